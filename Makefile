@@ -1,0 +1,43 @@
+# delta-trn. Every target installs what it needs into .venv; nothing else on the machine is touched.
+#
+#   make train      train a small muP Gated DeltaNet on real text, and generate from it
+#   make test       the test suite (under 15 minutes on 2 cores, no accelerator)
+#   make lint       ruff and pyright
+#   make bench      parity first, then the clock
+#   make test-slow  the checks that take longer
+
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+
+.PHONY: train test test-slow lint bench
+
+train: $(READY)
+	$(RUN) -m train run quickstart $(ARGS)
+
+test: $(READY)
+	$(RUN) -m pytest -n 2 -m "not slow and not serial"
+	$(RUN) -m pytest -m "serial and not slow"
+
+test-slow: $(READY)
+	$(RUN) -m pytest -m slow --timeout=7200
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+
+bench: $(READY)
+	$(RUN) -m backends.bench $(ARGS)
+
+# torch comes first and alone: on a CUDA machine it brings the triton it was built with, and only a CPU build leaves
+# that to us. 3.7.1 is the triton that belongs to torch 2.13.
+$(READY): pyproject.toml .ci/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13) and "delta-trn needs Python 3.10 to 3.12, this is " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(RUN) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' || \
+		$(RUN) -m pip install --quiet --disable-pip-version-check triton==3.7.1
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	touch $@
