@@ -1,0 +1,12 @@
+"""Triton kernels for Hopper: tensors in, tensors filled. A leaf package, which imports only triton.
+
+    module                   computes
+    gated_delta_rule_fwd     the gated delta rule over a sequence, forward (arXiv:2412.06464)
+    gated_delta_rule_bwd     its gradients
+    gated_delta_rule_step    one token of it, for decoding
+    tiles                    pieces of kernels: products, a chunk's place, the triangular inverse
+    launch                   chunk size, tile widths, warps and stages of every launch
+    compile_only             compiles every kernel and configuration for sm_90, which needs no GPU
+
+Importing this package imports nothing else.
+"""

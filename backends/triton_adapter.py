@@ -1,0 +1,204 @@
+"""Triton's side of the operations: allocates, cuts the time axis into chunks, launches `triton_kernels`.
+
+Runs on CUDA tensors; on CPU tensors under TRITON_INTERPRET=1. Nothing here waits for the device: packed
+lengths become chunk tables by tensor operations, so every call may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, gated_delta_rule_step
+from triton_kernels.launch import Chunks, Config, config
+
+if TYPE_CHECKING:
+    from backends.registry import Options
+
+SaveH = Literal["auto", True, False]
+
+# 512 MiB a call: eight layers of the paper's width-1024 model at 30 x 1024 tokens keep 2.3 GB in all
+SAVE_H_BYTES = 512 * 2**20
+
+_save_h: SaveH = "auto"
+
+
+def keep_states(save_h: SaveH) -> None:
+    """Whether forward keeps h and U (the states at chunk starts and what each chunk writes) for backward.
+
+    True spends (2 K / C + 2) V bytes of bfloat16 per token and value head and spares backward one scan; False
+    recomputes them; "auto", the default, keeps them up to SAVE_H_BYTES a call. Raises ValueError for other
+    values.
+    """
+    global _save_h
+    if save_h not in ("auto", True, False):
+        raise ValueError(f"save_h={save_h!r} is none of 'auto', True, False; pass one of them")
+    _save_h = save_h
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    *,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """o, final_state and what `backward` reads: N, P, rows, and h, U where they are kept."""
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    row = config(K, V, itemsize=q.element_size())
+    chunks = _chunks(q, cu_seqlens, row)
+    saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared(chunks, HV, q.dtype)]
+    gated_delta_rule_fwd.prepare(
+        q,
+        k,
+        g,
+        beta,
+        *saved,
+        scale=options.scale,
+        l2norm=options.use_qk_l2norm_in_kernel,
+        chunks=chunks,
+        config=row,
+    )
+    o = torch.empty_like(v)
+    final_state = None
+    if options.output_final_state:
+        final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
+    h = U = None
+    if save and _keeps(chunks, HV, K, V, q.dtype):
+        h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
+    gated_delta_rule_fwd.scan(
+        q, k, v, beta, *saved, initial_state,
+        o=o, final_state=final_state, h=h, U=U, chunks=chunks, config=row,
+    )  # fmt: skip
+    if not save:
+        return o, final_state, []
+    return o, final_state, saved if h is None or U is None else [*saved, h, U]
+
+
+def backward(
+    do: Tensor,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
+    do, q, k, v, g, beta = (x.contiguous() for x in (do.to(q.dtype), q, k, v, g, beta))
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    dstate = None if dstate is None else dstate.contiguous()
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    row = config(K, V, itemsize=q.element_size())
+    chunks = _chunks(q, cu_seqlens, row)
+    scale = options.scale
+    N, P, rows = saved[:3]
+    if len(saved) == 5:
+        h, U = saved[3:]
+    else:
+        h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
+        gated_delta_rule_fwd.scan(
+            q, k, v, beta, N, P, rows, initial_state,
+            o=None, final_state=None, h=h, U=U, chunks=chunks, config=row,
+        )  # fmt: skip
+    dY, dh = torch.empty_like(U), torch.empty_like(h)
+    dinitial = None if initial_state is None else torch.empty_like(initial_state)
+    gated_delta_rule_bwd.reverse_scan(
+        q, k, do, N, P, rows, dstate,
+        dY=dY, dh=dh, dinitial_state=dinitial, chunks=chunks, config=row,
+    )  # fmt: skip
+    # grouped value heads: float32 per value head, summed below in a fixed order; atomics would sum in any
+    per_head = q.dtype if HV == H else torch.float32
+    dq, dk = (q.new_empty((B, T, HV, K), dtype=per_head) for _ in range(2))
+    dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    gated_delta_rule_bwd.gradients(
+        q, k, v, do, beta, rows, h, U, dY, dh,
+        dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, scale=scale, l2norm=options.use_qk_l2norm_in_kernel,
+        chunks=chunks, config=row,
+    )  # fmt: skip
+    if HV != H:
+        dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
+    return dq, dk, dv, dg, dbeta, dinitial
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
+    q, k, v, g, beta, state = (x.contiguous() for x in (q, k, v, g, beta, state))
+    o, new = torch.empty_like(v), torch.empty_like(state)
+    gated_delta_rule_step.step(
+        q, k, v, g, beta, state, o, new, scale=options.scale, l2norm=options.use_qk_l2norm_in_kernel
+    )
+    return o, new
+
+
+def saved_shapes(
+    q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, options: Options
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what `forward` saves, from shapes alone."""
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    chunks = _counted(q, cu_seqlens, config(K, V, itemsize=q.element_size()))
+    shapes = _prepared(chunks, HV, q.dtype)
+    return shapes + _states(chunks, HV, K, V, q.dtype) if _keeps(chunks, HV, K, V, q.dtype) else shapes
+
+
+def _counted(q: Tensor, cu_seqlens: Tensor | None, row: Config) -> Chunks:
+    """Chunk counts, which shapes alone decide."""
+    B, T = q.shape[:2]
+    per_sequence = -(-T // row.C)
+    if cu_seqlens is None:
+        return Chunks(row.C, B * per_sequence, B, T, per_sequence, packed=False)
+    sequences = cu_seqlens.shape[0] - 1
+    return Chunks(row.C, T // row.C + sequences, sequences, T, per_sequence, packed=True)
+
+
+def _chunks(q: Tensor, cu_seqlens: Tensor | None, row: Config) -> Chunks:
+    """Chunk counts and, for packed sequences, the tables, computed where cu_seqlens lies."""
+    dense = _counted(q, cu_seqlens, row)
+    if cu_seqlens is None:
+        return dense
+    C, device = row.C, cu_seqlens.device
+    cu_seqlens = cu_seqlens.contiguous()
+    ends = ((cu_seqlens.diff() + C - 1) // C).cumsum(0)
+    offsets = torch.nn.functional.pad(ends, (1, 0))
+    slot = torch.arange(dense.count, device=device)
+    sequence = torch.searchsorted(ends, slot, right=True).clamp_(max=dense.sequences - 1)
+    start = cu_seqlens[sequence] + (slot - offsets[sequence]) * C
+    length = (cu_seqlens[sequence + 1] - start).clamp_(max=C)
+    return Chunks(
+        C, dense.count, dense.sequences, dense.T, dense.per_sequence, True, cu_seqlens, offsets, start, length
+    )
+
+
+def _prepared(chunks: Chunks, HV: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """N, P, rows."""
+    matrix, rows = (chunks.count, HV, chunks.size, chunks.size), (chunks.count, HV, 6, chunks.size)
+    return [(matrix, dtype)] * 2 + [(rows, torch.float32)]
+
+
+def _states(
+    chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """h, U."""
+    return [((chunks.count, HV, V, K), dtype), ((chunks.count, HV, chunks.size, V), dtype)]
+
+
+def _keeps(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> bool:
+    if _save_h == "auto":
+        return chunks.count * HV * V * (K + chunks.size) * dtype.itemsize <= SAVE_H_BYTES
+    return _save_h

@@ -1,0 +1,190 @@
+"""Gated delta rule, forward, chunkwise: a parallel preparation of every chunk, then a scan over the chunks.
+
+Math, for one chunk of C tokens and one value head, S the state at the chunk's start; b = cumsum(g),
+gam_i = exp(b_i), D_ij = exp(b_i - b_j) for i >= j else 0, lam_i = exp(b_C - b_i):
+
+    L  = strict_lower( diag(beta) K K^T )             [C, C]
+    N  = (I + L)^-1 * D                               [C, C]   the gate is applied after the inverse
+    P  = scale * lower(Q K^T) * D                     [C, C]
+    X  = V - diag(gam) K S                            [C, V]   what is missing from memory
+    U  = N diag(beta) X                               [C, V]   what this chunk really writes
+    O  = scale * diag(gam) Q S + P U                  [C, V]
+    S' = gam_C S + K^T diag(lam) U                    [K, V]
+
+Source: arXiv:2412.06464. The gate may follow the inverse because D = diag(gam) 1 diag(1/gam) is a similarity;
+it is always formed as exp of a masked difference, never as a quotient, which overflows.
+
+Normalized queries and keys are never written: their factors r_q, r_k scale rows, so they fold into gam, lam
+and the C x C matrices, and the products read q and k as they came.
+
+The scan holds the state transposed, Z = S^T [BV, K]. Every product on the serial chain then has the running
+value on its left, which Hopper's tensor cores read from registers, and a tile from memory on its right; no
+result of a product is ever transposed, which Triton 3.4 to 3.7.0 miscompiles on Hopper.
+
+Layout: q, k [B, T, H, K]; v, o [B, T, HV, V]; g, beta [B, T, HV]; states [N, HV, K, V]; NC counts the chunks
+of all sequences, and per chunk there are N, P [NC, HV, C, C]; rows [NC, HV, 6, C] float32, which are b, r_q,
+r_k, gam r_k beta, scale gam r_q, lam r_k; h [NC, HV, V, K], the states at chunk starts; U [NC, HV, C, V].
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+import triton
+import triton.language as tl
+
+from triton_kernels.launch import Chunks, Config, power_of_two
+from triton_kernels.tiles import chunk_span, product, rounded, sequence_span, unit_lower_inverse
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def prepare_kernel(
+    q, k, g, beta, N_out, P_out, rows, chunk_start, chunk_length, scale, T, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program per (chunk, value head): N, P and the six rows. KP is K up to a power of two."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_c, i_h = pid // HV, pid % HV
+    i_hk = i_h // (HV // H)
+    start, length = chunk_span(i_c, T, NT, chunk_start, chunk_length, C, PACKED)
+    if length <= 0:
+        return
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, KP)
+    m_t = o_c < length
+    m_tk = m_t[:, None] & (o_k < K)[None, :]
+    row = (start * H + i_hk) * K
+    o_tk = o_c[:, None] * (H * K) + o_k[None, :]
+    b_q = tl.load(q + row + o_tk, mask=m_tk, other=0.0)
+    b_k = tl.load(k + row + o_tk, mask=m_tk, other=0.0)
+    b_g = tl.load(g + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+    b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+
+    b_b = tl.cumsum(b_g, axis=0)
+    if L2NORM:
+        b_q32 = b_q.to(tl.float32)
+        b_k32 = b_k.to(tl.float32)
+        b_rq = tl.rsqrt(tl.sum(b_q32 * b_q32, axis=1) + 1e-6)
+        b_rk = tl.rsqrt(tl.sum(b_k32 * b_k32, axis=1) + 1e-6)
+    else:
+        b_rq = tl.full([C], 1.0, tl.float32)
+        b_rk = tl.full([C], 1.0, tl.float32)
+    tile = i_c * HV + i_h
+    b_last = tl.sum(tl.where(o_c == C - 1, b_b, 0.0), axis=0)
+    b_gam = tl.exp(b_b)
+    p_rows = rows + tile * (6 * C) + o_c
+    tl.store(p_rows, b_b)
+    tl.store(p_rows + C, b_rq)
+    tl.store(p_rows + 2 * C, b_rk)
+    tl.store(p_rows + 3 * C, b_gam * b_rk * b_beta)
+    tl.store(p_rows + 4 * C, scale * b_gam * b_rq)
+    tl.store(p_rows + 5 * C, tl.exp(b_last - b_b) * b_rk)
+
+    lower = o_c[:, None] >= o_c[None, :]
+    strict = o_c[:, None] > o_c[None, :]
+    # the exponent is masked before exp: above the diagonal it is positive and may overflow
+    b_D = tl.where(lower, tl.exp(tl.where(lower, b_b[:, None] - b_b[None, :], 0.0)), 0.0)
+    o_cc = tile * C * C + o_c[:, None] * C + o_c[None, :]
+    b_QK = product(b_q, tl.trans(b_k), DOT)
+    b_P = b_QK * b_D * ((scale * b_rq)[:, None] * b_rk[None, :])
+    tl.store(P_out + o_cc, rounded(b_P, P_out.dtype.element_ty, DOT))
+    b_KK = product(b_k, tl.trans(b_k), DOT)
+    b_L = tl.where(strict, b_KK * ((b_beta * b_rk)[:, None] * b_rk[None, :]), 0.0)
+    b_N = unit_lower_inverse(b_L, C) * b_D
+    tl.store(N_out + o_cc, rounded(b_N, N_out.dtype.element_ty, DOT))
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def scan_kernel(
+    q, k, v, beta, N, P, rows, initial_state, o, final_state, h, U, cu_seqlens, chunk_offsets, T, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, WRITE_O: tl.constexpr,
+    WRITE_FINAL: tl.constexpr, WRITE_H: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program per (sequence, value head, BV columns of V), over the chunks in order.
+
+    WRITE_O gives the outputs; WRITE_H keeps h and U, which the backward pass needs. Backward calls it once
+    more with WRITE_H alone where forward did not keep them.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = (pid % NV).to(tl.int32)
+    i_h = (pid // NV) % HV
+    i_n = pid // (NV * HV)
+    i_hk = i_h // (HV // H)
+    start, length, first = sequence_span(i_n, T, NT, cu_seqlens, chunk_offsets, PACKED)
+
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    m_vk = m_v[:, None] & m_k[None, :]
+    o_ck = o_c[:, None] * (H * K) + o_k[None, :]
+    o_vc = o_v[:, None] + o_c[None, :] * (HV * V)
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    o_state = o_k[None, :] * V + o_v[:, None]
+    dtype = k.dtype.element_ty
+
+    b_Z = tl.zeros([BV, KP], dtype=tl.float32)  # the state, transposed
+    if HAS_INITIAL:
+        p_state = initial_state + (i_n * HV + i_h) * (K * V)
+        b_Z = tl.load(p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
+
+    for i in range(0, tl.cdiv(length, C).to(tl.int32)):
+        t = start + i * C
+        tile = (first + i) * HV + i_h
+        m_t = o_c < tl.minimum(length - i * C, C).to(tl.int32)
+        m_ck = m_t[:, None] & m_k[None, :]
+        m_vc = m_v[:, None] & m_t[None, :]
+        b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
+        b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0)  # [BV, C]
+        b_N = tl.load(N + tile * (C * C) + o_cc)
+        b_beta = tl.load(beta + t * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+        p_rows = rows + tile * (6 * C)
+        b_Zd = rounded(b_Z, dtype, DOT)
+        if WRITE_H:
+            tl.store(h + tile * (V * K) + o_v[:, None] * K + o_k[None, :], b_Zd, mask=m_vk)
+
+        b_YT = product(b_Zd, tl.trans(b_k), DOT)  # [BV, C] = S^T K^T
+        b_XT = b_vT.to(tl.float32) * b_beta[None, :] - b_YT * tl.load(p_rows + 3 * C + o_c)[None, :]
+        b_UT = product(rounded(b_XT, dtype, DOT), tl.trans(b_N), DOT)  # [BV, C]
+        if WRITE_H:
+            p_U = U + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
+            tl.store(p_U, rounded(b_UT, dtype, DOT), mask=m_v[:, None])
+        if WRITE_O:
+            b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
+            b_P = tl.load(P + tile * (C * C) + o_cc)
+            b_OT = product(b_Zd, tl.trans(b_q), DOT) * tl.load(p_rows + 4 * C + o_c)[None, :]
+            b_OT += product(rounded(b_UT, dtype, DOT), tl.trans(b_P), DOT)
+            tl.store(o + (t * HV + i_h) * V + o_vc, rounded(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
+        b_UT *= tl.load(p_rows + 5 * C + o_c)[None, :]
+        b_Z = b_Z * tl.exp(tl.load(p_rows + C - 1)) + product(rounded(b_UT, dtype, DOT), b_k, DOT)
+
+    if WRITE_FINAL:
+        tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_state, b_Z, mask=m_vk)
+
+
+def prepare(q, k, g, beta, N, P, rows, *, scale, l2norm, chunks: Chunks, config: Config):
+    """Launch `prepare_kernel`: fills N, P, rows. Tensors as in the module's Layout, contiguous."""
+    H, K, HV = q.shape[2], q.shape[3], g.shape[2]
+    prepare_kernel[(chunks.count * HV,)](
+        q, k, g, beta, N, P, rows, chunks.start, chunks.length, scale, chunks.T, chunks.per_sequence,
+        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, PACKED=chunks.packed,
+        DOT=config.dot, num_warps=config.prepare.warps, num_stages=config.prepare.stages,
+    )  # fmt: skip
+
+
+def scan(
+    q, k, v, beta, N, P, rows, initial_state, *, o, final_state, h, U, chunks: Chunks, config: Config
+):  # fmt: skip
+    """Launch `scan_kernel`: fills whichever of o, final_state and (h, U) are not None."""
+    H, K = q.shape[2:]
+    HV, V = v.shape[2:]
+    tile = config.scan
+    scan_kernel[(chunks.sequences * HV * -(-V // tile.BV),)](
+        q, k, v, beta, N, P, rows, initial_state, o, final_state, h, U, chunks.cu_seqlens, chunks.offsets,
+        chunks.T, chunks.per_sequence,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, PACKED=chunks.packed,
+        HAS_INITIAL=initial_state is not None, WRITE_O=o is not None, WRITE_FINAL=final_state is not None,
+        WRITE_H=h is not None, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

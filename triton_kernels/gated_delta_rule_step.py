@@ -1,0 +1,63 @@
+"""Gated delta rule, one token: the decode step.
+
+    S' = exp(g) S + k (beta (v - (exp(g) S)^T k))^T ;  o = scale * S'^T q
+
+Source: arXiv:2412.06464. The state travels once each way, 8 K V bytes a head, which bounds the time; a
+program holds K x BV of it in registers and sums over K itself.
+
+Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V].
+"""
+
+# pyright: reportCallIssue=false
+# (Triton's decorator adds the launch arguments)
+import triton
+import triton.language as tl
+
+from triton_kernels.launch import arithmetic, power_of_two
+from triton_kernels.tiles import rounded
+
+
+@triton.jit
+def step_kernel(
+    q, k, v, g, beta, state, o, new_state, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    L2NORM: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program per (sequence, value head, BV columns of V)."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = (pid % NV).to(tl.int32)
+    i_nh = pid // NV  # sequence and value head
+    i_hk = (i_nh // HV) * H + (i_nh % HV) // (HV // H)
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    b_q = tl.load(q + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_k = tl.load(k + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(v + i_nh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_g = tl.load(g + i_nh).to(tl.float32)
+    b_beta = tl.load(beta + i_nh).to(tl.float32)
+    if L2NORM:
+        b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6)
+        b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
+    p_state = i_nh * (K * V) + o_k[:, None] * V + o_v[None, :]
+    m_kv = m_k[:, None] & m_v[None, :]
+    b_S = tl.load(state + p_state, mask=m_kv, other=0.0).to(tl.float32) * tl.exp(b_g)
+    b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
+    b_S += b_k[:, None] * b_u[None, :]
+    b_o = scale * tl.sum(b_S * b_q[:, None], axis=0)
+    tl.store(o + i_nh * V + o_v, rounded(b_o, o.dtype.element_ty, DOT), mask=m_v)
+    tl.store(new_state + p_state, rounded(b_S, new_state.dtype.element_ty, DOT), mask=m_kv)
+
+
+def step(q, k, v, g, beta, state, o, new_state, *, scale, l2norm):
+    """Launch `step_kernel`: fills o and new_state, which may be state itself."""
+    B, H, K = q.shape
+    HV, V = v.shape[1:]
+    # 16 KiB of state a program: the smallest models decode with a handful of heads, and need the programs
+    BV = min(32, power_of_two(V))
+    step_kernel[(B * HV * -(-V // BV),)](
+        q, k, v, g, beta, state, o, new_state, scale,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=BV, L2NORM=l2norm, DOT=arithmetic(), num_warps=4,
+    )  # fmt: skip

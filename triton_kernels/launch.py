@@ -1,0 +1,90 @@
+"""How every kernel is launched: chunk size, tile widths, warps and pipeline stages, as one table.
+
+The rows were chosen from what the compiler reports for sm_90 (registers, stack, shared memory; `python -m
+triton_kernels.compile_only` prints it), not from timings: no GPU was at hand. Nothing is tuned at run time,
+so equal inputs take equal code paths and give equal bits.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from triton import knobs
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BV: columns of V a program works on at once; 0 where the kernel has no such loop."""
+
+    BV: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """One launch of all four kernels. `dot` goes to tiles.product; only float32 operands heed it."""
+
+    C: int
+    dot: str
+    prepare: Tile
+    scan: Tile
+    reverse: Tile
+    gradients: Tile
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How the time axis is cut. Dense: B sequences of T tokens. Packed: tables on the device, None otherwise.
+
+    count       chunks of all sequences; packed: an upper bound, T // C + N, since lengths stay on the device
+    start       [count] int64, first token;  length [count], tokens in it, <= 0 for an unused slot
+    offsets     [N + 1] int64, first chunk of every sequence
+    """
+
+    size: int
+    count: int
+    sequences: int
+    T: int
+    per_sequence: int
+    packed: bool
+    cu_seqlens: Any = None
+    offsets: Any = None
+    start: Any = None
+    length: Any = None
+
+
+def power_of_two(size: int) -> int:
+    """The tile extent that holds `size`: a power of two, and 16 at least, the shortest side of a product."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def arithmetic(dot: str = "ieee") -> str:
+    """The kernels' DOT: `dot`, unless Triton says that its interpreter will run them."""
+    return "interpreted" if knobs.runtime.interpret else dot
+
+
+def config(K: int, V: int, *, itemsize: int) -> Config:
+    """The row for head sizes K, V and elements of `itemsize` bytes."""
+    row = _row(K, V, itemsize)
+    return replace(row, dot=arithmetic(row.dot))
+
+
+def _row(K: int, V: int, itemsize: int) -> Config:
+    KP = power_of_two(K)
+    wide = min(64, power_of_two(V))
+    if itemsize == 4:
+        # float32 products run on the ordinary cores, operands in registers: small chunks, or they spill
+        C = 32 if KP <= 128 else 16
+        narrow = min(32 if KP <= 128 else 16, power_of_two(V))
+        warps = 4 if KP <= 64 else 8
+        tile = Tile(narrow, warps, 1)
+        return Config(C, "ieee", Tile(0, warps, 1), tile, tile, tile)
+    warps = 4 if KP <= 128 else 8
+    return Config(
+        64,
+        "tf32",
+        Tile(0, 4, 1),
+        Tile(wide, warps, 2),
+        Tile(wide, warps, 2),
+        Tile(wide, 4 if KP <= 32 else 8, 2),
+    )

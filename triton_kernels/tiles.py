@@ -1,0 +1,129 @@
+"""Tile pieces that more than one kernel uses: products, a chunk's place, the unit-lower-triangular inverse.
+
+DOT, in every kernel, is Triton's input_precision, or "interpreted" where Triton's interpreter runs the
+kernel. The interpreter (3.7.1) keeps bfloat16 as 16-bit integers: it truncates where the hardware rounds,
+three times the error, and multiplies the integers in tl.dot. `rounded`, `product` and `accumulate` give the
+hardware's arithmetic in both.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, DOT: tl.constexpr):
+    """float32 x in `dtype`, to nearest, ties to even."""
+    if DOT == "interpreted" and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def product(a, b, DOT: tl.constexpr):
+    """a b, accumulated in float32, which holds every product of two narrower numbers exactly."""
+    if DOT == "interpreted":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=DOT)
+
+
+@triton.jit
+def accumulate(acc, a, b, DOT: tl.constexpr):
+    """acc + a b."""
+    if DOT == "interpreted":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=DOT)
+
+
+@triton.jit
+def chunk_span(i_c, T, NT, chunk_start, chunk_length, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token and number of tokens of chunk i_c; a length <= 0 marks a slot that no sequence uses.
+
+    Dense batches need no table: chunk i_c of NT per sequence. Packed ones read the two tables the adapter
+    computed on the device, so that no length ever travels to the host.
+    """
+    if PACKED:
+        start = tl.load(chunk_start + i_c)
+        length = tl.load(chunk_length + i_c)
+    else:
+        start = (i_c // NT) * T + (i_c % NT) * C
+        length = tl.minimum(T - (i_c % NT) * C, C)
+    return start, length
+
+
+@triton.jit
+def sequence_span(i_n, T, NT, cu_seqlens, chunk_offsets, PACKED: tl.constexpr):
+    """First token, number of tokens and first chunk of sequence i_n."""
+    if PACKED:
+        start = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - start
+        first = tl.load(chunk_offsets + i_n).to(tl.int64)
+    else:
+        start = i_n * T
+        length = start * 0 + T
+        first = i_n * NT
+    return start, length, first
+
+
+@triton.jit
+def _diagonal_inverse(L, NB: tl.constexpr):
+    """(I + L)^-1 of NB strictly lower 16 x 16 blocks, by substitution; L is [NB, 16, 16] float32.
+
+    Substitution, because a Neumann series loses every digit once keys are correlated: 6e-5 in float32 already
+    at correlation 0.99 within 16 tokens, 1e8 over 64.
+    """
+    o = tl.arange(0, 16)
+    row = o[None, :, None]
+    col = o[None, None, :]
+    b_T = tl.where(row == col, 1.0, 0.0) + tl.zeros([NB, 16, 16], dtype=tl.float32)
+    for j in tl.static_range(15):
+        b_column = tl.sum(tl.where(col == j, L, 0.0), axis=2)  # [NB, 16], zero above row j + 1
+        b_row = tl.sum(tl.where(row == j, b_T, 0.0), axis=1)  # [NB, 16], final
+        b_T -= b_column[:, :, None] * b_row[:, None, :]
+    return b_T
+
+
+@triton.jit
+def _merge(b_T, L, s: tl.constexpr, n: tl.constexpr, C: tl.constexpr):
+    """Inverses of n diagonal blocks of size s -> of n / 2 blocks of size 2 s; L is the whole [C, C] matrix.
+
+    (top, 0; off, bottom)^-1 has -bottom^-1 off top^-1 in its corner.
+    """
+    i_row = tl.arange(0, n)[:, None, None, None]
+    i_column = tl.arange(0, n)[None, None, :, None]
+    corner = (i_row % 2 == 1) & (i_column == i_row - 1)
+    b_off = tl.sum(tl.where(corner, tl.reshape(L, [n, s, n, s]), 0.0), axis=2)  # [n, s, s], zero for even n
+    b_off = tl.sum(tl.reshape(b_off, [n // 2, 2, s, s]), axis=1)
+    half = tl.arange(0, 2)[None, :, None, None]
+    b_pair = tl.reshape(b_T, [n // 2, 2, s, s])
+    b_top = tl.sum(tl.where(half == 0, b_pair, 0.0), axis=1)
+    b_bottom = tl.sum(tl.where(half == 1, b_pair, 0.0), axis=1)
+    # ieee and not tf32: with beta = 2 and equal keys the products reach 2,000 where the result is 2
+    b_corner = tl.dot(b_off, b_top, input_precision="ieee")
+    b_corner = -tl.dot(b_bottom, b_corner, input_precision="ieee")
+    i_half = tl.arange(0, 2)[None, :, None, None, None]
+    j_half = tl.arange(0, 2)[None, None, None, :, None]
+    b_out = tl.where(i_half == j_half, tl.reshape(b_T, [n // 2, 2, s, 1, s]), 0.0)
+    b_corner = tl.reshape(b_corner, [n // 2, 1, s, 1, s])
+    b_out += tl.where((i_half == 1) & (j_half == 0), b_corner, 0.0)
+    return tl.reshape(b_out, [n // 2, 2 * s, 2 * s])
+
+
+@triton.jit
+def unit_lower_inverse(L, C: tl.constexpr):
+    """(I + L)^-1 of a strictly lower [C, C] float32 L, C in 16, 32, 64: blocks of 16, then merges."""
+    NB: tl.constexpr = C // 16
+    if NB == 1:
+        b_T = _diagonal_inverse(tl.reshape(L, [1, 16, 16]), 1)
+    else:
+        i_row = tl.arange(0, NB)[:, None, None, None]
+        i_column = tl.arange(0, NB)[None, None, :, None]
+        b_blocks = tl.sum(tl.where(i_row == i_column, tl.reshape(L, [NB, 16, NB, 16]), 0.0), axis=2)
+        b_T = _diagonal_inverse(b_blocks, NB)
+        b_T = _merge(b_T, L, 16, NB, C)
+    if NB == 4:
+        b_T = _merge(b_T, L, 32, 2, C)
+    return tl.reshape(b_T, [C, C])
