@@ -1,0 +1,44 @@
+"""Text to token shards, shards to batches, and what a model's loss on them is to be compared with.
+
+prepare(source, out, ...)        -> Path            shards, meta.json, tokenizer.json
+open_dataset(path)               -> TokenDataset    checked
+make_loader(dataset, split, ...) -> Loader          next_batch(), state_dict(), load_state_dict()
+evaluation_batches(dataset, ...) -> list            the same crops every time
+baselines(dataset)               -> dict            unigram entropy, zlib, lzma on the held-out text
+"""
+
+from .dataset import TokenDataset, open_dataset
+from .entropies import Baseline, baselines
+from .errors import (
+    DataError,
+    PositionMismatch,
+    SettingsDiffer,
+    ShardError,
+    SourceError,
+    TokenizerError,
+    WriteError,
+)
+from .loaders import Loader, cu_seqlens, evaluation_batches, make_loader
+from .preparation import prepare
+from .tokenization import TextTokenizer, load_tokenizer
+
+__all__ = [
+    "Baseline",
+    "DataError",
+    "Loader",
+    "PositionMismatch",
+    "SettingsDiffer",
+    "ShardError",
+    "SourceError",
+    "TextTokenizer",
+    "TokenDataset",
+    "TokenizerError",
+    "WriteError",
+    "baselines",
+    "cu_seqlens",
+    "evaluation_batches",
+    "load_tokenizer",
+    "make_loader",
+    "open_dataset",
+    "prepare",
+]

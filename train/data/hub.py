@@ -1,0 +1,116 @@
+"""Documents of a dataset on the Hugging Face Hub, streamed: nothing is downloaded ahead of its use."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .errors import SourceError
+from .sources import text_of
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """`name` such as HuggingFaceFW/fineweb-edu, `subset` such as sample-10BT; `revision` pins a commit."""
+
+    dataset: str
+    subset: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        parts = [self.dataset.rsplit("/", 1)[-1], self.subset or ""]
+        return re.sub(r"[^A-Za-z0-9]+", "-", "-".join(parts)).strip("-").lower()
+
+    def settings(self) -> dict[str, Any]:
+        """What was asked for; the commit that it meant is in the reader's position, which a resumed run returns to."""
+        return {
+            "kind": "dataset",
+            "name": self.dataset,
+            "subset": self.subset,
+            "split": self.split,
+            "text_field": self.text_field,
+            "revision": self.revision,
+        }
+
+    def reader(self, position: dict[str, Any] | None = None) -> "HubReader":
+        return HubReader(self, position)
+
+    @cached_property
+    def commit(self) -> str | None:
+        """The commit that the revision means today, the same for every reader of this source."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        try:
+            return HfApi().dataset_info(self.dataset, revision=self.revision).sha
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            raise SourceError(
+                f"the Hub has no dataset {self.dataset!r} at revision {self.revision or 'main'}, and there is no such "
+                "path here; check the name, or log in with `hf auth login` where it is gated"
+            ) from error
+        except (
+            Exception
+        ) as error:  # requests, httpx, OfflineModeIsEnabled: the client's exceptions vary by version
+            raise self._unreachable(error) from error
+
+    def open(self, revision: str | None) -> Any:
+        import datasets
+
+        try:
+            return datasets.load_dataset(
+                self.dataset, self.subset, split=self.split, streaming=True, revision=revision
+            )
+        except ValueError as error:  # an unknown subset or split: its message lists those there are
+            raise SourceError(
+                f"dataset {self.dataset!r} has no subset {self.subset!r} with split {self.split!r}: {error}"
+            ) from error
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: BaseException) -> SourceError:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        return SourceError(
+            f"cannot reach dataset {self.dataset!r} on the Hugging Face Hub{offline}: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}; there is no such path here either. Download it "
+            "where there is a network and pass the local folder, .parquet, .jsonl or .txt file instead of the name"
+        )
+
+
+class HubReader:
+    """Position: the commit, how many rows were read, and the library's own state, with which it need not read them again."""
+
+    def __init__(self, source: HubSource, position: dict[str, Any] | None):
+        self.skipped: Counter[str] = Counter()
+        self._source = source
+        position = position or {"revision": source.commit, "rows": 0, "state": None}
+        self._revision, self._rows = position["revision"], position["rows"]
+        self._dataset = source.open(self._revision)
+        splits = self._dataset.info.splits or {}
+        self._total = splits[source.split].num_examples if source.split in splits else None
+        if position["state"] is not None:
+            self._dataset.load_state_dict(position["state"])
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        self._iterator = iter(self._dataset)
+        for row in self._iterator:
+            self._rows += 1
+            yield text_of(row, self._source.text_field, f"{self._source.dataset} row {self._rows}")
+
+    def position(self) -> dict[str, Any]:
+        return {"revision": self._revision, "rows": self._rows, "state": self._dataset.state_dict()}
+
+    def fraction(self) -> float | None:
+        return min(1.0, self._rows / self._total) if self._total else None
+
+    def close(self) -> None:
+        # a generator of pyarrow's that lives until the interpreter ends complains while it goes
+        if self._iterator is not None:
+            self._iterator.close()  # pyright: ignore[reportAttributeAccessIssue] - a generator, by the library's code
+            self._iterator = None

@@ -1,0 +1,307 @@
+"""Batches of next-token pairs from shards. A position is a few integers, and returning to one is exact.
+
+Both loaders are functions of (seed, how many samples came before): there is no generator state to save.
+
+    random_crop   sample n starts at fold(seed, n) mod W, W the number of starts there are: shard by shard, every place
+                  with T+1 tokens left. Batch b of rank r takes the samples (b * world + r) * batch + row, so ranks never
+                  share a sample, and how many ranks and micro-batches a step is divided into does not change its data.
+    stream        the tokens in order, the shards shuffled anew each epoch. Window j is tokens [jT, jT+T] with
+                  its last the next one's first: every token but an epoch's first is a target once. Ranks have
+                  contiguous segments of windows.
+
+fold chains SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014): h = 0; for each word w: h = mix(h xor w).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from .dataset import Split, TokenDataset, check_ids
+from .errors import DataError, PositionMismatch, ShardError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["random_crop", "stream"]
+Batch = tuple["Tensor", "Tensor"]
+
+# first word of every fold, so that no two uses of a seed meet
+_CROP, _SHARD_ORDER, _EVALUATION = 1, 2, 3
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """One step of SplitMix64 from state x. uint64 -> uint64"""
+    with np.errstate(over="ignore"):
+        z = x + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def fold(*words: "int | np.ndarray") -> np.ndarray:
+    """A 64-bit hash of the words; arrays broadcast. uint64"""
+    state = np.zeros(1, np.uint64)
+    for word in words:
+        value = np.array([word & (2**64 - 1)], np.uint64) if isinstance(word, int) else word.astype(np.uint64)
+        state = mix64(state ^ value)
+    return state
+
+
+class Loader(ABC):
+    """Endless batches of one split. `state_dict` is the same on every rank: one copy serves all."""
+
+    kind: Kind
+
+    def __init__(
+        self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
+    ):
+        self.dataset, self.split = dataset, split
+        self.batch, self.sequence, self.seed = batch, sequence, seed
+        self.rank, self.world = rank, world
+        self._tokens = _Tokens(dataset, split)
+
+    @abstractmethod
+    def next_batch(self) -> Batch:
+        """inputs, targets: int64 [batch, sequence] on the CPU; targets[b, t] follows inputs[b, t]."""
+
+    @abstractmethod
+    def _position(self) -> dict[str, int]: ...
+
+    @abstractmethod
+    def _return_to(self, position: dict[str, int]) -> None: ...
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield self.next_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch comes from, as JSON."""
+        return {**self._identity(), **self._position()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. PositionMismatch if that was other data or another arrangement."""
+        mine = self._identity()
+        differing = [
+            f"{key} was {state.get(key)!r}, is {mine[key]!r}" for key in mine if state.get(key) != mine[key]
+        ]
+        if differing:
+            raise PositionMismatch(
+                f"the saved position does not fit this loader: {'; '.join(differing)}; continue with what it was "
+                "saved with, or begin a new run"
+            )
+        self._return_to(state)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "dataset": self.dataset.fingerprint,
+            "split": self.split,
+            "sequence": self.sequence,
+            "seed": self.seed,
+        }
+
+
+class RandomCrops(Loader):
+    """Independent crops, with replacement. May be continued with any world and batch whose product divides the position."""
+
+    kind: Kind = "random_crop"
+
+    def __init__(
+        self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
+    ):
+        super().__init__(dataset, split, batch, sequence, seed, rank, world)
+        self._crops = _Crops(self._tokens, sequence)
+        self._samples = 0  # of all ranks, before the next batch
+
+    def next_batch(self) -> Batch:
+        first = self._samples + self.rank * self.batch
+        samples = np.arange(first, first + self.batch, dtype=np.uint64)
+        windows = self._crops.at(fold(_CROP, self.seed, samples) % np.uint64(self._crops.starts))
+        self._samples += self.world * self.batch
+        return as_tensors(windows)
+
+    def _position(self) -> dict[str, int]:
+        return {"samples": self._samples}
+
+    def _return_to(self, position: dict[str, int]) -> None:
+        step = self.world * self.batch
+        if position["samples"] % step:
+            raise PositionMismatch(
+                f"{position['samples']} samples were drawn, which is no whole number of batches of world={self.world} x "
+                f"batch={self.batch}; choose a product that divides it"
+            )
+        self._samples = position["samples"]
+
+
+class Stream(Loader):
+    """Every token in turn. Rank r of a world has windows [r m, (r+1) m) of each epoch, m = windows // world."""
+
+    kind: Kind = "stream"
+
+    def __init__(
+        self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
+    ):
+        super().__init__(dataset, split, batch, sequence, seed, rank, world)
+        self._segment = (self._tokens.total - 1) // sequence // world
+        if self._segment < 1:
+            raise ShardError(
+                f"split {split!r} of {dataset.path} has {self._tokens.total} tokens, too few for sequence={sequence} on "
+                f"world={world}: that needs {sequence * world + 1}; choose a shorter sequence, or prepare more text"
+            )
+        self._windows = 0  # of this rank, before the next batch
+        self._order = -1, np.zeros(0, np.int64)
+
+    def next_batch(self) -> Batch:
+        windows = np.empty((self.batch, self.sequence + 1), np.int64)
+        for row in range(self.batch):
+            epoch, place = divmod(self._windows + row, self._segment)
+            start = (self.rank * self._segment + place) * self.sequence
+            self._tokens.read_across(self._shards_of(epoch), start, windows[row])
+        self._windows += self.batch
+        return as_tensors(windows)
+
+    @property
+    def epoch(self) -> int:
+        """Of the next sample; whole passes over this rank's segment so far."""
+        return self._windows // self._segment
+
+    def _shards_of(self, epoch: int) -> np.ndarray:
+        if self._order[0] != epoch:
+            keys = fold(_SHARD_ORDER, self.seed, epoch, np.arange(len(self._tokens.shards), dtype=np.uint64))
+            self._order = epoch, np.argsort(keys, kind="stable")
+        return self._order[1]
+
+    def _identity(self) -> dict[str, Any]:
+        # segments are cut by world: where four ranks stood is no place for two
+        return {**super()._identity(), "world": self.world}
+
+    def _position(self) -> dict[str, int]:
+        return {"windows": self._windows}
+
+    def _return_to(self, position: dict[str, int]) -> None:
+        self._windows = position["windows"]
+
+
+def make_loader(
+    dataset: TokenDataset,
+    split: Split,
+    *,
+    kind: Kind = "random_crop",
+    batch: int,
+    sequence: int,
+    seed: int,
+    rank: int = 0,
+    world: int = 1,
+) -> Loader:
+    """A loader of `batch` sequences of `sequence` tokens a call, for one of `world` ranks.
+
+    Raises ShardError if the split is shorter than a sequence, DataError for a number out of range.
+    """
+    kinds = {"random_crop": RandomCrops, "stream": Stream}
+    if kind not in kinds:
+        raise DataError(f"kind={kind!r}, expected one of {', '.join(kinds)}")
+    _check_sizes(batch=batch, sequence=sequence, world=world)
+    if not 0 <= rank < world:
+        raise DataError(f"rank={rank}, expected 0 to world - 1 = {world - 1}")
+    return kinds[kind](dataset, split, batch, sequence, seed, rank, world)
+
+
+def evaluation_batches(
+    dataset: TokenDataset, *, batch: int, sequence: int, batches: int, seed: int = 0, split: Split = "val"
+) -> list[Batch]:
+    """The same crops at every call: batches x batch of them, spread over the split, one at random in each equal part.
+
+    Which crops they are depends on seed, sequence and batches x batch only: another micro-batch that makes as many
+    evaluates the same tokens. inputs, targets: int64 [batch, sequence].
+    """
+    _check_sizes(batch=batch, sequence=sequence, batches=batches)
+    crops = _Crops(_Tokens(dataset, split), sequence)
+    count = batch * batches
+    edges = np.arange(count + 1, dtype=np.uint64) * np.uint64(crops.starts) // np.uint64(count)
+    widths = np.maximum(edges[1:] - edges[:-1], np.uint64(1))  # fewer starts than parts: some are taken twice
+    places = edges[:-1] + fold(_EVALUATION, seed, np.arange(count, dtype=np.uint64)) % widths
+    return [as_tensors(crops.at(places[i : i + batch])) for i in range(0, count, batch)]
+
+
+def cu_seqlens(inputs: "Tensor", bos_id: int) -> "Tensor":
+    """Where documents begin in a batch laid out as one row, for `gated_delta_rule(..., cu_seqlens=)`.
+
+    inputs [batch, sequence] int64, to be used as inputs.view(1, -1); returns int64 [N+1]. A row's start counts as a
+    document's: the rows of a batch do not continue each other.
+    """
+    import torch
+
+    starts = inputs.eq(bos_id)
+    starts[:, 0] = True
+    places = starts.flatten().nonzero().flatten()
+    return torch.cat([places, places.new_tensor([inputs.numel()])])
+
+
+class _Tokens:
+    """A split's shards side by side, read with a check of every id."""
+
+    def __init__(self, dataset: TokenDataset, split: Split):
+        self.dataset, self.split = dataset, split
+        self.shards = dataset.shards(split)
+        self.lengths = np.array([len(tokens) for tokens in self.shards], np.int64)
+        self.total = int(self.lengths.sum())
+
+    def read(self, shard: int, start: int, out: np.ndarray) -> None:
+        """Copy tokens [start, start + len(out)) of one shard."""
+        tokens = self.shards[shard][start : start + len(out)]
+        check_ids(tokens, self.dataset.vocab_size, self._path(shard), start)
+        out[:] = tokens
+
+    def read_across(self, order: np.ndarray, start: int, out: np.ndarray) -> None:
+        """The same from the shards laid end to end in an order; a window may begin in one and end in the next."""
+        ends = np.cumsum(self.lengths[order])
+        place = int(np.searchsorted(ends, start, side="right"))
+        offset = start - (int(ends[place - 1]) if place else 0)
+        filled = 0
+        while filled < len(out):
+            shard = int(order[place])
+            take = min(len(out) - filled, int(self.lengths[shard]) - offset)
+            self.read(shard, offset, out[filled : filled + take])
+            filled, place, offset = filled + take, place + 1, 0
+
+    def _path(self, shard: int) -> Path:
+        return self.dataset.path / self.dataset.split(self.split).shards[shard].file
+
+
+class _Crops:
+    """The W places of a split where sequence + 1 tokens of one shard begin, numbered from 0."""
+
+    def __init__(self, tokens: _Tokens, sequence: int):
+        self._tokens, self._sequence = tokens, sequence
+        self._ends = np.cumsum(np.maximum(tokens.lengths - sequence, 0))
+        self.starts = int(self._ends[-1])
+        if self.starts < 1:
+            raise ShardError(
+                f"split {tokens.split!r} of {tokens.dataset.path} has no shard of sequence + 1 = {sequence + 1} tokens, "
+                f"its longest has {int(tokens.lengths.max())}; choose a shorter sequence, or prepare more text"
+            )
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The crops that begin at these places. [n] -> int64 [n, sequence + 1]"""
+        windows = np.empty((len(places), self._sequence + 1), np.int64)
+        shards = np.searchsorted(self._ends, places.astype(np.int64), side="right")
+        for row, (shard, place) in enumerate(zip(shards.tolist(), places.tolist(), strict=True)):
+            before = int(self._ends[shard - 1]) if shard else 0
+            self._tokens.read(shard, place - before, windows[row])
+        return windows
+
+
+def as_tensors(windows: np.ndarray) -> Batch:
+    """int64 [n, T+1] -> inputs, targets, each contiguous, so that the caller may pin them."""
+    import torch  # a second or more to import, and preparing data needs none of it
+
+    return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise DataError(f"{name}={value}, expected at least 1")
