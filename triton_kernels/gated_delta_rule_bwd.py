@@ -173,19 +173,21 @@ def gradients_kernel(
     lower = o_c[:, None] >= o_c[None, :]
     upper = o_c[:, None] <= o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
-    b_D = tl.where(lower, tl.exp(tl.where(lower, b_b[:, None] - b_b[None, :], 0.0)), 0.0)
-    b_DT = tl.where(upper, tl.exp(tl.where(upper, b_b[None, :] - b_b[:, None], 0.0)), 0.0)
+    b_D = tl.exp(tl.where(lower, b_b[:, None] - b_b[None, :], float("-inf")))
+    b_DT = tl.exp(tl.where(upper, b_b[None, :] - b_b[:, None], float("-inf")))
     b_QK = product(b_q, tl.trans(b_k), DOT) * (b_rq[:, None] * b_rk[None, :])
     b_KK = product(b_k, tl.trans(b_k), DOT) * (b_rk[:, None] * b_rk[None, :])
     b_dP = scale * b_A * b_D
-    b_dPT = scale * b_AT * b_DT
     b_G = tl.where(strict, -b_R * b_D, 0.0)
-    b_WT = tl.where(o_c[:, None] < o_c[None, :], -b_RT * b_DT * b_beta[None, :], 0.0)
     b_GK = b_G * b_KK
-    b_W = b_G * b_beta[:, None]
     b_EF = b_GK * b_beta[:, None] + tl.where(strict, b_dP * b_QK, 0.0)
     b_dbeta += tl.sum(b_GK, axis=1)
     b_rd = tl.sum(b_EF, axis=1) - tl.sum(b_EF, axis=0)
+    # the left operands of the last products, rounded now: they wait in half the registers
+    b_WT = tl.where(strict, 0.0, tl.where(o_c[:, None] == o_c[None, :], 0.0, -b_RT * b_DT * b_beta[None, :]))
+    b_W = rounded((b_G * b_beta[:, None] + b_WT) * b_rk[None, :], dtype, DOT)
+    b_dPT = rounded(scale * b_AT * b_DT * b_rq[None, :], dtype, DOT)
+    b_dP = rounded(b_dP * b_rk[None, :], dtype, DOT)
 
     b_gam = tl.exp(b_b)
     b_lam = tl.exp(b_last - b_b)
@@ -202,7 +204,7 @@ def gradients_kernel(
     b_q32 = b_q.to(tl.float32) * b_rq[:, None]
     b_dq *= (scale * b_gam)[:, None]
     b_rd += tl.sum(b_q32 * b_dq, axis=1)
-    b_dq = accumulate(b_dq, rounded(b_dP * b_rk[None, :], dtype, DOT), b_k, DOT)
+    b_dq = accumulate(b_dq, b_dP, b_k, DOT)
     if L2NORM:
         b_dq = b_rq[:, None] * (b_dq - b_q32 * tl.sum(b_q32 * b_dq, axis=1)[:, None])
     o_out = o_c[:, None] * (HV * K) + o_k[None, :]
@@ -231,8 +233,8 @@ def gradients_kernel(
     b_US *= b_lam[:, None]
     b_wr = tl.sum(b_k32 * b_US, axis=1)
     b_dk = b_US - b_YS * (b_gam * b_beta)[:, None]
-    b_dk = accumulate(b_dk, rounded(b_dPT * b_rq[None, :], dtype, DOT), b_q, DOT)
-    b_dk = accumulate(b_dk, rounded((b_W + b_WT) * b_rk[None, :], dtype, DOT), b_k, DOT)
+    b_dk = accumulate(b_dk, b_dPT, b_q, DOT)
+    b_dk = accumulate(b_dk, b_W, b_k, DOT)
     if L2NORM:
         b_dk = b_rk[:, None] * (b_dk - b_k32 * tl.sum(b_k32 * b_dk, axis=1)[:, None])
     tl.store(dk + p_out + o_out, rounded(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)

@@ -79,18 +79,16 @@ def prepare_kernel(
     tl.store(p_rows + 4 * C, scale * b_gam * b_rq)
     tl.store(p_rows + 5 * C, tl.exp(b_last - b_b) * b_rk)
 
-    lower = o_c[:, None] >= o_c[None, :]
+    o_cc = tile * (C * C) + o_c[:, None] * C + o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
-    # the exponent is masked before exp: above the diagonal it is positive and may overflow
-    b_D = tl.where(lower, tl.exp(tl.where(lower, b_b[:, None] - b_b[None, :], 0.0)), 0.0)
-    o_cc = tile * C * C + o_c[:, None] * C + o_c[None, :]
-    b_QK = product(b_q, tl.trans(b_k), DOT)
-    b_P = b_QK * b_D * ((scale * b_rq)[:, None] * b_rk[None, :])
-    tl.store(P_out + o_cc, rounded(b_P, P_out.dtype.element_ty, DOT))
     b_KK = product(b_k, tl.trans(b_k), DOT)
     b_L = tl.where(strict, b_KK * ((b_beta * b_rk)[:, None] * b_rk[None, :]), 0.0)
-    b_N = unit_lower_inverse(b_L, C) * b_D
-    tl.store(N_out + o_cc, rounded(b_N, N_out.dtype.element_ty, DOT))
+    b_N = unit_lower_inverse(b_L, C)
+    # the exponent is masked before exp: above the diagonal it is positive and may overflow
+    b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_b[:, None] - b_b[None, :], float("-inf")))
+    tl.store(N_out + o_cc, rounded(b_N * b_D, N_out.dtype.element_ty, DOT))
+    b_P = product(b_q, tl.trans(b_k), DOT) * b_D * ((scale * b_rq)[:, None] * b_rk[None, :])
+    tl.store(P_out + o_cc, rounded(b_P, P_out.dtype.element_ty, DOT))
 
 
 @triton.jit(do_not_specialize=["T", "NT"])

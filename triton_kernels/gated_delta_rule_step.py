@@ -13,7 +13,7 @@ Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V].
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import arithmetic, power_of_two
+from triton_kernels.launch import Tile, arithmetic, power_of_two
 from triton_kernels.tiles import rounded
 
 
@@ -51,13 +51,18 @@ def step_kernel(
     tl.store(new_state + p_state, rounded(b_S, new_state.dtype.element_ty, DOT), mask=m_kv)
 
 
+def tile(V: int) -> Tile:
+    """BV = 32 at most: small models decode with a handful of heads, and only V / BV makes programs."""
+    return Tile(min(32, power_of_two(V)), 4, 1)
+
+
 def step(q, k, v, g, beta, state, o, new_state, *, scale, l2norm):
     """Launch `step_kernel`: fills o and new_state, which may be state itself."""
     B, H, K = q.shape
     HV, V = v.shape[1:]
-    # 16 KiB of state a program: the smallest models decode with a handful of heads, and need the programs
-    BV = min(32, power_of_two(V))
-    step_kernel[(B * HV * -(-V // BV),)](
+    row = tile(V)
+    step_kernel[(B * HV * -(-V // row.BV),)](
         q, k, v, g, beta, state, o, new_state, scale,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=BV, L2NORM=l2norm, DOT=arithmetic(), num_warps=4,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.BV, L2NORM=l2norm, DOT=arithmetic(),
+        num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip

@@ -79,12 +79,8 @@ def _row(K: int, V: int, itemsize: int) -> Config:
         warps = 4 if KP <= 64 else 8
         tile = Tile(narrow, warps, 1)
         return Config(C, "ieee", Tile(0, warps, 1), tile, tile, tile)
-    warps = 4 if KP <= 128 else 8
-    return Config(
-        64,
-        "tf32",
-        Tile(0, 4, 1),
-        Tile(wide, warps, 2),
-        Tile(wide, warps, 2),
-        Tile(wide, 4 if KP <= 32 else 8, 2),
-    )
+    # a state of [64, 256] float32 fills the registers of four warps
+    scan = Tile(wide, 4 if KP <= 128 else 8, 2)
+    # two turns at least around the loops over V: unrolled into one, they spill (424 bytes a thread at 64:64)
+    gradients = Tile(64 if V > 64 else max(16, wide // 2), 8, 2)
+    return Config(64, "tf32", Tile(0, 4, 1), scan, scan, gradients)

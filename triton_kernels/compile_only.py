@@ -1,0 +1,238 @@
+"""Compiles every kernel in every configuration for sm_90, which needs no GPU, and reports what the chip would
+need.
+
+    python -m triton_kernels.compile_only [--quick] [--json FILE]
+
+A row: kernel, head sizes, element type, options; registers and stack bytes a thread (a stack is spilled
+registers), shared memory a program, matrix instructions (HGMMA), and transposes of products. Exit 1 if a row
+breaks a bound.
+
+The bounds: SHARED_BYTES is what Hopper gives one program. STACK_BYTES: this much of a kernel's state is
+parked in L1 between uses; the chunk loops were arranged until it was zero at the sizes that are trained, and
+what remains sits at K = 256 and in float32, whose products run on the ordinary cores. TRANSPOSED: Triton 3.4
+to 3.7.0 miscompiles tl.dot(tl.trans(result of tl.dot), ...) on Hopper, so no transpose may depend on anything
+but loads.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, gated_delta_rule_step
+from triton_kernels.launch import Config, Tile, config, power_of_two
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024
+STACK_BYTES = {"bf16": 512, "fp16": 512, "fp32": 8192}
+
+HEAD_SIZES = [
+    (32, 64),
+    (64, 64),
+    (64, 128),
+    (96, 192),
+    (128, 128),
+    (128, 256),
+    (192, 384),
+    (256, 256),
+    (256, 512),
+]
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+# Argument types by name; a kernel takes the ones it names.
+MODEL_DTYPE = {"q", "k", "v", "o", "do", "dq", "dk", "dv", "N", "P", "N_out", "P_out", "h", "U", "dY", "dh"}
+INTEGERS = {"cu_seqlens", "chunk_start", "chunk_length", "chunk_offsets"}
+SCALARS = {"scale": "fp32", "T": "i32", "NT": "i32"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with its compile-time arguments: what one launch would compile."""
+
+    kernel: str
+    K: int
+    V: int
+    dtype: str
+    options: str
+    function: Any
+    constants: dict[str, Any]
+    tile: Tile
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the compiler made of a Variant. stack: bytes a thread; transposed: products transposed (must be
+    0)."""
+
+    kernel: str
+    K: int
+    V: int
+    dtype: str
+    options: str
+    warps: int
+    stages: int
+    registers: int
+    stack: int
+    shared: int
+    hgmma: int
+    transposed: int
+
+    def broken(self) -> list[str]:
+        """The bounds this row exceeds, in words."""
+        found = []
+        if self.shared > SHARED_BYTES:
+            found.append(f"shared memory {self.shared} exceeds {SHARED_BYTES}")
+        if self.stack > STACK_BYTES[self.dtype]:
+            found.append(f"stack {self.stack} exceeds {STACK_BYTES[self.dtype]}")
+        if self.transposed:
+            found.append(f"{self.transposed} transposes of a product's result")
+        return found
+
+
+def variants(*, quick: bool = False) -> Iterator[Variant]:
+    """Every configuration of every kernel; quick: one head size per tile shape and the options that train."""
+    for dtype in ["bf16"] if quick else ["bf16", "fp16", "fp32"]:
+        for K, V in [(64, 128), (256, 512)] if quick else HEAD_SIZES:
+            yield from _head_size(K, V, dtype, config(K, V, itemsize=ITEMSIZE[dtype]), quick)
+    if quick:
+        yield from _head_size(64, 128, "fp32", config(64, 128, itemsize=4), quick)
+
+
+def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator[Variant]:
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K)}
+    loops = {**sizes, "V": V, "C": row.C, "DOT": row.dot}
+
+    def variant(name: str, options: str, function: Any, tile: Tile, constants: dict[str, Any]) -> Variant:
+        return Variant(name, K, V, dtype, options, function, constants, tile)
+
+    fwd, bwd = gated_delta_rule_fwd, gated_delta_rule_bwd
+    for packed in [False] if quick else [False, True]:
+        word = "packed" if packed else "dense"
+        prepare = {**sizes, "C": row.C, "DOT": row.dot, "PACKED": packed, "L2NORM": True}
+        yield variant("prepare", word, fwd.prepare_kernel, row.prepare, prepare)
+        scan = {**loops, "BV": row.scan.BV, "PACKED": packed, "HAS_INITIAL": packed, "WRITE_FINAL": packed}
+        for kind, out, keep in [("train", True, True), ("infer", True, False), ("recompute", False, True)]:
+            if quick and kind != "train":
+                continue
+            constants = {**scan, "WRITE_O": out, "WRITE_H": keep}
+            yield variant("scan", f"{word} {kind}", fwd.scan_kernel, row.scan, constants)
+        reverse = {
+            **loops,
+            "BV": row.reverse.BV,
+            "PACKED": packed,
+            "HAS_DSTATE": packed,
+            "WRITE_DINITIAL": packed,
+        }
+        yield variant("reverse_scan", word, bwd.reverse_scan_kernel, row.reverse, reverse)
+        gradients = {**loops, "BV": row.gradients.BV, "PACKED": packed, "L2NORM": True}
+        yield variant("gradients", word, bwd.gradients_kernel, row.gradients, gradients)
+    tile = gated_delta_rule_step.tile(V)
+    step = {**sizes, "V": V, "BV": tile.BV, "L2NORM": True, "DOT": "ieee"}
+    yield variant("step", "one token", gated_delta_rule_step.step_kernel, tile, step)
+
+
+def compile_variant(variant: Variant) -> Row:
+    """Compile for sm_90 and read what ptxas allotted. Raises RuntimeError under TRITON_INTERPRET=1."""
+    if knobs.runtime.interpret:
+        raise RuntimeError(
+            "TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them"
+        )
+    names = variant.function.arg_names
+    constants = dict(variant.constants)
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        signature[name] = "constexpr" if name in constants else _type(name, variant.dtype)
+        if signature[name].startswith("*"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(variant.function, signature, constexprs, attributes)
+    tile = variant.tile
+    compiled = triton.compile(source, HOPPER, {"num_warps": tile.warps, "num_stages": tile.stages})
+    registers, stack = _usage(compiled.asm["cubin"])
+    return Row(
+        variant.kernel, variant.K, variant.V, variant.dtype, variant.options, tile.warps, tile.stages,
+        registers, stack, compiled.metadata.shared,
+        len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])), transposed_products(compiled.asm["ttir"]),
+    )  # fmt: skip
+
+
+def transposed_products(ttir: str) -> int:
+    """Transposes in Triton's IR whose operand depends on a product, or on a loop's results, which may."""
+    made_by: dict[str, tuple[str, list[str]]] = {}
+    for line in ttir.splitlines():
+        match = re.match(r"\s*(%[\w#:]+(?:, %[\w#:]+)*) = \"?([\w.]+)\"?(.*)", line)
+        if match:
+            operands = re.findall(r"%\w+", match[3])
+            for name in re.findall(r"%\w+", match[1]):
+                made_by[name] = (match[2], operands)
+
+    def from_product(name: str, seen: frozenset[str] = frozenset()) -> bool:
+        operation, operands = made_by.get(name, ("argument", []))
+        if operation == "tt.dot" or operation.startswith("scf."):
+            return True
+        if operation in ("tt.load", "argument") or name in seen:
+            return False
+        return any(from_product(operand, seen | {name}) for operand in operands)
+
+    transposes = [operands for operation, operands in made_by.values() if operation == "tt.trans"]
+    return sum(from_product(operands[0]) for operands in transposes)
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    fields = list(Row.__dataclass_fields__)
+    lines = ["| " + " | ".join(fields) + " |", "|" + " --- |" * len(fields)]
+    return "\n".join(lines + ["| " + " | ".join(str(v) for v in asdict(row).values()) + " |" for row in rows])
+
+
+def _type(name: str, dtype: str) -> str:
+    if name in SCALARS:
+        return SCALARS[name]
+    return "*" + (dtype if name in MODEL_DTYPE else "i64" if name in INTEGERS else "fp32")
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes per thread, as cuobjdump reads them from the machine code."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    if match is None:
+        raise RuntimeError(f"{tool} -res-usage printed no REG and STACK: {report!r}")
+    return int(match[1]), int(match[2])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m triton_kernels.compile_only", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="a part that takes seconds")
+    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    options = parser.parse_args(arguments)
+    rows = [compile_variant(variant) for variant in variants(quick=options.quick)]
+    print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    broken = [(row, reason) for row in rows for reason in row.broken()]
+    for row, reason in broken:
+        print(f"{row.kernel} K={row.K} V={row.V} {row.dtype} {row.options}: {reason}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
