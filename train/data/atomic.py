@@ -59,7 +59,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Hold the directory against other processes; the kernel lets go when the holder dies, however it dies."""
+    """Hold the directory against other processes. The kernel lets go when the holder dies."""
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / ".lock", "a+")  # noqa: SIM115 - closed below, also when flock raises

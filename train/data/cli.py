@@ -16,7 +16,7 @@ from .preparation import prepare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one `data` command. 0 done; 1 it could not be, and stderr says why; 2 unknown arguments; 130 interrupted."""
+    """Run one `data` command: 0 done, 1 refused and stderr says why, 2 unknown arguments, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)

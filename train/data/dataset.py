@@ -30,7 +30,7 @@ class ShardMeta(_Frozen):
 
 
 class SplitMeta(_Frozen):
-    """`tokens` counts BOS and EOS, `bytes` the UTF-8 of the documents; their ratio turns nats a token into bits a byte."""
+    """`tokens` counts BOS and EOS; `bytes` counts the UTF-8 of the documents, which hold neither."""
 
     tokens: int
     bytes: int
@@ -96,7 +96,8 @@ def read_meta(directory: Path) -> Meta:
     if not path.is_file():
         if (directory / "progress.json").exists():
             raise ShardError(
-                f"{directory} is prepared only in part; run the same `python -m train data prepare` again, it continues"
+                f"{directory} is prepared only in part; run the same `python -m train data prepare` again, "
+                "it continues"
             )
         raise ShardError(
             f"{path} is missing; make it with `python -m train data prepare SOURCE --out {directory}`"
@@ -166,7 +167,7 @@ class TokenDataset:
         return bits_per_byte * math.log(2) * meta.bytes / meta.tokens
 
     def check_tokens(self) -> None:
-        """Read everything: hashes as recorded, ids below vocab_size. Seconds for each GB, so only on request."""
+        """Read everything: hashes as recorded, ids below vocab_size. Seconds a GB, so only on request."""
         for split in self.meta.splits:
             for shard, tokens in zip(self.split(split).shards, self.shards(split), strict=True):
                 path = self.path / shard.file
@@ -179,9 +180,10 @@ class TokenDataset:
 
 
 def open_dataset(path: str | Path) -> TokenDataset:
-    """The dataset in a folder that `prepare` made. Every shard's header and size are checked, no token is read.
+    """The dataset in a folder that `prepare` made. Checks every shard's header and size, and reads no token.
 
-    Raises ShardError: no meta.json, a shard missing, truncated, of another dtype or not a shard, an empty split.
+    Raises ShardError: no meta.json; a shard missing, truncated, of another dtype, or no shard; an empty
+    split.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
@@ -197,8 +199,8 @@ def open_dataset(path: str | Path) -> TokenDataset:
         total = sum(shard.tokens for shard in meta.splits[split].shards)
         if total != meta.splits[split].tokens:
             raise ShardError(
-                f"{directory / 'meta.json'} counts {meta.splits[split].tokens} tokens in {split!r}, its shards {total}; "
-                "prepare the data again"
+                f"{directory / 'meta.json'} counts {meta.splits[split].tokens} tokens in {split!r}, its "
+                f"shards {total}; prepare the data again"
             )
     return TokenDataset(directory, meta)
 
@@ -208,6 +210,6 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path, start: int) -> No
     if tokens.size and int(tokens.max()) >= vocab_size:
         at = int(np.argmax(tokens >= vocab_size))
         raise ShardError(
-            f"{path} has token id {int(tokens[at])} at position {start + at}, but vocab_size is {vocab_size}; "
-            "these tokens are of another tokenizer: prepare the data again"
+            f"{path} has token id {int(tokens[at])} at position {start + at}, but vocab_size is "
+            f"{vocab_size}; these tokens are of another tokenizer: prepare the data again"
         )

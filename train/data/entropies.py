@@ -1,7 +1,7 @@
-"""What a language model's loss is to be compared with: predictors that know nothing of context, and compressors.
+"""What a language model's loss is to be compared with: predictors without context, and compressors.
 
-Everything is measured on the same held-out text and paid the same way: nats for each token, BOS and EOS among them,
-and bits for each byte of UTF-8. With n tokens and m bytes,  bits/byte = nats/token * n / (m ln 2).
+Everything is measured on the same held-out text and paid the same way: nats for each token, BOS and EOS among
+them, and bits for each byte of UTF-8. With n tokens and m bytes,  bits/byte = nats/token * n / (m ln 2).
 """
 
 import json
@@ -9,6 +9,8 @@ import lzma
 import math
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -43,15 +45,15 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
     """Costs of the held-out text by name, cheapest predictor first; kept in baselines.json beside the shards.
 
     uniform       ln of the number of ids
-    unigram       -mean ln p(token) over all held-out tokens, p from training counts + 1 over the tokenizer's ids
+    unigram       -mean ln p(token) over held-out tokens, p from training counts + 1, over the tokenizer's ids
     zlib          level 9, on the held-out documents one after the other, nothing seen before
     lzma          LZMA2, preset 9 extreme, the same
-    lzma_primed   the same after training text: C(training + held-out) - C(training), C the compressed size. The fair
-                  one to compare a trained model with, as both have seen the text it was trained on (here, its
+    lzma_primed   the same after training text: C(training + held-out) - C(training), C the compressed size.
+                  The fair one to compare a trained model with: both have seen the training text (here, its
                   first 16 MiB)
 
-    The compressors are left out where the tokenizer does not give the held-out text back as it was: then the shards
-    do not hold what they would have to compress.
+    The compressors are left out where the tokenizer does not give the held-out text back as it was: then the
+    shards do not hold what they would have to compress.
     """
     path = dataset.path / "baselines.json"
     if path.exists():
@@ -66,15 +68,13 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
         "dataset": dataset.fingerprint,
         "baselines": {name: asdict(value) for name, value in found.items()},
     }
-    try:
+    with suppress(WriteError):  # a shared, read-only folder: they are computed again next time
         write_atomically(path, json.dumps(content, indent=2) + "\n")
-    except WriteError:
-        pass  # a shared, read-only folder: they are computed again next time
     return found
 
 
 def unigram_nats(train: np.ndarray, val: np.ndarray, ids: int) -> float:
-    """Cross-entropy in nats a token of `val` under add-one-smoothed frequencies of `train`; counts by id, [ids]."""
+    """Nats a token of `val` under add-one-smoothed frequencies of `train`; counts by id, [>= ids]."""
     log_p = np.log(train[:ids] + 1.0) - math.log(train.sum() + ids)
     return float(-(val[:ids] * log_p).sum() / val.sum())
 
@@ -98,15 +98,16 @@ def _measure(dataset: TokenDataset) -> dict[str, Baseline]:
         return found
     text = leading_text(dataset, "val", COMPRESSED_BYTES)
     priming = leading_text(dataset, "train", PRIMING_BYTES)
-    primed = _lzma_size(priming + text) - _lzma_size(priming)
+    with ThreadPoolExecutor(2) as threads:  # 6 s each for 9 MB, and liblzma lets go of the interpreter
+        both, before = threads.map(_lzma_size, [priming + text, priming])
     found["zlib"] = from_size(len(zlib.compress(text, 9)), text, "nothing")
     found["lzma"] = from_size(_lzma_size(text), text, "nothing")
-    found["lzma_primed"] = from_size(primed, text, f"the first {len(priming)} bytes of training text")
+    found["lzma_primed"] = from_size(both - before, text, f"the first {len(priming)} bytes of training text")
     return found
 
 
 def leading_text(dataset: TokenDataset, split: Split, limit: int) -> bytes:
-    """UTF-8 of the split's first documents, one after the other, until `limit` bytes are reached; documents stay whole."""
+    """UTF-8 of the split's first whole documents, one after the other, until `limit` bytes are reached."""
     parts: list[bytes] = []
     size = 0
     pending = documents(dataset, split)

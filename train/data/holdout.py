@@ -16,8 +16,8 @@ def text_hash(text: str, seed: int) -> int:
 class HoldOut:
     """Decides a document's split.
 
-    With a fraction: held out if its hash falls in the lowest `fraction` of all hashes. So that a small source also has
-    held-out text, the lowest hash of its first 1/fraction documents is held out in any case.
+    With a fraction: held out if its hash falls in the lowest `fraction` of all hashes. So that a small source
+    also has held-out text, the lowest hash of its first 1/fraction documents is held out in any case.
     With a validation source: everything is for training but what that source also has.
     """
 

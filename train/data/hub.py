@@ -28,7 +28,7 @@ class HubSource:
         return re.sub(r"[^A-Za-z0-9]+", "-", "-".join(parts)).strip("-").lower()
 
     def settings(self) -> dict[str, Any]:
-        """What was asked for; the commit that it meant is in the reader's position, which a resumed run returns to."""
+        """What was asked for. The commit that it meant is in the reader's position, for resumed runs."""
         return {
             "kind": "dataset",
             "name": self.dataset,
@@ -51,8 +51,8 @@ class HubSource:
             return HfApi().dataset_info(self.dataset, revision=self.revision).sha
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             raise SourceError(
-                f"the Hub has no dataset {self.dataset!r} at revision {self.revision or 'main'}, and there is no such "
-                "path here; check the name, or log in with `hf auth login` where it is gated"
+                f"the Hub has no dataset {self.dataset!r} at revision {self.revision or 'main'}, and there "
+                "is no such path here; check the name, or log in with `hf auth login` where it is gated"
             ) from error
         except (
             Exception
@@ -76,14 +76,14 @@ class HubSource:
     def _unreachable(self, error: BaseException) -> SourceError:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         return SourceError(
-            f"cannot reach dataset {self.dataset!r} on the Hugging Face Hub{offline}: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}; there is no such path here either. Download it "
-            "where there is a network and pass the local folder, .parquet, .jsonl or .txt file instead of the name"
+            f"cannot reach dataset {self.dataset!r} on the Hugging Face Hub{offline} "
+            f"({type(error).__name__}), and there is no such path here; download it where there is a "
+            "network, and pass the local folder, .parquet, .jsonl or .txt file instead of the name"
         )
 
 
 class HubReader:
-    """Position: the commit, how many rows were read, and the library's own state, with which it need not read them again."""
+    """Position: the commit, the rows read, and the library's own state, which spares reading them again."""
 
     def __init__(self, source: HubSource, position: dict[str, Any] | None):
         self.skipped: Counter[str] = Counter()
@@ -95,7 +95,7 @@ class HubReader:
         self._total = splits[source.split].num_examples if source.split in splits else None
         if position["state"] is not None:
             self._dataset.load_state_dict(position["state"])
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Any = None  # a generator
 
     def __iter__(self) -> Iterator[str]:
         self._iterator = iter(self._dataset)
@@ -112,5 +112,5 @@ class HubReader:
     def close(self) -> None:
         # a generator of pyarrow's that lives until the interpreter ends complains while it goes
         if self._iterator is not None:
-            self._iterator.close()  # pyright: ignore[reportAttributeAccessIssue] - a generator, by the library's code
+            self._iterator.close()
             self._iterator = None

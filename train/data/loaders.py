@@ -2,14 +2,15 @@
 
 Both loaders are functions of (seed, how many samples came before): there is no generator state to save.
 
-    random_crop   sample n starts at fold(seed, n) mod W, W the number of starts there are: shard by shard, every place
-                  with T+1 tokens left. Batch b of rank r takes the samples (b * world + r) * batch + row, so ranks never
-                  share a sample, and how many ranks and micro-batches a step is divided into does not change its data.
-    stream        the tokens in order, the shards shuffled anew each epoch. Window j is tokens [jT, jT+T] with
-                  its last the next one's first: every token but an epoch's first is a target once. Ranks have
-                  contiguous segments of windows.
+    random_crop   Sample n starts at fold(1, seed, n) mod W, where W counts the starts there are: shard by
+                  shard, every place with T+1 tokens left. Batch b of rank r takes samples (b * world + r) *
+                  batch + row: ranks never share a sample, and into how many ranks and micro-batches a step is
+                  divided does not change its data.
+    stream        The tokens in order, the shards shuffled anew each epoch. Window j is tokens jT to jT+T, its
+                  last the next one's first: but for an epoch's first, and fewer than world * T + 1 at its
+                  end, every token is a target once. Ranks have contiguous segments of windows.
 
-fold chains SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014): h = 0; for each word w: h = mix(h xor w).
+fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): h = 0; for each word w: h = mix64(h xor w).
 """
 
 from abc import ABC, abstractmethod
@@ -82,15 +83,15 @@ class Loader(ABC):
         return {**self._identity(), **self._position()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. PositionMismatch if that was other data or another arrangement."""
+        """Continue where `state` was taken. PositionMismatch if it does not fit this loader."""
         mine = self._identity()
         differing = [
             f"{key} was {state.get(key)!r}, is {mine[key]!r}" for key in mine if state.get(key) != mine[key]
         ]
         if differing:
             raise PositionMismatch(
-                f"the saved position does not fit this loader: {'; '.join(differing)}; continue with what it was "
-                "saved with, or begin a new run"
+                f"the saved position does not fit this loader: {'; '.join(differing)}; continue with what it "
+                "was saved with, or begin a new run"
             )
         self._return_to(state)
 
@@ -105,7 +106,7 @@ class Loader(ABC):
 
 
 class RandomCrops(Loader):
-    """Independent crops, with replacement. May be continued with any world and batch whose product divides the position."""
+    """Independent crops, with replacement. Any world and batch can continue that divide `samples`."""
 
     kind: Kind = "random_crop"
 
@@ -130,14 +131,14 @@ class RandomCrops(Loader):
         step = self.world * self.batch
         if position["samples"] % step:
             raise PositionMismatch(
-                f"{position['samples']} samples were drawn, which is no whole number of batches of world={self.world} x "
-                f"batch={self.batch}; choose a product that divides it"
+                f"{position['samples']} samples were drawn, which is no whole number of batches of "
+                f"world={self.world} x batch={self.batch}; choose a product that divides it"
             )
         self._samples = position["samples"]
 
 
 class Stream(Loader):
-    """Every token in turn. Rank r of a world has windows [r m, (r+1) m) of each epoch, m = windows // world."""
+    """Every token in turn. Rank r has windows r m to (r+1) m - 1 of each epoch, m = windows // world."""
 
     kind: Kind = "stream"
 
@@ -148,8 +149,9 @@ class Stream(Loader):
         self._segment = (self._tokens.total - 1) // sequence // world
         if self._segment < 1:
             raise ShardError(
-                f"split {split!r} of {dataset.path} has {self._tokens.total} tokens, too few for sequence={sequence} on "
-                f"world={world}: that needs {sequence * world + 1}; choose a shorter sequence, or prepare more text"
+                f"split {split!r} of {dataset.path} has {self._tokens.total} tokens, too few for "
+                f"sequence={sequence} on world={world}: that needs {sequence * world + 1}; choose a shorter "
+                "sequence, or prepare more text"
             )
         self._windows = 0  # of this rank, before the next batch
         self._order = -1, np.zeros(0, np.int64)
@@ -212,10 +214,10 @@ def make_loader(
 def evaluation_batches(
     dataset: TokenDataset, *, batch: int, sequence: int, batches: int, seed: int = 0, split: Split = "val"
 ) -> list[Batch]:
-    """The same crops at every call: batches x batch of them, spread over the split, one at random in each equal part.
+    """The same crops at every call: batches x batch of them, one at random in each equal part of the split.
 
-    Which crops they are depends on seed, sequence and batches x batch only: another micro-batch that makes as many
-    evaluates the same tokens. inputs, targets: int64 [batch, sequence].
+    Which crops they are depends on seed, sequence and batches x batch only: another micro-batch that makes as
+    many evaluates the same tokens. inputs, targets: int64 [batch, sequence].
     """
     _check_sizes(batch=batch, sequence=sequence, batches=batches)
     crops = _Crops(_Tokens(dataset, split), sequence)
@@ -229,8 +231,8 @@ def evaluation_batches(
 def cu_seqlens(inputs: "Tensor", bos_id: int) -> "Tensor":
     """Where documents begin in a batch laid out as one row, for `gated_delta_rule(..., cu_seqlens=)`.
 
-    inputs [batch, sequence] int64, to be used as inputs.view(1, -1); returns int64 [N+1]. A row's start counts as a
-    document's: the rows of a batch do not continue each other.
+    inputs [batch, sequence] int64, to be used as inputs.view(1, -1); returns int64 [N+1]. A row's start
+    counts as a document's: the rows of a batch do not continue each other.
     """
     import torch
 
@@ -244,7 +246,8 @@ class _Tokens:
     """A split's shards side by side, read with a check of every id."""
 
     def __init__(self, dataset: TokenDataset, split: Split):
-        self.dataset, self.split = dataset, split
+        self.dataset = dataset
+        self.split: Split = split
         self.shards = dataset.shards(split)
         self.lengths = np.array([len(tokens) for tokens in self.shards], np.int64)
         self.total = int(self.lengths.sum())
@@ -256,7 +259,7 @@ class _Tokens:
         out[:] = tokens
 
     def read_across(self, order: np.ndarray, start: int, out: np.ndarray) -> None:
-        """The same from the shards laid end to end in an order; a window may begin in one and end in the next."""
+        """The same from the shards laid end to end in an order; it may begin in one and end in another."""
         ends = np.cumsum(self.lengths[order])
         place = int(np.searchsorted(ends, start, side="right"))
         offset = start - (int(ends[place - 1]) if place else 0)
@@ -280,8 +283,9 @@ class _Crops:
         self.starts = int(self._ends[-1])
         if self.starts < 1:
             raise ShardError(
-                f"split {tokens.split!r} of {tokens.dataset.path} has no shard of sequence + 1 = {sequence + 1} tokens, "
-                f"its longest has {int(tokens.lengths.max())}; choose a shorter sequence, or prepare more text"
+                f"split {tokens.split!r} of {tokens.dataset.path} has no shard of sequence + 1 = "
+                f"{sequence + 1} tokens, its longest has {int(tokens.lengths.max())}; choose a shorter "
+                "sequence, or prepare more text"
             )
 
     def at(self, places: np.ndarray) -> np.ndarray:

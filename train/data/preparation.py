@@ -23,7 +23,7 @@ from .errors import DataError, SettingsDiffer, SourceError
 from .holdout import HoldOut
 from .reporting import Report
 from .shards import MAX_TOKENS, ShardWriter, token_dtype
-from .sources import Reader, Source, find_source
+from .sources import Source, find_source
 from .tokenization import TextTokenizer, load_tokenizer, make_tokenizer, tokenizer_settings
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**22  # what the tokenizer spreads over the cores at once
@@ -51,10 +51,10 @@ def prepare(
 ) -> Path:
     """Tokenize a source into shards below `out`, and return that folder.
 
-    source         a folder, a .txt, .jsonl or .parquet file, "python-stdlib", or a Hugging Face dataset's name
+    source         a folder, .txt, .jsonl or .parquet file, "python-stdlib", or a Hugging Face dataset's name
     out            None: data/NAME-TOKENIZER-HASH, the hash being of these settings and the text
     tokenizer      "bytebpe" (trained on the training documents), "gpt2", "bytes", or a tokenizer.json's path
-    vocab_size     rows of the embedding; None: 4096 for bytebpe, else the tokenizer's size up to a multiple of 64
+    vocab_size     rows of the embedding; None: 4096 for bytebpe, else the tokenizer's size rounded up to 64
     subset, split, revision     of a Hugging Face dataset
     text_field     the field or column with the text
     validation     a path with held-out text, or a split of the same dataset, instead of a fraction
@@ -64,8 +64,9 @@ def prepare(
     max_tokens     take no further document once there are so many tokens, both splits together
     show           progress on stderr
 
-    Documents are BOS tokens EOS; those without text are left out, and so are training documents that are also in
-    `validation`. A folder already complete with the same settings is returned as it is, without any network.
+    Documents are BOS tokens EOS; those without text are left out, and so are training documents that are also
+    in `validation`. A folder already complete with the same settings is returned as it is, without any
+    network.
 
     Raises SourceError, TokenizerError, WriteError; SettingsDiffer if `out` holds another preparation.
     """
@@ -227,7 +228,7 @@ class _Job:
         return max_tokens is not None and self.progress.tokens >= max_tokens
 
     def _training_text(self, holdout: HoldOut) -> Iterator[str]:
-        """The documents that training will see: a tokenizer trained on held-out text would flatter every loss on it."""
+        """The documents training will see: a tokenizer made from held-out text would flatter the loss."""
         reader = self.text.reader()
         try:
             for text in islice(reader, self.progress.settings["max_documents"]):
@@ -255,7 +256,7 @@ class _Job:
         return (getattr(self.progress, what) or {}).get(split, {})
 
     def _finish(self, tokenizer: TextTokenizer) -> None:
-        empty = [split for split in FIRST_SHARD if not self.counts[split]["tokens"]]
+        empty: list[Split] = [split for split in FIRST_SHARD if not self.counts[split]["tokens"]]
         if empty:
             self._clear()
             raise self._nothing_in(empty)
@@ -306,8 +307,9 @@ class _Job:
             ", ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count) or "nothing"
         )
         return SourceError(
-            f"no document for {' and '.join(empty)}: {documents} distinct documents with text in {self.text.name!r} "
-            f"(skipped: {skipped}); a held-out split needs at least two, or held-out text of its own: --validation PATH"
+            f"no document for {' and '.join(empty)}: {documents} documents with text in {self.text.name!r} "
+            f"(skipped: {skipped}); holding out needs at least two that differ, or held-out text of its own: "
+            "--validation PATH"
         )
 
 
@@ -367,7 +369,8 @@ def _require_same(directory: Path, there: dict[str, Any], asked: dict[str, Any])
             f"{key}: {before.get(key)!r} there, {now.get(key)!r} asked for" for key in differing
         )
         raise SettingsDiffer(
-            f"{directory} holds a preparation with other settings ({listed}); choose another --out, or remove the folder"
+            f"{directory} holds a preparation with other settings ({listed}); choose another --out, or "
+            "remove the folder"
         )
 
 

@@ -61,8 +61,8 @@ class Report:
         rate = (tokens - self._tokens_before) / max(now - self._began, 1e-9)
         amount = f"{tokens:,} tokens, {rate:,.0f}/s"
         if self._bar and self._task is not None:
-            known = {"total": 1.0, "completed": fraction} if fraction is not None else {}
-            self._bar.update(self._task, amount=amount, **known)
+            total = None if fraction is None else 1.0
+            self._bar.update(self._task, amount=amount, total=total, completed=fraction)
             return
         if self._fraction_before is None:
             self._fraction_before = fraction  # a continued run did not just do all of it

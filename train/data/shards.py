@@ -14,7 +14,7 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -29,7 +29,7 @@ MAX_TOKENS = 2**31 - 1  # the count is an int32
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
-def token_dtype(vocab_size: int) -> str:
+def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     """The smallest dtype that holds every id below vocab_size."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
@@ -49,7 +49,8 @@ def read_header(path: Path) -> int:
         raise ShardError(f"{path} is missing; run `python -m train data prepare` again") from None
     if len(raw) < HEADER_BYTES:
         raise ShardError(
-            f"{path} holds {len(raw)} bytes, less than its header of {HEADER_BYTES}; it was cut short: prepare it again"
+            f"{path} holds {len(raw)} bytes, less than its header of {HEADER_BYTES}; it was cut short: "
+            "prepare it again"
         )
     magic, version, tokens = (int(x) for x in np.frombuffer(raw, dtype="<i4", count=3))
     if magic != MAGIC:
@@ -106,11 +107,11 @@ class ShardRecord:
 
 
 class ShardWriter:
-    """Writes one split's documents into shards, so that a killed process loses only what came after its last commit.
+    """Writes one split's documents into shards; a killed process loses only what came after its last commit.
 
-    Tokens are appended to `NAME.bin.partial`. The caller makes progress durable in three steps: `sync()` puts the bytes
-    on the disk, `state()` goes into the caller's progress file, `publish()` gives finished shards their final
-    names. A writer made from a saved state cuts its partial file back to what that state covers.
+    Tokens are appended to `NAME.bin.partial`. The caller makes progress durable in three steps: `sync()` puts
+    the bytes on the disk, `state()` goes into the caller's progress file, `publish()` gives finished shards
+    their final names. A writer made from a saved state cuts its partial file back to what that state covers.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Where text comes from: files of this machine, Python's standard library, or a Hugging Face dataset.
 
     kind            one document is
-    .txt and other  the file, cut where it says <|endoftext|>; a file alone, or over 1 MiB, is cut into sections
+    .txt and other  the file, cut where it says <|endoftext|>; alone or over 1 MiB, it is cut into sections
     .jsonl          a line's field
     .parquet        a row's column
     dataset         a row's column
@@ -29,9 +29,9 @@ SECTION_IN_FOLDER = 2**20
 # hashing 256 MiB takes a quarter of a second; above it 64 blocks of 1 MiB and the size stand for the file
 WHOLE_HASH_LIMIT, HASH_BLOCK, HASH_BLOCKS = 2**28, 2**20, 64
 
-# Left out of python-stdlib. Tests are several times larger than the rest and not installed everywhere. The codecs are
-# generated tables, near-copies of each other, so some would be in training and their twins held out. pydoc_data
-# is one generated file with 7 % of the bytes.
+# Left out of python-stdlib. Tests are twice as large as all the rest, and not installed everywhere. The
+# codecs are generated tables, near-copies of each other: some would be in training and their twins held out.
+# pydoc_data is one generated file with 7 % of the bytes.
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
 
@@ -64,7 +64,7 @@ class Source(Protocol):
 def find_source(
     source: "str | Path | Source", *, subset: str | None, split: str, revision: str | None, text_field: str
 ) -> Source:
-    """The source that a name means: an existing path first, then python-stdlib, then a Hugging Face dataset."""
+    """The source a name means: an existing path first, then python-stdlib, then a Hugging Face dataset."""
     if not isinstance(source, str | Path):
         return source
     path = Path(source).expanduser()
@@ -105,10 +105,10 @@ def path_source(path: Path, text_field: str) -> "FileSource":
 
 
 def python_stdlib() -> "FileSource":
-    """The .py and .txt files of the running interpreter's standard library, less _STDLIB_LEFT_OUT: about 10 MB.
+    """The .py and .txt files of the running interpreter's standard library: 10 MB, 600 documents.
 
-    The text depends on the interpreter's version and on nothing else of the machine: files that a build
-    generates about its host (_sysconfigdata*, config-*) are left out.
+    Without _STDLIB_LEFT_OUT. The text depends on the interpreter's version and on nothing else of the
+    machine: files that a build generates about its host (_sysconfigdata*, config-*) are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = re.compile(r"__pycache__|_sysconfigdata.*|config-.*|\..*")
@@ -119,8 +119,8 @@ def python_stdlib() -> "FileSource":
     ]
     if len(names) < 100:
         raise SourceError(
-            f"{root} holds {len(names)} source files of the standard library, expected hundreds; this Python ships "
-            "it compiled or zipped: pass a folder of text instead"
+            f"{root} holds {len(names)} source files of the standard library, expected hundreds; this Python "
+            "ships it compiled or zipped: pass a folder of text instead"
         )
     return FileSource("python-stdlib", root, tuple(names), "text", section=2**30, kind="python-stdlib")
 
@@ -138,7 +138,7 @@ class FileSource:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def settings(self) -> dict[str, Any]:
-        """Names, sizes and contents, and what decides how they are cut. The place of the root does not matter."""
+        """Names, contents, and what decides how they are cut. Where the root lies does not matter."""
         digest = hashlib.sha256()
         for name in self.names:
             digest.update(f"{name}\0{_content_hash(self.root / name)}\n".encode())
@@ -211,7 +211,8 @@ class FileReader:
 def read_text(path: Path, section: int) -> Iterator[tuple[str, float]]:
     """Documents of a text file: between separators, and none much longer than `section` characters.
 
-    A cut falls at the first blank line after `section` characters; without one by twice that, at a line's end.
+    A cut falls at the first blank line after `section` characters; at a line's end where none comes by twice
+    that.
     """
     size = path.stat().st_size or 1
     lines: list[str] = []

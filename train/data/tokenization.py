@@ -1,6 +1,6 @@
-"""Text to token ids and back: GPT-2, a byte-level BPE trained on the spot, plain bytes, or any tokenizer.json.
+"""Text to token ids and back: GPT-2, byte-level BPE trained on the spot, plain bytes, or any tokenizer.json.
 
-Every tokenizer here ends up with three ids of its own: BOS before a document, EOS after it, PAD never in a document.
+Every tokenizer here ends up with three ids of its own: BOS before a document, EOS after it, PAD never in one.
 They are ids only: text that happens to contain "<|endoftext|>" is spelled out like any other.
 """
 
@@ -95,9 +95,10 @@ def load_tokenizer(directory: str | Path) -> TextTokenizer:
             "`python -m train data prepare`: prepare the data again with --tokenizer and this folder"
         )
     bos, eos, pad = (tokenizer.token_to_id(config[f"{name}_token"]) for name in ("bos", "eos", "pad"))
-    if None in (bos, eos, pad):
+    if bos is None or eos is None or pad is None:
         raise TokenizerError(
-            f"{directory}: a special token of tokenizer_config.json is not in tokenizer.json"
+            f"{directory}: tokenizer.json lacks a special token that tokenizer_config.json names; prepare "
+            "again"
         )
     return _finish(tokenizer, bos, eos, pad, config["model_vocab_size"])
 
@@ -117,7 +118,7 @@ def tokenizer_settings(name: str, vocab_size: int | None) -> dict[str, str | int
 def make_tokenizer(name: str, vocab_size: int | None, documents: Iterator[str]) -> TextTokenizer:
     """The tokenizer called gpt2, bytebpe, bytes, or lying at a path.
 
-    vocab_size   rows of the embedding; None: 4096 for bytebpe, else the tokenizer's ids up to a multiple of 64
+    vocab_size   rows of the embedding; None: 4096 for bytebpe, else the tokenizer's ids, to a multiple of 64
     documents    what bytebpe is trained on; the others do not touch it
     """
     if name == "bytebpe":
@@ -131,14 +132,15 @@ def make_tokenizer(name: str, vocab_size: int | None, documents: Iterator[str]) 
 
 
 def train_byte_bpe(documents: Iterator[str], vocab_size: int) -> TextTokenizer:
-    """Byte-level BPE in GPT-2's manner on the first 64 MiB of the documents. The same text gives the same merges.
+    """Byte-level BPE in GPT-2's manner, from the first 64 MiB of the documents; the same text, the same
+    merges.
 
     Ids: BOS 0, EOS 1, PAD 2, the 256 bytes, merges. Any text survives a round trip.
     """
     if vocab_size < 256 + 3:
         raise TokenizerError(
-            f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and 3 special tokens make 259; "
-            "for no merges at all choose --tokenizer bytes"
+            f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and 3 special tokens make "
+            "259; for no merges at all choose --tokenizer bytes"
         )
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -161,7 +163,7 @@ def plain_bytes(vocab_size: int | None = None) -> TextTokenizer:
 
 
 def byte_alphabet() -> list[str]:
-    """GPT-2's printable stand-in of every byte, by byte: itself where printable, else the next from U+0100 on."""
+    """GPT-2's printable stand-in of every byte: itself where printable, else the next from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     stand_ins = iter(range(256, 512))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
@@ -175,8 +177,9 @@ def fetch_gpt2() -> Tokenizer:
         path = hf_hub_download(GPT2_REPOSITORY, "tokenizer.json")
     except Exception as error:  # the client's exceptions vary by version; all mean that there is no file
         raise TokenizerError(
-            f"cannot reach {GPT2_REPOSITORY} on the Hugging Face Hub ({type(error).__name__}); copy its tokenizer.json "
-            "here and pass --tokenizer PATH, or train one on your text with --tokenizer bytebpe"
+            f"cannot reach {GPT2_REPOSITORY} on the Hugging Face Hub ({type(error).__name__}); copy its "
+            "tokenizer.json here and pass --tokenizer PATH, or train one on your text with --tokenizer "
+            "bytebpe"
         ) from error
     tokenizer = _read(Path(path))
     check_gpt2(tokenizer)
@@ -184,11 +187,12 @@ def fetch_gpt2() -> Tokenizer:
 
 
 def check_gpt2(tokenizer: Tokenizer) -> None:
-    """TokenizerError unless ids are GPT-2's: shards made with another vocabulary would be silently different text."""
+    """TokenizerError unless the ids are GPT-2's: with another vocabulary, shards would be other text."""
     size, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
     if (size, eos) != (GPT2_VOCAB, GPT2_EOS):
         raise TokenizerError(
-            f"this is not GPT-2's tokenizer: {size} ids with {EOS} at {eos}, expected {GPT2_VOCAB} with {GPT2_EOS}"
+            f"this is not GPT-2's tokenizer: {size} ids with {EOS} at {eos}, expected {GPT2_VOCAB} with "
+            f"{GPT2_EOS}; pass the right one with --tokenizer PATH"
         )
 
 
@@ -207,7 +211,9 @@ def adopt(tokenizer: Tokenizer, config: dict, vocab_size: int | None) -> TextTok
 
     def added(content: str) -> int:
         tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-        return tokenizer.token_to_id(content)
+        made = tokenizer.token_to_id(content)
+        assert made is not None
+        return made
 
     bos = added(BOS) if bos is None else bos
     eos = added(EOS) if eos is None else eos
@@ -221,7 +227,8 @@ def _finish(tokenizer: Tokenizer, bos: int, eos: int, pad: int, vocab_size: int 
         vocab_size = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if vocab_size < size:
         raise TokenizerError(
-            f"vocab_size={vocab_size} is smaller than the tokenizer's {size} ids; leave it out, or give {size} or more"
+            f"vocab_size={vocab_size} is smaller than the tokenizer's {size} ids; leave it out, or give "
+            f"{size} or more"
         )
     name = tokenizer.id_to_token(bos)
     # so that transformers' tokenizer(prompt) starts like a document does
@@ -262,7 +269,8 @@ def _tokenizer_file(name: str) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise TokenizerError(
-            f"no tokenizer {name!r}: expected gpt2, bytebpe, bytes, or the path of a tokenizer.json or its folder"
+            f"no tokenizer {name!r}: expected gpt2, bytebpe, bytes, or the path of a tokenizer.json or of "
+            "its folder"
         )
     return file
 
