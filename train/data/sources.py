@@ -33,6 +33,7 @@ WHOLE_HASH_LIMIT, HASH_BLOCK, HASH_BLOCKS = 2**28, 2**20, 64
 # codecs are generated tables, near-copies of each other: some would be in training and their twins held out.
 # pydoc_data is one generated file with 7 % of the bytes.
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Reader(Protocol):
@@ -90,6 +91,10 @@ def path_source(path: Path, text_field: str) -> "FileSource":
     """A file, or every text file in a folder, hidden ones aside, in the order of their names."""
     if path.is_file():
         return FileSource(_slug(path.stem), path.parent, (path.name,), text_field, section=SECTION)
+    if (path / "meta.json").exists() and any(path.glob("*.bin")):
+        raise SourceError(
+            f"{path} holds prepared shards, not text; open it as it is, or pass the text it was made of"
+        )
     skipped: Counter[str] = Counter()
     names = []
     for name in _walk(path, lambda part: part.startswith(".") or part == "__pycache__"):
@@ -296,7 +301,7 @@ def text_of(row: Any, text_field: str, where: str) -> str:
             f"{where}: field {text_field!r} is {type(text).__name__}, expected text; see --text-field"
         )
     # JSON can spell half of a surrogate pair, which no UTF-8 holds: U+FFFD stands for it
-    return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def _walk(root: Path, left_out: Any) -> list[str]:
