@@ -1,0 +1,22 @@
+"""Delta-rule operations, each computed by whichever backend suits the device of its tensors.
+
+gated_delta_rule, gated_delta_rule_step     the operations
+use, checking                               which backend, and whether inputs' data is checked, for a process or a block
+describe, BackendRefusal                    what runs here and why not
+"""
+
+from backends.checks import checking
+from backends.declarations import declare
+from backends.device import platforms
+from backends.ops import gated_delta_rule, gated_delta_rule_step
+from backends.registry import BackendRefusal, Row, use
+from backends.registry import describe as _describe
+
+__all__ = ["BackendRefusal", "checking", "describe", "gated_delta_rule", "gated_delta_rule_step", "use"]
+
+declare()
+
+
+def describe() -> list[Row]:
+    """Which backend runs which operation on this machine's devices, and why not: one row per pair."""
+    return _describe(platforms())

@@ -1,0 +1,53 @@
+"""What every backend declares. The first automatic one that covers a call is chosen, so the order is a preference."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from backends.registry import Backend, Capability, register
+
+EVERY_FLOAT = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+def _triton_missing(device: str) -> str | None:
+    if find_spec("triton") is None:
+        return "needs the triton package: pip install triton"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "runs on CPU tensors only in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
+    return None
+
+
+def declare() -> None:
+    """Registers the backends of this tree."""
+    triton = Capability(
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        devices=frozenset({"cuda", "cpu"}),
+        automatic=frozenset({"cuda"}),
+        max_k=256,
+    )
+    register(
+        Backend(
+            name="triton",
+            adapter="backends.triton_adapter",
+            capabilities={"gated_delta_rule": triton, "gated_delta_rule_step": triton},
+            unavailable=_triton_missing,
+        )
+    )
+    chunked = Capability(dtypes=EVERY_FLOAT, automatic=frozenset({"cpu"}))
+    register(
+        Backend(
+            name="chunked",
+            adapter="backends.chunked",
+            capabilities={"gated_delta_rule": chunked, "gated_delta_rule_step": chunked},
+        )
+    )
+    # T steps one after the other: right, and slow on purpose, so only by name
+    recurrent = Capability(dtypes=EVERY_FLOAT)
+    register(
+        Backend(
+            name="recurrent",
+            adapter="backends.recurrent",
+            capabilities={"gated_delta_rule": recurrent, "gated_delta_rule_step": recurrent},
+        )
+    )

@@ -1,0 +1,143 @@
+"""Facts about the machine, in one place. The only import of torch_xla outside the NKI adapter."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+
+def xla() -> ModuleType | None:
+    """torch_xla, where it is installed. A torch_xla that is there but broken raises."""
+    return import_module("torch_xla") if find_spec("torch_xla") is not None else None
+
+
+@cache
+def platforms() -> tuple[str, ...]:
+    """The device types of this machine, the preferred one first."""
+    kinds = []
+    if find_spec("torch_xla") is not None:
+        kinds.append("xla")
+    if torch.cuda.is_available():
+        kinds.append("cuda")
+    return (*kinds, "cpu")
+
+
+def pick(name: str | None = None) -> torch.device:
+    """The device called `name` ("cpu", "cuda", "cuda:1", "xla"), or the machine's preferred one.
+
+    Under torchrun, "cuda" is the one of this process. Raises ValueError for a device this machine does not have.
+    """
+    wanted = torch.device(platforms()[0] if name is None or name == "auto" else name)
+    if wanted.type not in platforms():
+        raise ValueError(f"device {wanted} is not on this machine, which has: {', '.join(platforms())}")
+    if wanted.type == "xla":
+        return _xla().device()
+    if wanted.type == "cuda" and wanted.index is None:
+        wanted = torch.device("cuda", processes().local_rank % torch.cuda.device_count())
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {wanted} is not here; CUDA devices are 0 to {torch.cuda.device_count() - 1}"
+        )
+    return wanted
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns once everything asked of `device` is done; on XLA this also cuts the graph."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "xla":
+        _xla().sync(wait=True)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new measurement of peak memory, on devices that can (CUDA)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: CUDA allocator's peak since the last reset; else the peak resident size of this process since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def describe(device: torch.device) -> str:
+    """The model name of the device, never the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "xla":
+        return f"XLA {os.environ.get('PJRT_DEVICE', 'device')}"
+    return _cpu_model()
+
+
+def supports_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 products are made in hardware, so that training in it pays."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "xla":
+        return True
+    flags = _cpu_flags()
+    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that torchrun started; alone: 0, 1, 0."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def processes() -> Processes:
+    """Read from the variables that torchrun sets."""
+    return Processes(
+        rank=int(os.environ.get("RANK", "0")),
+        world=int(os.environ.get("WORLD_SIZE", "1")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+    )
+
+
+def threads() -> int:
+    """CPU threads PyTorch computes with inside one operation."""
+    return torch.get_num_threads()
+
+
+def _xla() -> ModuleType:
+    module = xla()
+    if module is None:
+        raise ImportError("device xla needs torch_xla, which is not installed; pick another device")
+    return module
+
+
+@cache
+def _cpu_model() -> str:
+    for line in _cpuinfo():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    for line in _cpuinfo():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

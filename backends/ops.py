@@ -1,0 +1,123 @@
+"""The operations: what they compute, in which shapes, and who runs them."""
+
+from __future__ import annotations
+
+from operator import index
+
+import torch
+from torch import Tensor
+
+from backends import autograd, checks, registry
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The gated delta rule over sequences (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464).
+
+        S <- exp(g_t) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
+
+    Shapes, with B batch, T time, H query and key heads, HV value heads (a multiple of H: value head j reads query and
+    key head j // (HV / H)), K and V head sizes, N sequences:
+
+        q, k            [B, T, H, K]    float64, float32, bfloat16 or float16; |k| <= 1, by the caller or the op itself
+        v               [B, T, HV, V]   dtype of q
+        g               [B, T, HV]      natural logarithm of the decay, <= 0; float32, or the dtype of q
+        beta            [B, T, HV]      write strength in [0, 2]; float32, or the dtype of q
+        initial_state   [N, HV, K, V]   float32, float64 with float64 inputs; zeros when None
+        cu_seqlens      [N + 1]         int64, from 0 to T: N sequences end to end in B = 1, empty ones allowed
+        returns o       [B, T, HV, V]   dtype of q
+            final_state [N, HV, K, V]   dtype of initial_state, after the last token; None unless output_final_state
+
+    scale defaults to K**-0.5. use_qk_l2norm_in_kernel replaces q and k by x * rsqrt(sum(x^2) + 1e-6) over K. Without
+    cu_seqlens, N = B. Differentiable once in all tensors but cu_seqlens, through o and through final_state.
+
+    Numerics: products in the dtype of q, also under autocast; states, decay sums, exponentials and the triangular
+    inverse in float32 on every backend (float64 for float64 inputs).
+
+    backend names one ("chunked", "recurrent", "triton", ...); None takes the process's default (`backends.use`), else
+    the one for the tensors' device. Raises BackendRefusal, with every reason, and never substitutes; TypeError and
+    ValueError for arguments that do not fit. Names and order are those of flash-linear-attention's
+    chunk_gated_delta_rule.
+    """
+    checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens)
+    gradients = _gradients_wanted(q, k, v, g, beta, initial_state)
+    name = _chosen("gated_delta_rule", q, v, cu_seqlens is not None, gradients, backend)
+    o, final_state, _ = autograd.gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        cu_seqlens,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        use_qk_l2norm_in_kernel,
+        output_final_state,
+        gradients,
+        name,
+    )
+    return o, final_state if output_final_state else None
+
+
+def gated_delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token of the gated delta rule per sequence, for generation; see `gated_delta_rule`.
+
+        q, k            [B, H, K]
+        v               [B, HV, V]
+        g, beta         [B, HV]
+        state           [B, HV, K, V]   float32, float64 with float64 inputs; not changed in place
+        returns o       [B, HV, V]      dtype of q
+            state       [B, HV, K, V]   after the token
+
+    Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend. Raises as that one does.
+    """
+    checks.step_arguments(q, k, v, g, beta, state)
+    if _gradients_wanted(q, k, v, g, beta, state):
+        o, final_state = gated_delta_rule(
+            *(x[:, None] for x in (q, k, v, g, beta)),
+            scale=scale,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            backend=backend,
+        )
+        assert final_state is not None
+        return o[:, 0], final_state
+    name = _chosen("gated_delta_rule_step", q, v, packed=False, gradients=False, backend=backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return autograd.gated_delta_rule_step(q, k, v, g, beta, state, scale, use_qk_l2norm_in_kernel, name)
+
+
+def _gradients_wanted(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _chosen(op: str, q: Tensor, v: Tensor, packed: bool, gradients: bool, backend: str | None) -> str:
+    selection = registry.SELECTION
+    name = selection.name if backend is None else backend
+    # index(): head sizes are constants of a compiled graph, even of one with dynamic shapes
+    sizes = (index(q.shape[-2]), index(v.shape[-2]), index(q.shape[-1]), index(v.shape[-1]))
+    return registry.chosen_name(op, q.device.type, q.dtype, sizes, packed, gradients, name, selection.allow)
