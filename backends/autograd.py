@@ -1,8 +1,8 @@
 """One pair of custom operators per operation, over any backend's forward and backward.
 
 torch.compile sees `delta_trn::gated_delta_rule`, `delta_trn::gated_delta_rule_backward` and
-`delta_trn::gated_delta_rule_step`, whose shapes it learns from the adapters' `saved_shapes`; the backend's name is an
-argument. Adapters run with autocast off: an operation computes in the dtype it is given.
+`delta_trn::gated_delta_rule_step`, whose shapes it learns from the adapters' `saved_shapes`; the backend's
+name is an argument. Adapters run with autocast off: an operation computes in the dtype it is given.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ gated_delta_rule.register_autograd(_differentiate, setup_context=_keep)
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError(
-        "gated_delta_rule has no second derivative; take one with the recurrence written in PyTorch operations, "
-        "or drop create_graph=True"
+        "gated_delta_rule has no second derivative; drop create_graph=True, "
+        "or write the recurrence in PyTorch operations"
     )
 
 

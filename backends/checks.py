@@ -1,7 +1,8 @@
 """Checks of arguments, made once, before any work: what was given, what was expected, what to do.
 
-`arguments` and `step_arguments` read shapes, dtypes and devices only. `values` reads data: the bounds of packed
-sequences always on CPU, everything else only inside `checking()`, since on an accelerator a look at data waits for it.
+`arguments` and `step_arguments` read shapes, dtypes and devices only. `values` reads data: the bounds of
+packed sequences always on CPU, everything else only inside `checking()`, since on an accelerator a look at
+data waits for it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ _checking = False
 class checking:
     """Check mode for a block: `with checking(): ...` looks at the data of every call inside.
 
-    Found are NaN and infinity in any input, g > 0, beta outside [0, 2], keys longer than 1 where the operation does not
-    normalize them, and wrong cu_seqlens on any device. Holds in all threads. `checking(False)` changes nothing, so
-    that a run's configuration can be passed in.
+    Found are NaN and infinity in any input, g > 0, beta outside [0, 2], keys longer than 1 where the
+    operation does not normalize them, and wrong cu_seqlens on any device. Holds in all threads.
+    `checking(False)` changes nothing, so that a run's configuration can be passed in.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -86,7 +87,8 @@ def _shapes_agree(lead: tuple[str, ...], **tensors: Tensor) -> None:
         x = tensors[name]
         if x.shape[:n] != q.shape[:n]:
             raise ValueError(
-                f"{name} {_shape(x)} and q {_shape(q)} differ in {' or '.join(lead)}; all tensors cover the same tokens"
+                f"{name} {_shape(x)} and q {_shape(q)} differ in {' or '.join(lead)}; "
+                "all tensors cover the same tokens"
             )
         if x.shape[n] != v.shape[n]:
             raise ValueError(
@@ -150,7 +152,7 @@ def _state(name: str, state: Tensor, q: Tensor, shape: tuple[int, ...], letters:
 def values(
     tensors: dict[str, Tensor | None], cu_seqlens: Tensor | None, *, normalized_inside: bool, T: int
 ) -> None:
-    """Raises ValueError for data that no backend can make sense of; see the module's docstring for when it looks."""
+    """Raises ValueError for data that no backend can make sense of; when it looks, the module says."""
     if cu_seqlens is not None and (_checking or cu_seqlens.device.type == "cpu"):
         _bounds(cu_seqlens, T)
     if not _checking:

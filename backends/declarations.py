@@ -1,4 +1,4 @@
-"""What every backend declares. The first automatic one that covers a call is chosen, so the order is a preference."""
+"""What every backend declares. The first automatic one that covers a call is chosen: the order matters."""
 
 import os
 from importlib.util import find_spec

@@ -35,7 +35,7 @@ def platforms() -> tuple[str, ...]:
 def pick(name: str | None = None) -> torch.device:
     """The device called `name` ("cpu", "cuda", "cuda:1", "xla"), or the machine's preferred one.
 
-    Under torchrun, "cuda" is the one of this process. Raises ValueError for a device this machine does not have.
+    Under torchrun, "cuda" is the one of this process. Raises ValueError for one that is not here.
     """
     wanted = torch.device(platforms()[0] if name is None or name == "auto" else name)
     if wanted.type not in platforms():
@@ -66,7 +66,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: CUDA allocator's peak since the last reset; else the peak resident size of this process since its start."""
+    """Bytes: the CUDA allocator's peak since its reset; else this process's peak resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -28,28 +28,29 @@ def gated_delta_rule(
 
         S <- exp(g_t) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
 
-    Shapes, with B batch, T time, H query and key heads, HV value heads (a multiple of H: value head j reads query and
-    key head j // (HV / H)), K and V head sizes, N sequences:
+    Shapes, with B batch, T time, H query and key heads, HV value heads (a multiple of H: value head j reads
+    query and key head j // (HV / H)), K and V head sizes, N sequences:
 
-        q, k            [B, T, H, K]    float64, float32, bfloat16 or float16; |k| <= 1, by the caller or the op itself
+        q, k            [B, T, H, K]    float64, float32, bfloat16, float16; |k| <= 1, or see below
         v               [B, T, HV, V]   dtype of q
         g               [B, T, HV]      natural logarithm of the decay, <= 0; float32, or the dtype of q
         beta            [B, T, HV]      write strength in [0, 2]; float32, or the dtype of q
         initial_state   [N, HV, K, V]   float32, float64 with float64 inputs; zeros when None
-        cu_seqlens      [N + 1]         int64, from 0 to T: N sequences end to end in B = 1, empty ones allowed
+        cu_seqlens      [N + 1]         int64, from 0 to T: N sequences in B = 1; some may be empty
         returns o       [B, T, HV, V]   dtype of q
-            final_state [N, HV, K, V]   dtype of initial_state, after the last token; None unless output_final_state
+            final_state [N, HV, K, V]   like initial_state, after the last token; None if not asked for
 
-    scale defaults to K**-0.5. use_qk_l2norm_in_kernel replaces q and k by x * rsqrt(sum(x^2) + 1e-6) over K. Without
-    cu_seqlens, N = B. Differentiable once in all tensors but cu_seqlens, through o and through final_state.
+    scale defaults to K**-0.5. use_qk_l2norm_in_kernel replaces q and k by x * rsqrt(sum(x^2) + 1e-6) over
+    K. Without cu_seqlens, N = B. Differentiable once in all tensors but cu_seqlens, through o and through
+    final_state.
 
-    Numerics: products in the dtype of q, also under autocast; states, decay sums, exponentials and the triangular
-    inverse in float32 on every backend (float64 for float64 inputs).
+    Numerics: products in the dtype of q, also under autocast; states, decay sums, exponentials and the
+    triangular inverse in float32 on every backend (float64 for float64 inputs).
 
-    backend names one ("chunked", "recurrent", "triton", ...); None takes the process's default (`backends.use`), else
-    the one for the tensors' device. Raises BackendRefusal, with every reason, and never substitutes; TypeError and
-    ValueError for arguments that do not fit. Names and order are those of flash-linear-attention's
-    chunk_gated_delta_rule.
+    backend names one ("chunked", "recurrent", "triton", ...); None takes the process's default
+    (`backends.use`), else the one for the tensors' device. Raises BackendRefusal, with every reason, and
+    never substitutes; TypeError and ValueError for arguments that do not fit. Names and order are those of
+    flash-linear-attention's chunk_gated_delta_rule.
     """
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens)
     gradients = _gradients_wanted(q, k, v, g, beta, initial_state)
@@ -92,7 +93,7 @@ def gated_delta_rule_step(
         returns o       [B, HV, V]      dtype of q
             state       [B, HV, K, V]   after the token
 
-    Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend. Raises as that one does.
+    Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend. It raises as that does.
     """
     checks.step_arguments(q, k, v, g, beta, state)
     if _gradients_wanted(q, k, v, g, beta, state):

@@ -1,4 +1,4 @@
-"""The gated delta rule as it is written, one token at a time; in float64 it is the judge of every other backend.
+"""The gated delta rule as it is written, one token at a time; in float64 it judges every backend.
 
 Forward, per value head (arXiv:2412.06464, eq. 10, with the state stored as [K, V]):
 
@@ -12,8 +12,8 @@ Backward, from the last token to the first, with D the gradient of S_t that late
     dk_t = D u_t - S'_t dv_t        D  -= k_t dv_t^T            (now the gradient of S'_t)
     dg_t = <D, S'_t>                D  <- exp(g_t) D            (now the gradient of S_{t-1})
 
-The state is float32, float64 for float64 inputs, whatever the dtype of q, k, v. Nothing is saved: backward walks
-forward once for the states at segment starts and again inside each segment, so memory grows with
+The state is float32, float64 for float64 inputs, whatever the dtype of q, k, v. Nothing is saved: backward
+walks forward once for the states at segment starts and again inside each segment, so memory grows with
 T / SEGMENT + SEGMENT states instead of T.
 """
 
@@ -114,7 +114,8 @@ def step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
-    Q, K, V, G, beta_ = (x[:, 0] for x in _prepared(*(x[:, None] for x in (q, k, v, g, beta)), options))
+    prepared = _prepared(*(x.unsqueeze(1) for x in (q, k, v, g, beta)), options=options)
+    Q, K, V, G, beta_ = (x[:, 0] for x in prepared)
     S = _written(state.to(V.dtype), K, V, G, beta_)
     return (options.scale * _read(S, Q)).to(v.dtype), S
 
@@ -170,7 +171,7 @@ def _reciprocal_norm(x: Tensor) -> Tensor:
 
 
 def _ungrouped(dy: Tensor, x: Tensor, options: Options) -> Tensor:
-    """The gradient of x [B, T, H, K] from that of its normalized copies dy [B, T, HV, K]: dx = r (dy - y <y, dy>)."""
+    """Gradient of x [B, T, H, K] from that of its normalized copies, dy [B, T, HV, K]: r (dy - y <y, dy>)."""
     dy = dy.unflatten(2, (x.shape[2], -1)).sum(3)
     if not options.use_qk_l2norm_in_kernel:
         return dy

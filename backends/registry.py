@@ -1,7 +1,7 @@
 """Which backend runs a call. Capabilities are declared; what is not declared is refused, with every reason.
 
-A backend is a name, the module of its adapter (imported on first use) and what it can do. `choose` looks at where the
-tensors are, never at their contents, and never substitutes one backend for another.
+A backend is a name, the module of its adapter (imported on first use) and what it can do. `choose` looks at
+where the tensors are, never at their contents, and never substitutes one backend for another.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _always(device: str) -> str | None:
 class Backend:
     """A name, its adapter's module, and per operation its capability.
 
-    unavailable     device type -> why it cannot run on such tensors on this machine (a package, a switch), or None
+    unavailable     device type -> why it cannot run on such tensors on this machine (a package, a switch)
     """
 
     name: str
@@ -132,7 +132,7 @@ def register(backend: Backend) -> None:
 
 @dataclass(frozen=True)
 class Selection:
-    """The process's wishes: a backend by name, and backends that may be chosen where they are not automatic."""
+    """The process's default backend, and the ones that may be chosen where they are not automatic."""
 
     name: str | None = None
     allow: tuple[str, ...] = ()
@@ -158,9 +158,9 @@ class _Restore:
 def use(name: str | None = None, *, allow: Iterable[str] = ()) -> _Restore:
     """Sets the process's default backend; None chooses by the tensors' device.
 
-    `allow` names backends that may also be chosen on devices where they otherwise run only by name, after the automatic
-    ones: `use(allow=["chunked"])` lets an XLA machine without NKI train in PyTorch. Holds from the call on, or for a
-    block: `with use("recurrent"): ...`. Raises BackendRefusal for an unknown name.
+    `allow` names backends that may also be chosen on devices where they otherwise run only by name, after
+    the automatic ones: `use(allow=["chunked"])` lets an XLA machine without NKI train in PyTorch. Holds
+    from the call on, or for a block: `with use("recurrent"): ...`. Raises BackendRefusal for an unknown name.
     """
     global SELECTION
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
@@ -171,7 +171,7 @@ def use(name: str | None = None, *, allow: Iterable[str] = ()) -> _Restore:
 
 
 def choose(call: Call, name: str | None = None, selection: Selection | None = None) -> Backend:
-    """The backend named, else the process's default, else the automatic one of the device. Never a substitute.
+    """The backend named, else the process's default, else the device's automatic one. No substitutes.
 
     Raises BackendRefusal that names every reason of every candidate.
     """
