@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, gated_delta_rule_step
+from triton_kernels import delta_residual, gated_delta_rule_bwd, gated_delta_rule_fwd, gated_delta_rule_step
 from triton_kernels.launch import Chunks, Config, config
 
 if TYPE_CHECKING:
@@ -56,13 +56,15 @@ def forward(
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     row = config(K, V, itemsize=q.element_size())
     chunks = _chunks(q, cu_seqlens, row)
-    saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared(chunks, HV, q.dtype)]
+    N, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared(chunks, HV, q.dtype))
     gated_delta_rule_fwd.prepare(
         q,
         k,
         g,
         beta,
-        *saved,
+        N,
+        P,
+        rows,
         scale=options.scale,
         l2norm=options.use_qk_l2norm_in_kernel,
         chunks=chunks,
@@ -76,12 +78,12 @@ def forward(
     if save and _keeps(chunks, HV, K, V, q.dtype):
         h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
-        q, k, v, beta, *saved, initial_state,
+        q, k, v, beta, N, P, rows, initial_state,
         o=o, final_state=final_state, h=h, U=U, chunks=chunks, config=row,
     )  # fmt: skip
     if not save:
         return o, final_state, []
-    return o, final_state, saved if h is None or U is None else [*saved, h, U]
+    return o, final_state, [N, P, rows] if h is None or U is None else [N, P, rows, h, U]
 
 
 def backward(
@@ -145,6 +147,24 @@ def step(
         q, k, v, g, beta, state, o, new, scale=options.scale, l2norm=options.use_qk_l2norm_in_kernel
     )
     return o, new
+
+
+def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> Tensor:
+    """X' = X + beta k (v^T - k^T X): x [M, D, DV], k [M, D], v [M, DV], beta [M]; k_eps None: k as it is."""
+    x, k, v, beta = (y.contiguous() for y in (x, k, v, beta))
+    out = torch.empty_like(x)
+    delta_residual.forward(x, k, v, beta, out, k_eps=k_eps)
+    return out
+
+
+def delta_residual_backward(
+    dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, k, v, beta, each in its input's dtype."""
+    dout, x, k, v, beta = (y.contiguous() for y in (dout, x, k, v, beta))
+    dx, dk, dv, dbeta = (torch.empty_like(y) for y in (x, k, v, beta))
+    delta_residual.backward(dout, x, k, v, beta, dx=dx, dk=dk, dv=dv, dbeta=dbeta, k_eps=k_eps)
+    return dx, dk, dv, dbeta
 
 
 def saved_shapes(

@@ -30,12 +30,12 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, gated_delta_rule_step
+from triton_kernels import delta_residual, gated_delta_rule_bwd, gated_delta_rule_fwd, gated_delta_rule_step
 from triton_kernels.launch import Config, Tile, config, power_of_two
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
-STACK_BYTES = {"bf16": 512, "fp16": 512, "fp32": 8192}
+STACK_BYTES = {"bf16": 384, "fp16": 384, "fp32": 768}
 
 HEAD_SIZES = [
     (32, 64),
@@ -48,17 +48,40 @@ HEAD_SIZES = [
     (256, 256),
     (256, 512),
 ]
+# Widths and value columns of Deep Delta Learning's stream.
+STREAMS = [(768, 1), (768, 4), (2048, 1), (2048, 4), (1600, 8)]
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Argument types by name; a kernel takes the ones it names.
-MODEL_DTYPE = {"q", "k", "v", "o", "do", "dq", "dk", "dv", "N", "P", "N_out", "P_out", "h", "U", "dY", "dh"}
+MODEL_DTYPE = {
+    "q",
+    "k",
+    "v",
+    "o",
+    "do",
+    "dq",
+    "dk",
+    "dv",
+    "N",
+    "P",
+    "N_out",
+    "P_out",
+    "h",
+    "U",
+    "dY",
+    "dh",
+    "x",
+    "dx",
+    "out",
+    "dout",
+}
 INTEGERS = {"cu_seqlens", "chunk_start", "chunk_length", "chunk_offsets"}
-SCALARS = {"scale": "fp32", "T": "i32", "NT": "i32"}
+SCALARS = {"scale": "fp32", "eps2": "fp32", "T": "i32", "NT": "i32"}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with its compile-time arguments: what one launch would compile."""
+    """One kernel with its compile-time arguments: what one launch would compile. A stream's D, DV as K, V."""
 
     kernel: str
     K: int
@@ -105,6 +128,8 @@ def variants(*, quick: bool = False) -> Iterator[Variant]:
     for dtype in ["bf16"] if quick else ["bf16", "fp16", "fp32"]:
         for K, V in [(64, 128), (256, 512)] if quick else HEAD_SIZES:
             yield from _head_size(K, V, dtype, config(K, V, itemsize=ITEMSIZE[dtype]), quick)
+        for D, DV in STREAMS[:1] if quick else STREAMS:
+            yield from _stream(D, DV, dtype)
     if quick:
         yield from _head_size(64, 128, "fp32", config(64, 128, itemsize=4), quick)
 
@@ -140,6 +165,15 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
     tile = gated_delta_rule_step.tile(V)
     step = {**sizes, "V": V, "BV": tile.BV, "L2NORM": True, "DOT": "ieee"}
     yield variant("step", "one token", gated_delta_rule_step.step_kernel, tile, step)
+
+
+def _stream(D: int, DV: int, dtype: str) -> Iterator[Variant]:
+    tile = delta_residual.tile(D, DV)
+    columns = 1 << (DV - 1).bit_length()
+    constants = {"D": D, "DV": DV, "BD": tile.BV, "DVP": columns, "NORMALIZE": True, "DOT": "ieee"}
+    for kind in ("forward", "backward"):
+        function = getattr(delta_residual, f"{kind}_kernel")
+        yield Variant("delta_residual", D, DV, dtype, kind, function, constants, tile)
 
 
 def compile_variant(variant: Variant) -> Row:
@@ -219,13 +253,15 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m triton_kernels.compile_only", description=__doc__.split("\n")[0]
+        prog="python -m triton_kernels.compile_only", description="compile every kernel for sm_90"
     )
     parser.add_argument("--quick", action="store_true", help="a part that takes seconds")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args(arguments)
-    rows = [compile_variant(variant) for variant in variants(quick=options.quick)]
-    print(table(rows))
+    rows = []
+    for variant in variants(quick=options.quick):
+        rows.append(compile_variant(variant))
+        print(table(rows).splitlines()[-1] if len(rows) > 1 else table(rows), flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     broken = [(row, reason) for row in rows for reason in row.broken()]
