@@ -1,4 +1,4 @@
-"""Text comes out of every kind of source as it went in, in one order, and reading continues where it stopped."""
+"""Text comes out of every kind of source as it went in, in one order; reading continues where it stopped."""
 
 import json
 import subprocess
@@ -13,8 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from train.data import open_dataset, preparation, prepare
+from train.data.entropies import documents
 from train.data.errors import SourceError
-from train.data.hub import HubSource
+from train.data.hub import HubReader, HubSource
 from train.data.sources import (
     SECTION,
     FileSource,
@@ -154,7 +156,7 @@ def test_the_standard_library_is_megabytes_of_source_without_tests_and_tables():
 
 def test_a_python_without_its_source_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("train.data.sources.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(SourceError, match="0 source files .* pass a folder of text"):
+    with pytest.raises(SourceError, match=r"0 source files .* pass a folder of text"):
         python_stdlib()
 
 
@@ -163,7 +165,7 @@ def test_a_python_without_its_source_says_so(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A dataset folder as the Hub has it, reached by the library's own code for local folders; 3 files, 30 rows."""
+    """A dataset folder as the Hub has it, read by the library's own code for local ones: 3 files, 30 rows."""
     root = tmp_path / "somebody" / "stories"
     root.mkdir(parents=True)
     for i in range(3):
@@ -222,7 +224,11 @@ def test_without_a_network_the_error_says_what_to_pass_instead(tmp_path):
         str(tmp_path / "out"),
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(sys.path)}
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
@@ -239,10 +245,10 @@ def test_an_unknown_dataset_is_told_apart_from_an_unreachable_hub(monkeypatch):
     import httpx
     from huggingface_hub.errors import RepositoryNotFoundError
 
+    response = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
+
     def missing(self, name, revision=None):
-        raise RepositoryNotFoundError(
-            "404", response=httpx.Response(404, request=httpx.Request("GET", "https://hub"))
-        )
+        raise RepositoryNotFoundError("404", response=response)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", missing)
     with pytest.raises(SourceError, match="the Hub has no dataset 'some/body'"):
@@ -256,6 +262,60 @@ def test_the_library_losing_its_network_is_the_same_error(hub, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(SourceError, match=r"cannot reach dataset .*\(ConnectionError\)"):
         HubSource(hub.name).reader()
+
+
+@pytest.fixture
+def elsewhere(hub, tmp_path, monkeypatch):
+    """The same dataset by its name, where no such path exists."""
+    load = datasets.load_dataset
+    root = str(tmp_path / hub.name)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: load(root, *rest, **options))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return hub
+
+
+def test_a_dataset_brings_its_own_validation_split(elsewhere):
+    out = prepare(elsewhere.name, tokenizer="bytes", validation="validation", show=False)
+    dataset = open_dataset(out)
+    assert out.name.startswith("stories-bytes-")
+    assert [dataset.tokenizer.decode(ids) for ids in documents(dataset, "val")] == [
+        "held out 1",
+        "held out 2",
+    ]
+    assert [dataset.tokenizer.decode(ids) for ids in documents(dataset, "train")] == elsewhere.rows
+    # complete: the Hub is not asked again
+    asked = len(elsewhere.asked)
+    assert prepare(elsewhere.name, tokenizer="bytes", validation="validation", show=False) == out
+    assert len(elsewhere.asked) == asked
+
+
+@pytest.mark.parametrize("rows", [6, 10, 23])
+def test_a_dataset_whose_network_goes_away_is_continued(elsewhere, tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 4)
+    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+    options = {
+        "tokenizer": "bytes",
+        "val_fraction": 0.2,
+        "show": False,
+    }  # held-out text is chosen from 5 rows
+    whole, out = prepare(elsewhere.name, tmp_path / "whole", **options), tmp_path / "out"
+    original = HubReader._next
+
+    def failing(self):
+        if self._rows == rows:
+            self._iterator = (1 / 0 for _ in range(1))
+        return original(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HubReader, "_next", failing)
+        with pytest.raises(SourceError, match=rf"stopped after row {rows} \(ZeroDivisionError.*it continues"):
+            prepare(elsewhere.name, out, **options)
+    progress = json.loads((out / "progress.json").read_bytes())
+    assert progress["documents"] == rows // 4 * 4
+    assert prepare(elsewhere.name, out, **options) == out
+    for path in whole.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 # -- bad input ---------------------------------------------------------------------------------------------
@@ -306,12 +366,12 @@ def _shards(path):
 # fmt: off
 BAD = [
     (_not_json,      {},                          r"x\.jsonl:2 is not JSON"),
-    (_no_field,      {},                          r"x\.jsonl:1 has no field 'text'; it has \['content', 'id'\].*--text-field"),
+    (_no_field,      {},                         r"no field 'text'; it has \['content', 'id'\]: choose"),
     (_not_text,      {},                          r"x\.jsonl:1: field 'text' is list, expected text"),
     (_a_list,        {},                          r"x\.jsonl:1 has no field 'text'; it has list"),
     (_no_column,     {"text_field": "body"},      r"y\.parquet has no column 'body'; it has \['text', 'n'\]"),
     (_not_parquet,   {},                          r"x\.parquet is not a readable parquet file"),
-    (_not_utf8,      {},                          r"x\.txt is not UTF-8: .* near byte 3; convert it with iconv"),
+    (_not_utf8,      {},                          r"x\.txt is not UTF-8: .* near byte 3; convert it"),
     (_binaries_only, {},                          r"has no text file .*1 other files"),
     (_shards,        {},                          r"holds prepared shards, not text"),
     (lambda path: path / "missing.txt", {},       r"no source .*missing\.txt': expected an existing folder"),

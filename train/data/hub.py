@@ -99,9 +99,18 @@ class HubReader:
 
     def __iter__(self) -> Iterator[str]:
         self._iterator = iter(self._dataset)
-        for row in self._iterator:
+        while (row := self._next()) is not None:
             self._rows += 1
             yield text_of(row, self._source.text_field, f"{self._source.dataset} row {self._rows}")
+
+    def _next(self) -> Any:
+        try:
+            return next(self._iterator, None)
+        except Exception as error:  # after the library's own retries; whatever its storage clients raise
+            raise SourceError(
+                f"reading dataset {self._source.dataset!r} stopped after row {self._rows} "
+                f"({type(error).__name__}: {error}); run the same command again, it continues"
+            ) from error
 
     def position(self) -> dict[str, Any]:
         return {"revision": self._revision, "rows": self._rows, "state": self._dataset.state_dict()}

@@ -197,7 +197,7 @@ def check_gpt2(tokenizer: Tokenizer) -> None:
 
 
 def adopt(tokenizer: Tokenizer, config: dict, vocab_size: int | None) -> TextTokenizer:
-    """Somebody else's tokenizer, with the special tokens it lacks appended.
+    """Somebody else's tokenizer, taken over: the special tokens that it lacks are appended to it.
 
     A BOS that is also the EOS, as GPT-2 has it, does not count: a document's start and its end must differ.
     """
