@@ -1,0 +1,88 @@
+"""python -m train COMMAND ...        without a command: what there is"""
+
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+from .errors import TrainError
+
+COMMANDS = {
+    "run": ("train.commands.run", "RECIPE [key=value ...]", "train from the start"),
+    "resume": (
+        "train.commands.resume",
+        "RUN_DIR [key=value ...]",
+        "continue from the newest whole checkpoint",
+    ),
+    "generate": ("train.commands.generate", "RUN_DIR --prompt TEXT", "continue a text"),
+    "plot": ("train.commands.plot", "RUN_DIR", "draw loss.png again, also while the run goes on"),
+    "parameters": (
+        "train.commands.parameters",
+        "RECIPE [key=value ...]",
+        "what every parameter gets from the muP table",
+    ),
+    "data": ("train.data.cli", "prepare SOURCE | info DIR", "text to token shards"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. 0: done; 2: it could not be, stderr says why; 128 + n: stopped for signal n."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if not given or given[0] in ("-h", "--help", "help"):
+            print(_overview())
+            return 0
+        command, *rest = given
+        if command not in COMMANDS:
+            near = get_close_matches(command, COMMANDS, n=1)
+            hint = f"did you mean {near[0]}? known" if near else "known"
+            raise TrainError(f"unknown command {command!r}; {hint}: {', '.join(COMMANDS)}")
+        return import_module(COMMANDS[command][0]).main(rest)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of our output has gone, as with `| head`; Python would complain once more on exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if not _is_expected(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines()]
+        print(f"error: {'; '.join(lines).replace(':;', ':')}", file=sys.stderr)
+        return 2
+
+
+def _is_expected(error: Exception) -> bool:
+    """Whether the message says all there is to say, so that a traceback would only hide it."""
+    if isinstance(error, TrainError):
+        return True
+    from train.data.errors import DataError
+
+    if isinstance(error, DataError):
+        return True
+    from backends import BackendRefusal
+
+    return isinstance(error, BackendRefusal)
+
+
+def _overview() -> str:
+    from .recipes import RECIPES, summary
+
+    usages = {name: f"{name} {usage}" for name, (_, usage, _) in COMMANDS.items()}
+    width = max(map(len, usages.values()))
+    lines = ["python -m train COMMAND ...", "", "commands"]
+    lines += [f"  {usages[name]:{width}}  {line}" for name, (_, _, line) in COMMANDS.items()]
+    lines += ["", "recipes"]
+    width = max(map(len, RECIPES))
+    lines += [f"  {name:{width}}  {summary(name)}" for name in RECIPES]
+    lines += [
+        "",
+        "`python -m train run RECIPE --keys` prints every key=value there is, `COMMAND --help` the rest",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

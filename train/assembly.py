@@ -1,0 +1,249 @@
+"""From a configuration, or a run's folder, to everything that training needs, ready between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from backends import device as platform
+
+from . import checkpoint, trackers
+from .checkpoint import State
+from .config import RunConfig, differences, may_change_on_resume
+from .data import DataError, Loader, TokenDataset, baselines, make_loader, open_dataset, prepare
+from .errors import ConfigError, RunFolderError
+from .network import choose_backend, make_model, model_config
+from .optimizers import make_optimizer
+from .overrides import apply
+from .run_folder import Origin, RunFolder, new_origin, place_for
+
+if TYPE_CHECKING:
+    from models import DeltaForCausalLM
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Run:
+    """Everything of a run that is there while it runs. `config` has no `auto` left."""
+
+    config: RunConfig
+    origin: Origin
+    folder: RunFolder
+    dataset: TokenDataset
+    device: torch.device
+    model: DeltaForCausalLM
+    optimizer: Optimizer
+    loader: Loader
+    state: State
+
+
+@contextlib.contextmanager
+def begun(config: RunConfig, tell: Tell) -> Iterator[Run]:
+    """A new run, its folder made and held. What can be wrong with `config` is found before."""
+    _require_one_process()
+    trackers.require(config.log)
+    path = place_for(config)
+    config, device = _resolved(config)
+    dataset = _dataset(config)
+    config = _with_data(config, dataset)
+    run = _assembled(config, new_origin(config, dataset.fingerprint), RunFolder(path), dataset, device)
+    _make(path)
+    with run.folder.alone():
+        if run.folder.is_taken():
+            raise RunFolderError(f"{path} was taken by another process just now; run the same command again")
+        run.folder.write(config, run.origin)
+        yield run
+
+
+@contextlib.contextmanager
+def reopened(path: Path, changes: dict[str, str], step: int | None, tell: Tell) -> Iterator[Run]:
+    """A run continued from its newest whole checkpoint, that of `step`, or its start if there is none.
+
+    `tell` hears what is not obvious: damaged checkpoints, changed keys, a start at step 0. Raises ConfigError
+    for a change that would make it another run, CheckpointError if the checkpoint is of another configuration.
+    """
+    _require_one_process()
+    folder = RunFolder(path)
+    saved, origin = folder.read()
+    if "device" in changes:
+        changes = {"backend": "auto", **changes}  # another device has another backend
+    config = _changed(saved, changes)
+    trackers.require(config.log)
+    with folder.alone():
+        if step is None:
+            step = folder.checkpoints.newest_whole(tell)
+        elif step != 0:
+            folder.checkpoints.require_whole(step)
+        config, device = _resolved(config)
+        state = State()
+        if step:
+            state, at_save = checkpoint.read_state(folder.checkpoints.path(step))
+            checkpoint.require_same_run(at_save, config, folder.checkpoints.path(step))
+        if config.steps < state.step:
+            raise ConfigError(
+                f"steps={config.steps} is below step {state.step}, where the run stands; give more"
+            )
+        dataset = _dataset_again(config, origin)
+        config = _with_data(config, dataset)
+        run = _assembled(config, origin, folder, dataset, device)
+        if step:
+            checkpoint.restore(folder.checkpoints.path(step), run.model, run.optimizer)
+            run.loader.load_state_dict(state.position)
+            run.state = state
+        for key, (old, new) in differences(saved, config).items():
+            tell(f"{key} changes from {old} to {new}")
+        folder.write(config, origin)
+        undone = folder.checkpoints.set_aside(state.step)
+        if undone:
+            tell(f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}")
+        folder.rewind(state.step)
+        if state.best is not None and state.best[0] in folder.checkpoints.steps():
+            folder.checkpoints.point_best(state.best[0])
+        tell(
+            f"continuing {path} after step {state.step}"
+            if step
+            else f"starting {path} at step 0: no checkpoint yet"
+        )
+        yield run
+
+
+def held_out_costs(run: Run) -> dict[str, dict[str, float]]:
+    """The data's baselines by name, kept in the run's folder for its plot and summary."""
+    found = {name: asdict(cost) for name, cost in baselines(run.dataset).items()}
+    run.folder.write_file(run.folder.baselines_path, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _assembled(
+    config: RunConfig, origin: Origin, folder: RunFolder, dataset: TokenDataset, device: torch.device
+) -> Run:
+    meta = dataset.meta
+    configuration = model_config(config, bos=meta.bos_id, eos=meta.eos_id, pad=meta.pad_id)
+    model = make_model(configuration, seed=config.seed, device=device)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    optimizer = make_optimizer(model, config, device)
+    here = platform.processes()
+    loader = make_loader(
+        dataset,
+        "train",
+        kind=config.data.loader,
+        batch=config.batch.sequences // here.world,
+        sequence=config.batch.length,
+        seed=config.seed,
+        rank=here.rank,
+        world=here.world,
+    )
+    # after the model's own draws: nothing in training draws from it today, and resuming restores it
+    torch.manual_seed(config.seed)
+    return Run(config, origin, folder, dataset, device, model, optimizer, loader, State())
+
+
+def _resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
+    """Device, precision and backend in place of `auto`; the process set up for them."""
+    try:
+        device = platform.pick(config.device)
+    except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: PyTorch does not know the word
+        raise ConfigError(f"device={config.device}: {str(error).splitlines()[0]}") from error
+    precision = config.precision
+    if precision == "auto":
+        # some CPUs have bf16 products, most emulate them slower than float32
+        accelerated = device.type != "cpu" and platform.supports_bfloat16(device)
+        precision = "bf16" if accelerated else "float32"
+    if precision == "bf16":
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+    if config.deterministic:
+        # CUDA's own switch, read when its first handle is made; without it PyTorch refuses
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    backend = choose_backend(model_config(config), config, device, precision)
+    changes = {"device": str(device), "precision": precision, "backend": backend}
+    return config.model_copy(update=changes), device
+
+
+def _dataset(config: RunConfig) -> TokenDataset:
+    """The prepared folder that data.source is, or the one that preparing it makes or finds."""
+    d = config.data
+    if (Path(d.source).expanduser() / "meta.json").is_file():
+        return open_dataset(d.source)
+    folder = prepare(
+        d.source,
+        d.folder,
+        tokenizer=d.tokenizer,
+        vocab_size=d.vocab_size,
+        subset=d.subset,
+        split=d.split,
+        revision=d.revision,
+        text_field=d.text_field,
+        validation=d.validation,
+        val_fraction=d.val_fraction,
+        shard_tokens=d.shard_tokens,
+        max_documents=d.max_documents,
+        max_tokens=d.max_tokens,
+        seed=d.seed,
+    )
+    return open_dataset(folder)
+
+
+def _dataset_again(config: RunConfig, origin: Origin) -> TokenDataset:
+    """The tokens a run was begun with, where they were or prepared anew. DataError if they differ now."""
+    where = config.data.folder
+    dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else _dataset(config)
+    if dataset.fingerprint != origin.data:
+        raise DataError(
+            f"{dataset.path} holds other tokens than the run began with (fingerprint "
+            f"{dataset.fingerprint[:16]}, expected {origin.data[:16]}); put the old ones back, name their "
+            "folder with data.folder=DIR, or begin a new run"
+        )
+    return dataset
+
+
+def _with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
+    """What only the data could tell. ConfigError if the model's vocabulary is too small for it."""
+    rows, ids = config.model.vocab_size, dataset.meta.tokenizer.size
+    if rows is not None and rows < ids:
+        raise ConfigError(
+            f"model.vocab_size={rows} is below the tokenizer's {ids} ids; give {ids} or more, or leave it out"
+        )
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"vocab_size": rows or dataset.vocab_size}),
+            "data": config.data.model_copy(update={"folder": str(dataset.path.resolve())}),
+        }
+    )
+
+
+def _changed(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
+    """The saved configuration with changes. ConfigError for keys that make another run of it."""
+    config = apply(saved, changes)
+    refused = {k: pair for k, pair in differences(saved, config).items() if not may_change_on_resume(k)}
+    if refused:
+        listed = ", ".join(f"{key} from {old} to {new}" for key, (old, new) in refused.items())
+        raise ConfigError(
+            f"resuming may not change {listed}: that is another run; begin one with `run` and out=DIR"
+        )
+    return config
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot make {path} ({(error.strerror or str(error)).lower()}); choose another out=DIR"
+        ) from error
+
+
+def _require_one_process() -> None:
+    if (world := platform.processes().world) != 1:
+        raise ConfigError(f"training on {world} processes is not there yet; start one, without torchrun")

@@ -1,0 +1,64 @@
+"""python -m train generate RUN_DIR --prompt TEXT"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = _parser().parse_args(arguments)
+
+    from backends import device as platform
+
+    from ..generation import Sampling, chosen_step, continue_text, load_for_generation
+    from ..run_folder import RunFolder
+
+    sampling = Sampling(
+        tokens=given.tokens,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        repetition_penalty=given.repetition_penalty,
+        seed=given.seed,
+    )
+    folder = RunFolder(given.run_dir)
+    folder.read()
+    path = folder.checkpoints.require_whole(chosen_step(folder, given.checkpoint))
+    model, tokenizer = load_for_generation(path, platform.pick(given.device))
+    _write(given.prompt)
+    continue_text(model, tokenizer, given.prompt, sampling, stream=_write)
+    print()
+    return 0
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m train generate",
+        description="Continue a text with a trained model. The text appears as it is made.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
+    parser.add_argument("--prompt", required=True, help="text to continue; may be empty")
+    parser.add_argument("--tokens", type=int, default=200, help="at most so many (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: the most probable token each time (%(default)s)"
+    )
+    parser.add_argument("--top-k", type=int, help="draw from the k most probable tokens")
+    parser.add_argument(
+        "--top-p", type=float, help="draw from the most probable tokens of this total probability"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="above 1: avoid tokens already there (%(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text (%(default)s)")
+    parser.add_argument("--checkpoint", default="last", help="best, last, or a step (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda, ... (%(default)s)")
+    return parser

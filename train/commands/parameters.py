@@ -1,0 +1,79 @@
+"""python -m train parameters RECIPE [key=value ...] [--json]"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..config import RunConfig
+from ..overrides import apply, parse
+from ..recipes import recipe
+
+if TYPE_CHECKING:
+    from models.mup import ScaledParameter
+
+COLUMNS = ("name", "shape", "role", "init_std", "multiplier", "lr", "weight_decay")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m train parameters",
+        description="One row a parameter: shape, role, initial standard deviation, forward multiplier, "
+        "learning rate and weight decay. No weights are made and no data is read.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
+    parser.add_argument(
+        "changes", nargs="*", metavar="key=value", help="keys to change, such as model.width=512"
+    )
+    parser.add_argument("--json", action="store_true", help="a list of objects; init_std null: not normal")
+    given = parser.parse_intermixed_args(arguments)
+    rows = [_row(row) for row in scaled(apply(recipe(given.recipe), parse(given.changes)))]
+    print(json.dumps(rows, indent=1) if given.json else _table(rows))
+    return 0
+
+
+def scaled(config: RunConfig) -> "list[ScaledParameter]":
+    """What every parameter of the run gets, from a model without memory."""
+    import torch
+
+    from models import DeltaForCausalLM
+
+    from ..network import model_config
+    from ..optimizers import rows
+
+    with torch.device("meta"):
+        model = DeltaForCausalLM(model_config(config))
+    return rows(model, config)
+
+
+def _row(parameter: "ScaledParameter") -> dict[str, Any]:
+    values = (
+        parameter.name,
+        list(parameter.shape),
+        getattr(parameter.role, "name", str(parameter.role)).lower(),
+        parameter.init_std,
+        parameter.multiplier,
+        parameter.lr,
+        parameter.weight_decay,
+    )
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    cells = [[_cell(row[column]) for column in COLUMNS] for row in rows]
+    widths = [max(len(row[i]) for row in [list(COLUMNS), *cells]) for i in range(len(COLUMNS))]
+    lines = [[*COLUMNS], *cells]
+    return "\n".join(
+        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return "x".join(map(str, value))
+    return str(value)

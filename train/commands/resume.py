@@ -1,0 +1,29 @@
+"""python -m train resume RUN_DIR [key=value ...]"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..overrides import parse
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m train resume",
+        description="Continue a run from its newest whole checkpoint, or from its start if it has none.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
+    parser.add_argument(
+        "changes", nargs="*", metavar="key=value", help="what may change: steps, max_minutes, device, ..."
+    )
+    parser.add_argument("--step", type=int, help="continue from this checkpoint instead; 0: from the start")
+    given = parser.parse_intermixed_args(arguments)
+    changes = parse(given.changes)
+
+    from ..assembly import reopened
+    from ..progress import console
+    from .run import drive
+
+    out = console()
+    with reopened(given.run_dir, changes, given.step, lambda text: out.print(text, markup=False)) as run:
+        return drive(run, changes.get("backend", run.config.backend))

@@ -1,0 +1,78 @@
+"""python -m train run RECIPE [key=value ...]"""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..config import RunConfig, flatten, meaning
+from ..overrides import apply, parse
+from ..recipes import recipe
+
+if TYPE_CHECKING:
+    from ..assembly import Run
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m train run", description="Train from the start.")
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, such as steps=100")
+    parser.add_argument(
+        "--keys", action="store_true", help="print every key with its value and meaning, and stop"
+    )
+    given = parser.parse_intermixed_args(arguments)
+    config = apply(recipe(given.recipe), parse(given.changes))
+    if given.keys:
+        print(keys(config))
+        return 0
+
+    from ..assembly import begun
+    from ..progress import console
+
+    out = console()
+    with begun(config, out.print) as run:
+        return drive(run, config.backend)
+
+
+def drive(run: "Run", asked_backend: str) -> int:
+    """Train a run that stands ready, with everything that is printed around it."""
+    from ..assembly import held_out_costs
+    from ..errors import TrainError
+    from ..loop import train
+    from ..plots import plot_loss
+    from ..progress import Display, console
+    from ..summary import closing, opening
+
+    out = console()
+    for line in opening(run, asked_backend):
+        out.print(line, markup=False)
+    costs = held_out_costs(run)
+    with Display(run.config.steps, run.state.step) as display:
+        outcome = train(run, display)
+    if outcome.stopped:
+        out.print(
+            f"stopped by {outcome.stopped} after step {outcome.step}; its checkpoint is written", markup=False
+        )
+    try:
+        plot = str(plot_loss(run.folder))
+    except (
+        TrainError
+    ) as error:  # the run is done and saved: a missing picture must not look like a failed run
+        out.print(f"no picture: {error}", markup=False)
+        plot = None
+    closing(run, costs, out, plot)
+    return 128 + outcome.signal if outcome.signal is not None else 0
+
+
+def keys(config: RunConfig) -> str:
+    """Every key with its value in this run and what it means."""
+    rows = [(f"{key}={_shown(value)}", meaning(key)) for key, value in flatten(config)]
+    width = max(len(left) for left, _ in rows)
+    return "\n".join(f"{left:{width}}  {right}" for left, right in rows)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return str(value)

@@ -1,0 +1,337 @@
+"""The configuration of a run: one frozen tree, every key documented where it is declared, nothing outside it.
+
+A key is a dotted path such as `optimizer.lr`. `python -m train run RECIPE --keys` prints all. Importing this
+costs a tenth of a second, so that a mistyped key is reported before torch is loaded.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+CountOrNone = Count | None
+NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class ModelSection(Section):
+    """The Gated DeltaNet language model (arXiv:2412.06464)."""
+
+    width: Count = 256
+    """channels of the residual stream, d"""
+    base_width: Count = 256
+    """width at which all parametrizations agree and learning rates are tuned; m = width / base_width"""
+    layers: Count = 8
+    """blocks of token mixer and SwiGLU"""
+    heads: Count = 6
+    """query and key heads, H"""
+    v_heads: CountOrNone = None
+    """value heads, a multiple of heads; none: heads"""
+    head_dim_k: CountOrNone = None
+    """key size K; none: int(0.75 width / heads)"""
+    expand_v: Positive = 2.0
+    """value size V as a multiple of K"""
+    conv_size: Count = 4
+    """taps of the short convolutions on q, k and v"""
+    intermediate_size: CountOrNone = None
+    """inner size of SwiGLU; none: int(8 width / 3) up to a multiple of intermediate_multiple"""
+    intermediate_multiple: Count = 256
+    """what intermediate_size is rounded up to"""
+    attention_layers: tuple[NotNegative, ...] = ()
+    """indices of layers that are softmax attention with RoPE instead, such as 3,7"""
+    allow_neg_eigval: bool = False
+    """beta in (0, 2) instead of (0, 1): reflections"""
+    rms_norm_eps: Positive = 1e-6
+    """epsilon of every RMSNorm"""
+    init: Literal["delta_trn", "authors"] = "delta_trn"
+    """convolution taps independent of width, or as the paper's released code has them"""
+    readout: Literal["sqrt_k", "none"] = "sqrt_k"
+    """factor on the delta rule's output that keeps the epsilon of its norm negligible, or none as released"""
+    tie_word_embeddings: bool = True
+    """one matrix for embedding and logits"""
+    vocab_size: CountOrNone = None
+    """rows of the embedding; none: what the data's tokenizer says"""
+
+
+class OptimizerSection(Section):
+    """The rule that updates parameters. Per-parameter factors come from models.mup's table."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or SGD with Nesterov momentum"""
+    lr: Positive = 1e-3
+    """highest learning rate at base_width; a parameter's own is this times its factor"""
+    weight_decay: Real = 0.1
+    """decoupled for AdamW, times the learning rate; models.mup's table says which parameters decay"""
+    beta1: Fraction = 0.9
+    """adamw: decay of the gradient's mean"""
+    beta2: Fraction = 0.95
+    """adamw: decay of the gradient's second moment"""
+    eps: Positive = 1e-8
+    """adamw: added to the root of the second moment"""
+    momentum: Fraction = 0.98
+    """sgd: Nesterov momentum, without dampening"""
+    clip: Positive | None = 1.0
+    """largest global gradient norm, after accumulation and reduction; none: no clipping"""
+
+
+class ScheduleSection(Section):
+    """lr(i) = lr i / warmup for i < warmup, then half a cosine down to min_lr. i counts finished steps."""
+
+    warmup: NotNegative = 0
+    """steps of linear warmup; the first step's learning rate is 0 if there are any"""
+    min_lr: Real = 0.0
+    """learning rate at the end, before a parameter's own factor"""
+    decay_steps: CountOrNone = None
+    """step at which min_lr is reached; none: steps"""
+
+
+class BatchSection(Section):
+    """What one optimizer step sees."""
+
+    sequences: Count = 8
+    """sequences in a step, over all devices and accumulation"""
+    length: Count = 512
+    """tokens in a sequence"""
+    micro: CountOrNone = None
+    """sequences in one forward pass of a device; none: all of a step at once"""
+
+
+class DataSection(Section):
+    """The text, and how it becomes tokens. The same settings find what was prepared before."""
+
+    source: str = "python-stdlib"
+    """folder, .txt, .jsonl or .parquet file, python-stdlib, Hugging Face dataset, or a prepared folder"""
+    folder: str | None = None
+    """where prepared shards are written or found; none: data/NAME-TOKENIZER-HASH"""
+    tokenizer: str = "bytebpe"
+    """gpt2, bytebpe (trained on the training documents), bytes, or the path of a tokenizer.json"""
+    vocab_size: CountOrNone = None
+    """rows for the tokenizer; none: 4096 for bytebpe, else its size up to a multiple of 64"""
+    subset: str | None = None
+    """of a Hugging Face dataset, such as sample-10BT"""
+    split: str = "train"
+    """of a Hugging Face dataset"""
+    revision: str | None = None
+    """commit or tag of a Hugging Face dataset"""
+    text_field: str = "text"
+    """field or column with the text"""
+    validation: str | None = None
+    """held-out text: a path, or a split of the same dataset; none: val_fraction of the documents"""
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """share of documents held out where validation is none"""
+    shard_tokens: Count = 100_000_000
+    """tokens in a shard"""
+    max_documents: CountOrNone = None
+    """read so many documents of the source; none: all"""
+    max_tokens: CountOrNone = None
+    """stop after the document that makes so many tokens; none: never"""
+    seed: int = 0
+    """of the choice of held-out documents"""
+    loader: Literal["random_crop", "stream"] = "random_crop"
+    """crops drawn with replacement, or every token in turn"""
+
+
+class EvaluationSection(Section):
+    """Loss on fixed crops of held-out text: the same at every evaluation and for every batch size."""
+
+    every: Count = 1000
+    """steps between evaluations; there is always one after the last step"""
+    sequences: Count = 64
+    """crops"""
+    batch: CountOrNone = None
+    """crops in one forward pass, a divisor of sequences; none: the largest up to a step's micro-batch"""
+    seed: int = 0
+    """of the choice of crops"""
+
+
+class SampleSection(Section):
+    """Text written to samples.txt at every evaluation. Does not touch the run's random numbers."""
+
+    tokens: NotNegative = 64
+    """tokens to generate; 0: no samples"""
+    prompt: str = ""
+    """text to continue"""
+    temperature: Real = 0.8
+    """0: the most probable token each time"""
+    top_k: CountOrNone = 50
+    """draw from the k most probable tokens; none: all"""
+    top_p: Share | None = None
+    """draw from the most probable tokens that make up this probability; none: all"""
+
+
+class CheckpointSection(Section):
+    """Whole folders checkpoints/step-XXXXXXXX."""
+
+    every: Count = 1000
+    """steps between checkpoints; there is always one after the last step and when a run is told to stop"""
+    keep_last: Count = 3
+    """newest checkpoints to keep"""
+    keep_best: bool = True
+    """also save and keep the one with the lowest validation loss"""
+
+
+class LogSection(Section):
+    """metrics.jsonl has a line a step whatever stands here."""
+
+    every: Count = 10
+    """steps between fetches of the losses from the device: each fetch waits for it"""
+    wandb: bool = False
+    """send metrics to Weights & Biases too"""
+    wandb_project: str = "delta-trn"
+    """project there"""
+    tensorboard: bool = False
+    """write TensorBoard events into the run's folder too"""
+
+
+class RunConfig(Section):
+    """Everything a run is. Recipes are functions that return one."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "run"
+    """what the run is called"""
+    out: str | None = None
+    """folder of the run; none: runs/NAME, or the first free runs/NAME-2, runs/NAME-3, ..."""
+    steps: Count = 1000
+    """optimizer steps"""
+    seed: int = 42
+    """of initial weights and training batches"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    backend: str = "auto"
+    """who computes the delta rule: a name (`python -m backends` lists them), or auto: chosen by device"""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """of matrix products; weights are float32 always; auto: bf16 on accelerators, float32 on a CPU"""
+    parametrization: Literal["sp", "mup_original", "mup"] = "mup"
+    """how initialization, multipliers and learning rates scale with width"""
+    compile: bool = False
+    """torch.compile the model"""
+    gradient_checkpointing: bool = False
+    """recompute activations in backward instead of keeping them"""
+    deterministic: bool = False
+    """refuse operations whose result varies from run to run"""
+    max_minutes: Positive | None = None
+    """stop with a checkpoint after so many minutes of training in this process; none: never"""
+    model: ModelSection = ModelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    batch: BatchSection = BatchSection()
+    data: DataSection = DataSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    sample: SampleSection = SampleSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "RunConfig":
+        micro, batch = self.batch.micro, self.batch.sequences
+        if micro is not None and batch % micro:
+            raise ValueError(f"batch.micro={micro} does not divide batch.sequences={batch}")
+        crops, size = self.evaluation.sequences, self.evaluation.batch
+        if size is not None and crops % size:
+            raise ValueError(f"evaluation.batch={size} does not divide evaluation.sequences={crops}")
+        decay = self.schedule.decay_steps
+        if decay is not None and decay <= self.schedule.warmup:
+            raise ValueError(
+                f"schedule.decay_steps={decay} is not above schedule.warmup={self.schedule.warmup}"
+            )
+        return self
+
+    def fingerprint(self) -> str:
+        """16 hex digits of the keys that determine what is learned: equal fingerprints, the same curve."""
+        mathematics = {key: value for key, value in flatten(self) if not is_one_of(key, NOT_MATHEMATICS)}
+        return hashlib.sha256(json.dumps(mathematics, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# Keys and sections that change where, how fast and how visibly a run happens, not what it computes.
+NOT_MATHEMATICS = frozenset(
+    (
+        *("name", "out", "device", "backend", "compile", "gradient_checkpointing", "deterministic"),
+        *("max_minutes", "batch.micro", "data.folder", "evaluation", "sample", "checkpoint", "log"),
+    )
+)
+# What `resume` lets through. With other crops the validation losses of one run could not be compared.
+RESUMABLE = (NOT_MATHEMATICS | {"steps"}) - {"name", "out"}
+NOT_RESUMABLE = frozenset(("evaluation.sequences", "evaluation.seed"))
+
+
+def is_one_of(key: str, keys: frozenset[str]) -> bool:
+    """Whether the key or one of its sections is listed."""
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in keys for n in range(1, len(parts) + 1))
+
+
+def may_change_on_resume(key: str) -> bool:
+    return is_one_of(key, RESUMABLE) and key not in NOT_RESUMABLE
+
+
+def flatten(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value as JSON has it) of every leaf, in order of declaration."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, list(value) if isinstance(value, tuple) else value
+
+
+def meaning(key: str) -> str:
+    """What a key is for."""
+    section: Any = RunConfig
+    *path, name = key.split(".")
+    for part in path:
+        section = section.model_fields[part].annotation
+    return section.model_fields[name].description or ""
+
+
+def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Key -> (saved, now) wherever two configurations differ."""
+    mine = dict(flatten(now))
+    return {key: (value, mine[key]) for key, value in flatten(saved) if mine[key] != value}
+
+
+def validated(tree: dict[str, Any], where: str = "") -> RunConfig:
+    """The configuration of a nested dictionary. ConfigError names every wrong key with its value."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(where + "; ".join(_explain(problem) for problem in error.errors())) from None
+
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "letters, digits, '.', '-' and '_'",
+}
+
+
+def _explain(problem: Any) -> str:
+    """One of pydantic's complaints as `key=value: expected ...`."""
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return message
+    key = ".".join(str(part) for part in problem["loc"] if not isinstance(part, int))
+    kind = problem["type"]
+    template = _EXPECTED.get(kind) or _EXPECTED.get(kind.split("_")[0])
+    if template:
+        return f"{key}={problem['input']}: expected {template.format(**problem.get('ctx', {}))}"
+    return f"{key}={problem['input']}: {message[0].lower()}{message[1:]}"

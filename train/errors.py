@@ -1,0 +1,36 @@
+"""What can go wrong around a run, one class a remedy. A message says what was found, expected, to do.
+
+The command line prints it on one line and exits with 2. Nothing here imports anything: it must be cheap.
+"""
+
+
+class TrainError(Exception):
+    """Anything the person who started the command can put right."""
+
+
+class UsageError(TrainError):
+    """The command line names something that does not exist."""
+
+
+class ConfigError(TrainError):
+    """A key or a value of the configuration is wrong, or values do not go together."""
+
+
+class RunFolderError(TrainError):
+    """The run's folder is taken, missing, in use, or not one."""
+
+
+class CheckpointError(TrainError):
+    """A checkpoint is missing or damaged, or belongs to another configuration."""
+
+
+class DiskFull(TrainError):
+    """The disk refused. What was whole before is whole still."""
+
+
+class Diverged(TrainError):
+    """Loss, gradient or weights are not finite. Nothing of it was saved."""
+
+
+class OutOfMemory(TrainError):
+    """The device cannot hold a step. What was saved before it is intact."""

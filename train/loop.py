@@ -1,0 +1,252 @@
+"""The training loop: which step does what besides stepping. One for every device."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backends import device as platform
+
+from . import checkpoint
+from .assembly import Run
+from .data import evaluation_batches
+from .errors import Diverged, OutOfMemory
+from .evaluation import Evaluation, crops_at_once, evaluate
+from .generation import Sampling, continue_text
+from .metrics import Line
+from .progress import Display
+from .schedule import learning_rate
+from .step import TrainingStep, loss_function
+from .stopping import StopRequest
+from .trackers import open_trackers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended. `stopped`: why before the last step, None at it; `signal`: the one that asked."""
+
+    step: int
+    stopped: str | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A finished step whose numbers are still on the device."""
+
+    step: int
+    tokens: int
+    lr: float
+    loss: Tensor
+    norm: Tensor
+
+
+def train(run: Run, display: Display) -> Outcome:
+    """Train from where the run stands to its last step, or until asked to stop; then there is a checkpoint.
+
+    Raises Diverged when a loss or a gradient is not finite, DiskFull when something cannot be written; the
+    checkpoints from before stay as they are.
+    """
+    with StopRequest(run.config.max_minutes) as stop:
+        loop = _Loop(run, display)
+        try:
+            return loop.until_the_end(stop)
+        except torch.OutOfMemoryError as error:
+            size = f"{loop.step.micro} x {run.config.batch.length} tokens at once"
+            raise OutOfMemory(
+                f"{run.device} has too little memory for {size} ({str(error).splitlines()[0]}); resume with a "
+                "smaller batch.micro or gradient_checkpointing=true"
+            ) from error
+        finally:
+            loop.close()
+
+
+class _Loop:
+    def __init__(self, run: Run, display: Display):
+        self.run, self.display = run, display
+        c = run.config
+        micro = min(c.batch.micro or c.batch.sequences, c.batch.sequences // platform.processes().world)
+        self.loss = loss_function(run.model, c, run.device)
+        self.step = TrainingStep(
+            self.loss, run.optimizer, device=run.device, micro=micro, clip=c.optimizer.clip
+        )
+        crops = c.evaluation.batch or crops_at_once(c.evaluation.sequences, micro)
+        self.crops = evaluation_batches(
+            run.dataset,
+            batch=crops,
+            sequence=c.batch.length,
+            batches=c.evaluation.sequences // crops,
+            seed=c.evaluation.seed,
+        )
+        self.trackers = open_trackers(c, run.origin, run.folder, run.state.step)
+        self.pending: list[_Pending] = []
+        self.clock = self.counted = time.monotonic()
+
+    def until_the_end(self, stop: StopRequest) -> Outcome:
+        c, state = self.run.config, self.run.state
+        while state.step < c.steps:
+            self._one_step()
+            at = state.step
+            last, reason = at == c.steps, stop.reason
+            evaluating = at % c.evaluation.every == 0 or last
+            saving = at % c.checkpoint.every == 0 or last or reason is not None
+            if evaluating or saving or at % c.log.every == 0:
+                # before anything is saved: a loss that is not finite must not get into a checkpoint
+                self._fetch()
+            if evaluating:
+                saving |= self._evaluate()
+            if saving:
+                self._save()
+            if evaluating or saving:
+                self.clock = time.monotonic()  # tokens/s is of training alone
+            if reason is not None and not last:
+                return Outcome(at, reason, stop.signal)
+        return Outcome(state.step)
+
+    def close(self) -> None:
+        self.run.folder.metrics.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _one_step(self) -> None:
+        state = self.run.state
+        inputs, targets = self.run.loader.next_batch()
+        lr = learning_rate(self.run.config, state.step)
+        loss, norm = self.step(inputs, targets, lr)
+        state.step += 1
+        state.tokens += inputs.numel() * platform.processes().world
+        self.pending.append(_Pending(state.step, state.tokens, lr, loss, norm))
+
+    def _fetch(self) -> None:
+        """Wait for the device, and report every step since the last fetch."""
+        if not self.pending:
+            return
+        steps, self.pending = self.pending, []
+        # the first item() waits for all of them; the others find their numbers done
+        numbers = [(p.loss.item(), p.norm.item()) for p in steps]
+        self._count_seconds()
+        before = steps[0].tokens - self._tokens_in_a_step()
+        rate = (steps[-1].tokens - before) / max(time.monotonic() - self.clock, 1e-9)
+        self.clock = time.monotonic()
+        good = [self._line(p, *pair, rate) for p, pair in zip(steps, numbers, strict=True) if _finite(pair)]
+        bad = next(((p, pair) for p, pair in zip(steps, numbers, strict=True) if not _finite(pair)), None)
+        if bad is not None:
+            self._report([line for line in good if line.step < bad[0].step])
+            raise self._diverged(bad[0], *bad[1])
+        self._report(good)
+        self.display.update(steps[-1].step, good[-1].loss, rate, steps[-1].lr)
+
+    def _line(self, p: _Pending, loss: float, norm: float, rate: float) -> Line:
+        return Line(
+            step=p.step,
+            split="train",
+            loss=loss,
+            tokens=p.tokens,
+            seconds=round(self.run.state.seconds, 3),
+            lr=p.lr,
+            grad_norm=norm,
+            tokens_per_s=round(rate, 1),
+        )
+
+    def _evaluate(self) -> bool:
+        """Report the loss on held-out crops, and a sample. Whether this is to be kept as the best so far."""
+        run, state = self.run, self.run.state
+        run.model.eval()
+        found = evaluate(self.loss, self.crops, run.device)
+        run.model.train()
+        if not math.isfinite(found.loss):
+            raise Diverged(f"validation loss at step {state.step} is {found.loss}; {self._way_back()}")
+        self._count_seconds()
+        bits = run.dataset.bits_per_byte(found.loss)
+        self._report(
+            [
+                Line(
+                    step=state.step,
+                    split="val",
+                    loss=found.loss,
+                    tokens=state.tokens,
+                    seconds=round(state.seconds, 3),
+                    perplexity=found.perplexity,
+                    bits_per_byte=bits,
+                    memory=platform.peak_memory(run.device),
+                )
+            ]
+        )
+        better = state.best is None or found.loss < state.best[1]
+        if better:
+            state.best = state.step, found.loss
+        self._tell_evaluation(found, bits, better)
+        self._sample()
+        return better and run.config.checkpoint.keep_best
+
+    def _tell_evaluation(self, found: Evaluation, bits: float, better: bool) -> None:
+        self.display.tell(
+            f"step {self.run.state.step}/{self.run.config.steps}  val loss {found.loss:.4f}  "
+            f"perplexity {found.perplexity:,.2f}  bits/byte {bits:.4f}{'  best' if better else ''}"
+        )
+
+    def _sample(self) -> None:
+        run, s = self.run, self.run.config.sample
+        if not s.tokens:
+            return
+        sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, seed=run.config.seed)
+        text = s.prompt + continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
+        run.folder.add_sample(run.state.step, text)
+
+    def _save(self) -> None:
+        run, state = self.run, self.run.state
+        run.folder.metrics.sync()  # a checkpoint promises that its lines are there
+        self._count_seconds()
+        state.position = run.loader.state_dict()
+        store = run.folder.checkpoints
+        store.save(
+            state.step,
+            lambda folder: checkpoint.write(
+                folder,
+                state=state,
+                config=run.config,
+                model=run.model,
+                optimizer=run.optimizer,
+                tokenizer=run.dataset.tokenizer,
+            ),
+        )
+        keep = None
+        if run.config.checkpoint.keep_best and state.best is not None:
+            keep = state.best[0]
+            if keep == state.step:
+                store.point_best(keep)
+        store.rotate(run.config.checkpoint.keep_last, keep)
+
+    def _report(self, lines: Sequence[Line]) -> None:
+        self.run.folder.metrics.append(lines)
+        for tracker in self.trackers:
+            for line in lines:
+                tracker.log(line)
+
+    def _count_seconds(self) -> None:
+        now = time.monotonic()
+        self.run.state.seconds += now - self.counted
+        self.counted = now
+
+    def _tokens_in_a_step(self) -> int:
+        return self.run.config.batch.sequences * self.run.config.batch.length
+
+    def _diverged(self, p: _Pending, loss: float, norm: float) -> Diverged:
+        what = (
+            f"loss is {loss}"
+            if not math.isfinite(loss)
+            else f"gradient norm is {norm} at a loss of {loss:.4f}"
+        )
+        return Diverged(f"{what} at step {p.step} (lr {p.lr:.3g}); {self._way_back()}")
+
+    def _way_back(self) -> str:
+        steps = self.run.folder.checkpoints.steps()
+        state = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no checkpoint yet"
+        return f"{state}: {checkpoint.REMEDY} in a new run"
+
+
+def _finite(pair: tuple[float, float]) -> bool:
+    return math.isfinite(pair[0]) and math.isfinite(pair[1])

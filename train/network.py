@@ -1,0 +1,99 @@
+"""The model that a configuration asks for, and who computes its delta rule."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .config import RunConfig
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from models import DeltaConfig, DeltaForCausalLM
+
+# rows that `train.data` gives a tokenizer whose vocab_size is not set
+_KNOWN_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
+
+
+def vocabulary(config: RunConfig) -> int:
+    """Rows of the embedding before any data is looked at. ConfigError where only the tokenizer can tell."""
+    known = (
+        config.model.vocab_size or config.data.vocab_size or _KNOWN_VOCABULARIES.get(config.data.tokenizer)
+    )
+    if known is None:
+        raise ConfigError(
+            f"only the tokenizer {config.data.tokenizer!r} knows its vocabulary; give model.vocab_size=N"
+        )
+    return known
+
+
+def model_config(
+    config: RunConfig, *, bos: int | None = None, eos: int | None = None, pad: int | None = None
+) -> "DeltaConfig":
+    """The model's own configuration. ConfigError if its sizes do not go together."""
+    from models import DeltaConfig
+
+    m = config.model
+    try:
+        return DeltaConfig(
+            vocab_size=vocabulary(config),
+            hidden_size=m.width,
+            base_width=m.base_width,
+            num_hidden_layers=m.layers,
+            num_heads=m.heads,
+            num_v_heads=m.v_heads,
+            head_dim_k=m.head_dim_k,
+            expand_v=m.expand_v,
+            conv_size=m.conv_size,
+            intermediate_size=m.intermediate_size,
+            intermediate_multiple=m.intermediate_multiple,
+            attention_layers=list(m.attention_layers),
+            allow_neg_eigval=m.allow_neg_eigval,
+            rms_norm_eps=m.rms_norm_eps,
+            parametrization=config.parametrization,
+            init=m.init,
+            readout=m.readout,
+            tie_word_embeddings=m.tie_word_embeddings,
+            bos_token_id=bos,
+            eos_token_id=eos,
+            pad_token_id=pad,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+
+
+def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device) -> "DeltaForCausalLM":
+    """The model with its initial weights, float32. They are drawn on the CPU: the same for every device."""
+    from models import DeltaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DeltaForCausalLM(configuration)
+    return model.to(device=device, dtype=torch.float32)
+
+
+def choose_backend(
+    configuration: "DeltaConfig", config: RunConfig, device: torch.device, precision: str
+) -> str:
+    """The name of the backend that will compute the delta rule, for the whole process from here on.
+
+    Raises BackendRefusal with every reason if none can, or not the one that was asked for.
+    """
+    from backends import use
+    from backends.registry import Call, choose
+
+    named = None if config.backend == "auto" else config.backend
+    with use(named):
+        chosen = choose(
+            Call(
+                "gated_delta_rule",
+                device.type,
+                torch.bfloat16 if precision == "bf16" else torch.float32,
+                H=configuration.num_heads,
+                HV=configuration.num_v_heads,
+                K=configuration.head_dim_k,
+                V=configuration.head_dim_v,
+                gradients=True,
+            )
+        )
+    use(chosen.name)
+    return chosen.name

@@ -1,0 +1,75 @@
+"""One optimizer step: micro-batches forward and backward, clipping, update. No wait for the device."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .config import RunConfig
+from .optimizers import set_learning_rate
+
+if TYPE_CHECKING:
+    from models import DeltaForCausalLM
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def loss_function(model: "DeltaForCausalLM", config: RunConfig, device: torch.device) -> Loss:
+    """(inputs, targets) -> mean cross-entropy in nats, in the run's precision. Weights stay float32."""
+    compute: Loss = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bf16"):
+            return compute(inputs, targets)
+
+    return loss
+
+
+class TrainingStep:
+    """Owns what changes: calling it moves the weights once.
+
+    Raises nothing on a loss that is not finite: seeing it takes a wait for the device, which is the caller's.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: Optimizer,
+        *,
+        device: torch.device,
+        micro: int,
+        clip: float | None,
+    ):
+        self.loss, self.optimizer, self.device = loss, optimizer, device
+        self.micro, self.clip = micro, clip
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def __call__(self, inputs: Tensor, targets: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+        """One update. Returns the mean loss over all micro-batches and the unclipped norm, on the device.
+
+        inputs, targets   int64 [B, T] on the CPU, B a multiple of `micro`
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        set_learning_rate(self.optimizer, lr)
+        parts = [self._moved(part) for part in (inputs, targets)]
+        pairs: Sequence[tuple[Tensor, Tensor]] = list(
+            zip(*(part.split(self.micro) for part in parts), strict=True)
+        )
+        total = torch.zeros((), device=self.device)
+        for some_inputs, some_targets in pairs:
+            # every micro-batch has as many targets as the next, so the mean of means is the mean
+            loss = self.loss(some_inputs, some_targets) / len(pairs)
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(
+            self._parameters, self.clip if self.clip is not None else torch.inf
+        )
+        self.optimizer.step()
+        return total, norm
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
