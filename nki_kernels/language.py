@@ -1,0 +1,23 @@
+"""The NKI language, from whichever runtime is here. Kernels import nki, nisa and nl from this module.
+
+    RUNTIME   "neuron"      the nki package: compiles for the chip, or runs under nki.simulate
+              "simulator"   nki_kernels.simulator: NumPy, for hosts without Neuron packages
+
+find_spec, not an import in try: a package that is installed but broken must fail here and loudly.
+"""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or find_spec("nki") is None:
+    from nki_kernels.simulator import nisa, nki, nl
+
+    RUNTIME = "simulator"
+else:
+    import nki
+    import nki.isa as nisa
+    import nki.language as nl
+
+    RUNTIME = "neuron"
+
+__all__ = ["RUNTIME", "nisa", "nki", "nl"]

@@ -1,0 +1,213 @@
+"""The nl functions on whole tiles: each allocates its result in SBUF and issues the instructions for it.
+
+They are conveniences, as in NKI: elementwise functions broadcast along free axes, reductions keep the partition
+axis. Kernels that care which engine runs what call nisa.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from . import operators as ops
+from .dtypes import DType, dtype_of, float32
+from .errors import ConstraintError, require
+from .isa.activation import activation
+from .isa.elementwise import memset, tensor_copy, tensor_scalar, tensor_tensor
+from .isa.matmul import nc_matmul, nc_transpose
+from .isa.reduction import tensor_reduce
+from .machine import current
+from .memory import PSUM, SBUF, NkiTensor
+from .operators import Operator
+
+ALU_UNARY_AS_ACTIVATION = ("abs", "square", "relu", "rsqrt", "reciprocal")
+
+
+def tile(shape: Any, dtype: Any, name: str = "") -> NkiTensor:
+    return current().allocate(shape, dtype, SBUF, name)
+
+
+def _result_dtype(operands: tuple[Any, ...], dtype: object) -> DType:
+    if dtype is not None:
+        return dtype_of(dtype)
+    kinds = [x.dtype for x in operands if isinstance(x, NkiTensor)]
+    floats = [k for k in kinds if not k.integer]
+    if not floats:
+        return max(kinds, key=lambda k: k.itemsize)
+    return max(floats, key=lambda k: k.itemsize)
+
+
+def apply(op: Operator, operands: tuple[Any, ...], dtype: object) -> Any:
+    """op on tiles and numbers."""
+    if not any(isinstance(x, NkiTensor) for x in operands):
+        raise TypeError(f"{op!r} needs a tile, got {', '.join(type(x).__name__ for x in operands)}")
+    kind = _result_dtype(operands, dtype)
+    return (
+        _unary(op, operands[0], kind) if len(operands) == 1 else _binary(op, operands[0], operands[1], kind)
+    )
+
+
+def _unary(op: Operator, x: NkiTensor, kind: DType) -> NkiTensor:
+    out = tile(x.shape, kind)
+    if op.activation is not None:
+        activation(dst=out, op=op, data=x) if op not in ops.HOST_ONLY else _host(op, out, x)
+    elif op.name == "logical_not":
+        tensor_scalar(dst=out, data=x, op0=ops.equal, operand0=0.0)
+    else:
+        tensor_scalar(dst=out, data=x, op0=op, operand0=0)
+    return out
+
+
+def _host(op: Operator, out: NkiTensor, x: NkiTensor) -> None:
+    """cos and tan from sin, as one would on the chip: cos x = sin(pi/2 - |x|) for x in [-pi, pi]."""
+    wide = tile(x.shape, float32)
+    activation(dst=wide, op=ops.abs, data=x)
+    tensor_scalar(dst=wide, data=wide, op0=ops.subtract, operand0=np.pi / 2, reverse0=True)
+    activation(dst=wide, op=ops.sin, data=wide)
+    if op.name == "cos":
+        tensor_copy(dst=out, src=wide)
+        return
+    sine = tile(x.shape, float32)
+    activation(dst=sine, op=ops.sin, data=x)
+    activation(dst=wide, op=ops.reciprocal, data=wide)
+    tensor_tensor(dst=out, data1=sine, data2=wide, op=ops.multiply)
+
+
+def _binary(op: Operator, x: Any, y: Any, kind: DType) -> NkiTensor:
+    if op.name == "divide":
+        if isinstance(y, NkiTensor):
+            return _binary(ops.multiply, x, _unary(ops.reciprocal, y, float32), kind)
+        return _binary(ops.multiply, x, 1.0 / y, kind)
+    if not isinstance(x, NkiTensor) or not isinstance(y, NkiTensor):
+        data, scalar, reverse = (x, y, False) if isinstance(x, NkiTensor) else (y, x, True)
+        out = tile(data.shape, kind)
+        tensor_scalar(dst=out, data=data, op0=op, operand0=scalar, reverse0=reverse)
+        return out
+    shape = np.broadcast_shapes(x.shape, y.shape)
+    out = tile(shape, kind)
+    tensor_tensor(dst=out, data1=stretch(x, shape), data2=stretch(y, shape), op=op)
+    return out
+
+
+def stretch(x: NkiTensor, shape: Any) -> NkiTensor:
+    """Broadcast along free axes; the partition axis must agree already."""
+    if x.shape == tuple(shape):
+        return x
+    require(
+        x.shape[0] == shape[0],
+        f"nl functions do not broadcast the partition axis: {x.shape} against {tuple(shape)}; use nl.broadcast_to",
+    )
+    for axis in range(1, len(shape)):
+        if x.shape[axis] != shape[axis]:
+            x = x.broadcast(axis, shape[axis])
+    return x
+
+
+def reduce(op: Operator, x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+    axes = [a + x.ndim if a < 0 else a for a in ([axis] if isinstance(axis, int) else axis)]
+    shape = [n for a, n in enumerate(x.shape) if a not in axes]
+    if keepdims or len(shape) < 2:
+        shape = [1 if a in axes else n for a, n in enumerate(x.shape)]
+    out = tile(shape, dtype or x.dtype)
+    tensor_reduce(dst=out, op=op, data=x, axis=axes)
+    return out
+
+
+def mean(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+    total = reduce(ops.add, x, axis, float32, keepdims)
+    return _binary(ops.multiply, total, total.size / x.size, dtype_of(dtype or x.dtype))
+
+
+def var(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+    center = mean(x, axis, float32, keepdims=True)
+    apart = _binary(ops.subtract, x, center, float32)
+    return mean(_binary(ops.multiply, apart, apart, float32), axis, dtype or x.dtype, keepdims)
+
+
+def softmax(x: NkiTensor, axis: int = -1, dtype: Any = None) -> NkiTensor:
+    shifted = _binary(ops.subtract, x, reduce(ops.maximum, x, axis, float32, keepdims=True), float32)
+    weights = _unary(ops.exp, shifted, float32)
+    total = reduce(ops.add, weights, axis, float32, keepdims=True)
+    return _binary(ops.multiply, weights, _unary(ops.reciprocal, total, float32), dtype_of(dtype or x.dtype))
+
+
+def rms_norm(
+    x: NkiTensor, w: NkiTensor | None, axis: int, n: int, epsilon: float = 1e-6, dtype: Any = None,
+    compute_dtype: Any = None,
+) -> NkiTensor:  # fmt: skip
+    """x / sqrt(sum(x^2) / n + epsilon) * w along a free axis."""
+    squares = _unary(ops.square, x, float32)
+    total = reduce(ops.add, squares, axis, float32, keepdims=True)
+    scaled = tile(total.shape, float32)
+    tensor_scalar(
+        dst=scaled, data=total, op0=ops.multiply, operand0=1.0 / n, op1=ops.add, operand1=float(epsilon)
+    )
+    kind = dtype_of(dtype or x.dtype)
+    out = _binary(ops.multiply, x, _unary(ops.rsqrt, scaled, float32), kind)
+    return out if w is None else _binary(ops.multiply, out, stretch(w, x.shape), kind)
+
+
+def where(condition: NkiTensor, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
+    """y + (x - y) * condition is wrong for infinities, so the two sides are selected, not mixed."""
+    from .isa.elementwise import tensor_copy_predicated
+
+    kind = _result_dtype(
+        (x, y) if isinstance(x, NkiTensor) or isinstance(y, NkiTensor) else (condition,), dtype
+    )
+    out, mask = tile(condition.shape, kind), tile(condition.shape, "uint8")
+    tensor_scalar(dst=mask, data=condition, op0=ops.not_equal, operand0=0.0)
+    if isinstance(y, NkiTensor):
+        tensor_copy(dst=out, src=stretch(y, condition.shape))
+    else:
+        memset(dst=out, value=int(y) if kind.integer else float(y))
+    source = x
+    if isinstance(x, NkiTensor):
+        source = tile(condition.shape, kind)
+        tensor_copy(dst=source, src=stretch(x, condition.shape))
+    tensor_copy_predicated(dst=out, src=source, predicate=mask)
+    return out
+
+
+def broadcast_to(x: NkiTensor, shape: Any, dtype: Any = None) -> NkiTensor:
+    """Free axes by a view; one partition to many by a matmul with ones, as the chip has no other way."""
+    shape = tuple(shape)
+    if x.shape[0] == shape[0]:
+        out = tile(shape, dtype or x.dtype)
+        tensor_copy(dst=out, src=stretch(x, shape))
+        return out
+    if x.shape[0] != 1:
+        raise ConstraintError(f"broadcast_to cannot turn {x.shape[0]} partitions into {shape[0]}")
+    out = tile(shape, dtype or x.dtype)
+    row = stretch(x, (1, *shape[1:]))
+    wide = tile(row.shape, float32)
+    tensor_copy(dst=wide, src=row)
+    ones = tile((1, shape[0]), float32)
+    memset(dst=ones, value=1.0)
+    flat_in, flat_out = wide.reshape((1, wide.size)), out.reshape((shape[0], wide.size))
+    step = 512
+    for start in range(0, wide.size, step):
+        stop = min(start + step, wide.size)
+        ps = current().allocate((shape[0], stop - start), float32, PSUM)
+        nc_matmul(dst=ps, stationary=ones, moving=flat_in[:, start:stop], is_stationary_onezero=True)
+        tensor_copy(dst=flat_out[:, start:stop], src=ps)
+    return out
+
+
+def transpose(x: NkiTensor, dtype: Any = None) -> NkiTensor:
+    rows, columns = x.shape[0], x.size // x.shape[0]
+    wide = x
+    if x.dtype != "float32" or x.buffer is not SBUF:
+        wide = tile((rows, columns), float32)
+        tensor_copy(dst=wide, src=x.reshape((rows, columns)))
+    ps = current().allocate((columns, rows), float32, PSUM)
+    nc_transpose(dst=ps, data=wide)
+    out = tile((columns, rows), dtype or x.dtype)
+    tensor_copy(dst=out, src=ps)
+    return out
+
+
+def matmul(x: NkiTensor, y: NkiTensor, transpose_x: bool = False) -> NkiTensor:
+    """x @ y in PSUM; transpose_x says that x is stored as its transpose already."""
+    left = x if transpose_x else transpose(x)
+    ps = current().allocate((left.size // left.shape[0], y.size // y.shape[0]), float32, PSUM)
+    nc_matmul(dst=ps, stationary=left, moving=y)
+    return ps

@@ -1,0 +1,150 @@
+"""The DMA engines: copies between HBM and SBUF, with casts, gathers and scatters."""
+
+from math import prod
+
+import numpy as np
+
+from ..dtypes import store, to_float32
+from ..errors import ConstraintError, require
+from ..machine import Engine, Handle, Instruction
+from ..memory import HBM, SBUF, NkiTensor
+from ..operators import Operator
+from .enums import dge_mode as dge_modes
+from .enums import engine as engines
+from .enums import oob_mode as oob_modes
+
+DMA_MEMORY = (SBUF, *HBM)
+
+
+def dma_copy(
+    dst: NkiTensor,
+    src: NkiTensor,
+    priority: int | None = None,
+    oob_mode: oob_modes = oob_modes.error,
+    dge_mode: dge_modes = dge_modes.unknown,
+    engine: engines = engines.unknown,
+    name: str | None = None,
+) -> Handle:
+    """dst = src between HBM and SBUF; dtypes that differ are cast through float32."""
+    run = Instruction("dma_copy", Engine.dma)
+    _check_memory(dst, src)
+    if priority is not None:
+        run.needs_generation(4, "dma_copy priority")
+    if dge_mode is dge_modes.hwdge:
+        run.needs_generation(3, "dma_copy dge_mode.hwdge")
+    if isinstance(src, NkiTensor) and src.indirection is not None:
+        keep = _in_bounds(run, src, oob_mode)
+        flat, where = src.indirection
+        src.indirection = (flat, np.where(keep, where, 0))
+        values = run.read("src", src, DMA_MEMORY)
+        src.indirection = (flat, where)
+    else:
+        keep = None
+        values = run.read("src", src, DMA_MEMORY)
+    out = run.dst("dst", dst, DMA_MEMORY)
+    require(
+        out.size == src.size,
+        f"dma_copy requires src and dst to have the same number of elements, got src={src.shape}, dst={out.shape}",
+    )
+    if out.dtype != src.dtype:
+        values = to_float32(values)
+    if out.indirection is not None:
+        _scatter(run, out, values, oob_mode)
+    elif keep is not None and not keep.all():
+        run.write(out, np.where(keep.reshape(out.shape), values.reshape(out.shape), out.array))
+    else:
+        run.write(out, values)
+    return run.done(bytes=max(src.size * src.dtype.itemsize, out.size * out.dtype.itemsize))
+
+
+def _check_memory(dst: object, src: object) -> None:
+    buffers = [t.buffer if isinstance(t, NkiTensor) else t for t in (src, dst)]
+    if all(isinstance(t, NkiTensor) for t in (src, dst)) and not all(b in DMA_MEMORY for b in buffers):
+        raise ConstraintError(
+            f"dma_copy requires HBM or SBUF tensors, got src={buffers[0]}, dst={buffers[1]}"
+        )
+
+
+def _in_bounds(run: Instruction, tensor: NkiTensor, oob_mode: oob_modes) -> np.ndarray:
+    assert tensor.indirection is not None
+    flat, where = tensor.indirection
+    inside = (where >= 0) & (where < flat.size)
+    if oob_mode is oob_modes.error and not inside.all():
+        bad = int(where[~inside].flat[0])
+        raise ConstraintError(
+            f"dma_copy indirect access out of bounds: element {bad} of {flat.size} in `{tensor.name}`"
+        )
+    return inside
+
+
+def _scatter(run: Instruction, out: NkiTensor, values: np.ndarray, oob_mode: oob_modes) -> None:
+    keep = _in_bounds(run, out, oob_mode)
+    assert out.indirection is not None
+    flat, where = out.indirection
+    rounded = np.empty(values.shape, out.array.dtype)
+    store(rounded, out.dtype, values)
+    flat[where[keep]] = rounded.reshape(where.shape)[keep]
+    storage = out.storage
+    storage.first = run.index if storage.first is None else storage.first
+    storage.last = run.index
+    if not (isinstance(storage.writer, int) and storage.writer):
+        marks = (
+            np.full(storage.base.size, storage.writer, np.uint8)
+            if isinstance(storage.writer, int)
+            else storage.writer
+        )
+        marks[where[keep]] = 2
+        storage.writer = marks
+
+
+def dma_transpose(
+    dst: NkiTensor,
+    src: NkiTensor,
+    axes: tuple[int, ...] | None = None,
+    priority: int | None = None,
+    dge_mode: dge_modes = dge_modes.unknown,
+    oob_mode: oob_modes = oob_modes.error,
+    name: str | None = None,
+) -> Handle:
+    """dst = src with its axes permuted (2D: swapped); exact destination shape required."""
+    run = Instruction("dma_transpose", Engine.dma)
+    if dge_mode is dge_modes.hwdge:
+        run.needs_generation(3, "dma_transpose dge_mode.hwdge")
+    values = run.read("src", src, DMA_MEMORY)
+    default = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
+    order = tuple(axes) if axes is not None else default.get(src.ndim, ())
+    require(sorted(order) == list(range(src.ndim)), f"dma_transpose axes {order} do not permute {src.shape}")
+    moved = values.transpose(order)
+    out = run.dst("dst", dst, DMA_MEMORY)
+    require(out.shape == moved.shape, f"dma_transpose dst shape must be {moved.shape}, got {out.shape}")
+    require(out.dtype == src.dtype, f"dma_transpose dtypes must agree, got {out.dtype} and {src.dtype}")
+    run.write(out, moved)
+    return run.done(bytes=src.size * src.dtype.itemsize)
+
+
+def dma_compute(
+    dst: NkiTensor,
+    srcs: list[NkiTensor],
+    reduce_op: Operator,
+    scales: list[float] | None = None,
+    unique_indices: bool = True,
+    oob_mode: oob_modes = oob_modes.error,
+    name: str | None = None,
+) -> Handle:
+    """dst = reduce_op over scaled srcs, computed in float32 by the DMA engines."""
+    run = Instruction("dma_compute", Engine.dma)
+    require(
+        isinstance(reduce_op, Operator) and reduce_op.name in ("add", "multiply", "maximum", "minimum"),
+        f"dma_compute reduce_op must be nl.add, nl.multiply, nl.maximum or nl.minimum, got {reduce_op!r}",
+    )
+    factors = [1.0] * len(srcs) if scales is None else scales
+    out = run.dst("dst", dst, DMA_MEMORY)
+    total = None
+    for i, (src, factor) in enumerate(zip(srcs, factors, strict=True)):
+        require(src.size == out.size, f"dma_compute srcs[{i}] has shape {src.shape}, dst has {out.shape}")
+        term = to_float32(run.read(f"srcs[{i}]", src, DMA_MEMORY)).reshape(out.shape) * np.float32(factor)
+        assert reduce_op.alu is not None
+        total = term if total is None else reduce_op.alu(total, term)
+    assert total is not None
+    run.write(out, total)
+    return run.done(bytes=sum(prod(s.shape) * s.dtype.itemsize for s in srcs))

@@ -1,0 +1,279 @@
+"""Vector, Scalar and GpSimd instructions that work element by element."""
+
+import numpy as np
+
+from ..dtypes import to_float32
+from ..errors import ConstraintError, StrictError, require
+from ..machine import Engine, Handle, Instruction
+from ..memory import ON_CHIP, PSUM, NkiTensor
+from ..operators import Operator, alu_operator
+from .enums import engine as engines
+
+INT32 = ("int32", "uint32")
+ON_GPSIMD = ("power", "rsqrt")
+# On Trn2 the Scalar engine's tensor_scalar knows these pairs only; Trn1's list is not published.
+SCALAR_PAIRS = {("multiply", "add"), ("multiply", None), ("add", None)}
+
+
+def _in_psum(*tensors: object) -> bool:
+    return any(isinstance(t, NkiTensor) and t.buffer is PSUM for t in tensors)
+
+
+def _pick(instruction: str, engine: engines, default: engines, allowed: tuple[engines, ...]) -> engines:
+    if engine is engines.unknown:
+        return default
+    if not isinstance(engine, engines):
+        raise TypeError(f"{instruction} engine must be a member of nisa.engine, got {engine!r}")
+    if engine not in allowed:
+        names = ", ".join(e.name for e in allowed)
+        raise ConstraintError(f"{instruction} engine must be one of {names}, got {engine.name}")
+    return engine
+
+
+VSG = (engines.vector, engines.scalar, engines.gpsimd)
+VG = (engines.vector, engines.gpsimd)
+
+
+def bits(run: Instruction, op: Operator, *tensors: NkiTensor) -> None:
+    """Bitwise operators take integers and cast nothing."""
+    for t in tensors:
+        if isinstance(t, NkiTensor) and not t.dtype.integer:
+            raise ConstraintError(f"{run.op} with {op!r} needs integer tensors, got {t.dtype}")
+
+
+def combine(op: Operator, a, b, reverse: bool = False):
+    """a op b (b op a if reversed), unary operators ignoring b."""
+    assert op.alu is not None
+    if op.arity == 1:
+        return op.alu(a)
+    return op.alu(b, a) if reverse else op.alu(a, b)
+
+
+def as_engine(op: Operator, values: np.ndarray) -> np.ndarray:
+    return values if op.bitvec else to_float32(values)
+
+
+def number(values):
+    """Comparisons give booleans in NumPy; the engines give 1.0 and 0.0."""
+    return values.astype(np.float32) if values.dtype == np.bool_ else values
+
+
+def tensor_tensor(
+    dst: NkiTensor,
+    data1: NkiTensor,
+    data2: NkiTensor,
+    op: Operator,
+    engine: engines = engines.unknown,
+    name: str | None = None,
+) -> Handle:
+    """dst = data1 op data2. Nothing broadcasts; not both inputs in PSUM; float32 math, exact for all-int32."""
+    alu = alu_operator("tensor_tensor", op)
+    dtypes = [t.dtype for t in (dst, data1, data2) if isinstance(t, NkiTensor)]
+    exact = all(d in INT32 for d in dtypes)
+    psum = _in_psum(dst, data1, data2)
+    default = engines.gpsimd if alu.name in ON_GPSIMD or (exact and not psum) else engines.vector
+    chosen = _pick("tensor_tensor", engine, default, VG)
+    run = Instruction("tensor_tensor", chosen)
+    if alu.arity != 2:
+        raise TypeError(f"tensor_tensor op must be a binary operator, got {alu!r}")
+    a, b = run.read("data1", data1), run.read("data2", data2)
+    out = run.dst("dst", dst)
+    run.not_both_in_psum("data1", data1, "data2", data2)
+    run.same_elements(data1, data2, "data1", "data2")
+    run.same_elements(out, data1, "dst", "data1")
+    if alu.bitvec:
+        bits(run, alu, out, data1, data2)
+    elif not (exact and chosen is engines.gpsimd):
+        a, b = to_float32(a), to_float32(b)
+    if b.shape != a.shape:
+        b = b.reshape(a.shape)
+    run.write(out, number(combine(alu, a, b)))
+    return run.done()
+
+
+def tensor_scalar(
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Operator,
+    operand0: object,
+    reverse0: bool = False,
+    op1: Operator | None = None,
+    operand1: object = None,
+    reverse1: bool = False,
+    engine: engines = engines.unknown,
+    name: str | None = None,
+) -> Handle:
+    """dst = (data op0 operand0) op1 operand1; operands are numbers or float32 (P, 1) tiles."""
+    first = alu_operator("tensor_scalar", op0, "op0")
+    second = None if op1 is None else alu_operator("tensor_scalar", op1, "op1")
+    slow = first.name in ON_GPSIMD or (second is not None and second.name in ON_GPSIMD)
+    chosen = _pick("tensor_scalar", engine, engines.gpsimd if slow else engines.vector, VSG)
+    run = Instruction("tensor_scalar", chosen)
+    if second is not None and first.bitvec != second.bitvec:
+        raise ConstraintError(
+            f"tensor_scalar op0 {first!r} and op1 {second!r} must both be bitvec or both arithmetic"
+        )
+    if chosen is engines.scalar and run.strict:
+        pair = (first.name, second.name if second else None)
+        if pair not in SCALAR_PAIRS:
+            raise StrictError(
+                f"tensor_scalar on the Scalar engine knows multiply, add and multiply-add, got {pair}"
+            )
+    values = as_engine(first, run.read("data", data))
+    if first.bitvec:
+        bits(run, first, data, dst)
+    P = data.shape[0]
+    free = values.reshape(P, -1)
+    for op, operand, reverse, role in (
+        (first, operand0, reverse0, "operand0"),
+        (second, operand1, reverse1, "operand1"),
+    ):
+        if op is None:
+            continue
+        scalar = None if op.arity == 1 else run.scalar_operand(role, operand, P, bitvec=op.bitvec)
+        free = number(combine(op, free, scalar, reverse))
+    out = run.dst("dst", dst)
+    run.same_elements(out, data, "dst", "data")
+    run.write(out, free)
+    return run.done()
+
+
+def scalar_tensor_tensor(
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Operator,
+    operand0: object,
+    op1: Operator,
+    operand1: NkiTensor,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+) -> Handle:
+    """dst = (data op0 operand0) op1 operand1 with operand0 a number or (P, 1), operand1 a full tile."""
+    first = alu_operator("scalar_tensor_tensor", op0, "op0")
+    second = alu_operator("scalar_tensor_tensor", op1, "op1")
+    run = Instruction("scalar_tensor_tensor", Engine.vector)
+    if first.bitvec or second.bitvec:
+        raise ConstraintError(
+            f"scalar_tensor_tensor takes arithmetic operators, got {first!r} and {second!r}"
+        )
+    P = data.shape[0]
+    values = to_float32(run.read("data", data)).reshape(P, -1)
+    scalar = run.scalar_operand("operand0", operand0, P)
+    full = to_float32(run.read("operand1", operand1)).reshape(operand1.shape[0], -1)
+    run.not_both_in_psum("data", data, "operand1", operand1)
+    run.same_elements(data, operand1, "data", "operand1")
+    out = run.dst("dst", dst)
+    run.same_elements(out, data, "dst", "data")
+    partial = number(combine(first, values, scalar, reverse0))
+    run.write(out, number(combine(second, partial, full, reverse1)))
+    return run.done()
+
+
+def tensor_copy(
+    dst: NkiTensor, src: NkiTensor, engine: engines = engines.unknown, name: str | None = None
+) -> Handle:
+    """dst = src, bit-exact where dtypes agree, through float32 otherwise."""
+    chosen = _pick("tensor_copy", engine, engines.vector, VSG)
+    run = Instruction("tensor_copy", chosen)
+    if chosen is engines.scalar:
+        run.needs_generation(3, "tensor_copy on the Scalar engine (use activation with op=nl.copy)")
+    values = run.read("src", src)
+    out = run.dst("dst", dst)
+    run.same_elements(out, src, "dst", "src")
+    run.write(out, values if out.dtype == src.dtype else to_float32(values))
+    return run.done()
+
+
+def memset(
+    dst: NkiTensor, value: float, engine: engines = engines.unknown, name: str | None = None
+) -> Handle:
+    """Fill dst; a float for float tiles, an int for integer tiles."""
+    chosen = _pick("memset", engine, engines.vector, VG)
+    run = Instruction("memset", chosen)
+    out = run.dst("dst", dst)
+    fits = (
+        isinstance(value, (int, np.integer)) if out.dtype.integer else isinstance(value, (float, np.floating))
+    )
+    if run.strict and (not fits or isinstance(value, bool)):
+        wanted = "an int" if out.dtype.integer else "a float"
+        raise StrictError(f"memset value must match the dtype: {out.dtype} needs {wanted}, got {value!r}")
+    run.write(
+        out, np.broadcast_to(np.asarray(value, np.int64 if out.dtype.integer else np.float32), out.shape)
+    )
+    return run.done()
+
+
+def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> Handle:
+    """dst = 1 / data on the Vector engine."""
+    run = Instruction("reciprocal", Engine.vector)
+    values = to_float32(run.read("data", data))
+    out = run.dst("dst", dst)
+    run.same_elements(out, data, "dst", "data")
+    run.write(out, np.float32(1) / values)
+    return run.done()
+
+
+def tensor_copy_predicated(
+    dst: NkiTensor, src: object, predicate: NkiTensor, reverse_pred: bool = False, name: str | None = None
+) -> Handle:
+    """dst = where(predicate, src, dst); src a tile of dst's dtype or a number."""
+    run = Instruction("tensor_copy_predicated", Engine.vector)
+    mask = run.read("predicate", predicate)
+    require(
+        predicate.dtype in ("uint8", "uint16", "uint32", "bool_"),
+        f"tensor_copy_predicated predicate dtype must be uint8, uint16 or uint32, got {predicate.dtype}",
+    )
+    out = run.dst("dst", dst)
+    run.same_elements(out, predicate, "dst", "predicate")
+    if isinstance(src, NkiTensor):
+        values = run.read("src", src).reshape(out.shape)
+        run.not_both_in_psum("src", src, "predicate", predicate)
+        require(
+            src.dtype == out.dtype,
+            f"tensor_copy_predicated src and dst must share a dtype, got {src.dtype} and {out.dtype}",
+        )
+    else:
+        values = np.asarray(src, out.array.dtype)
+    chosen = (mask == 0) if reverse_pred else (mask != 0)
+    run.write(out, np.where(chosen.reshape(out.shape), values, out.array))
+    return run.done()
+
+
+def nc_stream_shuffle(
+    dst: NkiTensor, src: NkiTensor, shuffle_mask: list[int], name: str | None = None
+) -> Handle:
+    """Within each quadrant of 32 partitions dst[i] = src[mask[i]]; 255 leaves dst[i] as it is."""
+    run = Instruction("nc_stream_shuffle", Engine.vector)
+    values = run.read("src", src, ON_CHIP)
+    out = run.dst("dst", dst)
+    require(
+        len(shuffle_mask) == 32,
+        f"nc_stream_shuffle shuffle_mask must have 32 entries, got {len(shuffle_mask)}",
+    )
+    require(out.dtype == src.dtype, f"nc_stream_shuffle dtypes must agree, got {out.dtype} and {src.dtype}")
+    require(
+        out.size // out.shape[0] == src.size // src.shape[0],
+        f"nc_stream_shuffle needs equal elements per partition, got {out.shape} and {src.shape}",
+    )
+    active = -(-max(out.shape[0], src.shape[0]) // 32) * 32
+    legal = (0,) if active > 64 else (0, 64) if active == 64 else (0, 32, 64, 96)
+    for role, t in (("src", src), ("dst", out)):
+        if run.strict and t.partition not in legal:
+            raise StrictError(
+                f"nc_stream_shuffle {role} starts at partition {t.partition}, legal are {legal}"
+            )
+    result = out.array.copy()
+    rows = values.reshape(src.shape[0], *out.shape[1:])
+    for lane in range(out.shape[0]):
+        source = shuffle_mask[lane % 32]
+        if source == 255:
+            continue
+        origin = lane - lane % 32 + source
+        require(
+            0 <= source < 32 and origin < src.shape[0],
+            f"nc_stream_shuffle mask entry {source} reads partition {origin} of {src.shape[0]}",
+        )
+        result[lane] = rows[origin]
+    run.write(out, result)
+    return run.done()

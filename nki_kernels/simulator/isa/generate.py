@@ -1,0 +1,70 @@
+"""GpSimd: affine patterns (iota, affine_select)."""
+
+from math import prod
+
+import numpy as np
+
+from ..dtypes import to_float32
+from ..errors import ConstraintError, StrictError, require
+from ..machine import Engine, Handle, Instruction
+from ..memory import SBUF, NkiTensor
+from ..operators import Operator, equal
+
+COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+
+
+def _affine(run: Instruction, pattern, offset: int, channel_multiplier: int, dst: NkiTensor) -> np.ndarray:
+    pairs = [(int(step), int(count)) for step, count in pattern]
+    P, free = dst.shape[0], dst.size // dst.shape[0]
+    require(len(pairs) <= 4, f"{run.op} pattern has {len(pairs)} dimensions, the limit is 4")
+    require(
+        prod(count for _, count in pairs) == free,
+        f"{run.op} pattern {pattern} has {prod(c for _, c in pairs)} elements, dst has {free} per partition",
+    )
+    line = np.zeros(1, np.int64)
+    for step, count in pairs:
+        line = (line[:, None] + step * np.arange(count)).reshape(-1)
+    grid = offset + channel_multiplier * np.arange(P)[:, None] + line
+    if run.strict and (np.abs(grid) > 2**31 - 1).any():
+        raise StrictError(f"{run.op} pattern leaves the range of int32")
+    return grid
+
+
+def iota(
+    dst: NkiTensor, pattern, offset: int = 0, channel_multiplier: int = 0, name: str | None = None
+) -> Handle:
+    """dst[p, i...] = offset + p * channel_multiplier + sum(step_d * i_d), cast to dst's dtype."""
+    run = Instruction("iota", Engine.gpsimd)
+    out = run.dst("dst", dst, (SBUF,))
+    run.write(out, _affine(run, pattern, offset, channel_multiplier, out))
+    return run.done()
+
+
+def affine_select(
+    dst: NkiTensor,
+    pattern,
+    channel_multiplier: int,
+    on_true_tile: NkiTensor,
+    on_false_value: float,
+    cmp_op: Operator = equal,
+    offset: int = 0,
+    name: str | None = None,
+) -> Handle:
+    """dst = on_true_tile where cmp_op(offset + p * channel_multiplier + sum(step_d * i_d), 0), else on_false_value."""
+    run = Instruction("affine_select", Engine.gpsimd)
+    if not isinstance(cmp_op, Operator) or cmp_op.name not in COMPARISONS:
+        raise ConstraintError(
+            f"affine_select cmp_op must be a comparison such as nl.greater_equal, got {cmp_op!r}"
+        )
+    if not isinstance(on_false_value, (int, float, np.number)):
+        raise TypeError(f"affine_select on_false_value must be a number, got {type(on_false_value).__name__}")
+    values = run.read("on_true_tile", on_true_tile, (SBUF,))
+    out = run.dst("dst", dst, (SBUF,))
+    run.same_elements(out, on_true_tile, "dst", "on_true_tile")
+    assert cmp_op.alu is not None
+    keep = cmp_op.alu(_affine(run, pattern, offset, channel_multiplier, out), 0)
+    if out.dtype != on_true_tile.dtype:
+        values = to_float32(values)
+    picked = np.where(keep, values.reshape(keep.shape), np.float32(on_false_value))
+    run.write(out, picked)
+    return run.done()

@@ -1,0 +1,227 @@
+"""The Tensor engine: nc_matmul and the transpositions."""
+
+import numpy as np
+
+from ..dtypes import FLOAT8, MATMUL, to_float32
+from ..errors import ConstraintError, StrictError, require
+from ..machine import Engine, Handle, Instruction
+from ..memory import BY_MATMUL, BY_OTHER, ON_CHIP, PSUM, SBUF, UNWRITTEN, NkiTensor
+from ..targets import PARTITIONS, PSUM_BANK
+from .enums import engine as engines
+from .enums import matmul_perf_mode
+
+WIDE = ("float32", "tfloat32")
+
+
+def nc_matmul(
+    dst: NkiTensor,
+    stationary: NkiTensor,
+    moving: NkiTensor,
+    is_stationary_onezero: bool = False,
+    is_moving_onezero: bool = False,
+    is_transpose: bool = False,
+    accumulate: bool | None = None,
+    tile_position: tuple[int, int] | tuple[()] = (),
+    tile_size: tuple[int, int] | tuple[()] = (),
+    perf_mode: matmul_perf_mode = matmul_perf_mode.none,
+    name: str | None = None,
+) -> Handle:
+    """dst[M, N] (+)= stationary[K, M].T @ moving[K, N], float32 accumulation.
+
+    K is the partition axis of both inputs (SBUF), dst is in PSUM. accumulate: False overwrites, True adds to what
+    a matmul wrote, None overwrites the first time and adds afterwards.
+    """
+    run = Instruction("nc_matmul", Engine.tensor)
+    s_values = run.read("stationary", stationary, (SBUF,))
+    m_values = run.read("moving", moving, (SBUF,))
+    if perf_mode is not matmul_perf_mode.none:
+        run.needs_generation(3, "nc_matmul perf_mode")
+        require(
+            stationary.dtype in FLOAT8 and moving.dtype in FLOAT8,
+            f"nc_matmul perf_mode double_row needs fp8 operands, got {stationary.dtype} and {moving.dtype}",
+        )
+        require(
+            stationary.shape[1] == 2 and moving.shape[1] == 2,
+            f"nc_matmul double_row splits the contraction over a first free axis of 2, got {stationary.shape} "
+            f"and {moving.shape}",
+        )
+        s_values = np.concatenate([s_values[:, 0], s_values[:, 1]])
+        m_values = np.concatenate([m_values[:, 0], m_values[:, 1]])
+    K = stationary.shape[0]
+    lhs = to_float32(s_values.reshape(s_values.shape[0], -1))
+    rhs = to_float32(m_values.reshape(m_values.shape[0], -1))
+    _check_shapes(run, K, moving.shape[0], lhs.shape[1], rhs.shape[1], tile_position, tile_size)
+    _check_dtypes(run, dst, stationary, moving)
+    if run.strict:
+        _check_onezero("stationary", is_stationary_onezero, lhs)
+        _check_onezero("moving", is_moving_onezero, rhs)
+    out = run.dst("dst", dst, (PSUM,))
+    product = lhs.T @ rhs
+    if product.shape != out.shape:
+        _check_output(out, product)
+        product = product.reshape(out.shape)
+    _check_bank(run, out)
+    adds = _accumulates(run, out, accumulate)
+    run.write(out, to_float32(out.array) + product if adds else product, BY_MATMUL)
+    wide = stationary.dtype == "float32" or moving.dtype == "float32"
+    return run.done(
+        K=K, M=lhs.shape[1], N=rhs.shape[1],
+        fp32=wide, onezero=is_stationary_onezero or is_moving_onezero, accumulate=adds,
+        rows=tile_size[0] if tile_size else PARTITIONS,
+    )  # fmt: skip
+
+
+def _check_shapes(run, K, K_moving, M, N, tile_position, tile_size) -> None:
+    rows, columns = PARTITIONS, PARTITIONS
+    if bool(tile_position) != bool(tile_size):
+        raise ConstraintError("nc_matmul tile_position and tile_size must both be given")
+    if tile_size:
+        rows, columns = tile_size
+        least = 64 if run.target.generation == 2 else 32
+        require(
+            rows in (least, 64, 128) and columns == 128,
+            f"nc_matmul tile_size {tile_size} must have {least}, 64 or 128 rows and 128 columns on {run.target.name}",
+        )
+        require(
+            tile_position[0] % rows == 0 and tile_position[0] < 128 and tile_position[1] == 0,
+            f"nc_matmul tile_position {tile_position} must start at a multiple of {rows} and at column 0",
+        )
+    require(
+        K == K_moving, f"Matmul contraction dimension mismatch: stationary[0]={K} != moving[0]={K_moving}"
+    )
+    require(rows >= K, f"Matmul contraction dimension {K} exceeds the tile's rows={rows}")
+    require(columns >= M, f"Matmul stationary free dimension {M} exceeds gemm_stationary_fmax={columns}")
+    limit = run.target.moving_fmax
+    require(limit >= N, f"Matmul moving free dimension {N} exceeds gemm_moving_fmax={limit}")
+
+
+def _check_dtypes(run: Instruction, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor) -> None:
+    for role, t in (("stationary", stationary), ("moving", moving)):
+        require(
+            t.dtype in MATMUL, f"nc_matmul {role} dtype must be one of {', '.join(MATMUL)}, got {t.dtype}"
+        )
+    if (stationary.dtype in WIDE) != (moving.dtype in WIDE):
+        raise ConstraintError(
+            f"nc_matmul operands must both be float32/tfloat32 or neither, got stationary {stationary.dtype} "
+            f"and moving {moving.dtype}"
+        )
+    generation = run.target.generation
+    if generation < 4:
+        for role, t in (("stationary", stationary), ("moving", moving)):
+            require(t.dtype != "float8_e4m3fn", f"nc_matmul {role} dtype float8_e4m3fn needs gen4")
+    allowed = ("float32",) if generation < 4 else ("float32", "bfloat16")
+    if isinstance(dst, NkiTensor) and dst.buffer is PSUM and dst.dtype not in allowed:
+        raise ConstraintError(
+            f"nc_matmul dst dtype must be {' or '.join(allowed)} on gen{generation}, got {dst.dtype}"
+        )
+
+
+def _check_onezero(role: str, declared: bool, values: np.ndarray) -> None:
+    if declared and not ((values == 0) | (values == 1)).all():
+        bad = values[(values != 0) & (values != 1)].flat[0]
+        raise StrictError(f"nc_matmul is_{role}_onezero is declared, but {role} holds {bad}")
+
+
+def _check_output(out: NkiTensor, product: np.ndarray) -> None:
+    if out.size != product.size:
+        raise ValueError(f"cannot reshape array of size {product.size} into shape {out.shape}")
+    if out.shape[0] != product.shape[0]:
+        raise ValueError(
+            f"cannot reshape array of size {product.size} into shape {out.shape}: the product has "
+            f"{product.shape[0]} partitions"
+        )
+
+
+def _check_bank(run: Instruction, out: NkiTensor) -> None:
+    if not run.strict or run.target.generation >= 4 or out.storage.free_bytes <= PSUM_BANK:
+        return
+    start = (out.array.__array_interface__["data"][0] - out.storage.pointer) % out.storage.free_bytes
+    reach = (
+        sum(s * (n - 1) for s, n in zip(out.array.strides[1:], out.shape[1:], strict=True))
+        + out.dtype.itemsize
+    )
+    first, last = start // PSUM_BANK, (start + reach - 1) // PSUM_BANK
+    if first != last:
+        raise StrictError(
+            f"{run.op} dst `{out.name}` spans psum banks {first} to {last}; one output must fit one bank of "
+            f"{PSUM_BANK} bytes per partition on {run.target.name}"
+        )
+
+
+def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> bool:
+    if accumulate is not None and not isinstance(accumulate, (bool, np.bool_)):
+        raise TypeError(f"nc_matmul accumulate must be True, False or None, got {accumulate!r}")
+    if accumulate is False:
+        return False
+    codes = out.storage.writers(out.array)
+    kinds = {int(codes)} if isinstance(codes, int) else {int(c) for c in np.unique(codes)}
+    if accumulate is None and kinds == {UNWRITTEN}:
+        return False
+    if not run.strict:
+        return accumulate is True or kinds != {BY_OTHER}
+    if UNWRITTEN in kinds:
+        what = "uninitialized PSUM" if kinds == {UNWRITTEN} else "PSUM that is only partly written"
+        raise StrictError(
+            f"nc_matmul accumulates onto {what} in `{out.name}` {out.shape}; start with accumulate=False"
+        )
+    if BY_OTHER in kinds and run.target.generation < 4:
+        raise StrictError(
+            f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote last, undefined on "
+            f"gen{run.target.generation}; pass accumulate=False or add on the Vector engine"
+        )
+    return True
+
+
+def nc_transpose(
+    dst: NkiTensor, data: NkiTensor, engine: engines = engines.unknown, name: str | None = None
+) -> Handle:
+    """dst[F, P] = data[P, F].T, free axes flattened.
+
+    Tensor engine: up to 128 x 128, SBUF to PSUM; Vector engine: up to 32 x 32, any on-chip memory.
+    """
+    chosen = engine
+    shape = data.shape if isinstance(data, NkiTensor) else (0,)
+    F = int(np.prod(shape[1:]))
+    if chosen is engines.unknown:
+        in_psum = isinstance(dst, NkiTensor) and dst.buffer is PSUM
+        from_sbuf = isinstance(data, NkiTensor) and data.buffer is SBUF
+        small = shape[0] <= 32 and F <= 32
+        chosen = engines.vector if small and not (in_psum and from_sbuf) else engines.tensor
+    if chosen not in (engines.tensor, engines.vector):
+        raise ConstraintError(f"nc_transpose engine must be tensor or vector, got {chosen.name}")
+    run = Instruction("nc_transpose", chosen)
+    tensor = chosen is engines.tensor
+    values = run.read("data", data, (SBUF,) if tensor else ON_CHIP)
+    out = run.dst("dst", dst, (PSUM,) if tensor else ON_CHIP)
+    limit = 128 if tensor else 32
+    require(
+        shape[0] <= limit and limit >= F,
+        f"nc_transpose on the {chosen.name} engine takes up to {limit} x {limit}, got {shape[0]} x {F}",
+    )
+    require(
+        out.dtype == data.dtype,
+        f"nc_transpose dst dtype must equal data dtype, got {out.dtype} and {data.dtype}",
+    )
+    flat = values.reshape(shape[0], F).T
+    _check_output(out, flat)
+    if tensor and run.strict:
+        _check_tensor_transpose(run, out, data, values)
+    run.write(out, flat, BY_MATMUL if tensor else BY_OTHER)
+    return run.done(P=shape[0], F=F, fp32=data.dtype == "float32")
+
+
+def _check_tensor_transpose(run: Instruction, out: NkiTensor, data: NkiTensor, values: np.ndarray) -> None:
+    _check_bank(run, out)
+    if run.target.generation > 2:
+        return
+    if data.dtype != "float32":
+        raise StrictError(
+            f"nc_transpose of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a matmul's output "
+            "must be float32 on gen2; transpose float32, or use nc_matmul with an identity"
+        )
+    if not np.isfinite(values).all():
+        where = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
+        raise StrictError(
+            f"nc_transpose data `{data.name}` holds {values[tuple(where)]} at {where}; on gen2 the Tensor engine "
+            "multiplies by an identity, and NaN or Inf poison whole rows"
+        )

@@ -1,0 +1,155 @@
+"""nki: jit and simulate, and `record`, which also returns what the run did.
+
+out = kernel(a, b)                                  # an @nki.jit kernel on NumPy arrays
+out = nki.simulate(kernel)(a, b)                    # the same, as AWS spells it
+run = record(kernel, a, b, target="trn2")           # run.outputs, run.trace, run.sbuf_peak, run.psum_peak
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import isa, language
+from .errors import NkiValidationError, StrictError
+from .machine import Machine, Record, _current
+from .memory import UNWRITTEN, MemoryRegion, NkiTensor
+from .targets import Target, resolve
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one kernel call did. Peaks are live SBUF bytes per partition and live PSUM banks."""
+
+    outputs: Any
+    target: Target
+    instructions: int
+    sbuf_peak: int
+    psum_peak: int
+    trace: tuple[Record, ...]
+
+
+class Kernel:
+    """A kernel as @nki.jit leaves it."""
+
+    def __init__(self, function: Callable[..., Any], cores: int = 1) -> None:
+        self.function = function
+        self.cores = cores
+        functools.update_wrapper(self, function)
+
+    def __getitem__(self, cores: Any) -> "Kernel":
+        degree = cores[0] if isinstance(cores, tuple) and len(cores) == 1 else cores
+        if degree not in (1, 2):
+            raise NkiValidationError(f"NKI only supports LNC 1 or 2, but got {degree}")
+        return Kernel(self.function, degree)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _current:
+            raise StrictError(
+                f"kernel {self.__name__} is called inside a kernel; leave helpers undecorated"  # pyright: ignore
+            )
+        return record(self, *args, trace=False, **kwargs).outputs
+
+
+def jit(function: Callable[..., Any] | None = None, mode: str | None = None) -> Any:
+    """@nki.jit. `mode` is accepted and ignored, as in NKI."""
+    return Kernel(function) if function is not None else Kernel
+
+
+def simulate(
+    kernel: Kernel | Callable[..., Any], *, target: str | None = None, strict: bool = True
+) -> Callable[..., Any]:
+    """A callable that runs the kernel on NumPy arrays; HBM arguments that it writes are updated in place.
+
+    strict=False drops the checks that AWS's simulator does not make.
+    """
+
+    @functools.wraps(kernel.function if isinstance(kernel, Kernel) else kernel)
+    def simulated(*args: Any, **kwargs: Any) -> Any:
+        return record(kernel, *args, target=target, strict=strict, trace=False, **kwargs).outputs
+
+    return simulated
+
+
+def record(
+    kernel: Kernel | Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    strict: bool = True,
+    trace: bool = True,
+    **kwargs: Any,
+) -> Run:
+    """Run a kernel and keep its instruction trace and memory peaks."""
+    if not isinstance(kernel, Kernel):
+        kernel = Kernel(kernel)
+    chosen = resolve(target)
+    if kernel.cores == 2 and chosen.generation == 2:
+        raise NkiValidationError(f"LNC 2 is not supported on {chosen.name}, only LNC 1")
+    machine = Machine(chosen, strict=strict, trace=trace)
+    machine.cores = kernel.cores
+    bound = inspect.signature(kernel.function).bind(*args, **kwargs)
+    bound.arguments = {name: _argument(machine, name, value) for name, value in bound.arguments.items()}
+    nan_in = any(_has_nan(x.array) for x in bound.arguments.values() if isinstance(x, NkiTensor))
+    _current.append(machine)
+    try:
+        with np.errstate(all="ignore"):
+            returned = kernel.function(*bound.args, **bound.kwargs)
+    finally:
+        _current.pop()
+    if strict:
+        machine.check_capacity()
+    outputs = _outputs(machine, returned, nan_in)
+    sbuf, psum = machine.peaks()
+    return Run(outputs, chosen, machine.count, sbuf, psum, tuple(machine.trace or ()))
+
+
+def _argument(machine: Machine, name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return machine.argument(value if value.flags.c_contiguous else np.ascontiguousarray(value), name)
+    if type(value).__module__.partition(".")[0] in ("torch", "jax"):
+        raise TypeError(
+            f"argument {name} is a {type(value).__name__}; pass NumPy arrays (ml_dtypes for bfloat16)"
+        )
+    return value
+
+
+def _has_nan(array: np.ndarray) -> bool:
+    return array.dtype.kind not in "iub" and bool(np.isnan(array).any())
+
+
+def _outputs(machine: Machine, returned: Any, nan_in: bool) -> Any:
+    if isinstance(returned, (tuple, list)):
+        return tuple(_output(machine, i, x, nan_in) for i, x in enumerate(returned))
+    return None if returned is None else _output(machine, 0, returned, nan_in)
+
+
+def _output(machine: Machine, i: int, tensor: Any, nan_in: bool) -> Any:
+    if not isinstance(tensor, NkiTensor):
+        raise TypeError(f"kernel output {i} must be a tensor, got {type(tensor).__name__}")
+    if not machine.strict:
+        return tensor.array
+    if tensor.buffer is not MemoryRegion.shared_hbm:
+        raise StrictError(
+            f"kernel output {i} `{tensor.name}` must be in shared_hbm, got {tensor.buffer.value}"
+        )
+    codes = tensor.storage.writers(tensor.array)
+    missing = np.broadcast_to(np.asarray(codes), tensor.shape) == UNWRITTEN
+    if missing.any():
+        where = [int(n) for n in np.argwhere(missing)[0]]
+        raise StrictError(
+            f"kernel output {i} `{tensor.name}` {tensor.shape} is unwritten at {where} "
+            f"({int(missing.sum())} of {tensor.size} elements)"
+        )
+    if machine.partial_reads and not nan_in and _has_nan(tensor.array):
+        where = [int(n) for n in np.argwhere(np.isnan(tensor.array))[0]]
+        raise StrictError(
+            f"kernel output {i} `{tensor.name}` is NaN at {where} and memory was read before it was written: "
+            f"{machine.partial_reads[0]}"
+        )
+    return tensor.array
+
+
+__all__ = ["Kernel", "Run", "isa", "jit", "language", "record", "simulate"]

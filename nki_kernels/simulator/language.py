@@ -1,0 +1,339 @@
+"""nki.language: dtypes, buffers, operators, tensors and tile functions. Names are NKI's; imported as `nl`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import elementwise as _tiles
+from .dtypes import (  # noqa: F401
+    DType,
+    bfloat16,
+    bool_,
+    dtype_of,
+    float8_e4m3,
+    float8_e4m3fn,
+    float8_e5m2,
+    float8_e8m0fnu,
+    float16,
+    float32,
+    int8,
+    int16,
+    int32,
+    tfloat32,
+    uint8,
+    uint16,
+    uint32,
+)
+from .elementwise import broadcast_to, matmul, mean, rms_norm, softmax, transpose, var, where  # noqa: F401
+from .errors import StrictError, require
+from .isa.dma import dma_copy
+from .isa.elementwise import memset
+from .machine import current
+from .memory import HBM, PSUM, SBUF, DynamicSlice, MemoryRegion, NkiTensor, region_of
+from .operators import (  # noqa: F401
+    abs,
+    abs_max,
+    abs_min,
+    add,
+    arctan,
+    average,
+    bitwise_and,
+    bitwise_or,
+    bitwise_xor,
+    bypass,
+    copy,
+    cos,
+    divide,
+    equal,
+    erf,
+    erf_dx,
+    exp,
+    fmod,
+    gelu,
+    gelu_apprx_sigmoid,
+    gelu_apprx_sigmoid_dx,
+    gelu_apprx_tanh,
+    gelu_dx,
+    greater,
+    greater_equal,
+    invert,
+    left_shift,
+    less,
+    less_equal,
+    log,
+    logical_and,
+    logical_not,
+    logical_or,
+    logical_xor,
+    maximum,
+    minimum,
+    mish,
+    mod,
+    multiply,
+    not_equal,
+    power,
+    reciprocal,
+    relu,
+    right_shift,
+    rsqrt,
+    sigmoid,
+    sign,
+    silu,
+    silu_dx,
+    sin,
+    softplus,
+    square,
+    subtract,
+    tan,
+    tanh,
+)
+from .operators import sqrt_ as sqrt  # noqa: F401
+from .targets import PARTITIONS, PSUM_BANK, PSUM_BANKS
+
+sbuf, psum = SBUF, PSUM
+private_hbm = hbm = MemoryRegion.private_hbm
+shared_hbm = MemoryRegion.shared_hbm
+
+
+class NKIObject:
+    """Base of the configuration classes that a kernel may use."""
+
+
+class _TileSize:
+    """Hardware maxima of one tile."""
+
+    pmax = PARTITIONS
+    psum_fmax = psum_bank_fmax = PSUM_BANK // 4
+    psum_bank_fmax_bytes = PSUM_BANK
+    gemm_stationary_fmax = 128
+    bn_stats_fmax = 512
+    psum_min_align = 4
+    sbuf_min_align = 1
+    psum_num_banks = PSUM_BANKS
+
+    @property
+    def gemm_moving_fmax(self) -> int:
+        return current().target.moving_fmax
+
+    @property
+    def sbuf_fmax_bytes(self) -> int:
+        return current().target.sbuf
+
+    total_available_sbuf_size = sbuf_fmax_bytes
+
+    @property
+    def sbuf_fmax(self) -> int:
+        return current().target.sbuf // 4
+
+    @property
+    def sbuf_size_bytes(self) -> int:
+        return current().target.sbuf * PARTITIONS
+
+
+tile_size = _TileSize()
+
+
+# Tensors
+
+
+def ndarray(
+    shape: Any, dtype: Any, buffer: Any = SBUF, name: str = "", address: tuple[int, int] | None = None
+) -> NkiTensor:
+    """A tensor with undefined contents (poison: NaN, or 4 for integers)."""
+    return current().allocate(shape, dtype, region_of(buffer), name, address)
+
+
+def full(shape: Any, fill_value: Any, dtype: Any, buffer: Any = SBUF, name: str = "") -> NkiTensor:
+    out = ndarray(shape, dtype, buffer, name)
+    value = int(fill_value) if out.dtype.integer else float(fill_value)
+    if out.on_chip:
+        memset(dst=out, value=value)
+    else:
+        dma_copy(dst=out, src=shared_constant(np.full(out.shape, value, out.dtype.numpy)))
+    return out
+
+
+def zeros(shape: Any, dtype: Any, buffer: Any = SBUF, name: str = "") -> NkiTensor:
+    return full(shape, 0, dtype, buffer, name)
+
+
+def ones(shape: Any, dtype: Any, buffer: Any = SBUF, name: str = "") -> NkiTensor:
+    return full(shape, 1, dtype, buffer, name)
+
+
+def zeros_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
+    return zeros(x.shape, dtype or x.dtype, buffer or x.buffer, name)
+
+
+def empty_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
+    return ndarray(x.shape, dtype or x.dtype, buffer or x.buffer, name)
+
+
+def shared_constant(constant: Any) -> NkiTensor:
+    """A compile-time array in HBM."""
+    array = np.load(constant) if isinstance(constant, str) else np.array(constant)
+    return current().argument(array.astype(dtype_of(array.dtype).numpy), "constant")
+
+
+def shared_identity_matrix(n: int, dtype: Any = uint8, dst: NkiTensor | None = None) -> NkiTensor:
+    """The n x n identity in SBUF; the default dtype is uint8, as in NKI."""
+    out = ndarray((n, n), dtype, SBUF, "identity") if dst is None else dst
+    dma_copy(dst=out, src=shared_constant(np.eye(n, dtype=out.dtype.numpy)))
+    return out
+
+
+def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
+    """HBM to a fresh SBUF tile."""
+    require(src.buffer in HBM, f"load reads HBM, got {src.buffer.value}")
+    shape = src.shape if src.ndim > 1 else (1, *src.shape)
+    out = ndarray(shape, dtype or src.dtype, SBUF)
+    dma_copy(dst=out, src=src)
+    return out
+
+
+def store(dst: NkiTensor, value: Any) -> NkiTensor:
+    """An SBUF tile to HBM; returns dst."""
+    require(dst.buffer in HBM, f"store writes HBM, got {dst.buffer.value}")
+    if isinstance(value, NkiTensor) and value.buffer is PSUM:
+        raise StrictError("store cannot read psum; copy the tile to sbuf first")
+    dma_copy(dst=dst, src=value)
+    return dst
+
+
+def load_transpose2d(src: NkiTensor, dtype: Any = None) -> NkiTensor:
+    return _tiles.transpose(load(src), dtype or src.dtype)
+
+
+def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
+    return x.expand_dim(axis + x.ndim + 1 if axis < 0 else axis)
+
+
+def ds(start: int, size: int) -> DynamicSlice:
+    return DynamicSlice(start, size)
+
+
+def is_hbm(buffer: Any) -> bool:
+    return region_of(buffer) in HBM
+
+
+def is_sbuf(buffer: Any) -> bool:
+    return region_of(buffer) is SBUF
+
+
+def is_psum(buffer: Any) -> bool:
+    return region_of(buffer) is PSUM
+
+
+def is_on_chip(buffer: Any) -> bool:
+    return not is_hbm(buffer)
+
+
+# Reductions, under the names of NKI
+
+
+def sum(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+    return _tiles.reduce(add, x, axis, dtype, keepdims)
+
+
+def prod(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+    return _tiles.reduce(multiply, x, axis, dtype, keepdims)
+
+
+def max(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+    return _tiles.reduce(maximum, x, axis, dtype, keepdims)
+
+
+def min(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+    return _tiles.reduce(minimum, x, axis, dtype, keepdims)
+
+
+def all(x: NkiTensor, axis: Any, dtype: Any = None) -> NkiTensor:
+    return _tiles.reduce(logical_and, x, axis, dtype)
+
+
+# Rounding and sign, which no instruction has by name
+
+
+def negative(x: NkiTensor, dtype: Any = None) -> NkiTensor:
+    return multiply(x, -1.0, dtype=dtype or x.dtype)
+
+
+def trunc(x: NkiTensor, dtype: Any = None) -> NkiTensor:
+    magnitude = floor(abs(x, dtype=float32))
+    return multiply(magnitude, sign(x, dtype=float32), dtype=dtype or x.dtype)
+
+
+def floor(x: NkiTensor, dtype: Any = None) -> NkiTensor:
+    """Round to nearest through int32, then subtract 1 where that went up."""
+    nearest = ndarray(x.shape, int32, SBUF)
+    _tiles.tensor_copy(dst=nearest, src=x)
+    wide = ndarray(x.shape, float32, SBUF)
+    _tiles.tensor_copy(dst=wide, src=nearest)
+    return subtract(wide, greater(wide, x, dtype=float32), dtype=dtype or x.dtype)
+
+
+def ceil(x: NkiTensor, dtype: Any = None) -> NkiTensor:
+    return negative(floor(negative(x, dtype=float32)), dtype=dtype or x.dtype)
+
+
+# Control
+
+
+def affine_range(start: int, stop: int | None = None, step: int = 1) -> range:
+    """A fully unrolled loop; the other range names mean the same."""
+    return range(start) if stop is None else range(start, stop, step)
+
+
+sequential_range = static_range = affine_range
+
+
+def dynamic_range(start: int, stop: int | None = None, step: int = 1) -> range:
+    """A hardware loop of NKI 0.3 to 0.6."""
+    if current().strict:
+        raise StrictError("nl.dynamic_range is gone in NKI 0.7; use range, or nl.fori_loop from 0.6 on")
+    return affine_range(start, stop, step)
+
+
+def fori_loop(lower: int, upper: int, body_fun: Callable[[int], None], step: int = 1) -> None:
+    """A hardware loop (NKI 0.6 and newer)."""
+    for i in range(lower, upper, step):
+        body_fun(i)
+
+
+def no_reorder() -> Any:
+    """A scheduling hint; instructions run in program order here anyway."""
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def program_id(axis: int = 0) -> int:
+    return current().core
+
+
+def num_programs(axes: Any = 0) -> int:
+    return current().cores
+
+
+def program_ndim() -> int:
+    return 0 if current().cores == 1 else 1
+
+
+def device_print(print_prefix: str, tensor: NkiTensor) -> None:
+    print(print_prefix, tensor, tensor.array)
+
+
+def random_seed(seed: int) -> None:
+    current().rng = np.random.default_rng(seed)
+
+
+def rand(shape: Any, dtype: Any, buffer: Any = SBUF, name: str = "") -> NkiTensor:
+    """Uniform in [0, 1); not the chip's generator."""
+    out = ndarray(shape, dtype, buffer, name)
+    dma_copy(dst=out, src=shared_constant(current().rng.random(out.shape, dtype=np.float32)))
+    return out
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"nki.language has no {name!r} in the simulator")

@@ -1,0 +1,429 @@
+"""Storage and the tensors that view it.
+
+A Storage is one allocation: a NumPy array filled with poison, and for each element who wrote it last
+(nobody, a matmul, anything else). An NkiTensor is a NumPy view of a storage with NKI's indexing rules:
+on chip axis 0 is the partition axis and never disappears, slices out of bounds are errors, and nothing copies.
+"""
+
+from enum import Enum
+from math import prod
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from .dtypes import DType, dtype_of
+from .errors import ConstraintError, StrictError, require
+
+UNWRITTEN, BY_MATMUL, BY_OTHER = 0, 1, 2
+
+
+class MemoryRegion(Enum):
+    sbuf = "sbuf"
+    psum = "psum"
+    private_hbm = "private_hbm"
+    shared_hbm = "shared_hbm"
+
+
+SBUF, PSUM = MemoryRegion.sbuf, MemoryRegion.psum
+HBM = (MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
+ON_CHIP = (SBUF, PSUM)
+
+
+def region_of(buffer: object) -> MemoryRegion:
+    if isinstance(buffer, MemoryRegion):
+        return buffer
+    if isinstance(buffer, str):
+        name = "private_hbm" if buffer == "hbm" else buffer
+        if name in MemoryRegion.__members__:
+            return MemoryRegion[name]
+    raise TypeError(
+        f"buffer {buffer!r} is not one of nl.sbuf, nl.psum, nl.hbm, nl.private_hbm, nl.shared_hbm"
+    )
+
+
+class DynamicSlice:
+    """nl.ds(start, size): a slice given by its start and its size."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start = start
+        self.size = size
+
+
+class Storage:
+    """One allocation. `writer` is one code for all elements, or an array of codes once they differ."""
+
+    __slots__ = ("address", "base", "buffer", "dtype", "first", "last", "name", "number", "pointer", "writer")
+
+    def __init__(
+        self,
+        base: np.ndarray,
+        dtype: DType,
+        buffer: MemoryRegion,
+        name: str,
+        number: int,
+        written: bool = False,
+    ) -> None:
+        self.base = base
+        self.dtype = dtype
+        self.buffer = buffer
+        self.name = name
+        self.number = number
+        self.writer: int | np.ndarray = BY_OTHER if written else UNWRITTEN
+        self.first: int | None = None  # index of the first instruction that writes it
+        self.last = -1  # index of the last instruction that touches it
+        self.address: tuple[int, int] | None = None
+        self.pointer: int = base.__array_interface__["data"][0]
+
+    @property
+    def free_size(self) -> int:
+        """Elements of one partition."""
+        return prod(self.base.shape[1:])
+
+    @property
+    def free_bytes(self) -> int:
+        return self.free_size * self.base.itemsize
+
+    def writers(self, view: np.ndarray) -> int | np.ndarray:
+        """Who last wrote the elements of `view`: one code, or an array of codes shaped like it."""
+        if isinstance(self.writer, int):
+            return self.writer
+        codes = self._codes(view)
+        first = int(codes.flat[0])
+        return first if (codes == first).all() else codes
+
+    def mark(self, view: np.ndarray, code: int) -> None:
+        if self.writer is code:
+            return
+        if view.size == self.base.size:
+            self.writer = code
+            return
+        if isinstance(self.writer, int):
+            self.writer = np.full(self.base.nbytes // self.dtype.itemsize, self.writer, np.uint8)
+        self._codes(view)[...] = code
+        first = int(self.writer[0])
+        if first == code and (self.writer == first).all():
+            self.writer = first
+
+    def _codes(self, view: np.ndarray) -> np.ndarray:
+        assert isinstance(self.writer, np.ndarray)
+        unit = self.dtype.itemsize
+        start = (view.__array_interface__["data"][0] - self.pointer) // unit
+        return as_strided(self.writer[start:], view.shape, [step // unit for step in view.strides])
+
+
+class NkiTensor:
+    """A view of a storage. Views share storage; only instructions move data."""
+
+    __slots__ = ("array", "buffer", "dtype", "indirection", "partition", "storage")
+
+    def __init__(
+        self, array: np.ndarray, storage: Storage, partition: int = 0, dtype: DType | None = None
+    ) -> None:
+        self.array = array
+        self.storage = storage
+        self.buffer = storage.buffer
+        self.dtype = dtype or storage.dtype
+        self.partition = partition  # first partition, on chip
+        self.indirection = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.array.ndim
+
+    @property
+    def size(self) -> int:
+        return self.array.size
+
+    @property
+    def name(self) -> str:
+        return self.storage.name
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Element strides."""
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+    @property
+    def offset(self) -> int:
+        """Elements from the start of the storage."""
+        return (self.array.__array_interface__["data"][0] - self.storage.pointer) // self.array.itemsize
+
+    @property
+    def on_chip(self) -> bool:
+        return self.buffer in ON_CHIP
+
+    def __repr__(self) -> str:
+        return f"NkiTensor({self.name or '?'}, shape={self.shape}, dtype={self.dtype}, buffer={self.buffer.value})"
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a tensor has no value while the kernel is built; compute with nisa and select on chip"
+        )
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _like(self, array: np.ndarray, partition: int | None = None) -> "NkiTensor":
+        view = NkiTensor(array, self.storage, self.partition if partition is None else partition, self.dtype)
+        view.indirection = self.indirection
+        return view
+
+    # Indexing
+
+    def __getitem__(self, key: object) -> "NkiTensor":
+        keys = key if isinstance(key, tuple) else (key,)
+        at = next((i for i, k in enumerate(keys) if k is Ellipsis), None)
+        if at is not None:
+            keys = keys[:at] + (slice(None),) * (self.ndim - len(keys) + 1) + keys[at + 1 :]
+        require(
+            len(keys) <= self.ndim,
+            f"tensor `{self.name}` of shape {self.shape} indexed with {len(keys)} axes",
+        )
+        chip = self.on_chip
+        index: list[slice] = []
+        dropped: list[int] = []
+        for axis, k in enumerate(keys):
+            part, drop = self._index(axis, k)
+            index.append(part)
+            if drop and not (chip and axis == 0):
+                dropped.append(axis)
+        view = self.array[tuple(index)]
+        keep = 2 if chip else 1
+        for axis in sorted(dropped, reverse=True):
+            if view.ndim > keep:
+                view = view.squeeze(axis=axis)
+        start = self.partition
+        if chip:
+            start += index[0].start or 0
+        return self._like(view, start)
+
+    def _index(self, axis: int, k: object) -> tuple[slice, bool]:
+        size = self.array.shape[axis]
+        if isinstance(k, slice):
+            start, stop, step = k.start, k.stop, 1 if k.step is None else int(k.step)
+            start = 0 if start is None else int(start)
+            stop = size if stop is None else int(stop)
+        elif isinstance(k, DynamicSlice):
+            start, stop, step = int(k.start), int(k.start) + int(k.size), 1
+        elif isinstance(k, (int, np.integer)):
+            i = int(k) + size if k < 0 else int(k)
+            require(
+                0 <= i < size,
+                f"Out-of-bound access for tensor `{self.name}` on dimension {axis}: "
+                f"index {k} exceed dimension size of {size}",
+            )
+            return slice(i, i + 1), True
+        else:
+            raise TypeError(f"tensors are indexed by integers, slices, ... and nl.ds, got {type(k).__name__}")
+        start = start + size if start < 0 else start
+        stop = stop + size if stop < 0 else stop
+        require(step >= 1, f"slice step {step} on dimension {axis} of tensor `{self.name}` is not positive")
+        require(
+            0 <= start < stop <= size,
+            f"Out-of-bound access for tensor `{self.name}` on dimension {axis}: "
+            f"index range [{start}, {stop - 1}] exceed dimension size of {size}",
+        )
+        return slice(start, stop, step), False
+
+    def __setitem__(self, key: object, value: object) -> None:
+        raise TypeError("tensors are not assigned to; write with an instruction whose dst is the slice")
+
+    # Views
+
+    def ap(
+        self,
+        pattern,
+        offset: int | None = None,
+        scalar_offset=None,
+        vector_offset=None,
+        indirect_dim: int = 0,
+        dtype: object = None,
+    ) -> "NkiTensor":
+        """The raw access pattern [[stride, count], ...] in elements of the storage."""
+        kind = self.dtype if dtype is None else dtype_of(dtype)
+        flat = self.storage.base.reshape(-1).view(kind.numpy)
+        origin = (self.array.__array_interface__["data"][0] - self.storage.pointer) // kind.itemsize
+        start = origin + (0 if offset is None else int(offset))
+        pairs = [(int(stride), int(count)) for stride, count in pattern]
+        partition = self.partition
+        free = self.storage.free_bytes // kind.itemsize
+        if self.on_chip:
+            require(
+                pairs[0][0] == free or pairs[0][1] == 1,
+                f"ap() pattern has invalid partition stride. Partition step {pairs[0][0]} "
+                f"must equal tensor free dimension size {free}",
+            )
+            pairs[0] = (free, pairs[0][1])
+            partition = start // free
+            inside = start % free + sum(stride * (count - 1) for stride, count in pairs[1:])
+            require(
+                inside < free and partition + pairs[0][1] <= self.storage.base.shape[0],
+                f"Out-of-bound access for tensor `{self.name}`: pattern {pattern} with offset {start} reaches "
+                f"element {inside} of {free} in a partition and partition {partition + pairs[0][1] - 1}",
+            )
+        if len(pairs) == 1:
+            pairs = [*pairs, (1, 1)] if self.on_chip else pairs
+        view = _strided(self, flat, start, pairs, scalar_offset, vector_offset, indirect_dim)
+        tensor = NkiTensor(view[0], self.storage, partition, kind)
+        tensor.indirection = view[1]
+        return tensor
+
+    def reshape(self, shape) -> "NkiTensor":
+        shape = tuple(int(n) for n in shape)
+        require(
+            prod(shape) == self.size,
+            f"cannot reshape tensor `{self.name}` of shape {self.shape} into {shape}: {self.size} elements "
+            f"against {prod(shape)}",
+        )
+        if self.on_chip:
+            require(
+                shape[0] == self.shape[0],
+                f"reshape keeps the partition axis on chip: {self.shape[0]} partitions, asked for {shape[0]}",
+            )
+        try:
+            view = self.array.view()
+            view.shape = shape
+        except AttributeError:
+            raise ConstraintError(
+                f"reshape of tensor `{self.name}` from {self.shape} to {shape} would copy: its view is not contiguous"
+            ) from None
+        return self._like(view)
+
+    def permute(self, dims) -> "NkiTensor":
+        require(
+            sorted(dims) == list(range(self.ndim)),
+            f"permute needs a permutation of {self.ndim} axes, got {dims}",
+        )
+        require(not self.on_chip or dims[0] == 0, "permute keeps the partition axis outermost on chip")
+        return self._like(self.array.transpose(dims))
+
+    def broadcast(self, dim: int, size: int) -> "NkiTensor":
+        require(
+            not self.on_chip or dim != 0, "broadcast of the partition axis is not a view; use a ones matmul"
+        )
+        require(
+            self.shape[dim] == 1, f"broadcast needs an axis of size 1, axis {dim} has size {self.shape[dim]}"
+        )
+        return self._like(np.broadcast_to(self.array, (*self.shape[:dim], size, *self.shape[dim + 1 :])))
+
+    def expand_dim(self, dim: int) -> "NkiTensor":
+        require(not self.on_chip or dim != 0, "expand_dim cannot insert before the partition axis")
+        return self._like(np.expand_dims(self.array, dim))
+
+    def squeeze_dim(self, dim: int) -> "NkiTensor":
+        require(not self.on_chip or dim != 0, "squeeze_dim cannot remove the partition axis")
+        require(
+            self.shape[dim] == 1, f"squeeze_dim needs an axis of size 1, axis {dim} has {self.shape[dim]}"
+        )
+        return self._like(self.array.squeeze(axis=dim))
+
+    def reshape_dim(self, dim: int, shape) -> "NkiTensor":
+        shape = list(shape)
+        if -1 in shape:
+            rest = -prod(shape)
+            shape[shape.index(-1)] = self.shape[dim] // rest
+        require(
+            prod(shape) == self.shape[dim],
+            f"reshape_dim of axis {dim} with size {self.shape[dim]} into {shape}",
+        )
+        return self.reshape((*self.shape[:dim], *shape, *self.shape[dim + 1 :]))
+
+    def flatten_dims(self, start_dim: int, end_dim: int) -> "NkiTensor":
+        require(not self.on_chip or start_dim > 0, "flatten_dims cannot merge the partition axis on chip")
+        merged = prod(self.shape[start_dim : end_dim + 1])
+        return self.reshape((*self.shape[:start_dim], merged, *self.shape[end_dim + 1 :]))
+
+    def slice(self, dim: int, start: int, end: int, step: int = 1) -> "NkiTensor":
+        return self[(slice(None),) * dim + (slice(start, end, step),)]
+
+    def select(self, dim: int, index) -> "NkiTensor":
+        if isinstance(index, (int, np.integer)):
+            return self[(slice(None),) * dim + (int(index),)]
+        pattern = self.get_pattern()
+        dropped = [pair for axis, pair in enumerate(pattern) if axis != dim]
+        return self.ap(pattern=dropped, scalar_offset=index, indirect_dim=dim)
+
+    def vector_select(self, dim: int, vector_offset: "NkiTensor") -> "NkiTensor":
+        require(dim == 0 and not self.on_chip, "vector_select works on axis 0 of HBM tensors")
+        pattern = self.get_pattern()
+        pattern[0][1] = vector_offset.shape[0]
+        return self.ap(pattern=pattern, vector_offset=vector_offset, indirect_dim=0)
+
+    def rearrange(self, src_pattern, dst_pattern, fixed_sizes=None) -> "NkiTensor":
+        """einops with tuples: ('b', ('h', 'w')) -> ('b', 'w', 'h')."""
+        sizes = dict(fixed_sizes or {})
+        flat, shape = [], []
+        for axis, group in enumerate(src_pattern):
+            names = (group,) if isinstance(group, str) else tuple(group)
+            known = prod(sizes[n] for n in names if n in sizes)
+            for n in names:
+                sizes.setdefault(n, self.shape[axis] // known)
+            flat += names
+            shape += [sizes[n] for n in names]
+        split = self.reshape(shape)
+        names = [n for group in dst_pattern for n in ((group,) if isinstance(group, str) else group)]
+        moved = split.permute([flat.index(n) for n in names])
+        target = [sizes[g] if isinstance(g, str) else prod(sizes[n] for n in g) for g in dst_pattern]
+        return moved.reshape(target)
+
+    def view(self, dtype: object) -> "NkiTensor":
+        kind = dtype_of(dtype)
+        require(self.array.strides[-1] == self.array.itemsize, "view(dtype) needs a contiguous last axis")
+        return NkiTensor(self.array.view(kind.numpy), self.storage, self.partition, kind)
+
+    reinterpret_cast = view
+
+    def indirect(self, index: "NkiTensor", num_elem: int | None = None) -> "NkiTensor":
+        raise StrictError(
+            "tensor indirection needs NeuronCore-v4 and is not simulated; use .ap(vector_offset=...)"
+        )
+
+    def is_contiguous(self) -> bool:
+        shape, strides, expected = self.shape, self.strides, 1
+        for axis in range(self.ndim - 1, 0 if self.on_chip else -1, -1):
+            if shape[axis] != 1 and strides[axis] != expected:
+                return False
+            expected *= shape[axis]
+        return True
+
+    def is_indirect(self) -> bool:
+        return self.indirection is not None
+
+    def get_pattern(self) -> list[list[int]]:
+        return [[stride, count] for stride, count in zip(self.strides, self.shape, strict=True)]
+
+
+def _strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_dim):
+    """The NumPy view of an access pattern, and for a gather or scatter the element indices instead."""
+    require(
+        scalar_offset is None or vector_offset is None, "scalar_offset and vector_offset exclude each other"
+    )
+    shape = tuple(count for _, count in pairs)
+    strides = [stride for stride, _ in pairs]
+    unit = prod(tensor.shape[indirect_dim + 1 :])
+    if scalar_offset is not None:
+        start += unit * _register_value(scalar_offset)
+    reach = start + sum(stride * (count - 1) for stride, count in pairs)
+    if vector_offset is None:
+        require(
+            0 <= start and reach < flat.size,
+            f"Out-of-bound access for tensor `{tensor.name}`: element {reach} of {flat.size}",
+        )
+        return as_strided(flat[start:], shape, [step * flat.itemsize for step in strides]), None
+    rows = vector_offset.array.reshape(-1).astype(np.int64)
+    grid = np.zeros(shape, np.int64)
+    for axis, (stride, count) in enumerate(pairs):
+        step = np.arange(count) * stride if axis else rows[:count] * unit
+        grid += step.reshape([-1 if a == axis else 1 for a in range(len(pairs))])
+    placeholder = np.broadcast_to(flat[:1], shape)
+    return placeholder, (flat, grid + start)
+
+
+def _register_value(offset) -> int:
+    if isinstance(offset, NkiTensor):
+        return int(offset.array.reshape(-1)[0])
+    return int(getattr(offset, "value", offset))
