@@ -67,10 +67,21 @@ def test_the_standard_library_is_a_source(tmp_path, capsys):
 
 
 def test_errors_are_one_line_and_exit_with_failure(tmp_path, capsys):
-    assert main(["info", str(tmp_path / "nothing")]) != 0
+    assert main(["info", str(tmp_path / "nothing")]) == 2
     said = capsys.readouterr()
     assert said.err.startswith("error: ") and "is not a folder; make it with" in said.err
     assert said.err.count("\n") == 1 and said.out == ""
+
+
+def test_a_source_mistyped_leaves_no_folder_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *names, **options: 1 / 0)
+    assert main(["prepare", "no/such-thing", "--out", str(tmp_path / "out")]) == 2
+    assert "cannot reach dataset 'no/such-thing'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    # a folder that was there before stays
+    (tmp_path / "mine").mkdir()
+    assert main(["prepare", "no/such-thing", "--out", str(tmp_path / "mine")]) == 2
+    assert (tmp_path / "mine").exists()
 
 
 def test_an_interruption_says_how_to_continue(source, monkeypatch, capsys):

@@ -230,7 +230,7 @@ def test_without_a_network_the_error_says_what_to_pass_instead(tmp_path):
         cwd=tmp_path,
         env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(sys.path)},
     )
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "cannot reach dataset 'roneneldan/TinyStories'" in done.stderr
     assert "(HF_HUB_OFFLINE is set)" in done.stderr and "pass the local folder, .parquet" in done.stderr

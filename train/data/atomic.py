@@ -60,6 +60,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
     """Hold the directory against other processes. The kernel lets go when the holder dies."""
+    ours = not directory.exists()
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / ".lock", "a+")  # noqa: SIM115 - closed below, also when flock raises
@@ -70,5 +71,10 @@ def alone_in(directory: Path) -> Iterator[None]:
             print(f"waiting for the process that is preparing {directory}", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    except BaseException:
+        if ours and os.listdir(directory) == [".lock"]:  # a name mistyped leaves no folder behind
+            (directory / ".lock").unlink()
+            directory.rmdir()
+        raise
     finally:
         lock.close()

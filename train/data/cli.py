@@ -16,13 +16,13 @@ from .preparation import prepare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one `data` command: 0 done, 1 refused and stderr says why, 2 unknown arguments, 130 interrupted."""
+    """Run one `data` command: 0 done; 2 refused, and stderr says why; 130 interrupted."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130

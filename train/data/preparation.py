@@ -121,8 +121,9 @@ class _Job:
         self.path = directory / "progress.json"
         self.progress = _Progress(settings)
         if self.path.exists():
-            self.progress = _Progress(**json.loads(self.path.read_bytes()))
-            _require_same(directory, self.progress.settings, settings)
+            saved = json.loads(self.path.read_bytes())
+            _require_same(directory, saved["settings"], settings)
+            self.progress = _Progress(**saved)
         elif foreign := sorted(path.name for path in directory.glob("*.bin")):
             raise SettingsDiffer(
                 f"{directory} holds {foreign[0]} and no progress.json or meta.json; choose another --out"
