@@ -1,0 +1,365 @@
+"""The gated delta rule in chunks of tokens: matrix products inside a chunk, one product from chunk to chunk.
+
+Forward, for one chunk of C tokens of one value head, S its starting state [K, V] (derived from arXiv:2412.06464
+and arXiv:2406.06484), o the elementwise product:
+
+    b = cumsum(g)       gam_i = exp(b_i)        lam_i = exp(b_C - b_i)      D_ij = exp(b_i - b_j), i >= j, else 0
+    P = (q k^T) o D     G = (k k^T) o D         N = (I + strict_lower(diag(beta) G))^-1
+    [w | u] = N diag(beta) [-diag(gam) k | v]   [A | Z] = (diag(lam) k)^T [w | u]
+    S' = (gam_C I + A) S + Z                    U = u + w S                 o = scale (diag(gam) q S + P U)
+
+Only S' waits for the chunk before. Backward, with dO = scale do and dS' the gradient of S':
+
+    dS = (gam_C I + A)^T dS' + (diag(gam) q)^T dO + w^T P^T dO              (again all that waits)
+    dU = P^T dO + diag(lam) k dS'               dR = N^T dU                 dv = diag(beta) dR
+    dP = (dO U^T) o D                           dG = -strict_lower((dR U^T) o D)
+    dq = diag(gam) dO S^T + dP k
+    dk = diag(beta) (dG k - diag(gam) dR S^T) + dP^T q + dG^T diag(beta) k + diag(lam) U dS'^T
+
+q and k lie one above the other in one matrix of 2 C rows, dO and -dR in another, so each product serves both.
+dbeta and dg are in `backward` and `log_decay_gradient`. All is computed in float32, in float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backends.registry import Options
+from backends.triangular import triangular_inverse
+
+L2NORM_EPS = 1e-6
+
+
+def chunk_size(K: int, V: int) -> int:
+    """Tokens per chunk."""
+    return 64 if K > 64 else 32
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which all is computed and states are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tokens lie: chunk major, [chunks, heads, C, ...]; chunks never straddle sequences.
+
+    active      sequences that have a c-th chunk, for every c: the chunks of step c lie together, longest sequence first
+    order       the sequences, longest first; None: as they come
+    tokens      [chunks C] the token at every place, T where there is none; None: all sequences have length T
+    places      [T] the place of every token
+    """
+
+    B: int
+    T: int
+    C: int
+    active: list[int]
+    order: Tensor | None = None
+    tokens: Tensor | None = None
+    places: Tensor | None = None
+
+    @property
+    def chunks(self) -> int:
+        return sum(self.active)
+
+    def split(self, x: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
+        """x [B, T, H, ...] into out [chunks, H, G, C, ...], times `factor`; zero where there is no token."""
+        if self.tokens is not None:
+            x = torch.cat([x[0], x.new_zeros((1, *x.shape[2:]))])[self.tokens].unflatten(0, (-1, self.C))
+            _copy(x.transpose(1, 2).unsqueeze(2), out, factor)
+            return out
+        n, tail = divmod(self.T, self.C)
+        out = out.unflatten(0, (-1, self.B))
+        if n:
+            whole = x[:, : n * self.C].unflatten(1, (n, self.C)).transpose(0, 1).transpose(2, 3)
+            _copy(whole.unsqueeze(3), out[:n], factor)
+        if tail:
+            _copy(x[:, n * self.C :].transpose(1, 2).unsqueeze(2), out[n][:, :, :, :tail], factor)
+            out[n][:, :, :, tail:].zero_()
+        return out.flatten(0, 1)
+
+    def join(self, y: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
+        """y [chunks, H, C, ...] back into out [B, T, H, ...], times `factor`."""
+        if self.places is not None:
+            y = y.transpose(1, 2).flatten(0, 1)[self.places]
+            _copy(y.unsqueeze(0), out, factor)
+            return out
+        n, tail = divmod(self.T, self.C)
+        y = y.unflatten(0, (-1, self.B))
+        if n:
+            _copy(
+                y[:n].transpose(2, 3).transpose(0, 1),
+                out[:, : n * self.C].unflatten(1, (n, self.C)),
+                factor,
+            )
+        if tail:
+            _copy(y[n][:, :, :tail].transpose(1, 2), out[:, n * self.C :], factor)
+        return out
+
+
+def _copy(x: Tensor, out: Tensor, factor: float) -> None:
+    """out = factor x, the product taken in the wider of the two dtypes."""
+    if factor == 1.0:
+        out.copy_(x)
+    elif x.dtype == out.dtype:
+        torch.mul(x, factor, out=out)
+    elif x.element_size() < out.element_size():
+        out.copy_(x).mul_(factor)
+    else:
+        out.copy_(x * factor)
+
+
+def layout(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
+    """Chunks of B sequences of T tokens, or of the packed ones."""
+    if cu_seqlens is None:
+        return Layout(B, T, C, [B] * (-(-T // C)))
+    bounds = cu_seqlens.cpu()
+    starts, lengths = bounds[:-1], bounds.diff()
+    counts = (lengths + C - 1) // C
+    order = torch.argsort(counts, descending=True, stable=True)
+    steps = int(counts.max())
+    active = [int((counts > step).sum()) for step in range(steps)]
+    first, chunk_step = [], []
+    for step, n in enumerate(active):
+        first.append(order[:n])
+        chunk_step.append(torch.full((n,), step))
+    empty = torch.zeros(0, dtype=torch.int64)
+    sequence = torch.cat(first) if first else empty
+    offset = (torch.cat(chunk_step) if first else empty)[:, None] * C + torch.arange(C)
+    inside = offset < lengths[sequence][:, None]
+    tokens = torch.where(inside, starts[sequence][:, None] + offset, T).flatten()
+    places = torch.empty(T + 1, dtype=torch.int64)
+    places[tokens] = torch.arange(tokens.numel())
+    device = cu_seqlens.device
+    return Layout(B, T, C, active, order.to(device), tokens.to(device), places[:T].to(device))
+
+
+def capacity(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> int:
+    """Chunks that there may be: known without looking at the data."""
+    return B * (-(-T // C)) if cu_seqlens is None else T // C + cu_seqlens.shape[0] - 1
+
+
+def saved_shapes(
+    q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, options: Options
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """What forward leaves for backward: q above k, their reciprocal norms, P above G, N, [w | u], A, S, U."""
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    C, dtype = chunk_size(K, V), state_dtype(q.dtype)
+    M = capacity(B, T, C, cu_seqlens) * HV
+    shapes = [
+        (M, 2, C, K),
+        (M, 2, C, 1) if options.use_qk_l2norm_in_kernel else (0,),
+        (M, 2, C, C),
+        (M, C, C),
+        (M, C, K + V),
+        (M, K, K + V),
+        (M, K, V),
+        (M, C, V),
+    ]
+    return [(shape, dtype) for shape in shapes]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    *,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """o, final_state and what `saved_shapes` lists; shapes as in `backends.gated_delta_rule`."""
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
+    at = layout(B, T, C, cu_seqlens)
+    M = at.chunks * HV
+    buffers = [
+        q.new_empty(shape, dtype=d) for shape, d in saved_shapes(q, v, initial_state, cu_seqlens, options)
+    ]
+    qk, r, PG, N, wu, AZ, S, U = (x[:M] for x in buffers)
+    for i, x in enumerate((q, k)):
+        at.split(x, qk[:, i].unflatten(0, (-1, H, group)))
+    if options.use_qk_l2norm_in_kernel:
+        torch.sum(qk.square(), -1, keepdim=True, out=r)
+        r.add_(L2NORM_EPS).rsqrt_()
+        qk.mul_(r)
+    Q, K_ = qk[:, 0], qk[:, 1]
+    b, gam, lam = _decays(at, g, HV, dtype)
+    beta_ = at.split(beta, b.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
+    torch.bmm(qk.view(M, 2 * C, K), K_.mT, out=PG.view(M, 2 * C, C))
+    PG.mul_(decay_matrix(b)[:, None])
+    N.copy_(triangular_inverse(PG[:, 1] * beta_))
+    kv = wu.new_empty(wu.shape)
+    at.split(v, kv.view(at.chunks, HV, 1, C, K + V)[..., K:])
+    kv[..., K:].mul_(beta_)
+    torch.mul(K_, -beta_ * gam, out=kv[..., :K])
+    torch.bmm(N, kv, out=wu)
+    torch.bmm((K_ * lam).mT, wu, out=AZ)
+    AZ.diagonal(dim1=-2, dim2=-1).add_(gam[:, -1])
+    first = _states(initial_state, at, S, HV, cu_seqlens)
+    final = _scan(AZ[..., :K], AZ[..., K:], S, first, at, HV)
+    torch.baddbmm(wu[..., K:], wu[..., :K], S, out=U)
+    O = torch.bmm(Q * gam, S).baddbmm_(PG[:, 0], U)
+    o = at.join(O.view(at.chunks, HV, C, V), v.new_empty(v.shape), options.scale)
+    if at.order is not None:
+        final = final[at.order.argsort()]
+    return o, final if options.output_final_state else None, buffers if save else []
+
+
+def backward(
+    do: Tensor,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
+    at = layout(B, T, C, cu_seqlens)
+    M = at.chunks * HV
+    qk, r, PG, N, wu, AZ, S, U = (x[:M] for x in saved)
+    Q, K_ = qk[:, 0], qk[:, 1]
+    b, gam, lam = _decays(at, g, HV, dtype)
+    beta_ = at.split(beta, b.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
+    dOR = S.new_empty((M, 2, C, V))
+    at.split(do, dOR[:, 0].unflatten(0, (-1, HV, 1)), options.scale)
+    dO = dOR[:, 0]
+    dU = torch.bmm(PG[:, 0].mT, dO)
+    dZ = torch.bmm((Q * gam).mT, dO).baddbmm_(wu[..., :K].mT, dU)
+    dS = S.new_empty(S.shape)
+    dlast = _states(dstate, at, S, HV, cu_seqlens)
+    dfirst = _scan_back(AZ[..., :K], dZ, dS, dlast, at, HV)
+    dU.baddbmm_(K_ * lam, dS)
+    dR = torch.bmm(N.mT, dU)
+    torch.neg(dR, out=dOR[:, 1])
+    V_ = at.split(v, S.new_empty((at.chunks, HV, 1, C, V))).view(M, C, V)
+    dbeta = (dR * V_).sum(-1)
+    dv = at.join((dR * beta_).view(at.chunks, HV, C, V), v.new_empty(v.shape))
+
+    pairs = torch.bmm(dOR.view(M, 2 * C, V), U.mT).view(M, 2, C, C)
+    weighted = pairs * PG
+    weighted.diagonal(dim1=-2, dim2=-1).zero_()
+    pairs.mul_(decay_matrix(b)[:, None])
+    pairs[:, 1].diagonal(dim1=-2, dim2=-1).zero_()
+    dqk = torch.bmm(dOR.view(M, 2 * C, V), S.mT).view(M, 2, C, K).mul_(gam[:, None])
+    read = weighted.sum(-1) + (dqk * qk).sum(-1)
+    dqk.view(M, 2 * C, K).baddbmm_(pairs.view(M, 2 * C, C), K_)
+    dk_written = torch.bmm(U, dS.mT).mul_(lam)
+    written = (dk_written * K_).sum(-1)
+    factors = torch.stack((torch.ones_like(beta_), beta_), 1)
+    dk_written.baddbmm_(pairs.view(M, 2 * C, C).mT, (qk * factors).view(M, 2 * C, K))
+    dbeta += read[:, 1]
+    columns = torch.bmm(factors.view(M, 1, 2 * C), weighted.view(M, 2 * C, C))[:, 0]
+    rows = torch.addcmul(read[:, 0], read[:, 1], beta_[..., 0])
+    dg = log_decay_gradient(rows - columns, written, gam[:, -1, 0] * (dS * S).sum((-1, -2)))
+    dqk[:, 1].mul_(beta_).add_(dk_written)
+    if options.use_qk_l2norm_in_kernel:
+        dqk.addcmul_(qk, (dqk * qk).sum(-1, keepdim=True), value=-1).mul_(r)
+    dq, dk = (
+        at.join(_ungrouped(dqk[:, i].view(at.chunks, H, group, C, K)), x.new_empty(x.shape))
+        for i, x in enumerate((q, k))
+    )
+    dg = at.join(dg.view(at.chunks, HV, C), g.new_empty(g.shape))
+    dbeta = at.join(dbeta.view(at.chunks, HV, C), beta.new_empty(beta.shape))
+    dinitial = None
+    if initial_state is not None:
+        dinitial = dfirst if at.order is None else dfirst[at.order.argsort()]
+    return dq, dk, dv, dg, dbeta, dinitial
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
+    B, HV, K, V = state.shape
+    dtype = state.dtype
+    qk = torch.stack((q, k), 2).to(dtype)
+    if options.use_qk_l2norm_in_kernel:
+        qk = qk * (qk.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
+    if q.shape[1] != HV:
+        qk = qk.repeat_interleave(HV // q.shape[1], 1)
+    qk = qk.reshape(B * HV, 2, K)
+    S = state.reshape(B * HV, K, V) * g.to(dtype).exp().reshape(-1, 1, 1)
+    u = torch.baddbmm(v.to(dtype).reshape(-1, 1, V), qk[:, 1:], S, alpha=-1) * beta.to(dtype).reshape(
+        -1, 1, 1
+    )
+    S.baddbmm_(qk[:, 1:].mT, u)
+    o = torch.bmm(qk[:, :1], S).mul_(options.scale)
+    return o.view(B, HV, V).to(v.dtype), S.view(B, HV, K, V)
+
+
+def decay_matrix(b: Tensor) -> Tensor:
+    """D [M, C, C] from the sums of log-decays b [M, C]; masked before exp, for exp(20 * 63) is infinite."""
+    C = b.shape[-1]
+    above = torch.full((C, C), -torch.inf, dtype=b.dtype, device=b.device).triu_(1)
+    return (b[:, :, None] - b[:, None, :]).add_(above).exp_()
+
+
+def log_decay_gradient(inside: Tensor, written: Tensor, carried: Tensor) -> Tensor:
+    """dg [M, C] without a difference of large sums.
+
+    Token t's decay acts on what tokens before t left: on products that read at or after t what was there before
+    t (`inside`: by token of reading, minus by token of writing, diagonals left out since a token does not
+    decay itself), on what the chunk's earlier tokens wrote to its last state (`written`), and on its first
+    state's way to the last (`carried` [M]). The plain q dq - k dk form subtracts sums that strong decay makes far
+    larger than their difference: its error in bfloat16 was 348 at decay rate 16, this one's .0014.
+    """
+    behind = inside.flip(-1).cumsum(-1).flip(-1)
+    before = written.cumsum(-1) - written
+    return behind.add_(before).add_(carried[:, None])
+
+
+def _decays(at: Layout, g: Tensor, HV: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """b [M, C] and gam, lam [M, C, 1]."""
+    b = at.split(g, g.new_empty((at.chunks, HV, 1, at.C), dtype=dtype)).view(-1, at.C).cumsum(-1)
+    return b, b.exp()[..., None], (b[:, -1:] - b).exp()[..., None]
+
+
+def _states(x: Tensor | None, at: Layout, S: Tensor, HV: int, cu_seqlens: Tensor | None) -> Tensor:
+    """States, or their gradients, [N, HV, K, V] in the order of the layout; a new tensor."""
+    N = at.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if x is None:
+        return S.new_zeros((N, HV, *S.shape[1:]))
+    return x.to(S.dtype, copy=True) if at.order is None else x[at.order].to(S.dtype)
+
+
+def _scan(A: Tensor, Z: Tensor, S: Tensor, states: Tensor, at: Layout, HV: int) -> Tensor:
+    """Fills S [M, K, V] with every chunk's first state; `states` become the last ones."""
+    states_ = states.flatten(0, 1)
+    start = 0
+    for n in at.active:
+        rows = slice(start, start + n * HV)
+        S[rows] = states_[: n * HV]
+        torch.baddbmm(Z[rows], A[rows], S[rows], out=states_[: n * HV])
+        start += n * HV
+    return states
+
+
+def _scan_back(A: Tensor, dZ: Tensor, dS: Tensor, states: Tensor, at: Layout, HV: int) -> Tensor:
+    """Fills dS with the gradient of every chunk's last state; `states` become gradients of the first ones."""
+    states_ = states.flatten(0, 1)
+    end = at.chunks * HV
+    for n in reversed(at.active):
+        rows = slice(end - n * HV, end)
+        dS[rows] = states_[: n * HV]
+        torch.baddbmm(dZ[rows], A[rows].mT, dS[rows], out=states_[: n * HV])
+        end -= n * HV
+    return states
+
+
+def _ungrouped(x: Tensor) -> Tensor:
+    """[chunks, H, G, C, K] -> [chunks, H, C, K], summed over the value heads of a group."""
+    return x[:, :, 0] if x.shape[2] == 1 else x.sum(2)
