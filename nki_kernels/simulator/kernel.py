@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import isa, language
+from . import isa, language, subset
 from .errors import NkiValidationError, StrictError
 from .machine import Machine, Record, _current
 from .memory import UNWRITTEN, MemoryRegion, NkiTensor
@@ -60,16 +60,29 @@ def jit(function: Callable[..., Any] | None = None, mode: str | None = None) -> 
 
 
 def simulate(
-    kernel: Kernel | Callable[..., Any], *, target: str | None = None, strict: bool = True
+    kernel: Kernel | Callable[..., Any],
+    *,
+    target: str | None = None,
+    strict: bool = True,
+    check_source: bool = True,
 ) -> Callable[..., Any]:
     """A callable that runs the kernel on NumPy arrays; HBM arguments that it writes are updated in place.
 
-    strict=False drops the checks that AWS's simulator does not make.
+    strict=False drops the checks that AWS's simulator does not make, check_source=False only the compiler's
+    Python subset.
     """
 
     @functools.wraps(kernel.function if isinstance(kernel, Kernel) else kernel)
     def simulated(*args: Any, **kwargs: Any) -> Any:
-        return record(kernel, *args, target=target, strict=strict, trace=False, **kwargs).outputs
+        return record(
+            kernel,
+            *args,
+            target=target,
+            strict=strict,
+            check_source=check_source,
+            trace=False,
+            **kwargs,
+        ).outputs
 
     return simulated
 
@@ -79,6 +92,7 @@ def record(
     *args: Any,
     target: str | None = None,
     strict: bool = True,
+    check_source: bool = True,
     trace: bool = True,
     **kwargs: Any,
 ) -> Run:
@@ -88,6 +102,8 @@ def record(
     chosen = resolve(target)
     if kernel.cores == 2 and chosen.generation == 2:
         raise NkiValidationError(f"LNC 2 is not supported on {chosen.name}, only LNC 1")
+    if strict and check_source:
+        subset.check(kernel)
     machine = Machine(chosen, strict=strict, trace=trace)
     machine.cores = kernel.cores
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
@@ -112,6 +128,10 @@ def _argument(machine: Machine, name: str, value: Any) -> Any:
     if type(value).__module__.partition(".")[0] in ("torch", "jax"):
         raise TypeError(
             f"argument {name} is a {type(value).__name__}; pass NumPy arrays (ml_dtypes for bfloat16)"
+        )
+    if machine.strict and isinstance(value, (list, dict)):
+        raise StrictError(
+            f"kernel argument {name} is a {type(value).__name__}; pass one argument per tensor, and tuples of numbers"
         )
     return value
 

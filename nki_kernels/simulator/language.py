@@ -97,7 +97,33 @@ shared_hbm = MemoryRegion.shared_hbm
 
 
 class NKIObject:
-    """Base of the configuration classes that a kernel may use."""
+    """Base of the configuration classes that a kernel may use; fields become constructor arguments, as in NKI.
+
+    The compiler takes class attributes without annotations for fields too, so they are annotated here before a
+    @dataclass decorator looks.
+    """
+
+    def __init_subclass__(cls) -> None:
+        notes = cls.__dict__.get("__annotations__", {})
+        for name, default in list(vars(cls).items()):
+            if not (name.startswith("__") or callable(default) or hasattr(default, "__get__")):
+                notes.setdefault(name, Any)
+        cls.__annotations__ = notes
+
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        declared: dict[str, Any] = {}
+        for cls in reversed(type(self).__mro__[:-1]):
+            declared.update({name: vars(cls).get(name) for name in vars(cls).get("__annotations__", {})})
+        given = dict(zip(declared, values, strict=False)) | fields
+        unknown = sorted(set(given) - set(declared))
+        if unknown or len(values) > len(declared):
+            raise TypeError(f"{type(self).__name__} has no field {', '.join(unknown) or len(values)}")
+        for name, default in declared.items():
+            setattr(self, name, given.get(name, default))
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        pass
 
 
 class _TileSize:
@@ -107,14 +133,11 @@ class _TileSize:
     psum_fmax = psum_bank_fmax = PSUM_BANK // 4
     psum_bank_fmax_bytes = PSUM_BANK
     gemm_stationary_fmax = 128
+    gemm_moving_fmax = 512  # nc_matmul takes more on gen4, where one output may span banks
     bn_stats_fmax = 512
     psum_min_align = 4
     sbuf_min_align = 1
     psum_num_banks = PSUM_BANKS
-
-    @property
-    def gemm_moving_fmax(self) -> int:
-        return current().target.moving_fmax
 
     @property
     def sbuf_fmax_bytes(self) -> int:

@@ -192,12 +192,14 @@ def memset(
     chosen = _pick("memset", engine, engines.vector, VG)
     run = Instruction("memset", chosen)
     out = run.dst("dst", dst)
-    fits = (
-        isinstance(value, (int, np.integer)) if out.dtype.integer else isinstance(value, (float, np.floating))
-    )
-    if run.strict and (not fits or isinstance(value, bool)):
+    # 0 and 0.0 have the same bits in every dtype, and AWS's own kernels write 0 into float tiles
+    if out.dtype.integer:
+        fits = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    else:
+        fits = isinstance(value, (float, np.floating)) or value == 0
+    if not fits:
         wanted = "an int" if out.dtype.integer else "a float"
-        raise StrictError(f"memset value must match the dtype: {out.dtype} needs {wanted}, got {value!r}")
+        raise ConstraintError(f"memset value must match the dtype: {out.dtype} needs {wanted}, got {value!r}")
     run.write(
         out, np.broadcast_to(np.asarray(value, np.int64 if out.dtype.integer else np.float32), out.shape)
     )

@@ -1,0 +1,53 @@
+"""Make `import nki` find the simulator, so that kernel files written for the real package run unmodified.
+
+from nki_kernels.simulator.aliases import as_nki
+with as_nki():
+    from some_kernel_file import kernel
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from . import isa, kernel, language
+from .dtypes import DType
+
+
+class _Anything:
+    """nki.typing's annotations, which mean nothing at run time."""
+
+    def __getitem__(self, item: Any) -> "_Anything":
+        return self
+
+    def __call__(self, *args: Any) -> "_Anything":
+        return self
+
+
+@contextmanager
+def as_nki() -> Iterator[None]:
+    """Inside, `nki`, `nki.isa`, `nki.language` and `nki.typing` are the simulator's, even if the real ones exist."""
+    nki: Any = ModuleType("nki")
+    typing: Any = ModuleType("nki.typing")
+    typing.tensor = typing.mutable_tensor = _Anything()
+    nki.__path__ = []
+    nki.dtype = DType
+    nki.jit, nki.simulate, nki.isa, nki.language, nki.typing = (
+        kernel.jit,
+        kernel.simulate,
+        isa,
+        language,
+        typing,
+    )
+    fresh = {"nki": nki, "nki.isa": isa, "nki.language": language, "nki.typing": typing}
+    before = {name: sys.modules.get(name) for name in fresh}
+    sys.modules.update(fresh)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module

@@ -1,0 +1,202 @@
+"""The compiler's Python subset, checked on a kernel's source and on every helper that it reaches.
+
+A kernel runs here as ordinary Python, but the compilers of NKI 0.2 to 0.6 parse its source and know less. `check`
+raises for what they refuse; `findings(kernel, portable=True)` also lists what only some of the releases 0.2 to
+0.7 know, so that a kernel without findings runs under all of them.
+
+Source: Neuron documentation, NKI language guide (what a kernel may contain) and migration guide (0.2 to 0.3).
+"""
+
+import ast
+import builtins
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+from .errors import StrictError
+
+
+class SubsetError(StrictError):
+    """The kernel's source uses Python that the compiler does not know."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One construct outside of the subset."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+REFUSED: dict[type[ast.AST], str] = {
+    ast.Lambda: "lambda is outside of the compiler's subset; write a function",
+    ast.ListComp: "a comprehension is outside of the compiler's subset; write a loop with append",
+    ast.SetComp: "a comprehension is outside of the compiler's subset; write a loop",
+    ast.DictComp: "a comprehension is outside of the compiler's subset; write a loop",
+    ast.GeneratorExp: "a generator is outside of the compiler's subset; write a loop",
+    ast.Yield: "a generator is outside of the compiler's subset; return a list",
+    ast.YieldFrom: "a generator is outside of the compiler's subset; return a list",
+    ast.Try: "try is outside of the compiler's subset",
+    ast.Global: "global state makes a kernel impure; pass it as an argument",
+    ast.Nonlocal: "nonlocal state makes a kernel impure; pass it as an argument",
+    ast.Import: "import inside a kernel is outside of the compiler's subset; import at the top of the file",
+    ast.ImportFrom: "import inside a kernel is outside of the compiler's subset; import at the top of the file",
+    ast.ClassDef: "a class inside a kernel is outside of the compiler's subset; define it at the top of the file",
+    ast.Set: "a set is not an NKI value; use a list or a tuple",
+    ast.NamedExpr: ":= is outside of the compiler's subset; assign first",
+    ast.Delete: "del is outside of the compiler's subset",
+    ast.Match: "match is outside of the compiler's subset; use if",
+    ast.AsyncFunctionDef: "async is outside of the compiler's subset",
+    ast.Await: "async is outside of the compiler's subset",
+}
+VIEWS = (
+    "permute", "broadcast", "expand_dim", "squeeze_dim", "reshape_dim", "flatten_dims", "rearrange", "select",
+    "vector_select", "get_pattern", "is_contiguous",
+)  # fmt: skip
+LOOPS = {"dynamic_range": "gone in 0.7", "fori_loop": "new in 0.6", "while_loop": "new in 0.6"}
+
+
+def check(kernel: Callable[..., Any]) -> None:
+    """Raise SubsetError with every construct that the compiler refuses."""
+    found = findings(kernel)
+    if found:
+        raise SubsetError(
+            "kernel source leaves the compiler's Python subset:\n  " + "\n  ".join(map(str, found))
+        )
+
+
+@lru_cache(maxsize=512)
+def findings(kernel: Callable[..., Any], portable: bool = False) -> tuple[Finding, ...]:
+    """What in the kernel, or in a function that it reaches, lies outside of the subset."""
+    root = getattr(kernel, "function", kernel)
+    found: list[Finding] = []
+    pending, seen = [root], set()
+    while pending:
+        function = pending.pop()
+        if function in seen or not isinstance(function, FunctionType):
+            continue
+        seen.add(function)
+        tree, where = _parse(function)
+        if tree is None:
+            continue
+        scope = _scope(function)
+        found += _function_findings(tree, where, scope, function is root)
+        if portable:
+            found += _portable_findings(tree, where, scope)
+        pending += _reached(tree, scope)
+    return tuple(found)
+
+
+def _parse(function: FunctionType) -> tuple[Any, Callable[[ast.AST], str]]:
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return None, lambda node: ""
+    tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    file = function.__code__.co_filename.rpartition("/")[2]
+    return tree, lambda node: f"{file}:{first + getattr(node, 'lineno', 1) - 1}"
+
+
+def _scope(function: FunctionType) -> dict[str, Any]:
+    closure = inspect.getclosurevars(function)
+    return {**closure.globals, **closure.nonlocals}
+
+
+def _body(tree: Any) -> Iterator[ast.AST]:
+    """Every node that runs: annotations, decorators and docstrings do not."""
+    pending: list[ast.AST] = list(tree.body) + list(tree.args.defaults)
+    while pending:
+        node = pending.pop(0)
+        yield node
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list"):
+                continue
+            pending += [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, ast.AST)]
+
+
+def _function_findings(tree: Any, where: Callable, scope: dict[str, Any], root: bool) -> Iterator[Finding]:
+    if tree.args.kwonlyargs:
+        yield Finding(where(tree), "keyword-only separator * in a signature is not supported")
+    if root and (tree.args.vararg or tree.args.kwarg):
+        yield Finding(where(tree), "*args and **kwargs are not kernel parameters; name every argument")
+    if tree.decorator_list and not root:
+        yield Finding(where(tree), f"helper {tree.name} is decorated; helpers are plain functions")
+    for node in _body(tree):
+        what = REFUSED.get(type(node))
+        if what is not None:
+            yield Finding(where(node), what)
+        elif isinstance(node, ast.With):
+            names = [ast.unparse(item.context_expr) for item in node.items]
+            if not all("no_reorder" in name for name in names):
+                yield Finding(where(node), "with is outside of the compiler's subset")
+        elif isinstance(node, ast.Compare):
+            if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+                yield Finding(where(node), "the `is` operator is not supported; use == or !=")
+        elif isinstance(node, ast.Dict):
+            if any(not (isinstance(k, ast.Constant) and isinstance(k.value, str)) for k in node.keys):
+                yield Finding(where(node), "dictionary keys must be string literals")
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            if isinstance(scope.get(node.id), (list, dict, set)):
+                yield Finding(
+                    where(node), f"`{node.id}` is a mutable global; a kernel must be pure, use a tuple"
+                )
+
+
+def _portable_findings(tree: Any, where: Callable, scope: dict[str, Any]) -> Iterator[Finding]:
+    for node in _body(tree):
+        if isinstance(node, ast.Attribute) and node.attr in LOOPS:
+            yield Finding(where(node), f"nl.{node.attr} is {LOOPS[node.attr]}; use range")
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner = node.func.value
+        instruction = isinstance(owner, ast.Name) and owner.id == "nisa"
+        if instruction and node.args:
+            yield Finding(
+                where(node), f"nisa.{node.func.attr} takes keywords; argument orders differ by release"
+            )
+        if instruction and any(keyword.arg == "accumulate" for keyword in node.keywords):
+            yield Finding(
+                where(node), "nc_matmul accumulate= is new in 0.3; write each product to a fresh tile"
+            )
+        module = isinstance(owner, ast.Name) and isinstance(scope.get(owner.id), ModuleType)
+        if node.func.attr in VIEWS and not module:
+            yield Finding(
+                where(node), f"the view method .{node.func.attr} is new in 0.5; use a slice, .ap or .reshape"
+            )
+
+
+def _reached(tree: Any, scope: dict[str, Any]) -> list[Any]:
+    """Functions of the kernel's own code that the source names, modules followed one attribute deep."""
+    reached = []
+    for node in _body(tree):
+        value = None
+        if isinstance(node, ast.Name):
+            value = scope.get(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = scope.get(node.value.id)
+            value = getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
+        value = getattr(value, "function", value)
+        if isinstance(value, FunctionType) and _own(value):
+            reached.append(value)
+    return reached
+
+
+def _own(function: FunctionType) -> bool:
+    """Not the simulator's, NKI's, NumPy's or the standard library's."""
+    module = function.__module__ or ""
+    top = module.partition(".")[0]
+    if (
+        module.startswith(__package__ or "")
+        or top in ("numpy", "nki", "ml_dtypes")
+        or hasattr(builtins, module)
+    ):
+        return False
+    file = function.__code__.co_filename
+    return "site-packages" not in file and "/lib/python" not in file
