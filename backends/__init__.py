@@ -1,7 +1,7 @@
 """Delta-rule operations, each computed by whichever backend suits the device of its tensors.
 
-gated_delta_rule, gated_delta_rule_step     the operations
-use, checking                               the backend, and whether data is checked, for a process or a block
+    gated_delta_rule, gated_delta_rule_step     the operations
+    use, checking                               the backend; whether data is checked; of a process or a block
     describe, BackendRefusal                    what runs here and why not
 """
 

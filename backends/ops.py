@@ -93,7 +93,7 @@ def gated_delta_rule_step(
         returns o       [B, HV, V]      dtype of q
             state       [B, HV, K, V]   after the token
 
-    Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend. It raises as that does.
+    Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend; it raises alike.
     """
     checks.step_arguments(q, k, v, g, beta, state)
     if _gradients_wanted(q, k, v, g, beta, state):

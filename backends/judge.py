@@ -1,0 +1,204 @@
+"""How wrong a backend is, and how wrong it may be.
+
+    judge       the literal recurrence (`backends.recurrent`) in float64, on the inputs rounded to the dtype
+    baseline    an honest PyTorch implementation at the same precision: `backends.baseline`, chunk by chunk. In
+                float32 the literal recurrence is another; it errs less where the triangular inverse is badly
+                conditioned, more where a state is overwritten many times. The larger of the two errors counts
+    error       root mean square of the difference to the judge, over the root mean square of the judge
+    allowed     FACTOR times the baseline's error, and never below the floor
+
+The floor is for what the baseline happens to get right to the last bit. Roundings in a row add in squares.
+A sum of n float32 terms of either sign costs about sqrt(n) u32, u32 = 2^-24, and a result has passed one
+over K, one over V and one over a chunk of tokens. Rounding to a shorter dtype costs u / 2 (root mean
+square; .38 u for evenly spread mantissas), and a result has passed four: into K S, into T X, into P U, and
+its own.
+
+Where the judge is exactly 0 everywhere (the gradient of q when only the final state is used) the backend
+must be, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from backends import baseline
+from backends.cases import Case, Inputs, inputs
+from backends.ops import gated_delta_rule
+from backends.registry import Options
+
+FACTOR = 2.0
+DTYPES = (torch.float32, torch.bfloat16)
+
+GRADIENTS: Mapping[str, str] = {
+    "dq": "q",
+    "dk": "k",
+    "dv": "v",
+    "dg": "g",
+    "dbeta": "beta",
+    "dh0": "initial_state",
+}
+TENSORS = ("o", "final_state", *GRADIENTS)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One tensor of one case: passed if error <= allowed. A NaN never passes."""
+
+    case: str
+    dtype: torch.dtype
+    tensor: str
+    backend: str
+    error: float
+    baseline: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """error / allowed; what is above 1 failed, and what is no number is worst."""
+        if self.error == 0.0:
+            return 0.0
+        ratio = self.error / self.allowed if self.allowed else math.inf
+        return math.inf if math.isnan(ratio) else ratio
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        verb = "within" if self.passed else "above"
+        return (
+            f"{self.backend} {self.case} {dtype} {self.tensor}: error {self.error:.3g} {verb} "
+            f"allowed {self.allowed:.3g} (baseline {self.baseline:.3g})"
+        )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a case is judged by: its inputs, the judge's tensors, and the baseline's errors."""
+
+    inputs: Inputs
+    judge: Mapping[str, Tensor]
+    baseline: Mapping[str, float]
+    dtype: torch.dtype
+
+    def verdicts(self, backend: str, outcome: Mapping[str, Tensor]) -> list[Verdict]:
+        """One for every tensor of the judge. Raises ValueError if `outcome` lacks one."""
+        case, found = self.inputs.case, []
+        missing = sorted(set(self.judge) - set(outcome))
+        if missing:
+            raise ValueError(f"{backend} gave no {', '.join(missing)} for case {case.name}")
+        for tensor, right in self.judge.items():
+            allowed = 0.0
+            if right.any():
+                allowed = max(FACTOR * self.baseline[tensor], floor(case, self.dtype))
+            found.append(
+                Verdict(
+                    case=case.name,
+                    dtype=self.dtype,
+                    tensor=tensor,
+                    backend=backend,
+                    error=error(outcome[tensor], right),
+                    baseline=self.baseline[tensor],
+                    allowed=allowed,
+                )
+            )
+        return found
+
+
+def error(x: Tensor, judge: Tensor) -> float:
+    """Relative root-mean-square error; where the judge is 0 everywhere: 0 for a 0, else infinity. NaN stays
+    NaN.
+    """
+    if x.shape != judge.shape:
+        raise ValueError(f"shape {tuple(x.shape)} differs from the judge's {tuple(judge.shape)}")
+    judge = judge.double()
+    difference = (x.to(judge.device).double() - judge).square().mean().sqrt().item()
+    size = judge.square().mean().sqrt().item()
+    if size == 0.0:
+        return difference if math.isnan(difference) else (0.0 if difference == 0.0 else math.inf)
+    return difference / size
+
+
+def floor(case: Case, dtype: torch.dtype) -> float:
+    """The error that no honest implementation can be sure to stay below; derived in the module's docstring."""
+    terms = case.K + case.V + min(case.T, baseline.CHUNK)
+    single = math.sqrt(terms) * torch.finfo(torch.float32).eps / 2
+    return single if dtype == torch.float32 else single + math.sqrt(4) * torch.finfo(dtype).eps / 4
+
+
+def outcome(given: Inputs, backend: str) -> dict[str, Tensor]:
+    """o, final_state and every gradient, by the public operation on one backend."""
+    leaves = {name: getattr(given, name) for name in GRADIENTS.values() if getattr(given, name) is not None}
+    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    o, final_state = gated_delta_rule(
+        *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
+        initial_state=leaves.get("initial_state"),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=given.case.normalized_inside,
+        cu_seqlens=given.cu_seqlens,
+        backend=backend,
+    )
+    assert final_state is not None
+    return _with_gradients(given, leaves, o, final_state)
+
+
+def baseline_outcome(given: Inputs) -> dict[str, Tensor]:
+    """The same from the baseline."""
+    leaves = {name: getattr(given, name) for name in GRADIENTS.values() if getattr(given, name) is not None}
+    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    case = given.case
+    options = Options(case.K**-0.5, case.normalized_inside, True, given.cu_seqlens is not None)
+    o, final_state = baseline.gated_delta_rule(
+        *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
+        leaves.get("initial_state"),
+        given.cu_seqlens,
+        options,
+    )
+    return _with_gradients(given, leaves, o, final_state)
+
+
+def _with_gradients(
+    given: Inputs, leaves: Mapping[str, Tensor], o: Tensor, final_state: Tensor
+) -> dict[str, Tensor]:
+    pairs = [(y, dy) for y, dy in ((o, given.do), (final_state, given.dstate)) if dy is not None]
+    outputs, douts = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), douts, materialize_grads=True)
+    names = {source: name for name, source in GRADIENTS.items()}
+    found = {"o": o.detach(), "final_state": final_state.detach()}
+    return found | {names[name]: grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+@lru_cache(maxsize=4)
+def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> Reference:
+    """The judge's and the baseline's word on one case, on `device` (one that has float64)."""
+    given = inputs(case, dtype).to(device)
+    if "bench" in case.tags and case.B > 2:
+        # sequences do not know of each other, so the first and the last stand for the batch
+        given = given.rows([0, case.B - 1])
+    judge = outcome(given.double(), "recurrent")
+    for name, right in judge.items():
+        assert right.isfinite().all(), f"the judge's {name} of case {case.name} is not finite"
+    honest = [baseline_outcome(given)] + ([outcome(given, "recurrent")] if dtype == torch.float32 else [])
+    errors = {name: max(error(one[name], right) for one in honest) for name, right in judge.items()}
+    assert all(map(math.isfinite, errors.values())), (
+        f"the baseline of case {case.name} is not finite: {errors}"
+    )
+    return Reference(given, judge, errors, dtype)
+
+
+def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
+    """Runs a backend on a case and judges every tensor. Raises BackendRefusal where the backend refuses it."""
+    judged_on = "cuda" if device.startswith("cuda") else "cpu"
+    right = reference(case, dtype, judged_on)
+    found = outcome(inputs(case, dtype).to(device), backend)
+    if right.inputs.q.shape[0] != case.B:
+        rows = [0, case.B - 1]
+        found = {name: x[rows] for name, x in found.items()}
+    return right.verdicts(backend, found)
