@@ -32,6 +32,7 @@ def dma_copy(
         run.needs_generation(4, "dma_copy priority")
     if dge_mode is dge_modes.hwdge:
         run.needs_generation(3, "dma_copy dge_mode.hwdge")
+    out = run.dst("dst", dst, DMA_MEMORY)
     if isinstance(src, NkiTensor) and src.indirection is not None:
         keep = _in_bounds(run, src, oob_mode)
         flat, where = src.indirection
@@ -41,7 +42,6 @@ def dma_copy(
     else:
         keep = None
         values = run.read("src", src, DMA_MEMORY)
-    out = run.dst("dst", dst, DMA_MEMORY)
     require(
         out.size == src.size,
         f"dma_copy requires src and dst to have the same number of elements, got src={src.shape}, dst={out.shape}",

@@ -32,6 +32,8 @@ def nc_matmul(
     a matmul wrote, None overwrites the first time and adds afterwards.
     """
     run = Instruction("nc_matmul", Engine.tensor)
+    K = stationary.shape[0] if isinstance(stationary, NkiTensor) else 0
+    require(K <= PARTITIONS, f"Matmul contraction dimension {K} exceeds pmax={PARTITIONS}")
     s_values = run.read("stationary", stationary, (SBUF,))
     m_values = run.read("moving", moving, (SBUF,))
     if perf_mode is not matmul_perf_mode.none:
@@ -47,7 +49,6 @@ def nc_matmul(
         )
         s_values = np.concatenate([s_values[:, 0], s_values[:, 1]])
         m_values = np.concatenate([m_values[:, 0], m_values[:, 1]])
-    K = stationary.shape[0]
     lhs = to_float32(s_values.reshape(s_values.shape[0], -1))
     rhs = to_float32(m_values.reshape(m_values.shape[0], -1))
     _check_shapes(run, K, moving.shape[0], lhs.shape[1], rhs.shape[1], tile_position, tile_size)
