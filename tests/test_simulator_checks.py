@@ -106,7 +106,9 @@ def index_out_of_bounds():
     nl.ndarray((4, 3), F32, nl.sbuf, name="x")[:, 3]
 
 
-@refuses("ap.. pattern has invalid partition stride. Partition step 3 must equal tensor free dimension size 8")
+@refuses(
+    "ap.. pattern has invalid partition stride. Partition step 3 must equal tensor free dimension size 8"
+)
 def partition_stride_of_a_pattern():
     sbuf(4, 8).ap(pattern=[[3, 4], [1, 8]])
 
@@ -360,9 +362,7 @@ def wide_scalar_operand():
 
 @refuses("operand0 dtype must be float32, got bfloat16", StrictError)
 def scalar_operand_in_bfloat16():
-    nisa.tensor_scalar(
-        dst=sbuf(4, 4), data=ones(4, 4), op0=nl.add, operand0=ones(4, 1, dtype=nl.bfloat16)
-    )
+    nisa.tensor_scalar(dst=sbuf(4, 4), data=ones(4, 4), op0=nl.add, operand0=ones(4, 1, dtype=nl.bfloat16))
 
 
 @refuses("must both be bitvec or both arithmetic")
@@ -568,7 +568,9 @@ def test_is_refused(body, match, error, target):
     with pytest.raises(error, match=match) as caught:
         execute(body, target=target)
     if error is ConstraintError:
-        assert not isinstance(caught.value, StrictError), "AWS's simulator has this check; it is not a strict one"
+        assert not isinstance(caught.value, StrictError), (
+            "AWS's simulator has this check; it is not a strict one"
+        )
 
 
 STRICT = [p for p in CASES if p.values[2] is StrictError and "output" not in p.id and "kernel" not in p.id]
@@ -635,6 +637,7 @@ def test_target_comes_from_neurons_variable(monkeypatch):
 
 def test_contraction_is_limited_by_the_partitions():
     """The contraction is the partition axis, so more than 128 is refused as such."""
+
     def body():
         nisa.nc_matmul(dst=psum(4, 4), stationary=sbuf(129, 4), moving=sbuf(129, 4))
 

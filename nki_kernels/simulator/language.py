@@ -315,13 +315,22 @@ def dynamic_range(start: int, stop: int | None = None, step: int = 1) -> range:
     """A hardware loop of NKI 0.3 to 0.6."""
     if current().strict:
         raise StrictError("nl.dynamic_range is gone in NKI 0.7; use range, or nl.fori_loop from 0.6 on")
-    return affine_range(start, stop, step)
+    bounds = [None if x is None else int(getattr(x, "value", x)) for x in (start, stop, step)]
+    return affine_range(bounds[0] or 0, bounds[1], bounds[2] or 1)
 
 
-def fori_loop(lower: int, upper: int, body_fun: Callable[[int], None], step: int = 1) -> None:
+def fori_loop(lower: Any, upper: Any, body_fun: Callable[[int], None], step: int = 1) -> None:
     """A hardware loop (NKI 0.6 and newer)."""
-    for i in range(lower, upper, step):
+    for i in range(int(getattr(lower, "value", lower)), int(getattr(upper, "value", upper)), step):
         body_fun(i)
+
+
+def while_loop(init: Any, body_fun: Callable[[Any], Any]) -> Any:
+    """A hardware loop that runs while its register is not zero (NKI 0.6 and newer)."""
+    state = init
+    while int(getattr(state, "value", state)) != 0:
+        state = body_fun(state)
+    return state
 
 
 def no_reorder() -> Any:

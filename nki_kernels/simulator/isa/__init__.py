@@ -7,6 +7,11 @@ reduction    tensor_reduce tensor_partition_reduce tensor_tensor_scan tensor_sca
              tensor_scalar_reduce select_reduce bn_stats bn_aggr                            Vector, GpSimd
 activation   activation activation_reduce                                                   Scalar
 generate     iota affine_select                                                             GpSimd
+search       max8 nc_find_index8 nc_match_replace8 nc_n_gather local_gather sequence_bounds
+             nonzero_with_count                                                             Vector, GpSimd
+randomness   rng dropout rand2 set_rng_seed                                                 Vector
+registers    register_alloc register_move register_load register_store                      sequencers
+later        range_select (gen3) exponential activate2 (gen4)                               Vector, Scalar
 dma          dma_copy dma_transpose dma_compute                                             DMA
 enums        engine reduce_cmd dge_mode oob_mode matmul_perf_mode nc_version dma_engine
 """
@@ -40,7 +45,9 @@ from .enums import (
     vector_engine,
 )
 from .generate import affine_select, iota
+from .later import activate2, exponential, range_select
 from .matmul import nc_matmul, nc_transpose
+from .randomness import dropout, rand2, rng, set_rng_seed
 from .reduction import (
     bn_aggr,
     bn_stats,
@@ -51,8 +58,80 @@ from .reduction import (
     tensor_scalar_reduce,
     tensor_tensor_scan,
 )
+from .registers import VirtualRegister, register_alloc, register_load, register_move, register_store
+from .search import (
+    local_gather,
+    max8,
+    nc_find_index8,
+    nc_match_replace8,
+    nc_n_gather,
+    nonzero_with_count,
+    sequence_bounds,
+)
 
 
 def get_nc_version() -> nc_version:
     """The generation that the running kernel is built for."""
     return nc_version(current().target.generation)
+
+
+__all__ = [
+    "NkiValidationError",
+    "VirtualRegister",
+    "activate2",
+    "activation",
+    "activation_reduce",
+    "affine_select",
+    "bn_aggr",
+    "bn_stats",
+    "dge_mode",
+    "dma_compute",
+    "dma_copy",
+    "dma_engine",
+    "dma_transpose",
+    "dropout",
+    "engine",
+    "exponential",
+    "get_nc_version",
+    "gpsimd_engine",
+    "iota",
+    "local_gather",
+    "matmul_perf_mode",
+    "max8",
+    "memset",
+    "nc_find_index8",
+    "nc_match_replace8",
+    "nc_matmul",
+    "nc_n_gather",
+    "nc_stream_shuffle",
+    "nc_transpose",
+    "nc_version",
+    "nonzero_with_count",
+    "oob_mode",
+    "rand2",
+    "range_select",
+    "reciprocal",
+    "reduce_cmd",
+    "register_alloc",
+    "register_load",
+    "register_move",
+    "register_store",
+    "rng",
+    "scalar_engine",
+    "scalar_tensor_tensor",
+    "select_reduce",
+    "sequence_bounds",
+    "set_rng_seed",
+    "tensor_copy",
+    "tensor_copy_predicated",
+    "tensor_engine",
+    "tensor_partition_reduce",
+    "tensor_reduce",
+    "tensor_scalar",
+    "tensor_scalar_cumulative",
+    "tensor_scalar_reduce",
+    "tensor_tensor",
+    "tensor_tensor_scan",
+    "unknown_engine",
+    "vector_engine",
+]

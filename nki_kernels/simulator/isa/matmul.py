@@ -166,7 +166,9 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
             f"nc_matmul accumulates onto {what} in `{out.name}` {out.shape}; start with accumulate=False"
         )
     if accumulate is None and kinds == {BY_OTHER} and not out.array.any():
-        return False  # zeros from a memset: whether the compiler overwrites or adds, the result is the product
+        return (
+            False  # zeros from a memset: whether the compiler overwrites or adds, the result is the product
+        )
     if BY_OTHER in kinds and run.target.generation < 4:
         raise StrictError(
             f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote last, undefined on "

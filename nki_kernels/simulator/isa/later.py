@@ -1,0 +1,137 @@
+"""Instructions that Trn1 does not have: range_select (gen3), exponential and activate2 (gen4)."""
+
+import numpy as np
+
+from ..dtypes import to_float32
+from ..errors import ConstraintError, require
+from ..machine import Engine, Handle, Instruction
+from ..memory import NkiTensor
+from ..operators import Operator, activation_function, add, alu_operator, maximum
+from .elementwise import combine, number
+from .enums import reduce_cmd as commands
+
+FP32_MIN = float(np.finfo(np.float32).min)
+RANGE_COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
+PIPELINES = {
+    ("multiply", "add"), ("multiply", "subtract"), ("multiply", "bypass"), ("add", "bypass"),
+    ("subtract", "bypass"), ("bypass", "bypass"),
+}  # fmt: skip
+
+
+def _accumulate(run, registers, op: Operator, result, command, reduce_res, initial=None) -> None:
+    """Fold result along the free axis into the engine's registers and read them out."""
+    if command is not commands.idle:
+        if command is commands.load_reduce:
+            registers[:] = initial
+        elif command in (commands.reset_reduce, commands.reset):
+            registers[:] = op.identity
+        if command is not commands.reset:
+            assert op.alu is not None
+            folded = result[:, :1]
+            for i in range(1, result.shape[1]):
+                folded = op.alu(folded, result[:, i : i + 1])
+            registers[:] = op.alu(registers, folded)
+    if reduce_res is not None:
+        out = run.dst("reduce_res", reduce_res)
+        require(
+            out.size == out.shape[0] == len(registers),
+            f"{run.op} reduce_res must have shape ({len(registers)}, 1), got {out.shape}",
+        )
+        run.write(out, registers)
+
+
+def range_select(
+    dst: NkiTensor,
+    on_true_tile: NkiTensor,
+    comp_op0: Operator,
+    comp_op1: Operator,
+    bound0: NkiTensor,
+    bound1: NkiTensor,
+    reduce_cmd: commands = commands.reset_reduce,
+    reduce_res: NkiTensor | None = None,
+    reduce_op: Operator = maximum,
+    range_start: int = 0,
+    on_false_value: float = FP32_MIN,
+    name: str | None = None,
+) -> Handle:
+    """dst = on_true_tile where index comp_op0 bound0 and index comp_op1 bound1, else the least float32; row maximum."""
+    run = Instruction("range_select", Engine.vector)
+    run.needs_generation(3, "range_select")
+    for role, op in (("comp_op0", comp_op0), ("comp_op1", comp_op1)):
+        if not isinstance(op, Operator) or op.name not in RANGE_COMPARISONS:
+            raise ConstraintError(
+                f"range_select {role} must be one of {', '.join(RANGE_COMPARISONS)}, got {op!r}"
+            )
+    if reduce_op.name != "maximum":
+        raise ConstraintError(f"range_select reduce_op must be nl.maximum, got {reduce_op!r}")
+    P = on_true_tile.shape[0]
+    values = to_float32(run.read("on_true_tile", on_true_tile)).reshape(P, -1)
+    index = range_start + np.arange(values.shape[1], dtype=np.float32)[None, :]
+    low, high = run.scalar_operand("bound0", bound0, P), run.scalar_operand("bound1", bound1, P)
+    keep = combine(comp_op0, index, low) & combine(comp_op1, index, high)
+    result = np.where(keep, values, np.float32(on_false_value))
+    out = run.dst("dst", dst)
+    run.same_elements(out, on_true_tile, "dst", "on_true_tile")
+    run.write(out, result)
+    _accumulate(run, run.machine.vector_registers[:P], reduce_op, result, reduce_cmd, reduce_res)
+    return run.done(reduces=reduce_res is not None)
+
+
+def exponential(
+    dst: NkiTensor,
+    src: NkiTensor,
+    max_value: object = 0.0,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: commands = commands.idle,
+    reduce_init: object = 0.0,
+    name: str | None = None,
+) -> Handle:
+    """dst = exp(src - max_value) on the Vector engine, optionally with the row sum."""
+    run = Instruction("exponential", Engine.vector)
+    run.needs_generation(4, "exponential")
+    P = src.shape[0]
+    values = to_float32(run.read("src", src)).reshape(P, -1)
+    result = np.exp(values - run.scalar_operand("max_value", max_value, P))
+    out = run.dst("dst", dst)
+    run.same_elements(out, src, "dst", "src")
+    run.write(out, result)
+    initial = run.scalar_operand("reduce_init", reduce_init, P)
+    _accumulate(run, run.machine.vector_registers[:P], add, result, reduce_cmd, reduce_res, initial)
+    return run.done(reduces=reduce_res is not None)
+
+
+def activate2(
+    dst: NkiTensor,
+    op: Operator,
+    data: NkiTensor,
+    imm0: object,
+    imm1: object,
+    op0: Operator,
+    op1: Operator,
+    relu_param: object = 0.0,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    reduce_op: Operator | None = None,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: commands = commands.idle,
+    name: str | None = None,
+) -> Handle:
+    """dst = op((data op0 imm0) op1 imm1) on the Scalar engine."""
+    run = Instruction("activate2", Engine.scalar)
+    run.needs_generation(4, "activate2")
+    function = activation_function("activate2", op)
+    first, second = alu_operator("activate2", op0, "op0"), alu_operator("activate2", op1, "op1")
+    if (first.name, second.name) not in PIPELINES:
+        raise ConstraintError(f"activate2 does not support op0 {first!r} with op1 {second!r}")
+    P = data.shape[0]
+    values = to_float32(run.read("data", data)).reshape(P, -1)
+    for alu, imm, reverse, role in ((first, imm0, reverse0, "imm0"), (second, imm1, reverse1, "imm1")):
+        if alu.name != "bypass":
+            values = number(combine(alu, values, run.scalar_operand(role, imm, P), reverse))
+    assert function.activation is not None
+    result = function.activation(values)
+    out = run.dst("dst", dst)
+    run.same_elements(out, data, "dst", "data")
+    run.write(out, result)
+    _accumulate(run, run.machine.scalar_registers[:P], reduce_op or add, result, reduce_cmd, reduce_res)
+    return run.done(reduces=reduce_res is not None)

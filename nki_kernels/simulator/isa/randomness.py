@@ -1,0 +1,55 @@
+"""Random numbers. The generator is NumPy's, seeded per kernel call: distributions agree with the chip, bits do not."""
+
+import numpy as np
+
+from ..dtypes import to_float32
+from ..errors import require
+from ..machine import Engine, Handle, Instruction, current
+from ..memory import NkiTensor
+from .enums import engine as engines
+
+
+def rng(dst: NkiTensor, engine: engines = engines.vector, name: str | None = None) -> Handle:
+    """32 random bits per element, truncated to dst's integer dtype."""
+    run = Instruction("rng", engine)
+    if engine is engines.gpsimd:
+        run.needs_generation(3, "rng on the GpSimd engine")
+    out = run.dst("dst", dst)
+    require(out.dtype.integer, f"rng dst dtype must be an integer, got {out.dtype}")
+    drawn = run.machine.rng.integers(0, 2**32, out.shape, dtype=np.uint32)
+    run.write(out, drawn.astype(np.dtype(f"u{out.dtype.itemsize}")).view(out.dtype.numpy))
+    return run.done()
+
+
+def dropout(dst: NkiTensor, data: NkiTensor, prob: object, name: str | None = None) -> Handle:
+    """Zero each element with probability prob; survivors are not rescaled."""
+    run = Instruction("dropout", Engine.vector)
+    values = run.read("data", data)
+    P = data.shape[0]
+    rate = run.scalar_operand("prob", prob, P)
+    out = run.dst("dst", dst)
+    run.same_elements(out, data, "dst", "data")
+    require(out.dtype == data.dtype, f"dropout dst dtype must be {data.dtype}, got {out.dtype}")
+    drawn = run.machine.rng.random((P, data.size // P), dtype=np.float32)
+    run.write(out, np.where((drawn < rate).reshape(values.shape), np.zeros((), values.dtype), values))
+    return run.done()
+
+
+def rand2(dst: NkiTensor, min: object, max: object, name: str | None = None) -> Handle:
+    """Uniform in [min, max]."""
+    run = Instruction("rand2", Engine.vector)
+    run.needs_generation(4, "rand2")
+    out = run.dst("dst", dst)
+    P = out.shape[0]
+    low, high = run.scalar_operand("min", min, P), run.scalar_operand("max", max, P)
+    drawn = run.machine.rng.random((P, out.size // P), dtype=np.float32)
+    run.write(out, low + (high - low) * drawn)
+    return run.done()
+
+
+def set_rng_seed(src_seeds: NkiTensor, name: str | None = None) -> Handle:
+    """Seed the generator from the first element of a tile."""
+    run = Instruction("set_rng_seed", Engine.vector)
+    seeds = run.read("src_seeds", src_seeds)
+    current().rng = np.random.default_rng(int(to_float32(seeds).flat[0]))
+    return run.done()

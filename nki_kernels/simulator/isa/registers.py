@@ -1,0 +1,58 @@
+"""Scalar registers of the engines' sequencers, for dynamic addresses and loop bounds."""
+
+import numpy as np
+
+from ..errors import require
+from ..machine import Engine, Handle, Instruction
+from ..memory import HBM, SBUF, NkiTensor
+
+
+class VirtualRegister:
+    """A scalar that the chip holds; usable as scalar_offset in .ap and as a loop bound."""
+
+    def __init__(self, value: int | None) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> int:
+        require(self._value is not None, "register is read before anything was moved into it")
+        assert self._value is not None
+        return self._value
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __bool__(self) -> bool:
+        return self.value != 0
+
+
+def register_alloc(x: int | None = None) -> VirtualRegister:
+    """A register, holding x if that is given."""
+    return VirtualRegister(x)
+
+
+def register_move(dst: VirtualRegister, src: int | VirtualRegister) -> None:
+    """dst = a constant or another register."""
+    dst.value = src.value if isinstance(src, VirtualRegister) else int(src)
+
+
+def register_load(dst: VirtualRegister, src: NkiTensor) -> Handle:
+    """dst = the one element of an HBM or SBUF tensor."""
+    run = Instruction("register_load", Engine.sync)
+    values = run.read("src", src, (SBUF, *HBM))
+    require(src.size == 1, f"register_load src must have one element, got {src.shape}")
+    dst.value = int(values.reshape(()))
+    return run.done()
+
+
+def register_store(dst: NkiTensor, src: VirtualRegister) -> Handle:
+    """The one element of dst = src."""
+    run = Instruction("register_store", Engine.sync)
+    out = run.dst("dst", dst, (SBUF, *HBM))
+    require(out.size == 1, f"register_store dst must have one element, got {out.shape}")
+    run.write(out, np.full(out.shape, src.value))
+    return run.done()
