@@ -76,14 +76,15 @@ def gated_delta_rule(
             S = initial_state[n * rows : (n + 1) * rows]
         for start in range(bounds[n], bounds[n + 1], CHUNK):
             chunk = slice(start, min(start + CHUNK, bounds[n + 1]))
-            o, S = _chunk(*(x[:, :, chunk] for x in (q, k, v, g, beta)), S, options.scale, dtype)
+            cut = [x[:, :, chunk] for x in (q, k, v, g, beta)]
+            o, S = _chunk(*cut, S=S, scale=options.scale, dtype=dtype)
             outputs.append(o)
         states.append(S)
     return torch.cat(outputs, dim=2).movedim(1, 2).to(dtype), torch.cat(states)
 
 
 def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, scale: float, dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, S: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     C = g.shape[-1]
     D = _segment_sums(g).exp()

@@ -32,6 +32,7 @@ def declare() -> None:
             adapter="backends.triton_adapter",
             capabilities={"gated_delta_rule": triton, "gated_delta_rule_step": triton},
             unavailable=_triton_missing,
+            emulated=frozenset({"cpu"}),
         )
     )
     chunked = Capability(dtypes=EVERY_FLOAT, automatic=frozenset({"cpu"}))

@@ -1,8 +1,8 @@
 """How wrong a backend is, and how wrong it may be.
 
     judge       the literal recurrence (`backends.recurrent`) in float64, on the inputs rounded to the dtype
-    baseline    an honest PyTorch implementation at the same precision: `backends.baseline`, chunk by chunk. In
-                float32 the literal recurrence is another; it errs less where the triangular inverse is badly
+    baseline    an honest PyTorch implementation at the same precision: `backends.baseline`, chunk by chunk.
+                In float32 the literal recurrence is another; it errs less where the triangular inverse is badly
                 conditioned, more where a state is overwritten many times. The larger of the two errors counts
     error       root mean square of the difference to the judge, over the root mean square of the judge
     allowed     FACTOR times the baseline's error, and never below the floor
@@ -127,7 +127,7 @@ def error(x: Tensor, judge: Tensor) -> float:
 
 
 def floor(case: Case, dtype: torch.dtype) -> float:
-    """The error that no honest implementation can be sure to stay below; derived in the module's docstring."""
+    """The error that no honest implementation can be sure to stay below; the module says why."""
     terms = case.K + case.V + min(case.T, baseline.CHUNK)
     single = math.sqrt(terms) * torch.finfo(torch.float32).eps / 2
     return single if dtype == torch.float32 else single + math.sqrt(4) * torch.finfo(dtype).eps / 4
@@ -135,8 +135,7 @@ def floor(case: Case, dtype: torch.dtype) -> float:
 
 def outcome(given: Inputs, backend: str) -> dict[str, Tensor]:
     """o, final_state and every gradient, by the public operation on one backend."""
-    leaves = {name: getattr(given, name) for name in GRADIENTS.values() if getattr(given, name) is not None}
-    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    leaves = _leaves(given)
     o, final_state = gated_delta_rule(
         *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
         initial_state=leaves.get("initial_state"),
@@ -151,17 +150,19 @@ def outcome(given: Inputs, backend: str) -> dict[str, Tensor]:
 
 def baseline_outcome(given: Inputs) -> dict[str, Tensor]:
     """The same from the baseline."""
-    leaves = {name: getattr(given, name) for name in GRADIENTS.values() if getattr(given, name) is not None}
-    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    leaves = _leaves(given)
     case = given.case
     options = Options(case.K**-0.5, case.normalized_inside, True, given.cu_seqlens is not None)
+    q, k, v, g, beta = (leaves[name] for name in ("q", "k", "v", "g", "beta"))
     o, final_state = baseline.gated_delta_rule(
-        *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
-        leaves.get("initial_state"),
-        given.cu_seqlens,
-        options,
+        q, k, v, g, beta, leaves.get("initial_state"), given.cu_seqlens, options
     )
     return _with_gradients(given, leaves, o, final_state)
+
+
+def _leaves(given: Inputs) -> dict[str, Tensor]:
+    tensors = given.tensors()
+    return {name: tensors[name].detach().requires_grad_() for name in GRADIENTS.values() if name in tensors}
 
 
 def _with_gradients(
@@ -194,7 +195,7 @@ def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> Reference:
 
 
 def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
-    """Runs a backend on a case and judges every tensor. Raises BackendRefusal where the backend refuses it."""
+    """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
     judged_on = "cuda" if device.startswith("cuda") else "cpu"
     right = reference(case, dtype, judged_on)
     found = outcome(inputs(case, dtype).to(device), backend)

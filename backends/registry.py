@@ -99,12 +99,14 @@ class Backend:
     """A name, its adapter's module, and per operation its capability.
 
     unavailable     device type -> why it cannot run on such tensors on this machine (a package, a switch)
+    emulated        device types on which it runs in an interpreter or simulator: right, and slow beyond use
     """
 
     name: str
     adapter: str
     capabilities: Mapping[str, Capability]
     unavailable: Callable[[str], str | None] = _always
+    emulated: frozenset[str] = frozenset()
 
     def refusals(self, call: Call) -> list[str]:
         """Every reason why this backend cannot run `call` here."""

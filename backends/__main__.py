@@ -1,0 +1,36 @@
+"""python -m backends: which backend runs which operation on this machine, and why not."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from backends import describe, device
+
+
+def main() -> int:
+    devices = device.platforms()
+    models = ", ".join(f"{kind} ({device.describe(device.pick(kind))})" for kind in devices)
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    console.print(f"devices here: {models}", highlight=False)
+    table = Table()
+    for heading in ("operation", "backend", "default for", "by name on", "why not, or not elsewhere"):
+        table.add_column(heading)
+    for row in describe():
+        by_name = [kind for kind in row.named if kind not in row.automatic]
+        table.add_row(
+            row.op,
+            row.backend,
+            ", ".join(row.automatic) or "-",
+            ", ".join(by_name) or "-",
+            "\n".join(row.reasons),
+            style=None if row.named else "dim",
+        )
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
