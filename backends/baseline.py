@@ -38,9 +38,9 @@ class _Product(torch.autograd.Function):
         return a @ b
 
     @staticmethod
-    def backward(ctx: Any, dc: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b = ctx.saved_tensors
-        dc = dc.to(ctx.dtype).float()
+        dc = grad_outputs[0].to(ctx.dtype).float()
         return dc @ b.mT, a.mT @ dc, None
 
 

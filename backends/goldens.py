@@ -1,8 +1,8 @@
 """Outputs of one backend on one machine, to be judged on another that it never meets.
 
-A golden is a safetensors file: every output of every case, and in its metadata the fingerprint of the inputs, the
-errors measured where it was recorded, and where that was. `check` makes the inputs again, refuses if their fingerprint
-differs, and judges the recorded outputs here.
+A golden is a safetensors file: every output of every case, and in its metadata the fingerprint of the inputs,
+the errors measured where it was recorded, and where that was. `check` makes the inputs again, refuses if
+their fingerprint differs, and judges the recorded outputs here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def record(path: Path, backend: str, cases: Iterable[Case], device: str) -> list
 def check(path: Path) -> list[Verdict]:
     """Judges the outputs recorded in `path` with the judge of this machine.
 
-    Raises GoldenRefusal where inputs, the file's format, or the errors it claims for its outputs are not the same.
+    Raises GoldenRefusal where inputs, the file's format, or the errors claimed for its outputs are not the same.
     """
     found = []
     with safe_open(path, framework="pt") as file:
@@ -85,7 +85,7 @@ def _header(path: Path, metadata: dict[str, str] | None) -> dict:
     header = json.loads((metadata or {}).get("golden", "{}"))
     if header.get("format") != FORMAT:
         raise GoldenRefusal(
-            f"{path} is {header.get('format', 'no golden')!r}, expected {FORMAT!r}; record it again"
+            f"{path} is {header.get('format', 'no golden')!r}, not {FORMAT!r}; record it again"
         )
     return header
 

@@ -2,8 +2,8 @@
 
     judge       the literal recurrence (`backends.recurrent`) in float64, on the inputs rounded to the dtype
     baseline    an honest PyTorch implementation at the same precision: `backends.baseline`, chunk by chunk.
-                In float32 the literal recurrence is another; it errs less where the triangular inverse is badly
-                conditioned, more where a state is overwritten many times. The larger of the two errors counts
+                In float32 the literal recurrence is another; it errs less where the triangular inverse is
+                badly conditioned, more where a state is overwritten often. The larger error counts
     error       root mean square of the difference to the judge, over the root mean square of the judge
     allowed     FACTOR times the baseline's error, and never below the floor
 

@@ -191,7 +191,9 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m backends.parity", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m backends.parity", description="Every backend against the judge"
+    )
     parser.add_argument("action", nargs="?", choices=("run", "record", "check", "table"), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--backend", action="append", help="only this one; may be repeated")

@@ -266,6 +266,8 @@ def describe(devices: Iterable[str]) -> list[Row]:
             refused = {device: backend.refusals(replace(probe, device=device)) for device in devices}
             here = tuple(device for device, reasons in refused.items() if not reasons)
             automatic = tuple(device for device in here if device in capability.automatic)
+            absent = sorted(capability.automatic - set(refused))
             reasons = [f"{device}: {reason}" for device, found in refused.items() for reason in found]
+            reasons += [f"{device}: this machine has no such device" for device in absent]
             rows.append(Row(op, backend.name, automatic, here, tuple(reasons)))
     return rows
