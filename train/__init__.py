@@ -1,0 +1,1 @@
+"""Training: configuration, data, loop, checkpoints and the command line. Nothing is imported here."""

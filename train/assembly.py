@@ -69,7 +69,7 @@ def reopened(path: Path, changes: dict[str, str], step: int | None, tell: Tell) 
     """A run continued from its newest whole checkpoint, that of `step`, or its start if there is none.
 
     `tell` hears what is not obvious: damaged checkpoints, changed keys, a start at step 0. Raises ConfigError
-    for a change that would make it another run, CheckpointError if the checkpoint is of another configuration.
+    for a change that would make it another run, CheckpointError if the checkpoint is of another one.
     """
     _require_one_process()
     folder = RunFolder(path)

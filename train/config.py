@@ -61,6 +61,10 @@ class ModelSection(Section):
     """convolution taps independent of width, or as the paper's released code has them"""
     readout: Literal["sqrt_k", "none"] = "sqrt_k"
     """factor on the delta rule's output that keeps the epsilon of its norm negligible, or none as released"""
+    initializer_range: Positive = 0.02
+    """standard deviation of initial weights at base_width"""
+    rope_theta: Positive = 10_000.0
+    """base of the wavelengths of RoPE in attention_layers"""
     tie_word_embeddings: bool = True
     """one matrix for embedding and logits"""
     vocab_size: CountOrNone = None
@@ -76,6 +80,8 @@ class OptimizerSection(Section):
     """highest learning rate at base_width; a parameter's own is this times its factor"""
     weight_decay: Real = 0.1
     """decoupled for AdamW, times the learning rate; models.mup's table says which parameters decay"""
+    independent_weight_decay: bool = False
+    """adamw: weight decay without a parameter's own factor, so that wide matrices decay as fast as narrow"""
     beta1: Fraction = 0.9
     """adamw: decay of the gradient's mean"""
     beta2: Fraction = 0.95
@@ -214,7 +220,7 @@ class RunConfig(Section):
     """who computes the delta rule: a name (`python -m backends` lists them), or auto: chosen by device"""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """of matrix products; weights are float32 always; auto: bf16 on accelerators, float32 on a CPU"""
-    parametrization: Literal["sp", "mup_original", "mup"] = "mup"
+    parametrization: Literal["sp", "mup_original", "mup", "mup_authors"] = "mup"
     """how initialization, multipliers and learning rates scale with width"""
     compile: bool = False
     """torch.compile the model"""

@@ -57,8 +57,8 @@ def train(run: Run, display: Display) -> Outcome:
         except torch.OutOfMemoryError as error:
             size = f"{loop.step.micro} x {run.config.batch.length} tokens at once"
             raise OutOfMemory(
-                f"{run.device} has too little memory for {size} ({str(error).splitlines()[0]}); resume with a "
-                "smaller batch.micro or gradient_checkpointing=true"
+                f"{run.device} has too little memory for {size} ({str(error).splitlines()[0]}); resume with "
+                "a smaller batch.micro or gradient_checkpointing=true"
             ) from error
         finally:
             loop.close()

@@ -52,6 +52,8 @@ def model_config(
             parametrization=config.parametrization,
             init=m.init,
             readout=m.readout,
+            initializer_range=m.initializer_range,
+            rope_theta=m.rope_theta,
             tie_word_embeddings=m.tie_word_embeddings,
             bos_token_id=bos,
             eos_token_id=eos,

@@ -4,9 +4,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from models.mup import ScaledParameter, scaled_parameters
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
+
+from models.mup import ScaledParameter, scaled_parameters
 
 from .config import RunConfig
 from .errors import CheckpointError
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
 def rows(model: "DeltaForCausalLM", config: RunConfig) -> list[ScaledParameter]:
     """What every parameter gets in this run."""
     o = config.optimizer
-    return scaled_parameters(model, optimizer=o.name, lr=o.lr, weight_decay=o.weight_decay)
+    return scaled_parameters(
+        model,
+        optimizer=o.name,
+        lr=o.lr,
+        weight_decay=o.weight_decay,
+        independent_weight_decay=o.independent_weight_decay,
+    )
 
 
 def make_optimizer(model: "DeltaForCausalLM", config: RunConfig, device: torch.device) -> Optimizer:

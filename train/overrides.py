@@ -84,8 +84,10 @@ def _value(kind: Any, text: str) -> Any:
 
 
 def _require_effect(key: str, config: RunConfig) -> None:
-    only = {"optimizer.beta1": "adamw", "optimizer.beta2": "adamw", "optimizer.eps": "adamw"}
-    only |= {"optimizer.momentum": "sgd"}
+    only = dict.fromkeys(
+        (f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "independent_weight_decay")), "adamw"
+    )
+    only["optimizer.momentum"] = "sgd"
     name = config.optimizer.name
     if key in only and only[key] != name:
         raise ConfigError(

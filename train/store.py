@@ -146,7 +146,7 @@ class CheckpointStore:
                 self._remove(self.path(step))
 
     def set_aside(self, after: int) -> list[int]:
-        """Rename checkpoints of later steps to undone-step-*, where nothing but a person looks. Returns their steps."""
+        """Rename checkpoints of later steps to undone-step-*, where only a person looks. Their steps."""
         later = [step for step in self.steps() if step > after]
         for step in later:
             away = self.directory / f"undone-{self.path(step).name}"
