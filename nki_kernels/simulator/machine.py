@@ -49,6 +49,7 @@ class Operand:
     dtype: DType
     buffer: MemoryRegion
     region: Region
+    run: int  # contiguous bytes at a time, what one DMA descriptor can move
 
     @property
     def free(self) -> int:
@@ -370,7 +371,12 @@ def _operand(role: str, tensor: NkiTensor) -> Operand:
         region = Region(tensor.storage.number, (0, 1), (0, tensor.storage.base.nbytes))
     else:
         region = Region(tensor.storage.number, (0, 1), (start, start + reach))
-    return Operand(role, tensor.name, shape, tensor.dtype, tensor.buffer, region)
+    run = unit
+    for axis in range(array.ndim - 1, first - 1, -1):
+        if shape[axis] > 1 and array.strides[axis] != run:
+            break
+        run *= shape[axis]
+    return Operand(role, tensor.name, shape, tensor.dtype, tensor.buffer, region, run)
 
 
 __all__ = [

@@ -1,0 +1,235 @@
+"""A cost model over the instruction trace. Everything it says is an estimate; nothing here was measured.
+
+Per instruction: cycles of its engine (busy), and what an instruction that waits for its result waits longer
+(latency). Over the trace:
+
+    engine    sum of busy, per engine
+    dma       sum of bytes / bandwidth
+    path      the longest chain of dependent instructions, latencies included
+    lower     max(engine, dma, path): perfect overlap
+    schedule  engines run in program order, each instruction waits for its operands
+    upper     every instruction alone, one after the other
+
+Sources: cycles per instruction from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages dropped; clocks
+and bandwidths from the architecture guides; latencies from the same and from the performance guide (100 cycles between
+dependent Vector instructions, 264 Scalar cycles a small dependent activation, 64 to fill the Tensor engine's array,
+60 to reach SBUF or PSUM). Inferences: a DMA descriptor costs at least 512 bytes of bandwidth; a float32 transposition
+on the Tensor engine costs four passes; GpSimd elementwise work costs 150 cycles and one per element.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .machine import Engine, Operand, Record
+from .memory import HBM
+from .targets import Target
+
+TENSOR_LATENCY = 64 + 60
+VECTOR_LATENCY = 100
+SCALAR_LATENCY = 264 - 64
+GPSIMD_LATENCY = 100
+DESCRIPTOR_BYTES = 512
+LEAST = 64  # cycles of the shortest instruction
+
+TWO_INPUTS = (
+    "tensor_tensor",
+    "tensor_tensor_scan",
+    "scalar_tensor_tensor",
+    "tensor_copy_predicated",
+    "select_reduce",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction in the estimated schedule; times in microseconds."""
+
+    record: Record
+    engine: str
+    start: float
+    busy: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimated times of one kernel call in microseconds, bytes moved, and instruction counts."""
+
+    target: Target
+    engines: dict[str, float]
+    dma: float
+    path: float
+    lower: float
+    schedule: float
+    upper: float
+    instructions: dict[str, int]
+    hbm_read: int
+    hbm_written: int
+    multiply_adds: int
+    critical: dict[str, tuple[int, float]]  # op -> count and time on the longest path
+    steps: tuple[Step, ...]
+
+    @property
+    def binding(self) -> str:
+        """What sets the lower bound."""
+        times = {**self.engines, "dma": self.dma, "dependency path": self.path}
+        return max(times, key=lambda name: times[name])
+
+    @property
+    def throughput(self) -> float:
+        """The lower bound if dependencies cost nothing: the busiest engine, or DMA."""
+        return max([*self.engines.values(), self.dma])
+
+    @property
+    def tensor_share(self) -> float:
+        """How much of the lower bound the Tensor engine is busy."""
+        return self.engines.get("tensor", 0.0) / self.lower if self.lower else 0.0
+
+
+def estimate(trace: Sequence[Record], target: Target) -> Estimate:
+    """Estimate the time that a traced kernel call takes on one core of the target."""
+    dependencies = _dependencies(trace)
+    steps: list[Step] = []
+    free: dict[str, float] = defaultdict(float)
+    busy_of: dict[str, float] = defaultdict(float)
+    done: list[float] = []  # in the schedule
+    reached: list[float] = []  # along dependencies only
+    before: list[int | None] = []
+    read = written = macs = 0
+    upper = 0.0
+    for i, record in enumerate(trace):
+        busy, latency = instruction_cost(record, target)
+        engine = record.engine.name
+        start, longest, cause = free[engine], 0.0, None
+        for j in dependencies[i]:
+            # one accumulation group streams through the array without waiting for its own sums
+            wait = steps[j].latency if not _accumulates(trace[j], record) else 0.0
+            start = max(start, done[j] + wait)
+            if reached[j] + wait > longest:
+                longest, cause = reached[j] + wait, j
+        free[engine] = start + busy
+        busy_of[engine] += busy
+        done.append(start + busy)
+        reached.append(longest + busy)
+        before.append(cause)
+        steps.append(Step(record, engine, start, busy, latency))
+        upper += busy + latency
+        read += sum(o.bytes for o in record.reads if o.buffer in HBM)
+        written += sum(o.bytes for o in record.writes if o.buffer in HBM)
+        if record.op == "nc_matmul":
+            macs += record.flags["K"] * record.flags["M"] * record.flags["N"]
+    engines = {e.name: busy_of[e.name] for e in (Engine.tensor, Engine.vector, Engine.scalar, Engine.gpsimd)}
+    dma = busy_of["dma"]
+    finish = [reached[i] + steps[i].latency for i in range(len(steps))]
+    path = max(finish, default=0.0)
+    return Estimate(
+        target=target,
+        engines=engines,
+        dma=dma,
+        path=path,
+        lower=max([*engines.values(), dma, path]),
+        schedule=max((s.start + s.busy + s.latency for s in steps), default=0.0),
+        upper=upper,
+        instructions=dict(Counter(r.op for r in trace).most_common()),
+        hbm_read=read,
+        hbm_written=written,
+        multiply_adds=macs,
+        critical=_critical(steps, before, finish),
+        steps=tuple(steps),
+    )
+
+
+def instruction_cost(record: Record, target: Target) -> tuple[float, float]:
+    """(busy, latency) of one instruction in microseconds."""
+    if record.engine is Engine.dma:
+        return _moved(record) / (target.dma_gb_s * 1e3), target.dma_latency_us
+    F = max((o.free for o in (*record.reads[:1], *record.writes[:1])), default=1)
+    op, flags = record.op, record.flags
+    if record.engine is Engine.tensor:
+        if op == "nc_matmul":
+            passes = (2 if flags["onezero"] else 4) if flags["fp32"] else 1
+            cycles = max(min(LEAST, flags["M"]), flags["N"]) * passes
+        else:
+            cycles = max(flags["P"], min(LEAST, flags["F"])) * (4 if flags["fp32"] else 1)
+        return cycles / target.tensor_ghz / 1e3, TENSOR_LATENCY / target.tensor_ghz / 1e3
+    if record.engine is Engine.scalar:
+        cycles = max(LEAST, F) + (LEAST if flags.get("reduces") else 0)
+        return cycles / target.scalar_ghz / 1e3, SCALAR_LATENCY / target.scalar_ghz / 1e3
+    if record.engine is Engine.gpsimd:
+        return (150 + F) / target.gpsimd_ghz / 1e3, GPSIMD_LATENCY / target.gpsimd_ghz / 1e3
+    if op == "reciprocal":
+        cycles = max(LEAST, 8 * F)
+    elif op in TWO_INPUTS:
+        cycles = max(LEAST, 2 * F)
+    else:
+        cycles = max(LEAST, F) + (LEAST if flags.get("reduces") else 0)
+    return cycles / target.vector_ghz / 1e3, VECTOR_LATENCY / target.vector_ghz / 1e3
+
+
+def _moved(record: Record) -> int:
+    """Bytes that a DMA costs: its data, each descriptor at least DESCRIPTOR_BYTES."""
+    operands = (*record.reads, *record.writes)
+    size = max(o.bytes for o in operands)
+    run = max(1, min(o.run for o in operands))
+    return max(size, -(-size // run) * DESCRIPTOR_BYTES)
+
+
+def _accumulates(first: Record, second: Record) -> bool:
+    if first.op != "nc_matmul" or second.op != "nc_matmul" or not second.flags["accumulate"]:
+        return False
+    return first.writes[0].region == second.writes[0].region
+
+
+def _dependencies(trace: Sequence[Record]) -> list[set[int]]:
+    """For each instruction, those that it must wait for: what it reads was written, what it overwrites was used.
+
+    Between tiles on chip and DRAM alike, except that two writes to HBM never wait for each other (the tiles of
+    different heads interleave there without overlapping).
+    """
+    writers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)
+    readers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)
+    result: list[set[int]] = []
+    for i, record in enumerate(trace):
+        needs: set[int] = set()
+        for operand in record.reads:
+            key = operand.region.storage
+            needs.update(j for other, j in writers[key] if _overlap(operand, other))
+            readers[key].append((operand, i))
+        for operand in record.writes:
+            key = operand.region.storage
+            if operand.buffer in HBM:
+                writers[key].append((operand, i))
+                continue
+            needs.update(
+                j for other, j in (*writers[key], *readers[key]) if j != i and _overlap(operand, other)
+            )
+            writers[key] = [(o, j) for o, j in writers[key] if not _covers(operand, o)] + [(operand, i)]
+            readers[key] = [(o, j) for o, j in readers[key] if j == i or not _covers(operand, o)]
+        result.append(needs)
+    return result
+
+
+def _overlap(a: Operand, b: Operand) -> bool:
+    (p0, p1), (q0, q1) = a.region.partitions, b.region.partitions
+    (s0, s1), (t0, t1) = a.region.span, b.region.span
+    return p0 < q1 and q0 < p1 and s0 < t1 and t0 < s1
+
+
+def _covers(a: Operand, b: Operand) -> bool:
+    (p0, p1), (q0, q1) = a.region.partitions, b.region.partitions
+    (s0, s1), (t0, t1) = a.region.span, b.region.span
+    dense = a.free * a.dtype.itemsize == s1 - s0
+    return dense and p0 <= q0 and q1 <= p1 and s0 <= t0 and t1 <= s1
+
+
+def _critical(steps: Sequence[Step], before: Sequence[int | None], finish: Sequence[float]) -> dict:
+    """Count and time per instruction on the longest path."""
+    found: dict[str, tuple[int, float]] = {}
+    at = max(range(len(steps)), key=lambda i: finish[i]) if steps else None
+    while at is not None:
+        step = steps[at]
+        count, time = found.get(step.record.op, (0, 0.0))
+        found[step.record.op] = (count + 1, time + step.busy + step.latency)
+        at = before[at]
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))

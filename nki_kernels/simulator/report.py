@@ -1,0 +1,77 @@
+"""The cost model's estimate as a table and as a picture of the engines' timeline."""
+
+from pathlib import Path
+
+from .cost import Estimate
+from .kernel import Run
+
+LABEL = "ESTIMATE from the instruction trace, not a measurement"
+ROWS = ("tensor", "vector", "scalar", "gpsimd", "dma")
+COLORS = {
+    "tensor": "#4269d0",
+    "vector": "#efb118",
+    "scalar": "#ff725c",
+    "gpsimd": "#6cc5b0",
+    "dma": "#9498a0",
+}
+
+
+def table(name: str, shape: str, run: Run, estimate: Estimate) -> str:
+    """A Markdown table of one kernel call."""
+    t = estimate.target
+    counts: dict[str, int] = {}
+    for step in estimate.steps:
+        counts[step.engine] = counts.get(step.engine, 0) + 1
+    lines = [f"## {name} {shape} on one core of {t.name}", "", f"_{LABEL}._", ""]
+    lines += ["| | time, us | share of lower bound | instructions |", "| --- | ---: | ---: | ---: |"]
+    times = {**estimate.engines, "dma": estimate.dma}
+    for engine in ROWS:
+        share = times[engine] / estimate.lower if estimate.lower else 0.0
+        lines.append(f"| {engine} | {times[engine]:.1f} | {share:.0%} | {counts.get(engine, 0)} |")
+    lines.append(f"| dependency path | {estimate.path:.1f} | {estimate.path / (estimate.lower or 1):.0%} | |")
+    lines += [
+        f"| **lower bound** (set by {estimate.binding}) | **{estimate.lower:.1f}** | | {run.instructions} |",
+        f"| in program order | {estimate.schedule:.1f} | {estimate.schedule / (estimate.lower or 1):.0%} | |",
+        f"| **upper bound** (no overlap) | **{estimate.upper:.1f}** | | |",
+        "",
+        f"HBM: {estimate.hbm_read:,} bytes read, {estimate.hbm_written:,} written. "
+        f"Matmul: {estimate.multiply_adds:,} multiply-adds. "
+        f"Peak live SBUF: {run.sbuf_peak:,} of {t.sbuf:,} bytes per partition; PSUM: {run.psum_peak} of 8 banks.",
+        "",
+        "| instruction | count | | longest path | count | time, us |",
+        "| --- | ---: | --- | --- | ---: | ---: |",
+    ]
+    left = list(estimate.instructions.items())
+    right = list(estimate.critical.items())
+    for i in range(max(len(left), len(right))):
+        a = f"| {left[i][0]} | {left[i][1]} |" if i < len(left) else "| | |"
+        b = f" | {right[i][0]} | {right[i][1][0]} | {right[i][1][1]:.1f} |" if i < len(right) else " | | | |"
+        lines.append(a + b)
+    return "\n".join(lines)
+
+
+def timeline(name: str, shape: str, estimate: Estimate, path: Path) -> Path:
+    """Draw when each engine is busy in the program-order schedule."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(12, 3.2))
+    for row, engine in enumerate(reversed(ROWS)):
+        spans = [(s.start, max(s.busy, 1e-3)) for s in estimate.steps if s.engine == engine]
+        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=COLORS[engine], linewidth=0)
+    axes.set_yticks(range(len(ROWS)), list(reversed(ROWS)))
+    axes.set_xlabel("time, us (estimate)")
+    axes.set_xlim(0, estimate.schedule)
+    axes.axvline(estimate.lower, color="black", linestyle=":", linewidth=1)
+    axes.annotate(
+        "lower bound", (estimate.lower, len(ROWS) - 0.5), fontsize=8, ha="right", va="top", rotation=90
+    )
+    axes.set_title(f"{name} {shape}, one core of {estimate.target.name}: {LABEL}", fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
