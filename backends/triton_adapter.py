@@ -6,7 +6,9 @@ lengths become chunk tables by tensor operations, so every call may be captured 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from triton_kernels.launch import Chunks, Config, config
 if TYPE_CHECKING:
     from backends.registry import Options
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 SaveH = Literal["auto", True, False]
 
 # 512 MiB a call: eight layers of the paper's width-1024 model at 30 x 1024 tokens keep 2.3 GB in all
@@ -38,6 +42,18 @@ def keep_states(save_h: SaveH) -> None:
     _save_h = save_h
 
 
+def _on_its_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Launches where the first tensor is: left alone, Triton launches on the current device."""
+
+    @wraps(function)
+    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.cuda.device_of(args[0]):
+            return function(*args, **kwargs)
+
+    return guarded
+
+
+@_on_its_device
 def forward(
     q: Tensor,
     k: Tensor,
@@ -86,6 +102,7 @@ def forward(
     return o, final_state, [N, P, rows] if h is None or U is None else [N, P, rows, h, U]
 
 
+@_on_its_device
 def backward(
     do: Tensor,
     dstate: Tensor | None,
@@ -117,19 +134,22 @@ def backward(
             q, k, v, beta, N, P, rows, initial_state,
             o=None, final_state=None, h=h, U=U, chunks=chunks, config=row,
         )  # fmt: skip
-    dY, dh = torch.empty_like(U), torch.empty_like(h)
+    dY, dh, dv = torch.empty_like(U), torch.empty_like(h), torch.empty_like(v)
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
+    tiles = -(-V // row.reverse.BV)
+    vdY = q.new_empty((chunks.count, HV, tiles, chunks.size), dtype=torch.float32)
+    carry = q.new_empty((chunks.count, HV, tiles), dtype=torch.float32)
     gated_delta_rule_bwd.reverse_scan(
-        q, k, do, N, P, rows, dstate,
-        dY=dY, dh=dh, dinitial_state=dinitial, chunks=chunks, config=row,
+        q, k, v, do, beta, N, P, rows, h, initial_state, dstate,
+        dY=dY, dh=dh, dv=dv, vdY=vdY, carry=carry, dinitial_state=dinitial, chunks=chunks, config=row,
     )  # fmt: skip
     # grouped value heads: float32 per value head, summed below in a fixed order; atomics would sum in any
     per_head = q.dtype if HV == H else torch.float32
     dq, dk = (q.new_empty((B, T, HV, K), dtype=per_head) for _ in range(2))
-    dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     gated_delta_rule_bwd.gradients(
-        q, k, v, do, beta, rows, h, U, dY, dh,
-        dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, scale=scale, l2norm=options.use_qk_l2norm_in_kernel,
+        q, k, do, beta, rows, h, U, dY, dh, vdY, carry,
+        dq=dq, dk=dk, dg=dg, dbeta=dbeta, scale=scale, l2norm=options.use_qk_l2norm_in_kernel,
         chunks=chunks, config=row,
     )  # fmt: skip
     if HV != H:
@@ -137,6 +157,7 @@ def backward(
     return dq, dk, dv, dg, dbeta, dinitial
 
 
+@_on_its_device
 def step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -149,6 +170,7 @@ def step(
     return o, new
 
 
+@_on_its_device
 def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> Tensor:
     """X' = X + beta k (v^T - k^T X): x [M, D, DV], k [M, D], v [M, DV], beta [M]; k_eps None: k as it is."""
     x, k, v, beta = (y.contiguous() for y in (x, k, v, beta))
@@ -157,6 +179,7 @@ def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps:
     return out
 
 
+@_on_its_device
 def delta_residual_backward(
     dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -207,8 +230,10 @@ def _chunks(q: Tensor, cu_seqlens: Tensor | None, row: Config) -> Chunks:
 
 def _prepared(chunks: Chunks, HV: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """N, P, rows."""
-    matrix, rows = (chunks.count, HV, chunks.size, chunks.size), (chunks.count, HV, 6, chunks.size)
-    return [(matrix, dtype)] * 2 + [(rows, torch.float32)]
+    C = chunks.size
+    words = 1 if dtype == torch.float32 else 2
+    head = (chunks.count, HV)
+    return [((*head, words, C, C), dtype), ((*head, C, C), dtype), ((*head, 7, C), torch.float32)]
 
 
 def _states(

@@ -1,5 +1,4 @@
-"""Compiles every kernel in every configuration for sm_90, which needs no GPU, and reports what the chip would
-need.
+"""Compiles every kernel in every configuration for sm_90, without a GPU; reports what the chip would need.
 
     python -m triton_kernels.compile_only [--quick] [--json FILE]
 
@@ -7,11 +6,10 @@ A row: kernel, head sizes, element type, options; registers and stack bytes a th
 registers), shared memory a program, matrix instructions (HGMMA), and transposes of products. Exit 1 if a row
 breaks a bound.
 
-The bounds: SHARED_BYTES is what Hopper gives one program. STACK_BYTES: this much of a kernel's state is
-parked in L1 between uses; the chunk loops were arranged until it was zero at the sizes that are trained, and
-what remains sits at K = 256 and in float32, whose products run on the ordinary cores. TRANSPOSED: Triton 3.4
-to 3.7.0 miscompiles tl.dot(tl.trans(result of tl.dot), ...) on Hopper, so no transpose may depend on anything
-but loads.
+The bounds: SHARED_BYTES is what Hopper gives one program. STACK_BYTES is what a thread may park in L1 between
+uses: little up to K = 128, up to 400 in the scans at K = 192 and 256, whose state alone fills the registers,
+and more in float32, whose products run on the ordinary cores. Transposes must depend on loads alone: Triton
+3.4 to 3.7.0 miscompiles tl.dot(tl.trans(result of tl.dot), ...) on Hopper.
 """
 
 import argparse
@@ -35,7 +33,7 @@ from triton_kernels.launch import Config, Tile, config, power_of_two
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
-STACK_BYTES = {"bf16": 384, "fp16": 384, "fp32": 768}
+STACK_BYTES = {"bf16": 400, "fp16": 400, "fp32": 768}
 
 HEAD_SIZES = [
     (32, 64),
@@ -137,6 +135,7 @@ def variants(*, quick: bool = False) -> Iterator[Variant]:
 def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator[Variant]:
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K)}
     loops = {**sizes, "V": V, "C": row.C, "DOT": row.dot}
+    words = 1 if dtype == "fp32" else 2
 
     def variant(name: str, options: str, function: Any, tile: Tile, constants: dict[str, Any]) -> Variant:
         return Variant(name, K, V, dtype, options, function, constants, tile)
@@ -144,23 +143,18 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
     fwd, bwd = gated_delta_rule_fwd, gated_delta_rule_bwd
     for packed in [False] if quick else [False, True]:
         word = "packed" if packed else "dense"
-        prepare = {**sizes, "C": row.C, "DOT": row.dot, "PACKED": packed, "L2NORM": True}
+        prepare = {**sizes, "C": row.C, "WORDS": words, "DOT": row.dot, "PACKED": packed, "L2NORM": True}
         yield variant("prepare", word, fwd.prepare_kernel, row.prepare, prepare)
-        scan = {**loops, "BV": row.scan.BV, "PACKED": packed, "HAS_INITIAL": packed, "WRITE_FINAL": packed}
+        scan = {**loops, "BV": row.scan.BV, "WORDS": words, "PACKED": packed, "HAS_INITIAL": packed}
         for kind, out, keep in [("train", True, True), ("infer", True, False), ("recompute", False, True)]:
             if quick and kind != "train":
                 continue
-            constants = {**scan, "WRITE_O": out, "WRITE_H": keep}
+            constants = {**scan, "WRITE_O": out, "WRITE_H": keep, "WRITE_FINAL": packed}
             yield variant("scan", f"{word} {kind}", fwd.scan_kernel, row.scan, constants)
-        reverse = {
-            **loops,
-            "BV": row.reverse.BV,
-            "PACKED": packed,
-            "HAS_DSTATE": packed,
-            "WRITE_DINITIAL": packed,
-        }
+        reverse = {**loops, "BV": row.reverse.BV, "WORDS": words, "PACKED": packed}
+        reverse |= {"HAS_DSTATE": packed, "HAS_INITIAL": packed}
         yield variant("reverse_scan", word, bwd.reverse_scan_kernel, row.reverse, reverse)
-        gradients = {**loops, "BV": row.gradients.BV, "PACKED": packed, "L2NORM": True}
+        gradients = {**loops, "BV": row.gradients.BV, "TILES": 2, "PACKED": packed, "L2NORM": True}
         yield variant("gradients", word, bwd.gradients_kernel, row.gradients, gradients)
     tile = gated_delta_rule_step.tile(V)
     step = {**sizes, "V": V, "BV": tile.BV, "L2NORM": True, "DOT": "ieee"}

@@ -28,7 +28,10 @@ by their row factors, as in forward. P^T and W^T stand on the left of a product 
 products of their own, U dO^T and U dY^T: no result of a product is ever transposed. No atomics: equal inputs
 give equal bits.
 
-Layout: as in forward; dY [NC, HV, C, V]; dh [NC, HV, V, K] holds dS' of each chunk; dq, dk [B, T, HV, K].
+Layout: as in forward; dY [NC, HV, C, V]; dh [NC, HV, V, K] holds dS' of each chunk; dq, dk [B, T, HV, K]. Per
+tile of V in the reverse scan, vdY [NC, HV, TILES, C] holds the row sums <dY_i, V_i> and carry [NC, HV, TILES]
+gam_C <dS', S>: both are taken where dY and dS' are still float32; rounded first, they double the error of dg
+and dbeta in bfloat16.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -37,15 +40,16 @@ import triton
 import triton.language as tl
 
 from triton_kernels.launch import Chunks, Config, power_of_two
-from triton_kernels.tiles import accumulate, chunk_span, product, rounded, sequence_span
+from triton_kernels.tiles import accumulate, chunk_span, product, rounded, sequence_span, split_product
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def reverse_scan_kernel(
-    q, k, do, N, P, rows, dstate, dY, dh, dinitial_state, cu_seqlens, chunk_offsets, T, NT,
+    q, k, v, do, beta, N, P, rows, h, initial_state, dstate, dY, dh, dv, vdY, carry, dinitial_state,
+    cu_seqlens, chunk_offsets, T, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, HAS_DSTATE: tl.constexpr, WRITE_DINITIAL: tl.constexpr,
-    DOT: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, HAS_DSTATE: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One program per (sequence, value head, BV columns of V), over the chunks from the last to the first."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -85,36 +89,56 @@ def reverse_scan_kernel(
         b_doT = tl.load(
             do + (t * HV + i_h) * V + o_vc, mask=m_v[:, None] & m_t[None, :], other=0.0
         )  # [BV, C]
-        b_N = tl.load(N + tile * (C * C) + o_cc)
+        p_N = N + tile * (WORDS * C * C) + o_cc
+        b_N = tl.load(p_N)
+        b_low = tl.load(p_N + (WORDS - 1) * (C * C))
         b_P = tl.load(P + tile * (C * C) + o_cc)
-        p_rows = rows + tile * (6 * C)
+        p_rows = rows + tile * (7 * C)
+        m_vc = m_v[:, None] & m_t[None, :]
+        # gam_C <dS', S>, from the unrounded gradient here, and at the first chunk from the unrounded state
+        o_h = tile * (V * K) + o_v[:, None] * K + o_k[None, :]
+        if HAS_INITIAL:
+            b_S = tl.load(h + o_h, mask=m_vk & (i > 0), other=0.0).to(tl.float32)
+            b_S += tl.load(
+                initial_state + (i_n * HV + i_h) * (K * V) + o_state, mask=m_vk & (i == 0), other=0.0
+            )
+        else:
+            b_S = tl.load(h + o_h, mask=m_vk, other=0.0).to(tl.float32)
+        b_last = tl.exp(tl.load(p_rows + C - 1))
+        tl.store(carry + tile * NV + i_v, b_last * tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0))
         b_dZd = rounded(b_dZ, dtype, DOT)
-        tl.store(dh + tile * (V * K) + o_v[:, None] * K + o_k[None, :], b_dZd, mask=m_vk)
+        tl.store(dh + o_h, b_dZd, mask=m_vk)
 
-        b_dUT = product(b_dZd, tl.trans(b_k), DOT) * tl.load(p_rows + 5 * C + o_c)[None, :]
+        b_dUT = product(b_dZd, tl.trans(b_k), DOT) * tl.load(p_rows + 6 * C + o_c)[None, :]
         b_dUT += product(b_doT, b_P, DOT)  # [BV, C]
-        b_dYT = product(rounded(b_dUT, dtype, DOT), b_N, DOT)  # [BV, C]
+        b_dYT = split_product(b_dUT, b_N, b_low, dtype, DOT)  # [BV, C]
         tl.store(
             dY + tile * (C * V) + o_c[None, :] * V + o_v[:, None],
             rounded(b_dYT, dtype, DOT),
             mask=m_v[:, None],
         )
-        b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 4 * C + o_c)[None, :]
-        b_dYT *= tl.load(p_rows + 3 * C + o_c)[None, :]
-        b_dZ = b_dZ * tl.exp(tl.load(p_rows + C - 1)) + product(rounded(b_dOT, dtype, DOT), b_q, DOT)
+        b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0).to(tl.float32)
+        tl.store(vdY + (tile * NV + i_v) * C + o_c, tl.sum(b_dYT * b_vT, axis=0))
+        b_beta = tl.load(beta + t * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+        b_dvT = rounded(b_dYT * b_beta[None, :], dv.dtype.element_ty, DOT)
+        tl.store(dv + (t * HV + i_h) * V + o_vc, b_dvT, mask=m_vc)
+        b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 5 * C + o_c)[None, :]
+        b_dYT *= tl.load(p_rows + 4 * C + o_c)[None, :]
+        b_dZ = b_dZ * b_last + product(rounded(b_dOT, dtype, DOT), b_q, DOT)
         b_dZ -= product(rounded(b_dYT, dtype, DOT), b_k, DOT)
 
-    if WRITE_DINITIAL:
+    if HAS_INITIAL:
         tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_dZ, mask=m_vk)
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def gradients_kernel(
-    q, k, v, do, beta, rows, h, U, dY, dh, dq, dk, dv, dg, dbeta, chunk_start, chunk_length, scale, T, NT,
+    q, k, do, beta, rows, h, U, dY, dh, vdY, carry, dq, dk, dg, dbeta, chunk_start, chunk_length, scale,
+    T, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, value head): dq, dk, dv, dg, dbeta from h, U, dY, dh.
+    """One program per (chunk, value head): dq, dk, dg, dbeta from h, U, dY, dh, vdY, carry.
 
     Three passes over V: the C x C products; dq's state part; dk's two state parts. The second and third read
     what the first left in L2. They are separate so that at most two [C, K] accumulators live at once: at K =
@@ -136,9 +160,9 @@ def gradients_kernel(
     dtype = k.dtype.element_ty
     tile = i_c * HV + i_h
     b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
-    p_rows = rows + tile * (6 * C)
+    p_rows = rows + tile * (7 * C)
     b_b = tl.load(p_rows + o_c)
-    b_last = tl.load(p_rows + C - 1)
+    b_low = tl.load(p_rows + C + o_c)
     p_v = (start * HV + i_h) * V
     p_w = tile * (C * V)
     p_h = tile * (V * K)
@@ -148,13 +172,16 @@ def gradients_kernel(
     b_AT = tl.zeros([C, C], dtype=tl.float32)  # U dO^T
     b_RT = tl.zeros([C, C], dtype=tl.float32)  # U dY^T
     b_dbeta = tl.zeros([C], dtype=tl.float32)
+    b_carry = 0.0
+    for i_tile in range(0, TILES):
+        b_dbeta += tl.load(vdY + (tile * TILES + i_tile) * C + o_c)
+        b_carry += tl.load(carry + tile * TILES + i_tile)
     for i_v in range(0, NV):
         o_v = i_v * BV + tl.arange(0, BV)
         m_v = o_v < V
         m_cv = m_t[:, None] & m_v[None, :]
         o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
         o_cv = o_c[:, None] * V + o_v[None, :]
-        b_v = tl.load(v + p_v + o_tv, mask=m_cv, other=0.0)
         b_do = tl.load(do + p_v + o_tv, mask=m_cv, other=0.0)
         b_U = tl.load(U + p_w + o_cv, mask=m_v[None, :], other=0.0)
         b_dY = tl.load(dY + p_w + o_cv, mask=m_v[None, :], other=0.0)
@@ -162,19 +189,17 @@ def gradients_kernel(
         b_AT = accumulate(b_AT, b_U, tl.trans(b_do), DOT)
         b_R = accumulate(b_R, b_dY, tl.trans(b_U), DOT)
         b_RT = accumulate(b_RT, b_U, tl.trans(b_dY), DOT)
-        b_dY32 = b_dY.to(tl.float32)
-        b_dbeta += tl.sum(b_dY32 * b_v.to(tl.float32), axis=1)
-        tl.store(dv + p_v + o_tv, rounded(b_dY32 * b_beta[:, None], dv.dtype.element_ty, DOT), mask=m_cv)
 
     b_q = tl.load(q + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
     b_k = tl.load(k + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-    b_rq = tl.load(p_rows + C + o_c)
-    b_rk = tl.load(p_rows + 2 * C + o_c)
+    b_rq = tl.load(p_rows + 2 * C + o_c)
+    b_rk = tl.load(p_rows + 3 * C + o_c)
     lower = o_c[:, None] >= o_c[None, :]
     upper = o_c[:, None] <= o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
-    b_D = tl.exp(tl.where(lower, b_b[:, None] - b_b[None, :], float("-inf")))
-    b_DT = tl.exp(tl.where(upper, b_b[None, :] - b_b[:, None], float("-inf")))
+    b_D = (b_b[:, None] - b_b[None, :]) + (b_low[:, None] - b_low[None, :])
+    b_DT = tl.exp(tl.where(upper, -b_D, float("-inf")))
+    b_D = tl.exp(tl.where(lower, b_D, float("-inf")))
     b_QK = product(b_q, tl.trans(b_k), DOT) * (b_rq[:, None] * b_rk[None, :])
     b_KK = product(b_k, tl.trans(b_k), DOT) * (b_rk[:, None] * b_rk[None, :])
     b_dP = scale * b_A * b_D
@@ -190,8 +215,7 @@ def gradients_kernel(
     b_dP = rounded(b_dP * b_rk[None, :], dtype, DOT)
 
     b_gam = tl.exp(b_b)
-    b_lam = tl.exp(b_last - b_b)
-    b_carry = tl.zeros([KP], dtype=tl.float32)
+    b_lam = tl.exp((tl.load(p_rows + C - 1) - b_b) + (tl.load(p_rows + 2 * C - 1) - b_low))
     b_dq = tl.zeros([C, KP], dtype=tl.float32)
     for i_v in range(0, NV):
         o_v = i_v * BV + tl.arange(0, BV)
@@ -225,7 +249,6 @@ def gradients_kernel(
         b_dh = tl.load(dh + p_h + o_vk, mask=m_vk, other=0.0)
         b_YS = accumulate(b_YS, b_dY, b_h, DOT)
         b_US = accumulate(b_US, b_U, b_dh, DOT)
-        b_carry += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=0)
     b_k32 = b_k.to(tl.float32) * b_rk[:, None]
     b_kYS = b_gam * tl.sum(b_k32 * b_YS, axis=1)
     b_dbeta -= b_kYS
@@ -242,37 +265,40 @@ def gradients_kernel(
     # a sum of the earlier writes, not cumsum - wr: at g = -20 the difference is 1e-9 of what it is taken from
     b_dg = tl.sum(tl.where(strict, b_wr[None, :], 0.0), axis=1)
     b_dg += tl.cumsum(b_rd, axis=0, reverse=True)
-    b_dg += tl.exp(b_last) * tl.sum(b_carry, axis=0)
+    b_dg += b_carry
     p_g = start * HV + i_h + o_c * HV
     tl.store(dg + p_g, rounded(b_dg, dg.dtype.element_ty, DOT), mask=m_t)
     tl.store(dbeta + p_g, rounded(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
 
 
-def reverse_scan(q, k, do, N, P, rows, dstate, *, dY, dh, dinitial_state, chunks: Chunks, config: Config):
-    """Launch `reverse_scan_kernel`: fills dY, dh and, where not None, dinitial_state."""
+def reverse_scan(
+    q, k, v, do, beta, N, P, rows, h, initial_state, dstate, *, dY, dh, dv, vdY, carry, dinitial_state,
+    chunks: Chunks, config: Config,
+):  # fmt: skip
+    """Launch `reverse_scan_kernel`: fills dY, dh, dv, vdY, carry, and dinitial_state where there is one."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     tile = config.reverse
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.BV),)](
-        q, k, do, N, P, rows, dstate, dY, dh, dinitial_state, chunks.cu_seqlens, chunks.offsets,
-        chunks.T, chunks.per_sequence,
+        q, k, v, do, beta, N, P, rows, h, initial_state, dstate, dY, dh, dv, vdY, carry, dinitial_state,
+        chunks.cu_seqlens, chunks.offsets, chunks.T, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, PACKED=chunks.packed,
-        HAS_DSTATE=dstate is not None, WRITE_DINITIAL=dinitial_state is not None, DOT=config.dot,
-        num_warps=tile.warps, num_stages=tile.stages,
+        HAS_DSTATE=dstate is not None, HAS_INITIAL=initial_state is not None, WORDS=N.shape[2],
+        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 def gradients(
-    q, k, v, do, beta, rows, h, U, dY, dh, *, dq, dk, dv, dg, dbeta, scale, l2norm, chunks: Chunks,
+    q, k, do, beta, rows, h, U, dY, dh, vdY, carry, *, dq, dk, dg, dbeta, scale, l2norm, chunks: Chunks,
     config: Config,
 ):  # fmt: skip
-    """Launch `gradients_kernel`: fills dq, dk (per value head, [B, T, HV, K]), dv, dg, dbeta."""
+    """Launch `gradients_kernel`: fills dq, dk (per value head, [B, T, HV, K]), dg, dbeta."""
     H, K = q.shape[2:]
-    HV, V = v.shape[2:]
+    HV, V = do.shape[2:]
     tile = config.gradients
     gradients_kernel[(chunks.count * HV,)](
-        q, k, v, do, beta, rows, h, U, dY, dh, dq, dk, dv, dg, dbeta, chunks.start, chunks.length, scale,
+        q, k, do, beta, rows, h, U, dY, dh, vdY, carry, dq, dk, dg, dbeta, chunks.start, chunks.length, scale,
         chunks.T, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, L2NORM=l2norm,
-        PACKED=chunks.packed, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, TILES=vdY.shape[2],
+        L2NORM=l2norm, PACKED=chunks.packed, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

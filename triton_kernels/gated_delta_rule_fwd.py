@@ -32,16 +32,23 @@ import triton
 import triton.language as tl
 
 from triton_kernels.launch import Chunks, Config, power_of_two
-from triton_kernels.tiles import chunk_span, product, rounded, sequence_span, unit_lower_inverse
+from triton_kernels.tiles import (
+    chunk_span,
+    product,
+    rounded,
+    sequence_span,
+    split_product,
+    unit_lower_inverse,
+)
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def prepare_kernel(
     q, k, g, beta, N_out, P_out, rows, chunk_start, chunk_length, scale, T, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
-    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, value head): N, P and the six rows. KP is K up to a power of two."""
+    """One program per (chunk, value head): N, P and the seven rows. KP is K up to a power of two."""
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // HV, pid % HV
     i_hk = i_h // (HV // H)
@@ -59,7 +66,10 @@ def prepare_kernel(
     b_g = tl.load(g + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
     b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
 
-    b_b = tl.cumsum(b_g, axis=0)
+    # the running sum in two words: its differences keep their digits where strong and weak decays meet
+    b_sum = tl.cumsum(b_g.to(tl.float64), axis=0)
+    b_b = b_sum.to(tl.float32)
+    b_low = (b_sum - b_b).to(tl.float32)
     if L2NORM:
         b_q32 = b_q.to(tl.float32)
         b_k32 = b_k.to(tl.float32)
@@ -69,26 +79,34 @@ def prepare_kernel(
         b_rq = tl.full([C], 1.0, tl.float32)
         b_rk = tl.full([C], 1.0, tl.float32)
     tile = i_c * HV + i_h
-    b_last = tl.sum(tl.where(o_c == C - 1, b_b, 0.0), axis=0)
+    b_last = tl.sum(tl.where(o_c == C - 1, b_sum, 0.0), axis=0)
     b_gam = tl.exp(b_b)
-    p_rows = rows + tile * (6 * C) + o_c
+    b_lam = tl.exp((b_last - b_sum).to(tl.float32))
+    p_rows = rows + tile * (7 * C) + o_c
     tl.store(p_rows, b_b)
-    tl.store(p_rows + C, b_rq)
-    tl.store(p_rows + 2 * C, b_rk)
-    tl.store(p_rows + 3 * C, b_gam * b_rk * b_beta)
-    tl.store(p_rows + 4 * C, scale * b_gam * b_rq)
-    tl.store(p_rows + 5 * C, tl.exp(b_last - b_b) * b_rk)
+    tl.store(p_rows + C, b_low)
+    tl.store(p_rows + 2 * C, b_rq)
+    tl.store(p_rows + 3 * C, b_rk)
+    tl.store(p_rows + 4 * C, b_gam * b_rk * b_beta)
+    tl.store(p_rows + 5 * C, scale * b_gam * b_rq)
+    tl.store(p_rows + 6 * C, b_lam * b_rk)
 
-    o_cc = tile * (C * C) + o_c[:, None] * C + o_c[None, :]
+    o_cc = o_c[:, None] * C + o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
     b_KK = product(b_k, tl.trans(b_k), DOT)
     b_L = tl.where(strict, b_KK * ((b_beta * b_rk)[:, None] * b_rk[None, :]), 0.0)
     b_N = unit_lower_inverse(b_L, C)
     # the exponent is masked before exp: above the diagonal it is positive and may overflow
-    b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_b[:, None] - b_b[None, :], float("-inf")))
-    tl.store(N_out + o_cc, rounded(b_N * b_D, N_out.dtype.element_ty, DOT))
+    b_D = (b_b[:, None] - b_b[None, :]) + (b_low[:, None] - b_low[None, :])
+    b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_D, float("-inf")))
+    b_N *= b_D
+    b_hi = rounded(b_N, N_out.dtype.element_ty, DOT)
+    p_N = N_out + tile * (WORDS * C * C) + o_cc
+    tl.store(p_N, b_hi)
+    if WORDS == 2:
+        tl.store(p_N + C * C, rounded(b_N - b_hi.to(tl.float32), N_out.dtype.element_ty, DOT))
     b_P = product(b_q, tl.trans(b_k), DOT) * b_D * ((scale * b_rq)[:, None] * b_rk[None, :])
-    tl.store(P_out + o_cc, rounded(b_P, P_out.dtype.element_ty, DOT))
+    tl.store(P_out + tile * (C * C) + o_cc, rounded(b_P, P_out.dtype.element_ty, DOT))
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -96,7 +114,7 @@ def scan_kernel(
     q, k, v, beta, N, P, rows, initial_state, o, final_state, h, U, cu_seqlens, chunk_offsets, T, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, WRITE_O: tl.constexpr,
-    WRITE_FINAL: tl.constexpr, WRITE_H: tl.constexpr, DOT: tl.constexpr,
+    WRITE_FINAL: tl.constexpr, WRITE_H: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One program per (sequence, value head, BV columns of V), over the chunks in order.
 
@@ -136,26 +154,28 @@ def scan_kernel(
         m_vc = m_v[:, None] & m_t[None, :]
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
         b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0)  # [BV, C]
-        b_N = tl.load(N + tile * (C * C) + o_cc)
+        p_N = N + tile * (WORDS * C * C) + o_cc
+        b_N = tl.load(p_N)
+        b_low = tl.load(p_N + (WORDS - 1) * (C * C))
         b_beta = tl.load(beta + t * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
-        p_rows = rows + tile * (6 * C)
+        p_rows = rows + tile * (7 * C)
         b_Zd = rounded(b_Z, dtype, DOT)
         if WRITE_H:
             tl.store(h + tile * (V * K) + o_v[:, None] * K + o_k[None, :], b_Zd, mask=m_vk)
 
         b_YT = product(b_Zd, tl.trans(b_k), DOT)  # [BV, C] = S^T K^T
-        b_XT = b_vT.to(tl.float32) * b_beta[None, :] - b_YT * tl.load(p_rows + 3 * C + o_c)[None, :]
-        b_UT = product(rounded(b_XT, dtype, DOT), tl.trans(b_N), DOT)  # [BV, C]
+        b_XT = b_vT.to(tl.float32) * b_beta[None, :] - b_YT * tl.load(p_rows + 4 * C + o_c)[None, :]
+        b_UT = split_product(b_XT, tl.trans(b_N), tl.trans(b_low), dtype, DOT)  # [BV, C]
         if WRITE_H:
             p_U = U + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
             tl.store(p_U, rounded(b_UT, dtype, DOT), mask=m_v[:, None])
         if WRITE_O:
             b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
             b_P = tl.load(P + tile * (C * C) + o_cc)
-            b_OT = product(b_Zd, tl.trans(b_q), DOT) * tl.load(p_rows + 4 * C + o_c)[None, :]
+            b_OT = product(b_Zd, tl.trans(b_q), DOT) * tl.load(p_rows + 5 * C + o_c)[None, :]
             b_OT += product(rounded(b_UT, dtype, DOT), tl.trans(b_P), DOT)
             tl.store(o + (t * HV + i_h) * V + o_vc, rounded(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
-        b_UT *= tl.load(p_rows + 5 * C + o_c)[None, :]
+        b_UT *= tl.load(p_rows + 6 * C + o_c)[None, :]
         b_Z = b_Z * tl.exp(tl.load(p_rows + C - 1)) + product(rounded(b_UT, dtype, DOT), b_k, DOT)
 
     if WRITE_FINAL:
@@ -168,7 +188,7 @@ def prepare(q, k, g, beta, N, P, rows, *, scale, l2norm, chunks: Chunks, config:
     prepare_kernel[(chunks.count * HV,)](
         q, k, g, beta, N, P, rows, chunks.start, chunks.length, scale, chunks.T, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, PACKED=chunks.packed,
-        DOT=config.dot, num_warps=config.prepare.warps, num_stages=config.prepare.stages,
+        WORDS=N.shape[2], DOT=config.dot, num_warps=config.prepare.warps, num_stages=config.prepare.stages,
     )  # fmt: skip
 
 
@@ -184,5 +204,5 @@ def scan(
         chunks.T, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, PACKED=chunks.packed,
         HAS_INITIAL=initial_state is not None, WRITE_O=o is not None, WRITE_FINAL=final_state is not None,
-        WRITE_H=h is not None, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        WRITE_H=h is not None, WORDS=N.shape[2], DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -74,13 +74,16 @@ def _row(K: int, V: int, itemsize: int) -> Config:
     wide = min(64, power_of_two(V))
     if itemsize == 4:
         # float32 products run on the ordinary cores, operands in registers: small chunks, or they spill
-        C = 32 if KP <= 128 else 16
-        narrow = min(32 if KP <= 128 else 16, power_of_two(V))
-        warps = 4 if KP <= 64 else 8
-        tile = Tile(narrow, warps, 1)
-        return Config(C, "ieee", Tile(0, warps, 1), tile, tile, tile)
-    # a state of [64, 256] float32 fills the registers of four warps
-    scan = Tile(wide, 4 if KP <= 128 else 8, 2)
+        C = 32 if KP <= 64 else 16
+        tile = Tile(min(C, power_of_two(V)), 4 if KP <= 128 else 8, 1)
+        return Config(C, "ieee", Tile(0, tile.warps, 1), tile, tile, tile)
+    prepare = Tile(0, 4, 1)
+    if KP > 128:
+        # a state of [64, 256] float32 fills the registers of four warps, and in both kernels of backward two
+        # stages of the tiles pass the 227 KiB of shared memory that there are
+        scan = Tile(wide, 8, 2)
+        return Config(64, "tf32", prepare, scan, replace(scan, stages=1), replace(scan, stages=1))
     # two turns at least around the loops over V: unrolled into one, they spill (424 bytes a thread at 64:64)
     gradients = Tile(64 if V > 64 else max(16, wide // 2), 8, 2)
-    return Config(64, "tf32", Tile(0, 4, 1), scan, scan, gradients)
+    scan = Tile(wide, 4, 2)
+    return Config(64, "tf32", prepare, scan, scan, gradients)

@@ -41,6 +41,23 @@ def accumulate(acc, a, b, DOT: tl.constexpr):
 
 
 @triton.jit
+def split_product(x, hi, lo, dtype: tl.constexpr, DOT: tl.constexpr):
+    """x (hi + lo) for float32 x: three products of `dtype`, of which the fourth would be below 2^-16; or one.
+
+    hi + lo is N, whose rows reach absolute sums of 2 C where keys are alike and beta is 2: rounded to
+    bfloat16, N and x would lose five times what the rest of the computation loses.
+    """
+    if dtype == tl.float32:
+        return product(x, hi, DOT)
+    else:
+        b_hi = rounded(x, dtype, DOT)
+        b_lo = rounded(x - b_hi.to(tl.float32), dtype, DOT)
+        b_y = product(b_hi, hi, DOT)
+        b_y = accumulate(b_y, b_lo, hi, DOT)
+        return accumulate(b_y, b_hi, lo, DOT)
+
+
+@triton.jit
 def chunk_span(i_c, T, NT, chunk_start, chunk_length, C: tl.constexpr, PACKED: tl.constexpr):
     """First token and number of tokens of chunk i_c; a length <= 0 marks a slot that no sequence uses.
 

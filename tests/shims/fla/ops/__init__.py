@@ -1,0 +1,1 @@
+"""Empty, as a package needs it."""
