@@ -108,7 +108,7 @@ def record(
     machine.cores = kernel.cores
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
     bound.arguments = {name: _argument(machine, name, value) for name, value in bound.arguments.items()}
-    nan_in = any(_has_nan(x.array) for x in bound.arguments.values() if isinstance(x, NkiTensor))
+    nan_in = any(_has_nan(storage.base) for storage in machine.storages)
     _current.append(machine)
     try:
         with np.errstate(all="ignore"):
@@ -129,6 +129,8 @@ def _argument(machine: Machine, name: str, value: Any) -> Any:
         raise TypeError(
             f"argument {name} is a {type(value).__name__}; pass NumPy arrays (ml_dtypes for bfloat16)"
         )
+    if isinstance(value, tuple):
+        return tuple(_argument(machine, f"{name}[{i}]", item) for i, item in enumerate(value))
     if machine.strict and isinstance(value, (list, dict)):
         raise StrictError(
             f"kernel argument {name} is a {type(value).__name__}; pass one argument per tensor, and tuples of numbers"
