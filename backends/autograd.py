@@ -19,9 +19,14 @@ _OPTIONS = "float scale, bool use_qk_l2norm_in_kernel, bool output_final_state"
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens"
 
 
-def _contiguous(x: Tensor | None, absent: Tensor) -> Tensor:
+def _present(x: Tensor | None, absent: Tensor) -> Tensor:
     """What the fake implementations promise: dense outputs, and an empty tensor for one that is not there."""
     return absent.new_empty(0) if x is None else x.contiguous()
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """States are small and reach adapters contiguous, as they come from a cache or from the step before."""
+    return None if x is None else x.contiguous()
 
 
 @torch.library.custom_op(
@@ -53,9 +58,9 @@ def gated_delta_rule(
     options = Options(scale, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None)
     with torch.autocast(q.device.type, enabled=False):
         o, state, saved = adapter(backend).forward(
-            q, k, v, g, beta, initial_state, cu_seqlens, options, save=save
+            q, k, v, g, beta, _dense(initial_state), cu_seqlens, options, save=save
         )
-    return o.contiguous(), _contiguous(state, g), [x.contiguous() for x in saved]
+    return o.contiguous(), _present(state, g), [x.contiguous() for x in saved]
 
 
 @gated_delta_rule.register_fake
@@ -110,10 +115,10 @@ def gated_delta_rule_backward(
     options = Options(scale, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None)
     with torch.autocast(q.device.type, enabled=False):
         *grads, dinitial = adapter(backend).backward(
-            do, dstate, q, k, v, g, beta, initial_state, cu_seqlens, saved, options
+            do, _dense(dstate), q, k, v, g, beta, _dense(initial_state), cu_seqlens, saved, options
         )
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in grads)
-    return dq, dk, dv, dg, dbeta, _contiguous(dinitial, g)
+    return dq, dk, dv, dg, dbeta, _present(dinitial, g)
 
 
 @gated_delta_rule_backward.register_fake
@@ -164,7 +169,7 @@ def gated_delta_rule_step(
     )
     options = Options(scale, use_qk_l2norm_in_kernel, output_final_state=True, packed=False)
     with torch.autocast(q.device.type, enabled=False):
-        o, new_state = adapter(backend).step(q, k, v, g, beta, state, options)
+        o, new_state = adapter(backend).step(q, k, v, g, beta, state.contiguous(), options)
     return o.contiguous(), new_state.contiguous()
 
 

@@ -111,7 +111,7 @@ def _dtypes_and_devices(q: Tensor, same: dict[str, Tensor], gates: dict[str, Ten
             raise TypeError(f"{name} is {x.dtype}, q is {q.dtype}; cast q, k and v to one dtype")
     for name, x in gates.items():
         if x.dtype != q.dtype and (x.dtype != float32 or q.dtype == float64):
-            wanted = "float64" if q.dtype == float64 else f"float32 or {_name(q)}"
+            wanted = _name(q) if q.dtype in (float32, float64) else f"float32 or {_name(q)}"
             raise TypeError(f"{name} is {x.dtype} beside {q.dtype} q; it must be {wanted}: cast it")
     for name, x in (same | gates).items():
         if x.device != q.device:
