@@ -1,5 +1,6 @@
 """nki.language: dtypes, buffers, operators, tensors and tile functions. Names are NKI's; imported as `nl`."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -104,16 +105,17 @@ class NKIObject:
     """
 
     def __init_subclass__(cls) -> None:
-        notes = cls.__dict__.get("__annotations__", {})
-        for name, default in list(vars(cls).items()):
+        notes = inspect.get_annotations(cls)
+        fields = {name: kind for name, kind in notes.items() if name not in vars(cls)}
+        for name, default in vars(cls).items():
             if not (name.startswith("__") or callable(default) or hasattr(default, "__get__")):
-                notes.setdefault(name, Any)
-        cls.__annotations__ = notes
+                fields[name] = notes.get(name, Any)
+        cls.__annotations__ = fields
 
     def __init__(self, *values: Any, **fields: Any) -> None:
         declared: dict[str, Any] = {}
         for cls in reversed(type(self).__mro__[:-1]):
-            declared.update({name: vars(cls).get(name) for name in vars(cls).get("__annotations__", {})})
+            declared.update({name: vars(cls).get(name) for name in inspect.get_annotations(cls)})
         given = dict(zip(declared, values, strict=False)) | fields
         unknown = sorted(set(given) - set(declared))
         if unknown or len(values) > len(declared):
