@@ -5,17 +5,13 @@ from math import isclose
 
 import numpy as np
 import pytest
+from simulator_harness import F32, ones
 
 from nki_kernels.simulator import TARGETS, nisa, nl, record
 from nki_kernels.simulator.__main__ import main
 from nki_kernels.simulator.cost import estimate, instruction_cost
 
-F32 = nl.float32
 TRN1 = TARGETS["trn1"]
-
-
-def ones(*shape, dtype=F32):
-    return nl.ones(shape, dtype)
 
 
 def traced(body, target="trn1"):
@@ -180,7 +176,7 @@ def test_hbm_bytes_and_multiply_adds():
 
 def test_report_prints_a_labeled_table_and_draws_the_timeline(tmp_path, capsys):
     picture, numbers = tmp_path / "t.png", tmp_path / "t.json"
-    argv = ["report", "tests.test_simulator_kernels:matmul_tiled", "256x64,256x600:float32"]
+    argv = ["report", "test_simulator_kernels:matmul_tiled", "256x64,256x600:float32"]
     assert main([*argv, "--png", str(picture), "--json", str(numbers)]) == 0
     printed = capsys.readouterr().out
     assert "ESTIMATE from the instruction trace, not a measurement" in printed

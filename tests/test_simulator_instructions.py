@@ -1,53 +1,14 @@
-"""Every instruction against NumPy: operands, options, dtypes, memories."""
+"""Elementwise, activation and reducing instructions against NumPy."""
 
-import ml_dtypes
 import numpy as np
 import pytest
+from simulator_harness import F32, R, execute, near, normal, on_chip
 
 from nki_kernels.simulator import nisa, nl, record
 
-F32 = nl.float32
-R = np.random.default_rng(1)
-
-
-def normal(*shape, dtype=np.float32):
-    return R.standard_normal(shape, dtype=np.float32).astype(dtype)
-
-
-def on_chip(array, buffer="sbuf", dtype=None):
-    """The array in a tile."""
-    tile = nl.ndarray(array.shape, dtype or array.dtype, nl.sbuf)
-    nisa.dma_copy(dst=tile, src=array)
-    if buffer == "sbuf":
-        return tile
-    moved = nl.ndarray(array.shape, tile.dtype, nl.psum)
-    nisa.tensor_copy(dst=moved, src=tile)
-    return moved
-
-
-def execute(body, *arrays, shape, dtype=F32, target="trn1"):
-    """Run body(out, *tiles) and return what it left in `out`."""
-
-    def kernel(*args):
-        tiles = [on_chip(a) for a in args]
-        out = nl.ndarray(shape, dtype, nl.sbuf)
-        body(out, *tiles)
-        hbm = nl.ndarray(shape, dtype, nl.shared_hbm)
-        nisa.dma_copy(dst=hbm, src=out)
-        return hbm
-
-    return record(kernel, *arrays, target=target, check_source=False, trace=False).outputs
-
-
-def near(actual, expected, tolerance=2e-6):
-    scale = np.abs(expected).max() + 1e-30
-    np.testing.assert_allclose(
-        np.asarray(actual, np.float64) / scale, expected / scale, rtol=0, atol=tolerance
-    )
-
-
 BINARY = {
-    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum,
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply,
+    "maximum": np.maximum, "minimum": np.minimum,
     "equal": np.equal, "not_equal": np.not_equal, "greater": np.greater, "greater_equal": np.greater_equal,
     "less": np.less, "less_equal": np.less_equal,
     "logical_and": np.logical_and, "logical_or": np.logical_or, "logical_xor": np.logical_xor,
@@ -101,8 +62,8 @@ def test_tensor_scalar(reverse0, reverse1):
 
     def body(out, tile, col):
         nisa.tensor_scalar(
-            dst=out, data=tile, op0=nl.subtract, operand0=col, reverse0=reverse0, op1=nl.subtract, operand1=0.5,
-            reverse1=reverse1,
+            dst=out, data=tile, op0=nl.subtract, operand0=col, reverse0=reverse0, op1=nl.subtract,
+            operand1=0.5, reverse1=reverse1,
         )  # fmt: skip
 
     first = column - x if reverse0 else x - column
@@ -163,8 +124,10 @@ def test_activation_derivatives(name):
     near(result[0], (result[1] - result[2]) / (2 * step), 3e-4)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("log", np.log), ("sqrt", np.sqrt), ("rsqrt", lambda x: x**-0.5),
-                                                ("reciprocal", lambda x: 1 / x), ("arctan", np.arctan)])  # fmt: skip
+@pytest.mark.parametrize(("name", "expected"), [
+    ("log", np.log), ("sqrt", np.sqrt), ("rsqrt", lambda x: x**-0.5), ("reciprocal", lambda x: 1 / x),
+    ("arctan", np.arctan),
+])  # fmt: skip
 def test_activations_of_positive_numbers(name, expected):
     x = np.linspace(0.01, 1.5, 12, dtype=np.float32).reshape(2, 6)
 
@@ -222,107 +185,6 @@ def test_decay_matrix_in_one_instruction():
     result = execute(body, rows, np.ascontiguousarray(g.T), shape=(8, 8))
     assert np.isfinite(result).all()
     near(result, expected, 1e-5)
-
-
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "tfloat32"]
-)
-def test_matmul_multiplies_rounded_operands_and_sums_in_float32(dtype):
-    a, b = normal(96, 40), normal(96, 200)
-
-    def kernel(x, y):
-        out = nl.ndarray((40, 200), F32, nl.shared_hbm)
-        xs, ys = on_chip(x, dtype="float32"), on_chip(y, dtype="float32")
-        xr, yr = nl.ndarray((96, 40), dtype, nl.sbuf), nl.ndarray((96, 200), dtype, nl.sbuf)
-        nisa.tensor_copy(dst=xr, src=xs)
-        nisa.tensor_copy(dst=yr, src=ys)
-        ps, sb = nl.ndarray((40, 200), F32, nl.psum), nl.ndarray((40, 200), F32, nl.sbuf)
-        nisa.nc_matmul(dst=ps, stationary=xr, moving=yr)
-        nisa.tensor_copy(dst=sb, src=ps)
-        nisa.dma_copy(dst=out, src=sb)
-        return out
-
-    if dtype == "tfloat32":
-        rounded = [_ten_bits(x) for x in (a, b)]
-    else:
-        kind = getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else np.dtype(dtype)
-        rounded = [x.astype(kind).astype(np.float64) for x in (a, b)]
-    near(record(kernel, a, b, check_source=False).outputs, rounded[0].T @ rounded[1], 1e-6)
-
-
-def _ten_bits(x):
-    mantissa, exponent = np.frexp(x.astype(np.float64))
-    return np.ldexp(np.round(mantissa * 2**11) / 2**11, exponent)
-
-
-@pytest.mark.parametrize("accumulate", [None, True])
-def test_matmul_accumulates_in_psum(accumulate):
-    a, b = normal(128, 32), normal(128, 48)
-
-    def body(out, x, y):
-        ps = nl.ndarray((32, 48), F32, nl.psum)
-        for i in range(3):
-            nisa.nc_matmul(dst=ps, stationary=x, moving=y, accumulate=None if accumulate is None else i > 0)
-        nisa.tensor_copy(dst=out, src=ps)
-
-    near(execute(body, a, b, shape=(32, 48)), 3.0 * (a.T @ b))
-
-
-def test_matmul_overwrites_when_told():
-    a, b = normal(128, 32), normal(128, 48)
-
-    def body(out, x, y):
-        ps = nl.ndarray((32, 48), F32, nl.psum)
-        for _ in range(3):
-            nisa.nc_matmul(dst=ps, stationary=x, moving=y, accumulate=False)
-        nisa.tensor_copy(dst=out, src=ps)
-
-    near(execute(body, a, b, shape=(32, 48)), a.T @ b)
-
-
-def test_matmul_after_a_zeroing_memset_overwrites():
-    a, b = normal(16, 8), normal(16, 8)
-
-    def body(out, x, y):
-        ps = nl.zeros((8, 8), F32, buffer=nl.psum)
-        nisa.nc_matmul(dst=ps, stationary=x, moving=y)
-        nisa.nc_matmul(dst=ps, stationary=x, moving=y)
-        nisa.tensor_copy(dst=out, src=ps)
-
-    near(execute(body, a, b, shape=(8, 8)), 2.0 * (a.T @ b))
-
-
-def test_matmul_of_fp8_rows_in_pairs():
-    a, b = normal(64, 2, 8, dtype=ml_dtypes.float8_e4m3), normal(64, 2, 16, dtype=ml_dtypes.float8_e4m3)
-
-    def body(out, x, y):
-        ps = nl.ndarray((8, 16), F32, nl.psum)
-        nisa.nc_matmul(dst=ps, stationary=x, moving=y, perf_mode=nisa.matmul_perf_mode.double_row)
-        nisa.tensor_copy(dst=out, src=ps)
-
-    expected = np.einsum("kim,kin->mn", a.astype(np.float64), b.astype(np.float64))
-    near(execute(body, a, b, shape=(8, 16), target="trn2"), expected)
-
-
-@pytest.mark.parametrize(("P", "F"), [(128, 128), (128, 1), (1, 128), (40, 96)])
-def test_transpose_on_the_tensor_engine(P, F):
-    x = normal(P, F)
-
-    def body(out, tile):
-        ps = nl.ndarray((F, P), F32, nl.psum)
-        nisa.nc_transpose(dst=ps, data=tile)
-        nisa.tensor_copy(dst=out, src=ps)
-
-    assert (execute(body, x, shape=(F, P)) == x.T).all()
-
-
-def test_transpose_on_the_vector_engine():
-    x = normal(32, 20, dtype=ml_dtypes.bfloat16)
-
-    def body(out, tile):
-        nisa.nc_transpose(dst=out, data=tile, engine=nisa.engine.vector)
-
-    assert (execute(body, x, shape=(20, 32), dtype=nl.bfloat16) == x.T).all()
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -460,21 +322,6 @@ def test_iota_and_affine_select():
     assert (execute(triangle, x, shape=(6, 6)) == np.where(np.tri(6, k=-1) > 0, x, np.float32(-9))).all()
 
 
-def test_stream_shuffle_works_in_each_quadrant():
-    x = normal(64, 3)
-    mask = [(i + 1) % 32 for i in range(32)]
-    mask[5] = 255
-
-    def body(out, tile):
-        nisa.memset(dst=out, value=0.0)
-        nisa.nc_stream_shuffle(dst=out, src=tile, shuffle_mask=mask)
-
-    rows = np.arange(64)
-    expected = x[rows - rows % 32 + (rows + 1) % 32]
-    expected[5::32] = 0
-    assert (execute(body, x, shape=(64, 3)) == expected).all()
-
-
 def test_batch_statistics():
     x = normal(4, 33)
 
@@ -486,65 +333,14 @@ def test_batch_statistics():
     near(execute(body, x, shape=(4, 2)), np.stack([x.mean(1), x.var(1)], 1), 1e-6)
 
 
-def test_the_eight_largest_and_where_they_are():
-    x = R.permutation(40).reshape(2, 20).astype(np.float32)
-
-    def body(out, tile):
-        top, index = nl.ndarray((2, 8), F32, nl.sbuf), nl.ndarray((2, 8), nl.uint32, nl.sbuf)
-        nisa.max8(dst=top, src=tile)
-        nisa.nc_find_index8(dst=index, data=tile, vals=top)
-        nisa.tensor_copy(dst=out[:, 0:8], src=top)
-        nisa.tensor_copy(dst=out[:, 8:16], src=index)
-        nisa.nc_match_replace8(dst=out[:, 16:36], data=tile, vals=top, imm=-5.0)
-
-    result = execute(body, x, shape=(2, 36))
-    order = np.argsort(-x, 1)[:, :8]
-    assert (result[:, :8] == np.take_along_axis(x, order, 1)).all()
-    assert (result[:, 8:16] == order).all()
-    expected = x.copy()
-    np.put_along_axis(expected, order, -5, 1)
-    assert (result[:, 16:] == expected).all()
-
-
-def test_gathers():
-    x = normal(16, 12)
-    own = R.integers(0, 12, (16, 5)).astype(np.uint32)
-    shared = R.integers(0, 12, (16, 2)).astype(np.uint16)
-
-    def body(out, tile, a, b):
-        nisa.nc_n_gather(dst=out[:, 0:5], data=tile, indices=a)
-        nisa.local_gather(dst=out[:, 5:37], src_buffer=tile, index=b)
-
-    result = execute(body, x, own, shared, shape=(16, 37))
-    assert (result[:, :5] == np.take_along_axis(x, own.astype(int), 1)).all()
-    assert (result[:, 5:] == x[:, shared.T.reshape(-1)]).all()
-
-
-def test_sequence_bounds_and_nonzero():
-    ids = np.array([[1, 1, 0, 2, 2, 2]], np.float32)
-
-    def body(out, tile):
-        nisa.sequence_bounds(dst=out, segment_ids=tile)
-
-    assert execute(body, ids, shape=(1, 2, 6)).tolist() == [[[0, 0, 6, 3, 3, 3], [2, 2, -1, 6, 6, 6]]]
-
-    def count(out, tile):
-        nisa.memset(dst=out, value=0)
-        nisa.nonzero_with_count(dst=out, src=tile, index_offset=16)
-
-    data = np.array([[0, 1, 1, 0, 0, 1, 0, 0]], np.float32)
-    expected = [[17, 18, 21, -1, -1, -1, -1, -1, 3]]
-    assert execute(count, data, shape=(1, 9), dtype=nl.int32, target="trn2").tolist() == expected
-
-
 def test_range_select_needs_trn2_and_exponential_trn3():
     x = normal(3, 10)
 
     def select(out, tile):
         low, high = nl.full((3, 1), 2, F32), nl.full((3, 1), 5, F32)
         nisa.range_select(
-            dst=out[:, 0:10], on_true_tile=tile, comp_op0=nl.greater_equal, comp_op1=nl.less, bound0=low, bound1=high,
-            reduce_res=out[:, 10:11],
+            dst=out[:, 0:10], on_true_tile=tile, comp_op0=nl.greater_equal, comp_op1=nl.less, bound0=low,
+            bound1=high, reduce_res=out[:, 10:11],
         )  # fmt: skip
 
     result = execute(select, x, shape=(3, 11), target="trn2")
@@ -563,72 +359,6 @@ def test_range_select_needs_trn2_and_exponential_trn3():
     result = execute(exponential, x, shape=(3, 21), target="trn3")
     near(result[:, 10], np.exp(x - 1).sum(1))
     near(result[:, 11:], np.maximum(2 * x + 0.5, 0))
-
-
-def test_dma_moves_casts_transposes_and_adds():
-    x = normal(6, 8)
-
-    def kernel(a):
-        out = nl.ndarray((2, 8, 6), nl.bfloat16, nl.shared_hbm)
-        half = nl.ndarray((6, 8), nl.bfloat16, nl.sbuf)
-        nisa.dma_copy(dst=half, src=a)
-        nisa.dma_transpose(dst=out[0], src=half)
-        twice = nl.ndarray((6, 8), nl.bfloat16, nl.private_hbm)
-        nisa.dma_compute(dst=twice, srcs=[a, a], reduce_op=nl.add, scales=[1.0, 0.5])
-        nisa.dma_transpose(dst=out[1], src=twice)
-        return out
-
-    result = record(kernel, x, check_source=False).outputs
-    assert (result[0] == x.T.astype(ml_dtypes.bfloat16)).all()
-    assert (result[1] == (1.5 * x).T.astype(ml_dtypes.bfloat16)).all()
-
-
-def test_gather_and_scatter_by_dma():
-    table, rows = normal(10, 4), np.array([[7], [0], [3]], np.uint32)
-
-    def kernel(data, index):
-        picked, scattered = nl.ndarray((3, 4), F32, nl.shared_hbm), nl.zeros((10, 4), F32, nl.shared_hbm)
-        where = on_chip(index)
-        tile = nl.ndarray((3, 4), F32, nl.sbuf)
-        nisa.dma_copy(dst=tile, src=data.ap(pattern=[[4, 3], [1, 4]], vector_offset=where))
-        nisa.dma_copy(dst=picked, src=tile)
-        nisa.dma_copy(dst=scattered.ap(pattern=[[4, 3], [1, 4]], vector_offset=where), src=tile)
-        return picked, scattered
-
-    picked, scattered = record(kernel, table, rows, check_source=False).outputs
-    assert (picked == table[[7, 0, 3]]).all()
-    expected = np.zeros_like(table)
-    expected[[7, 0, 3]] = table[[7, 0, 3]]
-    assert (scattered == expected).all()
-
-
-def test_registers_address_memory():
-    table = normal(5, 4)
-
-    def kernel(data):
-        out = nl.ndarray((1, 4), F32, nl.shared_hbm)
-        cell = nl.full((1, 1), 3, nl.int32)
-        register = nisa.register_alloc(0)
-        nisa.register_load(register, cell)
-        nisa.dma_copy(dst=out, src=data.ap(pattern=[[4, 1], [1, 4]], scalar_offset=register))
-        return out
-
-    assert (record(kernel, table, check_source=False).outputs == table[3:4]).all()
-
-
-def test_random_numbers_have_the_right_distribution():
-    def body(out):
-        nl.random_seed(3)
-        ones, kept = nl.ones((100, 100), F32), nl.ndarray((100, 100), F32, nl.sbuf)
-        nisa.dropout(dst=kept, data=ones, prob=0.3)
-        nisa.tensor_copy(dst=out[:, 0:100], src=kept)
-        bits = nl.ndarray((100, 100), nl.uint8, nl.sbuf)
-        nisa.rng(dst=bits)
-        nisa.tensor_copy(dst=out[:, 100:200], src=bits)
-
-    result = execute(body, shape=(100, 200))
-    assert abs(result[:, :100].mean() - 0.7) < 0.02  # 4 standard deviations of 10,000 draws
-    assert abs(result[:, 100:].mean() - 127.5) < 3.0
 
 
 @pytest.mark.parametrize(("value", "expected"), [(2.5, 2), (3.5, 4), (-0.5, 0), (300.0, 127), (-300.0, -128)])

@@ -1,4 +1,5 @@
-"""Whole kernels on the simulator against NumPy: the kinds of kernel that the NKI tutorials and library consist of."""
+"""Whole kernels on the simulator against NumPy: the kinds of kernel that the NKI tutorials and library "
+"consist of."""
 
 import ml_dtypes
 import numpy as np
@@ -284,7 +285,10 @@ def _rope_reference(x, cos, sin):
 CASES = [
     pytest.param(add_tiled, lambda t: (normal(300, 40, dtype=t), normal(300, 40, dtype=t)), np.add, id="add"),
     pytest.param(
-        matmul_tiled, lambda t: (normal(200, 140, dtype=t), normal(200, 600, dtype=t)), lambda a, b: a.T @ b, id="matmul"
+        matmul_tiled,
+        lambda t: (normal(200, 140, dtype=t), normal(200, 600, dtype=t)),
+        lambda a, b: a.T @ b,
+        id="matmul",
     ),
     pytest.param(
         transpose_free_axes,
@@ -301,13 +305,18 @@ CASES = [
     pytest.param(
         selective_scan,
         lambda t: (
-            np.abs(normal(64, 50)).astype(t), normal(64, 50, dtype=t), -np.abs(normal(64, 4)), normal(4, 50, dtype=t),
+            np.abs(normal(64, 50)).astype(t),
+            normal(64, 50, dtype=t),
+            -np.abs(normal(64, 4)),
+            normal(4, 50, dtype=t),
             normal(4, 50, dtype=t),
         ),
         _scan_reference,
         id="selective-scan",
     ),
-    pytest.param(cumulative_sum, lambda t: (normal(100, 700, dtype=t),), lambda x: np.cumsum(x, 1), id="cumsum"),
+    pytest.param(
+        cumulative_sum, lambda t: (normal(100, 700, dtype=t),), lambda x: np.cumsum(x, 1), id="cumsum"
+    ),
     pytest.param(
         rope, lambda t: (normal(90, 64, dtype=t), normal(90, 32), normal(90, 32)), _rope_reference, id="rope"
     ),
@@ -318,7 +327,10 @@ CASES = [
         id="rms-norm",
     ),
     pytest.param(
-        depthwise_conv, lambda t: (normal(128, 65, dtype=t), normal(128, 4, dtype=t)), _conv_reference, id="conv"
+        depthwise_conv,
+        lambda t: (normal(128, 65, dtype=t), normal(128, 4, dtype=t)),
+        _conv_reference,
+        id="conv",
     ),
     pytest.param(
         attention,
@@ -326,7 +338,7 @@ CASES = [
         _attention_reference,
         id="attention",
     ),
-]  # fmt: skip
+]
 
 # Half a unit in the last place of the output's dtype, and in float32 the rounding of up to 700 summed terms.
 ALLOWED = {np.dtype(np.float32): 1e-5, np.dtype(ml_dtypes.bfloat16): 2.0**-8}

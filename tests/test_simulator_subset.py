@@ -155,7 +155,7 @@ def allowed(x, options, scale=1.0):
     while total > 3:
         total -= 1
     assert total <= 3, f"total={total}"
-    if options.rows == WIDTH and not x != 1:
+    if options.rows == WIDTH and x == 1:
         return total
     return apply(double, total)
 

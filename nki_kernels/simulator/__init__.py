@@ -19,5 +19,14 @@ from .kernel import Run, record
 from .targets import TARGETS, Target
 
 __all__ = [
-    "TARGETS", "ConstraintError", "NkiValidationError", "Run", "StrictError", "Target", "nisa", "nki", "nl", "record",
-]  # fmt: skip
+    "TARGETS",
+    "ConstraintError",
+    "NkiValidationError",
+    "Run",
+    "StrictError",
+    "Target",
+    "nisa",
+    "nki",
+    "nl",
+    "record",
+]

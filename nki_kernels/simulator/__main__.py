@@ -1,7 +1,7 @@
 """python -m nki_kernels.simulator report KERNEL SHAPE [--target trn1] [--png FILE] [--json FILE]
 
-KERNEL   a module of nki_kernels (gated_delta_rule_fwd) that has a function example(...) returning (kernel, arguments),
-         or MODULE:FUNCTION for any other kernel
+KERNEL   a module of nki_kernels (gated_delta_rule_fwd) that has a function example(...) returning
+         (kernel, arguments), or MODULE:FUNCTION for any other kernel
 SHAPE    for an example, its keywords: B=1,T=256,H=2,K=64,V=128
          for MODULE:FUNCTION, one array per argument: 128x512,128x64:bfloat16
 
@@ -26,7 +26,7 @@ from .targets import TARGETS
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m nki_kernels.simulator", description=__doc__.partition("\n")[0]
+        prog="python -m nki_kernels.simulator", description="estimates of NKI kernels"
     )
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="cost estimate of one kernel and shape")

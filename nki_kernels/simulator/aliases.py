@@ -27,7 +27,8 @@ class _Anything:
 
 @contextmanager
 def as_nki() -> Iterator[None]:
-    """Inside, `nki`, `nki.isa`, `nki.language` and `nki.typing` are the simulator's, even if the real ones exist."""
+    """Inside, `nki`, `nki.isa`, `nki.language` and `nki.typing` are the simulator's, even if the real ones "
+    "exist."""
     nki: Any = ModuleType("nki")
     typing: Any = ModuleType("nki.typing")
     typing.tensor = typing.mutable_tensor = _Anything()

@@ -10,11 +10,12 @@ Per instruction: cycles of its engine (busy), and what an instruction that waits
     schedule  engines run in program order, each instruction waits for its operands
     upper     every instruction alone, one after the other
 
-Sources: cycles per instruction from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages dropped; clocks
-and bandwidths from the architecture guides; latencies from the same and from the performance guide (100 cycles between
-dependent Vector instructions, 264 Scalar cycles a small dependent activation, 64 to fill the Tensor engine's array,
-60 to reach SBUF or PSUM). Inferences: a DMA descriptor costs at least 512 bytes of bandwidth; a float32 transposition
-on the Tensor engine costs four passes; GpSimd elementwise work costs 150 cycles and one per element.
+Sources: cycles per instruction from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages
+dropped; clocks and bandwidths from the architecture guides; latencies from the same and from the
+performance guide (100 cycles between dependent Vector instructions, 264 Scalar cycles a small dependent
+activation, 64 to fill the Tensor engine's array, 60 to reach SBUF or PSUM). Inferences: a DMA descriptor
+costs at least 512 bytes of bandwidth; a float32 transposition on the Tensor engine costs four passes;
+GpSimd elementwise work costs 150 cycles and one per element.
 """
 
 from collections import Counter, defaultdict
@@ -182,10 +183,10 @@ def _accumulates(first: Record, second: Record) -> bool:
 
 
 def _dependencies(trace: Sequence[Record]) -> list[set[int]]:
-    """For each instruction, those that it must wait for: what it reads was written, what it overwrites was used.
+    """For each instruction, those it waits for: writers of what it reads, users of what it overwrites.
 
-    Between tiles on chip and DRAM alike, except that two writes to HBM never wait for each other (the tiles of
-    different heads interleave there without overlapping).
+    Between tiles on chip and DRAM alike, except that two writes to HBM never wait for each other (the
+    tiles of different heads interleave there without overlapping).
     """
     writers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)
     readers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""NKI's data types: strings as in NKI, each with the NumPy type that stores it and how values are rounded into it.
+"""NKI's data types: strings as in NKI, each with the NumPy type that stores it and its rounding.
 
 Arithmetic happens in float32 on every engine; a store rounds to the destination. Float to integer rounds to
 nearest even and saturates (the behaviour of AWS's simulator since NKI 0.6). tfloat32 is stored as float32
@@ -73,7 +73,7 @@ def dtype_of(dtype: object) -> DType:
         numpy = None
     if numpy == np.bool_:
         return bool_
-    if numpy not in BY_NUMPY:
+    if numpy is None or numpy not in BY_NUMPY:
         raise TypeError(f"dtype {dtype!r} is not an NKI dtype; they are {', '.join(ALL)}")
     return BY_NUMPY[numpy]
 

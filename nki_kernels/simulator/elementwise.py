@@ -1,7 +1,7 @@
 """The nl functions on whole tiles: each allocates its result in SBUF and issues the instructions for it.
 
-They are conveniences, as in NKI: elementwise functions broadcast along free axes, reductions keep the partition
-axis. Kernels that care which engine runs what call nisa.
+They are conveniences, as in NKI: elementwise functions broadcast along free axes, reductions keep the
+partition axis. Kernels that care which engine runs what call nisa.
 """
 
 from typing import Any
@@ -94,7 +94,8 @@ def stretch(x: NkiTensor, shape: Any) -> NkiTensor:
         return x
     require(
         x.shape[0] == shape[0],
-        f"nl functions do not broadcast the partition axis: {x.shape} against {tuple(shape)}; use nl.broadcast_to",
+        f"nl functions do not broadcast the partition axis: {x.shape} against {tuple(shape)}; use "
+        "nl.broadcast_to",
     )
     for axis in range(1, len(shape)):
         if x.shape[axis] != shape[axis]:

@@ -133,7 +133,8 @@ def _argument(machine: Machine, name: str, value: Any) -> Any:
         return tuple(_argument(machine, f"{name}[{i}]", item) for i, item in enumerate(value))
     if machine.strict and isinstance(value, (list, dict)):
         raise StrictError(
-            f"kernel argument {name} is a {type(value).__name__}; pass one argument per tensor, and tuples of numbers"
+            f"kernel argument {name} is a {type(value).__name__}; pass one argument per tensor, and tuples "
+            "of numbers"
         )
     return value
 

@@ -1,5 +1,7 @@
 """nki.language: dtypes, buffers, operators, tensors and tile functions. Names are NKI's; imported as `nl`."""
 
+# ruff: noqa: F401 (a namespace: every imported name is part of nl)
+
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import elementwise as _tiles
-from .dtypes import (  # noqa: F401
+from .dtypes import (
     DType,
     bfloat16,
     bool_,
@@ -26,13 +28,13 @@ from .dtypes import (  # noqa: F401
     uint16,
     uint32,
 )
-from .elementwise import broadcast_to, matmul, mean, rms_norm, softmax, transpose, var, where  # noqa: F401
+from .elementwise import broadcast_to, matmul, mean, rms_norm, softmax, transpose, var, where
 from .errors import StrictError, require
 from .isa.dma import dma_copy
 from .isa.elementwise import memset
 from .machine import current
 from .memory import HBM, PSUM, SBUF, DynamicSlice, MemoryRegion, NkiTensor, region_of
-from .operators import (  # noqa: F401
+from .operators import (
     abs,
     abs_max,
     abs_min,
@@ -89,7 +91,7 @@ from .operators import (  # noqa: F401
     tan,
     tanh,
 )
-from .operators import sqrt_ as sqrt  # noqa: F401
+from .operators import sqrt_ as sqrt
 from .targets import PARTITIONS, PSUM_BANK, PSUM_BANKS
 
 sbuf, psum = SBUF, PSUM
@@ -98,10 +100,10 @@ shared_hbm = MemoryRegion.shared_hbm
 
 
 class NKIObject:
-    """Base of the configuration classes that a kernel may use; fields become constructor arguments, as in NKI.
+    """Base of a kernel's configuration classes; fields become constructor arguments, as in NKI.
 
-    The compiler takes class attributes without annotations for fields too, so they are annotated here before a
-    @dataclass decorator looks.
+    The compiler takes class attributes without annotations for fields too, so they are annotated here
+    before a @dataclass decorator looks.
     """
 
     def __init_subclass__(cls) -> None:

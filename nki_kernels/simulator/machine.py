@@ -1,4 +1,4 @@
-"""One run of a kernel: its memory, its instruction counter, and the checks that every instruction's operands pass.
+"""One run of a kernel: its memory, its instruction counter, and the checks that operands pass.
 
 `Instruction` is what each function of nki.isa drives:
 
@@ -109,7 +109,8 @@ class Machine:
             size = prod(shape[1:]) * kind.itemsize
             if self.strict and size > limit:
                 raise StrictError(
-                    f"{buffer.value} capacity exceeded: tensor `{name}` of shape {shape} {kind} takes {size} bytes "
+                    f"{buffer.value} capacity exceeded: tensor `{name}` of shape {shape} {kind} takes "
+                    f"{size} bytes "
                     f"per partition, {self.target.name} has {limit}"
                 )
         number = len(self.storages)
@@ -253,14 +254,16 @@ class Instruction:
             return
         if a.shape[0] != b.shape[0] or a.size != b.size:
             raise ConstraintError(
-                f"{self.op} requires {role_a} and {role_b} to have the same partitions and elements per partition, "
+                f"{self.op} requires {role_a} and {role_b} to have the same partitions and elements per "
+                "partition, "
                 f"got {a.shape} and {b.shape}; broadcast explicitly with .broadcast or a stride-0 .ap"
             )
 
     def not_both_in_psum(self, role_a: str, a: NkiTensor, role_b: str, b: NkiTensor) -> None:
         if self.strict and a.buffer is PSUM and b.buffer is PSUM:
             raise StrictError(
-                f"{self.op} {role_a} and {role_b} cannot both be in psum; copy one of `{a.name}`, `{b.name}` to sbuf"
+                f"{self.op} {role_a} and {role_b} cannot both be in psum; copy one of `{a.name}`, "
+                f"`{b.name}` to sbuf"
             )
 
     def needs_generation(self, generation: int, what: str) -> None:

@@ -1,8 +1,9 @@
 """Storage and the tensors that view it.
 
 A Storage is one allocation: a NumPy array filled with poison, and for each element who wrote it last
-(nobody, a matmul, anything else). An NkiTensor is a NumPy view of a storage with NKI's indexing rules:
-on chip axis 0 is the partition axis and never disappears, slices out of bounds are errors, and nothing copies.
+(nobody, a matmul, anything else). An NkiTensor is a NumPy view of a storage with NKI's indexing rules: on
+chip axis 0 is the partition axis and never disappears, slices out of bounds are errors, and nothing
+copies.
 """
 
 from enum import Enum
@@ -124,7 +125,7 @@ class NkiTensor:
         self.buffer = storage.buffer
         self.dtype = dtype or storage.dtype
         self.partition = partition  # first partition, on chip
-        self.indirection = None
+        self.indirection: tuple[np.ndarray, np.ndarray] | None = None  # all elements, and which of them
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,7 +158,8 @@ class NkiTensor:
         return self.buffer in ON_CHIP
 
     def __repr__(self) -> str:
-        return f"NkiTensor({self.name or '?'}, shape={self.shape}, dtype={self.dtype}, buffer={self.buffer.value})"
+        where = self.buffer.value
+        return f"NkiTensor({self.name}, shape={self.shape}, dtype={self.dtype}, buffer={where})"
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -262,7 +264,8 @@ class NkiTensor:
             inside = start % free + sum(stride * (count - 1) for stride, count in pairs[1:])
             require(
                 inside < free and partition + pairs[0][1] <= self.storage.base.shape[0],
-                f"Out-of-bound access for tensor `{self.name}`: pattern {pattern} with offset {start} reaches "
+                f"Out-of-bound access for tensor `{self.name}`: pattern {pattern} with offset {start} "
+                "reaches "
                 f"element {inside} of {free} in a partition and partition {partition + pairs[0][1] - 1}",
             )
         if len(pairs) == 1:
@@ -289,7 +292,8 @@ class NkiTensor:
             view.shape = shape
         except AttributeError:
             raise ConstraintError(
-                f"reshape of tensor `{self.name}` from {self.shape} to {shape} would copy: its view is not contiguous"
+                f"reshape of tensor `{self.name}` from {self.shape} to {shape} would copy: its view is not "
+                "contiguous"
             ) from None
         return self._like(view)
 
@@ -410,7 +414,7 @@ def _strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_
     reach = start + sum(stride * (count - 1) for stride, count in pairs)
     if vector_offset is None:
         require(
-            0 <= start and reach < flat.size,
+            start >= 0 and reach < flat.size,
             f"Out-of-bound access for tensor `{tensor.name}`: element {reach} of {flat.size}",
         )
         return as_strided(flat[start:], shape, [step * flat.itemsize for step in strides]), None

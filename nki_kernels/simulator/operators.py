@@ -1,8 +1,8 @@
-"""The operators that instructions take as `op`: one object each, usable as a token and as a function on tiles.
+"""The operators that instructions take as `op`: tokens that are functions on tiles too.
 
-`alu` is the Vector/GpSimd engine's binary (or unary) function, `activation` the Scalar engine's function of one
-float32 argument; an operator may have both (copy, square) or only one. Activations here are as exact as
-float32 allows; the chip's are piecewise polynomials.
+`alu` is the Vector/GpSimd engine's binary (or unary) function, `activation` the Scalar engine's function
+of one float32 argument; an operator may have both (copy, square) or only one. Activations here are as
+exact as float32 allows; the chip's are piecewise polynomials.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ _erf_object = np.frompyfunc(_erf_of_float, 1, 1)
 
 
 def _erf(x: np.ndarray) -> np.ndarray:
-    return _erf_object(x).astype(_F32)
+    return np.asarray(_erf_object(x)).astype(_F32)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -36,7 +36,8 @@ def table(name: str, shape: str, run: Run, estimate: Estimate) -> str:
         "",
         f"HBM: {estimate.hbm_read:,} bytes read, {estimate.hbm_written:,} written. "
         f"Matmul: {estimate.multiply_adds:,} multiply-adds. "
-        f"Peak live SBUF: {run.sbuf_peak:,} of {t.sbuf:,} bytes per partition; PSUM: {run.psum_peak} of 8 banks.",
+        f"Peak live SBUF: {run.sbuf_peak:,} of {t.sbuf:,} bytes per partition; PSUM: {run.psum_peak} of 8 "
+        "banks.",
         "",
         "| instruction | count | | longest path | count | time, us |",
         "| --- | ---: | --- | --- | ---: | ---: |",

@@ -1,8 +1,8 @@
 """The compiler's Python subset, checked on a kernel's source and on every helper that it reaches.
 
-A kernel runs here as ordinary Python, but the compilers of NKI 0.2 to 0.6 parse its source and know less. `check`
-raises for what they refuse; `findings(kernel, portable=True)` also lists what only some of the releases 0.2 to
-0.7 know, so that a kernel without findings runs under all of them.
+A kernel runs here as ordinary Python, but the compilers of NKI 0.2 to 0.6 parse its source and know less.
+`check` raises for what they refuse; `findings(kernel, portable=True)` also lists what only some of the
+releases 0.2 to 0.7 know, so that a kernel without findings runs under all of them.
 
 Source: Neuron documentation, NKI language guide (what a kernel may contain) and migration guide (0.2 to 0.3).
 """
@@ -46,9 +46,9 @@ REFUSED: dict[type[ast.AST], str] = {
     ast.Try: "try is outside of the compiler's subset",
     ast.Global: "global state makes a kernel impure; pass it as an argument",
     ast.Nonlocal: "nonlocal state makes a kernel impure; pass it as an argument",
-    ast.Import: "import inside a kernel is outside of the compiler's subset; import at the top of the file",
-    ast.ImportFrom: "import inside a kernel is outside of the compiler's subset; import at the top of the file",
-    ast.ClassDef: "a class inside a kernel is outside of the compiler's subset; define it at the top of the file",
+    ast.Import: "import inside a kernel is outside of the compiler's subset; import at the top",
+    ast.ImportFrom: "import inside a kernel is outside of the compiler's subset; import at the top",
+    ast.ClassDef: "a class inside a kernel is outside of the compiler's subset; define it at the top",
     ast.Set: "a set is not an NKI value; use a list or a tuple",
     ast.NamedExpr: ":= is outside of the compiler's subset; assign first",
     ast.Delete: "del is outside of the compiler's subset",
@@ -142,11 +142,8 @@ def _function_findings(tree: Any, where: Callable, scope: dict[str, Any], root: 
         elif isinstance(node, ast.Dict):
             if any(not (isinstance(k, ast.Constant) and isinstance(k.value, str)) for k in node.keys):
                 yield Finding(where(node), "dictionary keys must be string literals")
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            if isinstance(scope.get(node.id), (list, dict, set)):
-                yield Finding(
-                    where(node), f"`{node.id}` is a mutable global; a kernel must be pure, use a tuple"
-                )
+        elif isinstance(node, ast.Name) and isinstance(scope.get(node.id), (list, dict, set)):
+            yield Finding(where(node), f"`{node.id}` is a mutable global; a kernel must be pure, use a tuple")
 
 
 def _portable_findings(tree: Any, where: Callable, scope: dict[str, Any]) -> Iterator[Finding]:

@@ -24,7 +24,8 @@ def activation(
     """dst = op(data * scale + bias) in float32; optionally sums op's output along the free axis.
 
     scale: number or float32 (P, 1). bias: (P, 1), a number too from gen3 on, None for zero.
-    The sum lives in one register per lane: reduce_cmd resets it, adds to it, or both; reduce_res (P, 1) reads it.
+    The sum lives in one register per lane: reduce_cmd resets it, adds to it, or both; reduce_res (P, 1)
+    reads it.
     """
     return _activate("activation", dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd)
 
@@ -90,7 +91,8 @@ def _check_range(run: Instruction, function: Operator, values: np.ndarray) -> No
     if outside.any():
         where = [int(i) for i in np.argwhere(outside)[0]]
         raise StrictError(
-            f"{run.op} {function!r} is valid for inputs in [{low:.3g}, {high:.3g}], got {values[tuple(where)]:.6g} at "
+            f"{run.op} {function!r} is valid for inputs in [{low:.3g}, {high:.3g}], got "
+            f"{values[tuple(where)]:.6g} at "
             f"{where}; the Scalar engine returns wrong values there"
         )
 

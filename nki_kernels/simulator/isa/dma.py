@@ -44,7 +44,8 @@ def dma_copy(
         values = run.read("src", src, DMA_MEMORY)
     require(
         out.size == src.size,
-        f"dma_copy requires src and dst to have the same number of elements, got src={src.shape}, dst={out.shape}",
+        f"dma_copy requires src and dst to have the same number of elements, got src={src.shape}, "
+        f"dst={out.shape}",
     )
     if out.dtype != src.dtype:
         values = to_float32(values)

@@ -66,7 +66,8 @@ def tensor_tensor(
     engine: engines = engines.unknown,
     name: str | None = None,
 ) -> Handle:
-    """dst = data1 op data2. Nothing broadcasts; not both inputs in PSUM; float32 math, exact for all-int32."""
+    """dst = data1 op data2. Nothing broadcasts; not both inputs in PSUM; float32 math, exact for "
+    "all-int32."""
     alu = alu_operator("tensor_tensor", op)
     dtypes = [t.dtype for t in (dst, data1, data2) if isinstance(t, NkiTensor)]
     exact = all(d in INT32 for d in dtypes)

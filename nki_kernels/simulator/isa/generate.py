@@ -50,7 +50,8 @@ def affine_select(
     offset: int = 0,
     name: str | None = None,
 ) -> Handle:
-    """dst = on_true_tile where cmp_op(offset + p * channel_multiplier + sum(step_d * i_d), 0), else on_false_value."""
+    """dst = on_true_tile where cmp_op(offset + p * channel_multiplier + sum(step_d * i_d), 0), else "
+    "on_false_value."""
     run = Instruction("affine_select", Engine.gpsimd)
     if not isinstance(cmp_op, Operator) or cmp_op.name not in COMPARISONS:
         raise ConstraintError(

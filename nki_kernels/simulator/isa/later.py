@@ -54,7 +54,8 @@ def range_select(
     on_false_value: float = FP32_MIN,
     name: str | None = None,
 ) -> Handle:
-    """dst = on_true_tile where index comp_op0 bound0 and index comp_op1 bound1, else the least float32; row maximum."""
+    """dst = on_true_tile where index comp_op0 bound0 and index comp_op1 bound1, else the least float32; "
+    "row maximum."""
     run = Instruction("range_select", Engine.vector)
     run.needs_generation(3, "range_select")
     for role, op in (("comp_op0", comp_op0), ("comp_op1", comp_op1)):

@@ -28,8 +28,8 @@ def nc_matmul(
 ) -> Handle:
     """dst[M, N] (+)= stationary[K, M].T @ moving[K, N], float32 accumulation.
 
-    K is the partition axis of both inputs (SBUF), dst is in PSUM. accumulate: False overwrites, True adds to what
-    a matmul wrote, None overwrites the first time and adds afterwards.
+    K is the partition axis of both inputs (SBUF), dst is in PSUM. accumulate: False overwrites, True adds
+    to what a matmul wrote, None overwrites the first time and adds afterwards.
     """
     run = Instruction("nc_matmul", Engine.tensor)
     K = stationary.shape[0] if isinstance(stationary, NkiTensor) else 0
@@ -44,7 +44,8 @@ def nc_matmul(
         )
         require(
             stationary.shape[1] == 2 and moving.shape[1] == 2,
-            f"nc_matmul double_row splits the contraction over a first free axis of 2, got {stationary.shape} "
+            "nc_matmul double_row splits the contraction over a first free axis of 2, got "
+            f"{stationary.shape} "
             f"and {moving.shape}",
         )
         s_values = np.concatenate([s_values[:, 0], s_values[:, 1]])
@@ -81,14 +82,15 @@ def _check_shapes(run, K, K_moving, M, N, tile_position, tile_size) -> None:
         least = 64 if run.target.generation == 2 else 32
         require(
             rows in (least, 64, 128) and columns == 128,
-            f"nc_matmul tile_size {tile_size} must have {least}, 64 or 128 rows and 128 columns on {run.target.name}",
+            f"nc_matmul tile_size {tile_size} must have {least}, 64 or 128 rows and 128 columns on "
+            f"{run.target.name}",
         )
         require(
             tile_position[0] % rows == 0 and tile_position[0] < 128 and tile_position[1] == 0,
             f"nc_matmul tile_position {tile_position} must start at a multiple of {rows} and at column 0",
         )
     require(
-        K == K_moving, f"Matmul contraction dimension mismatch: stationary[0]={K} != moving[0]={K_moving}"
+        K_moving == K, f"Matmul contraction dimension mismatch: stationary[0]={K} != moving[0]={K_moving}"
     )
     require(rows >= K, f"Matmul contraction dimension {K} exceeds the tile's rows={rows}")
     require(columns >= M, f"Matmul stationary free dimension {M} exceeds gemm_stationary_fmax={columns}")
@@ -171,7 +173,8 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
         )
     if BY_OTHER in kinds and run.target.generation < 4:
         raise StrictError(
-            f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote last, undefined on "
+            f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote last, "
+            "undefined on "
             f"gen{run.target.generation}; pass accumulate=False or add on the Vector engine"
         )
     return True
@@ -221,12 +224,14 @@ def _check_tensor_transpose(run: Instruction, out: NkiTensor, data: NkiTensor, v
         return
     if data.dtype != "float32":
         raise StrictError(
-            f"nc_transpose of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a matmul's output "
+            f"nc_transpose of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a "
+            "matmul's output "
             "must be float32 on gen2; transpose float32, or use nc_matmul with an identity"
         )
     if not np.isfinite(values).all():
         where = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
         raise StrictError(
-            f"nc_transpose data `{data.name}` holds {values[tuple(where)]} at {where}; on gen2 the Tensor engine "
+            f"nc_transpose data `{data.name}` holds {values[tuple(where)]} at {where}; on gen2 the Tensor "
+            "engine "
             "multiplies by an identity, and NaN or Inf poison whole rows"
         )

@@ -1,4 +1,5 @@
-"""Random numbers. The generator is NumPy's, seeded per kernel call: distributions agree with the chip, bits do not."""
+"""Random numbers. The generator is NumPy's, seeded per kernel call: distributions agree with the chip, "
+"bits do not."""
 
 import numpy as np
 

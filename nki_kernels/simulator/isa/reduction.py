@@ -38,7 +38,8 @@ def tensor_reduce(
     keepdims: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """dst = op over the trailing free axes of data; add, subtract, multiply, maximum, minimum, logical, bitwise."""
+    """dst = op over the trailing free axes of data; add, subtract, multiply, maximum, minimum, logical, "
+    "bitwise."""
     alu = alu_operator("tensor_reduce", op)
     run = Instruction("tensor_reduce", Engine.vector)
     if not alu.reduce:
@@ -203,7 +204,8 @@ def tensor_scalar_reduce(
     run = Instruction("tensor_scalar_reduce", Engine.vector)
     if first.bitvec or fold.name not in ACCUMULATING:
         raise ConstraintError(
-            f"tensor_scalar_reduce takes an arithmetic op0 and add, multiply, max or min, got {first!r} and {fold!r}"
+            f"tensor_scalar_reduce takes an arithmetic op0 and add, multiply, max or min, got {first!r} and "
+            f"{fold!r}"
         )
     if reverse0 and run.strict:
         raise StrictError("tensor_scalar_reduce reverse0 is not supported by the compiler")

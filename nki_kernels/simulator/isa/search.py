@@ -1,4 +1,5 @@
-"""Instructions that search and gather within partitions: the eight largest, where they are, gathers by index."""
+"""Instructions that search and gather within partitions: the eight largest, where they are, gathers by "
+"index."""
 
 import numpy as np
 
@@ -71,7 +72,8 @@ def nc_match_replace8(
     dst_idx: NkiTensor | None = None,
     name: str | None = None,
 ) -> Handle:
-    """dst = data with the first occurrence of each of vals[P, 8] replaced by imm; vals are taken from the last."""
+    """dst = data with the first occurrence of each of vals[P, 8] replaced by imm; vals are taken from the "
+    "last."""
     run = Instruction("nc_match_replace8", Engine.vector)
     result = _rows(run, "data", data).copy()
     _eight(run, "vals", vals)
@@ -120,14 +122,16 @@ def local_gather(
     num_valid_indices: int | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Every group of 16 partitions gathers free offsets of src_buffer, listed partition-first in its slice of index."""
+    """Every group of 16 partitions gathers free offsets of src_buffer, listed partition-first in its slice "
+    "of index."""
     run = Instruction("local_gather", Engine.gpsimd)
     values = run.read("src_buffer", src_buffer, (SBUF,)).reshape(src_buffer.shape[0], -1)
     where = run.read("index", index, (SBUF,)).reshape(index.shape[0], -1)
     P = src_buffer.shape[0]
     require(
         index.shape[0] == P and P % 16 == 0,
-        f"local_gather src_buffer and index must share a multiple of 16 partitions, got {P} and {index.shape[0]}",
+        f"local_gather src_buffer and index must share a multiple of 16 partitions, got {P} and "
+        f"{index.shape[0]}",
     )
     require(index.dtype == "uint16", f"local_gather index dtype must be uint16, got {index.dtype}")
     require(
@@ -155,7 +159,8 @@ def local_gather(
 
 
 def sequence_bounds(dst: NkiTensor, segment_ids: NkiTensor, name: str | None = None) -> Handle:
-    """dst[1, 2, n] = first index and end of the run of equal ids around each element; padding (0) gives n and -1."""
+    """dst[1, 2, n] = first index and end of the run of equal ids around each element; padding (0) gives n "
+    "and -1."""
     run = Instruction("sequence_bounds", Engine.gpsimd)
     require(segment_ids.shape[0] == 1, f"sequence_bounds works on one partition, got {segment_ids.shape[0]}")
     ids = run.read("segment_ids", segment_ids, (SBUF,)).reshape(-1)
@@ -174,7 +179,8 @@ def sequence_bounds(dst: NkiTensor, segment_ids: NkiTensor, name: str | None = N
 def nonzero_with_count(
     dst: NkiTensor, src: NkiTensor, index_offset: int = 0, padding_val: int = -1, name: str | None = None
 ) -> Handle:
-    """Partitions 0, 16, 32, ...: indices of nonzero elements, padding, and their count as the last element."""
+    """Partitions 0, 16, 32, ...: indices of nonzero elements, padding, and their count as the last "
+    "element."""
     run = Instruction("nonzero_with_count", Engine.gpsimd)
     run.needs_generation(3, "nonzero_with_count")
     values = run.read("src", src, (SBUF,)).reshape(src.shape[0], -1)
