@@ -22,7 +22,7 @@ from train.store import MANIFEST, CheckpointStore
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A finished run with checkpoints at 6, which was the best then, 8 and 12. Tests that change it copy it first."""
+    """A finished run with checkpoints at 6, 8 and 12. Tests that change it copy it first."""
     folder = tmp_path_factory.mktemp("checkpoints")
     data = tiny_run.prepared(folder)
     tiny_run.train("run", "tiny", *tiny_run.keys(data, folder / "run"))
@@ -77,16 +77,17 @@ class TestContent:
     def test_weights_of_another_model_are_refused(self, run, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-00000012")
         narrow = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 1}))
-        with pytest.raises(CheckpointError, match="0 missing, .* unknown"):
+        with pytest.raises(CheckpointError, match=r"0 missing, .* unknown"):
             load_weights(run / "checkpoints" / "step-00000012", narrow)
         deep = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 3}))
-        with pytest.raises(CheckpointError, match="missing, 0 unknown.*blocks.2"):
+        with pytest.raises(CheckpointError, match=r"missing, 0 unknown.*blocks.2"):
             load_weights(run / "checkpoints" / "step-00000012", deep)
 
 
 class TestStore:
     def test_names_are_the_decided_ones(self, store):
-        assert sorted(path.name for path in store.directory.iterdir()) == [f"step-000000{n}" for n in ("05", "10", "15")]
+        names = sorted(path.name for path in store.directory.iterdir())
+        assert names == ["step-00000005", "step-00000010", "step-00000015"]
         assert store.steps() == [5, 10, 15]
 
     def test_rotation_keeps_the_newest_and_the_best(self, store):
@@ -124,7 +125,7 @@ class TestStore:
         for what, damage in damages.items():
             damage()
             assert store.damage(15) is not None, what
-            with pytest.raises(CheckpointError, match="step 15 is damaged.*other steps: 5, 10"):
+            with pytest.raises(CheckpointError, match=r"step 15 is damaged.*other steps: 5, 10"):
                 store.require_whole(15)
             path.write_bytes(whole)
         assert store.damage(15) is None
@@ -139,12 +140,12 @@ class TestStore:
     def test_none_whole_is_an_error_none_at_all_is_not(self, store, tmp_path):
         for step in store.steps():
             (store.path(step) / "a.bin").unlink()
-        with pytest.raises(CheckpointError, match="every checkpoint in .* is damaged"):
+        with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
             store.newest_whole(lambda text: None)
         assert CheckpointStore(tmp_path / "none").newest_whole(lambda text: None) is None
 
     def test_a_missing_step_names_those_there(self, store):
-        with pytest.raises(CheckpointError, match="no checkpoint of step 7 .* there are: 5, 10, 15"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 .* there are: 5, 10, 15"):
             store.require_whole(7)
 
 
@@ -154,7 +155,9 @@ class TestFullDisk:
             filled(folder)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        with pytest.raises(DiskFull, match=r"no space left .*step-00000020.*whole \(step 5, step 10, step 15\)"):
+        with pytest.raises(
+            DiskFull, match=r"no space left .*step-00000020.*whole \(step 5, step 10, step 15\)"
+        ):
             store.save(20, full)
         assert store.steps() == [5, 10, 15]
         assert [store.damage(step) for step in store.steps()] == [None] * 3
@@ -162,9 +165,14 @@ class TestFullDisk:
 
     def test_a_failure_at_any_file_operation_loses_nothing(self, store, monkeypatch):
         """ENOSPC from the n-th sync or rename, for every n there is."""
-        before = {step: sorted(p.name for p in store.path(step).iterdir()) for step in store.steps()}
+
+        def contents() -> list[list[str]]:
+            return [sorted(path.name for path in store.path(step).iterdir()) for step in (5, 10, 15)]
+
+        before = contents()
         for n in range(100):
-            shutil.rmtree(store.path(20), ignore_errors=True)  # it may be there: the last sync is after the rename
+            # it may be there: the last sync is after the rename
+            shutil.rmtree(store.path(20), ignore_errors=True)
             calls = 0
 
             def failing(function, wait=n):
@@ -186,13 +194,13 @@ class TestFullDisk:
                     pass
                 else:
                     break
-            assert {step: sorted(p.name for p in store.path(step).iterdir()) for step in (5, 10, 15)} == before
+            assert contents() == before
             assert all(store.damage(step) is None for step in store.steps())
-        assert n == 6, "three files, two folders, one rename: another number means that something is not synced"
+        assert n == 6, "three files, two folders, one rename: otherwise something is not synced"
         assert store.steps() == [5, 10, 15, 20]
 
     def test_a_run_that_meets_a_file_limit_stops_and_resumes(self, run, tmp_path):
-        """The limit is the kernel's own: safetensors, JSON and metrics meet it as they would meet a full disk."""
+        """The limit is the kernel's: safetensors, JSON and metrics meet it as they would a full disk."""
         data = json.loads((run / "config.json").read_bytes())["data"]["folder"]
         out, log = tmp_path / "run", tmp_path / "log"
         limit = 20_000  # metrics.jsonl and JSON fit, weights do not

@@ -1,4 +1,4 @@
-"""The training loop: what it reports and saves, when it stops, and that looking does not change what it computes."""
+"""The training loop: what it reports and saves, when it stops, and that looking changes nothing."""
 
 import itertools
 import json
@@ -69,10 +69,12 @@ class TestReports:
 
     def test_checkpoints_rotate_and_the_best_is_kept(self, data, tmp_path):
         out = tmp_path / "run"
-        train("run", "tiny", *keys(data, out, checkpoint__every=2, checkpoint__keep_last=1, evaluation__every=3))
+        changes = {"checkpoint.every": 2, "checkpoint.keep_last": 1, "evaluation.every": 3}
+        train("run", "tiny", *keys(data, out, **changes))
         val = losses(out, "val")
         best = 3 * (val.index(min(val)) + 1)
-        assert {path.name for path in (out / "checkpoints").glob("step-*")} == {f"step-{s:08d}" for s in {best, 12}}
+        kept = {path.name for path in (out / "checkpoints").glob("step-*")}
+        assert kept == {f"step-{step:08d}" for step in (best, 12)}
         assert os.readlink(out / "checkpoints" / "best") == f"step-{best:08d}"
 
     def test_without_keep_best_there_is_none(self, data, tmp_path):
@@ -81,7 +83,7 @@ class TestReports:
 
     def test_it_learns(self, data, tmp_path):
         out = tmp_path / "run"
-        train("run", "tiny", *keys(data, out, steps=60, batch__length=32, evaluation__every=30, checkpoint__every=60))
+        train("run", "tiny", *keys(data, out, steps=60, batch__length=32, evaluation__every=30))
         assert losses(out)[0] == pytest.approx(math.log(320), abs=0.1), "at first it knows nothing"
         assert losses(out, "val")[-1] < 3.0 < losses(out)[0] - 2
 
@@ -147,8 +149,8 @@ class TestSameMathematics:
     @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
     @pytest.mark.parametrize("parametrization", ["sp", "mup_original", "mup"])
     def test_every_arm_of_the_paper_runs(self, data, tmp_path, parametrization, optimizer):
-        changes = {"parametrization": parametrization, "optimizer.name": optimizer, "model.base_width": 8, "steps": 3}
-        given = keys(data, tmp_path / "run", schedule__warmup=0, **changes)
+        arm = {"parametrization": parametrization, "optimizer.name": optimizer, "model.base_width": 8}
+        given = keys(data, tmp_path / "run", steps=3, schedule__warmup=0, **arm)
         train("run", "tiny", *given)
         assert len(losses(tmp_path / "run")) == 3
 
@@ -173,7 +175,8 @@ class TestEvaluation:
 class TestNotFinite:
     def test_a_learning_rate_too_high_is_told_and_nothing_of_it_is_saved(self, data, tmp_path):
         out = tmp_path / "run"
-        given = keys(data, out, optimizer__name="sgd", optimizer__lr=1e30, optimizer__clip="none", schedule__warmup=8)
+        changes = {"optimizer.name": "sgd", "optimizer.lr": 1e30, "optimizer.clip": "none"}
+        given = keys(data, out, schedule__warmup=8, **changes)
         status, _, err = tiny_run.command("run", "tiny", *given)
         assert status == 2
         assert " at step " in err and "lower optimizer.lr" in err and "Traceback" not in err
@@ -193,7 +196,7 @@ class TestNotFinite:
         assert len(losses(out)) == 12
 
     def test_infinite_weights_are_never_saved(self, data, tmp_path, monkeypatch):
-        """A finite loss and gradient can still lead to an infinite weight: only the next loss would show it."""
+        """A finite gradient can still lead to an infinite weight: only the next loss would show it."""
         out = tmp_path / "run"
         step = loop.TrainingStep.__call__
         count = itertools.count(1)

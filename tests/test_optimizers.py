@@ -30,7 +30,7 @@ def config(**changes: object) -> RunConfig:
 
 
 def model_of(c: RunConfig):
-    return make_model(model_config(c, bos=256, eos=257, pad=258), seed=c.seed, device=CPU)
+    return make_model(model_config(c, rows=320, bos=256, eos=257, pad=258), seed=c.seed, device=CPU)
 
 
 def batch(seed: int, sequences: int = 4) -> tuple[Tensor, Tensor]:

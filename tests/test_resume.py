@@ -1,7 +1,7 @@
-"""A run that was killed and resumed is, bit for bit, the run that was not: lines, samples, weights, optimizer.
+"""A run killed and resumed is, bit for bit, the run that was not: lines, samples, weights, optimizer.
 
-SIGKILL leaves no chance to tidy up. It comes at random moments, and, because those rarely hit the microseconds between
-two renames, also before every single operation that makes something durable.
+SIGKILL leaves no chance to tidy up. It comes at random moments and, because those rarely hit the microseconds
+between two renames, also before each single operation that makes something durable.
 """
 
 import json
@@ -29,27 +29,27 @@ def undisturbed(data, tmp_path_factory) -> Path:
     return out
 
 
-def interrupted_run(data: Path, out: Path, log: Path, kills: int, seed: int) -> tuple[list[float], list[int]]:
-    """Start a run, kill it at random moments, resume it, and let it finish. Returns when, and at which step."""
-    moments, steps = [], []
+def interrupted_run(data: Path, out: Path, log: Path, kills: int, seed: int) -> list[tuple[float, int]]:
+    """Start a run, kill it at random moments, resume, let it finish. Returns (seconds, step) of each kill."""
+    moments = []
     rng = random.Random(seed)
     for _ in range(kills):
         begun = (out / "config.json").exists()
         child = start(["resume", out] if begun else ["run", "tiny", *keys(data, out)], log)
         assert child.pid is not None
         # from before its folder is there to after its last step
-        moments.append(rng.uniform(0.0, 2.5))
-        child.join(moments[-1])
+        moment = rng.uniform(0.0, 2.5)
+        child.join(moment)
         if child.is_alive():
             os.kill(child.pid, signal.SIGKILL)
         child.join()
         assert child.exitcode in (-signal.SIGKILL, 0), log.read_text()
-        steps.append(max((line["step"] for line in lines(out)), default=0))
+        moments.append((moment, max((line["step"] for line in lines(out)), default=0)))
     if (out / "config.json").exists():
         train("resume", out)
     else:
         train("run", "tiny", *keys(data, out))
-    return moments, steps
+    return moments
 
 
 class TestKilled:
@@ -61,8 +61,8 @@ class TestKilled:
     def test_at_twenty_random_moments(self, data, undisturbed, tmp_path):
         for seed in range(5):
             out = tmp_path / f"run{seed}"
-            moments, steps = interrupted_run(data, out, tmp_path / "log", kills=4, seed=100 + seed)
-            assert left_by(out) == left_by(undisturbed), (seed, moments, steps)
+            moments = interrupted_run(data, out, tmp_path / "log", kills=4, seed=100 + seed)
+            assert left_by(out) == left_by(undisturbed), (seed, moments)
 
     def test_before_operations_that_make_things_durable(self, data, undisturbed, tmp_path):
         self.kill_before(data, undisturbed, tmp_path, operations=[2, 9, 31, 40])
@@ -73,7 +73,7 @@ class TestKilled:
         assert killed > 60, "four checkpoints of ten files each are far more operations"
 
     def kill_before(self, data: Path, undisturbed: Path, tmp_path: Path, operations) -> int:
-        """SIGKILL just before the n-th fsync, rename, replace or truncate. Returns how many runs were killed."""
+        """SIGKILL just before the n-th fsync, rename, replace or truncate. How many runs were killed."""
         killed = 0
         for n in operations:
             out = tmp_path / "run"

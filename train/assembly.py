@@ -20,7 +20,7 @@ from .checkpoint import State
 from .config import RunConfig, differences, may_change_on_resume
 from .data import DataError, Loader, TokenDataset, baselines, make_loader, open_dataset, prepare
 from .errors import ConfigError, RunFolderError
-from .network import choose_backend, make_model, model_config
+from .network import choose_backend, make_model, model_config, pick_device
 from .optimizers import make_optimizer
 from .overrides import apply
 from .run_folder import Origin, RunFolder, new_origin, place_for
@@ -127,7 +127,13 @@ def _assembled(
     config: RunConfig, origin: Origin, folder: RunFolder, dataset: TokenDataset, device: torch.device
 ) -> Run:
     meta = dataset.meta
-    configuration = model_config(config, bos=meta.bos_id, eos=meta.eos_id, pad=meta.pad_id)
+    configuration = model_config(
+        config,
+        rows=config.model.vocab_size or meta.vocab_size,
+        bos=meta.bos_id,
+        eos=meta.eos_id,
+        pad=meta.pad_id,
+    )
     model = make_model(configuration, seed=config.seed, device=device)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -151,10 +157,7 @@ def _assembled(
 
 def _resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
     """Device, precision and backend in place of `auto`; the process set up for them."""
-    try:
-        device = platform.pick(config.device)
-    except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: PyTorch does not know the word
-        raise ConfigError(f"device={config.device}: {str(error).splitlines()[0]}") from error
+    device = pick_device(config.device)
     precision = config.precision
     if precision == "auto":
         # some CPUs have bf16 products, most emulate them slower than float32
@@ -166,7 +169,7 @@ def _resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
         # CUDA's own switch, read when its first handle is made; without it PyTorch refuses
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    backend = choose_backend(model_config(config), config, device, precision)
+    backend = choose_backend(model_config(config, rows=1), config, device, precision)
     changes = {"device": str(device), "precision": precision, "backend": backend}
     return config.model_copy(update=changes), device
 
@@ -174,8 +177,9 @@ def _resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
 def _dataset(config: RunConfig) -> TokenDataset:
     """The prepared folder that data.source is, or the one that preparing it makes or finds."""
     d = config.data
-    if (Path(d.source).expanduser() / "meta.json").is_file():
-        return open_dataset(d.source)
+    source = Path(d.source).expanduser()
+    if (source / "meta.json").is_file() or any(source.glob("*_train_*.bin*")):
+        return open_dataset(source)  # shards without meta.json too: they are damaged, not text
     folder = prepare(
         d.source,
         d.folder,

@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from .checkpoint import load_weights
 from .data import TextTokenizer, load_tokenizer
@@ -62,19 +63,20 @@ def continue_text(
             "top_k": sampling.top_k or 0,  # 0 and 1.0 are transformers' words for all
             "top_p": sampling.top_p if sampling.top_p is not None else 1.0,
         }
+    generate: Any = cast(Any, model).generate  # transformers declares it for other classes than its models
     was_training = model.training
     model.eval()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(sampling.seed)
-            out = model.generate(
+            out = generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=sampling.tokens,
                 repetition_penalty=sampling.repetition_penalty,
                 eos_token_id=tokenizer.eos,
                 pad_token_id=tokenizer.pad,
-                streamer=_Pieces(tokenizer, stream) if stream else None,
+                streamer=TextStream(tokenizer, stream) if stream else None,
                 **options,
             )
     finally:
@@ -82,7 +84,7 @@ def continue_text(
     return tokenizer.decode(out[0, ids.shape[1] :])
 
 
-class _Pieces:
+class TextStream:
     """What transformers calls a streamer: it is given the prompt first, then token after token."""
 
     def __init__(self, tokenizer: TextTokenizer, stream: Callable[[str], None]):
@@ -142,7 +144,8 @@ def load_for_generation(folder: Path, device: torch.device) -> tuple["DeltaForCa
     require_fit(configuration, tokenizer, folder)
     model = DeltaForCausalLM(configuration)
     load_weights(folder, model)
-    return model.to(device).eval(), tokenizer
+    cast(nn.Module, model).to(device)
+    return model.eval(), tokenizer
 
 
 def require_fit(configuration: Any, tokenizer: TextTokenizer, folder: Path) -> None:

@@ -1,8 +1,9 @@
 """The model that a configuration asks for, and who computes its delta rule."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
 
 from .config import RunConfig
 from .errors import ConfigError
@@ -12,6 +13,16 @@ if TYPE_CHECKING:
 
 # rows that `train.data` gives a tokenizer whose vocab_size is not set
 _KNOWN_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name, or the machine's preferred one for auto. ConfigError if it is not here."""
+    from backends import device as platform
+
+    try:
+        return platform.pick(name)
+    except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: PyTorch does not know the word
+        raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
 
 
 def vocabulary(config: RunConfig) -> int:
@@ -27,15 +38,15 @@ def vocabulary(config: RunConfig) -> int:
 
 
 def model_config(
-    config: RunConfig, *, bos: int | None = None, eos: int | None = None, pad: int | None = None
+    config: RunConfig, *, rows: int, bos: int | None = None, eos: int | None = None, pad: int | None = None
 ) -> "DeltaConfig":
-    """The model's own configuration. ConfigError if its sizes do not go together."""
+    """The model's own configuration for `rows` of vocabulary. ConfigError if sizes do not go together."""
     from models import DeltaConfig
 
     m = config.model
     try:
         return DeltaConfig(
-            vocab_size=vocabulary(config),
+            vocab_size=rows,
             hidden_size=m.width,
             base_width=m.base_width,
             num_hidden_layers=m.layers,
@@ -70,7 +81,8 @@ def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = DeltaForCausalLM(configuration)
-    return model.to(device=device, dtype=torch.float32)
+    cast(nn.Module, model).to(device=device, dtype=torch.float32)
+    return model
 
 
 def choose_backend(

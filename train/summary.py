@@ -28,7 +28,7 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     c, meta = run.config, run.dataset.meta
     parameters = list(run.model.parameters())
     total = sum(p.numel() for p in parameters)
-    embedding = run.model.get_input_embeddings().weight.numel()
+    embedding = (c.model.vocab_size or 0) * c.model.width * (1 if c.model.tie_word_embeddings else 2)
     per_step = c.batch.sequences * c.batch.length
     passes = per_step * c.steps / run.dataset.split("train").tokens
     o, s = c.optimizer, c.schedule
@@ -40,7 +40,7 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         f"data       {meta.name}: {run.dataset.split('train').tokens:,} training tokens, "
         f"{run.dataset.split('val').tokens:,} held out; {meta.tokenizer.kind}, {c.model.vocab_size:,} rows",
         f"model      Gated DeltaNet, {c.model.layers} layers, width {c.model.width} ({ratio:g} x base), "
-        f"{total:,} parameters, {embedding:,} of them embedding",
+        f"{total:,} parameters, {embedding:,} of them for the vocabulary",
         f"training   {c.steps:,} steps of {c.batch.sequences} x {c.batch.length} tokens{accumulation}: "
         f"{per_step * c.steps:,} tokens, {passes:.2g} passes",
         f"optimizer  {o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}, {c.parametrization}",

@@ -9,9 +9,8 @@ from pathlib import Path
 def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
 
-    from backends import device as platform
-
     from ..generation import Sampling, chosen_step, continue_text, load_for_generation
+    from ..network import pick_device
     from ..run_folder import RunFolder
 
     sampling = Sampling(
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = RunFolder(given.run_dir)
     folder.read()
     path = folder.checkpoints.require_whole(chosen_step(folder, given.checkpoint))
-    model, tokenizer = load_for_generation(path, platform.pick(given.device))
+    model, tokenizer = load_for_generation(path, pick_device(given.device))
     _write(given.prompt)
     continue_text(model, tokenizer, given.prompt, sampling, stream=_write)
     print()

@@ -38,11 +38,11 @@ def scaled(config: RunConfig) -> "list[ScaledParameter]":
 
     from models import DeltaForCausalLM
 
-    from ..network import model_config
+    from ..network import model_config, vocabulary
     from ..optimizers import rows
 
     with torch.device("meta"):
-        model = DeltaForCausalLM(model_config(config))
+        model = DeltaForCausalLM(model_config(config, rows=vocabulary(config)))
     return rows(model, config)
 
 

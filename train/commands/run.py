@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..config import RunConfig, flatten, meaning
 from ..overrides import apply, parse
-from ..recipes import recipe
+from ..recipes import recipe, summary
 
 if TYPE_CHECKING:
     from ..assembly import Run
@@ -25,10 +25,14 @@ def main(arguments: Sequence[str]) -> int:
         print(keys(config))
         return 0
 
-    from ..assembly import begun
     from ..progress import console
 
     out = console()
+    # at once: loading torch and transformers takes seconds, in which nothing else could be said
+    out.print(f"recipe     {given.recipe}: {summary(given.recipe)}", markup=False)
+
+    from ..assembly import begun
+
     with begun(config, out.print) as run:
         return drive(run, config.backend)
 
