@@ -22,6 +22,7 @@ dbeta and dg are in `backward` and `log_decay_gradient`. All is computed in floa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ from backends.registry import Options
 from backends.triangular import triangular_inverse
 
 L2NORM_EPS = 1e-6
+BLOCK = 1 << 20
 
 
 def chunk_size(K: int, V: int) -> int:
@@ -192,21 +194,26 @@ def forward(
     Q, K_ = qk[:, 0], qk[:, 1]
     b, gam, lam = _decays(at, g, HV, dtype)
     beta_ = at.split(beta, b.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
-    torch.bmm(qk.view(M, 2 * C, K), K_.mT, out=PG.view(M, 2 * C, C))
-    PG.mul_(decay_matrix(b)[:, None])
-    N.copy_(triangular_inverse(PG[:, 1] * beta_))
-    kv = wu.new_empty(wu.shape)
-    at.split(v, kv.view(at.chunks, HV, 1, C, K + V)[..., K:])
-    kv[..., K:].mul_(beta_)
-    torch.mul(K_, -beta_ * gam, out=kv[..., :K])
-    torch.bmm(N, kv, out=wu)
-    torch.bmm((K_ * lam).mT, wu, out=AZ)
-    AZ.diagonal(dim1=-2, dim2=-1).add_(gam[:, -1])
+    at.split(v, wu.view(at.chunks, HV, 1, C, K + V)[..., K:])
+    for rows in _blocks(M, C, K, V):
+        k_, b_, gam_, lam_, be = K_[rows], b[rows], gam[rows], lam[rows], beta_[rows]
+        pg = torch.bmm(qk[rows].view(-1, 2 * C, K), k_.mT, out=PG[rows].view(-1, 2 * C, C)).view(-1, 2, C, C)
+        pg.mul_(decay_matrix(b_)[:, None])
+        N[rows] = triangular_inverse(pg[:, 1] * be)
+        kv = wu.new_empty(k_.shape[0], C, K + V)
+        torch.mul(k_, be * gam_, out=kv[..., :K]).neg_()
+        torch.mul(wu[rows][..., K:], be, out=kv[..., K:])
+        torch.bmm(N[rows], kv, out=wu[rows])
+        torch.bmm((k_ * lam_).mT, wu[rows], out=AZ[rows])
+        AZ[rows].diagonal(dim1=-2, dim2=-1).add_(gam_[:, -1])
     first = _states(initial_state, at, S, HV, cu_seqlens)
     final = _scan(AZ[..., :K], AZ[..., K:], S, first, at, HV)
-    torch.baddbmm(wu[..., K:], wu[..., :K], S, out=U)
-    O = torch.bmm(Q * gam, S).baddbmm_(PG[:, 0], U)
-    o = at.join(O.view(at.chunks, HV, C, V), v.new_empty(v.shape), options.scale)
+    o_ = U.new_empty(U.shape)
+    for rows in _blocks(M, C, K, V):
+        torch.baddbmm(wu[rows][..., K:], wu[rows][..., :K], S[rows], out=U[rows])
+        torch.bmm(Q[rows] * gam[rows], S[rows], out=o_[rows])
+        o_[rows].baddbmm_(PG[rows, 0], U[rows])
+    o = at.join(o_.view(at.chunks, HV, C, V), v.new_empty(v.shape), options.scale)
     if at.order is not None:
         final = final[at.order.argsort()]
     return o, final if options.output_final_state else None, buffers if save else []
@@ -237,43 +244,50 @@ def backward(
     dOR = S.new_empty((M, 2, C, V))
     at.split(do, dOR[:, 0].unflatten(0, (-1, HV, 1)), options.scale)
     dO = dOR[:, 0]
-    dU = torch.bmm(PG[:, 0].mT, dO)
-    dZ = torch.bmm((Q * gam).mT, dO).baddbmm_(wu[..., :K].mT, dU)
+    dU, dZ = U.new_empty(U.shape), S.new_empty(S.shape)
+    for rows in _blocks(M, C, K, V):
+        torch.bmm(PG[rows, 0].mT, dO[rows], out=dU[rows])
+        torch.bmm((Q[rows] * gam[rows]).mT, dO[rows], out=dZ[rows])
+        dZ[rows].baddbmm_(wu[rows][..., :K].mT, dU[rows])
     dS = S.new_empty(S.shape)
     dlast = _states(dstate, at, S, HV, cu_seqlens)
     dfirst = _scan_back(AZ[..., :K], dZ, dS, dlast, at, HV)
-    dU.baddbmm_(K_ * lam, dS)
-    dR = torch.bmm(N.mT, dU)
-    torch.neg(dR, out=dOR[:, 1])
+    del dZ
     V_ = at.split(v, S.new_empty((at.chunks, HV, 1, C, V))).view(M, C, V)
-    dbeta = (dR * V_).sum(-1)
-    dv = at.join((dR * beta_).view(at.chunks, HV, C, V), v.new_empty(v.shape))
-
-    pairs = torch.bmm(dOR.view(M, 2 * C, V), U.mT).view(M, 2, C, C)
-    weighted = pairs * PG
-    weighted.diagonal(dim1=-2, dim2=-1).zero_()
-    pairs.mul_(decay_matrix(b)[:, None])
-    pairs[:, 1].diagonal(dim1=-2, dim2=-1).zero_()
-    dqk = torch.bmm(dOR.view(M, 2 * C, V), S.mT).view(M, 2, C, K).mul_(gam[:, None])
-    read = weighted.sum(-1) + (dqk * qk).sum(-1)
-    dqk.view(M, 2 * C, K).baddbmm_(pairs.view(M, 2 * C, C), K_)
-    dk_written = torch.bmm(U, dS.mT).mul_(lam)
-    written = (dk_written * K_).sum(-1)
-    factors = torch.stack((torch.ones_like(beta_), beta_), 1)
-    dk_written.baddbmm_(pairs.view(M, 2 * C, C).mT, (qk * factors).view(M, 2 * C, K))
-    dbeta += read[:, 1]
-    columns = torch.bmm(factors.view(M, 1, 2 * C), weighted.view(M, 2 * C, C))[:, 0]
-    rows = torch.addcmul(read[:, 0], read[:, 1], beta_[..., 0])
-    dg = log_decay_gradient(rows - columns, written, gam[:, -1, 0] * (dS * S).sum((-1, -2)))
-    dqk[:, 1].mul_(beta_).add_(dk_written)
-    if options.use_qk_l2norm_in_kernel:
-        dqk.addcmul_(qk, (dqk * qk).sum(-1, keepdim=True), value=-1).mul_(r)
+    dqk, dg_, dbeta_ = qk.new_empty(qk.shape), b.new_empty(b.shape), b.new_empty(b.shape)
+    for rows in _blocks(M, C, K, V):
+        k_, gam_, be, dor, d_qk = K_[rows], gam[rows], beta_[rows], dOR[rows].view(-1, 2 * C, V), dqk[rows]
+        dR = torch.bmm(N[rows].mT, dU[rows].baddbmm_(k_ * lam[rows], dS[rows]))
+        torch.neg(dR, out=dOR[rows, 1])
+        pairs = torch.bmm(dor, U[rows].mT).view(-1, 2, C, C)
+        weighted = pairs * PG[rows]
+        weighted.diagonal(dim1=-2, dim2=-1).zero_()
+        pairs.mul_(decay_matrix(b[rows])[:, None])
+        pairs[:, 1].diagonal(dim1=-2, dim2=-1).zero_()
+        pairs, factors = pairs.view(-1, 2 * C, C), torch.stack((torch.ones_like(be), be), 1)
+        torch.bmm(dor, S[rows].mT, out=d_qk.view(-1, 2 * C, K)).view_as(d_qk).mul_(gam_[:, None])
+        read = weighted.sum(-1) + (d_qk * qk[rows]).sum(-1)
+        d_qk.view(-1, 2 * C, K).baddbmm_(pairs, k_)
+        dk_ = torch.bmm(U[rows], dS[rows].mT).mul_(lam[rows])
+        written = (dk_ * k_).sum(-1)
+        dk_.baddbmm_(pairs.mT, (qk[rows] * factors).view(-1, 2 * C, K))
+        d_qk[:, 1].mul_(be).add_(dk_)
+        if options.use_qk_l2norm_in_kernel:
+            along = (d_qk * qk[rows]).sum(-1, keepdim=True)
+            d_qk.addcmul_(qk[rows], along, value=-1).mul_(r[rows])
+        columns = torch.bmm(factors.view(-1, 1, 2 * C), weighted.view(-1, 2 * C, C))[:, 0]
+        inside = torch.addcmul(read[:, 0], read[:, 1], be[..., 0]) - columns
+        carried = gam_[:, -1, 0] * (dS[rows] * S[rows]).sum((-1, -2))
+        dg_[rows] = log_decay_gradient(inside, written, carried)
+        torch.add(read[:, 1], (dR * V_[rows]).sum(-1), out=dbeta_[rows])
+        torch.mul(dR, be, out=dU[rows])
+    dv = at.join(dU.view(at.chunks, HV, C, V), v.new_empty(v.shape))
     dq, dk = (
         at.join(_ungrouped(dqk[:, i].view(at.chunks, H, group, C, K)), x.new_empty(x.shape))
         for i, x in enumerate((q, k))
     )
-    dg = at.join(dg.view(at.chunks, HV, C), g.new_empty(g.shape))
-    dbeta = at.join(dbeta.view(at.chunks, HV, C), beta.new_empty(beta.shape))
+    dg = at.join(dg_.view(at.chunks, HV, C), g.new_empty(g.shape))
+    dbeta = at.join(dbeta_.view(at.chunks, HV, C), beta.new_empty(beta.shape))
     dinitial = None
     if initial_state is not None:
         dinitial = dfirst if at.order is None else dfirst[at.order.argsort()]
@@ -320,6 +334,13 @@ def log_decay_gradient(inside: Tensor, written: Tensor, carried: Tensor) -> Tens
     behind = inside.flip(-1).cumsum(-1).flip(-1)
     before = written.cumsum(-1) - written
     return behind.add_(before).add_(carried[:, None])
+
+
+def _blocks(M: int, C: int, K: int, V: int) -> Iterator[slice]:
+    """Chunks to do at a time, so that what is only passed on from product to product stays in the cache."""
+    rows = max(1, BLOCK // (C * max(2 * C, K + V)))
+    for start in range(0, M, rows):
+        yield slice(start, min(start + rows, M))
 
 
 def _decays(at: Layout, g: Tensor, HV: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
