@@ -2,9 +2,10 @@
 
 import ml_dtypes
 import numpy as np
+import pytest
 from simulator_harness import F32, R, execute, normal, on_chip
 
-from nki_kernels.simulator import nisa, nl, record
+from nki_kernels.simulator import ConstraintError, nisa, nki, nl, record
 
 
 def test_stream_shuffle_works_in_each_quadrant():
@@ -137,3 +138,52 @@ def test_random_numbers_have_the_right_distribution():
     result = execute(body, shape=(100, 200))
     assert abs(result[:, :100].mean() - 0.7) < 0.02  # 4 standard deviations of 10,000 draws
     assert abs(result[:, 100:].mean() - 127.5) < 3.0
+
+
+def halves(x):
+    """Each core doubles half of x, swaps it with the other's, and writes the sum of both to its row."""
+    rows, columns = x.shape
+    core = nl.program_id(0)
+    mine, theirs = (
+        nl.ndarray((rows, columns // 2), F32, nl.sbuf),
+        nl.ndarray((rows, columns // 2), F32, nl.sbuf),
+    )
+    start = core * (columns // 2)
+    nisa.dma_copy(dst=mine, src=x[:, start : start + columns // 2])
+    nisa.tensor_scalar(dst=mine, data=mine, op0=nl.multiply, operand0=2.0)
+    nisa.sendrecv(src=mine, dst=theirs, send_to_rank=1 - core, recv_from_rank=1 - core, pipe_id=0)
+    nisa.tensor_tensor(dst=mine, data1=mine, data2=theirs, op=nl.add)
+    shared = nl.ndarray((2, rows, columns // 2), F32, nl.shared_hbm)
+    out = nl.ndarray((rows, columns // 2), F32, nl.shared_hbm)
+    nisa.dma_copy(dst=shared[core], src=mine)
+    nisa.core_barrier(data=shared, cores=(0, 1))
+    if core == 0:
+        nisa.dma_copy(dst=theirs, src=shared[1])
+        nisa.dma_copy(dst=out, src=theirs)
+    return out
+
+
+def test_two_cores_exchange_and_share():
+    x = normal(4, 6)
+    run = record(nki.jit(halves)[2], x, target="trn2", check_source=False)
+    assert np.allclose(run.outputs, 2 * (x[:, :3] + x[:, 3:]), rtol=1e-6)
+
+
+def test_a_failing_core_ends_both():
+    def broken(x):
+        if nl.program_id(0) == 1:
+            nl.ndarray((4,), F32, nl.sbuf)
+        nisa.core_barrier(data=x, cores=(0, 1))
+
+    with pytest.raises(ConstraintError, match="at least 2 dimensions"):
+        record(nki.jit(broken)[2], normal(4, 4), target="trn2", check_source=False)
+
+
+def test_core_instructions_need_two_cores():
+    def alone(x):
+        nisa.core_barrier(data=x, cores=(0, 1))
+
+    with pytest.raises(ConstraintError, match="needs two cores; launch the kernel with kernel"):
+        record(alone, normal(4, 4), target="trn2", check_source=False)
+    with pytest.raises(ConstraintError, match="core_barrier needs NeuronCore-v3"):
+        record(alone, normal(4, 4), check_source=False)

@@ -25,6 +25,10 @@ def many_arguments(*args):
 
 
 def identity_test(x):
+    return x if x is WIDTH else 0
+
+
+def a_test_for_none(x):
     return x if x is not None else 0
 
 
@@ -95,7 +99,6 @@ REFUSED = {
     an_exception_handler: "try is outside",
     a_context: "with is outside",
     global_state: "global state makes a kernel impure",
-    a_mutable_global: "`SIZES` is a mutable global",
     an_import: "import inside a kernel",
     an_integer_key: "dictionary keys must be string literals",
     a_set: "a set is not an NKI value",
@@ -192,6 +195,8 @@ def a_hardware_loop(x):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (a_mutable_global, "`SIZES` is a mutable global"),
+        (a_test_for_none, "refuses `is`, with None too"),
         (positional_instruction, "nisa.tensor_copy takes keywords"),
         (explicit_accumulation, "accumulate= is new in 0.3"),
         (a_view_method, "view method .broadcast is new in 0.5"),

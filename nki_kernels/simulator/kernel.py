@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from . import isa, language, subset
+from .cores import Pair, run_both
 from .errors import NkiValidationError, StrictError
-from .machine import Machine, Record, _current
+from .machine import Machine, Record, running
 from .memory import UNWRITTEN, MemoryRegion, NkiTensor
 from .targets import Target, resolve
 
@@ -47,7 +48,7 @@ class Kernel:
         return Kernel(self.function, degree)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _current:
+        if running.machine is not None:
             raise StrictError(
                 f"kernel {self.__name__} is called inside a kernel; leave helpers undecorated"  # pyright: ignore
             )
@@ -104,22 +105,37 @@ def record(
         raise NkiValidationError(f"LNC 2 is not supported on {chosen.name}, only LNC 1")
     if strict and check_source:
         subset.check(kernel)
-    machine = Machine(chosen, strict=strict, trace=trace)
-    machine.cores = kernel.cores
+    machines = [Machine(chosen, strict=strict, trace=trace) for _ in range(kernel.cores)]
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
-    bound.arguments = {name: _argument(machine, name, value) for name, value in bound.arguments.items()}
-    nan_in = any(_has_nan(storage.base) for storage in machine.storages)
-    _current.append(machine)
-    try:
-        with np.errstate(all="ignore"):
-            returned = kernel.function(*bound.args, **bound.kwargs)
-    finally:
-        _current.pop()
+    bound.arguments = {name: _argument(machines[0], name, value) for name, value in bound.arguments.items()}
+    nan_in = any(_has_nan(storage.base) for storage in machines[0].storages)
+    returned = _run(machines, kernel.function, bound)
+    machine = machines[0]
     if strict:
-        machine.check_capacity()
+        for core in machines:
+            core.check_capacity()
     outputs = _outputs(machine, returned, nan_in)
     sbuf, psum = machine.peaks()
     return Run(outputs, chosen, machine.count, sbuf, psum, tuple(machine.trace or ()))
+
+
+def _run(machines: list[Machine], function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    """Run the kernel on every core; what core 0 returns."""
+
+    def on(machine: Machine) -> Any:
+        outer, running.machine = running.machine, machine
+        try:
+            with np.errstate(all="ignore"):
+                return function(*bound.args, **bound.kwargs)
+        finally:
+            running.machine = outer
+
+    if len(machines) == 1:
+        return on(machines[0])
+    pair = Pair()
+    for core, machine in enumerate(machines):
+        machine.core, machine.cores, machine.pair = core, len(machines), pair
+    return run_both(pair, [functools.partial(on, machine) for machine in machines])[0]
 
 
 def _argument(machine: Machine, name: str, value: Any) -> Any:

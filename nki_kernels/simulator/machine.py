@@ -8,6 +8,7 @@
     run.write(out, values)                       # rounds, stores, marks who wrote
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .cores import Pair
 from .dtypes import DType, dtype_of, store
 from .errors import ConstraintError, StrictError, require
 from .memory import BY_MATMUL, BY_OTHER, HBM, ON_CHIP, PSUM, SBUF, UNWRITTEN, MemoryRegion, NkiTensor, Storage
@@ -86,6 +88,8 @@ class Machine:
         self.rng = np.random.default_rng(0)
         self.core = 0
         self.cores = 1
+        self.pair: Pair | None = None
+        self._shared = 0  # shared allocations so far
         self.partial_reads: list[str] = []
 
     def allocate(
@@ -114,9 +118,18 @@ class Machine:
                     f"per partition, {self.target.name} has {limit}"
                 )
         number = len(self.storages)
-        tensor = wrap(
-            np.full(shape, kind.poison, kind.numpy), kind, buffer, name or f"t{number}", number, False
-        )
+
+        def make(number: int) -> Storage:
+            fresh = np.full(shape, kind.poison, kind.numpy)
+            return Storage(fresh, kind, buffer, name or f"t{number}", number)
+
+        if self.pair is not None and buffer is MemoryRegion.shared_hbm:
+            # below zero, so that no private tensor of either core has the same number
+            storage = self.pair.storage(self._shared, lambda: make(-1 - self._shared))
+            self._shared += 1
+        else:
+            storage = make(number)
+        tensor = NkiTensor(storage.base, storage)
         if address is not None:
             tensor.storage.address = address  # pyright: ignore[reportAttributeAccessIssue]
             tensor.partition = int(address[0])  # pyright: ignore[reportIndexIssue]
@@ -125,9 +138,9 @@ class Machine:
 
     def argument(self, array: np.ndarray, name: str) -> NkiTensor:
         number = len(self.storages)
-        tensor = wrap(array, dtype_of(array.dtype), MemoryRegion.shared_hbm, name, number, True)
-        self.storages.append(tensor.storage)
-        return tensor
+        storage = Storage(array, dtype_of(array.dtype), MemoryRegion.shared_hbm, name, number, True)
+        self.storages.append(storage)
+        return NkiTensor(array, storage)
 
     def peaks(self) -> tuple[int, int]:
         """Peak live bytes per partition of SBUF and peak live banks of PSUM, over the program order.
@@ -165,19 +178,20 @@ class Machine:
         return peak, at, [s for s in tiles if (s.first or 0) <= at <= s.last]
 
 
-def wrap(
-    array: np.ndarray, dtype: DType, buffer: MemoryRegion, name: str, number: int, written: bool
-) -> NkiTensor:
-    return NkiTensor(array, Storage(array, dtype, buffer, name, number, written))
+class _Running(threading.local):
+    """The machine of this thread, if a kernel is running."""
+
+    machine: Machine | None = None
 
 
-_current: list[Machine] = []
+running = _Running()
 
 
 def current() -> Machine:
-    if not _current:
+    machine = running.machine
+    if machine is None:
         raise RuntimeError("nki instructions run inside a kernel: call it, or nki.simulate(kernel)(...)")
-    return _current[-1]
+    return machine
 
 
 class Instruction:

@@ -87,7 +87,7 @@ def findings(kernel: Callable[..., Any], portable: bool = False) -> tuple[Findin
         if tree is None:
             continue
         scope = _scope(function)
-        found += _function_findings(tree, where, scope, function is root)
+        found += _function_findings(tree, where, function is root)
         if portable:
             found += _portable_findings(tree, where, scope)
         pending += _reached(tree, scope)
@@ -121,7 +121,7 @@ def _body(tree: Any) -> Iterator[ast.AST]:
             pending += [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, ast.AST)]
 
 
-def _function_findings(tree: Any, where: Callable, scope: dict[str, Any], root: bool) -> Iterator[Finding]:
+def _function_findings(tree: Any, where: Callable, root: bool) -> Iterator[Finding]:
     if tree.args.kwonlyargs:
         yield Finding(where(tree), "keyword-only separator * in a signature is not supported")
     if root and (tree.args.vararg or tree.args.kwarg):
@@ -136,18 +136,36 @@ def _function_findings(tree: Any, where: Callable, scope: dict[str, Any], root: 
             names = [ast.unparse(item.context_expr) for item in node.items]
             if not all("no_reorder" in name for name in names):
                 yield Finding(where(node), "with is outside of the compiler's subset")
-        elif isinstance(node, ast.Compare):
-            if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
-                yield Finding(where(node), "the `is` operator is not supported; use == or !=")
-        elif isinstance(node, ast.Dict):
-            if any(not (isinstance(k, ast.Constant) and isinstance(k.value, str)) for k in node.keys):
-                yield Finding(where(node), "dictionary keys must be string literals")
-        elif isinstance(node, ast.Name) and isinstance(scope.get(node.id), (list, dict, set)):
-            yield Finding(where(node), f"`{node.id}` is a mutable global; a kernel must be pure, use a tuple")
+        elif isinstance(node, ast.Compare) and _identity(node, with_none=False):
+            yield Finding(where(node), "the `is` operator is not supported; use == or !=")
+        elif isinstance(node, ast.Dict) and not all(map(_is_string, node.keys)):
+            yield Finding(where(node), "dictionary keys must be string literals")
+
+
+def _is_string(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _identity(node: ast.Compare, *, with_none: bool) -> bool:
+    """Does the comparison use `is` with None (or with anything else)?
+
+    The migration guide to 0.3 refuses every `is`; AWS's own library for 0.3 uses `is not None`.
+    """
+    sides = zip(node.ops, node.comparators, strict=True)
+    tests = [
+        isinstance(c, ast.Constant) and c.value is None
+        for op, c in sides
+        if isinstance(op, (ast.Is, ast.IsNot))
+    ]
+    return any(none == with_none for none in tests)
 
 
 def _portable_findings(tree: Any, where: Callable, scope: dict[str, Any]) -> Iterator[Finding]:
     for node in _body(tree):
+        if isinstance(node, ast.Name) and isinstance(scope.get(node.id), (list, dict, set)):
+            yield Finding(where(node), f"`{node.id}` is a mutable global; a kernel must be pure, use a tuple")
+        if isinstance(node, ast.Compare) and _identity(node, with_none=True):
+            yield Finding(where(node), "the migration guide to 0.3 refuses `is`, with None too; use == or !=")
         if isinstance(node, ast.Attribute) and node.attr in LOOPS:
             yield Finding(where(node), f"nl.{node.attr} is {LOOPS[node.attr]}; use range")
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):

@@ -11,6 +11,7 @@ search       max8 nc_find_index8 nc_match_replace8 nc_n_gather local_gather sequ
              nonzero_with_count                                                             Vector, GpSimd
 randomness   rng dropout rand2 set_rng_seed                                                 Vector
 registers    register_alloc register_move register_load register_store                      sequencers
+paired       core_barrier sendrecv (gen3, two cores)                                        DMA, GpSimd
 later        range_select (gen3) exponential activate2 (gen4)                               Vector, Scalar
 dma          dma_copy dma_transpose dma_compute                                             DMA
 enums        engine reduce_cmd dge_mode oob_mode matmul_perf_mode nc_version dma_engine
@@ -47,6 +48,7 @@ from .enums import (
 from .generate import affine_select, iota
 from .later import activate2, exponential, range_select
 from .matmul import nc_matmul, nc_transpose
+from .paired import core_barrier, sendrecv
 from .randomness import dropout, rand2, rng, set_rng_seed
 from .reduction import (
     bn_aggr,
@@ -84,6 +86,7 @@ __all__ = [
     "affine_select",
     "bn_aggr",
     "bn_stats",
+    "core_barrier",
     "dge_mode",
     "dma_compute",
     "dma_copy",
@@ -120,6 +123,7 @@ __all__ = [
     "scalar_engine",
     "scalar_tensor_tensor",
     "select_reduce",
+    "sendrecv",
     "sequence_bounds",
     "set_rng_seed",
     "tensor_copy",

@@ -1,0 +1,60 @@
+"""Two physical cores as one logical core (LNC 2, Trn2 and Trn3): each runs the kernel in its own thread.
+
+Arguments and shared_hbm tensors are shared (the n-th shared allocation of one core is the n-th of the other);
+everything else is private. `meet` is the barrier behind core_barrier and sendrecv.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .memory import Storage
+
+
+class Pair:
+    """What the two cores share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.tensors: list[Storage] = []
+        self.mail: dict[tuple[int, int], np.ndarray] = {}
+
+    def storage(self, index: int, make: Callable[[], Storage]) -> Storage:
+        """The index-th shared tensor, made by whichever core asks first."""
+        with self.lock:
+            if index == len(self.tensors):
+                self.tensors.append(make())
+            return self.tensors[index]
+
+    def meet(self) -> None:
+        """Wait for the other core."""
+        self.barrier.wait()
+
+
+def run_both(pair: Pair, bodies: list[Callable[[], Any]]) -> list[Any]:
+    """Run both bodies; the first failure ends both and is raised."""
+    results: list[Any] = [None, None]
+    failures: list[BaseException] = []
+
+    def run(core: int) -> None:
+        try:
+            results[core] = bodies[core]()
+        except threading.BrokenBarrierError:
+            pass  # the other core's failure is the cause
+        except BaseException as failure:
+            failures.append(failure)
+            pair.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(core,)) for core in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    if pair.barrier.broken:
+        raise RuntimeError("the two cores did not reach the same barrier within 60 s")
+    return results
