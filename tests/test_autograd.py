@@ -136,7 +136,7 @@ def test_operators_keep_their_promises_to_pytorch(backend):
     packed = [x[:1].detach().requires_grad_() for x in given[:5]]
     bounds = torch.tensor([0, 2, 2, 5])
     states = torch.zeros(3, 2, 3, 2)
-    # without the comparison of outputs: what is saved for packed sequences has room to spare, filled by nobody
+    # without comparing outputs: what is saved for packed sequences has room to spare, filled by nobody
     torch.library.opcheck(
         torch.ops.delta_trn.gated_delta_rule.default,
         (*packed, states, bounds, 0.5, False, True, True, backend),
