@@ -42,6 +42,7 @@ def another(key: str, value: Any) -> str:
         "precision": "bf16",
         "init": "authors",
         "readout": "none",
+        "scale_by": "heads",
         "loader": "stream",
         "schedule.decay_steps": "77",
     }
@@ -109,7 +110,7 @@ class TestOverrides:
             ("optimizer.lr=nan", "optimizer.lr=nan: expected"),
             ("optimizer.beta1=1", "optimizer.beta1=1: expected less than 1"),
             ("optimizer.name=adam", "optimizer.name=adam: expected 'adamw' or 'sgd'"),
-            ("parametrization=mu", "expected 'sp', 'mup_original', 'mup' or 'mup_authors'"),
+            ("parametrization=mu", "expected 'sp', 'mup_original', 'mup', 'mup_authors' or 'mup_aligned'"),
             ("compile=perhaps", "compile=perhaps: expected true or false"),
             ("model.attention_layers=a", "model.attention_layers=a: expected a whole number"),
             ("name=../x", "name=../x: expected letters, digits"),

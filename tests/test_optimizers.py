@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.mup import ScaledParameter
 from train.config import RunConfig
 from train.errors import CheckpointError
 from train.network import make_model, model_config
@@ -99,32 +100,34 @@ class TestGroups:
         assert names[1e-3] == pytest.approx(names[0.37], rel=1e-12)
 
 
-def by_hand_adamw(p: Tensor, grads: list[Tensor], lr: float, wd: float, c: RunConfig) -> Tensor:
+def by_hand_adamw(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
     """Loshchilov and Hutter: decay times the learning rate, apart from the moments."""
     o = c.optimizer
     p, m, v = p.double(), torch.zeros_like(p).double(), torch.zeros_like(p).double()
     for t, g in enumerate((g.double() for g in grads), start=1):
-        p = p * (1 - lr * wd)
+        p = p * (1 - row.lr * row.weight_decay)
         m = o.beta1 * m + (1 - o.beta1) * g
         v = o.beta2 * v + (1 - o.beta2) * g * g
-        p = p - lr * (m / (1 - o.beta1**t)) / ((v / (1 - o.beta2**t)).sqrt() + o.eps)
+        p = p - row.lr * (m / (1 - o.beta1**t)) / ((v / (1 - o.beta2**t)).sqrt() + row.epsilon * o.eps)
     return p
 
 
-def by_hand_sgd(p: Tensor, grads: list[Tensor], lr: float, wd: float, c: RunConfig) -> Tensor:
+def by_hand_sgd(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
     """Nesterov as PyTorch has it: buffer u <- mu u + g, step lr (g + mu u)."""
     mu = c.optimizer.momentum
     p, u = p.double(), torch.zeros_like(p).double()
     for g in (g.double() for g in grads):
-        g = g + wd * p
+        g = g + row.weight_decay * p
         u = mu * u + g
-        p = p - lr * (g + mu * u)
+        p = p - row.lr * (g + mu * u)
     return p
 
 
 @pytest.mark.parametrize(("name", "rule"), [("adamw", by_hand_adamw), ("sgd", by_hand_sgd)])
 def test_updates_are_the_rule_written_out(name, rule):
-    c = config(optimizer__name=name, optimizer__lr=0.03, optimizer__weight_decay=0.1)
+    # an epsilon that matters, at twice the base width, so that its factor does too
+    given = {"optimizer.eps": 0.1} if name == "adamw" else {}
+    c = config(optimizer__name=name, optimizer__lr=0.03, optimizer__weight_decay=0.1, **given)
     model = model_of(c)
     optimizer = make_optimizer(model, c, CPU)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -137,7 +140,7 @@ def test_updates_are_the_rule_written_out(name, rule):
         optimizer.step()
     moved = 0
     for row in rows(model, c):
-        expected = rule(start[row.name], grads[row.name], row.lr, row.weight_decay, c)
+        expected = rule(start[row.name], grads[row.name], row, c)
         # float32 rounding of four steps, each a handful of operations
         scale = max(expected.abs().max().item(), 1.0)
         assert (row.parameter.double() - expected).abs().max() < 64 * 2**-24 * scale, row.name

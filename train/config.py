@@ -59,8 +59,10 @@ class ModelSection(Section):
     """epsilon of every RMSNorm"""
     init: Literal["delta_trn", "authors"] = "delta_trn"
     """convolution taps independent of width, or as the paper's released code has them"""
-    readout: Literal["sqrt_k", "none"] = "sqrt_k"
-    """factor on the delta rule's output that keeps the epsilon of its norm negligible, or none as released"""
+    readout: Literal["auto", "sqrt_k", "none"] = "auto"
+    """factor on the delta rule's output: sqrt_k keeps its norm's epsilon negligible; auto: as init has it"""
+    scale_by: Literal["head_dim", "heads"] = "head_dim"
+    """what grows with width; for heads give heads and head_dim_k at every width"""
     initializer_range: Positive = 0.02
     """standard deviation of initial weights at base_width"""
     rope_theta: Positive = 10_000.0
@@ -87,7 +89,7 @@ class OptimizerSection(Section):
     beta2: Fraction = 0.95
     """adamw: decay of the gradient's second moment"""
     eps: Positive = 1e-8
-    """adamw: added to the root of the second moment"""
+    """adamw: added to the root of the second moment at base_width; models.mup's table scales it"""
     momentum: Fraction = 0.98
     """sgd: Nesterov momentum, without dampening"""
     clip: Positive | None = 1.0
@@ -220,7 +222,7 @@ class RunConfig(Section):
     """who computes the delta rule: a name (`python -m backends` lists them), or auto: chosen by device"""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """of matrix products; weights are float32 always; auto: bf16 on accelerators, float32 on a CPU"""
-    parametrization: Literal["sp", "mup_original", "mup", "mup_authors"] = "mup"
+    parametrization: Literal["sp", "mup_original", "mup", "mup_authors", "mup_aligned"] = "mup"
     """how initialization, multipliers and learning rates scale with width"""
     compile: bool = False
     """torch.compile the model"""

@@ -62,7 +62,8 @@ def model_config(
             rms_norm_eps=m.rms_norm_eps,
             parametrization=config.parametrization,
             init=m.init,
-            readout=m.readout,
+            scale_by=m.scale_by,
+            readout=None if m.readout == "auto" else m.readout,
             initializer_range=m.initializer_range,
             rope_theta=m.rope_theta,
             tie_word_embeddings=m.tie_word_embeddings,
@@ -95,6 +96,7 @@ def choose_backend(
     from backends import use
     from backends.registry import Call, choose
 
+    assert configuration.head_dim_k is not None  # None is for it to derive, and it has
     named = None if config.backend == "auto" else config.backend
     with use(named):
         chosen = choose(

@@ -1,4 +1,4 @@
-"""AdamW and Nesterov SGD with one group for each (learning-rate factor, weight decay) of the muP table."""
+"""AdamW and Nesterov SGD with one group for each set of factors in the muP table."""
 
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,10 @@ def rows(model: "DeltaForCausalLM", config: RunConfig) -> list[ScaledParameter]:
 def make_optimizer(model: "DeltaForCausalLM", config: RunConfig, device: torch.device) -> Optimizer:
     """The optimizer over all parameters. Each group has `factor`, its rate over the run's, and `names`."""
     o = config.optimizer
-    members: dict[tuple[float, float], list[ScaledParameter]] = defaultdict(list)
+    adaptive = o.name == "adamw"
+    members: dict[tuple[float, float, float], list[ScaledParameter]] = defaultdict(list)
     for row in rows(model, config):
-        members[row.lr / o.lr, row.weight_decay].append(row)
+        members[row.lr / o.lr, row.weight_decay, row.epsilon if adaptive else 1.0].append(row)
     groups: list[dict[str, Any]] = [
         {
             "params": [row.parameter for row in group],
@@ -41,14 +42,15 @@ def make_optimizer(model: "DeltaForCausalLM", config: RunConfig, device: torch.d
             "factor": factor,
             "lr": factor * o.lr,
             "weight_decay": decay,
+            **({"eps": epsilon * o.eps} if adaptive else {}),
         }
-        for (factor, decay), group in members.items()
+        for (factor, decay, epsilon), group in members.items()
     ]
     # one kernel over all parameters instead of ten small ones for each; other devices have their own
     fused = device.type in ("cpu", "cuda")
     if o.name == "sgd":
         return SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=o.momentum > 0, fused=fused)
-    return AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=fused)
+    return AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=fused)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
