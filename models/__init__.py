@@ -1,12 +1,12 @@
-"""Delta-rule language models as `transformers` models. `AutoModelForCausalLM` knows them once this is imported."""
+"""Delta-rule language models as `transformers` models; once imported, `AutoModelForCausalLM` knows them."""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.cache import DeltaCache
-from models.config import SIZES, DeltaConfig, named_size
+from models.config import DeltaConfig, named_sizes
 from models.language_model import DeltaForCausalLM
 
-__all__ = ["SIZES", "DeltaCache", "DeltaConfig", "DeltaForCausalLM", "named_size"]
+__all__ = ["DeltaCache", "DeltaConfig", "DeltaForCausalLM", "named_sizes"]
 
 AutoConfig.register(DeltaConfig.model_type, DeltaConfig, exist_ok=True)
 AutoModelForCausalLM.register(DeltaConfig, DeltaForCausalLM, exist_ok=True)

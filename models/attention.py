@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from models.cache import LayerCache
 from models.config import DeltaConfig
 from models.layers import Linear
-from models.mup import PARAMETRIZATIONS
+from models.mup import TABLES
 from models.sequence import Sequences
 
 
 class Attention(nn.Module):
     """H heads of size D = V, so that the layer has as many weights as the Gated DeltaNet layer it replaces.
 
-    Logits are q.k / sqrt(D) times m ** attention of the parametrization: 1 / D in muP, equal to SP's at m = 1.
+    Logits are q.k / sqrt(D), times m ** attention of the parametrization where D grows with width: 1 / D in
+    muP, equal to SP's at m = 1.
     """
 
     def __init__(self, config: DeltaConfig) -> None:
@@ -24,36 +25,35 @@ class Attention(nn.Module):
         d, self.D = config.hidden_size, config.head_dim_v
         inner = config.num_heads * self.D
         self.theta = config.rope_theta
-        power = PARAMETRIZATIONS[config.parametrization].attention
+        power = TABLES[config.parametrization].attention if config.scale_by == "head_dim" else 0.0
         self.scale = self.D**-0.5 * config.width_ratio**power
-        self.q_proj, self.k_proj, self.v_proj = (Linear(d, inner) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = Linear(d, inner), Linear(d, inner), Linear(d, inner)
         self.o_proj = Linear(inner, d)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """x [B, T, d] -> [B, T, d]."""
-        T, offset = x.shape[1], sequences.offset
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.D)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        # padding and packing shift a sequence as a whole, and rotary attention sees differences of positions only
-        cos, sin = self._rotation(torch.arange(offset, offset + T, device=x.device))
+        cos, sin = self._rotation(sequences.position)
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         if cache is not None:
             if cache.keys is not None and cache.values is not None:
                 k, v = torch.cat([cache.keys, k], dim=2), torch.cat([cache.values, v], dim=2)
             cache.keys, cache.values = k, v
-        mask = sequences.attendable(T, x.device)
+        mask = sequences.attendable
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = self.theta ** (-torch.arange(0, self.D, 2, device=positions.device).float() / self.D)
-        angles = positions.float()[:, None] * frequencies
+    def _rotation(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of every pair's angle, [B or 1, 1, T, D / 2] float32."""
+        pairs = torch.arange(0, self.D, 2, device=position.device)
+        angles = position[:, None, :, None].float() * self.theta ** (-pairs.float() / self.D)
         return angles.cos(), angles.sin()
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each pair (x_i, x_{i + D/2}) turned by its angle."""
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

@@ -1,57 +1,89 @@
-"""What generation keeps between calls: its size does not depend on how long the text is, but in attention layers."""
+"""What generation keeps between calls: of one size however long the text is, except in attention layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 
 @dataclass
 class LayerCache:
-    """One layer's memory; what a layer does not use stays empty.
+    """One layer's memory; what a layer does not use stays None.
 
-    convolution     name -> [B, taps - 1, C]    the last inputs of a short convolution
-    state           [B, HV, K, V]               the delta rule's S, float32
-    keys, values    [B, H, T, D]                softmax attention's past
+    convolution     [B, taps - 1, C]    the last inputs of the short convolution
+    state           [B, HV, K, V]       the delta rule's S, float32
+    keys, values    [B, H, T, D]        softmax attention's past
     """
 
-    convolution: dict[str, Tensor] = field(default_factory=dict)
+    convolution: Tensor | None = None
     state: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
 
 
-class DeltaCache:
-    """The memory of a whole model after `length` tokens. `DeltaForCausalLM` makes, fills and returns it."""
+class DeltaCache(Cache):
+    """The memory of a model with so many layers. `DeltaForCausalLM` makes, fills and returns it.
 
-    is_compileable = False  # transformers asks: only caches of fixed length are
+    length      tokens seen, padding included: transformers' count
+    real        [B, length] bool, False at padding; None: there was none
+    """
 
     def __init__(self, layers: int) -> None:
-        self.layers = [LayerCache() for _ in range(layers)]
+        super().__init__(layers=[])
+        self.memory = [LayerCache() for _ in range(layers)]
         self.length = 0
+        self.real: Tensor | None = None
+
+    def extend(self, B: int, T: int, real: Tensor | None) -> None:
+        """Notes T more tokens a row, `real` [B, T] as above."""
+        if real is not None and self.real is None:
+            self.real = real.new_ones(B, self.length)
+        if self.real is not None:
+            new = self.real.new_ones(B, T) if real is None else real
+            self.real = torch.cat([self.real, new], dim=1)
+        self.length += T
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen so far, padding included. transformers' name."""
         return self.length
 
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False  # transformers compiles generation over caches of fixed length only
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError(
+            "a delta rule's state cannot forget its last tokens; keep a copy.deepcopy of the cache before them"
+        )
+
+    def reset(self) -> None:
+        """As new."""
+        self.__init__(len(self.memory))
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps row beam_idx[i] as row i: what beam search asks for."""
-        self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        """Row i becomes what row beam_idx[i] was: what beam search asks for."""
+        self._rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the given rows. transformers' name."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every row. transformers' name."""
-        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    def _each(self, change) -> None:
-        for layer in self.layers:
-            layer.convolution = {name: change(x) for name, x in layer.convolution.items()}
-            for name in ("state", "keys", "values"):
-                x = getattr(layer, name)
-                if isinstance(x, torch.Tensor):
-                    setattr(layer, name, change(x))
+    def _rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.real is not None:
+            self.real = change(self.real)
+        for layer in self.memory:
+            for slot in fields(layer):
+                if (x := getattr(layer, slot.name)) is not None:
+                    setattr(layer, slot.name, change(x))

@@ -1,20 +1,21 @@
 """The sizes and switches of a delta-rule language model, checked when they are made."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from models.mup import PARAMETRIZATIONS
+from models.mup import TABLES
 
 INITIALIZATIONS = ("delta_trn", "authors")
 READOUTS = ("sqrt_k", "none")
+GROWTHS = ("head_dim", "heads")
 
 
 class DeltaConfig(PretrainedConfig):
     """A decoder of pre-norm blocks: Gated DeltaNet over time (arXiv:2412.06464), then SwiGLU.
-
-    Width enlarges the heads and keeps their number, as in arXiv:2606.04048: K = 0.75 d / H, V = expand_v K.
 
     vocab_size              rows of the embedding
     hidden_size             d, the width
@@ -22,18 +23,22 @@ class DeltaConfig(PretrainedConfig):
     num_hidden_layers       blocks
     num_heads, num_v_heads  H query and key heads; HV value heads, a multiple of H (None: H)
     head_dim_k, expand_v    K (None: int(0.75 d // H)); V / K
-    conv_size               taps of the causal depthwise convolutions on q, k and v
-    intermediate_size       inner size of SwiGLU (None: int(8 d / 3) up to a multiple of intermediate_multiple)
+    conv_size               taps of the causal depthwise convolution on q, k and v
+    intermediate_size       inner size of SwiGLU (None: int(8 d / 3) up to the next multiple of
+                            intermediate_multiple)
     attention_layers        indices of layers that are softmax attention with RoPE instead
     rope_theta              base of RoPE's wavelengths in those layers
     allow_neg_eigval        beta in (0, 2) instead of (0, 1)
     rms_norm_eps            epsilon of every RMSNorm
-    parametrization         sp, mup_original or mup: the tables of `models.mup`
-    init                    "delta_trn": convolution taps U(-1, 1) / sqrt(taps), of one scale at every width;
-                            "authors": as the released code, which draws them like a hidden matrix
+    parametrization         sp, mup_original, mup, ...: a table of `models.mup`
+    scale_by                what grows with width, which decides the roles of per-head parameters: "head_dim"
+                            (arXiv:2606.04048), or "heads" (then give num_heads and head_dim_k at every width)
+    init                    "delta_trn": convolution taps of one scale at every width, U(-1, 1) / sqrt(taps);
+                            "authors": as the paper's code, taps and tied embedding drawn like hidden matrices
     readout                 "sqrt_k": o = sqrt(K) S^T q, which keeps the output norm's epsilon negligible;
-                            "none": o = S^T q / sqrt(K), as the released code
-    initializer_range       standard deviation of weights at base_width
+                            "none": o = S^T q / sqrt(K), as the paper's code; None: as `init` says
+    initializer_range       standard deviation of weights at base_width: 0.02 = 0.32 / sqrt(256)
+    use_cache               whether forward returns a cache when not training
 
     Raises ValueError, with the value and the nearest that fit, for sizes that do not go together.
     """
@@ -58,36 +63,45 @@ class DeltaConfig(PretrainedConfig):
         allow_neg_eigval: bool = False,
         rms_norm_eps: float = 1e-6,
         parametrization: str = "mup",
+        scale_by: str = "head_dim",
         init: str = "delta_trn",
-        readout: str = "sqrt_k",
+        readout: str | None = None,
         initializer_range: float = 0.02,
+        use_cache: bool = True,
         tie_word_embeddings: bool = True,
         bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
-        **kwargs: Any,
+        **kwargs: Any,  # transformers' own: dtype, architectures, transformers_version, ...
     ) -> None:
+        _refuse_near_misses(kwargs)
+        for name, value in {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "base_width": base_width,
+            "num_hidden_layers": num_hidden_layers,
+            "num_heads": num_heads,
+            "conv_size": conv_size,
+            "intermediate_multiple": intermediate_multiple,
+        }.items():
+            _require_count(name, value)
         self.vocab_size, self.hidden_size, self.base_width = vocab_size, hidden_size, base_width
         self.num_hidden_layers, self.num_heads = num_hidden_layers, num_heads
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        self.head_dim_k = int(0.75 * hidden_size // num_heads) if head_dim_k is None else head_dim_k
+        self.num_v_heads: int = num_heads if num_v_heads is None else num_v_heads
+        self.head_dim_k: int = _key_size(hidden_size, num_heads) if head_dim_k is None else head_dim_k
         self.expand_v, self.conv_size = expand_v, conv_size
-        self.intermediate_multiple = intermediate_multiple
         if intermediate_size is None:
             intermediate_size = -(-int(8 * hidden_size / 3) // intermediate_multiple) * intermediate_multiple
-        self.intermediate_size = intermediate_size
+        self.intermediate_size: int = intermediate_size
+        self.intermediate_multiple = intermediate_multiple
         self.attention_layers, self.rope_theta = list(attention_layers), rope_theta
         self.allow_neg_eigval, self.rms_norm_eps = allow_neg_eigval, rms_norm_eps
-        self.parametrization, self.init, self.readout = parametrization, init, readout
-        self.initializer_range = initializer_range
-        self._check()
-        super().__init__(
-            tie_word_embeddings=tie_word_embeddings,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            **kwargs,
-        )
+        self.parametrization, self.scale_by, self.init = parametrization, scale_by, init
+        self.readout: str = readout if readout is not None else "none" if init == "authors" else "sqrt_k"
+        self.initializer_range, self.use_cache = initializer_range, use_cache
+        tokens = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        self._check(tokens)
+        super().__init__(**{**kwargs, **tokens, "tie_word_embeddings": tie_word_embeddings})
 
     @property
     def head_dim_v(self) -> int:
@@ -99,57 +113,78 @@ class DeltaConfig(PretrainedConfig):
         """m = width / base_width."""
         return self.hidden_size / self.base_width
 
-    def _check(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "base_width",
-            "num_hidden_layers",
-            "num_heads",
-            "num_v_heads",
-            "conv_size",
-            "intermediate_size",
-        ):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if self.num_v_heads % self.num_heads:
-            below = self.num_v_heads // self.num_heads * self.num_heads
-            near = " or ".join(str(n) for n in (below, below + self.num_heads) if n)
+    def _check(self, tokens: dict[str, int | list[int] | None]) -> None:
+        for name in ("num_v_heads", "head_dim_k", "intermediate_size"):
+            _require_count(name, getattr(self, name))
+        H, HV, K, L = self.num_heads, self.num_v_heads, self.head_dim_k, self.num_hidden_layers
+        if HV % H:
+            near = " or ".join(str(n) for n in (HV // H * H, HV // H * H + H) if n)
+            raise ValueError(f"num_v_heads={HV} is not a multiple of num_heads={H}; nearest: {near}")
+        for name in ("expand_v", "rope_theta", "rms_norm_eps", "initializer_range"):
+            _require_positive(name, getattr(self, name))
+        V = K * self.expand_v
+        if round(V) < 1 or abs(V - round(V)) > 1e-9 * V:
+            near = " or ".join(f"{n / K:.6g}" for n in sorted({max(int(V), 1), int(V) + 1}))
             raise ValueError(
-                f"num_v_heads={self.num_v_heads} is not a multiple of num_heads={self.num_heads}; nearest: {near}"
+                f"expand_v={self.expand_v} makes V = {V:.6g} of K = {K}, which must be whole; nearest: {near}"
             )
-        if self.head_dim_k < 1:
+        layers = self.attention_layers
+        outside = [i for i in layers if not (isinstance(i, int) and 0 <= i < L)]
+        if outside or len(set(layers)) < len(layers):
+            raise ValueError(f"attention_layers={layers} must be different layers of 0 to {L - 1}")
+        if layers and self.head_dim_v % 2:
             raise ValueError(
-                f"head_dim_k={self.head_dim_k}: hidden_size={self.hidden_size} is too narrow for "
-                f"num_heads={self.num_heads}; give fewer heads or head_dim_k"
+                f"V={self.head_dim_v} must be even in attention_layers, where RoPE turns pairs; change "
+                "head_dim_k or expand_v"
             )
-        v = self.head_dim_k * self.expand_v
-        if v < 1 or abs(v - round(v)) > 1e-9 * v:
-            raise ValueError(
-                f"expand_v={self.expand_v} makes V = {v:g} of K = {self.head_dim_k}; it must be a whole number >= 1"
-            )
-        outside = [i for i in self.attention_layers if not 0 <= i < self.num_hidden_layers]
-        if outside:
-            raise ValueError(
-                f"attention_layers {outside} do not exist; layers are 0 to {self.num_hidden_layers - 1}"
-            )
-        if self.attention_layers and self.head_dim_v % 2:
-            raise ValueError(f"V={self.head_dim_v} must be even for RoPE in attention_layers")
-        for name, known in (
-            ("parametrization", tuple(PARAMETRIZATIONS)),
-            ("init", INITIALIZATIONS),
-            ("readout", READOUTS),
-        ):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        _require_known("parametrization", self.parametrization, TABLES)
+        _require_known("scale_by", self.scale_by, GROWTHS)
+        _require_known("init", self.init, INITIALIZATIONS)
+        _require_known("readout", self.readout, READOUTS)
+        for name, ids in tokens.items():
+            for token in ids if isinstance(ids, list) else [ids]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(f"{name}={token} has no row: vocab_size={self.vocab_size}")
 
 
-# name -> width. L = 8, H = 6 and 50,304 rows, tied: the models of arXiv:2606.04048, named by all their parameters.
-SIZES = {"gdn-21m": 256, "gdn-57m": 512, "gdn-105m": 768, "gdn-171m": 1024, "gdn-342m": 1536}
+def _key_size(width: int, heads: int) -> int:
+    if not (size := int(0.75 * width // heads)):
+        raise ValueError(
+            f"hidden_size={width} is too narrow for num_heads={heads}: K = int(0.75 d // H) is 0; give at "
+            f"most {int(0.75 * width)} heads, or head_dim_k"
+        )
+    return size
 
 
-def named_size(name: str, **changes: Any) -> DeltaConfig:
-    """The configuration of a named size, with changes. Raises ValueError for a name that is not in SIZES."""
-    if name not in SIZES:
-        raise ValueError(f"no size is named {name!r}; there are {', '.join(SIZES)}")
-    return DeltaConfig(**{"hidden_size": SIZES[name], **changes})
+def _require_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r} must be a number above 0")
+
+
+def _require_known(name: str, value: Any, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+
+
+def _refuse_near_misses(kwargs: dict[str, Any]) -> None:
+    """transformers makes an attribute of any unknown argument: a misspelled one would change nothing."""
+    own = [name for name in signature(DeltaConfig.__init__).parameters if name not in ("self", "kwargs")]
+    for name in kwargs:
+        if near := get_close_matches(name, own, n=1, cutoff=0.75):
+            raise ValueError(f"DeltaConfig has no {name}={kwargs[name]!r}; did you mean {near[0]}")
+
+
+# Arguments of DeltaConfig. L = 8, H = 6 and 50,304 rows, tied: the models of arXiv:2606.04048, which counts
+# all parameters, the embedding's too.
+named_sizes: dict[str, dict[str, int]] = {
+    "gdn-21m": {"hidden_size": 256},
+    "gdn-57m": {"hidden_size": 512},
+    "gdn-105m": {"hidden_size": 768},
+    "gdn-171m": {"hidden_size": 1024},
+    "gdn-342m": {"hidden_size": 1536},
+}

@@ -5,62 +5,65 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-# Logits at once: 2048 tokens of a 50,304-row vocabulary are 412 MB in float32, of a 4,096-row one 34 MB.
-CHUNK = 2048
+# How many logits at once. A CPU works from its caches, a GPU wants a thousand tokens of a large vocabulary.
+AT_ONCE = {"cpu": 2**20, "other": 2**26}
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, multiplier: float, ignore_index: int = -100
 ) -> Tensor:
-    """mean over targets != ignore_index of  logsumexp(z) - z[target],  z = multiplier W h,  in float32.
+    """mean over targets != ignore_index of  logsumexp(z) - z[target],  z = multiplier W h.
 
         hidden      [N, d]
         weight      [vocabulary, d]
         targets     [N] int64
-        returns     [] float32, nats; NaN if every target is ignored, as torch's cross_entropy
+        returns     [] float32 (float64 for float64), nats; 0 if every target is ignored
 
-    Gradients are computed together with the loss, chunk by chunk: one softmax, no recomputation, no stored logits.
-    Under autocast the products are in its dtype.
+    Gradients are computed together with the loss, chunk by chunk: one softmax, no recomputation, no stored
+    logits. Products are in the dtype of `hidden`, under autocast in its; everything else is in float32.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, multiplier, ignore_index)  # type: ignore[no-any-return]
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(hidden * multiplier, weight, targets, ignore_index, gradients)  # type: ignore[no-any-return]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, multiplier: float, ignore_index: int
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        count = (targets != ignore_index).sum()
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        dhidden = torch.empty_like(hidden) if wanted else None
-        dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], CHUNK):
-                part, goal = hidden[start : start + CHUNK], targets[start : start + CHUNK]
-                z = (part @ weight.T).float() * multiplier
-                total += F.cross_entropy(z, goal, ignore_index=ignore_index, reduction="sum")
-                if dhidden is None or dweight is None:
-                    continue
-                kept = goal != ignore_index
-                # dz = (softmax(z) - onehot) * multiplier / count, zero for ignored targets
-                dz = torch.softmax(z, dim=-1)
-                dz.scatter_add_(1, goal.where(kept, 0)[:, None], -torch.ones_like(dz[:, :1]))
-                dz = (dz * (kept[:, None] * multiplier / count)).to(weight.dtype)
-                dhidden[start : start + CHUNK] = dz @ weight
-                dweight += dz.T @ part
-        if dhidden is not None and dweight is not None:
-            ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
+        full = torch.promote_types(hidden.dtype, torch.float32)
+        w = weight.to(hidden.dtype)
+        kept = targets != ignore_index
+        goals = targets.where(kept, 0)[:, None]
+        kept = kept.to(full)[:, None]
+        count = kept.sum().clamp(min=1)
+        total = torch.zeros((), dtype=full, device=hidden.device)
+        dhidden = []
+        dweight = torch.zeros(weight.shape, dtype=full, device=weight.device) if gradients else None
+        chunk = max(AT_ONCE["cpu" if hidden.device.type == "cpu" else "other"] // weight.shape[0], 1)
+        for h, goal, keep in zip(hidden.split(chunk), goals.split(chunk), kept.split(chunk), strict=True):
+            log_p = torch.log_softmax((h @ w.t()).to(full), dim=1)
+            total -= (log_p.gather(1, goal) * keep).sum()
+            if dweight is not None:
+                # dz = softmax(z) - onehot; the mean's 1 / count comes last, where it cannot underflow
+                dz = log_p.exp_().mul_(keep).scatter_add_(1, goal, -keep)
+                dz = dz.to(hidden.dtype)
+                dhidden.append(dz @ w)
+                dweight += dz.t() @ h
+        if dweight is not None:
+            ctx.dtypes = hidden.dtype, weight.dtype
+            ctx.save_for_backward(torch.cat(dhidden), dweight, count)
         return total / count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight = ctx.saved_tensors
-        return dloss.to(dhidden.dtype) * dhidden, dloss.to(dweight.dtype) * dweight, None, None, None
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dhidden, dweight, count = ctx.saved_tensors
+        share = dloss / count
+        return (dhidden * share).to(ctx.dtypes[0]), (dweight * share).to(ctx.dtypes[1]), None, None, None

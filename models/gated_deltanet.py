@@ -9,64 +9,72 @@ from torch import Tensor, nn
 from backends import gated_delta_rule, gated_delta_rule_step
 from models.cache import LayerCache
 from models.config import DeltaConfig
-from models.layers import GatedRMSNorm, Linear, ShortConvolution
-from models.mup import Role
+from models.convolution import ShortConvolution
+from models.initialization import decay_rates, taps, time_steps
+from models.layers import Linear, RMSNorm, at_least_float32, joint
+from models.mup import Role, Tag
 from models.sequence import Sequences
 
 
 class GatedDeltaNet(nn.Module):
     """The gated delta rule between projections; d width, H heads of size K, HV value heads of size V.
 
-    q, k = SiLU(conv(W_q x)), SiLU(conv(W_k x))     [B, T, H, K]     normalized inside the operation
-    v    = SiLU(conv(W_v x))                        [B, T, HV, V]
-    g    = -exp(A_log) softplus(W_a x + dt_bias)    [B, T, HV]       float32, the logarithm of the decay
-    beta = sigmoid(W_b x), twice that with allow_neg_eigval
-    o    = the gated delta rule of these, times sqrt(K)
-    y    = W_o ( RMSNorm(o) * SiLU(W_g x) )
+    q, k, v = SiLU(conv( W_q x, W_k x, W_v x ))     [B, T, H, K] twice, [B, T, HV, V]
+    g       = -exp(A_log) softplus(W_a x + dt_bias) [B, T, HV] float32, the logarithm of the decay
+    beta    = sigmoid(W_b x)                        [B, T, HV] float32; twice that with allow_neg_eigval
+    o       = the gated delta rule of these, q and k normalized, times sqrt(K)
+    y       = W_o ( RMSNorm(o) * SiLU(W_g x) )
     """
-
-    roles = {"A_log": Role.SCALAR, "dt_bias": Role.SCALAR}
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
-        d, H, HV, K, V = (
-            config.hidden_size,
-            config.num_heads,
-            config.num_v_heads,
-            config.head_dim_k,
-            config.head_dim_v,
-        )
-        self.K, self.V = K, V
+        d, H, HV = config.hidden_size, config.num_heads, config.num_v_heads
+        K, V = config.head_dim_k, config.head_dim_v
+        self.K, self.V, self.sizes = K, V, (H * K, H * K, HV * V)
         self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
-        # o = sqrt(K) S^T q with unit q: o is of the size of S's columns however large K is, so the norm's epsilon
-        # stays negligible; with the released K**-0.5 it dominates (o^2 / eps = 0.0006 at width 1536)
+        # sqrt(K) keeps the output norm's epsilon negligible at every width. With K**-0.5 and taps like hidden
+        # matrices, as released, epsilon is 1700 times o^2 at width 1536 and the norm a mere factor of 1000
         self.scale = K**0.5 if config.readout == "sqrt_k" else K**-0.5
+        # where width adds heads, a gate's projection is a matrix like others, and a head's number one of many
+        grow = config.scale_by == "heads"
+        gate, scalar, gain = (
+            (Role.HIDDEN, Role.VECTOR, Role.CONSTANT) if grow else (Role.GATE, Role.SCALAR, Role.VECTOR)
+        )
         self.q_proj, self.k_proj, self.v_proj = Linear(d, H * K), Linear(d, H * K), Linear(d, HV * V)
         self.g_proj, self.o_proj = Linear(d, HV * V), Linear(HV * V, d)
-        self.a_proj, self.b_proj = Linear(d, HV, Role.GATE), Linear(d, HV, Role.GATE)
-        self.q_conv = ShortConvolution(H * K, config.conv_size)
-        self.k_conv = ShortConvolution(H * K, config.conv_size)
-        self.v_conv = ShortConvolution(HV * V, config.conv_size)
+        self.a_proj, self.b_proj = Linear(d, HV, gate), Linear(d, HV, gate)
+        released = config.init == "authors"
+        tap = Tag(Role.VECTOR, like=Role.HIDDEN) if released else Tag(Role.VECTOR, law=taps)
+        self.conv = ShortConvolution(sum(self.sizes), config.conv_size, tap)
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(HV)), nn.Parameter(torch.empty(HV))
-        self.o_norm = GatedRMSNorm(V, config.rms_norm_eps)
+        self.tags = {"A_log": Tag(scalar, law=decay_rates), "dt_bias": Tag(scalar, law=time_steps)}
+        self.o_norm = RMSNorm(V, config.rms_norm_eps, gain)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
-        """x [B, T, d] -> [B, T, d]."""
-        T = x.shape[1]
-        real = sequences.real_now(T)
-        if real is not None:
-            x = x * real  # padding must not reach the convolutions
-        position = sequences.position(T)
-        q = self.q_conv(self.q_proj(x), position, cache, "q").unflatten(-1, (-1, self.K))
-        k = self.k_conv(self.k_proj(x), position, cache, "k").unflatten(-1, (-1, self.K))
-        v = self.v_conv(self.v_proj(x), position, cache, "v").unflatten(-1, (-1, self.V))
-        g = -self.A_log.float().exp() * F.softplus(self.a_proj(x).float() + self.dt_bias.float())
-        beta = self.beta_max * self.b_proj(x).float().sigmoid()
-        if real is not None:
-            g, beta = g * real, beta * real  # padding neither forgets nor writes
-        o = self._scan(q, k, v, g, beta, sequences.cu_seqlens, cache)
+        """x [B, T, d], zero at padding -> [B, T, d]."""
+        qkv = self.conv(joint(x, self.q_proj, self.k_proj, self.v_proj), sequences, cache)
+        q, k, v = qkv.split(self.sizes, dim=-1)
+        o = self._scan(
+            q.unflatten(-1, (-1, self.K)),
+            k.unflatten(-1, (-1, self.K)),
+            v.unflatten(-1, (-1, self.V)),
+            *self.gates(x, sequences),
+            sequences.cu_seqlens,
+            cache,
+        )
         y = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
         return self.o_proj(y.flatten(-2))
+
+    def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """g and beta [B, T, HV] in float32, under autocast too: a decay of 0.999 is 1 in bfloat16."""
+        with torch.autocast(x.device.type, enabled=False):
+            za, zb = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj).chunk(2, dim=-1)
+            A, dt_bias = at_least_float32(self.A_log).exp(), at_least_float32(self.dt_bias)
+            g = -A * F.softplus(at_least_float32(za) + dt_bias)
+            beta = self.beta_max * at_least_float32(zb).sigmoid()
+        if (real := sequences.real) is not None:
+            g, beta = g * real, beta * real  # padding neither forgets nor writes
+        return g, beta
 
     def _scan(
         self,
@@ -79,9 +87,9 @@ class GatedDeltaNet(nn.Module):
         cache: LayerCache | None,
     ) -> Tensor:
         if cache is not None and cache.state is not None and q.shape[1] == 1:
-            now = (x[:, 0] for x in (q, k, v, g, beta))
+            q, k, v, g, beta = (x[:, 0] for x in (q, k, v, g, beta))
             o, cache.state = gated_delta_rule_step(
-                *now, cache.state, scale=self.scale, use_qk_l2norm_in_kernel=True
+                q, k, v, g, beta, cache.state, scale=self.scale, use_qk_l2norm_in_kernel=True
             )
             return o[:, None]
         o, state = gated_delta_rule(

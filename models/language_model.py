@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from models import mup
 from models.attention import Attention
 from models.cache import DeltaCache, LayerCache
 from models.config import DeltaConfig
 from models.cross_entropy import linear_cross_entropy
 from models.gated_deltanet import GatedDeltaNet
-from models.layers import Embedding, Linear, RMSNorm, ShortConvolution, SwiGLU
-from models.mup import Role
-from models.sequence import Sequences
-
-SMALLEST_A = 1e-4  # of A ~ U(0, 16): log(0) would never learn
-SMALLEST_DT = 1e-4  # of the time step, as in Mamba2's code
+from models.initialization import initialize
+from models.layers import Embedding, Linear, RMSNorm, SwiGLU
+from models.mup import TABLES, Role, Tag
+from models.sequence import Padding, Sequences
 
 
 class Block(GradientCheckpointingLayer):
@@ -43,43 +38,35 @@ class Block(GradientCheckpointingLayer):
 
 
 class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
-    """logits = multiplier * E RMSNorm( blocks( E[token] ) ), E tied unless the configuration says otherwise."""
+    """logits = multiplier * E RMSNorm( blocks( E[token] ) ), E tied unless the configuration says not."""
 
     config: DeltaConfig
     config_class = DeltaConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]
-    _tied_weights_keys = {"lm_head.weight": "embed.weight"}
-    # decay rates below bf16's resolution of 0.4% are lost if these are rounded
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
-    _is_stateful = True  # the scan's state cannot be rolled back, so no assisted decoding
+    _no_split_modules = ["Block"]  # noqa: RUF012 - instance variables to transformers
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # noqa: RUF012
+    # rounded to bfloat16 they would not move: its steps are 0.4% of a value, an update of theirs is less
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
+    _is_stateful = True  # a state cannot be rolled back, so no assisted decoding
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config)
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        d, tied = config.hidden_size, config.tie_word_embeddings
+        self.embed = nn.Embedding(config.vocab_size, d, device="meta").to_empty(
+            device=torch.get_default_device()
+        )
+        like = Role.HIDDEN if tied and config.init == "authors" else None
+        self.embed.tags = {"weight": Tag(Role.EMBEDDING, like=like)}
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, Role.READOUT)
-        role = Role.EMBEDDING if config.tie_word_embeddings else Role.READOUT
-        self.logits_multiplier = mup.multiplier(role, config.parametrization, config.width_ratio)
+        self.norm = RMSNorm(d, config.rms_norm_eps)
+        self.lm_head = Linear(d, config.vocab_size, Role.READOUT)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+        power = TABLES[config.parametrization][Role.EMBEDDING if tied else Role.READOUT].multiplier
+        self.logits_multiplier = config.width_ratio**power
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # transformers would hand in its own cache; ours is made in forward
 
     def forward(
         self,
@@ -90,38 +77,49 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: DeltaCache | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
-        logits_to_keep: int = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits, and with `labels` the loss.
 
             input_ids       [B, T] int64; or inputs_embeds [B, T, d]
-            attention_mask  [B, past + T], 0 at padding, which may be left or right
-            labels          [B, T]: position t is scored against label t + 1, as transformers has it; -100 is ignored
+            attention_mask  [B, past + T] or [B, T], 0 at padding, which may lie anywhere and counts for nothing
+            labels          [B, T]: position t is scored against label t + 1, transformers' way; -100 is ignored
             past_key_values what an earlier call with use_cache=True returned; it is updated in place
-            cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without a cache
-            logits_to_keep  only the last so many positions; 0: all
-            returns logits  [B, T, vocabulary] float32
+            use_cache       None: as the configuration says, and not while training
+            cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without padding or cache
+            logits_to_keep  only the last so many positions, or those of an index tensor; 0: all
+            returns logits  [B, T, vocabulary]
+                    hidden_states   L + 1 of [B, T, d]: the embedded tokens, then what each block returns
 
-        `kwargs` takes what transformers' generation passes to every model (position_ids and the like); unused.
+        Raises ValueError for arguments that do not go together.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
-        if cu_seqlens is not None and (use_cache or past_key_values is not None):
-            raise ValueError("cu_seqlens packs whole sequences and cannot be combined with a cache")
-        cache = past_key_values
-        if cache is None and use_cache:
-            cache = DeltaCache(self.config.num_hidden_layers)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden = self.hidden(x, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache)
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        logits = logits.float() * self.logits_multiplier
+        cache = self._cache(past_key_values, use_cache, attention_mask, cu_seqlens)
+        streams: list[Tensor] | None = [] if output_hidden_states else None
+        hidden = self.hidden(
+            x, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache, streams=streams
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept] * self.logits_multiplier)
         loss = None
         if labels is not None:
-            if logits_to_keep:
-                raise ValueError(f"labels need every logit; logits_to_keep={logits_to_keep} keeps fewer")
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+            targets = labels[:, 1:]
+            if cu_seqlens is not None:
+                targets = targets.clone()
+                ends = cu_seqlens[1:-1] - 1
+                targets[:, ends[ends >= 0]] = -100  # the next token is another sequence's
+            loss = self._cross_entropy(hidden[:, :-1], targets, -100)
+        output = CausalLMOutputWithPast(
+            loss=loss,  # type: ignore[arg-type]
+            logits=logits,
+            past_key_values=cache,
+            hidden_states=None if streams is None else tuple(streams),  # type: ignore[arg-type]
+        )
+        return output.to_tuple() if return_dict is False else output
 
     def loss(
         self,
@@ -135,9 +133,12 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
 
         The logits of all tokens are never in memory together; see `linear_cross_entropy`.
         """
-        hidden = self.hidden(self.embed(input_ids), cu_seqlens=cu_seqlens).flatten(0, 1)
-        weight, multiplier = self.lm_head.weight, self.logits_multiplier
-        return linear_cross_entropy(hidden, weight, targets.flatten(), multiplier, ignore_index)
+        if input_ids.shape != targets.shape:
+            raise ValueError(
+                f"targets {tuple(targets.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
+            )
+        hidden = self.hidden(self.embed(input_ids), cu_seqlens=cu_seqlens)
+        return self._cross_entropy(hidden, targets, ignore_index)
 
     def hidden(
         self,
@@ -146,54 +147,82 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DeltaCache | None = None,
+        streams: list[Tensor] | None = None,
     ) -> Tensor:
-        """x [B, T, d], embedded tokens -> [B, T, d], normalized for the readout. Moves `cache` on by T tokens."""
+        """x [B, T, d], embedded tokens -> [B, T, d], normalized for the readout.
+
+        `cache` is moved on by T tokens; `streams` gets the residual stream before each block and after all.
+        """
+        B, T = x.shape[:2]
         offset = 0 if cache is None else cache.length
-        sequences = Sequences(offset, _real(attention_mask, x, offset), cu_seqlens)
-        for i, block in enumerate(self.blocks):
-            x = block(x, sequences, None if cache is None else cache.layers[i])
+        padding = Padding.of(attention_mask, B, T, offset)
+        real = None if padding is None else padding.real
         if cache is not None:
-            cache.length += x.shape[1]
+            cache.extend(B, T, real)
+            real = cache.real
+        attention = bool(self.config.attention_layers)
+        if cu_seqlens is None:
+            sequences = Sequences.rows(
+                T, x.device, offset=offset, real=real, padded=padding is not None, attention=attention
+            )
+        else:
+            sequences = Sequences.packed(cu_seqlens, T, attention=attention)
+        x = x if padding is None else padding.arrange(x)
+        for i, block in enumerate(self.blocks):
+            if streams is not None:
+                streams.append(x if padding is None else padding.restore(x))
+            x = block(x, sequences, None if cache is None else cache.memory[i])
+        x = x if padding is None else padding.restore(x)
+        if streams is not None:
+            streams.append(x)
         return self.norm(x)
 
-    def normal_std(self, module: nn.Module, role: Role) -> float | None:
-        """Standard deviation with which a module's parameter of this role begins; None: not drawn from a normal."""
-        c = self.config
-        if isinstance(module, ShortConvolution) and c.init == "authors":
-            role = Role.HIDDEN  # their initializer takes the convolution for a hidden matrix
-        elif role in (Role.SCALAR, Role.VECTOR):
+    def _cross_entropy(self, hidden: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        hidden, weight = hidden.flatten(0, 1), self.lm_head.weight
+        return linear_cross_entropy(hidden, weight, targets.flatten(), self.logits_multiplier, ignore_index)
+
+    def _cache(
+        self,
+        given: DeltaCache | None,
+        use_cache: bool | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> DeltaCache | None:
+        """The cache to use: the one given, a new one, or none. Raises ValueError where there can be none."""
+        if given is not None and not isinstance(given, DeltaCache):
+            raise ValueError(
+                f"past_key_values is a {type(given).__name__}; pass a DeltaCache, as use_cache=True returns"
+            )
+        if cu_seqlens is not None and (given is not None or use_cache or attention_mask is not None):
+            raise ValueError(
+                "cu_seqlens packs whole sequences: leave out past_key_values, use_cache and attention_mask"
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and cu_seqlens is None
+        if given is None and not use_cache:
             return None
-        return mup.initial_std(role, c.parametrization, c.width_ratio, c.initializer_range)
+        if self.training and self.is_gradient_checkpointing:
+            raise ValueError(
+                "gradient checkpointing runs blocks twice, which a cache cannot follow; pass use_cache=False"
+            )
+        return DeltaCache(self.config.num_hidden_layers) if given is None else given
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Called by transformers for each module. Values that were loaded keep their mark and are left alone."""
-        for name, role in getattr(module, "roles", {}).items():
-            parameter = getattr(module, name)
-            if parameter is None or getattr(parameter, "_is_hf_initialized", False):
-                continue
-            std = self.normal_std(module, role)
-            if std is not None:
-                parameter.normal_(0.0, std)
-            elif isinstance(module, ShortConvolution):
-                parameter.uniform_(-1, 1).mul_(parameter.shape[1] ** -0.5)
-            elif name == "A_log":
-                parameter.uniform_(0, 16).clamp_(min=SMALLEST_A).log_()
-            elif name == "dt_bias":
-                dt = parameter.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=SMALLEST_DT)
-                parameter.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus's inverse
-            else:
-                parameter.fill_(1.0)
+    def initialize_weights(self) -> None:
+        """What transformers calls once the model is built, and again where a checkpoint lacks parameters."""
+        initialize(self)
 
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # generate() would hand in its own kind; ours is made in forward
 
-def _real(attention_mask: Tensor | None, x: Tensor, offset: int) -> Tensor | None:
-    """[B, offset + T] bool of transformers' mask. Raises ValueError if it has another shape."""
-    if attention_mask is None:
-        return None
-    expected = (x.shape[0], offset + x.shape[1])
-    if tuple(attention_mask.shape) != expected:
-        raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}, expected {expected}: one entry for each of "
-            f"{offset} cached and {x.shape[1]} new tokens"
-        )
-    return attention_mask.bool()
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings

@@ -1,93 +1,87 @@
-"""The small parts: linear maps and norms that know their muP role, the short convolution, SwiGLU."""
+"""The small parts: linear maps and norms that know their muP role, SwiGLU."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.cache import LayerCache
-from models.mup import Role
+from models.initialization import ones
+from models.mup import Role, Tag
 
 
 class Linear(nn.Linear):
-    """y = W x, W [outputs, inputs], with a role."""
+    """y = W x, W [outputs, inputs]."""
 
     def __init__(self, inputs: int, outputs: int, role: Role = Role.HIDDEN) -> None:
         super().__init__(inputs, outputs, bias=False)
-        self.roles = {"weight": role}
+        self.tags = {"weight": Tag(role)}
+
+    def reset_parameters(self) -> None:
+        """Nothing: `initialize` fills the whole model."""
 
 
 class Embedding(nn.Embedding):
     """Token id -> row."""
 
-    roles = {"weight": Role.EMBEDDING}
+    def __init__(self, rows: int, width: int, tag: Tag) -> None:
+        super().__init__(rows, width)
+        self.tags = {"weight": tag}
+
+    def reset_parameters(self) -> None:
+        """Nothing: `initialize` fills the whole model."""
+
+
+def joint(x: Tensor, *maps: Linear) -> Tensor:
+    """The maps' outputs side by side, [B, T, sum of outputs]: one product, if there are as many tokens as inputs.
+
+    With fewer the weights are the larger side, and putting them side by side would cost more than it saves.
+    """
+    if x.shape[0] * x.shape[1] < x.shape[2]:
+        return torch.cat([m(x) for m in maps], dim=-1)
+    return F.linear(x, torch.cat([m.weight for m in maps]))
 
 
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in float32, returned in x's dtype."""
 
-    roles = {"weight": Role.VECTOR}
-
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, role: Role = Role.VECTOR) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+        self.tags = {"weight": Tag(role, law=ones)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., size]."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
-
-
-class GatedRMSNorm(RMSNorm):
-    """y = RMSNorm(x) * SiLU(z)."""
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """x, z [..., size]."""
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return (normed * F.silu(z.float())).to(x.dtype)
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """x [..., size]; with z of its shape, y * SiLU(z)."""
+        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[assignment]
+        if z is not None:
+            y = y * F.silu(at_least_float32(z))
+        return y.to(x.dtype)
 
 
-class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over time, then SiLU: y_t = SiLU( sum_j w_j * x_{t - W + 1 + j} ), W taps.
+class _RMSNorm(torch.autograd.Function):
+    """Half the passes over memory of autograd's own backward, and nothing kept but x and one number a row.
 
-    Before the first token of a sequence there are zeros.
+    With h = x r, r = 1 / sqrt(mean(x^2) + eps), and n = dy w:  dx = r (n - h mean(n h)),  dw = sum(dy h).
     """
 
-    roles = {"weight": Role.VECTOR}
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        full = at_least_float32(x)
+        r = torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, r, weight)
+        return (full * r).mul_(weight)
 
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, taps))
-
-    def forward(
-        self, x: Tensor, position: Tensor | None = None, cache: LayerCache | None = None, name: str = ""
-    ) -> Tensor:
-        """x [B, T, C] -> [B, T, C].
-
-        position    [T] each token's place in its own packed sequence; None: one sequence a row
-        cache       read and written under `name`: the last W - 1 inputs, zeros where there were fewer
-        """
-        w, taps = self.weight.to(x.dtype), self.weight.shape[1]
-        if position is not None:
-            return F.silu(self._packed(x, w, position))
-        T = x.shape[1]
-        if cache is None:
-            y = F.conv1d(x.transpose(1, 2), w[:, None], padding=taps - 1, groups=w.shape[0])[..., :T]
-        else:
-            past = cache.convolution.get(name)
-            past = x.new_zeros(x.shape[0], taps - 1, x.shape[2]) if past is None else past
-            x = torch.cat([past, x], dim=1)
-            cache.convolution[name] = x[:, T:]
-            y = F.conv1d(x.transpose(1, 2), w[:, None], groups=w.shape[0])
-        return F.silu(y).transpose(1, 2)
-
-    def _packed(self, x: Tensor, w: Tensor, position: Tensor) -> Tensor:
-        T, taps = x.shape[1], w.shape[1]
-        y = x * w[:, -1]
-        for lag in range(1, min(taps, T)):
-            inside = (position[lag:] >= lag)[:, None]
-            y = y + F.pad(x[:, : T - lag] * w[:, -1 - lag] * inside, (0, 0, lag, 0))
-        return y
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, r, weight = ctx.saved_tensors
+        h = x * r
+        dweight = (dy * h).sum(tuple(range(dy.dim() - 1)))
+        n = dy * weight
+        along = (n * h).mean(-1, keepdim=True)
+        return n.addcmul_(h, along, value=-1).mul_(r).to(x.dtype), dweight.to(weight.dtype), None
 
 
 class SwiGLU(nn.Module):
@@ -101,3 +95,8 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

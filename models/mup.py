@@ -5,23 +5,34 @@ With m = width / base_width, a parameter of a role gets
     initial std     initializer_range * m ** init_std
     multiplier      m ** multiplier            on what it computes, in the forward pass
     learning rate   lr * m ** lr_adamw         or lr_sgd
+    Adam's epsilon  eps * m ** epsilon         follows the size of its gradient's entries
 
-so at m = 1 every table is the standard parametrization. Sources: TP-V is Tensor Programs V, arXiv:2203.03466, table 8;
-GDN is arXiv:2606.04048, tables 1 and 2. Norm gains and convolution taps are not in the paper's tables: they are
-vector-like, so TP-V's row holds; the paper's code gives them hidden's learning rate, as "mup_authors" does.
+so at m = 1 every table is the standard parametrization. Sources: TP-V is Tensor Programs V, arXiv:2203.03466,
+table 8; GDN is arXiv:2606.04048, tables 1 and 2. Norm gains and convolution taps are in neither of GDN's tables:
+they are vector-like, so TP-V's row holds; the paper's code gives them hidden's learning rate ("mup_authors").
+
+Why, under muP at initialization: the gradient of the residual stream has entries of 1/m, and so have those of a
+hidden matrix, of the embedding's rows and of gains; gates and scalars collect theirs over a head's channels,
+which leaves 1/sqrt(m). What a parameter computes must change by as much at every m. SGD changes it by rate times
+gradient, times the m inputs that a matrix sums over; AdamW by the rate, times those m inputs. Fully aligned with
+what they multiply, gates and scalars would have gradients sqrt(m) larger: "mup_aligned", for comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from models.config import DeltaConfig
     from models.language_model import DeltaForCausalLM
+
+OPTIMIZERS = ("adamw", "sgd")
 
 
 class Role(Enum):
@@ -33,67 +44,133 @@ class Role(Enum):
     GATE = ("width to one number a head: the decay's and beta's projections", 1)
     SCALAR = ("one number a head: A_log, dt_bias", 0)
     VECTOR = ("one number a channel: norm gains, convolution taps", 1)
+    CONSTANT = ("what no width changes", 0)
 
     def __init__(self, meaning: str, growing: int) -> None:
         self.meaning = meaning
         self.growing = growing
 
 
+# One policy for every table, or its arms would differ in two things: matrices that read the width decay.
+DECAYING = frozenset({Role.HIDDEN, Role.GATE})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Powers of m for one role, and whether weight decay touches it."""
+    """Powers of m for one role. For a tied embedding the multiplier is on the logits only."""
 
     init_std: float = 0.0
     multiplier: float = 0.0
     lr_adamw: float = 0.0
     lr_sgd: float = 0.0
-    decays: bool = False
+    epsilon: float = 0.0
     source: str
+
+    def lr(self, optimizer: str) -> float:
+        """The power for a learning rate. Raises ValueError for an optimizer without a column."""
+        if optimizer not in OPTIMIZERS:
+            known = ", ".join(OPTIMIZERS)
+            raise ValueError(f"optimizer={optimizer!r} has no column in the muP table; there are {known}")
+        return self.lr_adamw if optimizer == "adamw" else self.lr_sgd
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parametrization:
+class Table:
     """A rule for every role, and the power of m on softmax attention's logits beyond 1 / sqrt(head size)."""
 
     rules: Mapping[Role, Rule]
     attention: float = 0.0
 
+    def __getitem__(self, role: Role) -> Rule:
+        return self.rules[role]
 
-# One policy of decay for all of them: matrices from width decay, the rest does not (else arms would differ in two things).
+    def but(self, changes: Mapping[Role, Rule]) -> Table:
+        """This table with other rows for some roles."""
+        return replace(self, rules={**self.rules, **changes})
+
+
 # fmt: off
-SP = Parametrization(rules={
-    Role.EMBEDDING: Rule(source="standard"),
-    Role.READOUT:   Rule(source="standard"),
-    Role.HIDDEN:    Rule(decays=True, source="standard"),
-    Role.GATE:      Rule(decays=True, source="standard"),
-    Role.SCALAR:    Rule(source="standard"),
-    Role.VECTOR:    Rule(source="standard"),
+_SP = Table(rules={role: Rule(source="standard") for role in Role})
+_ORIGINAL = Table(attention=-0.5, rules={
+    Role.EMBEDDING: Rule(multiplier=-1.0, lr_sgd=1.0, epsilon=-1.0, source="TP-V; tied: GDN tables 1, 2"),
+    Role.READOUT:   Rule(multiplier=-1.0, lr_sgd=1.0, epsilon=-1.0, source="TP-V"),
+    Role.HIDDEN:    Rule(init_std=-0.5, lr_adamw=-1.0, epsilon=-1.0, source="TP-V"),
+    Role.GATE:      Rule(init_std=-0.5, lr_adamw=-1.0, epsilon=-0.5, source="GDN's baseline: as hidden"),
+    Role.SCALAR:    Rule(epsilon=-0.5, source="GDN's baseline: not scaled"),
+    Role.VECTOR:    Rule(lr_sgd=1.0, epsilon=-1.0, source="TP-V"),
+    Role.CONSTANT:  Rule(source="TP-V"),
 })
-MUP_ORIGINAL = Parametrization(attention=-0.5, rules={
-    Role.EMBEDDING: Rule(multiplier=-1.0, lr_sgd=1.0, source="TP-V; GDN when tied"),
-    Role.READOUT:   Rule(multiplier=-1.0, lr_sgd=1.0, source="TP-V"),
-    Role.HIDDEN:    Rule(init_std=-0.5, lr_adamw=-1.0, decays=True, source="TP-V"),
-    Role.GATE:      Rule(init_std=-0.5, lr_adamw=-1.0, decays=True, source="GDN: taken as hidden"),
-    Role.SCALAR:    Rule(source="GDN: not scaled"),
-    Role.VECTOR:    Rule(lr_sgd=1.0, source="TP-V"),
+_MUP = _ORIGINAL.but({
+    Role.GATE:      Rule(init_std=-0.5, lr_adamw=-1.0, lr_sgd=-0.5, epsilon=-0.5, source="GDN tables 1, 2"),
+    Role.SCALAR:    Rule(lr_sgd=0.5, epsilon=-0.5, source="GDN tables 1, 2"),
 })
-MUP = replace(MUP_ORIGINAL, rules={
-    **MUP_ORIGINAL.rules,
-    Role.GATE:      Rule(init_std=-0.5, lr_adamw=-1.0, lr_sgd=-0.5, decays=True, source="GDN tables 1 and 2"),
-    Role.SCALAR:    Rule(lr_sgd=0.5, source="GDN tables 1 and 2"),
-})
-MUP_AUTHORS = replace(MUP, rules={
-    **MUP.rules,
-    Role.VECTOR:    Rule(lr_adamw=-1.0, source="GDN's code"),
-})
+TABLES: Mapping[str, Table] = {
+    "sp": _SP,
+    "mup_original": _ORIGINAL,
+    "mup": _MUP,
+    "mup_authors": _MUP.but({
+        Role.VECTOR: Rule(lr_adamw=-1.0, epsilon=-1.0, source="GDN's code"),
+    }),
+    "mup_aligned": _MUP.but({
+        Role.GATE:   Rule(init_std=-0.5, lr_adamw=-1.0, lr_sgd=-1.0, source="TP-V, full alignment"),
+        Role.SCALAR: Rule(source="TP-V, full alignment"),
+    }),
+}
 # fmt: on
-PARAMETRIZATIONS = {"sp": SP, "mup_original": MUP_ORIGINAL, "mup": MUP, "mup_authors": MUP_AUTHORS}
-OPTIMIZERS = ("adamw", "sgd")
+
+Law = Callable[[Tensor, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What is known of a parameter where it is made.
+
+    role    how it scales
+    law     fills a float32 tensor; None: normal with the std of a role
+    like    the role whose std is meant, if not its own
+    """
+
+    role: Role
+    law: Law | None = None
+    like: Role | None = None
+
+    def std(self, config: DeltaConfig) -> float | None:
+        """Standard deviation of its normal law; None if it has another."""
+        if self.law is not None:
+            return None
+        power = TABLES[config.parametrization][self.like or self.role].init_std
+        return config.initializer_range * config.width_ratio**power
+
+
+def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag]]:
+    """(name, parameter, tag), each parameter once. Raises ValueError for one without a tag.
+
+    A module that makes parameters tags them in `tags`, a dict from attribute to Tag: there, and not on the
+    tensor, tags outlive loading, `to_empty` and `deepcopy`.
+    """
+    seen: set[nn.Parameter] = set()
+    for prefix, module in model.named_modules():
+        tags = getattr(module, "tags", {})
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                continue
+            seen.add(parameter)
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if not isinstance(tag := tags.get(attribute), Tag):
+                owner = type(module).__name__
+                raise ValueError(
+                    f"{name} {tuple(parameter.shape)} has no muP role; give it one in the tags of {owner}"
+                )
+            yield name, parameter, tag
 
 
 @dataclass(frozen=True)
 class ScaledParameter:
-    """One parameter and what it gets. `init_std` is None where the initialization is not normal."""
+    """One parameter and what it gets.
+
+    init_std    None where the initialization is not normal
+    epsilon     factor on Adam's epsilon
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -102,38 +179,8 @@ class ScaledParameter:
     multiplier: float
     lr: float
     weight_decay: float
+    epsilon: float
     parameter: nn.Parameter
-
-
-def initial_std(role: Role, parametrization: str, m: float, initializer_range: float) -> float:
-    """Standard deviation of a normal initialization."""
-    return initializer_range * m ** PARAMETRIZATIONS[parametrization].rules[role].init_std
-
-
-def multiplier(role: Role, parametrization: str, m: float) -> float:
-    """Factor on what a parameter of this role computes: for a tied embedding, on the logits only."""
-    return m ** PARAMETRIZATIONS[parametrization].rules[role].multiplier
-
-
-def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Role, nn.Module]]:
-    """(name, parameter, role, module that holds it), each parameter once. Raises ValueError for one without a role.
-
-    A module that makes parameters says their roles in `roles`, a dict from attribute to Role: there, and not on the
-    tensor, they outlive loading, `to_empty` and `deepcopy`.
-    """
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            roles = getattr(module, "roles", {})
-            if attribute not in roles:
-                raise ValueError(
-                    f"{name} {tuple(parameter.shape)} has no muP role; name it in the roles of {type(module).__name__}"
-                )
-            yield name, parameter, roles[attribute], module
 
 
 def scaled_parameters(
@@ -149,53 +196,53 @@ def scaled_parameters(
     optimizer                   "adamw" or "sgd"
     lr                          learning rate at base_width
     weight_decay                coefficient at base_width, for the roles that decay
-    independent_weight_decay    AdamW multiplies the coefficient by a parameter's learning rate, so under muP hidden
-                                matrices decay m times slower; True divides that out
+    independent_weight_decay    optimizers multiply the coefficient by a parameter's learning rate, so under muP
+                                with AdamW hidden matrices decay m times slower; True divides m out again
 
     Raises ValueError for an optimizer that has no column, or a parameter without a role.
     """
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer {optimizer!r} has no column in the muP table; there are {OPTIMIZERS}")
     config = model.config
-    m, rules = config.width_ratio, PARAMETRIZATIONS[config.parametrization].rules
+    m, table = config.width_ratio, TABLES[config.parametrization]
     rows = []
-    for name, parameter, role, module in tagged_parameters(model):
-        rule = rules[role]
-        factor = m ** (rule.lr_adamw if optimizer == "adamw" else rule.lr_sgd)
-        decay = weight_decay if rule.decays else 0.0
+    for name, parameter, tag in tagged_parameters(model):
+        rule = table[tag.role]
+        factor = m ** rule.lr(optimizer)
+        decay = weight_decay if tag.role in DECAYING else 0.0
         rows.append(
             ScaledParameter(
                 name=name,
                 shape=tuple(parameter.shape),
-                role=role,
-                init_std=model.normal_std(module, role),
+                role=tag.role,
+                init_std=tag.std(config),
                 multiplier=m**rule.multiplier,
                 lr=lr * factor,
                 weight_decay=decay / factor if independent_weight_decay else decay,
+                epsilon=m**rule.epsilon,
                 parameter=parameter,
             )
         )
-    missing = {id(p) for p in model.parameters()} ^ {id(row.parameter) for row in rows}
-    assert not missing, f"{len(missing)} parameters are not covered exactly once"
+    assert [id(row.parameter) for row in rows] == [id(p) for p in model.parameters()], "not a partition"
     return rows
 
 
 def markdown_table(parametrizations: tuple[str, ...] = ("sp", "mup_original", "mup")) -> str:
-    """The table as Markdown: one row a role, one column a parametrization and quantity; m = width / base width."""
-    quantities = (
-        ("init std", "init_std"),
-        ("multiplier", "multiplier"),
-        ("lr AdamW", "lr_adamw"),
-        ("lr SGD", "lr_sgd"),
-    )
+    """The table as Markdown: one row a role and quantity, one column a parametrization; m = width / base."""
+    quantities = {
+        "init std": "init_std",
+        "multiplier": "multiplier",
+        "lr AdamW": "lr_adamw",
+        "lr SGD": "lr_sgd",
+    }
     lines = [
         "| parameter | | " + " | ".join(parametrizations) + " |",
         "|---|---|" + "---|" * len(parametrizations),
     ]
     for role in Role:
-        for i, (title, field) in enumerate(quantities):
-            cells = [_power(getattr(PARAMETRIZATIONS[name].rules[role], field)) for name in parametrizations]
-            lines.append(f"| {role.meaning if i == 0 else ''} | {title} | " + " | ".join(cells) + " |")
+        if role is Role.CONSTANT:
+            continue
+        for i, (title, field) in enumerate(quantities.items()):
+            cells = [_power(getattr(TABLES[name][role], field)) for name in parametrizations]
+            lines.append(f"| {'' if i else role.meaning} | {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

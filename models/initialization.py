@@ -1,0 +1,65 @@
+"""Initial values: every parameter by its own law, from its own random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from models.mup import tagged_parameters
+
+if TYPE_CHECKING:
+    from models.language_model import DeltaForCausalLM
+
+SMALLEST_A = 1e-4  # of A ~ U(0, 16): log(0) would never learn
+SMALLEST_DT = 1e-4  # of dt ~ logU(0.001, 0.1), as in Mamba2's code
+
+
+@torch.no_grad()
+def initialize(model: DeltaForCausalLM) -> None:
+    """Fills every parameter that no checkpoint has given.
+
+    A parameter's numbers depend on its name and on one draw from torch's global generator, not on what is made
+    before it: models that share a layer begin with the same one. They are drawn in float32 on the CPU, so
+    neither device nor dtype changes them.
+    """
+    # the mark transformers leaves on what it has loaded
+    missing = [row for row in tagged_parameters(model) if not getattr(row[1], "_is_hf_initialized", False)]
+    if not missing:
+        return
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    for name, parameter, tag in missing:
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        std = tag.std(model.config)
+        if tag.law is not None:
+            values = tag.law(values, generator)
+        elif std is not None:
+            values.normal_(0.0, std, generator=generator)
+        parameter.copy_(values)
+
+
+def ones(x: Tensor, generator: torch.Generator) -> Tensor:
+    """1 everywhere."""
+    return x.fill_(1.0)
+
+
+def taps(x: Tensor, generator: torch.Generator) -> Tensor:
+    """[C, W] ~ U(-1, 1) / sqrt(W), PyTorch's own for a depthwise convolution: one scale at every width."""
+    bound = x.shape[1] ** -0.5
+    return x.uniform_(-bound, bound, generator=generator)
+
+
+def decay_rates(x: Tensor, generator: torch.Generator) -> Tensor:
+    """log A, A ~ U(0, 16): Mamba2's, and arXiv:2606.04048's code; its text has a_log itself uniform."""
+    return x.uniform_(0, 16, generator=generator).clamp_(min=SMALLEST_A).log_()
+
+
+def time_steps(x: Tensor, generator: torch.Generator) -> Tensor:
+    """softplus^-1(dt), dt log-uniform in [0.001, 0.1]."""
+    dt = x.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_().clamp_(min=SMALLEST_DT)
+    return dt + torch.log(-torch.expm1(-dt))
