@@ -361,11 +361,6 @@ def output_that_is_a_number():
     return 3
 
 
-@CASES.refuses("dynamic_range is gone in NKI 0.7", StrictError)
-def hardware_loop_of_old():
-    nl.dynamic_range(3)
-
-
 @nki.jit
 def inner():
     out = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.shared_hbm)

@@ -158,7 +158,8 @@ def test_bounds_are_ordered(target):
     for dependent in (True, False):
         _, e = traced(chain(dependent), target)
         assert 0 < e.throughput <= e.lower <= e.schedule <= e.upper
-        assert e.lower == max([*e.engines.values(), e.dma, e.path])
+        assert e.lower == max([*e.engines.values(), *e.ports.values(), e.dma, e.path])
+        assert bool(e.ports) == (target == "trn1")
         assert sum(e.instructions.values()) == len(e.steps)
 
 
@@ -194,3 +195,19 @@ def test_report_prints_a_labeled_table_and_draws_the_timeline(tmp_path, capsys):
 def test_report_says_what_a_module_lacks():
     with pytest.raises(SystemExit, match="no function example"):
         main(["report", "language", "T=1"])
+
+
+def test_engines_share_ports_on_gen2_only():
+    """Vector and GpSimd take turns at SBUF on Trn1, and run side by side on Trn2."""
+
+    def body():
+        x, y = ones(128, 512), ones(128, 512)
+        for _ in range(4):
+            nisa.tensor_scalar(dst=x, data=x, op0=nl.multiply, operand0=0.5)
+            nisa.iota(dst=y, pattern=[[1, 512]])
+
+    one, two = traced(body)[1], traced(body, "trn2")[1]
+    port = one.ports["vector+gpsimd on SBUF"]
+    assert isclose(port, one.engines["vector"] + one.engines["gpsimd"])
+    assert one.lower == port == one.throughput and one.binding == "vector+gpsimd on SBUF"
+    assert two.ports == {} and two.schedule < 0.8 * (two.engines["vector"] + two.engines["gpsimd"])

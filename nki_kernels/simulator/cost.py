@@ -4,10 +4,12 @@ Per instruction: cycles of its engine (busy), and what an instruction that waits
 (latency). Over the trace:
 
     engine    sum of busy, per engine
+    port      gen2 only: Vector and GpSimd take turns at SBUF, Vector and Scalar at PSUM; sum of busy
     dma       sum of bytes / bandwidth
     path      the longest chain of dependent instructions, latencies included
-    lower     max(engine, dma, path): perfect overlap
-    schedule  engines run in program order, each instruction waits for its operands
+    lower     max(engine, port, dma, path): perfect overlap
+    schedule  every engine runs in program order, loads and stores are two queues of DMA, and each instruction
+              waits for its operands
     upper     every instruction alone, one after the other
 
 Sources: cycles per instruction from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages
@@ -23,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .machine import Engine, Operand, Record
-from .memory import HBM
+from .memory import HBM, PSUM, SBUF
 from .targets import Target
 
 TENSOR_LATENCY = 64 + 60
@@ -32,6 +34,8 @@ SCALAR_LATENCY = 264 - 64
 GPSIMD_LATENCY = 100
 DESCRIPTOR_BYTES = 512
 LEAST = 64  # cycles of the shortest instruction
+SBUF_PORT = "vector+gpsimd on SBUF"
+PSUM_PORT = "vector+scalar on PSUM"
 
 TWO_INPUTS = (
     "tensor_tensor",
@@ -59,6 +63,7 @@ class Estimate:
 
     target: Target
     engines: dict[str, float]
+    ports: dict[str, float]
     dma: float
     path: float
     lower: float
@@ -74,13 +79,13 @@ class Estimate:
     @property
     def binding(self) -> str:
         """What sets the lower bound."""
-        times = {**self.engines, "dma": self.dma, "dependency path": self.path}
+        times = {**self.engines, **self.ports, "dma": self.dma, "dependency path": self.path}
         return max(times, key=lambda name: times[name])
 
     @property
     def throughput(self) -> float:
-        """The lower bound if dependencies cost nothing: the busiest engine, or DMA."""
-        return max([*self.engines.values(), self.dma])
+        """The lower bound if dependencies cost nothing: the busiest engine or port, or DMA."""
+        return max([*self.engines.values(), *self.ports.values(), self.dma])
 
     @property
     def tensor_share(self) -> float:
@@ -94,6 +99,7 @@ def estimate(trace: Sequence[Record], target: Target) -> Estimate:
     steps: list[Step] = []
     free: dict[str, float] = defaultdict(float)
     busy_of: dict[str, float] = defaultdict(float)
+    ports: dict[str, float] = defaultdict(float)
     done: list[float] = []  # in the schedule
     reached: list[float] = []  # along dependencies only
     before: list[int | None] = []
@@ -102,14 +108,17 @@ def estimate(trace: Sequence[Record], target: Target) -> Estimate:
     for i, record in enumerate(trace):
         busy, latency = instruction_cost(record, target)
         engine = record.engine.name
-        start, longest, cause = free[engine], 0.0, None
+        queues = (*_ports(record, target), _queue(record))
+        start, longest, cause = max(free[q] for q in queues), 0.0, None
         for j in dependencies[i]:
             # one accumulation group streams through the array without waiting for its own sums
             wait = steps[j].latency if not _accumulates(trace[j], record) else 0.0
             start = max(start, done[j] + wait)
             if reached[j] + wait > longest:
                 longest, cause = reached[j] + wait, j
-        free[engine] = start + busy
+        for queue in queues:
+            free[queue] = start + busy
+            ports[queue] += busy
         busy_of[engine] += busy
         done.append(start + busy)
         reached.append(longest + busy)
@@ -122,14 +131,16 @@ def estimate(trace: Sequence[Record], target: Target) -> Estimate:
             macs += record.flags["K"] * record.flags["M"] * record.flags["N"]
     engines = {e.name: busy_of[e.name] for e in (Engine.tensor, Engine.vector, Engine.scalar, Engine.gpsimd)}
     dma = busy_of["dma"]
+    shared = {name: ports[name] for name in (SBUF_PORT, PSUM_PORT) if name in ports}
     finish = [reached[i] + steps[i].latency for i in range(len(steps))]
     path = max(finish, default=0.0)
     return Estimate(
         target=target,
         engines=engines,
+        ports=shared,
         dma=dma,
         path=path,
-        lower=max([*engines.values(), dma, path]),
+        lower=max([*engines.values(), *shared.values(), dma, path]),
         schedule=max((s.start + s.busy + s.latency for s in steps), default=0.0),
         upper=upper,
         instructions=dict(Counter(r.op for r in trace).most_common()),
@@ -166,6 +177,23 @@ def instruction_cost(record: Record, target: Target) -> tuple[float, float]:
     else:
         cycles = max(LEAST, F) + (LEAST if flags.get("reduces") else 0)
     return cycles / target.vector_ghz / 1e3, VECTOR_LATENCY / target.vector_ghz / 1e3
+
+
+def _ports(record: Record, target: Target) -> tuple[str, ...]:
+    """Which of gen2's shared ports the instruction holds."""
+    if target.generation > 2 or record.engine not in (Engine.vector, Engine.gpsimd, Engine.scalar):
+        return ()
+    memories = {o.buffer for o in (*record.reads, *record.writes)}
+    sbuf = (SBUF_PORT,) if record.engine is not Engine.scalar and SBUF in memories else ()
+    psum = (PSUM_PORT,) if record.engine is not Engine.gpsimd and PSUM in memories else ()
+    return (*sbuf, *psum)
+
+
+def _queue(record: Record) -> str:
+    """The in-order queue that issues the instruction."""
+    if record.engine is Engine.dma and any(o.buffer in HBM for o in record.writes):
+        return "dma stores"
+    return record.engine.name
 
 
 def _moved(record: Record) -> int:

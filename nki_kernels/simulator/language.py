@@ -32,6 +32,8 @@ from .elementwise import broadcast_to, matmul, mean, rms_norm, softmax, transpos
 from .errors import StrictError, require
 from .isa.dma import dma_copy
 from .isa.elementwise import memset
+from .isa.randomness import dropout as _isa_dropout
+from .isa.search import nc_n_gather
 from .machine import current
 from .memory import HBM, PSUM, SBUF, DynamicSlice, MemoryRegion, NkiTensor, region_of
 from .operators import (
@@ -232,6 +234,21 @@ def load_transpose2d(src: NkiTensor, dtype: Any = None) -> NkiTensor:
     return _tiles.transpose(load(src), dtype or src.dtype)
 
 
+def gather_flattened(data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: Any = None) -> NkiTensor:
+    """data[p, indices[p, i]], free axes of data flattened."""
+    require(axis == 0, f"gather_flattened flattens the free axes, axis must be 0, got {axis}")
+    out = ndarray(indices.shape, dtype or data.dtype, SBUF)
+    nc_n_gather(dst=out, data=data, indices=indices)
+    return out
+
+
+def dropout(x: NkiTensor, rate: Any, dtype: Any = None) -> NkiTensor:
+    """Zero elements with probability rate; survivors are not rescaled."""
+    out = ndarray(x.shape, dtype or x.dtype, SBUF)
+    _isa_dropout(dst=out, data=x, prob=rate)
+    return out
+
+
 def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
     return x.expand_dim(axis + x.ndim + 1 if axis < 0 else axis)
 
@@ -316,9 +333,7 @@ sequential_range = static_range = affine_range
 
 
 def dynamic_range(start: int, stop: int | None = None, step: int = 1) -> range:
-    """A hardware loop of NKI 0.3 to 0.6."""
-    if current().strict:
-        raise StrictError("nl.dynamic_range is gone in NKI 0.7; use range, or nl.fori_loop from 0.6 on")
+    """A hardware loop of NKI 0.3 to 0.6; gone in 0.7."""
     bounds = [None if x is None else int(getattr(x, "value", x)) for x in (start, stop, step)]
     return affine_range(bounds[0] or 0, bounds[1], bounds[2] or 1)
 

@@ -28,6 +28,9 @@ def table(name: str, shape: str, run: Run, estimate: Estimate) -> str:
     for engine in ROWS:
         share = times[engine] / estimate.lower if estimate.lower else 0.0
         lines.append(f"| {engine} | {times[engine]:.1f} | {share:.0%} | {counts.get(engine, 0)} |")
+    for port, time in estimate.ports.items():
+        share = time / (estimate.lower or 1)
+        lines.append(f"| {port}, in turns on gen2 | {time:.1f} | {share:.0%} | |")
     lines.append(f"| dependency path | {estimate.path:.1f} | {estimate.path / (estimate.lower or 1):.0%} | |")
     lines += [
         f"| **lower bound** (set by {estimate.binding}) | **{estimate.lower:.1f}** | | {run.instructions} |",
@@ -66,10 +69,8 @@ def timeline(name: str, shape: str, estimate: Estimate, path: Path) -> Path:
     axes.set_xlabel("time, us (estimate)")
     axes.set_xlim(0, estimate.schedule)
     axes.axvline(estimate.lower, color="black", linestyle=":", linewidth=1)
-    axes.annotate(
-        "lower bound", (estimate.lower, len(ROWS) - 0.5), fontsize=8, ha="right", va="top", rotation=90
-    )
-    axes.set_title(f"{name} {shape}, one core of {estimate.target.name}: {LABEL}", fontsize=9)
+    where = f"one core of {estimate.target.name}, program order; dotted: lower bound"
+    axes.set_title(f"{name} {shape}, {where}\n{LABEL}", fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
