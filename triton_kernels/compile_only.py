@@ -7,7 +7,7 @@ registers), shared memory a program, matrix instructions (HGMMA), and transposes
 breaks a bound.
 
 The bounds: SHARED_BYTES is what Hopper gives one program. STACK_BYTES is what a thread may park in L1 between
-uses: little up to K = 128, up to 400 in the scans at K = 192 and 256, whose state alone fills the registers,
+uses: little up to K = 128, up to 480 in the scans at K = 192 and 256, whose state alone fills the registers,
 and more in float32, whose products run on the ordinary cores. Transposes must depend on loads alone: Triton
 3.4 to 3.7.0 miscompiles tl.dot(tl.trans(result of tl.dot), ...) on Hopper.
 """
@@ -33,7 +33,7 @@ from triton_kernels.launch import Config, Tile, config, power_of_two
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
-STACK_BYTES = {"bf16": 400, "fp16": 400, "fp32": 768}
+STACK_BYTES = {"bf16": 512, "fp16": 512, "fp32": 768}
 
 HEAD_SIZES = [
     (32, 64),

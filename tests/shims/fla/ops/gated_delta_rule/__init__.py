@@ -33,8 +33,9 @@ def chunk_gated_delta_rule(
         g = naive_gdn_gate(g, A_log, dt_bias)
     if use_beta_sigmoid_in_kernel:
         beta = beta.float().sigmoid() * (2 if allow_neg_eigval else 1)
-    if state_v_first and initial_state is not None:
-        initial_state = initial_state.transpose(-1, -2)
+    if initial_state is not None:
+        # ours are float32 and key-first; theirs come in any dtype
+        initial_state = (initial_state.transpose(-1, -2) if state_v_first else initial_state).float()
     o, state = backends.gated_delta_rule(
         q.to(v.dtype),
         k.to(v.dtype),

@@ -15,7 +15,9 @@ def naive_recurrent_gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """FLA's order of arguments; differentiable."""
+    """FLA's order of arguments; differentiable. A state without its batch axis is one sequence's."""
+    if initial_state is not None:
+        initial_state = initial_state.float().reshape(-1, *initial_state.shape[-3:])
     o, state = backends.gated_delta_rule(
         q.float(),
         k.float(),
