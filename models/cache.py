@@ -63,7 +63,7 @@ class DeltaCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError(
-            "a delta rule's state cannot forget its last tokens; keep a copy.deepcopy of the cache before them"
+            "a delta rule's state cannot forget its last tokens; keep a copy.deepcopy from before them"
         )
 
     def reset(self) -> None:

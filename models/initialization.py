@@ -22,8 +22,8 @@ SMALLEST_DT = 1e-4  # of dt ~ logU(0.001, 0.1), as in Mamba2's code
 def initialize(model: DeltaForCausalLM) -> None:
     """Fills every parameter that no checkpoint has given.
 
-    A parameter's numbers depend on its name and on one draw from torch's global generator, not on what is made
-    before it: models that share a layer begin with the same one. They are drawn in float32 on the CPU, so
+    A parameter's numbers depend on its name and on one draw from torch's global generator, not on what is
+    made before it: models that share a layer begin with the same one. They are drawn in float32 on the CPU:
     neither device nor dtype changes them.
     """
     # the mark transformers leaves on what it has loaded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -54,11 +53,9 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config)
         d, tied = config.hidden_size, config.tie_word_embeddings
-        self.embed = nn.Embedding(config.vocab_size, d, device="meta").to_empty(
-            device=torch.get_default_device()
-        )
+        # the paper's code ties before it draws, and what it draws is the head: to it, a hidden matrix
         like = Role.HIDDEN if tied and config.init == "authors" else None
-        self.embed.tags = {"weight": Tag(Role.EMBEDDING, like=like)}
+        self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING, like=like))
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(d, config.rms_norm_eps)
         self.lm_head = Linear(d, config.vocab_size, Role.READOUT)
@@ -84,8 +81,8 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits, and with `labels` the loss.
 
             input_ids       [B, T] int64; or inputs_embeds [B, T, d]
-            attention_mask  [B, past + T] or [B, T], 0 at padding, which may lie anywhere and counts for nothing
-            labels          [B, T]: position t is scored against label t + 1, transformers' way; -100 is ignored
+            attention_mask  [B, past + T] or [B, T], 0 at padding: it may lie anywhere, and counts for nothing
+            labels          [B, T]: position t is scored against label t + 1, transformers' way; -100: ignored
             past_key_values what an earlier call with use_cache=True returned; it is updated in place
             use_cache       None: as the configuration says, and not while training
             cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without padding or cache
@@ -219,10 +216,16 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         return self.embed
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed = value
+        self.embed = _retagged(value, self.embed)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
+        self.lm_head = _retagged(new_embeddings, self.lm_head)
+
+
+def _retagged(new: Any, old: Any) -> Any:
+    """transformers resizes by putting in a plain module: it is what the old one was."""
+    new.tags = old.tags
+    return new

@@ -35,9 +35,9 @@ class Embedding(nn.Embedding):
 
 
 def joint(x: Tensor, *maps: Linear) -> Tensor:
-    """The maps' outputs side by side, [B, T, sum of outputs]: one product, if there are as many tokens as inputs.
+    """The maps' outputs side by side, [B, T, sum of outputs]: one product, unless tokens are few.
 
-    With fewer the weights are the larger side, and putting them side by side would cost more than it saves.
+    With fewer tokens than inputs, putting the weights side by side would cost more than it saves.
     """
     if x.shape[0] * x.shape[1] < x.shape[2]:
         return torch.cat([m(x) for m in maps], dim=-1)

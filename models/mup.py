@@ -8,14 +8,15 @@ With m = width / base_width, a parameter of a role gets
     Adam's epsilon  eps * m ** epsilon         follows the size of its gradient's entries
 
 so at m = 1 every table is the standard parametrization. Sources: TP-V is Tensor Programs V, arXiv:2203.03466,
-table 8; GDN is arXiv:2606.04048, tables 1 and 2. Norm gains and convolution taps are in neither of GDN's tables:
+table 8; GDN is arXiv:2606.04048, tables 1 and 2. Norm gains and convolution taps are in neither of GDN's:
 they are vector-like, so TP-V's row holds; the paper's code gives them hidden's learning rate ("mup_authors").
 
-Why, under muP at initialization: the gradient of the residual stream has entries of 1/m, and so have those of a
-hidden matrix, of the embedding's rows and of gains; gates and scalars collect theirs over a head's channels,
-which leaves 1/sqrt(m). What a parameter computes must change by as much at every m. SGD changes it by rate times
-gradient, times the m inputs that a matrix sums over; AdamW by the rate, times those m inputs. Fully aligned with
-what they multiply, gates and scalars would have gradients sqrt(m) larger: "mup_aligned", for comparison.
+Why, under muP at initialization: the gradient of the residual stream has entries of 1/m, and so have those of
+a hidden matrix, of the embedding's rows and of gains; gates and scalars collect theirs over a head's
+channels, which leaves 1/sqrt(m). What a parameter computes must change by as much at every m. SGD changes it by rate
+times gradient, times the m inputs that a matrix sums over; AdamW by the rate, times those m inputs. If fully
+aligned with what they multiply, gates and scalars would have gradients sqrt(m) larger: "mup_aligned", for
+comparison.
 """
 
 from __future__ import annotations
@@ -196,8 +197,8 @@ def scaled_parameters(
     optimizer                   "adamw" or "sgd"
     lr                          learning rate at base_width
     weight_decay                coefficient at base_width, for the roles that decay
-    independent_weight_decay    optimizers multiply the coefficient by a parameter's learning rate, so under muP
-                                with AdamW hidden matrices decay m times slower; True divides m out again
+    independent_weight_decay    optimizers multiply the coefficient by a parameter's learning rate: under muP,
+                                AdamW decays hidden matrices m times slower. True divides m out again
 
     Raises ValueError for an optimizer that has no column, or a parameter without a role.
     """
