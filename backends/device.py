@@ -15,6 +15,8 @@ from types import ModuleType
 
 import torch
 
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
 
 def xla() -> ModuleType | None:
     """torch_xla, where it is installed. A torch_xla that is there but broken raises."""
@@ -60,15 +62,20 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new measurement of peak memory, on devices that can (CUDA)."""
+    """Starts a new measurement of peak memory: on CUDA, and on Linux for this process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    elif _CLEAR.exists():
+        _CLEAR.write_text("5")  # proc(5): sets the peak resident size to the present one
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the CUDA allocator's peak since its reset; else this process's peak resident size."""
+    """Bytes since the last reset: CUDA's allocator's peak; else this process's peak resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    for line in _STATUS.read_text().splitlines() if _STATUS.exists() else []:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

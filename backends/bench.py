@@ -1,0 +1,357 @@
+"""Times the grid's shapes, each behind a green parity, side by side with peers.
+
+    python -m backends.bench [--backend NAME] [--peer hf|fla] [--case NAME] [--dtype NAME] [--json FILE]
+
+The contenders take turns, one call each, so that whatever slows the machine slows all; a ratio is the median
+over the rounds of (peer's time / ours), with its 20th and 80th percentile. Every call on a GPU starts with a
+cold cache. Memory is what a forward and backward takes beyond the inputs: from CUDA's allocator, or as the
+resident size of a fresh process. A case whose parity fails is not timed, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from backends import device as platform_facts
+from backends.cases import BY_NAME, Case, Inputs, inputs, select
+from backends.facts import facts
+from backends.judge import GRADIENTS, verdicts
+from backends.ops import gated_delta_rule
+from backends.parity import NOT_RUN, Subject, subjects
+from backends.peers import PEERS, Run
+from backends.registry import BackendRefusal
+
+PASSES = ("forward", "backward", "forward+backward")
+ROUNDS = (5, 300)
+CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU at hand (H200: 60 MB)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and the 20th and 80th percentile."""
+
+    p20: float
+    p50: float
+    p80: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Of at least two values."""
+        deciles = statistics.quantiles(values, n=10, method="inclusive")
+        return Spread(deciles[1], statistics.median(values), deciles[7])
+
+    def __str__(self) -> str:
+        return f"{self.p50:.4g} ({self.p20:.3g} - {self.p80:.3g})"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contender on one pass of one case.
+
+    ratio           its time over ours, round by round; None for ourselves
+    memory_bytes    with the pass forward+backward
+    worst_error     error over allowed, of the parity that stands before a time of ours
+    """
+
+    case: str
+    dtype: str
+    phase: str
+    contender: str
+    ms: Spread
+    ratio: Spread | None
+    rounds: int
+    memory_bytes: int | None
+    worst_error: float | None
+
+
+def ours(backend: str) -> Run:
+    """The public operation on one backend, as a contender."""
+
+    def run(x: Inputs) -> Tensor:
+        normalized = x.case.normalized_inside
+        return gated_delta_rule(
+            x.q,
+            x.k,
+            x.v,
+            x.g,
+            x.beta,
+            use_qk_l2norm_in_kernel=normalized,
+            cu_seqlens=x.cu_seqlens,
+            backend=backend,
+        )[0]
+
+    return run
+
+
+def contender(name: str) -> Run:
+    """By name: a peer's, or one of our backends."""
+    return PEERS[name].load() if name in PEERS else ours(name)
+
+
+def prepared(run: Run, given: Inputs, phase: str) -> Callable[[], None]:
+    """A call without arguments that does one pass."""
+    tensors = given.tensors()
+    leaves = {name: tensors[name].detach().requires_grad_() for name in GRADIENTS.values() if name in tensors}
+    given, wanted = replace(given, **leaves), list(leaves.values())
+
+    def forward() -> None:
+        run(given)
+
+    def both() -> None:
+        torch.autograd.grad(run(given), wanted, given.do)
+
+    if phase == "forward":
+        return forward
+    if phase == "forward+backward":
+        return both
+    o = run(given)
+
+    def backward() -> None:
+        torch.autograd.grad(o, wanted, given.do, retain_graph=True)
+
+    return backward
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], None]], device: torch.device, seconds: float
+) -> dict[str, list[float]]:
+    """Milliseconds of every contender, one call each in turn, for about `seconds`, after a warm-up."""
+    clock = _cuda_clock if device.type == "cuda" else _cpu_clock
+    for call in calls.values():
+        call()
+    platform_facts.synchronize(device)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    start, rounds = time.perf_counter(), 0
+    while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - start < seconds):
+        for name, call in calls.items():
+            found[name].append(clock(call, device))
+        rounds += 1
+    return found
+
+
+def _cpu_clock(call: Callable[[], None], device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    platform_facts.synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _cuda_clock(call: Callable[[], None], device: torch.device) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.empty(CACHE_BYTES, dtype=torch.int8, device=device).zero_()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def captured(call: Callable[[], None]) -> Callable[[], None]:
+    """The call as a CUDA graph: what the device alone needs. Raises RuntimeError if it waits for the host."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def peak_bytes(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> int:
+    """What one forward and backward takes beyond the inputs, after one that loaded whatever it loads."""
+    small = replace(case, B=1, T=min(case.T, 64), lengths=None)
+    prepared(contender(name), inputs(small, dtype).to(device), "forward+backward")()
+    call = prepared(contender(name), inputs(case, dtype).to(device), "forward+backward")
+    platform_facts.synchronize(device)
+    platform_facts.reset_peak_memory(device)
+    before = platform_facts.peak_memory(device)
+    call()
+    platform_facts.synchronize(device)
+    return platform_facts.peak_memory(device) - before
+
+
+def _peak_bytes_here(name: str, case: str, dtype: str, threads: int) -> int:
+    torch.set_num_threads(threads)
+    return peak_bytes(name, BY_NAME[case], getattr(torch, dtype), torch.device("cpu"))
+
+
+def memory(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> int:
+    """`peak_bytes`, for CPU in a fresh process: in a used one, memory that was freed hides what is taken."""
+    if device.type == "cuda":
+        return peak_bytes(name, case, dtype, device)
+    arguments = (name, case.name, str(dtype).removeprefix("torch."), torch.get_num_threads())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak_bytes_here, arguments)
+
+
+def bench(
+    subject: Subject, case: Case, dtype: torch.dtype, peers: Sequence[str], seconds: float
+) -> list[Timing]:
+    """All passes of one case. Raises ParityError, with the failures, unless its parity is green."""
+    device = torch.device(subject.device)
+    found = verdicts(case, dtype, subject.backend, subject.device)
+    failures = [str(verdict) for verdict in found if not verdict.passed]
+    if failures:
+        raise ParityError("\n".join([f"{case.name} is not timed, its parity is red:", *failures]))
+    worst = max(verdict.ratio for verdict in found)
+    names = [subject.backend, *peers]
+    taken = {name: memory(name, case, dtype, device) for name in names}
+    given = inputs(case, dtype).to(device)
+    rows = []
+    for phase in PASSES:
+        calls = {name: prepared(contender(name), given, phase) for name in names}
+        modes = {"": calls}
+        if device.type == "cuda":
+            modes[" (graph)"] = {name: graph for name, call in calls.items() if (graph := _captured(call))}
+        for mode, running in modes.items():
+            if subject.backend not in running:
+                continue
+            times = interleaved(running, device, seconds)
+            for name, milliseconds in times.items():
+                mine = times[subject.backend]
+                pairs = zip(milliseconds, mine, strict=True)
+                ratio = (
+                    None if name == subject.backend else Spread.of([theirs / own for theirs, own in pairs])
+                )
+                rows.append(
+                    Timing(
+                        case=case.name,
+                        dtype=str(dtype).removeprefix("torch."),
+                        phase=phase + mode,
+                        contender=name,
+                        ms=Spread.of(milliseconds),
+                        ratio=ratio,
+                        rounds=len(milliseconds),
+                        memory_bytes=taken[name] if phase == "forward+backward" else None,
+                        worst_error=worst if name == subject.backend else None,
+                    )
+                )
+    return rows
+
+
+def _captured(call: Callable[[], None]) -> Callable[[], None] | None:
+    try:
+        return captured(call)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+
+
+class ParityError(RuntimeError):
+    """A case's parity is red, so no time of it is worth having."""
+
+
+def report(console: Console, rows: Sequence[Timing], cases: Iterable[Case], peers: Mapping[str, str]) -> None:
+    """One line per case and pass: our time, then every peer's and how many times ours; then memory."""
+    table = Table(title="milliseconds, and peer over ours: median (20th - 80th percentile)")
+    for heading in ("case", "pass", "ours", *(x for label in peers.values() for x in (label, "over ours"))):
+        table.add_column(heading)
+    for case in cases:
+        mine = [row for row in rows if row.case == case.name]
+        if not mine:
+            table.add_row(str(case), *[NOT_RUN] * (2 + 2 * len(peers)))
+        for phase in dict.fromkeys(row.phase for row in mine):
+            here = {row.contender: row for row in mine if row.phase == phase}
+            own = next(row for row in here.values() if row.ratio is None)
+            theirs = [here.get(peer) for peer in peers]
+            cells = [x for row in theirs for x in ((str(row.ms), str(row.ratio)) if row else (NOT_RUN, ""))]
+            table.add_row(str(case), f"{phase} {own.dtype}", str(own.ms), *cells)
+            if own.memory_bytes is not None and phase == PASSES[-1]:
+                cells = [x for row in theirs for x in _memory_cells(row, own.memory_bytes)]
+                table.add_row(str(case), f"memory {own.dtype}", _mebibytes(own.memory_bytes), *cells)
+    console.print(table)
+
+
+def _memory_cells(row: Timing | None, own: int) -> tuple[str, str]:
+    if row is None or row.memory_bytes is None:
+        return NOT_RUN, ""
+    return _mebibytes(row.memory_bytes), f"{row.memory_bytes / max(own, 1):.3g}"
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / 2**20:.0f} MiB"
+
+
+def line(row: Timing, about: Mapping[str, Any]) -> dict[str, Any]:
+    """One JSON object."""
+    values = asdict(row)
+    return {
+        "op": "gated_delta_rule",
+        "backend": values.pop("contender"),
+        "pass": values.pop("phase"),
+        **values,
+        **about,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m backends.bench", description="Parity first, then the clock"
+    )
+    parser.add_argument("--backend", help="the default one of this machine's device, unless named")
+    parser.add_argument(
+        "--peer", action="append", choices=tuple(PEERS), help="only this one; may be repeated"
+    )
+    parser.add_argument("--case", action="append", help="only this one; may be repeated")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32 on CPU, else bfloat16")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per pass (default: 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object a line")
+    given = parser.parse_args(argv)
+    try:
+        subject = subjects([given.backend] if given.backend else None)[0]
+        tag = "bench-cpu" if subject.device == "cpu" else "bench"
+        cases = select(given.case, tags=frozenset({tag}))
+    except (BackendRefusal, ValueError) as complaint:
+        print(complaint, file=sys.stderr)
+        return 2
+    return _main(given, subject, cases)
+
+
+def _main(given: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -> int:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    dtype = getattr(torch, given.dtype or ("float32" if subject.device == "cpu" else "bfloat16"))
+    wanted = given.peer or list(PEERS)
+    absent = {name: reason for name in wanted if (reason := PEERS[name].absent(subject.device))}
+    peers = [name for name in wanted if name not in absent]
+    about = facts(torch.device(subject.device))
+    console.print(
+        f"{subject.backend} on {about['device']}, {about['threads']} threads, torch {about['torch']}"
+    )
+    for name, reason in absent.items():
+        console.print(f"peer {name}: {NOT_RUN}, {reason}", highlight=False)
+    rows: list[Timing] = []
+    red = False
+    for case in cases:
+        able = [name for name in peers if PEERS[name].packed or not case.lengths]
+        try:
+            rows += bench(subject, case, dtype, able, given.seconds)
+        except ParityError as failure:
+            red = True
+            console.print(str(failure), style="bold red")
+        except BackendRefusal as refusal:
+            console.print(f"case {case.name}: {NOT_RUN}, {refusal}", highlight=False)
+    report(console, rows, cases, {name: name if name in absent else PEERS[name].label() for name in wanted})
+    if given.json:
+        given.json.write_text("".join(json.dumps(line(row, about)) + "\n" for row in rows))
+    return 1 if red or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
