@@ -1,7 +1,7 @@
 """Other people's implementations, for `backends.bench` to time beside ours. Imported only when asked for.
 
 hf      Hugging Face transformers' `torch_chunk_gated_delta_rule` (Qwen3-Next): PyTorch, what runs where no
-        kernel is installed. Value heads share keys by repetition, as its model repeats them; no packed sequences.
+        kernel is installed. Value heads share keys by repetition, as in its model; no packed sequences.
 fla     flash-linear-attention's `chunk_gated_delta_rule`: Triton, CUDA only.
 """
 
