@@ -1,5 +1,7 @@
 """Indexing, views, poison, capacity, and the nl functions on tiles."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -275,3 +277,17 @@ def test_configuration_objects_take_their_fields():
     assert (Shape(rows=2).rows, Shape(2).columns) == (2, 3)
     with pytest.raises(TypeError, match="Shape has no field depth"):
         Shape(depth=1)
+
+
+def test_memory_of_dead_tiles_is_freed():
+    """2,000 tiles of 64 KiB, one alive at a time: Python holds a few of them, not 128 MB."""
+
+    def kernel():
+        for _ in range(2000):
+            nisa.memset(dst=nl.ndarray((128, 128), F32, nl.sbuf), value=0.0)
+
+    tracemalloc.start()
+    record(kernel, check_source=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8e6

@@ -7,7 +7,7 @@ run = record(kernel, a, b, target="trn2")           # run.outputs, run.trace, ru
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,12 +108,15 @@ def record(
     machines = [Machine(chosen, strict=strict, trace=trace) for _ in range(kernel.cores)]
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
     bound.arguments = {name: _argument(machines[0], name, value) for name, value in bound.arguments.items()}
-    nan_in = any(_has_nan(storage.base) for storage in machines[0].storages)
+    nan_in = any(_has_nan(array) for array in _arrays((*args, *kwargs.values())))
     returned = _run(machines, kernel.function, bound)
     machine = machines[0]
     if strict:
         for core in machines:
             core.check_capacity()
+    for array, tensor in machine.copied:
+        if tensor.storage.life.first is not None:
+            array[...] = tensor.array
     outputs = _outputs(machine, returned, nan_in)
     sbuf, psum = machine.peaks()
     return Run(outputs, chosen, machine.count, sbuf, psum, tuple(machine.trace or ()))
@@ -140,7 +143,11 @@ def _run(machines: list[Machine], function: Callable[..., Any], bound: inspect.B
 
 def _argument(machine: Machine, name: str, value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return machine.argument(value if value.flags.c_contiguous else np.ascontiguousarray(value), name)
+        if value.flags.c_contiguous:
+            return machine.argument(value, name)
+        tensor = machine.argument(np.ascontiguousarray(value), name)
+        machine.copied.append((value, tensor))
+        return tensor
     if type(value).__module__.partition(".")[0] in ("torch", "jax"):
         raise TypeError(
             f"argument {name} is a {type(value).__name__}; pass NumPy arrays (ml_dtypes for bfloat16)"
@@ -153,6 +160,14 @@ def _argument(machine: Machine, name: str, value: Any) -> Any:
             "of numbers"
         )
     return value
+
+
+def _arrays(values: Iterable[Any]) -> Iterator[np.ndarray]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _arrays(value)
+        elif isinstance(value, np.ndarray):
+            yield value
 
 
 def _has_nan(array: np.ndarray) -> bool:

@@ -20,7 +20,19 @@ import numpy as np
 from .cores import Pair
 from .dtypes import DType, dtype_of, store
 from .errors import ConstraintError, StrictError, require
-from .memory import BY_MATMUL, BY_OTHER, HBM, ON_CHIP, PSUM, SBUF, UNWRITTEN, MemoryRegion, NkiTensor, Storage
+from .memory import (
+    BY_MATMUL,
+    BY_OTHER,
+    HBM,
+    ON_CHIP,
+    PSUM,
+    SBUF,
+    UNWRITTEN,
+    Life,
+    MemoryRegion,
+    NkiTensor,
+    Storage,
+)
 from .targets import PARTITIONS, PSUM_BANK, PSUM_BANKS, Target
 
 
@@ -81,7 +93,7 @@ class Machine:
         self.target = target
         self.strict = strict
         self.count = 0
-        self.storages: list[Storage] = []
+        self.lives: list[Life] = []
         self.trace: list[Record] | None = [] if trace else None
         self.scalar_registers = np.zeros((PARTITIONS, 1), np.float32)
         self.vector_registers = np.zeros((PARTITIONS, 1), np.float32)
@@ -91,6 +103,7 @@ class Machine:
         self.pair: Pair | None = None
         self._shared = 0  # shared allocations so far
         self.partial_reads: list[str] = []
+        self.copied: list[tuple[np.ndarray, NkiTensor]] = []  # arguments that were not contiguous
 
     def allocate(
         self,
@@ -117,7 +130,7 @@ class Machine:
                     f"{size} bytes "
                     f"per partition, {self.target.name} has {limit}"
                 )
-        number = len(self.storages)
+        number = len(self.lives)
 
         def make(number: int) -> Storage:
             fresh = np.full(shape, kind.poison, kind.numpy)
@@ -133,13 +146,13 @@ class Machine:
         if address is not None:
             tensor.storage.address = address  # pyright: ignore[reportAttributeAccessIssue]
             tensor.partition = int(address[0])  # pyright: ignore[reportIndexIssue]
-        self.storages.append(tensor.storage)
+        self.lives.append(storage.life)
         return tensor
 
     def argument(self, array: np.ndarray, name: str) -> NkiTensor:
-        number = len(self.storages)
+        number = len(self.lives)
         storage = Storage(array, dtype_of(array.dtype), MemoryRegion.shared_hbm, name, number, True)
-        self.storages.append(storage)
+        self.lives.append(storage.life)
         return NkiTensor(array, storage)
 
     def peaks(self) -> tuple[int, int]:
@@ -158,14 +171,14 @@ class Machine:
             peak, index, live = self._peak(buffer)
             if peak > limit:
                 largest = sorted(live, key=lambda s: -s.free_bytes)[:6]
-                names = ", ".join(f"`{s.name}` {s.base.shape} {s.dtype}" for s in largest)
+                names = ", ".join(f"`{s.name}` {s.shape} {s.dtype}" for s in largest)
                 raise StrictError(
                     f"{buffer.value} capacity exceeded: {peak} {unit} live at instruction {index}, "
                     f"{self.target.name} has {limit}; {len(live)} tiles are live, the largest: {names}"
                 )
 
-    def _peak(self, buffer: MemoryRegion) -> tuple[int, int, list[Storage]]:
-        tiles = [s for s in self.storages if s.buffer is buffer and s.first is not None]
+    def _peak(self, buffer: MemoryRegion) -> tuple[int, int, list[Life]]:
+        tiles = [s for s in self.lives if s.buffer is buffer and s.first is not None]
         weigh = (lambda s: -(-s.free_bytes // PSUM_BANK)) if buffer is PSUM else (lambda s: s.free_bytes)
         events = sorted(
             [(s.first or 0, 0, weigh(s)) for s in tiles] + [(s.last, 1, -weigh(s)) for s in tiles]
@@ -217,7 +230,7 @@ class Instruction:
         """Check an input operand and return its values."""
         t = self._operand(role, tensor, regions)
         storage = t.storage
-        storage.last = self.index
+        storage.life.last = self.index
         self._reads.append((role, t))
         if storage.writer is UNWRITTEN or not isinstance(storage.writer, int):
             self._check_written(role, t)
@@ -247,9 +260,10 @@ class Instruction:
 
     def wrote(self, dst: NkiTensor, code: int = BY_OTHER) -> None:
         storage = dst.storage
-        if storage.first is None:
-            storage.first = self.index
-        storage.last = self.index
+        life = storage.life
+        if life.first is None:
+            life.first = self.index
+        life.last = self.index
         storage.mark(dst.array, code)
 
     def done(self, **flags: Any) -> "Handle":

@@ -6,6 +6,7 @@ chip axis 0 is the partition axis and never disappears, slices out of bounds are
 copies.
 """
 
+from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from .dtypes import DType, dtype_of
-from .errors import ConstraintError, StrictError, require
+from .errors import StrictError, require
 
 UNWRITTEN, BY_MATMUL, BY_OTHER = 0, 1, 2
 
@@ -50,10 +51,23 @@ class DynamicSlice:
         self.size = size
 
 
+@dataclass(slots=True)
+class Life:
+    """From when to when an allocation is live. It outlives the storage, whose memory Python frees."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    buffer: MemoryRegion
+    free_bytes: int
+    first: int | None = None  # index of the first instruction that writes it
+    last: int = -1  # index of the last instruction that touches it
+
+
 class Storage:
     """One allocation. `writer` is one code for all elements, or an array of codes once they differ."""
 
-    __slots__ = ("address", "base", "buffer", "dtype", "first", "last", "name", "number", "pointer", "writer")
+    __slots__ = ("address", "base", "buffer", "dtype", "life", "name", "number", "pointer", "writer")
 
     def __init__(
         self,
@@ -70,19 +84,13 @@ class Storage:
         self.name = name
         self.number = number
         self.writer: int | np.ndarray = BY_OTHER if written else UNWRITTEN
-        self.first: int | None = None  # index of the first instruction that writes it
-        self.last = -1  # index of the last instruction that touches it
+        self.life = Life(name, base.shape, dtype, buffer, prod(base.shape[1:]) * base.itemsize)
         self.address: tuple[int, int] | None = None
         self.pointer: int = base.__array_interface__["data"][0]
 
     @property
-    def free_size(self) -> int:
-        """Elements of one partition."""
-        return prod(self.base.shape[1:])
-
-    @property
     def free_bytes(self) -> int:
-        return self.free_size * self.base.itemsize
+        return self.life.free_bytes
 
     def writers(self, view: np.ndarray) -> int | np.ndarray:
         """Who last wrote the elements of `view`: one code, or an array of codes shaped like it."""
@@ -287,14 +295,12 @@ class NkiTensor:
                 shape[0] == self.shape[0],
                 f"reshape keeps the partition axis on chip: {self.shape[0]} partitions, asked for {shape[0]}",
             )
-        try:
-            view = self.array.view()
-            view.shape = shape
-        except AttributeError:
-            raise ConstraintError(
-                f"reshape of tensor `{self.name}` from {self.shape} to {shape} would copy: its view is not "
-                "contiguous"
-            ) from None
+        view = self.array.reshape(shape)
+        require(
+            np.may_share_memory(view, self.array),
+            f"reshape of tensor `{self.name}` from {self.shape} to {shape} would copy: "
+            "its view is not contiguous",
+        )
         return self._like(view)
 
     def permute(self, dims) -> "NkiTensor":

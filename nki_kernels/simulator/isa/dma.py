@@ -86,8 +86,9 @@ def _scatter(run: Instruction, out: NkiTensor, values: np.ndarray, oob_mode: oob
     store(rounded, out.dtype, values)
     flat[where[keep]] = rounded.reshape(where.shape)[keep]
     storage = out.storage
-    storage.first = run.index if storage.first is None else storage.first
-    storage.last = run.index
+    life = storage.life
+    life.first = run.index if life.first is None else life.first
+    life.last = run.index
     if not (isinstance(storage.writer, int) and storage.writer):
         marks = (
             np.full(storage.base.size, storage.writer, np.uint8)
