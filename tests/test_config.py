@@ -22,7 +22,7 @@ from train.recipes import RECIPES, recipe, summary
 
 KEYS = [key for key, _ in flatten(RunConfig())]
 
-# interfaces.md fixes these names: other people's scripts give them
+# these names are fixed: other people's scripts give them
 FIXED = (
     *("steps", "seed", "out", "device", "backend", "parametrization", "optimizer.name", "optimizer.lr"),
     *("model.width", "model.base_width", "data.source"),
