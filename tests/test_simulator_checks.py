@@ -87,9 +87,14 @@ def numpy_function_for_an_operator():
     nisa.tensor_tensor(dst=sbuf(4, 4), data1=ones(4, 4), data2=ones(4, 4), op=np.add)
 
 
-@CASES.refuses("must be an ALU operator, got nl.exp", TypeError)
+@CASES.refuses("must be an ALU operator, which nl.exp is not", TypeError)
 def activation_function_on_the_vector_engine():
     nisa.tensor_tensor(dst=sbuf(4, 4), data1=ones(4, 4), data2=ones(4, 4), op=nl.exp)
+
+
+@CASES.refuses("must be an ALU operator, which nl.divide is not", TypeError)
+def division():
+    nisa.tensor_tensor(dst=sbuf(4, 4), data1=ones(4, 4), data2=ones(4, 4), op=nl.divide)
 
 
 @CASES.refuses("tensors are not assigned to", TypeError)
@@ -317,6 +322,40 @@ def gather_out_of_bounds():
     nisa.memset(dst=rows, value=7)
     table = nl.shared_constant(np.ones((4, 4), np.float32))
     nisa.dma_copy(dst=sbuf(2, 4), src=table.ap(pattern=[[4, 2], [1, 4]], vector_offset=rows))
+
+
+# In place
+
+
+@CASES.refuses("dst overlaps src of `x` at another position", StrictError)
+def shift_in_place():
+    tile = nl.ndarray((4, 8), F32, nl.sbuf, name="x")
+    nisa.memset(dst=tile, value=1.0)
+    nisa.tensor_copy(dst=tile[:, 1:8], src=tile[:, 0:7])
+
+
+@CASES.refuses("dst overlaps data2 of .* at another position", StrictError)
+def broadcast_of_the_tile_that_is_written():
+    tile = ones(4, 8)
+    nisa.tensor_tensor(dst=tile, data1=tile, data2=tile[:, 0:1].broadcast(1, 8), op=nl.multiply)
+
+
+@CASES.refuses("tensor_tensor_scan dst overlaps data1 of .* in place", StrictError)
+def scan_in_place():
+    tile = ones(4, 8)
+    nisa.tensor_tensor_scan(dst=tile, data0=ones(4, 8), data1=tile, initial=0.0, op0=nl.multiply, op1=nl.add)
+
+
+def test_elementwise_instructions_work_in_place():
+    def body():
+        tile, out = ones(4, 8), nl.ndarray((4, 8), F32, nl.shared_hbm)
+        nisa.tensor_tensor(dst=tile, data1=tile, data2=tile, op=nl.add)
+        nisa.tensor_scalar(dst=tile, data=tile, op0=nl.multiply, operand0=tile[:, 0:1])
+        nisa.tensor_copy(dst=tile[:, 0:8:2], src=tile[:, 1:8:2])
+        nisa.dma_copy(dst=out, src=tile)
+        return out
+
+    assert (attempt(body) == 4).all()
 
 
 # Poison and outputs

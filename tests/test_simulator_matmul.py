@@ -18,7 +18,7 @@ from simulator_harness import (
     sbuf,
 )
 
-from nki_kernels.simulator import ConstraintError, StrictError, nisa, nl, record
+from nki_kernels.simulator import ConstraintError, Numerics, StrictError, nisa, nl, record
 
 CASES = Refusals()
 
@@ -294,3 +294,41 @@ def test_contraction_is_limited_by_the_partitions():
 
     with pytest.raises(ConstraintError, match="Matmul contraction dimension 129 exceeds pmax=128"):
         attempt(body)
+
+
+def test_the_precision_probe():
+    """Entries 1 + 2^-12: exact in float32 and lost in bfloat16, the first thing to run on a chip."""
+    x = np.full((64, 16), 1 + 2.0**-12, np.float32)
+
+    def kernel(a):
+        out = nl.ndarray((16, 16), F32, nl.shared_hbm)
+        ps, tile = psum(16, 16), on_chip(a)
+        nisa.nc_matmul(dst=ps, stationary=tile, moving=tile)
+        sb = sbuf(16, 16)
+        nisa.tensor_copy(dst=sb, src=ps)
+        nisa.dma_copy(dst=out, src=sb)
+        return out
+
+    exact = 64 * (1 + 2.0**-12) ** 2
+    found = {
+        mode: record(kernel, x, check_source=False, numerics=Numerics(matmul=mode)).outputs[0, 0]
+        for mode in ("float32", "tfloat32", "bfloat16")
+    }
+    assert abs(found["float32"] - exact) < 1e-5
+    assert found["bfloat16"] == found["tfloat32"] == 64
+
+
+def test_activations_can_be_perturbed():
+    def kernel(a):
+        out, tile = nl.ndarray((64, 64), F32, nl.shared_hbm), on_chip(a)
+        nisa.activation(dst=tile, op=nl.exp, data=tile)
+        nisa.dma_copy(dst=out, src=tile)
+        return out
+
+    x = normal(64, 64)
+    exact, off = (
+        record(kernel, x, check_source=False, numerics=Numerics(activation_ulps=ulps)).outputs
+        for ulps in (0, 8)
+    )
+    relative = np.abs(off / exact - 1) / 2.0**-23
+    assert 4 < relative.max() <= 9.0  # 8, and the rounding of the product

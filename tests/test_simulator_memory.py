@@ -249,6 +249,8 @@ A, B = np.abs(normal(5, 7)) + 0.1, normal(5, 7)
         (lambda a, b: nl.floor(nl.multiply(b, 3.0)), np.floor(B * np.float32(3))),
         (lambda a, b: nl.ceil(nl.multiply(b, 3.0)), np.ceil(B * np.float32(3))),
         (lambda a, b: nl.trunc(nl.multiply(b, 3.0)), np.trunc(B * np.float32(3))),
+        (lambda a, b: nl.mod(nl.multiply(b, 3.0), 2.0), np.mod(B * np.float32(3), 2)),
+        (lambda a, b: nl.fmod(nl.multiply(b, 3.0), 2.0), np.fmod(B * np.float32(3), 2)),
         (lambda a, b: nl.negative(b), -B),
         (lambda a, b: nl.where(nl.greater(b, 0.0), a, b), np.where(B > 0, A, B)),
         (lambda a, b: nl.softmax(b), np.exp(B) / np.exp(B).sum(1, keepdims=True)),

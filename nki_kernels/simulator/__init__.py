@@ -4,6 +4,7 @@
     out = kernel(q, k)                                  # NumPy in (ml_dtypes.bfloat16 for bf16), NumPy out
     out = nki.simulate(kernel, target="trn2")(q, k)
     run = record(kernel, q, k)                          # .outputs .trace .instructions .sbuf_peak .psum_peak
+    run = record(kernel, q, k, numerics=Numerics(matmul="bfloat16", activation_ulps=4))  # how sensitive is it
     costs = cost.estimate(run.trace, run.target)        # an estimate of time
     subset.findings(kernel, portable=True)              # what not every NKI release from 0.2 to 0.7 accepts
     python -m nki_kernels.simulator report KERNEL SHAPE
@@ -25,12 +26,14 @@ from . import kernel as nki
 from . import language as nl
 from .errors import ConstraintError, NkiValidationError, StrictError
 from .kernel import Run, record
+from .machine import Numerics
 from .targets import TARGETS, Target
 
 __all__ = [
     "TARGETS",
     "ConstraintError",
     "NkiValidationError",
+    "Numerics",
     "Run",
     "StrictError",
     "Target",

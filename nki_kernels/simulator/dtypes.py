@@ -96,6 +96,12 @@ def store(out: np.ndarray, dtype: DType, values: np.ndarray) -> None:
         out[...] = values
 
 
+def rounded(values: np.ndarray, name: str) -> np.ndarray:
+    """float32 values as another float dtype would hold them."""
+    dtype = dtype_of(name)
+    return round_tfloat32(values) if dtype is tfloat32 else values.astype(dtype.numpy).astype(np.float32)
+
+
 def round_tfloat32(values: np.ndarray) -> np.ndarray:
     """Round float32 to 10 mantissa bits, to nearest even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)

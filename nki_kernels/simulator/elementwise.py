@@ -77,6 +77,9 @@ def _binary(op: Operator, x: Any, y: Any, kind: DType) -> NkiTensor:
         if isinstance(y, NkiTensor):
             return _binary(ops.multiply, x, _unary(ops.reciprocal, y, float32), kind)
         return _binary(ops.multiply, x, 1.0 / y, kind)
+    if op.name in ("mod", "fmod"):
+        whole = (floor if op.name == "mod" else trunc)(_binary(ops.divide, x, y, float32))
+        return _binary(ops.subtract, x, _binary(ops.multiply, whole, y, float32), kind)
     if not isinstance(x, NkiTensor) or not isinstance(y, NkiTensor):
         data, scalar, reverse = (x, y, False) if isinstance(x, NkiTensor) else (y, x, True)
         out = tile(data.shape, kind)
@@ -101,6 +104,24 @@ def stretch(x: NkiTensor, shape: Any) -> NkiTensor:
         if x.shape[axis] != shape[axis]:
             x = x.broadcast(axis, shape[axis])
     return x
+
+
+def floor(x: NkiTensor, dtype: Any = None) -> NkiTensor:
+    """Round to nearest through int32, then subtract 1 where that went up."""
+    nearest, wide = tile(x.shape, "int32"), tile(x.shape, float32)
+    tensor_copy(dst=nearest, src=x)
+    tensor_copy(dst=wide, src=nearest)
+    return _binary(ops.subtract, wide, _binary(ops.greater, wide, x, float32), dtype_of(dtype or x.dtype))
+
+
+def trunc(x: NkiTensor, dtype: Any = None) -> NkiTensor:
+    magnitude = floor(_unary(ops.abs, x, float32))
+    return _binary(ops.multiply, magnitude, _unary(ops.sign, x, float32), dtype_of(dtype or x.dtype))
+
+
+def ceil(x: NkiTensor, dtype: Any = None) -> NkiTensor:
+    down = floor(_binary(ops.multiply, x, -1.0, float32))
+    return _binary(ops.multiply, down, -1.0, dtype_of(dtype or x.dtype))
 
 
 def reduce(op: Operator, x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:

@@ -16,7 +16,7 @@ import numpy as np
 from . import isa, language, subset
 from .cores import Pair, run_both
 from .errors import NkiValidationError, StrictError
-from .machine import Machine, Record, running
+from .machine import EXACT, Machine, Numerics, Record, running
 from .memory import UNWRITTEN, MemoryRegion, NkiTensor
 from .targets import Target, resolve
 
@@ -66,11 +66,12 @@ def simulate(
     target: str | None = None,
     strict: bool = True,
     check_source: bool = True,
+    numerics: Numerics = EXACT,
 ) -> Callable[..., Any]:
     """A callable that runs the kernel on NumPy arrays; HBM arguments that it writes are updated in place.
 
     strict=False drops the checks that AWS's simulator does not make, check_source=False only the compiler's
-    Python subset.
+    Python subset; numerics makes the engines less exact.
     """
 
     @functools.wraps(kernel.function if isinstance(kernel, Kernel) else kernel)
@@ -81,6 +82,7 @@ def simulate(
             target=target,
             strict=strict,
             check_source=check_source,
+            numerics=numerics,
             trace=False,
             **kwargs,
         ).outputs
@@ -94,6 +96,7 @@ def record(
     target: str | None = None,
     strict: bool = True,
     check_source: bool = True,
+    numerics: Numerics = EXACT,
     trace: bool = True,
     **kwargs: Any,
 ) -> Run:
@@ -105,7 +108,7 @@ def record(
         raise NkiValidationError(f"LNC 2 is not supported on {chosen.name}, only LNC 1")
     if strict and check_source:
         subset.check(kernel)
-    machines = [Machine(chosen, strict=strict, trace=trace) for _ in range(kernel.cores)]
+    machines = [Machine(chosen, strict=strict, trace=trace, numerics=numerics) for _ in range(kernel.cores)]
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
     bound.arguments = {name: _argument(machines[0], name, value) for name, value in bound.arguments.items()}
     nan_in = any(_has_nan(array) for array in _arrays((*args, *kwargs.values())))

@@ -28,7 +28,19 @@ from .dtypes import (
     uint16,
     uint32,
 )
-from .elementwise import broadcast_to, matmul, mean, rms_norm, softmax, transpose, var, where
+from .elementwise import (
+    broadcast_to,
+    ceil,
+    floor,
+    matmul,
+    mean,
+    rms_norm,
+    softmax,
+    transpose,
+    trunc,
+    var,
+    where,
+)
 from .errors import StrictError, require
 from .isa.dma import dma_copy
 from .isa.elementwise import memset
@@ -296,29 +308,8 @@ def all(x: NkiTensor, axis: Any, dtype: Any = None) -> NkiTensor:
     return _tiles.reduce(logical_and, x, axis, dtype)
 
 
-# Rounding and sign, which no instruction has by name
-
-
 def negative(x: NkiTensor, dtype: Any = None) -> NkiTensor:
     return multiply(x, -1.0, dtype=dtype or x.dtype)
-
-
-def trunc(x: NkiTensor, dtype: Any = None) -> NkiTensor:
-    magnitude = floor(abs(x, dtype=float32))
-    return multiply(magnitude, sign(x, dtype=float32), dtype=dtype or x.dtype)
-
-
-def floor(x: NkiTensor, dtype: Any = None) -> NkiTensor:
-    """Round to nearest through int32, then subtract 1 where that went up."""
-    nearest = ndarray(x.shape, int32, SBUF)
-    _tiles.tensor_copy(dst=nearest, src=x)
-    wide = ndarray(x.shape, float32, SBUF)
-    _tiles.tensor_copy(dst=wide, src=nearest)
-    return subtract(wide, greater(wide, x, dtype=float32), dtype=dtype or x.dtype)
-
-
-def ceil(x: NkiTensor, dtype: Any = None) -> NkiTensor:
-    return negative(floor(negative(x, dtype=float32)), dtype=dtype or x.dtype)
 
 
 # Control

@@ -21,9 +21,7 @@ from .cores import Pair
 from .dtypes import DType, dtype_of, store
 from .errors import ConstraintError, StrictError, require
 from .memory import (
-    BY_MATMUL,
     BY_OTHER,
-    HBM,
     ON_CHIP,
     PSUM,
     SBUF,
@@ -86,12 +84,30 @@ class Record:
     flags: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Numerics:
+    """How exact the engines are; settings other than the default show what a kernel is sensitive to.
+
+    matmul            "bfloat16" or "tfloat32" rounds float32 operands before they are multiplied: public
+                      measurements disagree on whether the Tensor engine's float32 products are exact
+    activation_ulps   activation functions are off by up to so many units of 2^-23 relative, at random: on
+                      the chip they are piecewise polynomials
+    """
+
+    matmul: str = "float32"
+    activation_ulps: float = 0.0
+
+
+EXACT = Numerics()
+
+
 class Machine:
     """The state of one simulated core during one kernel call."""
 
-    def __init__(self, target: Target, *, strict: bool, trace: bool) -> None:
+    def __init__(self, target: Target, *, strict: bool, trace: bool, numerics: Numerics) -> None:
         self.target = target
         self.strict = strict
+        self.numerics = numerics
         self.count = 0
         self.lives: list[Life] = []
         self.trace: list[Record] | None = [] if trace else None
@@ -207,10 +223,31 @@ def current() -> Machine:
     return machine
 
 
+# Instructions that cannot write where they read: they carry state, or move elements.
+NOT_IN_PLACE = (
+    "tensor_tensor_scan",
+    "nc_transpose",
+    "dma_transpose",
+    "tensor_partition_reduce",
+    "nc_n_gather",
+)
+
+
 class Instruction:
     """One instruction being executed: checks operands, stores results, and writes itself into the trace."""
 
-    __slots__ = ("_reads", "_writes", "engine", "index", "machine", "name", "op", "strict", "target")
+    __slots__ = (
+        "_latched",
+        "_reads",
+        "_writes",
+        "engine",
+        "index",
+        "machine",
+        "name",
+        "op",
+        "strict",
+        "target",
+    )
 
     def __init__(self, op: str, engine: Engine) -> None:
         machine = current()
@@ -223,6 +260,7 @@ class Instruction:
         machine.count += 1
         self._reads: list[tuple[str, NkiTensor]] = []
         self._writes: list[tuple[str, NkiTensor]] = []
+        self._latched: tuple[str, ...] = ("bias",)  # (P, 1) operands, read before the engine streams
 
     # Operands
 
@@ -260,6 +298,10 @@ class Instruction:
 
     def wrote(self, dst: NkiTensor, code: int = BY_OTHER) -> None:
         storage = dst.storage
+        if self.strict:
+            for role, source in self._reads:
+                if source.storage is storage and role not in self._latched:
+                    self._check_in_place(dst, role, source)
         life = storage.life
         if life.first is None:
             life.first = self.index
@@ -310,6 +352,7 @@ class Instruction:
                 )
             return int(value) if bitvec else np.float32(value)
         values = self.read(role, value)
+        self._latched += (role,)
         require(
             value.shape[0] == partitions and value.size == partitions,
             f"{self.op} {role} must be a number or a tile of shape ({partitions}, 1), got {value.shape}",
@@ -338,6 +381,18 @@ class Instruction:
                 if tensor.array.ndim > 5:
                     self._check_rank(role, tensor)
         return tensor
+
+    def _check_in_place(self, dst: NkiTensor, role: str, source: NkiTensor) -> None:
+        a, b = dst.array, source.array
+        same = a.strides == b.strides and a.shape == b.shape and dst.offset == source.offset
+        if same and self.op not in NOT_IN_PLACE:
+            return
+        if dst.indirection is None and source.indirection is None and np.shares_memory(a, b):
+            how = "in place" if same else "at another position"
+            raise StrictError(
+                f"{self.op} dst overlaps {role} of `{source.name}` {how}; the engine streams "
+                "and would read what it has overwritten, use a separate tile"
+            )
 
     def _check_start(self, role: str, tensor: NkiTensor) -> None:
         n, start = tensor.shape[0], tensor.partition
@@ -408,9 +463,3 @@ def _operand(role: str, tensor: NkiTensor) -> Operand:
             break
         run *= shape[axis]
     return Operand(role, tensor.name, shape, tensor.dtype, tensor.buffer, region, run)
-
-
-__all__ = [
-    "BY_MATMUL", "HBM", "ON_CHIP", "PSUM", "SBUF", "Engine", "Handle", "Instruction", "Machine", "Operand",
-    "Record", "Region", "current",
-]  # fmt: skip

@@ -133,7 +133,7 @@ INF = float("inf")
 add = Operator("add", np.add, reduce=True, identity=0.0)
 subtract = Operator("subtract", np.subtract, reduce=True, identity=0.0)
 multiply = Operator("multiply", np.multiply, reduce=True, identity=1.0)
-divide = Operator("divide", np.divide)
+divide = Operator("divide")  # no engine divides: nl.divide multiplies by the reciprocal
 maximum = Operator("maximum", np.maximum, reduce=True, identity=-INF)
 minimum = Operator("minimum", np.minimum, reduce=True, identity=INF)
 abs_max = Operator("abs_max", _abs_extreme(np.maximum), reduce=True, identity=0.0)
@@ -148,9 +148,9 @@ greater_equal = Operator("greater_equal", np.greater_equal)
 logical_and = Operator("logical_and", _logical(np.logical_and), reduce=True, identity=1.0)
 logical_or = Operator("logical_or", _logical(np.logical_or), reduce=True, identity=0.0)
 logical_xor = Operator("logical_xor", _logical(np.logical_xor), reduce=True, identity=0.0)
-logical_not = Operator("logical_not", np.logical_not, arity=1)
-fmod = Operator("fmod", np.fmod)
-mod = Operator("mod", np.mod)
+logical_not = Operator("logical_not", arity=1)
+fmod = Operator("fmod")
+mod = Operator("mod")
 bypass = Operator("bypass", lambda a, b: a)
 average = Operator("average")
 
@@ -199,7 +199,7 @@ def alu_operator(instruction: str, op: object, name: str = "op") -> Operator:
     if not isinstance(op, Operator):
         raise TypeError(f"{instruction} {name} must be an nl operator such as nl.add, got {op!r}")
     if op.alu is None:
-        raise TypeError(f"{instruction} {name} must be an ALU operator, got {op!r}, an activation function")
+        raise TypeError(f"{instruction} {name} must be an ALU operator, which {op!r} is not")
     return op
 
 

@@ -62,6 +62,10 @@ def _activate(instruction, dst, op, data, bias, scale, reduce_op, reduce_res, re
         _check_range(run, function, free)
     assert function.activation is not None
     result = function.activation(free)
+    ulps = run.machine.numerics.activation_ulps
+    if ulps and function.name != "copy":
+        draws = run.machine.rng.uniform(-ulps, ulps, result.shape)
+        result = result * (1 + draws * 2.0**-23).astype(np.float32)
     out = run.dst("dst", dst)
     run.same_elements(out, data, "dst", "data")
     run.write(out, result)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..dtypes import FLOAT8, MATMUL, to_float32
+from ..dtypes import FLOAT8, MATMUL, rounded, to_float32
 from ..errors import ConstraintError, StrictError, require
 from ..machine import Engine, Handle, Instruction
 from ..memory import BY_MATMUL, BY_OTHER, ON_CHIP, PSUM, SBUF, UNWRITTEN, NkiTensor
@@ -58,6 +58,9 @@ def nc_matmul(
         _check_onezero("stationary", is_stationary_onezero, lhs)
         _check_onezero("moving", is_moving_onezero, rhs)
     out = run.dst("dst", dst, (PSUM,))
+    rounding = run.machine.numerics.matmul
+    if rounding != "float32" and stationary.dtype == "float32":
+        lhs, rhs = rounded(lhs, rounding), rounded(rhs, rounding)
     product = lhs.T @ rhs
     if product.shape != out.shape:
         _check_output(out, product)
