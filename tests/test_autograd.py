@@ -6,7 +6,7 @@ import torch.utils.checkpoint
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import normalize
 
-from backends import gated_delta_rule, gated_delta_rule_step
+from backends import gated_delta_rule, gated_delta_rule_step, use
 from backends.registry import adapter
 
 BACKENDS = ["chunked", "recurrent"]
@@ -255,3 +255,22 @@ def test_checkpointing_gives_the_same_gradients():
     o, _ = torch.utils.checkpoint.checkpoint(layer, *given, use_reentrant=False)
     for x, y in zip(torch.autograd.grad(o.sum(), given), expected, strict=True):
         assert torch.equal(x, y)
+
+
+def test_a_compiled_function_follows_the_process_default(monkeypatch):
+    torch._dynamo.reset()
+    ran = []
+    for name in BACKENDS:
+        inner = adapter(name).forward
+
+        def spy(*args, _inner=inner, _name=name, **options):
+            ran.append(_name)
+            return _inner(*args, **options)
+
+        monkeypatch.setattr(adapter(name), "forward", spy)
+    given = [x.detach() for x in tensors(state=False)]
+    compiled = torch.compile(gated_delta_rule, backend="eager", fullgraph=True)
+    for name in ("recurrent", "chunked", "recurrent"):
+        with use(name):
+            compiled(*given)
+    assert ran == ["recurrent", "chunked", "recurrent"]
