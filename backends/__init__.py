@@ -1,8 +1,8 @@
 """Delta-rule operations, each computed by whichever backend suits the device of its tensors.
 
-    gated_delta_rule, gated_delta_rule_step     the operations
-    use, checking                               the backend; whether data is checked; of a process or a block
-    describe, BackendRefusal                    what runs here and why not
+gated_delta_rule, gated_delta_rule_step     the operations
+use, checking                               the backend; whether data is checked; of a process or a block
+describe, BackendRefusal                    what runs here and why not
 """
 
 from backends.checks import checking

@@ -32,7 +32,8 @@ from backends.registry import Options
 from backends.triangular import triangular_inverse
 
 L2NORM_EPS = 1e-6
-# elements of the largest tensor inside a block of chunks, 4 MiB in float32: B=8 T=512 H=6 K=32 V=64 took 82 ms of CPU time; 2^17: 93, without blocks: 112
+# elements of the largest tensor inside a block of chunks, 4 MiB in float32: B=8 T=512 H=6 K=32 V=64
+# took 82 ms of CPU time; with 2^17, 93; without blocks, 112
 BLOCK = 1 << 20
 
 
@@ -329,8 +330,8 @@ def log_decay_gradient(inside: Tensor, written: Tensor, carried: Tensor) -> Tens
     Token t's decay acts on what tokens before t left: on products that read at or after t what was there
     before t (`inside`: by token of reading, minus by token of writing, diagonals left out since a token does
     not decay itself), on what the chunk's earlier tokens wrote to its last state (`written`), and on its
-    first state's way to the last (`carried` [M]). The plain q dq - k dk form subtracts sums that strong decay makes
-    far larger than their difference: rounded to bfloat16, its relative error was 348 at decay rate 16, this
+    first state's way to the last (`carried` [M]). The plain q dq - k dk form subtracts sums that strong
+    decay makes far larger than their difference: rounded to bfloat16, its relative error was 348 at decay rate 16, this
     one's .0014.
     """
     behind = inside.flip(-1).cumsum(-1).flip(-1)

@@ -12,11 +12,10 @@ table 8; GDN is arXiv:2606.04048, tables 1 and 2. Norm gains and convolution tap
 they are vector-like, so TP-V's row holds; the paper's code gives them hidden's learning rate ("mup_authors").
 
 Why, under muP at initialization: the gradient of the residual stream has entries of 1/m, and so have those of
-a hidden matrix, of the embedding's rows and of gains; gates and scalars collect theirs over a head's
-channels, which leaves 1/sqrt(m). What a parameter computes must change by as much at every m. SGD changes it by rate
-times gradient, times the m inputs that a matrix sums over; AdamW by the rate, times those m inputs. If fully
-aligned with what they multiply, gates and scalars would have gradients sqrt(m) larger: "mup_aligned", for
-comparison.
+a hidden matrix, of the embedding's rows and of gains; gates and scalars collect a head's channels: 1/sqrt(m).
+What a parameter computes must change by as much at every m. SGD changes it by rate times gradient, times the
+m inputs that a matrix sums over; AdamW by the rate, times those inputs. If aligned fully with what they
+multiply, gates and scalars have gradients sqrt(m) larger: "mup_aligned", for comparison.
 """
 
 from __future__ import annotations

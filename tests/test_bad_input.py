@@ -64,7 +64,7 @@ WRONG_KEYS = {
     "heads": (["model.heads=0"], "model.heads=0: expected at least 1"),
     "value heads": (["model.v_heads=3"], "num_v_heads=3 is not a multiple of num_heads=2"),
     "too narrow": (["model.width=1"], "is too narrow for num_heads=2"),
-    "attention layer": (["model.attention_layers=5"], "attention_layers [5] do not exist"),
+    "attention layer": (["model.attention_layers=5"], "attention_layers=[5] must be"),
     "vocabulary": (["model.vocab_size=100"], "model.vocab_size=100 is below the tokenizer's 259 ids"),
     "device": (["device=abacus"], "device=abacus"),
     "device not here": (["device=cuda:77"], "device=cuda:77"),

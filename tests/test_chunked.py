@@ -16,7 +16,7 @@ from backends.judge import error
 from backends.registry import Options
 from backends.triangular import triangular_inverse
 
-# a float64 result has passed sums over K, V and a chunk, up to 230 terms: their roundoff, and 20 for the inverse
+# a float64 result has passed sums over K, V and a chunk, up to 230 terms: their roundoff, 20 for the inverse
 EXACT = 20 * 230**0.5 * torch.finfo(torch.float64).eps / 2
 
 

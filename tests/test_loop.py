@@ -14,7 +14,8 @@ import torch
 from tiny_run import keys, lines, train
 
 from train import loop, stopping
-from train.evaluation import crops_at_once, evaluate
+from train.data import open_dataset
+from train.evaluation import crops_at_once, evaluate, held_out_windows
 from train.metrics import read
 from train.stopping import StopRequest
 
@@ -161,11 +162,35 @@ class TestSameMathematics:
 
 
 class TestEvaluation:
+    def test_the_text_in_order_is_every_token_once(self, data):
+        dataset = open_dataset(data)
+        text = dataset.shards("val")[0].astype("int64")
+        batches = list(held_out_windows(dataset, tokens=10**9, sequence=16, batch=3))
+        inputs = torch.cat([inputs.flatten() for inputs, _ in batches]).numpy()
+        targets = torch.cat([targets.flatten() for _, targets in batches]).numpy()
+        whole = (len(text) - 1) // 16 * 16
+        assert (inputs == text[:whole]).all() and (targets == text[1 : whole + 1]).all()
+        assert sum(len(i) for i, _ in held_out_windows(dataset, tokens=100, sequence=16, batch=4)) == 6
+
+    def test_the_end_can_measure_the_text_itself(self, data, finished, tmp_path):
+        out = tmp_path / "run"
+        said = train("run", "tiny", *keys(data, out, evaluation__final_tokens=10**6))
+        found = json.loads((out / "summary.json").read_bytes())
+        crops = json.loads((finished / "summary.json").read_bytes())
+        assert crops["held_out"] == 4 * 16 and crops["loss"] == losses(finished, "val")[-1]
+        assert found["held_out"] > 256 and f"{found['held_out']:,} held-out tokens after step 12" in said
+        assert found["loss"] == pytest.approx(crops["loss"], abs=0.5) and found["loss"] != crops["loss"]
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+        assert {"unigram", "zlib", "lzma"} <= set(found["baselines"])
+        again = train("resume", out)
+        assert json.loads((out / "summary.json").read_bytes()) == found and f"{found['loss']:.4f}" in again
+
     def test_it_is_the_mean_over_all_crops(self):
         batches = [(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(4)]
+        batches.append((torch.full((1, 3), 9.5), torch.zeros(1, 3)))  # half as large: counts half
         found = evaluate(lambda inputs, targets: inputs.mean(), batches, torch.device("cpu"))
-        assert (found.loss, found.tokens) == (1.5, 24)
-        assert found.perplexity == pytest.approx(math.exp(1.5))
+        assert (found.loss, found.tokens) == ((0 + 1 + 2 + 3 + 9.5 / 2) / 4.5, 27)
+        assert found.perplexity == pytest.approx(math.exp(found.loss))
 
     def test_batches_divide_the_crops(self):
         assert [crops_at_once(64, limit) for limit in (1, 8, 10, 100)] == [1, 8, 8, 64]

@@ -2,19 +2,25 @@
 
 import json
 import math
+import sys
 import time
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from PIL import Image
 from rich.console import Console
 
 from train import progress
-from train.errors import RunFolderError
+from train.errors import ConfigError, RunFolderError
 from train.metrics import MEASURED, Line, MetricsFile, read
+from train.overrides import apply
 from train.plots import plot_loss, smoothed, spread
 from train.progress import Display, duration
-from train.run_folder import RunFolder
+from train.recipes import recipe
+from train.run_folder import Origin, RunFolder
+from train.trackers import open_trackers, require
 
 
 def line(step: int, split: str = "train", loss: float = 2.0) -> Line:
@@ -158,6 +164,61 @@ class TestDisplay:
 
     def test_durations(self):
         assert [duration(x) for x in (0, 59.6, 75, 3600)] == ["0:00", "1:00", "1:15", "1:00:00"]
+
+
+class TestTrackers:
+    """Against stand-ins with the parts of the two libraries' interfaces that are used."""
+
+    def test_wandb_gets_every_line_and_the_runs_own_id(self, tmp_path, monkeypatch):
+        calls: list[tuple] = []
+        run = SimpleNamespace(
+            log=lambda values, step: calls.append(("log", step, values)),
+            finish=lambda: calls.append(("finish",)),
+        )
+        wandb = ModuleType("wandb")
+        wandb.__spec__ = ModuleSpec("wandb", None)
+        wandb.init = lambda **options: calls.append(("init", options)) or run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        config = apply(recipe("tiny"), {"log.wandb": "true"})
+        require(config.log)
+        trackers = open_trackers(config, Origin("tiny-1", "data", {}), RunFolder(tmp_path), 0)
+        trackers[0].log(line(3))
+        trackers[0].log(line(3, "val"))
+        trackers[0].close()
+        options = calls[0][1]
+        assert (options["id"], options["resume"], options["project"]) == ("tiny-1", "allow", "delta-trn")
+        assert options["config"]["optimizer"]["lr"] == config.optimizer.lr
+        assert calls[1][:2] == ("log", 3) and calls[1][2]["train/loss"] == 2.0 and "val/loss" in calls[2][2]
+        assert calls[3] == ("finish",)
+
+    def test_tensorboard_forgets_steps_that_are_made_again(self, tmp_path, monkeypatch):
+        calls: list[tuple] = []
+
+        class SummaryWriter:
+            def __init__(self, folder: str, purge_step: int):
+                calls.append((folder, purge_step))
+
+            def add_scalar(self, name: str, value: float, step: int) -> None:
+                calls.append((name, value, step))
+
+            def close(self) -> None:
+                calls.append(("close",))
+
+        module = ModuleType("torch.utils.tensorboard")
+        module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+        config = apply(recipe("tiny"), {"log.tensorboard": "true"})
+        trackers = open_trackers(config, Origin("tiny-1", "data", {}), RunFolder(tmp_path), 8)
+        trackers[0].log(line(9))
+        trackers[0].close()
+        assert calls[0] == (str(tmp_path / "tensorboard"), 9)
+        assert ("train/loss", 2.0, 9) in calls and calls[-1] == ("close",)
+
+    @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+    def test_a_missing_package_is_said_before_anything_is_done(self, name, monkeypatch):
+        monkeypatch.setattr("train.trackers.find_spec", lambda package: None)
+        with pytest.raises(ConfigError, match=f"needs the {name} package: pip install {name}"):
+            require(apply(recipe("tiny"), {f"log.{name}": "true"}).log)
 
 
 def test_reading_while_another_writes_never_sees_half_a_line(tmp_path):

@@ -29,27 +29,30 @@ def undisturbed(data, tmp_path_factory) -> Path:
     return out
 
 
-def interrupted_run(data: Path, out: Path, log: Path, kills: int, seed: int) -> list[tuple[float, int]]:
-    """Start a run, kill it at random moments, resume, let it finish. Returns (seconds, step) of each kill."""
-    moments = []
+def interrupted_run(data: Path, out: Path, log: Path, kills: int, seed: int) -> list[int]:
+    """Start a run, kill it at random moments, resume it each time, let it finish. The last step before each kill."""
     rng = random.Random(seed)
-    for _ in range(kills):
+    steps = []
+    # a target is a step to wait for, so that kills spread over the run however fast the machine is; the delay after
+    # it is some steps long, or a checkpoint
+    for target in sorted(rng.uniform(-1, 11) for _ in range(kills)):
         begun = (out / "config.json").exists()
-        child = start(["resume", out] if begun else ["run", "tiny", *keys(data, out)], log)
+        child = start(["resume", out] if begun else ["run", "tiny", *keys(data, out, log__every=1)], log)
         assert child.pid is not None
-        # from before its folder is there to after its last step
-        moment = rng.uniform(0.0, 2.5)
-        child.join(moment)
+        while child.is_alive() and last_step(out) < target:
+            time.sleep(0.001)
+        child.join(rng.uniform(0, 0.1))
         if child.is_alive():
             os.kill(child.pid, signal.SIGKILL)
         child.join()
         assert child.exitcode in (-signal.SIGKILL, 0), log.read_text()
-        moments.append((moment, max((line["step"] for line in lines(out)), default=0)))
-    if (out / "config.json").exists():
-        train("resume", out)
-    else:
-        train("run", "tiny", *keys(data, out))
-    return moments
+        steps.append(last_step(out))
+    train(*(["resume", out] if (out / "config.json").exists() else ["run", "tiny", *keys(data, out)]))
+    return steps
+
+
+def last_step(out: Path) -> int:
+    return max((line["step"] for line in lines(out)), default=0)
 
 
 class TestKilled:
@@ -59,10 +62,13 @@ class TestKilled:
 
     @pytest.mark.slow
     def test_at_twenty_random_moments(self, data, undisturbed, tmp_path):
+        everywhere = []
         for seed in range(5):
             out = tmp_path / f"run{seed}"
-            moments = interrupted_run(data, out, tmp_path / "log", kills=4, seed=100 + seed)
-            assert left_by(out) == left_by(undisturbed), (seed, moments)
+            steps = interrupted_run(data, out, tmp_path / "log", kills=4, seed=100 + seed)
+            assert left_by(out) == left_by(undisturbed), (seed, steps)
+            everywhere += steps
+        assert sum(step < 12 for step in everywhere) >= 15, f"{everywhere}: too many came after the end"
 
     def test_before_operations_that_make_things_durable(self, data, undisturbed, tmp_path):
         self.kill_before(data, undisturbed, tmp_path, operations=[2, 9, 31, 40])

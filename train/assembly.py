@@ -24,6 +24,7 @@ from .network import choose_backend, make_model, model_config, pick_device
 from .optimizers import make_optimizer
 from .overrides import apply
 from .run_folder import Origin, RunFolder, new_origin, place_for
+from .schedule import learning_rate
 
 if TYPE_CHECKING:
     from models import DeltaForCausalLM
@@ -101,6 +102,9 @@ def reopened(path: Path, changes: dict[str, str], step: int | None, tell: Tell) 
             run.state = state
         for key, (old, new) in differences(saved, config).items():
             tell(f"{key} changes from {old} to {new}")
+        before, after = learning_rate(saved, state.step), learning_rate(config, state.step)
+        if before != after and state.step < config.steps:
+            tell(f"so the learning rate at step {state.step} changes from {before:.3g} to {after:.3g}")
         folder.write(config, origin)
         undone = folder.checkpoints.set_aside(state.step)
         if undone:

@@ -164,6 +164,8 @@ class EvaluationSection(Section):
     """crops in one forward pass, a divisor of sequences; none: the largest up to a step's micro-batch"""
     seed: int = 0
     """of the choice of crops"""
+    final_tokens: NotNegative = 0
+    """after the last step also measure so many held-out tokens, in order; 0: the summary shows the crops"""
 
 
 class SampleSection(Section):

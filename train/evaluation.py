@@ -1,11 +1,13 @@
-"""Loss on fixed crops of held-out text."""
+"""Loss on held-out text: fixed crops of it while training, the text itself at the end."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .data import TokenDataset, make_loader
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,29 @@ class Evaluation:
 
 
 def evaluate(
-    loss: Callable[[Tensor, Tensor], Tensor], batches: Sequence[tuple[Tensor, Tensor]], device: torch.device
+    loss: Callable[[Tensor, Tensor], Tensor], batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
 ) -> Evaluation:
-    """The mean of `loss` over equally large batches. One wait for the device, at the end."""
-    total = torch.zeros(
-        (), dtype=torch.float64 if device.type in ("cpu", "cuda") else torch.float32, device=device
-    )
+    """The mean of `loss` over all targets. One wait for the device, at the end."""
+    exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    total, tokens = torch.zeros((), dtype=exact, device=device), 0
     with torch.no_grad():
         for inputs, targets in batches:
-            total += loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
-    return Evaluation((total / len(batches)).item(), sum(targets.numel() for _, targets in batches))
+            mean = loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+            total += mean.to(exact) * targets.numel()
+            tokens += targets.numel()
+    return Evaluation(total.item() / tokens, tokens)
+
+
+def held_out_windows(
+    dataset: TokenDataset, *, tokens: int, sequence: int, batch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first `tokens` held-out tokens in order, each once: whole windows of `sequence`, at least one."""
+    total = dataset.split("val").tokens - 1  # the first token has nothing before it
+    windows = max(min(tokens, total) // sequence, 1)
+    loader = make_loader(dataset, "val", kind="stream", batch=1, sequence=sequence, seed=0)
+    for start in range(0, windows, batch):
+        pairs = [loader.next_batch() for _ in range(min(batch, windows - start))]
+        yield torch.cat([inputs for inputs, _ in pairs]), torch.cat([targets for _, targets in pairs])
 
 
 def crops_at_once(sequences: int, limit: int) -> int:

@@ -22,15 +22,16 @@ def quickstart() -> RunConfig:
     """minutes on two CPU cores: a small muP Gated DeltaNet on the text of Python's own standard library"""
     return RunConfig(
         name="quickstart",
-        steps=400,
+        steps=1200,
         model=ModelSection(width=192, base_width=192, layers=4, heads=4, intermediate_multiple=64),
-        optimizer=OptimizerSection(lr=8e-3),
-        schedule=ScheduleSection(warmup=40, min_lr=4e-4),
-        batch=BatchSection(sequences=8, length=256),
+        optimizer=OptimizerSection(lr=1e-2),
+        schedule=ScheduleSection(warmup=40, min_lr=2e-4),
+        batch=BatchSection(sequences=4, length=256),
         data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=4096),
-        evaluation=EvaluationSection(every=100, sequences=64, batch=8),
+        evaluation=EvaluationSection(every=200, sequences=64, batch=8, final_tokens=2**19),
         sample=SampleSection(tokens=96, prompt="def ", temperature=0.7, top_k=40),
-        checkpoint=CheckpointSection(every=100),
+        checkpoint=CheckpointSection(every=200),
+        log=LogSection(every=5),
     )
 
 
@@ -53,7 +54,7 @@ def gdn_mup_adamw() -> RunConfig:
             val_fraction=0.01,  # 1e8 of 1e10 tokens: the paper holds out one shard of 1e8
             loader="stream",
         ),
-        evaluation=EvaluationSection(every=1000, sequences=12_000, batch=60),
+        evaluation=EvaluationSection(every=1000, sequences=12_000, batch=60),  # 200 batches of 60
         sample=SampleSection(prompt="The"),
         checkpoint=CheckpointSection(every=1000),
     )

@@ -39,7 +39,7 @@ class Origin:
 
 
 class RunFolder:
-    """config.json  metrics.jsonl  checkpoints/  samples.txt  baselines.json  loss.png"""
+    """config.json  metrics.jsonl  checkpoints/  samples.txt  baselines.json  summary.json  loss.png"""
 
     def __init__(self, path: Path):
         self.path = path
@@ -104,6 +104,12 @@ class RunFolder:
                 beside.unlink(missing_ok=True)
                 raise
             sync_file(path.parent)
+
+    def write_summary(self, found: dict[str, float], baselines: dict[str, dict[str, float]]) -> None:
+        """Write summary.json: what the end of a run prints, for programs."""
+        self.write_file(
+            self.path / "summary.json", json.dumps({**found, "baselines": baselines}, indent=1) + "\n"
+        )
 
     def rewind(self, step: int) -> None:
         """Take back everything that was reported about later steps."""

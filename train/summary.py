@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,9 @@ from backends import device as platform
 from . import metrics
 from .assembly import Run
 from .config import RunConfig
+from .evaluation import Evaluation, evaluate, held_out_windows
 from .progress import duration
+from .step import loss_function
 
 BASELINES = {
     "lzma_primed": "lzma, after training text",
@@ -57,31 +59,81 @@ def _device(run: Run) -> str:
     return f"{name}, {platform.threads()} threads" if run.device.type == "cpu" else name
 
 
-def closing(run: Run, costs: dict[str, dict[str, float]], console: Console, plot: str | None) -> None:
-    """Validation loss beside the baselines, a sample, the picture, and how to go on."""
-    val = _last_evaluation(run)
-    if val is not None:
-        console.print(_table(run.config, val, costs))
-    sample = _last_sample(run)
-    if sample:
+@dataclass(frozen=True)
+class Result:
+    """What a run has come to: cost of `held_out` tokens after training on `tokens`."""
+
+    step: int
+    tokens: int
+    seconds: float
+    held_out: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+
+
+def result(run: Run) -> Result | None:
+    """Loss on held-out text: of a finished run on final_tokens in order, else the last one on the crops.
+
+    None before the first evaluation.
+    """
+    config, state = run.config, run.state
+    last = [line for line in metrics.read(run.folder.metrics.path) if line["split"] == "val"]
+    if not last:
+        return None
+    crops = config.evaluation.sequences * config.batch.length
+    at, loss, tokens = last[-1]["step"], last[-1]["loss"], crops
+    if config.evaluation.final_tokens and state.step == config.steps:
+        found = _in_order(run)
+        at, loss, tokens = state.step, found.loss, found.tokens
+    return Result(
+        step=at,
+        tokens=last[-1]["tokens"],
+        seconds=round(last[-1]["seconds"], 3),
+        held_out=tokens,
+        loss=loss,
+        perplexity=Evaluation(loss, tokens).perplexity,
+        bits_per_byte=run.dataset.bits_per_byte(loss),
+    )
+
+
+def _in_order(run: Run) -> Evaluation:
+    config = run.config
+    batch = config.evaluation.batch or min(config.batch.micro or config.batch.sequences, 64)
+    windows = held_out_windows(
+        run.dataset, tokens=config.evaluation.final_tokens, sequence=config.batch.length, batch=batch
+    )
+    run.model.eval()
+    # one pass over a few shapes: compiling would take longer
+    loss = loss_function(run.model, config.model_copy(update={"compile": False}), run.device)
+    return evaluate(loss, windows, run.device)
+
+
+def closing(
+    run: Run, found: Result | None, costs: dict[str, dict[str, float]], console: Console, plot: str | None
+) -> None:
+    """The result beside the baselines, a sample, the picture, and how to go on."""
+    if found is not None:
+        console.print(_table(run.config, found, costs))
+    if sample := run.folder.last_sample().strip("\n"):
         console.print("sample", style="bold")
         console.print(sample, markup=False)
         console.print()
     if plot:
         console.print(f"curve      {plot}", markup=False)
     where = shlex.quote(str(run.folder.path))
-    more = 2 * run.config.steps
     prompt = shlex.quote(run.config.sample.prompt or "The")
-    if run.state.step < run.config.steps:
-        console.print(f"continue   python -m train resume {where}", markup=False)
-    else:
-        console.print(f"continue   python -m train resume {where} steps={more}", markup=False)
-    console.print(f"generate   python -m train generate {where} --prompt {prompt}", markup=False)
+    finished = run.state.step >= run.config.steps
+    more = f" steps={2 * run.config.steps}" if finished else ""
+    console.print(f"continue   python -m train resume {where}{more}", markup=False)
+    if run.folder.checkpoints.steps():
+        console.print(f"generate   python -m train generate {where} --prompt {prompt}", markup=False)
 
 
-def _table(config: RunConfig, val: dict[str, Any], costs: dict[str, dict[str, float]]) -> Table:
-    trained = f"{val['tokens']:,} tokens in {duration(val['seconds'])}"
-    table = Table(title=f"held-out text after step {val['step']}, {trained}", title_justify="left")
+def _table(config: RunConfig, found: Result, costs: dict[str, dict[str, float]]) -> Table:
+    trained = f"{found.tokens:,} tokens in {duration(found.seconds)}"
+    title = f"{found.held_out:,} held-out tokens after step {found.step} ({trained})"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("nats/token", "perplexity", "bits/byte"):
         table.add_column(heading, justify="right")
@@ -90,21 +142,9 @@ def _table(config: RunConfig, val: dict[str, Any], costs: dict[str, dict[str, fl
         for name, words in BASELINES.items()
         if name in costs
     ]
-    rows.append((val["loss"], val["bits_per_byte"], f"this model ({config.name})"))
-    for loss, bits, words in sorted(rows, reverse=True):
-        mine = words.startswith("this model")
-        table.add_row(
-            words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{bits:.4f}", style="bold" if mine else None
-        )
+    mine = (found.loss, found.bits_per_byte, f"this model ({config.name})")
+    for row in sorted([*rows, mine], reverse=True):
+        loss, bits, words = row
+        style = "bold" if row is mine else None
+        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{bits:.4f}", style=style)
     return table
-
-
-def _last_evaluation(run: Run) -> dict[str, Any] | None:
-    return next(
-        (line for line in reversed(list(metrics.read(run.folder.metrics.path))) if line["split"] == "val"),
-        None,
-    )
-
-
-def _last_sample(run: Run) -> str:
-    return run.folder.last_sample().strip("\n")

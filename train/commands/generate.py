@@ -4,13 +4,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
 
     from ..generation import Sampling, chosen_step, continue_text, load_for_generation
-    from ..network import pick_device
     from ..run_folder import RunFolder
 
     sampling = Sampling(
@@ -24,11 +27,21 @@ def main(arguments: Sequence[str]) -> int:
     folder = RunFolder(given.run_dir)
     folder.read()
     path = folder.checkpoints.require_whole(chosen_step(folder, given.checkpoint))
-    model, tokenizer = load_for_generation(path, pick_device(given.device))
+    model, tokenizer = load_for_generation(path, _device(given.device))
     _write(given.prompt)
     continue_text(model, tokenizer, given.prompt, sampling, stream=_write)
     print()
     return 0
+
+
+def _device(name: str) -> "torch.device":
+    from backends.device import platforms
+
+    from ..network import pick_device
+
+    # one token after the other in growing shapes is what XLA devices are slowest at
+    automatic = "cuda" if "cuda" in platforms() else "cpu"
+    return pick_device(automatic if name == "auto" else name)
 
 
 def _write(text: str) -> None:
@@ -59,5 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text (%(default)s)")
     parser.add_argument("--checkpoint", default="last", help="best, last, or a step (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda, ... (%(default)s)")
+    parser.add_argument(
+        "--device", default="auto", help="auto: a GPU if there is one, else the CPU; or a name"
+    )
     return parser

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ..config import RunConfig, flatten, meaning
@@ -44,26 +45,29 @@ def drive(run: "Run", asked_backend: str) -> int:
     from ..loop import train
     from ..plots import plot_loss
     from ..progress import Display, console
-    from ..summary import closing, opening
+    from ..summary import closing, opening, result
 
     out = console()
     for line in opening(run, asked_backend):
         out.print(line, markup=False)
-    costs = held_out_costs(run)
+    with out.status("measuring what zlib and lzma make of the held-out text"):
+        costs = held_out_costs(run)
     with Display(run.config.steps, run.state.step) as display:
         outcome = train(run, display)
     if outcome.stopped:
-        out.print(
-            f"stopped by {outcome.stopped} after step {outcome.step}; its checkpoint is written", markup=False
-        )
+        why = f"stopped by {outcome.stopped} after step {outcome.step}; its checkpoint is written"
+        out.print(why, markup=False)
+    with out.status("measuring the held-out text"):
+        found = result(run)
+    plot = None
     try:
+        if found is not None:
+            run.folder.write_summary(asdict(found), costs)
         plot = str(plot_loss(run.folder))
-    except (
-        TrainError
-    ) as error:  # the run is done and saved: a missing picture must not look like a failed run
+    except TrainError as error:
+        # the run is done and saved: what cannot be drawn must not make it look failed
         out.print(f"no picture: {error}", markup=False)
-        plot = None
-    closing(run, costs, out, plot)
+    closing(run, found, costs, out, plot)
     return 128 + outcome.signal if outcome.signal is not None else 0
 
 
