@@ -30,11 +30,11 @@ def undisturbed(data, tmp_path_factory) -> Path:
 
 
 def interrupted_run(data: Path, out: Path, log: Path, kills: int, seed: int) -> list[int]:
-    """Start a run, kill it at random moments, resume it each time, let it finish. The last step before each kill."""
+    """Start a run, kill and resume it at random moments, let it finish. The last step before each kill."""
     rng = random.Random(seed)
     steps = []
-    # a target is a step to wait for, so that kills spread over the run however fast the machine is; the delay after
-    # it is some steps long, or a checkpoint
+    # a target is a step to wait for, so that kills spread over the run however fast the machine is; the delay
+    # after it is some steps long, or a checkpoint
     for target in sorted(rng.uniform(-1, 11) for _ in range(kills)):
         begun = (out / "config.json").exists()
         child = start(["resume", out] if begun else ["run", "tiny", *keys(data, out, log__every=1)], log)
