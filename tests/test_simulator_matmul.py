@@ -54,6 +54,24 @@ def _ten_bits(x):
     return np.ldexp(np.round(mantissa * 2**11) / 2**11, exponent)
 
 
+def test_matmul_tiles_of_the_array_hold_two_heads():
+    """Rows and columns 64 to 127 belong to the second head: one PSUM tile, all 128 lanes."""
+    a, b = normal(128, 64), normal(128, 80)
+
+    def body(out, x, y):
+        ps = psum(128, 80)
+        for start in (0, 64):
+            nisa.nc_matmul(
+                dst=ps[start : start + 64], stationary=x[start : start + 64], moving=y[start : start + 64],
+                tile_position=(start, start), tile_size=(64, 64),
+            )  # fmt: skip
+        nisa.tensor_copy(dst=out, src=ps)
+
+    result = execute(body, a, b, shape=(128, 80))
+    for half in (slice(0, 64), slice(64, 128)):
+        near(result[half], a[half].T @ b[half])
+
+
 @pytest.mark.parametrize("accumulate", [None, True])
 def test_matmul_accumulates_in_psum(accumulate):
     a, b = normal(128, 32), normal(128, 48)
@@ -187,11 +205,23 @@ def half_a_tiling():
     nisa.nc_matmul(dst=psum(4, 4), stationary=ones(4, 4), moving=ones(4, 4), tile_size=(64, 128))
 
 
-@CASES.refuses("tile_size .32, 128. must have 64")
+@CASES.refuses("tile_size .32, 128. must be of 64, 128 on trn1")
 def row_tile_of_32_on_trn1():
     nisa.nc_matmul(
         dst=psum(4, 4), stationary=ones(4, 4), moving=ones(4, 4), tile_position=(0, 0), tile_size=(32, 128)
     )
+
+
+@CASES.refuses("tile_position .32, 0. must be multiples of tile_size")
+def row_tile_at_no_multiple():
+    nisa.nc_matmul(
+        dst=psum(4, 4), stationary=ones(4, 4), moving=ones(4, 4), tile_position=(32, 0), tile_size=(64, 128)
+    )
+
+
+@CASES.refuses("starts at partition 64, but column 0 of the array writes partition 0", StrictError)
+def product_under_other_columns():
+    nisa.nc_matmul(dst=psum(128, 4)[64:68], stationary=ones(4, 4), moving=ones(4, 4))
 
 
 @CASES.refuses("perf_mode needs NeuronCore-v3")

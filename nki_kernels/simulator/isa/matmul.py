@@ -58,6 +58,12 @@ def nc_matmul(
         _check_onezero("stationary", is_stationary_onezero, lhs)
         _check_onezero("moving", is_moving_onezero, rhs)
     out = run.dst("dst", dst, (PSUM,))
+    column = tile_position[1] if tile_position else 0
+    if run.strict and out.partition != column:
+        raise StrictError(
+            f"nc_matmul dst `{out.name}` starts at partition {out.partition}, but column {column} of "
+            f"the array writes partition {column}; set tile_position and tile_size to the columns above dst"
+        )
     rounding = run.machine.numerics.matmul
     if rounding != "float32" and stationary.dtype == "float32":
         lhs, rhs = rounded(lhs, rounding), rounded(rhs, rounding)
@@ -83,14 +89,14 @@ def _check_shapes(run, K, K_moving, M, N, tile_position, tile_size) -> None:
     if tile_size:
         rows, columns = tile_size
         least = 64 if run.target.generation == 2 else 32
+        sizes = tuple(n for n in (32, 64, 128) if n >= least)
         require(
-            rows in (least, 64, 128) and columns == 128,
-            f"nc_matmul tile_size {tile_size} must have {least}, 64 or 128 rows and 128 columns on "
-            f"{run.target.name}",
+            rows in sizes and columns in sizes,
+            f"nc_matmul tile_size {tile_size} must be of {', '.join(map(str, sizes))} on {run.target.name}",
         )
         require(
-            tile_position[0] % rows == 0 and tile_position[0] < 128 and tile_position[1] == 0,
-            f"nc_matmul tile_position {tile_position} must start at a multiple of {rows} and at column 0",
+            all(0 <= at < 128 and at % size == 0 for at, size in zip(tile_position, tile_size, strict=True)),
+            f"nc_matmul tile_position {tile_position} must be multiples of tile_size {tile_size} below 128",
         )
     require(
         K_moving == K, f"Matmul contraction dimension mismatch: stationary[0]={K} != moving[0]={K_moving}"
