@@ -54,6 +54,12 @@ class DeltaCache(Cache):
         return len(self.memory)
 
     @property
+    def rows(self) -> int | None:
+        """B of what it holds; None while that is nothing."""
+        held = (x for layer in self.memory for x in vars(layer).values() if x is not None)
+        return next((x.shape[0] for x in held), None)
+
+    @property
     def is_compileable(self) -> bool:
         return False  # transformers compiles generation over caches of fixed length only
 

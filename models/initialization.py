@@ -20,14 +20,18 @@ SMALLEST_DT = 1e-4  # of dt ~ logU(0.001, 0.1), as in Mamba2's code
 
 @torch.no_grad()
 def initialize(model: DeltaForCausalLM) -> None:
-    """Fills every parameter that no checkpoint has given.
+    """Fills every parameter that no checkpoint has given and that has memory, which on meta none has.
 
     A parameter's numbers depend on its name and on one draw from torch's global generator, not on what is
     made before it: models that share a layer begin with the same one. They are drawn in float32 on the CPU:
     neither device nor dtype changes them.
     """
-    # the mark transformers leaves on what it has loaded
-    missing = [row for row in tagged_parameters(model) if not getattr(row[1], "_is_hf_initialized", False)]
+    missing = [
+        (name, parameter, tag)
+        for name, parameter, tag in tagged_parameters(model)
+        # the mark transformers leaves on what it has loaded
+        if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False))
+    ]
     if not missing:
         return
     seed = int(torch.randint(2**62, (), device="cpu"))

@@ -95,7 +95,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(past_key_values, use_cache, attention_mask, cu_seqlens)
+        cache = self._cache(x.shape[0], past_key_values, use_cache, attention_mask, cu_seqlens)
         streams: list[Tensor] | None = [] if output_hidden_states else None
         hidden = self.hidden(
             x, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache, streams=streams
@@ -151,6 +151,10 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         `cache` is moved on by T tokens; `streams` gets the residual stream before each block and after all.
         """
         B, T = x.shape[:2]
+        if cu_seqlens is not None and B != 1:
+            raise ValueError(
+                f"cu_seqlens packs sequences into one row, not into B={B}: make it one of {B * T} tokens"
+            )
         offset = 0 if cache is None else cache.length
         padding = Padding.of(attention_mask, B, T, offset)
         real = None if padding is None else padding.real
@@ -180,6 +184,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _cache(
         self,
+        B: int,
         given: DeltaCache | None,
         use_cache: bool | None,
         attention_mask: Tensor | None,
@@ -189,6 +194,11 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         if given is not None and not isinstance(given, DeltaCache):
             raise ValueError(
                 f"past_key_values is a {type(given).__name__}; pass a DeltaCache, as use_cache=True returns"
+            )
+        if given is not None and (len(given) != len(self.blocks) or given.rows not in (None, B)):
+            raise ValueError(
+                f"past_key_values is of {len(given)} layers and {given.rows} rows, but the model has "
+                f"{len(self.blocks)} layers and the input {B} rows; pass what this model returned for them"
             )
         if cu_seqlens is not None and (given is not None or use_cache or attention_mask is not None):
             raise ValueError(

@@ -207,6 +207,8 @@ def scaled_parameters(
     for name, parameter, tag in tagged_parameters(model):
         rule = table[tag.role]
         factor = m ** rule.lr(optimizer)
+        # a table gives the embedding its multiplier as the readout, which it is only if tied
+        reads_out = tag.role is not Role.EMBEDDING or config.tie_word_embeddings
         decay = weight_decay if tag.role in DECAYING else 0.0
         rows.append(
             ScaledParameter(
@@ -214,7 +216,7 @@ def scaled_parameters(
                 shape=tuple(parameter.shape),
                 role=tag.role,
                 init_std=tag.std(config),
-                multiplier=m**rule.multiplier,
+                multiplier=m**rule.multiplier if reads_out else 1.0,
                 lr=lr * factor,
                 weight_decay=decay / factor if independent_weight_decay else decay,
                 epsilon=m**rule.epsilon,

@@ -64,7 +64,12 @@ class Sequences:
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, T: int, *, attention: bool) -> Sequences:
-        """N sequences in one row; `attention`: whether any layer is."""
+        """N sequences in one row; `attention`: whether any layer is. Raises ValueError for other shapes."""
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int64:
+            raise ValueError(
+                f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, expected int64 [N + 1]: the "
+                "bounds of N sequences, from 0 to T"
+            )
         tokens = torch.arange(T, device=cu_seqlens.device)
         owner = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
         position = (tokens - cu_seqlens[owner])[None]
