@@ -23,7 +23,7 @@ def quickstart() -> RunConfig:
     return RunConfig(
         name="quickstart",
         steps=1200,
-        model=ModelSection(width=192, base_width=256, layers=4, heads=4, intermediate_multiple=64),
+        model=ModelSection(width=192, base_width=192, layers=4, heads=4, intermediate_multiple=64),
         optimizer=OptimizerSection(lr=1e-2),
         schedule=ScheduleSection(warmup=40, min_lr=2e-4),
         batch=BatchSection(sequences=4, length=256),
