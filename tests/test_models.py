@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ def rows(T: int, **given: Any) -> Sequences:
 
 def parts(lengths: list[int]) -> tuple[Tensor, list[slice]]:
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    return ends, [slice(int(a), int(b)) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return ends, [slice(int(a), int(b)) for a, b in pairwise(ends)]
 
 
 class TestLayerIsWhatItSays:
     @staticmethod
     def literal(layer: GatedDeltaNet, x: Tensor) -> Tensor:
-        """The equations of the docstring, one token and one head at a time, with nothing of models or backends."""
+        """The equations of the docstring, a token and a head at a time, with nothing of models or backends."""
         T, W, K, V = x.shape[0], layer.conv.weight.shape[1], layer.K, layer.V
         H, HV = layer.sizes[0] // K, layer.sizes[2] // V
         projected = torch.cat([x @ p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj)], dim=1)
@@ -443,8 +444,9 @@ class TestPrecision:
 
     @pytest.mark.parametrize("how", ["autocast", "weights"])
     def test_bfloat16_is_as_close_as_its_roundings(self, how: str):
-        """Rounding the weights alone is one error a product; rounding what they multiply and what comes out makes
-        three, or sqrt(3) times that at random. Twice that is allowed."""
+        """Rounding weights alone is one error a product; with what they multiply and what comes out it is three,
+        sqrt(3) times one at random. Twice that is allowed.
+        """
         exact, ids = model(dtype=torch.float32), tokens(2, 70)
         rounded = copy.deepcopy(exact).to(torch.bfloat16)
         with torch.no_grad():
@@ -619,7 +621,7 @@ class TestTransformations:
             assert_same(a, b, factor=10)
 
     def test_training_compiles_under_autocast(self):
-        """Both round to bfloat16, at other places: as far from each other as either is from float32, at most."""
+        """Both round to bfloat16, at other places: no farther apart than from float32."""
         kind = {"num_hidden_layers": 1}
         m, ids = model(dtype=torch.float32, **kind), tokens(1, 41)
         loss = m.loss(ids[:, :-1], ids[:, 1:], cu_seqlens=torch.tensor([0, 11, 11, 40]))
