@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import backends
+import backends.__main__ as command
 from backends import BackendRefusal, registry, use
 from backends.facts import ROOT
 from backends.registry import BACKENDS, Backend, Call, Capability, choose, register
@@ -153,6 +154,15 @@ def test_describe_says_what_runs_here_and_why_not():
     assert "xla: runs on cpu, cuda; tensors are on xla" in triton.reasons
     assert "cuda: this machine has no such device" in triton.reasons
     assert {(row.op, row.backend) for row in backends.describe()} == set(rows)
+
+
+def test_the_command_prints_every_backend_and_every_reason(capsys):
+    assert command.main() == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("devices here: ")
+    assert all(name in said for name in (*BACKENDS, *registry.OPERATIONS))
+    reasons = [reason for row in backends.describe() for reason in row.reasons]
+    assert all(reason.split(": ")[0] + ":" in said for reason in reasons)
 
 
 def test_adapters_are_imported_when_first_called_not_before():
