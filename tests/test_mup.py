@@ -2,6 +2,7 @@
 
 import copy
 import math
+from statistics import median
 from typing import Any
 
 import pytest
@@ -181,7 +182,8 @@ def test_independent_decay_is_the_same_at_every_width(optimizer: str, name: str)
         m = built(64 * n, parametrization=name)
         found = rows(m, optimizer, lr=0.5, independent_weight_decay=True)
         per_step.append([row.lr * row.weight_decay for row in found.values()])
-    assert per_step[0] == pytest.approx(per_step[1]) == pytest.approx(per_step[2])
+    assert per_step[1] == pytest.approx(per_step[0])
+    assert per_step[2] == pytest.approx(per_step[0])
     coupled = rows(built(256, parametrization="mup"))["blocks.0.mlp.up_proj.weight"]
     assert coupled.lr * coupled.weight_decay == pytest.approx(0.1 / 4), "and the default is not"
 
@@ -220,11 +222,15 @@ class TestInitialValues:
             for row in rows(m).values():
                 if row.init_std is not None:
                     x = row.parameter
-                    assert x.std().item() == pytest.approx(row.init_std, rel=5 / (2 * x.numel()) ** 0.5), row.name
+                    assert x.std().item() == pytest.approx(row.init_std, rel=5 / (2 * x.numel()) ** 0.5), (
+                        row.name
+                    )
                     assert abs(x.mean().item()) < 5 * row.init_std / x.numel() ** 0.5, row.name
 
     def test_they_follow_mamba2s_laws(self):
-        m = DeltaForCausalLM(DeltaConfig(vocab_size=9, hidden_size=64, num_heads=1, num_v_heads=4000, head_dim_k=1))
+        m = DeltaForCausalLM(
+            DeltaConfig(vocab_size=9, hidden_size=64, num_heads=1, num_v_heads=4000, head_dim_k=1)
+        )
         layer = m.blocks[0].mixer
         A, dt = layer.A_log.exp(), torch.nn.functional.softplus(layer.dt_bias)
         assert A.min() > 0 and A.max() < 16 and A.mean().item() == pytest.approx(8, rel=0.05)
@@ -272,7 +278,8 @@ class TestInitialValues:
         torch.manual_seed(0)
         with torch.device("meta"):
             m = DeltaForCausalLM(config())
-        m.to_empty(device="cpu").initialize_weights()
+        m.to_empty(device="cpu").tie_weights()
+        m.initialize_weights()
         assert all(torch.equal(a, b) for a, b in zip(m.parameters(), expected.parameters(), strict=True))
 
 
@@ -297,21 +304,26 @@ class TestTable:
     def test_epsilon_follows_the_gradients(self):
         """At initialization under muP: measured gradients' entries go as the table says Adam's epsilon does.
 
-        Roots of mean squares of a hidden matrix and of gains and the embedding, at m = 1 and m = 8, three seeds;
-        a slope of -1 within 0.25: gates and scalars of 4 heads are too few numbers to measure.
+        Roots of mean squares of a hidden matrix, of gains and of the embedding, medians of five seeds; a slope of
+        -1 within 0.25 from m = 4 to 16. It is a law of large widths: from m = 1 to 4 the gains' is -1.6. Gates and
+        scalars of 4 heads are too few numbers to measure.
         """
-        sizes: dict[str, list[float]] = {}
-        for width in (32, 256):
-            for seed in range(3):
+        names = ("embed.weight", "blocks.1.mlp.down_proj.weight", "norm.weight")
+        sizes: dict[str, list[float]] = {name: [] for name in names}
+        for width in (128, 512):
+            seeds: dict[str, list[float]] = {name: [] for name in names}
+            for seed in range(5):
                 m = trainable(width, "mup", seed=seed)
                 ids = tokens(8, 33, seed=seed)
                 m.loss(ids[:, :-1], ids[:, 1:]).backward()
-                for name in ("embed.weight", "blocks.1.mlp.down_proj.weight", "norm.weight"):
-                    rms = m.get_parameter(name).grad.square().mean().sqrt().item()
-                    sizes.setdefault(f"{name} {width}", []).append(rms)
-        for name in ("embed.weight", "blocks.1.mlp.down_proj.weight", "norm.weight"):
-            wide, narrow = (sum(sizes[f"{name} {width}"]) for width in (256, 32))
-            slope = math.log(wide / narrow) / math.log(8)
+                for name in names:
+                    gradient = m.get_parameter(name).grad
+                    assert gradient is not None
+                    seeds[name].append(gradient.square().mean().sqrt().item())
+            for name in names:
+                sizes[name].append(median(seeds[name]))
+        for name, (narrow, wide) in sizes.items():
+            slope = math.log(wide / narrow) / math.log(4)
             assert slope == pytest.approx(TABLES["mup"][rows(m)[name].role].epsilon, abs=0.25), name
 
 
