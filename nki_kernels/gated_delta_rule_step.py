@@ -1,0 +1,269 @@
+"""Gated delta rule, one token: the decode step.
+
+    r = S^T k    p = S^T q    u = beta (v - exp(g) r)
+    S' = exp(g) S + k u^T     o = scale (exp(g) p + (k . q) u)          S'^T q, without reading S' again
+
+Source: arXiv:2412.06464. The state travels once each way, 8 K V bytes a head, and DMA bounds the time.
+
+Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V] float32; value head j reads
+key head j // (HV // H). V <= 512, a PSUM bank.
+
+On chip (b, head) is one index, "row". A group of n rows is in flight, in two arrangements:
+
+    by row    k, q [n, K]; v, u, r, p, o [n, V]: gates and norms are one instruction for all heads
+    by lane   S: lane (row, k // m), free (k % m, v). m rows of S a lane, so that a descriptor of DMA moves
+              at least 512 bytes; heads with K / m <= 64 share a tile
+
+The block diagonal D [n, n, K], D[h, h] = k_h, is the passage between them. Its transpose, tile by tile, holds
+each k on the lanes of its own state and zeros on the others'; S^T k and S^T q then come from one product that
+streams 2 columns a head through S, not V columns of S. k u^T is D^T u, and adds k_h u_h^T alone to S_h.
+"""
+
+from nki_kernels.lanes import BANK, LANES, identity, loaded, reciprocal_norm, tile
+from nki_kernels.language import nisa, nki, nl
+
+L2NORM_EPS = 1e-6
+GROUP = 32  # rows: by the cost model 16 take 4 to 15% longer, 8 up to 70%
+STATE_BYTES = 48 * 1024  # of a lane's 192 KiB, for a group's states; two groups are in flight
+DESCRIPTOR = 512  # bytes: what moving fewer in one piece costs anyway
+
+
+@nki.jit
+def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
+    """(o [B, HV, V] in v's dtype, S' [B, HV, K, V] float32). scale: number; l2norm: normalize q and k."""
+    B, H, K = q.shape
+    HV = v.shape[1]
+    V = v.shape[2]
+    assert HV % H == 0, f"HV={HV} is not a multiple of H={H}"
+    assert V <= BANK, f"V={V} exceeds {BANK}, the float32 of a PSUM bank"
+    rows = B * HV
+    m = rows_per_lane(K, V)
+    lanes = K // m  # of one head
+    n = group_size(rows, HV // H, m * V * 4, lanes)
+    heads = min(LANES // lanes, n, BANK // (2 * m))  # that share a tile
+    tiles = (n + heads - 1) // heads
+
+    o = nl.ndarray((B, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
+    new_state = nl.ndarray((B, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    v, o_rows = v.reshape((rows, V)), o.reshape((rows, V))
+    g, beta = g.reshape((rows, 1)), beta.reshape((rows, 1))
+    old_lanes = state.reshape((rows * lanes, m * V))
+    new_lanes = new_state.reshape((rows * lanes, m * V))
+    eye = identity(LANES, nl.float32)
+    places, which = tile_indicators(n, tiles, heads, lanes)
+
+    pending = None
+    for start in range(0, rows + n, n):
+        # a group's states are written while the next group's are read
+        following = None
+        if start < rows:
+            c = min(n, rows - start)
+            kn = key_rows(k, start, c, HV // H)
+            qn = key_rows(q, start, c, HV // H)
+            value = loaded(v[start : start + c, :], nl.float32)
+            write = loaded(beta[start : start + c, :], nl.float32)
+            decay = loaded(g[start : start + c, :], nl.float32)
+            states = []
+            for first in range(0, c, heads):
+                last = min(first + heads, c)
+                part = old_lanes[(start + first) * lanes : (start + last) * lanes, :]
+                states.append(loaded(part, nl.float32).reshape((part.shape[0], m, V)))
+            if l2norm:
+                normalize(kn, 1.0)
+                normalize(qn, scale)
+            else:
+                nisa.tensor_scalar(dst=qn, data=qn, op0=nl.multiply, operand0=scale)
+            dk = block_diagonal(kn)
+            nisa.activation(dst=decay, op=nl.exp, data=decay)
+            decays = on_lanes(decay, places[0:c, :, :], which[0:c, :])
+            r, p = state_products(states, dk, block_diagonal(qn), heads, eye)
+            u = tile((c, V), nl.float32)
+            nisa.scalar_tensor_tensor(
+                dst=u, data=r, op0=nl.multiply, operand0=decay, op1=nl.subtract, operand1=value, reverse1=True
+            )
+            nisa.tensor_scalar(dst=u, data=u, op0=nl.multiply, operand0=write)
+            out = tile((c, V), nl.float32)
+            rounded = tile((c, V), v.dtype)
+            nisa.tensor_scalar(dst=out, data=p, op0=nl.multiply, operand0=decay)
+            nisa.scalar_tensor_tensor(
+                dst=rounded, data=u, op0=nl.multiply, operand0=dot(kn, qn), op1=nl.add, operand1=out
+            )
+            nisa.dma_copy(dst=o_rows[start : start + c, :], src=rounded)
+            following = (states, dk, u, decays, start * lanes)
+        if pending != None:  # noqa: E711 (compilers before 0.7 know no `is`)
+            write_states(pending[0], pending[1], pending[2], pending[3], new_lanes, pending[4], heads)
+        pending = following
+    return o, new_state
+
+
+def state_products(states, dk, dq, heads, eye):
+    """S^T k and S^T q [c, V] in PSUM: the states are stationary and stream c columns of k and q, not V."""
+    c = dk.shape[0]
+    m, V = states[0].shape[1], states[0].shape[2]
+    columns = []
+    for i in range(len(states)):
+        columns.append(by_lane(dk, dq, i * heads, min(heads, c - i * heads), states[i].shape[0], m, eye))
+    r = nl.ndarray((c, V), dtype=nl.float32, buffer=nl.psum)
+    p = nl.ndarray((c, V), dtype=nl.float32, buffer=nl.psum)
+    for v0 in range(0, V, LANES):
+        v1 = min(v0 + LANES, V)
+        turned = nl.ndarray((v1 - v0, 2, c), dtype=nl.float32, buffer=nl.psum)
+        for i in range(len(states)):
+            for j in range(m):
+                nisa.nc_matmul(
+                    dst=turned[:, :, i * heads : i * heads + columns[i].shape[3]],
+                    stationary=states[i][:, j, v0:v1], moving=columns[i][:, j, :, :],
+                )  # fmt: skip
+        copied = tile((v1 - v0, 2, c), nl.float32)
+        nisa.activation(dst=copied, op=nl.copy, data=turned)
+        back = eye[0 : v1 - v0, 0 : v1 - v0]
+        nisa.nc_matmul(dst=r[:, v0:v1], stationary=copied[:, 0, :], moving=back, is_moving_onezero=True)
+        nisa.nc_matmul(dst=p[:, v0:v1], stationary=copied[:, 1, :], moving=back, is_moving_onezero=True)
+    return r, p
+
+
+def write_states(states, dk, u, decays, new_lanes, first, heads):
+    """S <- decay S + k u^T in place, and out to HBM."""
+    c, K = dk.shape[0], dk.shape[2]
+    flat = dk.reshape((c, c * K))
+    for i in range(len(states)):
+        S = states[i]
+        active, m, V = S.shape
+        for j in range(m):
+            part = slice(i * heads * K + j, i * heads * K + active * m, m)
+            written = nl.ndarray((active, V), dtype=nl.float32, buffer=nl.psum)
+            nisa.nc_matmul(dst=written, stationary=flat[:, part], moving=u)
+            nisa.scalar_tensor_tensor(
+                dst=S[:, j, :], data=S[:, j, :], op0=nl.multiply, operand0=decays[0:active, i : i + 1],
+                op1=nl.add, operand1=written,
+            )  # fmt: skip
+        nisa.dma_copy(dst=new_lanes[first : first + active, :], src=S.reshape((active, m * V)))
+        first += active
+
+
+def rows_per_lane(K, V):
+    """m, a divisor of K: K / m lanes are at most 128, and m V numbers a descriptor, if m <= 8 reaches it."""
+    fewest = (K + LANES - 1) // LANES
+    while K % fewest != 0:
+        fewest += 1
+    m = fewest
+    while m < 8 and (K % m != 0 or m * V * 4 < DESCRIPTOR):
+        m += 1
+    return m if K % m == 0 else fewest
+
+
+def group_size(rows, shared, bytes_per_row, lanes):
+    """n: as many (b, head) rows as GROUP and memory allow; whole key rows, or equal parts of one."""
+    n = min(GROUP, rows, max(1, STATE_BYTES // bytes_per_row) * (LANES // lanes))
+    if n >= shared:
+        return n // shared * shared
+    while shared % n != 0:
+        n -= 1
+    return n
+
+
+def key_rows(x, start, c, shared):
+    """[c, K] float32: x [B, H, K] of value rows start to start + c, `shared` of which read one row of x."""
+    K = x.shape[2]
+    if shared == 1:
+        return loaded(x.reshape((x.shape[0] * x.shape[1], K))[start : start + c, :], nl.float32)
+    out = tile((c, K), nl.float32)
+    copies = min(shared, c)
+    for i in range(0, c, copies):
+        row = (start + i) // shared
+        nisa.dma_copy(dst=out[i : i + copies, :], src=x.ap(pattern=[[0, copies], [1, K]], offset=row * K))
+    return out
+
+
+def normalize(x, factor):
+    """x <- factor x / sqrt(sum(x^2) + 1e-6), in place."""
+    r = reciprocal_norm(x, L2NORM_EPS, 1.0)
+    nisa.tensor_scalar(dst=x, data=x, op0=nl.multiply, operand0=r, op1=nl.multiply, operand1=factor)
+
+
+def block_diagonal(x):
+    """[c, c, K]: x's row h at [h, h], zeros elsewhere."""
+    c, K = x.shape
+    out = tile((c, c, K), nl.float32)
+    nisa.affine_select(
+        dst=out, pattern=[[-1, c], [0, K]], channel_multiplier=1,
+        on_true_tile=x.ap(pattern=[[K, c], [0, c], [1, K]]), on_false_value=0.0, cmp_op=nl.equal,
+    )  # fmt: skip
+    return out
+
+
+def by_lane(dk, dq, first, heads, active, m, eye):
+    """[active, m, 2, heads]: k and q of the rows from `first` on, each on the lanes of its own state."""
+    c, K = dk.shape[0], dk.shape[2]
+    turned = nl.ndarray((active, m, 2, heads), dtype=nl.float32, buffer=nl.psum)
+    chosen = eye[0:c, first : first + heads]
+    for j in range(m):
+        part = slice(first * K + j, first * K + active * m, m)
+        nisa.nc_matmul(
+            dst=turned[:, j, 0, :], stationary=dk.reshape((c, c * K))[:, part], moving=chosen,
+            is_moving_onezero=True,
+        )  # fmt: skip
+        nisa.nc_matmul(
+            dst=turned[:, j, 1, :], stationary=dq.reshape((c, c * K))[:, part], moving=chosen,
+            is_moving_onezero=True,
+        )  # fmt: skip
+    out = tile((active, m, 2, heads), nl.float32)
+    nisa.activation(dst=out, op=nl.copy, data=turned)
+    return out
+
+
+def tile_indicators(n, tiles, heads, lanes):
+    """Where row h = t heads + i lies: places [n, heads, lanes] is 1 at i, which [n, tiles] is 1 at t."""
+    eye = tile((n, tiles, heads), nl.float32)
+    nisa.memset(dst=eye, value=1.0)
+    nisa.affine_select(
+        dst=eye, pattern=[[-1, tiles * heads]], channel_multiplier=1, on_true_tile=eye, on_false_value=0.0,
+        cmp_op=nl.equal,
+    )  # fmt: skip
+    which = tile((n, tiles), nl.float32)
+    nisa.tensor_reduce(dst=which, op=nl.add, data=eye, axis=2)
+    within = tile((n, heads), nl.float32)
+    turned = eye.ap(pattern=[[tiles * heads, n], [1, heads], [heads, tiles]])
+    nisa.tensor_reduce(dst=within, op=nl.add, data=turned, axis=2)
+    places = tile((n, heads, lanes), nl.float32)
+    nisa.tensor_copy(dst=places, src=within.ap(pattern=[[heads, n], [1, heads], [0, lanes]]))
+    return places, which
+
+
+def on_lanes(x, places, which):
+    """[heads * lanes, tiles]: the number x [c, 1] of the row whose state a lane holds in each tile."""
+    c, tiles = which.shape
+    spread = tile((c, tiles), nl.float32)
+    nisa.tensor_scalar(dst=spread, data=which, op0=nl.multiply, operand0=x)
+    ps = nl.ndarray((places.shape[1] * places.shape[2], tiles), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(
+        dst=ps, stationary=places.reshape((c, places.shape[1] * places.shape[2])), moving=spread,
+        is_stationary_onezero=True,
+    )  # fmt: skip
+    out = tile(ps.shape, nl.float32)
+    nisa.tensor_copy(dst=out, src=ps)
+    return out
+
+
+def dot(x, y):
+    """[c, 1]: row by row."""
+    product = tile(x.shape, nl.float32)
+    nisa.tensor_tensor(dst=product, data1=x, data2=y, op=nl.multiply)
+    out = tile((x.shape[0], 1), nl.float32)
+    nisa.tensor_reduce(dst=out, op=nl.add, data=product, axis=1)
+    return out
+
+
+def example(B=1, H=6, HV=0, K=128, V=256, l2norm=1):
+    """(kernel, arguments) for the simulator's report; HV=0 means H."""
+    import numpy as np
+
+    HV = HV or H
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    q, k, v, state = normal(B, H, K), normal(B, H, K), normal(B, HV, V), normal(B, HV, K, V)
+    g, beta = -rng.random((B, HV), dtype=np.float32), rng.random((B, HV), dtype=np.float32)
+    return gated_delta_rule_step, (q, k, v, g, beta, state, K**-0.5, bool(l2norm))

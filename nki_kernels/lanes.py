@@ -1,0 +1,62 @@
+"""What kernels do with lanes: fill tiles from HBM, one row on all lanes, identities, transposes, row sums.
+
+Plain functions that a kernel inlines. "Lane" is NKI's partition: 128 of them, axis 0 of every tile on chip.
+"""
+
+from nki_kernels.language import nisa, nl
+
+LANES = 128
+BANK = 512  # float32 in one PSUM bank of a lane, the most that one product writes
+
+
+def tile(shape, dtype):
+    """An SBUF tile, its contents undefined."""
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
+
+
+def loaded(src, dtype):
+    """src, a slice of HBM, in a new tile of its shape."""
+    out = nl.ndarray(src.shape, dtype=dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=out, src=src)
+    return out
+
+
+def identity(n, dtype):
+    """[n, n]: ones where lane and column agree."""
+    out = nl.ndarray((n, n), dtype=dtype, buffer=nl.sbuf)
+    nisa.memset(dst=out, value=1.0)
+    nisa.affine_select(
+        dst=out, pattern=[[-1, n]], channel_multiplier=1, on_true_tile=out, on_false_value=0.0,
+        cmp_op=nl.equal,
+    )  # fmt: skip
+    return out
+
+
+def reciprocal_norm(x, eps, divisor):
+    """[P, 1] float32: (sum(x^2) / divisor + eps)^-1/2 of x [P, F].
+
+    The Scalar engine's rsqrt is right from 2^-87 on, so eps has to be at least that.
+    """
+    squares = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
+    total = nl.ndarray((x.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(
+        dst=squares, op=nl.square, data=x, reduce_op=nl.add, reduce_res=total,
+        reduce_cmd=nisa.reduce_cmd.reset_reduce,
+    )  # fmt: skip
+    nisa.tensor_scalar(
+        dst=total, data=total, op0=nl.multiply, operand0=1.0 / divisor, op1=nl.add, operand1=eps
+    )
+    r = nl.ndarray((x.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=r, op=nl.rsqrt, data=total)
+    return r
+
+
+def row_sum(data):
+    """[P, 1] float32: the sum of data [P, F] along the free axis, on the Scalar engine."""
+    passed = nl.ndarray(data.shape, dtype=nl.float32, buffer=nl.sbuf)
+    total = nl.ndarray((data.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(
+        dst=passed, op=nl.copy, data=data, reduce_op=nl.add, reduce_res=total,
+        reduce_cmd=nisa.reduce_cmd.reset_reduce,
+    )  # fmt: skip
+    return total

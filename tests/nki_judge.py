@@ -1,0 +1,55 @@
+"""What tests of NKI kernels share: tensors in and out of the simulator, and how wrong a result may be."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from backends.judge import FACTOR, error
+from nki_kernels.simulator import record
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def normal(generator, *shape):
+    return torch.randn(shape, generator=generator)
+
+
+def array(x):
+    """A tensor as the simulator takes it; anything else unchanged."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    x = x.detach().contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def tensor(x):
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def run(kernel, *args, target="trn1"):
+    """The kernel's outputs, every strict check on."""
+    outputs = record(kernel, *map(array, args), target=target, trace=False).outputs
+    return tuple(map(tensor, outputs)) if isinstance(outputs, tuple) else tensor(outputs)
+
+
+def allowed(judge, honest, dtype, terms):
+    """The rule of `backends.judge` for sums kept in float32: twice the error of an honest float32
+    implementation, never below what adding so many terms costs, plus one rounding to the result's dtype.
+    """
+    bound = max(FACTOR * error(honest, judge), math.sqrt(terms) * 2.0**-24)
+    return bound + (error(judge.to(dtype), judge) if dtype != torch.float32 else 0.0)
+
+
+def assert_close(found, judge, honest, terms):
+    """Every tensor of the judge, by name; where the judge is 0 everywhere, so must the result be."""
+    assert found.keys() == judge.keys()
+    for name, right in judge.items():
+        bound = allowed(right, honest[name], found[name].dtype, terms) if right.any() else 0.0
+        wrong = error(found[name], right)
+        assert wrong <= bound, f"{name}: error {wrong:.3g} above {bound:.3g}"

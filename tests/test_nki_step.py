@@ -1,0 +1,146 @@
+"""The NKI decode step on the simulator against the literal recurrence in float64."""
+
+import pytest
+import torch
+from nki_judge import DTYPES, assert_close, normal, run
+
+from backends import recurrent
+from backends.registry import Options
+from nki_kernels import gated_delta_rule_step as module
+from nki_kernels.gated_delta_rule_step import example, gated_delta_rule_step
+from nki_kernels.lanes import reciprocal_norm
+from nki_kernels.language import nisa, nl
+from nki_kernels.simulator import record
+from nki_kernels.simulator.subset import findings
+
+# B, H, HV, K, V: one head; every size of the models; sizes that divide nothing; heads that share a tile, the
+# last one half empty; groups of rows of unequal size; key heads shared by 2, 8 and by more than a group
+SHAPES = [
+    (1, 1, 1, 32, 32), (2, 2, 2, 32, 64), (1, 3, 3, 64, 128), (1, 2, 2, 96, 192), (1, 2, 2, 128, 256),
+    (1, 1, 1, 192, 384), (1, 3, 3, 256, 512), (1, 2, 2, 256, 32), (1, 3, 3, 60, 100), (2, 1, 1, 33, 7),
+    (1, 1, 1, 131, 16), (3, 3, 3, 32, 16), (5, 7, 7, 64, 32), (1, 2, 4, 32, 32), (2, 1, 8, 64, 32),
+    (1, 2, 80, 32, 16), (1, 5, 30, 128, 64),
+]  # fmt: skip
+HARD = (
+    "zero keys",
+    "huge keys",
+    "tiny keys",
+    "no decay",
+    "strong decay",
+    "beta 2",
+    "beta 0",
+    "known",
+    "fresh",
+)
+
+
+def inputs(shape, dtype, hard=""):
+    B, H, HV, K, V = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    q, k, v = normal(generator, B, H, K), normal(generator, B, H, K), normal(generator, B, HV, V)
+    g, beta = -torch.rand((B, HV), generator=generator), torch.rand((B, HV), generator=generator)
+    state = normal(generator, B, HV, K, V) / K**0.5
+    k = k * {"zero keys": 0.0, "huge keys": 1e4, "tiny keys": 1e-4}.get(hard, 1.0)
+    g = g * {"no decay": 0.0, "strong decay": 0.0}.get(hard, 1.0) - (20.0 if hard == "strong decay" else 0.0)
+    beta = beta * 0 + {"beta 2": 2.0, "beta 0": 0.0}[hard] if hard.startswith("beta") else beta
+    if hard == "known":  # the state returns k's value already: v - S^T k cancels
+        q = k
+        unit = (k / k.norm(dim=-1, keepdim=True)).repeat_interleave(HV // H, dim=1)
+        state, g = 30 * unit[..., None] * v[..., None, :], g * 0
+        v = 30 * v
+    state = state * (hard != "fresh")
+    return [x.to(dtype) for x in (q, k, v)] + [g, beta.to(dtype), state]
+
+
+def reference(tensors, l2norm, dtype):
+    K = tensors[0].shape[-1]
+    options = Options(K**-0.5, l2norm, True, False)
+    o, state = recurrent.step(*(x.to(dtype) for x in tensors), options)
+    return {"o": o, "state": state}
+
+
+def check(shape, dtype, l2norm, hard="", target="trn1"):
+    tensors = inputs(shape, dtype, hard)
+    o, state = run(gated_delta_rule_step, *tensors, shape[3] ** -0.5, l2norm, target=target)
+    assert (o.dtype, state.dtype) == (dtype, torch.float32)
+    judge, honest = (reference(tensors, l2norm, d) for d in (torch.float64, torch.float32))
+    assert_close({"o": o, "state": state}, judge, honest, terms=2 * shape[3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_agrees_with_float64(shape, dtype):
+    check(shape, dtype, l2norm=True)
+
+
+@pytest.mark.parametrize("hard", HARD)
+def test_hard_inputs(hard):
+    check((2, 2, 4, 64, 64), torch.float32, True, hard)
+
+
+@pytest.mark.parametrize("hard", [hard for hard in HARD if hard != "huge keys"])
+def test_hard_inputs_not_normalized(hard):
+    check((2, 2, 4, 64, 64), torch.float32, False, hard)
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_later_generations(target):
+    check((1, 2, 4, 96, 192), torch.bfloat16, True, target=target)
+
+
+def _wrong_group(x, start, c, shared):
+    """Value head j reads key head j % H instead of j // (HV // H)."""
+    K, H = x.shape[2], x.shape[1]
+    out = nl.ndarray((c, K), dtype=nl.float32, buffer=nl.sbuf)
+    for i in range(c):
+        nisa.dma_copy(dst=out[i : i + 1, :], src=x[0, (start + i) % H : (start + i) % H + 1, :])
+    return out
+
+
+def _squared_eps(x, factor):
+    r = reciprocal_norm(x, 1e-3, 1.0)
+    nisa.tensor_scalar(dst=x, data=x, op0=nl.multiply, operand0=r, op1=nl.multiply, operand1=factor)
+
+
+def _no_zeros(x):
+    """Every row's k in every place: states leak into each other."""
+    c, K = x.shape
+    out = nl.ndarray((c, c, K), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=out, src=x.ap(pattern=[[K, c], [0, c], [1, K]]))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [("key_rows", _wrong_group), ("normalize", _squared_eps), ("block_diagonal", _no_zeros)],
+)
+def test_a_planted_fault_is_seen(function, fault, monkeypatch):
+    monkeypatch.setattr(module, function, fault)
+    with pytest.raises(AssertionError, match="above"):
+        check((1, 2, 4, 32, 32), torch.float32, l2norm=True)
+
+
+def test_source_is_in_the_subset_of_every_release():
+    assert findings(gated_delta_rule_step, portable=True) == ()
+
+
+def test_the_state_travels_once_each_way():
+    """HBM bytes are the inputs and outputs, each once; every size fits trn1's memories (record checks them)."""
+    for K, V in ((32, 64), (96, 192), (128, 256), (256, 512)):
+        kernel, arguments = example(B=1, H=2, HV=6, K=K, V=V)
+        run_ = record(kernel, *arguments)
+        moved = sum(
+            o.bytes for r in run_.trace for o in (*r.reads, *r.writes) if o.buffer.value.endswith("hbm")
+        )
+        least = sum(x.nbytes for x in (*arguments[:6], *run_.outputs))
+        assert least <= moved <= 1.02 * least, (K, V, moved, least)
+        assert run_.sbuf_peak <= 192 * 1024 and run_.psum_peak <= 8
+
+
+def test_bad_sizes_are_refused_before_work():
+    kernel, arguments = example(B=1, H=2, HV=2, K=32, V=520)
+    with pytest.raises(AssertionError, match="V=520 exceeds 512"):
+        record(kernel, *arguments)
+    kernel, arguments = example(B=1, H=2, HV=3, K=32, V=32)
+    with pytest.raises(AssertionError, match="HV=3 is not a multiple of H=2"):
+        record(kernel, *arguments)
