@@ -1,0 +1,151 @@
+"""Tokens of sequences, cut into chunks of C that lie together, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tokens lie: chunk major, [chunks, heads, C, ...]; chunks never straddle sequences.
+
+    States lie before and after chunks, [N + chunks, heads, K, V]: the N first ones, then every chunk's last.
+
+    active      for every c, how many sequences have a c-th chunk; these lie together, longest sequence first
+    order       the sequences, longest first; None: all have length T and come as they are, as do the rest here
+    tokens      [chunks C] the token at every place, T where there is none
+    places      [T] the place of every token
+    first       [chunks] where every chunk's first state lies; None: chunk i's is state i
+    last        [N] where every sequence's last state lies
+    """
+
+    B: int
+    T: int
+    C: int
+    active: list[int]
+    order: Tensor | None = None
+    tokens: Tensor | None = None
+    places: Tensor | None = None
+    first: Tensor | None = None
+    last: Tensor | None = None
+
+    @property
+    def chunks(self) -> int:
+        return sum(self.active)
+
+    @property
+    def N(self) -> int:
+        """Sequences."""
+        return self.B if self.order is None else self.order.shape[0]
+
+    def sorted(self, states: Tensor) -> Tensor:
+        """[N, ...] in the order of the layout."""
+        return states if self.order is None else states[self.order]
+
+    def as_given(self, states: Tensor) -> Tensor:
+        """[N, ...] back in the order of the sequences; a new tensor."""
+        return states.clone() if self.order is None else states[self.order.argsort()]
+
+    def firsts(self, states: Tensor) -> Tensor:
+        """Of all states [N + chunks, ...], those that chunks begin with."""
+        return states[: self.chunks] if self.first is None else states[self.first]
+
+    def lasts(self, states: Tensor) -> Tensor:
+        """Of all states [N + chunks, ...], those that sequences end with, in their order; a new tensor."""
+        return self.as_given(states[self.chunks :] if self.last is None else states[self.last])
+
+    def split(self, x: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
+        """x [B, T, H, ...] into out [chunks, H, G, C, ...], times `factor`; zero where there is no token."""
+        if self.tokens is not None:
+            x = torch.cat([x[0], x.new_zeros((1, *x.shape[2:]))])[self.tokens].unflatten(0, (-1, self.C))
+            _copy(x.transpose(1, 2).unsqueeze(2), out, factor)
+            return out
+        n, tail = divmod(self.T, self.C)
+        out = out.unflatten(0, (-1, self.B))
+        if n:
+            whole = x[:, : n * self.C].unflatten(1, (n, self.C)).transpose(0, 1).transpose(2, 3)
+            _copy(whole.unsqueeze(3), out[:n], factor)
+        if tail:
+            _copy(x[:, n * self.C :].transpose(1, 2).unsqueeze(2), out[n][:, :, :, :tail], factor)
+            out[n][:, :, :, tail:].zero_()
+        return out.flatten(0, 1)
+
+    def join(self, y: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
+        """y [chunks, H, C, ...] back into out [B, T, H, ...], times `factor`."""
+        if self.places is not None:
+            y = y.transpose(1, 2).flatten(0, 1)[self.places]
+            _copy(y.unsqueeze(0), out, factor)
+            return out
+        n, tail = divmod(self.T, self.C)
+        y = y.unflatten(0, (-1, self.B))
+        if n:
+            _copy(
+                y[:n].transpose(2, 3).transpose(0, 1),
+                out[:, : n * self.C].unflatten(1, (n, self.C)),
+                factor,
+            )
+        if tail:
+            _copy(y[n][:, :, :tail].transpose(1, 2), out[:, n * self.C :], factor)
+        return out
+
+
+def _copy(x: Tensor, out: Tensor, factor: float) -> None:
+    """out = factor x, the product taken in the wider of the two dtypes."""
+    if factor == 1.0:
+        out.copy_(x)
+    elif x.dtype == out.dtype:
+        torch.mul(x, factor, out=out)
+    elif x.element_size() < out.element_size():
+        out.copy_(x).mul_(factor)
+    else:
+        out.copy_(x * factor)
+
+
+def layout(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
+    """Chunks of B sequences of T tokens, or of the packed ones."""
+    if cu_seqlens is None:
+        return Layout(B, T, C, [B] * (-(-T // C)))
+    bounds = cu_seqlens.cpu()
+    starts, lengths = bounds[:-1], bounds.diff()
+    counts = (lengths + C - 1) // C
+    order = torch.argsort(counts, descending=True, stable=True)
+    steps = int(counts.max())
+    active = [int((counts > step).sum()) for step in range(steps)]
+    first, chunk_step = [], []
+    for step, n in enumerate(active):
+        first.append(order[:n])
+        chunk_step.append(torch.full((n,), step))
+    empty = torch.zeros(0, dtype=torch.int64)
+    sequence = torch.cat(first) if first else empty
+    offset = (torch.cat(chunk_step) if first else empty)[:, None] * C + torch.arange(C)
+    inside = offset < lengths[sequence][:, None]
+    tokens = torch.where(inside, starts[sequence][:, None] + offset, T).flatten()
+    places = torch.empty(T + 1, dtype=torch.int64)
+    places[tokens] = torch.arange(tokens.numel())
+    lies, starts_at = torch.arange(len(order)), len(order)
+    before = []
+    for n in active:
+        before.append(lies[:n].clone())
+        lies[:n] = torch.arange(starts_at, starts_at + n)
+        starts_at += n
+    indices = (order, tokens, places[:T], torch.cat(before) if before else empty, lies)
+    return Layout(B, T, C, active, *(x.to(cu_seqlens.device) for x in indices))
+
+
+def capacity(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> int:
+    """Chunks that there may be: known without looking at the data."""
+    return B * (-(-T // C)) if cu_seqlens is None else T // C + cu_seqlens.shape[0] - 1
+
+
+def steps(active: list[int], N: int, heads: int) -> Iterator[tuple[slice, slice, slice]]:
+    """For every c, rows of the c-th chunks, of their first and of their last states, among chunks and states."""
+    first, start = 0, 0
+    for n in active:
+        rows = slice(start * heads, (start + n) * heads)
+        last = slice((N + start) * heads, (N + start + n) * heads)
+        yield rows, slice(first * heads, (first + n) * heads), last
+        first, start = N + start, start + n
