@@ -130,9 +130,9 @@ def write_states(states, dk, u, decays, new_lanes, first, heads):
         S = states[i]
         active, m, V = S.shape
         for j in range(m):
-            part = slice(i * heads * K + j, i * heads * K + active * m, m)
+            at = i * heads * K + j
             written = nl.ndarray((active, V), dtype=nl.float32, buffer=nl.psum)
-            nisa.nc_matmul(dst=written, stationary=flat[:, part], moving=u)
+            nisa.nc_matmul(dst=written, stationary=flat[:, at : at - j + active * m : m], moving=u)
             nisa.scalar_tensor_tensor(
                 dst=S[:, j, :], data=S[:, j, :], op0=nl.multiply, operand0=decays[0:active, i : i + 1],
                 op1=nl.add, operand1=written,
@@ -196,17 +196,16 @@ def by_lane(dk, dq, first, heads, active, m, eye):
     """[active, m, 2, heads]: k and q of the rows from `first` on, each on the lanes of its own state."""
     c, K = dk.shape[0], dk.shape[2]
     turned = nl.ndarray((active, m, 2, heads), dtype=nl.float32, buffer=nl.psum)
+    k, q = dk.reshape((c, c * K)), dq.reshape((c, c * K))
     chosen = eye[0:c, first : first + heads]
     for j in range(m):
-        part = slice(first * K + j, first * K + active * m, m)
+        at, end = first * K + j, first * K + active * m
         nisa.nc_matmul(
-            dst=turned[:, j, 0, :], stationary=dk.reshape((c, c * K))[:, part], moving=chosen,
-            is_moving_onezero=True,
-        )  # fmt: skip
+            dst=turned[:, j, 0, :], stationary=k[:, at:end:m], moving=chosen, is_moving_onezero=True
+        )
         nisa.nc_matmul(
-            dst=turned[:, j, 1, :], stationary=dq.reshape((c, c * K))[:, part], moving=chosen,
-            is_moving_onezero=True,
-        )  # fmt: skip
+            dst=turned[:, j, 1, :], stationary=q[:, at:end:m], moving=chosen, is_moving_onezero=True
+        )
     out = tile((active, m, 2, heads), nl.float32)
     nisa.activation(dst=out, op=nl.copy, data=turned)
     return out

@@ -125,7 +125,7 @@ def test_source_is_in_the_subset_of_every_release():
 
 
 def test_the_state_travels_once_each_way():
-    """HBM bytes are the inputs and outputs, each once; every size fits trn1's memories (record checks them)."""
+    """HBM bytes are the inputs and outputs, each once; every size fits trn1's memories."""
     for K, V in ((32, 64), (96, 192), (128, 256), (256, 512)):
         kernel, arguments = example(B=1, H=2, HV=6, K=K, V=V)
         run_ = record(kernel, *arguments)

@@ -1,0 +1,170 @@
+"""The NKI kernels of Deep Delta Learning's residual update on the simulator, against autograd in float64."""
+
+import pytest
+import torch
+from nki_judge import DTYPES, assert_close, normal, run
+
+from backends.judge import error
+from nki_kernels import delta_residual_bwd as backward
+from nki_kernels import delta_residual_fwd as forward
+from nki_kernels.delta_residual_bwd import delta_residual_bwd
+from nki_kernels.delta_residual_fwd import delta_residual_fwd
+from nki_kernels.language import nisa, nl
+from nki_kernels.simulator import record
+from nki_kernels.simulator.subset import findings
+
+NAMES = ["out", "dx", "dk", "dv", "dbeta"]
+
+# M tokens, D, DV: one token, one column; the papers' widths; D no power of two; more than one tile of tokens,
+# the last one ragged; D in several PSUM banks; X too large to stay on chip, so read twice, in uneven blocks
+SHAPES = [(1, 768, 1), (3, 768, 4), (3, 20, 3), (130, 32, 4), (2, 1100, 2), (2, 3000, 5)]
+
+
+def inputs(M, D, DV, dtype, *, normalize, hard=""):
+    generator = torch.Generator().manual_seed(D + DV)
+    x, v, dout = normal(generator, M, D, DV), normal(generator, M, DV), normal(generator, M, D, DV)
+    k = normal(generator, M, D) * (0.3 if normalize else D**-0.5)
+    beta = 2 * torch.rand(M, generator=generator)
+    if M > 1:
+        beta[0] = 0
+    if hard == "zero keys":
+        k[::2] = 0
+    if hard == "huge keys":
+        k = 1e4 * k
+    if hard == "beta 2":
+        beta = 0 * beta + 2
+    if hard == "known":  # the stream holds nearly v along y: v - p cancels
+        y = k / k.norm(dim=-1, keepdim=True)
+        v = torch.einsum("md,mdv->mv", y, x) + 1e-3 * v
+    return [t.to(dtype) for t in (x, k, v)] + [beta, dout.to(dtype)]
+
+
+def plain(x, k, v, beta, dout, k_eps, dtype):
+    """X' = X + beta k (v^T - k^T X) and its gradients by autograd, in `dtype`."""
+    leaves = [t.to(dtype).requires_grad_() for t in (x, k, v, beta)]
+    x, k, v, beta = leaves
+    if k_eps is not None:
+        k = k * (k.square().sum(-1, keepdim=True) + k_eps**2).rsqrt()
+    missing = v - torch.einsum("md,mdv->mv", k, x)
+    out = x + beta[:, None, None] * k[:, :, None] * missing[:, None, :]
+    grads = torch.autograd.grad(out, leaves, dout.to(dtype))
+    return dict(zip(NAMES, [out.detach(), *grads], strict=True))
+
+
+def both(x, k, v, beta, dout, k_eps, target="trn1"):
+    out = run(delta_residual_fwd, x, k, v, beta, k_eps, target=target)
+    grads = run(delta_residual_bwd, dout, x, k, v, beta, k_eps, target=target)
+    return dict(zip(NAMES, [out, *grads], strict=True))
+
+
+def check(shape, dtype, k_eps, hard="", target="trn1"):
+    tensors = inputs(*shape, dtype, normalize=k_eps is not None, hard=hard)
+    judge, honest = (plain(*tensors, k_eps, d) for d in (torch.float64, torch.float32))
+    found = both(*tensors, k_eps, target=target)
+    assert [found[name].dtype for name in NAMES] == [dtype] * 4 + [torch.float32]
+    assert_close(found, judge, honest, terms=shape[1] + shape[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k_eps", [None, 1e-5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_tensor_agrees_with_float64(shape, k_eps, dtype):
+    check(shape, dtype, k_eps)
+
+
+@pytest.mark.parametrize("hard", ["zero keys", "huge keys", "beta 2", "known"])
+def test_hard_inputs(hard):
+    check((5, 96, 4), torch.float32, 1e-5, hard)
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_later_generations(target):
+    check((3, 96, 4), torch.bfloat16, 1e-5, target=target)
+
+
+def test_beta_zero_is_the_identity_to_the_bit():
+    x, k, v, beta, _ = inputs(3, 20, 3, torch.bfloat16, normalize=True)
+    assert torch.equal(run(delta_residual_fwd, x, k, v, 0 * beta, 1e-3), x)
+
+
+def test_beta_two_reflects():
+    """With unit k and v = 0 the update is a Householder reflection, its own inverse."""
+    x, k, v, beta, _ = inputs(3, 64, 4, torch.float32, normalize=True)
+    once = run(delta_residual_fwd, x, k, 0 * v, 0 * beta + 2, 1e-9)
+    twice = run(delta_residual_fwd, once, k, 0 * v, 0 * beta + 2, 1e-9)
+    assert error(once, x.double()) > 0.01 and error(twice, x.double()) < 2**-20
+
+
+def _first_block_only(p, xt, keys, d0):
+    """The sums over D forget all but the first block."""
+    if d0 == 0:
+        forward.read_along(p, xt, keys, d0)
+
+
+def _wrong_sign(x, eye, sign):
+    """dX' e + X s for dX' e - X s."""
+    found = []
+    for j in range(x.shape[1]):
+        out = nl.ndarray((x.shape[0], x.shape[0]), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=out, data=eye[0 : x.shape[0], 0 : x.shape[0]], op0=nl.multiply, operand0=x[:, j : j + 1]
+        )
+        found.append(out)
+    return found
+
+
+def _no_projection(x, y):
+    """dk keeps its part along k: s . e and p . s count as 0."""
+    out = nl.ndarray((x.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=out, value=0.0)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "fault", "shape", "tensor"),
+    [
+        (backward, "read_along", _first_block_only, (2, 3000, 5), "dx"),
+        (backward, "diagonals", _wrong_sign, (3, 20, 3), "dk"),
+        (backward, "dot", _no_projection, (3, 20, 3), "dk"),
+    ],
+)
+def test_a_planted_fault_is_seen(module, function, fault, shape, tensor, monkeypatch):
+    monkeypatch.setattr(module, function, fault)
+    with pytest.raises(AssertionError, match=rf"{tensor}: error .* above"):
+        check(shape, torch.float32, 1e-5)
+
+
+def _no_norm(x, eps, divisor):
+    """k is taken as it is, although it is not of length 1."""
+    out = nl.ndarray((x.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=out, value=1.0)
+    return out
+
+
+def test_a_fault_planted_in_the_forward_kernel_is_seen(monkeypatch):
+    monkeypatch.setattr(forward, "reciprocal_norm", _no_norm)
+    with pytest.raises(AssertionError, match=r"out: error .* above"):
+        check((3, 20, 3), torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("kernel", [delta_residual_fwd, delta_residual_bwd])
+def test_source_is_in_the_subset_of_every_release(kernel):
+    assert findings(kernel, portable=True) == ()
+
+
+@pytest.mark.parametrize("module", [forward, backward])
+def test_x_travels_once_where_it_fits_on_chip(module):
+    """The paper's two widths: HBM bytes are those of inputs and outputs."""
+    for D in (768, 1024):
+        kernel, arguments = module.example(M=128, D=D, DV=4)
+        done = record(kernel, *arguments)
+        outputs = done.outputs if isinstance(done.outputs, tuple) else (done.outputs,)
+        accesses = [o for r in done.trace for o in (*r.reads, *r.writes)]
+        moved = sum(o.bytes for o in accesses if o.buffer.value.endswith("hbm"))
+        assert moved == sum(x.nbytes for x in (*arguments[:-1], *outputs))
+
+
+def test_an_epsilon_below_the_range_of_rsqrt_is_refused():
+    x, k, v, beta, _ = inputs(3, 20, 3, torch.float32, normalize=True)
+    with pytest.raises(AssertionError, match="k_eps=1e-15 is below"):
+        run(delta_residual_fwd, x, k, v, beta, 1e-15)
