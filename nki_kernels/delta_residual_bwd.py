@@ -13,10 +13,10 @@ so it sums dX'_j diag(e_j) - X_j diag(s_j) over the columns j, in float32 like e
 """
 
 from nki_kernels.delta_residual_fwd import add_outer, blocks, check_eps, read_along
-from nki_kernels.lanes import BANK, LANES, identity, loaded, reciprocal_norm, tile
+from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, reciprocal_norm, tile
 from nki_kernels.language import nisa, nki, nl
 
-RESIDENT = 5 * 1024  # numbers of X, and of dX', a lane: each 20 of 192 KiB, twice with a bf16 copy
+RESIDENT = 5 * 1024  # numbers of X, and of dX', a partition: 20 of 192 KiB each, and a bf16 copy
 
 
 @nki.jit
@@ -29,9 +29,9 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
     dv = nl.ndarray((M, DV), dtype=v.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((M,), dtype=beta.dtype, buffer=nl.shared_hbm)
     beta, dbeta_rows = beta.reshape((M, 1)), dbeta.reshape((M, 1))
-    eye = identity(LANES, nl.float32)
-    for start in range(0, M, LANES):
-        stop = min(start + LANES, M)
+    eye = identity(PARTITIONS, nl.float32)
+    for start in range(0, M, PARTITIONS):
+        stop = min(start + PARTITIONS, M)
         c = stop - start
         keys = loaded(k[start:stop, :], k.dtype)
         value = loaded(v[start:stop, :], v.dtype)
@@ -45,6 +45,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
             read_along(s, dt, keys, d0)
             resident.append((xt, dt))
 
+        r = gate
         step = tile((c, 1), nl.float32)  # r beta
         nisa.tensor_copy(dst=step, src=gate)
         if k_eps != None:  # noqa: E711 (compilers before 0.7 know no `is`)
@@ -107,7 +108,7 @@ def in_float32(src):
 
 
 def dot(x, y):
-    """[c, 1]: lane by lane."""
+    """[c, 1]: row by row."""
     product = tile(x.shape, nl.float32)
     nisa.tensor_tensor(dst=product, data1=x, data2=y, op=nl.multiply)
     out = tile((x.shape[0], 1), nl.float32)

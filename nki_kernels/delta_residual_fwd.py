@@ -10,15 +10,15 @@ Source: "Deep Delta Learning", the delta operator with a value row. Sums are flo
 
 Layout: x [M, D, DV]; k [M, D]; v [M, DV]; beta [M]; M tokens.
 
-128 tokens at a time, one a lane: every product of the rule is then between numbers of one lane. The Vector
+128 tokens at a time, one a partition: every product is then between numbers of one partition. The Vector
 engine needs 4 D DV cycles (2 for X k, 2 for X + k w), the Scalar engine sums over D meanwhile. X stays on
 chip between the two passes over D if D DV fits in RESIDENT; if not it is read twice.
 """
 
-from nki_kernels.lanes import LANES, loaded, reciprocal_norm, tile
+from nki_kernels.partitions import PARTITIONS, loaded, reciprocal_norm, tile
 from nki_kernels.language import nisa, nki, nl
 
-RESIDENT = 12 * 1024  # numbers of X a lane: 48 of 192 KiB in float32, twice (two tiles in flight)
+RESIDENT = 12 * 1024  # numbers of X a partition: 48 of 192 KiB, twice (two tiles in flight)
 LEAST_EPS = 2.0**-43  # its square is above 2^-87, from where on the Scalar engine's rsqrt is right
 
 
@@ -29,8 +29,8 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
     M, D, DV = x.shape
     out = nl.ndarray((M, D, DV), dtype=x.dtype, buffer=nl.shared_hbm)
     beta = beta.reshape((M, 1))
-    for start in range(0, M, LANES):
-        stop = min(start + LANES, M)
+    for start in range(0, M, PARTITIONS):
+        stop = min(start + PARTITIONS, M)
         keys = loaded(k[start:stop, :], k.dtype)
         value = loaded(v[start:stop, :], v.dtype)
         gate = loaded(beta[start:stop, :], nl.float32)

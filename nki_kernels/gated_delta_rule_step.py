@@ -10,21 +10,21 @@ key head j // (HV // H). V <= 512, a PSUM bank.
 
 On chip (b, head) is one index, "row". A group of n rows is in flight, in two arrangements:
 
-    by row    k, q [n, K]; v, u, r, p, o [n, V]: gates and norms are one instruction for all heads
-    by lane   S: lane (row, k // m), free (k % m, v). m rows of S a lane, so that a descriptor of DMA moves
-              at least 512 bytes; heads with K / m <= 64 share a tile
+    vectors   k, q [n, K]; v, u, r, p, o [n, V], a row a partition: one instruction serves all heads
+    states    S: partition (row, k // m), free (k % m, v). m lines of S a partition, so that a descriptor of
+              DMA moves at least 512 bytes; heads with K / m <= 64 share a tile
 
 The block diagonal D [n, n, K], D[h, h] = k_h, is the passage between them. Its transpose, tile by tile, holds
-each k on the lanes of its own state and zeros on the others'; S^T k and S^T q then come from one product that
+each k on the partitions of its own state and zeros elsewhere; S^T k and S^T q then come from one product that
 streams 2 columns a head through S, not V columns of S. k u^T is D^T u, and adds k_h u_h^T alone to S_h.
 """
 
-from nki_kernels.lanes import BANK, LANES, identity, loaded, reciprocal_norm, tile
+from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, reciprocal_norm, tile
 from nki_kernels.language import nisa, nki, nl
 
 L2NORM_EPS = 1e-6
 GROUP = 32  # rows: by the cost model 16 take 4 to 15% longer, 8 up to 70%
-STATE_BYTES = 48 * 1024  # of a lane's 192 KiB, for a group's states; two groups are in flight
+STATE_BYTES = 48 * 1024  # of a partition's 192 KiB, for a group's states; two groups are in flight
 DESCRIPTOR = 512  # bytes: what moving fewer in one piece costs anyway
 
 
@@ -37,20 +37,20 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     assert HV % H == 0, f"HV={HV} is not a multiple of H={H}"
     assert V <= BANK, f"V={V} exceeds {BANK}, the float32 of a PSUM bank"
     rows = B * HV
-    m = rows_per_lane(K, V)
-    lanes = K // m  # of one head
-    n = group_size(rows, HV // H, m * V * 4, lanes)
-    heads = min(LANES // lanes, n, BANK // (2 * m))  # that share a tile
+    m = rows_per_partition(K, V)
+    parts = K // m  # partitions of one head
+    n = group_size(rows, HV // H, m * V * 4, parts)
+    heads = min(PARTITIONS // parts, n, BANK // (2 * m))  # that share a tile
     tiles = (n + heads - 1) // heads
 
     o = nl.ndarray((B, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
     new_state = nl.ndarray((B, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     v, o_rows = v.reshape((rows, V)), o.reshape((rows, V))
     g, beta = g.reshape((rows, 1)), beta.reshape((rows, 1))
-    old_lanes = state.reshape((rows * lanes, m * V))
-    new_lanes = new_state.reshape((rows * lanes, m * V))
-    eye = identity(LANES, nl.float32)
-    places, which = tile_indicators(n, tiles, heads, lanes)
+    old_parts = state.reshape((rows * parts, m * V))
+    new_parts = new_state.reshape((rows * parts, m * V))
+    eye = identity(PARTITIONS, nl.float32)
+    places, which = tile_indicators(n, tiles, heads, parts)
 
     pending = None
     for start in range(0, rows + n, n):
@@ -66,7 +66,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
             states = []
             for first in range(0, c, heads):
                 last = min(first + heads, c)
-                part = old_lanes[(start + first) * lanes : (start + last) * lanes, :]
+                part = old_parts[(start + first) * parts : (start + last) * parts, :]
                 states.append(loaded(part, nl.float32).reshape((part.shape[0], m, V)))
             if l2norm:
                 normalize(kn, 1.0)
@@ -75,7 +75,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
                 nisa.tensor_scalar(dst=qn, data=qn, op0=nl.multiply, operand0=scale)
             dk = block_diagonal(kn)
             nisa.activation(dst=decay, op=nl.exp, data=decay)
-            decays = on_lanes(decay, places[0:c, :, :], which[0:c, :])
+            decays = on_partitions(decay, places[0:c, :, :], which[0:c, :])
             r, p = state_products(states, dk, block_diagonal(qn), heads, eye)
             u = tile((c, V), nl.float32)
             nisa.scalar_tensor_tensor(
@@ -89,9 +89,9 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
                 dst=rounded, data=u, op0=nl.multiply, operand0=dot(kn, qn), op1=nl.add, operand1=out
             )
             nisa.dma_copy(dst=o_rows[start : start + c, :], src=rounded)
-            following = (states, dk, u, decays, start * lanes)
+            following = (states, dk, u, decays, start * parts)
         if pending != None:  # noqa: E711 (compilers before 0.7 know no `is`)
-            write_states(pending[0], pending[1], pending[2], pending[3], new_lanes, pending[4], heads)
+            write_states(pending[0], pending[1], pending[2], pending[3], new_parts, pending[4], heads)
         pending = following
     return o, new_state
 
@@ -102,11 +102,11 @@ def state_products(states, dk, dq, heads, eye):
     m, V = states[0].shape[1], states[0].shape[2]
     columns = []
     for i in range(len(states)):
-        columns.append(by_lane(dk, dq, i * heads, min(heads, c - i * heads), states[i].shape[0], m, eye))
+        columns.append(by_partition(dk, dq, i * heads, min(heads, c - i * heads), states[i].shape[0], m, eye))
     r = nl.ndarray((c, V), dtype=nl.float32, buffer=nl.psum)
     p = nl.ndarray((c, V), dtype=nl.float32, buffer=nl.psum)
-    for v0 in range(0, V, LANES):
-        v1 = min(v0 + LANES, V)
+    for v0 in range(0, V, PARTITIONS):
+        v1 = min(v0 + PARTITIONS, V)
         turned = nl.ndarray((v1 - v0, 2, c), dtype=nl.float32, buffer=nl.psum)
         for i in range(len(states)):
             for j in range(m):
@@ -122,7 +122,7 @@ def state_products(states, dk, dq, heads, eye):
     return r, p
 
 
-def write_states(states, dk, u, decays, new_lanes, first, heads):
+def write_states(states, dk, u, decays, new_parts, first, heads):
     """S <- decay S + k u^T in place, and out to HBM."""
     c, K = dk.shape[0], dk.shape[2]
     flat = dk.reshape((c, c * K))
@@ -137,13 +137,13 @@ def write_states(states, dk, u, decays, new_lanes, first, heads):
                 dst=S[:, j, :], data=S[:, j, :], op0=nl.multiply, operand0=decays[0:active, i : i + 1],
                 op1=nl.add, operand1=written,
             )  # fmt: skip
-        nisa.dma_copy(dst=new_lanes[first : first + active, :], src=S.reshape((active, m * V)))
+        nisa.dma_copy(dst=new_parts[first : first + active, :], src=S.reshape((active, m * V)))
         first += active
 
 
-def rows_per_lane(K, V):
-    """m, a divisor of K: K / m lanes are at most 128, and m V numbers a descriptor, if m <= 8 reaches it."""
-    fewest = (K + LANES - 1) // LANES
+def rows_per_partition(K, V):
+    """m, a divisor of K: K / m is at most 128, and m V numbers fill a descriptor, if m <= 8 reaches it."""
+    fewest = (K + PARTITIONS - 1) // PARTITIONS
     while K % fewest != 0:
         fewest += 1
     m = fewest
@@ -152,9 +152,9 @@ def rows_per_lane(K, V):
     return m if K % m == 0 else fewest
 
 
-def group_size(rows, shared, bytes_per_row, lanes):
+def group_size(rows, shared, bytes_per_row, parts):
     """n: as many (b, head) rows as GROUP and memory allow; whole key rows, or equal parts of one."""
-    n = min(GROUP, rows, max(1, STATE_BYTES // bytes_per_row) * (LANES // lanes))
+    n = min(GROUP, rows, max(1, STATE_BYTES // bytes_per_row) * (PARTITIONS // parts))
     if n >= shared:
         return n // shared * shared
     while shared % n != 0:
@@ -192,8 +192,8 @@ def block_diagonal(x):
     return out
 
 
-def by_lane(dk, dq, first, heads, active, m, eye):
-    """[active, m, 2, heads]: k and q of the rows from `first` on, each on the lanes of its own state."""
+def by_partition(dk, dq, first, heads, active, m, eye):
+    """[active, m, 2, heads]: k and q of the rows from `first` on, each on its own state's partitions."""
     c, K = dk.shape[0], dk.shape[2]
     turned = nl.ndarray((active, m, 2, heads), dtype=nl.float32, buffer=nl.psum)
     k, q = dk.reshape((c, c * K)), dq.reshape((c, c * K))
@@ -211,8 +211,8 @@ def by_lane(dk, dq, first, heads, active, m, eye):
     return out
 
 
-def tile_indicators(n, tiles, heads, lanes):
-    """Where row h = t heads + i lies: places [n, heads, lanes] is 1 at i, which [n, tiles] is 1 at t."""
+def tile_indicators(n, tiles, heads, parts):
+    """Where row h = t heads + i lies: places [n, heads, parts] is 1 at i, which [n, tiles] is 1 at t."""
     eye = tile((n, tiles, heads), nl.float32)
     nisa.memset(dst=eye, value=1.0)
     nisa.affine_select(
@@ -224,13 +224,13 @@ def tile_indicators(n, tiles, heads, lanes):
     within = tile((n, heads), nl.float32)
     turned = eye.ap(pattern=[[tiles * heads, n], [1, heads], [heads, tiles]])
     nisa.tensor_reduce(dst=within, op=nl.add, data=turned, axis=2)
-    places = tile((n, heads, lanes), nl.float32)
-    nisa.tensor_copy(dst=places, src=within.ap(pattern=[[heads, n], [1, heads], [0, lanes]]))
+    places = tile((n, heads, parts), nl.float32)
+    nisa.tensor_copy(dst=places, src=within.ap(pattern=[[heads, n], [1, heads], [0, parts]]))
     return places, which
 
 
-def on_lanes(x, places, which):
-    """[heads * lanes, tiles]: the number x [c, 1] of the row whose state a lane holds in each tile."""
+def on_partitions(x, places, which):
+    """[heads * parts, tiles]: the number x [c, 1] of the row whose state a partition holds in each tile."""
     c, tiles = which.shape
     spread = tile((c, tiles), nl.float32)
     nisa.tensor_scalar(dst=spread, data=which, op0=nl.multiply, operand0=x)

@@ -1,12 +1,12 @@
-"""What kernels do with lanes: fill tiles from HBM, one row on all lanes, identities, transposes, row sums.
+"""What kernels that keep one row a partition share: tiles, identities, norms and sums of rows.
 
-Plain functions that a kernel inlines. "Lane" is NKI's partition: 128 of them, axis 0 of every tile on chip.
+Plain functions that a kernel inlines.
 """
 
 from nki_kernels.language import nisa, nl
 
-LANES = 128
-BANK = 512  # float32 in one PSUM bank of a lane, the most that one product writes
+PARTITIONS = 128
+BANK = 512  # float32 in one PSUM bank of a partition, the most that one product writes
 
 
 def tile(shape, dtype):
@@ -22,7 +22,7 @@ def loaded(src, dtype):
 
 
 def identity(n, dtype):
-    """[n, n]: ones where lane and column agree."""
+    """[n, n]: ones where row and column agree."""
     out = nl.ndarray((n, n), dtype=dtype, buffer=nl.sbuf)
     nisa.memset(dst=out, value=1.0)
     nisa.affine_select(
