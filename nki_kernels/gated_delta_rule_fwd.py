@@ -1,0 +1,137 @@
+"""The gated delta rule forward: chunk by chunk, several heads side by side. `nki_kernels.chunk` has the
+equations.
+
+    S <- exp(g_t) S    u = beta_t (v_t - S^T k_t)    S <- S + k_t u^T    o_t = scale S^T q_t
+
+arXiv:2412.06464. Value head j reads query and key of head j // (HV / H).
+"""
+
+from nki_kernels.chunk import begin, next_state, products, residual, scaled_heads, solved, views
+from nki_kernels.language import nisa, nki, nl
+from nki_kernels.tiles import chunk_rows, constants, copied, cut, psum, sbuf, spans, transposed, waves
+from nki_kernels.triangular import inverses, pair_masks, workspace
+
+
+def first_state(states, bundle, parts, V, given):
+    """S of a bundle, per part of K a tile [f, lanes, V]: from HBM [N, HV, K, V], or 0."""
+    n, first, lanes, key_first, key_heads = bundle
+    S = []
+    for part in parts:
+        start, stop = part
+        tile = sbuf((stop - start, lanes, V))
+        if given:
+            for lane in range(lanes):
+                nisa.dma_copy(dst=tile[:, lane, :], src=states[n, first + lane, start:stop, :])
+        else:
+            nisa.memset(dst=tile, value=0.0)
+        S.append(tile)
+    return S
+
+
+def store_state(states, S, bundle, parts):
+    """S of a bundle to HBM [N, HV, K, V]."""
+    n, first, lanes, key_first, key_heads = bundle
+    for part in range(len(parts)):
+        start, stop = parts[part]
+        for lane in range(lanes):
+            nisa.dma_copy(dst=states[n, first + lane, start:stop, :], src=S[part][:, lane, :])
+
+
+def output(x, S, Pt, U, bundle, rows, parts, dtype):
+    """O = scale diag(gamma) Q S + P U: one sum in PSUM per lane."""
+    lanes = bundle[2]
+    V = U.shape[2]
+    out = sbuf((rows, lanes, V), dtype)
+    for lane in range(lanes):
+        ps = psum((rows, V))
+        for part in range(len(parts)):
+            nisa.nc_matmul(dst=ps, stationary=x["q_gamma_t"][part][:, lane, :], moving=S[part][:, lane, :])
+        nisa.nc_matmul(dst=ps, stationary=Pt[:, lane, :], moving=U[:, lane, :])
+        copied(out[:, lane, :], ps)
+    return out
+
+
+@nki.jit
+def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, every, C, lanes, width):
+    """(o, final_state), or (o, final_state, states) for backward.
+
+    q, k            [N, T, H, K] float32 or bfloat16, any T; 1 <= K <= 256
+    v               [N, T, HV, V], 1 <= V <= 512; o has its shape and dtype
+    g, beta         [N, T, HV]; g <= 0 float32
+    initial_state   [N, HV, K, V] float32, read if `given`; else None
+    scale, l2norm   of q; normalize q and k by rsqrt(sum of squares + 1e-6)
+    every           0, or keep the state before every such chunk: states [N, chunks / every, K, HV, V] float32
+    C               tokens a chunk, a power of two up to 128
+    lanes, width    value heads in turn, and of these in one instruction (at most 4)
+    """
+    N, T, H, K = q.shape
+    HV, V = v.shape[2], v.shape[3]
+    parts = spans(K)
+    chunks = (T + C - 1) // C
+    o = nl.ndarray((N, T, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
+    final = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    states = final
+    if every > 0:
+        states = nl.ndarray(
+            (N, (chunks + every - 1) // every, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm
+        )
+    largest = min(C, chunk_rows(T))
+    full = constants(largest)
+    masks = pair_masks(largest)
+    for wave in waves(N, H, HV, width, lanes):
+        S = []
+        spaces = []
+        for bundle in wave:
+            S.append(first_state(initial_state, bundle, parts, V, given))
+            spaces.append(workspace(largest, bundle[2]))
+        for chunk in range(chunks):
+            start = chunk * C
+            tokens = min(C, T - start)
+            rows = chunk_rows(tokens)
+            table = cut(full, rows)
+            xs = []
+            Gts = []
+            for b in range(len(wave)):
+                bundle = wave[b]
+                n, first, count, key_first, key_heads = bundle
+                if every > 0:
+                    if chunk % every == 0:
+                        for part in range(len(parts)):
+                            low, high = parts[part]
+                            nisa.dma_copy(
+                                dst=states[n, chunk // every, low:high, first : first + count, :],
+                                src=S[b][part],
+                            )
+                x = begin(
+                    q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table, True
+                )  # fmt: skip
+                q_gamma = scaled_heads(x["qk"], 0, x["gamma_scale"], bundle, rows)
+                x["q_gamma_t"] = transposed(views(q_gamma, count), rows, parts, table["identity"])
+                ps = products(x["kt"], x["qt"], bundle, rows, parts)
+                Pt = sbuf((rows, count, rows))
+                nisa.tensor_tensor(dst=Pt, data1=ps, data2=x["Et"], op=nl.multiply)
+                x["Pt"] = Pt
+                xs.append(x)
+                Gts.append(x["Gt"])
+            solutions = inverses(Gts, spaces, masks, table, rows, False)
+            residuals = []
+            for b in range(len(wave)):
+                residuals.append(residual(xs[b], S[b], wave[b], rows, parts))
+            Us = []
+            for b in range(len(wave)):
+                T_, Tt = solutions[b]
+                Us.append(solved(Tt, residuals[b], wave[b], rows))
+            outs = []
+            for b in range(len(wave)):
+                outs.append(output(xs[b], S[b], xs[b]["Pt"], Us[b], wave[b], rows, parts, v.dtype))
+            for b in range(len(wave)):
+                n, first, count, key_first, key_heads = wave[b]
+                S[b] = next_state(xs[b], S[b], Us[b], wave[b], parts)
+                nisa.dma_copy(
+                    dst=o[n, start : start + tokens, first : first + count, :], src=outs[b][0:tokens]
+                )
+        for b in range(len(wave)):
+            store_state(final, S[b], wave[b], parts)
+    if every > 0:
+        return o, final, states
+    return o, final
