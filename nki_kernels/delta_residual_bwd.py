@@ -13,8 +13,8 @@ so it sums dX'_j diag(e_j) - X_j diag(s_j) over the columns j, in float32 like e
 """
 
 from nki_kernels.delta_residual_fwd import add_outer, blocks, check_eps, read_along
-from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, reciprocal_norm, tile
 from nki_kernels.language import nisa, nki, nl
+from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, reciprocal_norm, tile
 
 RESIDENT = 5 * 1024  # numbers of X, and of dX', a partition: 20 of 192 KiB each, and a bf16 copy
 

@@ -15,8 +15,8 @@ engine needs 4 D DV cycles (2 for X k, 2 for X + k w), the Scalar engine sums ov
 chip between the two passes over D if D DV fits in RESIDENT; if not it is read twice.
 """
 
-from nki_kernels.partitions import PARTITIONS, loaded, reciprocal_norm, tile
 from nki_kernels.language import nisa, nki, nl
+from nki_kernels.partitions import PARTITIONS, loaded, reciprocal_norm, tile
 
 RESIDENT = 12 * 1024  # numbers of X a partition: 48 of 192 KiB, twice (two tiles in flight)
 LEAST_EPS = 2.0**-43  # its square is above 2^-87, from where on the Scalar engine's rsqrt is right

@@ -8,8 +8,8 @@ from backends import recurrent
 from backends.registry import Options
 from nki_kernels import gated_delta_rule_step as module
 from nki_kernels.gated_delta_rule_step import example, gated_delta_rule_step
-from nki_kernels.partitions import reciprocal_norm
 from nki_kernels.language import nisa, nl
+from nki_kernels.partitions import reciprocal_norm
 from nki_kernels.simulator import record
 from nki_kernels.simulator.subset import findings
 
