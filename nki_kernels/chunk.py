@@ -21,7 +21,7 @@ from nki_kernels.tiles import copied, loaded, over_lanes, psum, sbuf, transposed
 
 def gates(g, beta, bundle, start, tokens, rows, K, scale, table):
     """Decays and write strengths of one bundle: columns [rows, lanes], one per lane."""
-    n, first, lanes, key_first, key_heads = bundle
+    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     stop = start + tokens
     g_ = loaded(g[n, start:stop, first : first + lanes], tokens, rows, (lanes,))
     beta_ = loaded(beta[n, start:stop, first : first + lanes], tokens, rows, (lanes,))
@@ -33,7 +33,7 @@ def gates(g, beta, bundle, start, tokens, rows, K, scale, table):
     everywhere = min(K, 128)
     whole = psum((everywhere, lanes))
     nisa.nc_matmul(
-        dst=whole, stationary=table["every"][:, 0:everywhere], moving=g_, is_stationary_onezero=True
+        dst=whole, stationary=table["every"][0:rows, 0:everywhere], moving=g_, is_stationary_onezero=True
     )
     carry = sbuf((everywhere, lanes))
     nisa.activation(dst=carry, op=nl.exp, data=whole)
@@ -54,7 +54,7 @@ def keys(q, k, bundle, start, tokens, rows, l2norm, table):
 
     Without l2norm the second is the first again, and nobody reads it.
     """
-    n, first, lanes, key_first, key_heads = bundle
+    n, key_first, key_heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
     K = q.shape[3]
     qk = sbuf((rows, key_heads, 2, K))
     sources = (q, k)
@@ -86,12 +86,12 @@ def keys(q, k, bundle, start, tokens, rows, l2norm, table):
 
 def key_of(bundle, lane):
     """The key head, within the bundle, that a lane reads."""
-    return lane * bundle[4] // bundle[2]
+    return lane * bundle["key_heads"] // bundle["lanes"]
 
 
 def scaled_heads(qk, side, columns, bundle, rows):
-    """Per lane, its key head's q (side 0) or k (side 1) with row i times columns[i, lane]: [rows, lanes, K]."""
-    lanes = bundle[2]
+    """[rows, lanes, K]: of each lane's key head q (side 0) or k (side 1), row i times columns[i, lane]."""
+    lanes = bundle["lanes"]
     out = sbuf((rows, lanes, qk.shape[3]))
     for lane in range(lanes):
         copied(out[:, lane, :], qk[:, key_of(bundle, lane), side, :], columns[:, lane : lane + 1])
@@ -157,7 +157,7 @@ def products(stationary, moving, bundle, rows, parts):
 
     stationary, moving: per part a tile [f, lanes or key heads, rows].
     """
-    lanes = bundle[2]
+    lanes = bundle["lanes"]
     ps = psum((rows, lanes, rows))
     for lane in range(lanes):
         for part in range(len(parts)):
@@ -171,7 +171,7 @@ def products(stationary, moving, bundle, rows, parts):
 
 def weighted_values(v, x, bundle, rows):
     """diag(beta) V, ahead of the state: [rows, lanes, V]."""
-    lanes = bundle[2]
+    lanes = bundle["lanes"]
     out = sbuf((rows, lanes, v.shape[2]))
     for lane in range(lanes):
         copied(out[:, lane, :], v[:, lane, :], x["beta"][:, lane : lane + 1])
@@ -180,7 +180,7 @@ def weighted_values(v, x, bundle, rows):
 
 def residual(x, S, bundle, rows, parts):
     """V' = diag(beta) (V - diag(gamma) K S): [rows, lanes, V]; S per part [f, lanes, V]."""
-    lanes = bundle[2]
+    lanes = bundle["lanes"]
     V = S[0].shape[2]
     out = sbuf((rows, lanes, V))
     for lane in range(lanes):
@@ -198,7 +198,7 @@ def residual(x, S, bundle, rows, parts):
 
 def solved(Tt, residuals, bundle, rows):
     """U = T V'."""
-    lanes = bundle[2]
+    lanes = bundle["lanes"]
     V = residuals.shape[2]
     out = sbuf((rows, lanes, V))
     for lane in range(lanes):
@@ -210,7 +210,7 @@ def solved(Tt, residuals, bundle, rows):
 
 def next_state(x, S, U, bundle, parts):
     """gamma_C S + K^T diag(lambda) U, new tiles."""
-    lanes = bundle[2]
+    lanes = bundle["lanes"]
     V = S[0].shape[2]
     found = []
     for part in range(len(parts)):
@@ -232,7 +232,7 @@ def begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, t
 
     kt, qt are k and scale q, transposed, per part of K; k_minus is -diag(beta) K, k_end diag(lambda) K.
     """
-    n, first, lanes, key_first, key_heads = bundle
+    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     x = gates(g, beta, bundle, start, tokens, rows, q.shape[3], scale, table)
     qk, inverse_norms = keys(q, k, bundle, start, tokens, rows, l2norm, table)
     x["qk"] = qk

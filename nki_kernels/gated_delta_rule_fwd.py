@@ -14,7 +14,7 @@ from nki_kernels.triangular import inverses, pair_masks, workspace
 
 def first_state(states, bundle, parts, V, given):
     """S of a bundle, per part of K a tile [f, lanes, V]: from HBM [N, HV, K, V], or 0."""
-    n, first, lanes, key_first, key_heads = bundle
+    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     S = []
     for part in parts:
         start, stop = part
@@ -30,7 +30,7 @@ def first_state(states, bundle, parts, V, given):
 
 def store_state(states, S, bundle, parts):
     """S of a bundle to HBM [N, HV, K, V]."""
-    n, first, lanes, key_first, key_heads = bundle
+    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     for part in range(len(parts)):
         start, stop = parts[part]
         for lane in range(lanes):
@@ -39,7 +39,7 @@ def store_state(states, S, bundle, parts):
 
 def output(x, S, Pt, U, bundle, rows, parts, dtype):
     """O = scale diag(gamma) Q S + P U: one sum in PSUM per lane."""
-    lanes = bundle[2]
+    lanes = bundle["lanes"]
     V = U.shape[2]
     out = sbuf((rows, lanes, V), dtype)
     for lane in range(lanes):
@@ -83,7 +83,7 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
         spaces = []
         for bundle in wave:
             S.append(first_state(initial_state, bundle, parts, V, given))
-            spaces.append(workspace(largest, bundle[2]))
+            spaces.append(workspace(largest, bundle["lanes"]))
         for chunk in range(chunks):
             start = chunk * C
             tokens = min(C, T - start)
@@ -93,15 +93,13 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
             Gts = []
             for b in range(len(wave)):
                 bundle = wave[b]
-                n, first, count, key_first, key_heads = bundle
-                if every > 0:
-                    if chunk % every == 0:
-                        for part in range(len(parts)):
-                            low, high = parts[part]
-                            nisa.dma_copy(
-                                dst=states[n, chunk // every, low:high, first : first + count, :],
-                                src=S[b][part],
-                            )
+                n, first, count = bundle["n"], bundle["first"], bundle["lanes"]
+                if every > 0 and chunk % max(every, 1) == 0:
+                    for part in range(len(parts)):
+                        low, high = parts[part]
+                        nisa.dma_copy(
+                            dst=states[n, chunk // every, low:high, first : first + count, :], src=S[b][part]
+                        )
                 x = begin(
                     q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table, True
                 )  # fmt: skip
@@ -113,19 +111,18 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
                 x["Pt"] = Pt
                 xs.append(x)
                 Gts.append(x["Gt"])
-            solutions = inverses(Gts, spaces, masks, table, rows, False)
+            _, Tts = inverses(Gts, spaces, masks, table, rows, False)
             residuals = []
             for b in range(len(wave)):
                 residuals.append(residual(xs[b], S[b], wave[b], rows, parts))
             Us = []
             for b in range(len(wave)):
-                T_, Tt = solutions[b]
-                Us.append(solved(Tt, residuals[b], wave[b], rows))
+                Us.append(solved(Tts[b], residuals[b], wave[b], rows))
             outs = []
             for b in range(len(wave)):
                 outs.append(output(xs[b], S[b], xs[b]["Pt"], Us[b], wave[b], rows, parts, v.dtype))
             for b in range(len(wave)):
-                n, first, count, key_first, key_heads = wave[b]
+                n, first, count = wave[b]["n"], wave[b]["first"], wave[b]["lanes"]
                 S[b] = next_state(xs[b], S[b], Us[b], wave[b], parts)
                 nisa.dma_copy(
                     dst=o[n, start : start + tokens, first : first + count, :], src=outs[b][0:tokens]

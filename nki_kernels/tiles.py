@@ -46,10 +46,11 @@ def chunk_rows(tokens):
 
 
 def bundles(N, H, HV, width):
-    """[(sequence, first value head, value heads, first key head, key heads)], at most `width` value heads.
+    """Dicts: sequence n, value heads first .. first + lanes, key heads key_first .. + key_heads, and slot.
 
     A bundle holds whole groups of value heads that share a key, or, where a group is larger than `width`,
-    an equal part of one.
+    an equal part of one. Gradients of q and k are sums over a bundle's lanes and go to head `slot`, which is
+    key_first unless groups are split.
     """
     group = HV // H
     if group <= width:
@@ -64,14 +65,26 @@ def bundles(N, H, HV, width):
     for n in range(N):
         for first in range(0, HV, size):
             lanes = min(size, HV - first)
-            found.append((n, first, lanes, first // group, max(1, lanes // group)))
+            found.append(
+                {
+                    "n": n, "first": first, "lanes": lanes, "key_first": first // group,
+                    "key_heads": max(1, lanes // group), "slot": first // min(group, size),
+                }
+            )  # fmt: skip
     return found
+
+
+def slots(H, HV, width):
+    """How many heads the gradients of q and k have: H, or a multiple where groups are split."""
+    every = bundles(1, H, HV, width)
+    last = every[len(every) - 1]
+    return last["slot"] + last["key_heads"]
 
 
 def waves(N, H, HV, width, lanes):
     """Bundles in lists of about `lanes` lanes."""
     every = bundles(N, H, HV, width)
-    per_wave = max(1, lanes // every[0][2])
+    per_wave = max(1, lanes // every[0]["lanes"])
     found = []
     for start in range(0, len(every), per_wave):
         found.append(every[start : start + per_wave])
@@ -81,22 +94,26 @@ def waves(N, H, HV, width, lanes):
 def constants(C):
     """0/1 triangles and their like, [C, C] by row p and column f, built on chip once a call.
 
-    identity p = f; upto p <= f; after p > f; since p >= f; before p < f; every 1; and what is added to
-    exponents: drop_after, drop_before, drop_upto are FAR_BELOW there and 0 elsewhere.
+    identity p = f; upto p <= f; after p > f; since p >= f; before p < f; and what is
+    added to exponents: drop_after, drop_before, drop_upto are FAR_BELOW there and 0 elsewhere. every and eye
+    are all ones and the identity, [128, 128].
     """
-    every = sbuf((C, PARTITIONS))
+    every = sbuf((PARTITIONS, PARTITIONS))
     nisa.memset(dst=every, value=1.0)
-    ones = every[:, 0:C]
+    eye = sbuf((PARTITIONS, PARTITIONS))
+    nisa.affine_select(
+        dst=eye, pattern=[[-1, PARTITIONS]], channel_multiplier=1, on_true_tile=every, on_false_value=0.0,
+        cmp_op=nl.equal,
+    )  # fmt: skip
+    ones = every[0:C, 0:C]
     identity = sbuf((C, C))
+    nisa.tensor_copy(dst=identity, src=eye[0:C, 0:C])
     upto = sbuf((C, C))
     after = sbuf((C, C))
     since = sbuf((C, C))
     before = sbuf((C, C))
     down = [[-1, C]]
     up = [[1, C]]
-    nisa.affine_select(
-        dst=identity, pattern=down, channel_multiplier=1, on_true_tile=ones, on_false_value=0.0, cmp_op=nl.equal
-    )  # fmt: skip
     nisa.affine_select(
         dst=upto, pattern=up, channel_multiplier=-1, on_true_tile=ones, on_false_value=0.0,
         cmp_op=nl.greater_equal,
@@ -122,9 +139,9 @@ def constants(C):
     epsilon = sbuf((C, 1))
     nisa.memset(dst=epsilon, value=1e-6)
     return {
-        "every": every, "identity": identity, "upto": upto, "after": after, "since": since, "before": before,
-        "drop_after": drop_after, "drop_before": drop_before, "drop_upto": drop_upto, "epsilon": epsilon,
-        "size": C,
+        "every": every, "eye": eye, "size": C, "epsilon": epsilon,
+        "identity": identity, "upto": upto, "after": after, "since": since, "before": before,
+        "drop_after": drop_after, "drop_before": drop_before, "drop_upto": drop_upto,
     }  # fmt: skip
 
 
@@ -133,7 +150,8 @@ def cut(table, C):
     corners = {}
     for name in ("identity", "upto", "after", "since", "before", "drop_after", "drop_before", "drop_upto"):
         corners[name] = table[name][0:C, 0:C]
-    corners["every"] = table["every"][0:C, :]
+    corners["every"] = table["every"]
+    corners["eye"] = table["eye"]
     corners["epsilon"] = table["epsilon"][0:C, :]
     corners["size"] = table["size"]
     return corners
@@ -165,7 +183,7 @@ def transposed(sources, rows, parts, identity, factor=1.0):
 
 def loaded(src, tokens, rows, shape):
     """HBM [tokens, ...] in a float32 tile (rows, *shape); rows past the tokens are 0."""
-    tile = sbuf((rows,) + shape)
+    tile = sbuf((rows, *shape))
     if tokens < rows:
         nisa.memset(dst=tile, value=0.0)
     nisa.dma_copy(dst=tile[0:tokens], src=src)

@@ -54,7 +54,7 @@ def workspace(C, lanes):
 
 
 def inverses(Gts, spaces, masks, table, C, both):
-    """(I - G)^-1 of every bundle, T and its transpose: [(T, Tt)], tiles [C, lanes, C].
+    """(I - G)^-1 of every bundle, two lists of tiles [C, lanes, C]: T and its transpose.
 
     Gts         G transposed, a tile [C, lanes, C] per bundle; below its diagonal, anything finite
     spaces      a `workspace` per bundle
@@ -123,7 +123,4 @@ def inverses(Gts, spaces, masks, table, C, both):
             )  # fmt: skip
         s = 2 * s
         level = level + 1
-    found = []
-    for b in range(len(Gts)):
-        found.append((Ts[b], Tts[b]))
-    return found
+    return Ts, Tts

@@ -1,0 +1,257 @@
+"""One chunk of the gated delta rule backward, on chip. Names as in `nki_kernels.chunk`; dS' is the gradient of
+the state that the chunk leaves.
+
+    dU  = P^T dO + diag(lambda) K dS'          dV' = T^T dU          dV = diag(beta) dV'
+    A   = scale strict(dO U^T . E)             Z = -strict(dV' U^T . E)           a = scale diag(dO U^T)
+    dQ  = R + diag(a) K,                       R = scale diag(gamma) dO S^T + A K
+    c   = -(Z K + diag(gamma) dV' S^T) negated once, so that dK = diag(beta) c + M + diag(lambda) U dS'^T
+          + diag(a) Q, with M = A^T Q + Z^T diag(beta) K
+    dS  = gamma_C dS' + scale Q^T diag(gamma) dO - K^T diag(gamma beta) dV'
+    dbeta_i = <dV'_i, v_i> + <k_i, c_i>
+
+The inverse is not differentiated: T^T dU (T V')^T = dV' U^T is its gradient's whole effect.
+
+Token t's decay acts on what tokens before t left. With rows r_i = <q_i, R_i> + beta_i <k_i, c_i> - <k_i, M_i>
+(reads at i minus writes at i, without a token's effect on itself, which no decay scales) and
+w_i = lambda_i <k_i, (U dS'^T)_i>:
+
+    dg_t = sum_{i>=t} r_i + sum_{i<t} w_i + gamma_C <dS', S>
+
+Sums over tokens are products with triangles of ones. The diagonal, of order 1, is left out before anything
+is summed: at decays of e^-20 its rounding errors alone would be larger than the result.
+"""
+
+from nki_kernels.chunk import key_of, products, scaled_heads, views
+from nki_kernels.language import nisa, nl
+from nki_kernels.tiles import copied, over_lanes, psum, sbuf, transposed
+
+
+def state_transposed(S, bundle, parts, value_parts, K, table):
+    """S per part of K [f, lanes, V] -> per part of V [f, lanes, K]."""
+    lanes = bundle["lanes"]
+    found = []
+    for value_part in value_parts:
+        low, high = value_part
+        tile = sbuf((high - low, lanes, K))
+        for lane in range(lanes):
+            ps = psum((high - low, K))
+            for part in range(len(parts)):
+                start, stop = parts[part]
+                nisa.nc_matmul(
+                    dst=ps[:, start:stop], stationary=S[part][:, lane, low:high],
+                    moving=table["eye"][0 : stop - start, 0 : stop - start], is_moving_onezero=True,
+                )  # fmt: skip
+            copied(tile[:, lane, :], ps)
+        found.append(tile)
+    return found
+
+
+def value_gradient(x, dS, bundle, rows, parts, table):
+    """dU = P^T dO + diag(lambda) K dS': [rows, lanes, V]."""
+    lanes = bundle["lanes"]
+    V = x["do"].shape[2]
+    k_end_t = transposed(views(x["k_end"], lanes), rows, parts, table["identity"])
+    out = sbuf((rows, lanes, V))
+    for lane in range(lanes):
+        ps = psum((rows, V))
+        nisa.nc_matmul(dst=ps, stationary=x["P"][:, lane, :], moving=x["do"][:, lane, :])
+        for part in range(len(parts)):
+            nisa.nc_matmul(dst=ps, stationary=k_end_t[part][:, lane, :], moving=dS[part][:, lane, :])
+        copied(out[:, lane, :], ps)
+    return out
+
+
+def residual_gradient(T, dU, bundle, rows):
+    """dV' = T^T dU."""
+    lanes = bundle["lanes"]
+    V = dU.shape[2]
+    out = sbuf((rows, lanes, V))
+    for lane in range(lanes):
+        ps = psum((rows, V))
+        nisa.nc_matmul(dst=ps, stationary=T[:, lane, :], moving=dU[:, lane, :])
+        copied(out[:, lane, :], ps)
+    return out
+
+
+def pair_gradients(x, do_t, U_t, dres_t, bundle, rows, value_parts, scale, table):
+    """A, A^T, -Z, -Z^T as tiles [rows, lanes, rows], and a [rows, lanes]."""
+    lanes = bundle["lanes"]
+    ps = products(do_t, U_t, bundle, rows, value_parts)
+    A = sbuf((rows, lanes, rows))
+    nisa.scalar_tensor_tensor(
+        dst=A, data=ps, op0=nl.multiply, operand0=scale, op1=nl.multiply, operand1=x["Es"]
+    )
+    diagonal = sbuf((rows, lanes, rows))
+    nisa.scalar_tensor_tensor(
+        dst=diagonal, data=ps, op0=nl.multiply, operand0=scale, op1=nl.multiply,
+        operand1=over_lanes(table, "identity", rows, lanes),
+    )  # fmt: skip
+    a = sbuf((rows, lanes))
+    nisa.tensor_reduce(dst=a, op=nl.add, data=diagonal, axis=2)
+    ps = products(dres_t, U_t, bundle, rows, value_parts)
+    minus_Z = sbuf((rows, lanes, rows))
+    nisa.tensor_tensor(dst=minus_Z, data1=ps, data2=x["Es"], op=nl.multiply)
+    whole = [(0, rows)]
+    At = transposed(views(A, lanes), rows, whole, table["identity"])[0]
+    minus_Zt = transposed(views(minus_Z, lanes), rows, whole, table["identity"])[0]
+    return A, At, minus_Z, minus_Zt, a
+
+
+def key_gradients(x, pairs, do_t, U_t, dres_t, S_t, dS_t, bundle, rows, value_parts):
+    """Gradients of the bundle's normalized q and k, [rows, key heads, 2, K], and dots [rows, lanes, 4].
+
+    dots: <q, R>, -<k, c>, <k, M>, <k, U dS'^T> by token.
+    """
+    A, At, minus_Z, minus_Zt, a = pairs
+    lanes, qk = bundle["lanes"], x["qk"]
+    K = qk.shape[3]
+    dots = sbuf((rows, lanes, 4))
+    total = sbuf((rows, bundle["key_heads"], 2, K))
+    before = -1
+    for lane in range(lanes):
+        h = key_of(bundle, lane)
+        q_, k_ = qk[:, h, 0, :], qk[:, h, 1, :]
+        across = psum((rows, 2, K))  # through the state: dO S^T, dV' S^T
+        for part in range(len(value_parts)):
+            nisa.nc_matmul(
+                dst=across[:, 0, :], stationary=do_t[part][:, lane, :], moving=S_t[part][:, lane, :]
+            )
+        for part in range(len(value_parts)):
+            nisa.nc_matmul(
+                dst=across[:, 1, :], stationary=dres_t[part][:, lane, :], moving=S_t[part][:, lane, :]
+            )
+        inside = psum((rows, 2, K))  # through the chunk: A K, -Z K
+        nisa.nc_matmul(dst=inside[:, 0, :], stationary=At[:, lane, :], moving=k_)
+        nisa.nc_matmul(dst=inside[:, 1, :], stationary=minus_Zt[:, lane, :], moving=k_)
+        read = sbuf((rows, 2, K))  # R, -c
+        copied(read[:, 0, :], across[:, 0, :], x["gamma_scale"][:, lane : lane + 1])
+        copied(read[:, 1, :], across[:, 1, :], x["gamma"][:, lane : lane + 1])
+        nisa.tensor_tensor(dst=read, data1=read, data2=inside, op=nl.add)
+        written = psum((rows, 2, K))  # M, U dS'^T
+        nisa.nc_matmul(dst=written[:, 0, :], stationary=A[:, lane, :], moving=q_)
+        nisa.nc_matmul(dst=written[:, 0, :], stationary=minus_Z[:, lane, :], moving=x["k_minus"][:, lane, :])
+        for part in range(len(value_parts)):
+            nisa.nc_matmul(
+                dst=written[:, 1, :], stationary=U_t[part][:, lane, :], moving=dS_t[part][:, lane, :]
+            )
+        terms = sbuf((rows, 4, K))
+        nisa.tensor_tensor(dst=terms[:, 0:2, :], data1=qk[:, h, :, :], data2=read, op=nl.multiply)
+        k_twice = qk.ap(pattern=[[bundle["key_heads"] * 2 * K, rows], [0, 2], [1, K]], offset=(2 * h + 1) * K)
+        nisa.tensor_tensor(dst=terms[:, 2:4, :], data1=k_twice, data2=written, op=nl.multiply)
+        nisa.tensor_reduce(dst=dots[:, lane, :], op=nl.add, data=terms, axis=2)
+        own = total[:, h, :, :] if h != before else sbuf((rows, 2, K))
+        nisa.scalar_tensor_tensor(
+            dst=own[:, 0, :], data=k_, op0=nl.multiply, operand0=a[:, lane : lane + 1], op1=nl.add,
+            operand1=read[:, 0, :],
+        )  # fmt: skip
+        dk = own[:, 1, :]
+        nisa.scalar_tensor_tensor(
+            dst=dk, data=read[:, 1, :], op0=nl.multiply, operand0=x["minus_beta"][:, lane : lane + 1],
+            op1=nl.add, operand1=written[:, 0, :],
+        )  # fmt: skip
+        nisa.scalar_tensor_tensor(
+            dst=dk, data=written[:, 1, :], op0=nl.multiply, operand0=x["lambda"][:, lane : lane + 1],
+            op1=nl.add, operand1=dk,
+        )  # fmt: skip
+        nisa.scalar_tensor_tensor(
+            dst=dk, data=q_, op0=nl.multiply, operand0=a[:, lane : lane + 1], op1=nl.add, operand1=dk
+        )
+        if h == before:
+            nisa.tensor_tensor(dst=total[:, h, :, :], data1=total[:, h, :, :], data2=own, op=nl.add)
+        before = h
+    return total, dots
+
+
+def through_norm(x, total, bundle, rows):
+    """Gradients of raw q and k from those of normalized ones: r (dy - y <y, dy>), y = r x; in place."""
+    qk, K = x["qk"], total.shape[3]
+    for h in range(bundle["key_heads"]):
+        terms = sbuf((rows, 2, K))
+        nisa.tensor_tensor(dst=terms, data1=qk[:, h, :, :], data2=total[:, h, :, :], op=nl.multiply)
+        along = sbuf((rows, 2))
+        nisa.tensor_reduce(dst=along, op=nl.add, data=terms, axis=2, negate=True)
+        for side in range(2):
+            dy = total[:, h, side, :]
+            nisa.scalar_tensor_tensor(
+                dst=dy, data=qk[:, h, side, :], op0=nl.multiply, operand0=along[:, side : side + 1],
+                op1=nl.add, operand1=dy,
+            )  # fmt: skip
+            copied(dy, dy, x["inverse_norms"][:, side, h : h + 1])
+    return total
+
+
+def beta_gradient(x, dres, dots, bundle, rows):
+    """dbeta [rows, lanes]."""
+    lanes = bundle["lanes"]
+    V = dres.shape[2]
+    along = sbuf((rows, lanes))
+    for lane in range(lanes):
+        terms = sbuf((rows, V))
+        nisa.tensor_tensor(dst=terms, data1=dres[:, lane, :], data2=x["v"][:, lane, :], op=nl.multiply)
+        scratch = sbuf((rows, V))
+        nisa.activation(
+            dst=scratch, op=nl.copy, data=terms, reduce_op=nl.add, reduce_res=along[:, lane : lane + 1],
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )  # fmt: skip
+    out = sbuf((rows, lanes))
+    nisa.tensor_tensor(dst=out, data1=along, data2=dots[:, :, 1], op=nl.subtract)
+    return out
+
+
+def decay_gradient(x, S, dS, dots, bundle, rows, parts, table):
+    """dg [rows, lanes]: three sums, one group of products in PSUM."""
+    lanes = bundle["lanes"]
+    V = S[0].shape[2]
+    rest = sbuf((rows, lanes))
+    nisa.tensor_tensor(dst=rest, data1=x["beta"], data2=dots[:, :, 1], op=nl.multiply)
+    nisa.tensor_tensor(dst=rest, data1=rest, data2=dots[:, :, 2], op=nl.add)
+    balance = sbuf((rows, lanes))
+    nisa.tensor_tensor(dst=balance, data1=dots[:, :, 0], data2=rest, op=nl.subtract)
+    write = sbuf((rows, lanes))
+    nisa.tensor_tensor(dst=write, data1=x["lambda"], data2=dots[:, :, 3], op=nl.multiply)
+    ps = psum((rows, lanes))
+    nisa.nc_matmul(dst=ps, stationary=table["since"], moving=balance, is_stationary_onezero=True)
+    nisa.nc_matmul(dst=ps, stationary=table["before"], moving=write, is_stationary_onezero=True)
+    for part in range(len(parts)):
+        start, stop = parts[part]
+        carried = sbuf((stop - start, lanes))
+        for lane in range(lanes):
+            terms = sbuf((stop - start, V))
+            nisa.tensor_tensor(
+                dst=terms, data1=dS[part][:, lane, :], data2=S[part][:, lane, :], op=nl.multiply
+            )
+            scratch = sbuf((stop - start, V))
+            nisa.activation(
+                dst=scratch, op=nl.copy, data=terms, reduce_op=nl.add,
+                reduce_res=carried[:, lane : lane + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
+            )  # fmt: skip
+        nisa.tensor_tensor(dst=carried, data1=carried, data2=x["carry"][0 : stop - start, :], op=nl.multiply)
+        nisa.nc_matmul(
+            dst=ps, stationary=table["every"][0 : stop - start, 0:rows], moving=carried,
+            is_stationary_onezero=True,
+        )  # fmt: skip
+    out = sbuf((rows, lanes))
+    nisa.tensor_copy(dst=out, src=ps)
+    return out
+
+
+def state_gradient(x, dS, dres, bundle, rows, parts):
+    """Gradient of the state that the chunk found, new tiles per part of K."""
+    lanes = bundle["lanes"]
+    V = dres.shape[2]
+    q_gamma = scaled_heads(x["qk"], 0, x["gamma_scale"], bundle, rows)
+    k_gamma = scaled_heads(x["qk"], 1, x["minus_gamma_beta"], bundle, rows)
+    found = []
+    for part in range(len(parts)):
+        start, stop = parts[part]
+        out = sbuf((stop - start, lanes, V))
+        for lane in range(lanes):
+            ps = psum((stop - start, V))
+            nisa.nc_matmul(dst=ps, stationary=q_gamma[:, lane, start:stop], moving=x["do"][:, lane, :])
+            nisa.nc_matmul(dst=ps, stationary=k_gamma[:, lane, start:stop], moving=dres[:, lane, :])
+            nisa.scalar_tensor_tensor(
+                dst=out[:, lane, :], data=dS[part][:, lane, :], op0=nl.multiply,
+                operand0=x["carry"][0 : stop - start, lane : lane + 1], op1=nl.add, operand1=ps,
+            )  # fmt: skip
+        found.append(out)
+    return found

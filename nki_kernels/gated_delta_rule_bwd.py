@@ -1,0 +1,185 @@
+"""The gated delta rule backward: from states that forward kept, chunk by chunk from the last.
+
+`nki_kernels.chunk_gradients` has the equations. Every `every` chunks forward kept the state; between two
+kept ones a stretch of chunks is solved again from its start, and its matrices stay on chip until the
+gradients, going backward, have used them.
+"""
+
+from nki_kernels.chunk import begin, decay, next_state, products, residual, solved, views
+from nki_kernels.chunk_gradients import (
+    beta_gradient,
+    decay_gradient,
+    key_gradients,
+    pair_gradients,
+    residual_gradient,
+    state_gradient,
+    state_transposed,
+    through_norm,
+    value_gradient,
+)
+from nki_kernels.gated_delta_rule_fwd import first_state, store_state
+from nki_kernels.language import nisa, nki, nl
+from nki_kernels.tiles import (
+    chunk_rows,
+    constants,
+    copied,
+    cut,
+    loaded,
+    sbuf,
+    slots,
+    spans,
+    transposed,
+    waves,
+)
+from nki_kernels.triangular import inverses, pair_masks, workspace
+
+
+def kept_state(states, stretch, bundle, parts, V):
+    """S of a bundle at the start of a stretch, per part of K a tile [f, lanes, V]."""
+    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
+    S = []
+    for part in parts:
+        start, stop = part
+        tile = sbuf((stop - start, lanes, V))
+        nisa.dma_copy(dst=tile, src=states[n, stretch, start:stop, first : first + lanes, :])
+        S.append(tile)
+    return S
+
+
+def solve_again(
+    q, k, v, g, beta, do, S, wave, start, tokens, parts, scale, l2norm, spaces, masks, table, goes_on
+):  # fmt: skip
+    """One chunk of a wave, forward: dicts with T, U, P and S in them, and the next states if it `goes_on`."""
+    rows = chunk_rows(tokens)
+    V = v.shape[3]
+    xs = []
+    Gts = []
+    for b in range(len(wave)):
+        bundle = wave[b]
+        n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
+        x = begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table, False)
+        x["do"] = loaded(do[n, start : start + tokens, first : first + lanes, :], tokens, rows, (lanes, V))
+        E = decay(x["weights"], lanes, rows, table, "drop_before")
+        x["Es"] = decay(x["weights"], lanes, rows, table, "drop_upto")
+        P = sbuf((rows, lanes, rows))
+        nisa.tensor_tensor(
+            dst=P, data1=products(x["qt"], x["kt"], bundle, rows, parts), data2=E, op=nl.multiply
+        )
+        x["P"] = P
+        x["S"] = S[b]
+        xs.append(x)
+        Gts.append(x["Gt"])
+    Ts, Tts = inverses(Gts, spaces, masks, table, rows, True)
+    residuals = []
+    for b in range(len(wave)):
+        xs[b]["T"] = Ts[b]
+        residuals.append(residual(xs[b], S[b], wave[b], rows, parts))
+    for b in range(len(wave)):
+        xs[b]["U"] = solved(Tts[b], residuals[b], wave[b], rows)
+    following = S
+    if goes_on:
+        following = []
+        for b in range(len(wave)):
+            following.append(next_state(xs[b], S[b], xs[b]["U"], wave[b], parts))
+    return xs, following
+
+
+def store_tokens(dst, src, bundle, start, tokens):
+    """[rows, lanes, ...] to HBM [N, T, HV, ...] at the bundle's lanes."""
+    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
+    nisa.dma_copy(dst=dst[n, start : start + tokens, first : first + lanes], src=src[0:tokens])
+
+
+@nki.jit
+def gated_delta_rule_bwd(
+    q, k, v, g, beta, do, dstate, states, scale, l2norm, given, every, C, lanes, width
+):  # fmt: skip
+    """(dq, dk, dv, dg, dbeta, dinitial_state), given `states` from forward with the same C and every.
+
+    Shapes as in forward; do like v; dstate [N, HV, K, V] float32 is read if `given`, else None. dq and dk
+    [N, T, slots, K]: one head per key head in q's dtype, or, where a group of value heads is larger than
+    `width`, float32 parts whose consecutive slots / H sum to it.
+    """
+    N, T, H, K = q.shape
+    HV, V = v.shape[2], v.shape[3]
+    parts, value_parts = spans(K), spans(V)
+    chunks = (T + C - 1) // C
+    heads = slots(H, HV, width)
+    wide = q.dtype if heads == H else nl.float32
+    dq = nl.ndarray((N, T, heads, K), dtype=wide, buffer=nl.shared_hbm)
+    dk = nl.ndarray((N, T, heads, K), dtype=wide, buffer=nl.shared_hbm)
+    dv = nl.ndarray((N, T, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
+    dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
+    dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
+    dinitial = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    largest = min(C, chunk_rows(T))
+    full = constants(largest)
+    masks = pair_masks(largest)
+    for wave in waves(N, H, HV, width, lanes):
+        dS = []
+        spaces = []
+        for bundle in wave:
+            dS.append(first_state(dstate, bundle, parts, V, given))
+            spaces.append(workspace(largest, bundle["lanes"]))
+        for back in range((chunks + every - 1) // every):
+            stretch = (chunks + every - 1) // every - 1 - back
+            first_chunk = stretch * every
+            last_chunk = min(first_chunk + every, chunks)
+            S = []
+            for bundle in wave:
+                S.append(kept_state(states, stretch, bundle, parts, V))
+            solved_chunks = []
+            for chunk in range(first_chunk, last_chunk):
+                start = chunk * C
+                tokens = min(C, T - start)
+                table = cut(full, chunk_rows(tokens))
+                xs, S = solve_again(
+                    q, k, v, g, beta, do, S, wave, start, tokens, parts, scale, l2norm, spaces, masks, table,
+                    chunk + 1 < last_chunk,
+                )  # fmt: skip
+                solved_chunks.append(xs)
+            for step in range(last_chunk - first_chunk):
+                chunk = last_chunk - 1 - step
+                xs = solved_chunks[chunk - first_chunk]
+                start = chunk * C
+                tokens = min(C, T - start)
+                rows = chunk_rows(tokens)
+                table = cut(full, rows)
+                dres = []
+                dUs = []
+                for b in range(len(wave)):
+                    dUs.append(value_gradient(xs[b], dS[b], wave[b], rows, parts, table))
+                for b in range(len(wave)):
+                    dres.append(residual_gradient(xs[b]["T"], dUs[b], wave[b], rows))
+                for b in range(len(wave)):
+                    bundle = wave[b]
+                    x = xs[b]
+                    n, count = bundle["n"], bundle["lanes"]
+                    identity = table["identity"]
+                    do_t = transposed(views(x["do"], count), rows, value_parts, identity)
+                    U_t = transposed(views(x["U"], count), rows, value_parts, identity)
+                    dres_t = transposed(views(dres[b], count), rows, value_parts, identity)
+                    S_t = state_transposed(x["S"], bundle, parts, value_parts, K, table)
+                    dS_t = state_transposed(dS[b], bundle, parts, value_parts, K, table)
+                    pairs = pair_gradients(x, do_t, U_t, dres_t, bundle, rows, value_parts, scale, table)
+                    total, dots = key_gradients(
+                        x, pairs, do_t, U_t, dres_t, S_t, dS_t, bundle, rows, value_parts
+                    )  # fmt: skip
+                    if l2norm:
+                        total = through_norm(x, total, bundle, rows)
+                    low = bundle["slot"]
+                    high = low + bundle["key_heads"]
+                    stop = start + tokens
+                    nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=total[0:tokens, :, 0, :])
+                    nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=total[0:tokens, :, 1, :])
+                    dv_ = sbuf((rows, count, V), v.dtype)
+                    for lane in range(count):
+                        copied(dv_[:, lane, :], dres[b][:, lane, :], x["beta"][:, lane : lane + 1])
+                    store_tokens(dv, dv_, bundle, start, tokens)
+                    store_tokens(dbeta, beta_gradient(x, dres[b], dots, bundle, rows), bundle, start, tokens)
+                    dg_ = decay_gradient(x, x["S"], dS[b], dots, bundle, rows, parts, table)
+                    store_tokens(dg, dg_, bundle, start, tokens)
+                    dS[b] = state_gradient(x, dS[b], dres[b], bundle, rows, parts)
+        for b in range(len(wave)):
+            store_state(dinitial, dS[b], wave[b], parts)
+    return dq, dk, dv, dg, dbeta, dinitial
