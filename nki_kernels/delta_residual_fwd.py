@@ -82,8 +82,8 @@ def read_along(p, xt, keys, d0):
     spread = keys.ap(pattern=[[D, c], [1, size], [0, DV]], offset=d0)
     nisa.tensor_tensor(dst=product, data1=xt, data2=spread, op=nl.multiply)
     part = p if d0 == 0 else tile((c, DV), nl.float32)
-    passed = tile((c, size), nl.float32)
     for j in range(DV):
+        passed = tile((c, size), nl.float32)
         nisa.activation(
             dst=passed, op=nl.copy, data=product[:, :, j], reduce_op=nl.add, reduce_res=part[:, j : j + 1],
             reduce_cmd=nisa.reduce_cmd.reset_reduce,

@@ -1,0 +1,287 @@
+"""The short convolution: causal, depthwise, over time, then SiLU; forward and backward.
+
+    z_t = sum_j w_j x_{t - W + 1 + j}     y = SiLU(z)              W taps; before a sequence there are zeros
+
+    dz = dy SiLU'(z)     dx_t = sum_j w_j dz_{t + W - 1 - j}     dw_j = sum_t dz_t x_{t - W + 1 + j}
+
+Layout: x, y, dy, dx [B, T, C]; weight, dweight [C, W]; position [T], of each token in its packed sequence
+(B is 1 then), or None: tap j reads from its own sequence where position >= W - 1 - j.
+
+Time is the partition axis of x in HBM, and nothing shifts along partitions. So 128 rows are transposed, which
+makes a tap a slice of the free axis, and the taps transpose them back: the product of a slice [channels,
+tokens] with diag(w_j) is w_j x, [tokens, channels], and they add up in PSUM, where SiLU reads them. The first
+one or two taps are summed on the Scalar and Vector engines, and transposed back at half the price, so that no
+engine is busy alone. Tiles of time overlap by the W - 1 rows (2 W - 2 in backward) that a convolution looks
+back, so that no tile waits for another. Backward computes z again: forward leaves nothing but y.
+"""
+
+from nki_kernels.language import nisa, nki, nl
+from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, tile
+
+
+@nki.jit
+def short_convolution_fwd(x, weight, position):
+    """y [B, T, C] in x's dtype."""
+    B, T, C = x.shape
+    W = weight.shape[1]
+    y = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
+    eye, wide_eye = identities(x.dtype)
+    size = PARTITIONS - (W - 1)
+    for c0 in range(0, C, BANK):
+        c1 = min(c0 + BANK, C)
+        taps = all_taps(weight, c0, c1, wide_eye)
+        for b in range(B):
+            for t0 in range(0, T, size):
+                t1 = min(t0 + size, T)
+                seen = windows(x, b, t0, t1, c0, c1, W, eye)
+                z = convolved(seen, taps, masks(position, t0, t1, W), t1 - t0, wide_eye)
+                out = tile((t1 - t0, c1 - c0), x.dtype)
+                nisa.activation(dst=out, op=nl.silu, data=z)
+                nisa.dma_copy(dst=y[b, t0:t1, c0:c1], src=out)
+    return y
+
+
+@nki.jit
+def short_convolution_bwd(dy, x, weight, position):
+    """(dx [B, T, C] in x's dtype, dweight [C, W] in weight's)."""
+    B, T, C = x.shape
+    W = weight.shape[1]
+    dx = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
+    dweight = nl.ndarray((C, W), dtype=weight.dtype, buffer=nl.shared_hbm)
+    eye, wide_eye = identities(x.dtype)
+    size = PARTITIONS - 2 * (W - 1)
+    for c0 in range(0, C, BANK):
+        c1 = min(c0 + BANK, C)
+        taps = all_taps(weight, c0, c1, wide_eye)
+        sums = []
+        for a0, a1 in channels(c1 - c0):
+            total = tile((a1 - a0, W), nl.float32)
+            nisa.memset(dst=total, value=0.0)
+            sums.append(total)
+        for b in range(B):
+            pending = None
+            for t0 in range(0, T + size, size):
+                # z of the next tile before dx of this one: their instructions wait for each other's engines
+                following = None
+                if t0 < T:
+                    t1 = min(t0 + size, T)
+                    t2 = min(t1 + W - 1, T)  # dz of tokens behind t1 reaches back to dx
+                    keep = masks(position, t0, t2, W)
+                    seen = windows(x, b, t0, t2, c0, c1, W, eye)
+                    dz = tile((t2 - t0, c1 - c0), nl.float32)
+                    z = convolved(seen, taps, keep, t2 - t0, wide_eye)
+                    nisa.activation(dst=dz, op=nl.silu_dx, data=z)
+                    nisa.tensor_tensor(
+                        dst=dz, data1=dz, data2=loaded(dy[b, t0:t2, c0:c1], dy.dtype), op=nl.multiply
+                    )
+                    following = (dz, seen, keep, t1 - t0)
+                if pending != None:  # noqa: E711 (compilers before 0.7 know no `is`)
+                    last = t0 - size
+                    by_tap = turned(pending[0], pending[2], pending[3], W, wide_eye)
+                    out = tile((pending[3], c1 - c0), x.dtype)
+                    nisa.activation(dst=out, op=nl.copy, data=correlated(by_tap, taps, pending[3], wide_eye))
+                    nisa.dma_copy(dst=dx[b, last : last + pending[3], c0:c1], src=out)
+                    for i in range(len(sums)):
+                        add_products(sums[i], by_tap[i], pending[1][i], pending[3])
+                pending = following
+        spans = channels(c1 - c0)
+        for i in range(len(spans)):
+            a0, a1 = spans[i]
+            rounded = tile((a1 - a0, W), weight.dtype)
+            nisa.tensor_copy(dst=rounded, src=sums[i])
+            nisa.dma_copy(dst=dweight[c0 + a0 : c0 + a1, :], src=rounded)
+    return dx, dweight
+
+
+def identities(dtype):
+    """[128, 128] in dtype, and in float32."""
+    eye = identity(PARTITIONS, dtype)
+    if dtype == nl.float32:
+        return eye, eye
+    return eye, identity(PARTITIONS, nl.float32)
+
+
+def channels(width):
+    """[(start, end)] of at most 128 channels each."""
+    found = []
+    for start in range(0, width, PARTITIONS):
+        found.append((start, min(start + PARTITIONS, width)))
+    return found
+
+
+def all_taps(weight, c0, c1, eye):
+    """For every 128 channels: w [channels, W] float32, and diag(w_j) [channels, W, channels]."""
+    W = weight.shape[1]
+    found = []
+    for a0, a1 in channels(c1 - c0):
+        w = loaded(weight[c0 + a0 : c0 + a1, :], nl.float32)
+        diagonal = tile((a1 - a0, W, a1 - a0), nl.float32)
+        for j in range(W):
+            nisa.tensor_scalar(
+                dst=diagonal[:, j, :], data=eye[0 : a1 - a0, 0 : a1 - a0], op0=nl.multiply,
+                operand0=w[:, j : j + 1],
+            )  # fmt: skip
+        found.append((w, diagonal))
+    return found
+
+
+def masks(position, t0, t1, W):
+    """[128, t1 - t0] of ones and zeros for the taps 0 to W - 2: whether they stay in the token's sequence."""
+    found = []
+    if position == None:  # noqa: E711 (compilers before 0.7 know no `is`)
+        return found
+    count = t1 - t0
+    where = tile((PARTITIONS, count), nl.float32)
+    nisa.dma_copy(dst=where, src=position.ap(pattern=[[0, PARTITIONS], [1, count]], offset=t0))
+    for j in range(W - 1):
+        keep = tile((PARTITIONS, count), nl.float32)
+        nisa.tensor_scalar(dst=keep, data=where, op0=nl.greater_equal, operand0=float(W - 1 - j))
+        found.append(keep)
+    return found
+
+
+def windows(x, b, t0, t1, c0, c1, W, eye):
+    """For every 128 channels: x of the tokens t0 - W + 1 to t1, [channels, tokens] float32."""
+    rows = t1 - t0 + W - 1
+    first = t0 - (W - 1)
+    xt = tile((rows, c1 - c0), x.dtype)
+    if first < 0:
+        nisa.memset(dst=xt, value=0.0)
+        nisa.dma_copy(dst=xt[-first:rows, :], src=x[b, 0:t1, c0:c1])
+    else:
+        nisa.dma_copy(dst=xt, src=x[b, first:t1, c0:c1])
+    found = []
+    for a0, a1 in channels(c1 - c0):
+        found.append(transposed(xt[:, a0:a1], eye, rows))
+    return found
+
+
+def transposed(x, eye, columns):
+    """x [rows, C], any dtype, as [C, columns] float32; columns behind the rows are 0."""
+    rows, C = x.shape
+    ps = nl.ndarray((C, rows), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=ps, stationary=x, moving=eye[0:rows, 0:rows], is_moving_onezero=True)
+    out = tile((C, columns), nl.float32)
+    if columns > rows:
+        nisa.memset(dst=out, value=0.0)
+    nisa.activation(dst=out[:, 0:rows], op=nl.copy, data=ps)
+    return out
+
+
+def convolved(seen, taps, keep, count, eye):
+    """z [count, all channels] in PSUM."""
+    slices = []
+    for i in range(len(seen)):
+        C, W = taps[i][0].shape
+        own = []
+        for j in range(W):
+            window = seen[i][:, j : j + count]
+            if j < len(keep):
+                window = tile((C, count), nl.float32)
+                nisa.tensor_tensor(
+                    dst=window, data1=seen[i][:, j : j + count], data2=keep[j][0:C, :], op=nl.multiply
+                )
+            own.append(window)
+        slices.append(own)
+    return weighted(slices, taps, min(2, taps[0][0].shape[1]), eye)
+
+
+def correlated(by_tap, taps, count, eye):
+    """dx [count, all channels] in PSUM: tap j of token t gives to token t - W + 1 + j."""
+    slices = []
+    for i in range(len(by_tap)):
+        own = []
+        W = len(by_tap[i])
+        for j in range(W):
+            own.append(by_tap[i][j][:, W - 1 - j : W - 1 - j + count])
+        slices.append(own)
+    return weighted(slices, taps, 1, eye)
+
+
+def weighted(slices, taps, mixed, eye):
+    """sum_j w_j slices[j], of [channels, tokens], as [tokens, all channels] in PSUM.
+
+    The last taps on the Tensor engine; the first, `mixed` of them, on the Scalar and Vector engines before.
+    """
+    count = slices[0][0].shape[1]
+    width = 0
+    sums = []
+    for i in range(len(slices)):
+        w = taps[i][0]
+        first = tile(slices[i][0].shape, nl.float32)
+        nisa.activation(dst=first, op=nl.copy, data=slices[i][0], scale=w[:, 0:1])
+        for j in range(1, mixed):
+            nisa.scalar_tensor_tensor(
+                dst=first, data=slices[i][j], op0=nl.multiply, operand0=w[:, j : j + 1], op1=nl.add,
+                operand1=first,
+            )  # fmt: skip
+        sums.append(first)
+        width += w.shape[0]
+    out = nl.ndarray((count, width), dtype=nl.float32, buffer=nl.psum)
+    a0 = 0
+    for i in range(len(slices)):
+        w, diagonal = taps[i]
+        C, W = w.shape
+        for j in range(mixed, W):
+            nisa.nc_matmul(dst=out[:, a0 : a0 + C], stationary=slices[i][j], moving=diagonal[:, j, :])
+        nisa.nc_matmul(
+            dst=out[:, a0 : a0 + C], stationary=sums[i], moving=eye[0:C, 0:C], is_moving_onezero=True
+        )
+        a0 += C
+    return out
+
+
+def turned(dz, keep, count, W, eye):
+    """For every 128 channels: dz as each tap sees it, [channels, count + W - 1]; behind the last token 0."""
+    found = []
+    for a0, a1 in channels(dz.shape[1]):
+        behind = transposed(dz[:, a0:a1], eye, count + W - 1)
+        found.append(masked(behind, keep, dz.shape[0], W))
+    return found
+
+
+def masked(behind, keep, count, W):
+    """dz [channels, columns] as each tap sees it, of which `count` columns are tokens and the others 0."""
+    C, columns = behind.shape
+    found = []
+    for j in range(W):
+        out = behind
+        if j < len(keep):
+            out = tile((C, columns), nl.float32)
+            if columns > count:
+                nisa.memset(dst=out, value=0.0)
+            nisa.tensor_tensor(
+                dst=out[:, 0:count], data1=behind[:, 0:count], data2=keep[j][0:C, :], op=nl.multiply
+            )
+        found.append(out)
+    return found
+
+
+def add_products(sums, by_tap, seen, count):
+    """dw [channels, W] += the tile's sum over time of dz and what tap j saw."""
+    C, W = sums.shape
+    part = tile((C, W), nl.float32)
+    for j in range(W):
+        product, passed = tile((C, count), nl.float32), tile((C, count), nl.float32)
+        nisa.tensor_tensor(
+            dst=product, data1=by_tap[j][:, 0:count], data2=seen[:, j : j + count], op=nl.multiply
+        )
+        nisa.activation(
+            dst=passed, op=nl.copy, data=product, reduce_op=nl.add, reduce_res=part[:, j : j + 1],
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )  # fmt: skip
+    nisa.tensor_tensor(dst=sums, data1=sums, data2=part, op=nl.add)
+
+
+def example(B=1, T=1024, C=3072, W=4, dtype="float32", backward=0):
+    """(kernel, arguments) for the simulator's report; backward=1 for the gradients."""
+    import ml_dtypes
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    kind = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype]
+    x, dy = (rng.standard_normal((B, T, C), dtype=np.float32).astype(kind) for _ in range(2))
+    weight = rng.standard_normal((C, W), dtype=np.float32)
+    if backward:
+        return short_convolution_bwd, (dy, x, weight, None)
+    return short_convolution_fwd, (x, weight, None)
