@@ -1,4 +1,4 @@
-"""The NKI kernels of the small layers on the simulator: float64 judges, the PyTorch layers are the baseline."""
+"""The NKI kernels of the small layers on the simulator; float64 judges, PyTorch's layers are the baseline."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ from nki_kernels.simulator.subset import findings
 
 KERNELS = [short_convolution_fwd, short_convolution_bwd, gated_rms_norm_fwd, gated_rms_norm_bwd]
 
-# B, T, C, W: one token; fewer tokens than taps; one tile exactly, one token more, for forward (125) and backward
-# (122); two rows; channels in uneven parts of 128 and of a PSUM bank; other numbers of taps, one among them
+# B, T, C, W: one token; fewer tokens than taps; one tile exactly, one token more, for forward (125) and
+# backward (122); two rows; channels in uneven parts of 128 and of a bank; other numbers of taps
 CONVOLUTIONS = [
     (1, 1, 32, 4), (1, 2, 32, 4), (2, 122, 48, 4), (1, 123, 48, 4), (1, 125, 32, 4), (2, 126, 32, 4),
     (1, 300, 200, 4), (1, 9, 700, 4), (1, 130, 32, 2), (1, 130, 32, 3), (1, 20, 16, 1),
@@ -43,7 +43,7 @@ def sequences(T, lengths):
     return Sequences.packed(bounds, T, attention=False)
 
 
-def literal_convolution(x, weight, lengths):
+def literal_convolution(lengths, x, weight):
     """Tap by tap, sequence by sequence."""
     W, found = weight.shape[1], []
     for part in x.split(x.shape[1] if lengths is None else list(lengths), dim=1):
@@ -53,15 +53,15 @@ def literal_convolution(x, weight, lengths):
     return torch.cat(found, dim=1)
 
 
-def layer_convolution(x, weight, lengths):
+def layer_convolution(lengths, x, weight):
     layer = ShortConvolution(*weight.shape, Tag(Role.VECTOR))
     return torch.func.functional_call(layer, {"weight": weight}, (x, sequences(x.shape[1], lengths)))
 
 
-def outcome(function, leaves, dy, dtype, names):
-    """The function's value and gradients in `dtype`."""
+def outcome(function, leaves, fixed, dy, dtype, names):
+    """function(*fixed, *leaves) and its gradients, in `dtype`."""
     leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
-    y = function(*leaves)
+    y = function(*fixed, *leaves)
     grads = torch.autograd.grad(y, leaves, dy.to(dtype))
     return dict(zip(names, [y.detach(), *grads], strict=True))
 
@@ -69,10 +69,8 @@ def outcome(function, leaves, dy, dtype, names):
 def check_convolution(shape, dtype, lengths=None, hard="", target="trn1"):
     x, dy, weight = convolution_inputs(*shape, dtype, hard)
     names = ("y", "dx", "dweight")
-    judge, honest = (
-        outcome(lambda x, w: function(x, w, lengths), [x, weight], dy, d, names)
-        for function, d in ((literal_convolution, torch.float64), (layer_convolution, torch.float32))
-    )
+    judge = outcome(literal_convolution, [x, weight], [lengths], dy, torch.float64, names)
+    honest = outcome(layer_convolution, [x, weight], [lengths], dy, torch.float32, names)
     position = None if lengths is None else sequences(shape[1], lengths).position[0].to(torch.int32)
     y = run(short_convolution_fwd, x, weight, position, target=target)
     grads = run(short_convolution_bwd, dy, x, weight, position, target=target)
@@ -108,12 +106,12 @@ def norm_inputs(M, V, dtype, hard=""):
     return [t.to(dtype) for t in (x, z)] + [weight, dy.to(dtype)]
 
 
-def literal_norm(x, z, weight, eps):
+def literal_norm(eps, x, weight, z=None):
     h = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
     return h if z is None else h * z * torch.sigmoid(z)
 
 
-def layer_norm(x, z, weight, eps):
+def layer_norm(eps, x, weight, z=None):
     layer = RMSNorm(x.shape[-1], eps)
     return torch.func.functional_call(layer, {"weight": weight}, (x, z))
 
@@ -121,16 +119,16 @@ def layer_norm(x, z, weight, eps):
 def check_norm(shape, dtype, gated=True, hard="", eps=1e-5, target="trn1"):
     x, z, weight, dy = norm_inputs(*shape, dtype, hard)
     z = z if gated else None
-    names = ("y", "dx", "dz", "dweight") if gated else ("y", "dx", "dweight")
-    leaves = [x, z, weight] if gated else [x, weight]
-    judge, honest = (
-        outcome(lambda x, *rest: function(x, rest[0] if gated else None, rest[-1], eps), leaves, dy, d, names)
-        for function, d in ((literal_norm, torch.float64), (layer_norm, torch.float32))
-    )
+    names = ("y", "dx", "dweight", "dz") if gated else ("y", "dx", "dweight")
+    leaves = [x, weight, z] if gated else [x, weight]
+    judge = outcome(literal_norm, leaves, [eps], dy, torch.float64, names)
+    honest = outcome(layer_norm, leaves, [eps], dy, torch.float32, names)
     y = run(gated_rms_norm_fwd, x, z, weight, eps, target=target)
     grads = run(gated_rms_norm_bwd, dy, x, z, weight, eps, target=target)
-    found = dict(zip(names, [y, *grads], strict=True))
-    assert [found[name].dtype for name in names] == [dtype] * (len(names) - 1) + [torch.float32]
+    found = {"y": y, "dx": grads[0], "dweight": grads[-1]} | ({"dz": grads[1]} if gated else {})
+    assert {name: x.dtype for name, x in found.items()} == {
+        name: torch.float32 if name == "dweight" else dtype for name in names
+    }
     assert_close(found, judge, honest, terms=shape[0] + shape[1])
 
 
