@@ -1,6 +1,7 @@
 """What every backend declares. The first automatic one that covers a call is chosen: the order matters."""
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -15,6 +16,13 @@ def _triton_missing(device: str) -> str | None:
         return "needs the triton package: pip install triton"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "runs on CPU tensors only in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
+    return None
+
+
+def _nki_missing(device: str) -> str | None:
+    absent = [name for name in ("torch_xla", "nki") if find_spec(name) is None]
+    if absent:
+        return f"needs {' and '.join(absent)}, from AWS Neuron's package index: pip install torch-neuronx nki"
     return None
 
 
@@ -41,6 +49,28 @@ def declare() -> None:
             name="chunked",
             adapter="backends.chunked",
             capabilities={"gated_delta_rule": chunked, "gated_delta_rule_step": chunked},
+        )
+    )
+    # two gradients of K columns are one bank of PSUM, so is one row block of V; 4 such heads fill SBUF
+    kernels = Capability(
+        dtypes=frozenset({torch.float32, torch.bfloat16}), devices=frozenset({"xla"}),
+        automatic=frozenset({"xla"}), max_k=256, max_v=512, packed=False,
+    )  # fmt: skip
+    register(
+        Backend(
+            name="nki",
+            adapter="backends.nki_adapter",
+            capabilities={"gated_delta_rule": kernels},
+            unavailable=_nki_missing,
+        )
+    )
+    simulated = replace(kernels, devices=frozenset({"cpu"}), automatic=frozenset(), packed=True)
+    register(
+        Backend(
+            name="nki-simulator",
+            adapter="backends.nki_adapter",
+            capabilities={"gated_delta_rule": simulated},
+            emulated=frozenset({"cpu"}),
         )
     )
     # T steps one after the other: right, and slow on purpose, so only by name

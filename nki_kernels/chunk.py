@@ -15,6 +15,8 @@ chunk. No difference of two running sums is taken, so where a decay of -20 stand
 small one keeps its digits, and no exponent is above 0.
 """
 
+from typing import Any
+
 from nki_kernels.language import nisa, nl
 from nki_kernels.tiles import copied, loaded, over_lanes, psum, sbuf, transposed
 
@@ -227,13 +229,15 @@ def next_state(x, S, U, bundle, parts):
     return found
 
 
-def begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table, drop):
+def begin(
+    q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table, drop
+) -> dict[str, Any]:  # fmt: skip
     """What a chunk needs that does not depend on the state, up to G: everything in one dict.
 
     kt, qt are k and scale q, transposed, per part of K; k_minus is -diag(beta) K, k_end diag(lambda) K.
     """
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
-    x = gates(g, beta, bundle, start, tokens, rows, q.shape[3], scale, table)
+    x: dict[str, Any] = gates(g, beta, bundle, start, tokens, rows, q.shape[3], scale, table)
     qk, inverse_norms = keys(q, k, bundle, start, tokens, rows, l2norm, table)
     x["qk"] = qk
     x["inverse_norms"] = inverse_norms

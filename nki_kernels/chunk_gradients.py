@@ -1,5 +1,5 @@
-"""One chunk of the gated delta rule backward, on chip. Names as in `nki_kernels.chunk`; dS' is the gradient of
-the state that the chunk leaves.
+"""One chunk of the gated delta rule backward, on chip. Names as in `nki_kernels.chunk`; dS' is the gradient
+of the state that the chunk leaves.
 
     dU  = P^T dO + diag(lambda) K dS'          dV' = T^T dU          dV = diag(beta) dV'
     A   = scale strict(dO U^T . E)             Z = -strict(dV' U^T . E)           a = scale diag(dO U^T)

@@ -8,6 +8,8 @@ Products that add up in PSUM always name the same view of it: whether a matmul a
 decides by the view.
 """
 
+from typing import Any
+
 from nki_kernels.language import nisa, nl
 
 PARTITIONS = 128
@@ -22,7 +24,7 @@ def psum(shape):
     return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
 
 
-def copied(dst, src, factor=1.0):
+def copied(dst, src, factor: Any = 1.0):
     """dst = factor src on the Scalar engine, which is the least busy; factor a number or a (P, 1) tile."""
     nisa.activation(dst=dst, op=nl.copy, data=src, scale=factor)
 

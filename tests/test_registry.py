@@ -48,11 +48,12 @@ def test_cuda_tensors_take_triton():
 def test_nothing_falls_back_on_a_device_without_its_own_backend():
     with pytest.raises(BackendRefusal) as refusal:
         choose(replace(CALL, device="xla"))
-    said = str(refusal.value)
+    said = " ".join(str(refusal.value).split())
     assert "no backend can run gated_delta_rule for H=2 K=64 V=64 float32 on xla, gradients on" in said
-    assert 'chunked    runs on xla only when asked for: backend="chunked"' in said
-    assert 'recurrent  runs on xla only when asked for: backend="recurrent"' in said
-    assert "triton     runs on cpu, cuda; tensors are on xla" in said
+    assert 'chunked runs on xla only when asked for: backend="chunked"' in said
+    assert 'recurrent runs on xla only when asked for: backend="recurrent"' in said
+    assert "triton runs on cpu, cuda; tensors are on xla" in said
+    assert "nki-simulator runs on cpu; tensors are on xla" in said
 
 
 def test_a_backend_that_the_caller_allows_is_chosen_after_the_automatic_ones():
@@ -82,7 +83,7 @@ def test_use_restores_what_was_before_even_after_an_exception():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"name": "tritn"}, r"no backend is named 'tritn'; registered: triton, chunked, recurrent"),
+        ({"name": "tritn"}, r"no backend is named 'tritn'; registered: triton, chunked, "),
         ({"allow": ["nope"]}, r"no backend is named 'nope'"),
     ],
 )
@@ -132,7 +133,7 @@ def test_a_missing_package_is_a_reason(monkeypatch):
         BACKENDS["chunked"], unavailable=lambda device: f"needs a part for {device}: pip install it"
     )
     monkeypatch.setitem(BACKENDS, "chunked", missing)
-    with pytest.raises(BackendRefusal, match="chunked    needs a part for cpu: pip install it"):
+    with pytest.raises(BackendRefusal, match=r"chunked +needs a part for cpu: pip install it"):
         choose(CALL)
 
 
@@ -162,7 +163,7 @@ def test_the_command_prints_every_backend_and_every_reason(capsys):
     assert said.startswith("devices here: ")
     assert all(name in said for name in (*BACKENDS, *registry.OPERATIONS))
     reasons = [reason for row in backends.describe() for reason in row.reasons]
-    assert all(reason.split(": ")[0] + ":" in said for reason in reasons)
+    assert all(reason.split(": ")[0] in said for reason in reasons)
 
 
 def test_adapters_are_imported_when_first_called_not_before():

@@ -1,0 +1,235 @@
+"""NKI's side of the operations: cuts a call into kernel calls of bounded length, runs them, joins results.
+
+One module for two backends. On XLA tensors (`nki`) a kernel call is recorded in the lazy graph and compiled
+with it; on CPU tensors (`nki-simulator`) it runs under `nki.simulate`: our simulator, or AWS's where its nki
+package is installed.
+
+Kernels are unrolled, so a call is at most LANE_CHUNKS chunks of one head each; longer ones are cut in
+sequences first, then in time, where the state is handed on. Lengths are constants of a kernel: packed
+sequences are cut by their lengths, read from cu_seqlens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
+from nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
+from nki_kernels.language import nki
+
+if TYPE_CHECKING:
+    from backends.registry import Options
+
+LANE_CHUNKS = 64  # 8,000 instructions backward, 4,000 forward
+CHUNK = 128
+EVERY = 1  # chunks between kept states
+WIDTH = 4  # a C x C matrix of each of 4 lanes is one bank of PSUM
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the kernels cut their work; see `gated_delta_rule_fwd`."""
+
+    every: int
+    C: int
+    lanes: int
+    width: int
+
+
+def plan(N: int, H: int, HV: int, K: int, V: int) -> Plan:
+    """Lanes that fit SBUF (peaks of 128 and 167 of trn1's 192 KiB), in two bundles where there are two."""
+    group = HV // H
+    width = max(min(WIDTH, -(-N * HV // 2)), min(group, WIDTH))
+    return Plan(EVERY, CHUNK, 8 if K <= 128 and V <= 256 else 4, width)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a call: some sequences over some tokens. rows index q, sequences the states."""
+
+    rows: slice
+    sequences: slice
+    tokens: slice
+    kept: slice  # where the states lie that this piece keeps
+
+
+def stretches(T: int) -> int:
+    """How many states a sequence of T tokens keeps."""
+    return -(-T // (CHUNK * EVERY))
+
+
+def pieces(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[list[Piece]]:
+    """Per group of sequences its pieces in the order of time; none for empty sequences."""
+    B, T, HV = q.shape[0], q.shape[1], v.shape[2]
+    if cu_seqlens is None:
+        together = max(1, min(B, LANE_CHUNKS // max(1, HV * stretches(T) * EVERY)))
+        groups = [(slice(b, min(b + together, B)),) * 2 + (0, T, 0) for b in range(0, B, together)]
+    else:
+        bounds = cu_seqlens.tolist()
+        groups, kept = [], 0
+        for n in range(len(bounds) - 1):
+            groups.append((slice(0, 1), slice(n, n + 1), bounds[n], bounds[n + 1], kept))
+            kept += stretches(bounds[n + 1] - bounds[n])
+    length = max(1, LANE_CHUNKS // (HV * EVERY)) * CHUNK * EVERY
+    found = []
+    for rows, sequences, start, stop, kept in groups:
+        cut = []
+        for at in range(start, stop, length):
+            end, first = min(at + length, stop), kept + (at - start) // (CHUNK * EVERY)
+            cut.append(Piece(rows, sequences, slice(at, end), slice(first, first + stretches(end - at))))
+        found.append(cut)
+    return found
+
+
+def saved_shapes(
+    q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, options: Options
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """States before chunks [B, how many there may be, K, HV, V]."""
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    many = stretches(T) if cu_seqlens is None else T // (CHUNK * EVERY) + cu_seqlens.shape[0] - 1
+    return [((B, many, K, HV, V), torch.float32)]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    *,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """o, final_state and the states that backward starts from."""
+    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    outs, finals, states = [], [], []
+    for group, rows, sequences in _groups(q, v, cu_seqlens):
+        S = None if initial_state is None else initial_state[sequences]
+        for piece in group:
+            cut = [x[piece.rows, piece.tokens] for x in (q, k, v, g, beta)]
+            how = plan(rows.stop - rows.start, H, HV, K, V)
+            o, S, *kept = _run(
+                gated_delta_rule_fwd,
+                *cut,
+                S,
+                options.scale,
+                options.use_qk_l2norm_in_kernel,
+                S is not None,
+                how.every if save else 0,
+                how.C,
+                how.lanes,
+                how.width,
+            )
+            outs.append((piece, o))
+            states += [(piece, x) for x in kept]
+        if S is None:
+            S = q.new_zeros((sequences.stop - sequences.start, HV, K, V), dtype=torch.float32)
+        finals.append(S)
+    o = _joined(outs, v, lambda piece: piece.tokens)
+    final_state = torch.cat(finals) if options.output_final_state else None
+    if not save:
+        return o, final_state, []
+    ((shape, dtype),) = saved_shapes(q, v, initial_state, cu_seqlens, options)
+    return o, final_state, [_joined(states, q.new_zeros(shape, dtype=dtype), lambda piece: piece.kept)]
+
+
+def backward(
+    do: Tensor,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
+    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    inputs, (states,) = (q, k, v, g, beta), saved
+    grads: list[list[tuple[Piece, Tensor]]] = [[] for _ in inputs]
+    firsts = []
+    for group, rows, sequences in _groups(q, v, cu_seqlens):
+        dS = None if dstate is None else dstate[sequences]
+        for piece in reversed(group):
+            cut = [x[piece.rows, piece.tokens] for x in (*inputs, do)]
+            how = plan(rows.stop - rows.start, H, HV, K, V)
+            *found, dS = _run(
+                gated_delta_rule_bwd,
+                *cut,
+                dS,
+                states[piece.rows, piece.kept],
+                options.scale,
+                options.use_qk_l2norm_in_kernel,
+                dS is not None,
+                how.every,
+                how.C,
+                how.lanes,
+                how.width,
+            )
+            for i, x in enumerate(inputs):
+                grads[i].append((piece, _summed(found[i], x)))
+        if dS is None:
+            dS = q.new_zeros((sequences.stop - sequences.start, HV, K, V), dtype=torch.float32)
+        firsts.append(dS)
+    dq, dk, dv, dg, dbeta = (
+        _joined(found, x, lambda piece: piece.tokens) for found, x in zip(grads, inputs, strict=True)
+    )
+    return dq, dk, dv, dg, dbeta, None if initial_state is None else torch.cat(firsts)
+
+
+def _groups(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Iterator[tuple[list[Piece], slice, slice]]:
+    """Each group's pieces, its rows of q and its sequences; an empty sequence is a group without pieces."""
+    for n, group in enumerate(pieces(q, v, cu_seqlens)):
+        if group:
+            yield group, group[0].rows, group[0].sequences
+        else:
+            yield group, slice(0, 1), slice(n, n + 1)
+
+
+def _summed(grad: Tensor, x: Tensor) -> Tensor:
+    """The kernel leaves a key head's gradient in parts where its group of value heads is large."""
+    parts = grad.shape[2] // x.shape[2]
+    return grad if parts == 1 else grad.unflatten(2, (x.shape[2], parts)).sum(3).to(x.dtype)
+
+
+def _joined(found: list[tuple[Piece, Tensor]], like: Tensor, where: Callable[[Piece], slice]) -> Tensor:
+    """Pieces at their places in a tensor like `like`; one that is everything, as it is."""
+    if len(found) == 1 and found[0][1].shape == like.shape:
+        return found[0][1]
+    out = torch.zeros_like(like)
+    for piece, x in found:
+        out[piece.rows, where(piece)] = x
+    return out
+
+
+def _run(kernel: Any, *args: Any) -> tuple[Any, ...]:
+    """A kernel call: recorded in XLA's graph, or simulated on CPU tensors."""
+    if args[0].device.type != "cpu":
+        return kernel(*[x.contiguous() if isinstance(x, Tensor) else x for x in args])
+    arrays = [_array(x) if isinstance(x, Tensor) else x for x in args]
+    return tuple(_tensor(x) for x in nki.simulate(kernel)(*arrays))
+
+
+def _array(x: Tensor) -> np.ndarray:
+    x = x.detach().contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def _tensor(x: np.ndarray) -> Tensor:
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
