@@ -16,6 +16,7 @@ from nki_kernels.delta_residual_fwd import add_outer, blocks, check_eps, read_al
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, reciprocal_norm, tile
 
+BANKS = 4  # of PSUM's 8 for a block of a
 RESIDENT = 5 * 1024  # numbers of X, and of dX', a partition: 20 of 192 KiB each, and a bf16 copy
 
 
@@ -30,6 +31,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
     dbeta = nl.ndarray((M,), dtype=beta.dtype, buffer=nl.shared_hbm)
     beta, dbeta_rows = beta.reshape((M, 1)), dbeta.reshape((M, 1))
     eye = identity(PARTITIONS, nl.float32)
+    parts = blocks(D, DV, min(RESIDENT, BANKS * BANK * DV))
     for start in range(0, M, PARTITIONS):
         stop = min(start + PARTITIONS, M)
         c = stop - start
@@ -38,7 +40,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         gate = loaded(beta[start:stop, :], nl.float32)
         resident = []
         p, s = tile((c, DV), nl.float32), tile((c, DV), nl.float32)
-        for d0, d1 in blocks(D, DV, RESIDENT):
+        for d0, d1 in parts:
             xt = in_float32(x[start:stop, d0:d1, :])
             dt = in_float32(dout[start:stop, d0:d1, :])
             read_along(p, xt, keys, d0)
@@ -70,17 +72,23 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         w = tile((c, DV), nl.float32)
         nisa.tensor_scalar(dst=w, data=s, op0=nl.multiply, operand0=step, op1=nl.multiply, operand1=-1.0)
         gain_e, gain_s = diagonals(e, eye, 1.0), diagonals(s, eye, -1.0)
-        for d0, d1 in blocks(D, DV, RESIDENT):
+        for d0, d1 in parts:
             xt, dt = resident[0]
             if len(resident) > 1:
                 xt = in_float32(x[start:stop, d0:d1, :])
                 dt = in_float32(dout[start:stop, d0:d1, :])
+            sums = []
             for b0 in range(d0, d1, BANK):
                 b1 = min(b0 + BANK, d1)
                 a = nl.ndarray((c, b1 - b0), dtype=nl.float32, buffer=nl.psum)
                 for j in range(DV):
                     nisa.nc_matmul(dst=a, stationary=gain_e[j], moving=dt[:, b0 - d0 : b1 - d0, j])
                     nisa.nc_matmul(dst=a, stationary=gain_s[j], moving=xt[:, b0 - d0 : b1 - d0, j])
+                sums.append((b0, b1, a))
+            dx_tile = tile((c, d1 - d0, DV), x.dtype)
+            add_outer(dx_tile, dt, keys, w, d0)  # meanwhile the Tensor engine sums
+            nisa.dma_copy(dst=dx[start:stop, d0:d1, :], src=dx_tile)
+            for b0, b1, a in sums:
                 dk_tile = tile((c, b1 - b0), k.dtype)
                 if k_eps == None:  # noqa: E711
                     nisa.tensor_scalar(dst=dk_tile, data=a, op0=nl.multiply, operand0=step)
@@ -91,9 +99,6 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
                         dst=dk_tile, data=a, op0=nl.multiply, operand0=step, op1=nl.add, operand1=back
                     )
                 nisa.dma_copy(dst=dk[start:stop, b0:b1], src=dk_tile)
-            dx_tile = tile((c, d1 - d0, DV), x.dtype)
-            add_outer(dx_tile, dt, keys, w, d0)
-            nisa.dma_copy(dst=dx[start:stop, d0:d1, :], src=dx_tile)
     return dx, dk, dv, dbeta
 
 

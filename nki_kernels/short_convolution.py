@@ -18,6 +18,9 @@ back, so that no tile waits for another. Backward computes z again: forward leav
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, tile
 
+ON_VECTOR = 2  # taps of z that the Scalar and Vector engines take
+ON_SCALAR = 1  # taps of dx: in backward the Vector engine has the sums of dw
+
 
 @nki.jit
 def short_convolution_fwd(x, weight, position):
@@ -26,71 +29,96 @@ def short_convolution_fwd(x, weight, position):
     W = weight.shape[1]
     y = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
     eye, wide_eye = identities(x.dtype)
-    size = PARTITIONS - (W - 1)
+    pieces = tiles_of_time(B, T, PARTITIONS - (W - 1))
     for c0 in range(0, C, BANK):
         c1 = min(c0 + BANK, C)
         taps = all_taps(weight, c0, c1, wide_eye)
-        for b in range(B):
-            for t0 in range(0, T, size):
-                t1 = min(t0 + size, T)
+        ready = []
+        for i in range(len(pieces) + 1):  # one stage ahead: see backward
+            if i < len(pieces):
+                b, t0, t1 = pieces[i]
                 seen = windows(x, b, t0, t1, c0, c1, W, eye)
-                z = convolved(seen, taps, masks(position, t0, t1, W), t1 - t0, wide_eye)
+                keep = masks(position, t0, t1, W)
+                ready.append(prepared(seen_by_taps(seen, keep, t1 - t0, W), taps, ON_VECTOR))
+            if i > 0:
+                b, t0, t1 = pieces[i - 1]
                 out = tile((t1 - t0, c1 - c0), x.dtype)
-                nisa.activation(dst=out, op=nl.silu, data=z)
+                nisa.activation(dst=out, op=nl.silu, data=summed(ready[i - 1], taps, wide_eye))
                 nisa.dma_copy(dst=y[b, t0:t1, c0:c1], src=out)
     return y
 
 
 @nki.jit
 def short_convolution_bwd(dy, x, weight, position):
-    """(dx [B, T, C] in x's dtype, dweight [C, W] in weight's)."""
+    """(dx [B, T, C] in x's dtype, dweight [C, W] in weight's).
+
+    A tile of time passes four stages, and four tiles are on their way, each a stage behind the one before: an
+    engine that runs its instructions in order then waits for none of the others.
+    """
     B, T, C = x.shape
     W = weight.shape[1]
     dx = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((C, W), dtype=weight.dtype, buffer=nl.shared_hbm)
     eye, wide_eye = identities(x.dtype)
-    size = PARTITIONS - 2 * (W - 1)
+    pieces = tiles_of_time(B, T, PARTITIONS - 2 * (W - 1))
+    n = len(pieces)
     for c0 in range(0, C, BANK):
         c1 = min(c0 + BANK, C)
         taps = all_taps(weight, c0, c1, wide_eye)
-        sums = []
-        for a0, a1 in channels(c1 - c0):
-            total = tile((a1 - a0, W), nl.float32)
-            nisa.memset(dst=total, value=0.0)
-            sums.append(total)
-        for b in range(B):
-            pending = None
-            for t0 in range(0, T + size, size):
-                # z of the next tile before dx of this one: their instructions wait for each other's engines
-                following = None
-                if t0 < T:
-                    t1 = min(t0 + size, T)
-                    t2 = min(t1 + W - 1, T)  # dz of tokens behind t1 reaches back to dx
-                    keep = masks(position, t0, t2, W)
-                    seen = windows(x, b, t0, t2, c0, c1, W, eye)
-                    dz = tile((t2 - t0, c1 - c0), nl.float32)
-                    z = convolved(seen, taps, keep, t2 - t0, wide_eye)
-                    nisa.activation(dst=dz, op=nl.silu_dx, data=z)
-                    nisa.tensor_tensor(
-                        dst=dz, data1=dz, data2=loaded(dy[b, t0:t2, c0:c1], dy.dtype), op=nl.multiply
-                    )
-                    following = (dz, seen, keep, t1 - t0)
-                if pending != None:  # noqa: E711 (compilers before 0.7 know no `is`)
-                    last = t0 - size
-                    by_tap = turned(pending[0], pending[2], pending[3], W, wide_eye)
-                    out = tile((pending[3], c1 - c0), x.dtype)
-                    nisa.activation(dst=out, op=nl.copy, data=correlated(by_tap, taps, pending[3], wide_eye))
-                    nisa.dma_copy(dst=dx[b, last : last + pending[3], c0:c1], src=out)
-                    for i in range(len(sums)):
-                        add_products(sums[i], by_tap[i], pending[1][i], pending[3])
-                pending = following
+        sums = zero_sums(c1 - c0, W)
+        seen, keep, ready_z, dz, by_tap, ready_dx = [], [], [], [], [], []
+        for i in range(n + 3):
+            if i < n:
+                b, t0, t1 = pieces[i]
+                t2 = min(t1 + W - 1, T)  # dz of tokens behind t1 reaches back to dx
+                seen.append(windows(x, b, t0, t2, c0, c1, W, eye))
+                keep.append(masks(position, t0, t2, W))
+                ready_z.append(prepared(seen_by_taps(seen[i], keep[i], t2 - t0, W), taps, ON_VECTOR))
+            if i >= 1 and i <= n:
+                b, t0, t1 = pieces[i - 1]
+                t2 = min(t1 + W - 1, T)
+                slope = tile((t2 - t0, c1 - c0), nl.float32)
+                nisa.activation(dst=slope, op=nl.silu_dx, data=summed(ready_z[i - 1], taps, wide_eye))
+                given = loaded(dy[b, t0:t2, c0:c1], dy.dtype)
+                nisa.tensor_tensor(dst=slope, data1=slope, data2=given, op=nl.multiply)
+                dz.append(slope)
+            if i >= 2 and i <= n + 1:
+                b, t0, t1 = pieces[i - 2]
+                by_tap.append(turned(dz[i - 2], keep[i - 2], t1 - t0, W, wide_eye))
+                ready_dx.append(prepared(given_by_taps(by_tap[i - 2], t1 - t0), taps, ON_SCALAR))
+            if i >= 3:
+                b, t0, t1 = pieces[i - 3]
+                out = tile((t1 - t0, c1 - c0), x.dtype)
+                nisa.activation(dst=out, op=nl.copy, data=summed(ready_dx[i - 3], taps, wide_eye))
+                nisa.dma_copy(dst=dx[b, t0:t1, c0:c1], src=out)
+                for part in range(len(sums)):
+                    add_products(sums[part], by_tap[i - 3][part], seen[i - 3][part], t1 - t0)
         spans = channels(c1 - c0)
-        for i in range(len(spans)):
-            a0, a1 = spans[i]
+        for part in range(len(spans)):
+            a0, a1 = spans[part]
             rounded = tile((a1 - a0, W), weight.dtype)
-            nisa.tensor_copy(dst=rounded, src=sums[i])
+            nisa.tensor_copy(dst=rounded, src=sums[part])
             nisa.dma_copy(dst=dweight[c0 + a0 : c0 + a1, :], src=rounded)
     return dx, dweight
+
+
+def tiles_of_time(B, T, size):
+    """[(row, first token, end)]."""
+    found = []
+    for b in range(B):
+        for t0 in range(0, T, size):
+            found.append((b, t0, min(t0 + size, T)))
+    return found
+
+
+def zero_sums(width, W):
+    """For every 128 channels: [channels, W] of zeros."""
+    found = []
+    for a0, a1 in channels(width):
+        total = tile((a1 - a0, W), nl.float32)
+        nisa.memset(dst=total, value=0.0)
+        found.append(total)
+    return found
 
 
 def identities(dtype):
@@ -168,65 +196,66 @@ def transposed(x, eye, columns):
     return out
 
 
-def convolved(seen, taps, keep, count, eye):
-    """z [count, all channels] in PSUM."""
-    slices = []
-    for i in range(len(seen)):
-        C, W = taps[i][0].shape
-        own = []
+def seen_by_taps(seen, keep, count, W):
+    """For every 128 channels and tap: what it reads, [channels, count]."""
+    found = []
+    for part in seen:
+        C = part.shape[0]
+        slices = []
         for j in range(W):
-            window = seen[i][:, j : j + count]
+            window = part[:, j : j + count]
             if j < len(keep):
                 window = tile((C, count), nl.float32)
                 nisa.tensor_tensor(
-                    dst=window, data1=seen[i][:, j : j + count], data2=keep[j][0:C, :], op=nl.multiply
+                    dst=window, data1=part[:, j : j + count], data2=keep[j][0:C, :], op=nl.multiply
                 )
-            own.append(window)
-        slices.append(own)
-    return weighted(slices, taps, min(2, taps[0][0].shape[1]), eye)
+            slices.append(window)
+        found.append(slices)
+    return found
 
 
-def correlated(by_tap, taps, count, eye):
-    """dx [count, all channels] in PSUM: tap j of token t gives to token t - W + 1 + j."""
-    slices = []
-    for i in range(len(by_tap)):
-        own = []
-        W = len(by_tap[i])
+def given_by_taps(by_tap, count):
+    """For every 128 channels and tap: the dz that it gives back, token t's to token t - W + 1 + j."""
+    found = []
+    for part in by_tap:
+        W = len(part)
+        slices = []
         for j in range(W):
-            own.append(by_tap[i][j][:, W - 1 - j : W - 1 - j + count])
-        slices.append(own)
-    return weighted(slices, taps, 1, eye)
+            slices.append(part[j][:, W - 1 - j : W - 1 - j + count])
+        found.append(slices)
+    return found
 
 
-def weighted(slices, taps, mixed, eye):
-    """sum_j w_j slices[j], of [channels, tokens], as [tokens, all channels] in PSUM.
-
-    The last taps on the Tensor engine; the first, `mixed` of them, on the Scalar and Vector engines before.
-    """
-    count = slices[0][0].shape[1]
-    width = 0
-    sums = []
+def prepared(slices, taps, ahead):
+    """(sum of the first `ahead` taps, slices of the others) for every 128 channels."""
+    found = []
     for i in range(len(slices)):
         w = taps[i][0]
         first = tile(slices[i][0].shape, nl.float32)
         nisa.activation(dst=first, op=nl.copy, data=slices[i][0], scale=w[:, 0:1])
-        for j in range(1, mixed):
+        for j in range(1, min(ahead, w.shape[1])):
             nisa.scalar_tensor_tensor(
                 dst=first, data=slices[i][j], op0=nl.multiply, operand0=w[:, j : j + 1], op1=nl.add,
                 operand1=first,
             )  # fmt: skip
-        sums.append(first)
-        width += w.shape[0]
-    out = nl.ndarray((count, width), dtype=nl.float32, buffer=nl.psum)
+        found.append((first, slices[i][ahead:]))
+    return found
+
+
+def summed(ready, taps, eye):
+    """All taps, transposed back: [tokens, all channels] in PSUM."""
+    width = 0
+    for part in ready:
+        width += part[0].shape[0]
+    out = nl.ndarray((ready[0][0].shape[1], width), dtype=nl.float32, buffer=nl.psum)
     a0 = 0
-    for i in range(len(slices)):
-        w, diagonal = taps[i]
-        C, W = w.shape
-        for j in range(mixed, W):
-            nisa.nc_matmul(dst=out[:, a0 : a0 + C], stationary=slices[i][j], moving=diagonal[:, j, :])
-        nisa.nc_matmul(
-            dst=out[:, a0 : a0 + C], stationary=sums[i], moving=eye[0:C, 0:C], is_moving_onezero=True
-        )
+    for i in range(len(ready)):
+        first, others = ready[i]
+        C, W = taps[i][0].shape
+        into = out[:, a0 : a0 + C]
+        for j in range(len(others)):
+            nisa.nc_matmul(dst=into, stationary=others[j], moving=taps[i][1][:, W - len(others) + j, :])
+        nisa.nc_matmul(dst=into, stationary=first, moving=eye[0:C, 0:C], is_moving_onezero=True)
         a0 += C
     return out
 

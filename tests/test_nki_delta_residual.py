@@ -16,7 +16,7 @@ NAMES = ["out", "dx", "dk", "dv", "dbeta"]
 
 # M tokens, D, DV: one token, one column; the papers' widths; D no power of two; more than one tile of tokens,
 # the last one ragged; D in several PSUM banks; X too large to stay on chip, so read twice, in uneven blocks
-SHAPES = [(1, 768, 1), (3, 768, 4), (3, 20, 3), (130, 32, 4), (2, 1100, 2), (2, 3000, 5)]
+SHAPES = [(1, 768, 1), (3, 768, 4), (3, 20, 3), (130, 32, 4), (2, 1100, 2), (2, 3000, 5), (2, 5000, 1)]
 
 
 def inputs(M, D, DV, dtype, *, normalize, hard=""):

@@ -155,10 +155,9 @@ def _unmasked(position, t0, t1, W):
     return []
 
 
-def _anticausal(seen, taps, keep, count, eye):
+def _anticausal(seen, keep, count, W):
     """Taps in reverse: a token reads its oldest neighbor with the newest one's weight."""
-    slices = [[part[:, 3 - j : 3 - j + count] for j in range(4)] for part in seen]
-    return short_convolution.weighted(slices, taps, 1, eye)
+    return [[part[:, W - 1 - j : W - 1 - j + count] for j in range(W)] for part in seen]
 
 
 def _own_tokens_only(dz, keep, count, W, eye):
@@ -175,7 +174,7 @@ def _own_tokens_only(dz, keep, count, W, eye):
     ("function", "fault", "lengths", "tensor"),
     [
         ("masks", _unmasked, (100, 50), "y"),
-        ("convolved", _anticausal, None, "y"),
+        ("seen_by_taps", _anticausal, None, "y"),
         ("turned", _own_tokens_only, None, "dx"),
     ],
 )
