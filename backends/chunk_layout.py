@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ class Layout:
     States lie before and after chunks, [N + chunks, heads, K, V]: the N first ones, then every chunk's last.
 
     active      for every c, how many sequences have a c-th chunk; these lie together, longest sequence first
-    order       the sequences, longest first; None: all have length T and come as they are, as do the rest here
+    order       the sequences, longest first; None, as the rest: all have length T and come as they are
     tokens      [chunks C] the token at every place, T where there is none
     places      [T] the place of every token
     first       [chunks] where every chunk's first state lies; None: chunk i's is state i
@@ -50,13 +49,55 @@ class Layout:
         """[N, ...] back in the order of the sequences; a new tensor."""
         return states.clone() if self.order is None else states[self.order.argsort()]
 
-    def firsts(self, states: Tensor) -> Tensor:
-        """Of all states [N + chunks, ...], those that chunks begin with."""
-        return states[: self.chunks] if self.first is None else states[self.first]
+    def firsts(self, states: Tensor, rows: slice) -> Tensor:
+        """Of all states [(N + chunks) heads, ...], those that chunks in these rows begin with."""
+        if self.first is None:
+            return states[rows]
+        heads = states.shape[0] // (self.N + self.chunks)
+        chunks = self.first[rows.start // heads : rows.stop // heads]
+        return states.unflatten(0, (-1, heads))[chunks].flatten(0, 1)
+
+    def put_firsts(self, states: Tensor, rows: slice, values: Tensor) -> None:
+        """The opposite of `firsts`."""
+        if self.first is None:
+            states[rows] = values
+        else:
+            heads = states.shape[0] // (self.N + self.chunks)
+            chunks = self.first[rows.start // heads : rows.stop // heads]
+            states.unflatten(0, (-1, heads))[chunks] = values.unflatten(0, (-1, heads))
 
     def lasts(self, states: Tensor) -> Tensor:
         """Of all states [N + chunks, ...], those that sequences end with, in their order; a new tensor."""
         return self.as_given(states[self.chunks :] if self.last is None else states[self.last])
+
+    def spans(self, heads: int, most: int) -> list[tuple[slice, list[tuple[slice, slice, slice]]]]:
+        """All rows in order of time, at most `most` at once unless one c needs more.
+
+        Each span: its rows [chunks heads]; for every c in it rows of the c-th chunks, then of their first
+        and of their last states [(N + chunks) heads].
+        """
+        found: list[tuple[slice, list[tuple[slice, slice, slice]]]] = []
+        first, start = 0, 0
+        for n in self.active:
+            rows, before, after = (slice(x * heads, (x + n) * heads) for x in (start, first, self.N + start))
+            if found and rows.stop - found[-1][0].start <= most:
+                span, steps = found[-1]
+                found[-1] = slice(span.start, rows.stop), [*steps, (rows, before, after)]
+            else:
+                found.append((rows, [(rows, before, after)]))
+            first, start = self.N + start, start + n
+        return found
+
+    def put_lasts(self, states: Tensor, values: Tensor | None) -> None:
+        """The opposite of `lasts`; None is zeros."""
+        if values is None:
+            values = states.new_zeros((self.N, *states.shape[1:]))
+        elif self.order is not None:
+            values = values[self.order]
+        if self.last is None:
+            states[self.chunks :] = values
+        else:
+            states[self.last] = values.to(states.dtype)
 
     def split(self, x: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
         """x [B, T, H, ...] into out [chunks, H, G, C, ...], times `factor`; zero where there is no token."""
@@ -139,13 +180,3 @@ def layout(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
 def capacity(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> int:
     """Chunks that there may be: known without looking at the data."""
     return B * (-(-T // C)) if cu_seqlens is None else T // C + cu_seqlens.shape[0] - 1
-
-
-def steps(active: list[int], N: int, heads: int) -> Iterator[tuple[slice, slice, slice]]:
-    """For every c, rows of the c-th chunks, of their first and of their last states, among chunks and states."""
-    first, start = 0, 0
-    for n in active:
-        rows = slice(start * heads, (start + n) * heads)
-        last = slice((N + start) * heads, (N + start + n) * heads)
-        yield rows, slice(first * heads, (first + n) * heads), last
-        first, start = N + start, start + n

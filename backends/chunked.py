@@ -4,7 +4,7 @@ Forward, for one chunk of C tokens of one value head, S its first state [K, V] a
 (derived from arXiv:2412.06464 and arXiv:2406.06484); q is times `scale` already:
 
     b = cumsum(g)   gam_i = exp(b_i)   lam_i = exp(b_C - b_i)   D_ij = exp(b_i - b_j) if i >= j, else 0
-    P = (q k^T) o D     G = (k k^T) o D         N = (I + strict_lower(diag(beta) G))^-1
+    P = (q k^T) o D     G = strict_lower((k k^T) o D)       N = (I + diag(beta) G)^-1
     w = -N diag(beta gam) k                     u = N diag(beta) v
     A = gam_C I + (diag(lam) k)^T w             Z = (diag(lam) k)^T u
     S' = A S + Z                                U = u + w S                 o = diag(gam) q S + P U
@@ -17,7 +17,7 @@ Only S' waits for the chunk before. Backward, with dO the gradient of o and dS' 
     dq = diag(gam) dO S^T + dP k
     dk = diag(lam) U dS'^T - diag(gam) dv S^T + dP^T q - (dG + dG^T) k
 
-dbeta and dg are in `_backward_rows` and `log_decay_gradient`. Computed in float32, float64 for float64 inputs.
+dbeta is in `backward`, dg in `log_decay_gradient`. Computed in float32, float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from backends.chunk_layout import Layout, capacity, layout, steps
+from backends.chunk_layout import Layout, capacity, layout
 from backends.registry import Options
 from backends.triangular import triangular_inverse
 
 L2NORM_EPS = 1e-6
-# elements of the largest tensor inside a block of chunks
+# elements of the largest tensor of the chunks done at a time, in time and in number
 BLOCK = 1 << 20
 
 
@@ -49,7 +49,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def saved_shapes(
     q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, options: Options
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """What forward leaves for backward: q, k and their reciprocal norms, v, D, P, G, N, w, A, U, all states."""
+    """What forward leaves for backward: q, k, their reciprocal norms, v, D, P, G, N, w, A, U, all states."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype = chunk_size(K, V), state_dtype(q.dtype)
     M = capacity(B, T, C, cu_seqlens) * HV
@@ -75,9 +75,11 @@ def forward(
     """o, final_state and what `saved_shapes` lists; shapes as in `backends.gated_delta_rule`."""
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    at = layout(B, T, C, cu_seqlens)
+    at, at_once = layout(B, T, C, cu_seqlens), _at_once(C, K, V)
     M = at.chunks * HV
-    saved = [q.new_empty(shape, dtype=d) for shape, d in saved_shapes(q, v, initial_state, cu_seqlens, options)]
+    saved = [
+        q.new_empty(shape, dtype=d) for shape, d in saved_shapes(q, v, initial_state, cu_seqlens, options)
+    ]
     Q, K_, rq, rk, V_, D, P, G, N, w, A, U = (x[:M] for x in saved[:-1])
     states = saved[-1][: M + at.N * HV]
     b, gam, lam = _decays(at, g, HV, dtype)
@@ -87,27 +89,29 @@ def forward(
     at.split(v, V_.unflatten(0, (-1, HV, 1)))
     states[: at.N * HV] = 0 if initial_state is None else at.sorted(initial_state).flatten(0, 1)
     after = states[at.N * HV :]
-    for i in _blocks(M, C, K, V):
-        if options.use_qk_l2norm_in_kernel:
-            for x, r in ((Q[i], rq[i]), (K_[i], rk[i])):
-                torch.linalg.vecdot(x, x, out=r[..., 0])
-                x.mul_(r.add_(L2NORM_EPS).rsqrt_())
-        Q[i].mul_(options.scale)
-        k_, be = K_[i], beta_[i]
-        D[i] = decay_matrix(b[i], dtype)
-        torch.bmm(Q[i], k_.mT, out=P[i]).mul_(D[i])
-        torch.bmm(k_, k_.mT, out=G[i]).mul_(D[i])
-        N[i] = triangular_inverse(G[i] * be)
-        torch.bmm(N[i], k_ * (be * -gam[i]), out=w[i])
-        torch.bmm(N[i], V_[i] * be, out=U[i])
-        written = (k_ * lam[i]).mT
-        torch.bmm(written, w[i], out=A[i]).diagonal(dim1=-2, dim2=-1).add_(gam[i, -1])
-        torch.bmm(written, U[i], out=after[i])
-    _scan(A, states, at, HV)
-    S, o_ = _first(states, at, HV), torch.empty_like(U)
-    for i in _blocks(M, C, K, V):
-        U[i].baddbmm_(w[i], S[i])
-        torch.bmm(Q[i] * gam[i], S[i], out=o_[i]).baddbmm_(P[i], U[i])
+    o_ = torch.empty_like(U)
+    for span, steps in at.spans(HV, at_once):
+        for i in _blocks(span, at_once):
+            if options.use_qk_l2norm_in_kernel:
+                for x, r in ((Q[i], rq[i]), (K_[i], rk[i])):
+                    torch.linalg.vecdot(x, x, out=r[..., 0])
+                    x.mul_(r.add_(L2NORM_EPS).rsqrt_())
+            Q[i].mul_(options.scale)
+            k_, be = K_[i], beta_[i]
+            D[i] = decay_matrix(b[i], dtype)
+            torch.bmm(Q[i], k_.mT, out=P[i]).mul_(D[i])
+            torch.bmm(k_, k_.mT, out=G[i]).mul_(D[i]).diagonal(dim1=-2, dim2=-1).zero_()
+            N[i] = triangular_inverse(G[i] * be)
+            torch.bmm(N[i], k_ * (be * -gam[i]), out=w[i])
+            torch.bmm(N[i], V_[i] * be, out=U[i])
+            written = (k_ * lam[i]).mT
+            torch.bmm(written, w[i], out=A[i]).diagonal(dim1=-2, dim2=-1).add_(gam[i, -1])
+            torch.bmm(written, U[i], out=after[i])
+        _scan(A, states, steps)
+        for i in _blocks(span, at_once):
+            S = at.firsts(states, i)
+            U[i].baddbmm_(w[i], S)
+            torch.bmm(Q[i] * gam[i], S, out=o_[i]).baddbmm_(P[i], U[i])
     o = at.join(o_.view(at.chunks, HV, C, V), v.new_empty(v.shape))
     final_state = at.lasts(states.unflatten(0, (-1, HV))) if options.output_final_state else None
     return o, final_state, saved if save else []
@@ -129,49 +133,46 @@ def backward(
     """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    at = layout(B, T, C, cu_seqlens)
+    at, at_once = layout(B, T, C, cu_seqlens), _at_once(C, K, V)
     M = at.chunks * HV
     Q, K_, rq, rk, V_, D, P, G, N, w, A, U = (x[:M] for x in saved[:-1])
-    S = _first(saved[-1][: M + at.N * HV], at, HV)
+    states = saved[-1][: M + at.N * HV]
     _, gam, lam = _decays(at, g, HV, dtype)
     beta_ = at.split(beta, gam.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
     dO = at.split(do, torch.empty_like(U).unflatten(0, (-1, HV, 1))).view(M, C, V)
-    dU, dstates = torch.empty_like(U), S.new_empty((M + at.N * HV, K, V))
-    dS = dstates[:M] if at.first is None else torch.empty_like(S)
-    for i in _blocks(M, C, K, V):
-        torch.bmm(P[i].mT, dO[i], out=dU[i])
-        torch.bmm((Q[i] * gam[i]).mT, dO[i], out=dS[i]).baddbmm_(w[i].mT, dU[i])
-    ends = dstates[M:] if at.last is None else S.new_empty((at.N * HV, K, V))
-    ends.copy_(at.sorted(dstate).flatten(0, 1)) if dstate is not None else ends.zero_()
-    if at.first is not None:
-        by_head = dstates.unflatten(0, (-1, HV))
-        by_head[at.first], by_head[at.last] = dS.unflatten(0, (-1, HV)), ends.unflatten(0, (-1, HV))
-    _scan_back(A, dstates, at, HV)
-    dlast, dQ, dK = dstates[at.N * HV :], torch.empty_like(Q), torch.empty_like(K_)
+    dU, dstates = torch.empty_like(U), torch.empty_like(states)
+    at.put_lasts(dstates.unflatten(0, (-1, HV)), dstate)
+    dafter, dQ, dK = dstates[at.N * HV :], torch.empty_like(Q), torch.empty_like(K_)
     dg_, dbeta_ = gam.new_empty((M, C)), gam.new_empty((M, C))
-    for i in _blocks(M, C, K, V):
-        k_, be = K_[i], beta_[i]
-        dR = torch.bmm(N[i].mT, dU[i].baddbmm_(k_ * lam[i], dlast[i]))
-        dP, dG = torch.bmm(dO[i], U[i].mT), torch.bmm(dR, U[i].mT)
-        # what decays between two tokens, which a token and itself do not
-        read, undone = (dP * P[i]).tril_(-1), (dG * G[i]).tril_(-1)
-        dP.mul_(D[i])
-        dG.mul_(D[i]).tril_(-1).mul_(be)
-        dq = torch.bmm(dO[i], S[i].mT, out=dQ[i]).mul_(gam[i])
-        dk_S = torch.bmm(dR, S[i].mT).mul_(gam[i])
-        dk = torch.bmm(U[i], dlast[i].mT, out=dK[i]).mul_(lam[i])
-        written, predicted = _dot(dk, k_), _dot(dk_S, k_)
-        torch.sub(_dot(dR, V_[i]), predicted, out=dbeta_[i]).sub_(undone.sum(-1))
-        inside = read.addcmul_(undone, be, value=-1)
-        inside = inside.sum(-1).sub_(inside.sum(-2)).add_(_dot(dq, Q[i])).addcmul_(predicted, be[..., 0], value=-1)
-        carried = gam[i, -1, 0] * _dot(dlast[i].flatten(1), S[i].flatten(1))
-        dg_[i] = log_decay_gradient(inside, written, carried)
-        dq.baddbmm_(dP, k_)
-        dk.addcmul_(dk_S, be, value=-1).baddbmm_(dP.mT, Q[i]).baddbmm_(dG + dG.mT, k_, alpha=-1)
-        if options.use_qk_l2norm_in_kernel:
-            dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-(options.scale**-2)).mul_(rq[i])
-            dk.addcmul_(k_, _dot(dk, k_)[..., None], value=-1).mul_(rk[i])
-        torch.mul(dR, be, out=dU[i])
+    for span, steps in reversed(at.spans(HV, at_once)):
+        for i in _blocks(span, at_once):
+            torch.bmm(P[i].mT, dO[i], out=dU[i])
+            at.put_firsts(dstates, i, torch.bmm((Q[i] * gam[i]).mT, dO[i]).baddbmm_(w[i].mT, dU[i]))
+        _scan_back(A, dstates, steps)
+        for i in _blocks(span, at_once):
+            k_, be, S = K_[i], beta_[i], at.firsts(states, i)
+            dR = torch.bmm(N[i].mT, dU[i].baddbmm_(k_ * lam[i], dafter[i]))
+            dP, dG = torch.bmm(dO[i], U[i].mT), torch.bmm(dR, U[i].mT)
+            read, undone = dP * P[i], dG * G[i]
+            read.diagonal(dim1=-2, dim2=-1).zero_()  # nothing decays from a token to itself
+            dP.mul_(D[i])
+            dG.mul_(D[i]).mul_(be).diagonal(dim1=-2, dim2=-1).zero_()
+            dq = torch.bmm(dO[i], S.mT, out=dQ[i]).mul_(gam[i])
+            dk_S = torch.bmm(dR, S.mT).mul_(gam[i])
+            dk = torch.bmm(U[i], dafter[i].mT, out=dK[i]).mul_(lam[i])
+            written, predicted = _dot(dk, k_), _dot(dk_S, k_)
+            torch.sub(_dot(dR, V_[i]), predicted, out=dbeta_[i]).sub_(undone.sum(-1))
+            read.addcmul_(undone, be, value=-1)
+            inside = read.sum(-1).sub_(read.sum(-2)).add_(_dot(dq, Q[i]))
+            inside.addcmul_(predicted, be[..., 0], value=-1)
+            carried = gam[i, -1, 0] * _dot(dafter[i].flatten(1), S.flatten(1))
+            dg_[i] = log_decay_gradient(inside, written, carried)
+            dq.baddbmm_(dP, k_)
+            dk.addcmul_(dk_S, be, value=-1).baddbmm_(dP.mT, Q[i]).baddbmm_(dG + dG.mT, k_, alpha=-1)
+            if options.use_qk_l2norm_in_kernel:
+                dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-(options.scale**-2)).mul_(rq[i])
+                dk.addcmul_(k_, _dot(dk, k_)[..., None], value=-1).mul_(rk[i])
+            torch.mul(dR, be, out=dU[i])
     dv = at.join(dU.view(at.chunks, HV, C, V), v.new_empty(v.shape))
     dq, dk = (
         at.join(_ungrouped(y.view(at.chunks, H, group, C, K)), x.new_empty(x.shape), factor)
@@ -226,34 +227,32 @@ def log_decay_gradient(inside: Tensor, written: Tensor, carried: Tensor) -> Tens
     return behind.add_(before).add_(carried[:, None])
 
 
-def _blocks(M: int, C: int, K: int, V: int) -> Iterator[slice]:
+def _at_once(C: int, K: int, V: int) -> int:
     """Chunks to do at a time, so that what is only passed on from product to product stays in the cache."""
-    rows = max(1, BLOCK // (C * max(2 * C, K + V)))
-    for start in range(0, M, rows):
-        yield slice(start, min(start + rows, M))
+    return max(1, BLOCK // (C * max(C, K + V)))
+
+
+def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
+    for start in range(rows.start, rows.stop, at_once):
+        yield slice(start, min(start + at_once, rows.stop))
 
 
 def _decays(at: Layout, g: Tensor, HV: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """b [M, C] float64, and gam, lam [M, C, 1]."""
-    # in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o more than parity allows
+    # in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o more than is allowed
     b = at.split(g, g.new_empty((at.chunks, HV, 1, at.C), dtype=torch.float64)).view(-1, at.C).cumsum(-1)
     return b, b.exp().to(dtype)[..., None], (b[:, -1:] - b).exp().to(dtype)[..., None]
 
 
-def _first(states: Tensor, at: Layout, HV: int) -> Tensor:
-    """Every chunk's first state [M, K, V]."""
-    return at.firsts(states.unflatten(0, (-1, HV))).flatten(0, 1)
-
-
-def _scan(A: Tensor, states: Tensor, at: Layout, HV: int) -> None:
+def _scan(A: Tensor, states: Tensor, steps: list[tuple[slice, slice, slice]]) -> None:
     """states [N HV + M, K, V]: Z after every chunk becomes S'."""
-    for rows, first, last in steps(at.active, at.N, HV):
+    for rows, first, last in steps:
         states[last].baddbmm_(A[rows], states[first])
 
 
-def _scan_back(A: Tensor, dstates: Tensor, at: Layout, HV: int) -> None:
+def _scan_back(A: Tensor, dstates: Tensor, steps: list[tuple[slice, slice, slice]]) -> None:
     """dstates [N HV + M, K, V]: what reads a state by itself becomes its gradient."""
-    for rows, first, last in reversed(list(steps(at.active, at.N, HV))):
+    for rows, first, last in reversed(steps):
         dstates[first].baddbmm_(A[rows].mT, dstates[last])
 
 

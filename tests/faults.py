@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from backends import chunked
-from backends.chunk_layout import Layout, steps
+from backends.chunk_layout import Layout
 
 
-def _state_in_bfloat16(A: Tensor, states: Tensor, at: Layout, HV: int) -> None:
+def _state_in_bfloat16(A: Tensor, states: Tensor, steps: list[tuple[slice, slice, slice]]) -> None:
     """The state is handed from chunk to chunk in the training dtype."""
-    for rows, first, last in steps(at.active, at.N, HV):
+    for rows, first, last in steps:
         states[first] = states[first].bfloat16().to(states.dtype)
         states[last].baddbmm_(A[rows], states[first])
 
