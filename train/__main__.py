@@ -22,6 +22,11 @@ COMMANDS = {
         "RECIPE [key=value ...]",
         "what every parameter gets from the muP table",
     ),
+    "sweep": (
+        "train.commands.sweep",
+        "RECIPE widths=... lrs=... [key=value ...]",
+        "the best learning rate of every width, and how far it moves",
+    ),
     "data": ("train.data.cli", "prepare SOURCE | info DIR", "text to token shards"),
 }
 

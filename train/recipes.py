@@ -89,8 +89,27 @@ def tiny() -> RunConfig:
     )
 
 
+def transfer() -> RunConfig:
+    """half a minute on one CPU core at width 128: the subject of learning-rate sweeps on Python's library"""
+    return RunConfig(
+        name="transfer",
+        steps=300,
+        # multiples of 16: at 256, as elsewhere, the narrow models' SwiGLU would be wider than the wide ones'
+        model=ModelSection(width=64, base_width=64, layers=2, heads=2, intermediate_multiple=16),
+        optimizer=OptimizerSection(lr=2**-6, weight_decay=0.1),
+        # a floor would be the highest rate of a sweep's lowest curves
+        schedule=ScheduleSection(warmup=30, min_lr=0.0),
+        batch=BatchSection(sequences=8, length=128),
+        data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=1024),
+        evaluation=EvaluationSection(every=300, sequences=256, batch=16),
+        sample=SampleSection(tokens=0),
+        checkpoint=CheckpointSection(every=100, keep_last=1, keep_best=False),
+        log=LogSection(every=20),
+    )
+
+
 RECIPES: dict[str, Callable[[], RunConfig]] = {
-    recipe.__name__: recipe for recipe in (quickstart, gdn_mup_adamw, gdn_mup_sgd, tiny)
+    recipe.__name__: recipe for recipe in (quickstart, gdn_mup_adamw, gdn_mup_sgd, transfer, tiny)
 }
 
 

@@ -1,0 +1,87 @@
+"""Arms: alternatives that a sweep compares, each a name and the keys it changes.
+
+The named sets are the questions that arXiv:2606.04048 leaves open.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+
+from ..errors import UsageError
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Keys of the configuration as they would be given on the command line."""
+
+    name: str
+    changes: Mapping[str, str] = field(default_factory=dict)
+
+
+PLAIN = Arm("")
+
+ARMS: dict[str, tuple[Arm, ...]] = {
+    # Which power of width do SGD's gates and per-head numbers need? Tables 1 and 2 have 1/sqrt(m) and
+    # sqrt(m); full alignment of gradients and inputs would ask for 1/m and 1; "original" is 1 and 1.
+    "sgd_gates": tuple(
+        Arm(name, {"parametrization": name}) for name in ("mup", "mup_aligned", "mup_original")
+    ),
+    # Are norm gains and convolution taps vectors, as Tensor Programs V has them, or hidden matrices, as in
+    # the paper's code?
+    "vectors": tuple(Arm(name, {"parametrization": name}) for name in ("mup", "mup_authors")),
+    # Does the factor on the delta rule's output matter, where an exact norm would cancel it?
+    "readout": tuple(Arm(name, {"model.readout": name}) for name in ("sqrt_k", "none")),
+    # Taps and embedding as the released code draws them.
+    "initialization": tuple(Arm(name, {"model.init": name}) for name in ("delta_trn", "authors")),
+    # AdamW multiplies decay by a parameter's own rate: under muP wide matrices decay less. Is that wanted?
+    "weight_decay": (
+        Arm("no decay", {"optimizer.weight_decay": "0"}),
+        Arm("with the rate", {"optimizer.independent_weight_decay": "false"}),
+        Arm("independent", {"optimizer.independent_weight_decay": "true"}),
+    ),
+    # From which epsilon on does Adam's denominator stop being the gradient's size?
+    "epsilon": tuple(Arm(f"eps {eps}", {"optimizer.eps": eps}) for eps in ("1e-12", "1e-8", "1e-6")),
+}
+
+
+def arms_of(text: str) -> tuple[Arm, ...]:
+    """Arms from the command line.
+
+        NAME            a set of ARMS
+        KEY=V1,V2       one arm for every value of a key, named by the value
+        FILE.json       {"name": {"key": "value", ...}, ...}
+
+    Raises UsageError for anything else.
+    """
+    if text in ARMS:
+        return ARMS[text]
+    key, equals, values = text.partition("=")
+    if equals:
+        names = [value.strip() for value in values.split(",")]
+        if not key or not all(names) or len(set(names)) < len(names):
+            raise UsageError(f"arms={text}: expected a key and different values, such as model.readout=sqrt_k,none")
+        return tuple(Arm(name, {key: name}) for name in names)
+    if text.endswith(".json"):
+        return _of_file(Path(text))
+    near = get_close_matches(text, ARMS, n=1)
+    hint = f"did you mean {near[0]}? known" if near else "known"
+    raise UsageError(f"arms={text}: {hint}: {', '.join(ARMS)}; or KEY=V1,V2, or FILE.json")
+
+
+def _of_file(path: Path) -> tuple[Arm, ...]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        arms = tuple(Arm(name, {key: _text(value) for key, value in keys.items()}) for name, keys in tree.items())
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f'arms={path} cannot be read ({error}); expected {{"name": {{"key": "value"}}, ...}}'
+        ) from None
+    if not arms:
+        raise UsageError(f"arms={path} has no arm in it")
+    return arms
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
