@@ -60,7 +60,7 @@ def declare() -> None:
         Backend(
             name="nki",
             adapter="backends.nki_adapter",
-            capabilities={"gated_delta_rule": kernels},
+            capabilities={"gated_delta_rule": kernels, "gated_delta_rule_step": kernels},
             unavailable=_nki_missing,
         )
     )
@@ -69,7 +69,7 @@ def declare() -> None:
         Backend(
             name="nki-simulator",
             adapter="backends.nki_adapter",
-            capabilities={"gated_delta_rule": simulated},
+            capabilities={"gated_delta_rule": simulated, "gated_delta_rule_step": simulated},
             emulated=frozenset({"cpu"}),
         )
     )

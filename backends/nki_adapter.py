@@ -22,12 +22,14 @@ from torch import Tensor
 
 from nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
+from nki_kernels.gated_delta_rule_step import gated_delta_rule_step
 from nki_kernels.language import nki
 
 if TYPE_CHECKING:
     from backends.registry import Options
 
 LANE_CHUNKS = 64  # 8,000 instructions backward, 4,000 forward
+STEP_HEADS = 256  # a decode step of so many is 1,500 to 2,600 instructions
 CHUNK = 128
 EVERY = 1  # chunks between kept states
 WIDTH = 4  # a C x C matrix of each of 4 lanes is one bank of PSUM
@@ -187,6 +189,22 @@ def backward(
         _joined(found, x, lambda piece: piece.tokens) for found, x in zip(grads, inputs, strict=True)
     )
     return dq, dk, dv, dg, dbeta, None if initial_state is None else torch.cat(firsts)
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """One token: o [B, HV, V] and the new state; as many sequences a kernel call as STEP_HEADS allows."""
+    B, HV = v.shape[:2]
+    together = max(1, STEP_HEADS // HV)
+    found = []
+    for b in range(0, B, together):
+        cut = [x[b : b + together] for x in (q, k, v, g, beta, state)]
+        found.append(_run(gated_delta_rule_step, *cut, options.scale, options.use_qk_l2norm_in_kernel))
+    if len(found) == 1:
+        return found[0]
+    outs, states = zip(*found, strict=True)
+    return torch.cat(outs), torch.cat(states)
 
 
 def _groups(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Iterator[tuple[list[Piece], slice, slice]]:

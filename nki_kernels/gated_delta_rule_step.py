@@ -38,6 +38,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     assert V <= BANK, f"V={V} exceeds {BANK}, the float32 of a PSUM bank"
     rows = B * HV
     m = rows_per_partition(K, V)
+    assert m * V * 4 <= STATE_BYTES, f"K={K} has no divisor that spreads V={V} over 128 partitions"
     parts = K // m  # partitions of one head
     n = group_size(rows, HV // H, m * V * 4, parts)
     heads = min(PARTITIONS // parts, n, BANK // (2 * m))  # that share a tile

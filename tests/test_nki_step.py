@@ -4,10 +4,11 @@ import pytest
 import torch
 from nki_judge import DTYPES, assert_close, hbm_bytes, normal, run
 
-from backends import recurrent
+from backends import gated_delta_rule, gated_delta_rule_step, nki_adapter, recurrent
+from backends.judge import error
 from backends.registry import Options
 from nki_kernels import gated_delta_rule_step as module
-from nki_kernels.gated_delta_rule_step import example, gated_delta_rule_step
+from nki_kernels.gated_delta_rule_step import example
 from nki_kernels.language import nisa, nl
 from nki_kernels.partitions import reciprocal_norm
 from nki_kernels.simulator import record
@@ -61,7 +62,7 @@ def reference(tensors, l2norm, dtype):
 
 def check(shape, dtype, l2norm, hard="", target="trn1"):
     tensors = inputs(shape, dtype, hard)
-    o, state = run(gated_delta_rule_step, *tensors, shape[3] ** -0.5, l2norm, target=target)
+    o, state = run(module.gated_delta_rule_step, *tensors, shape[3] ** -0.5, l2norm, target=target)
     assert (o.dtype, state.dtype) == (dtype, torch.float32)
     judge, honest = (reference(tensors, l2norm, d) for d in (torch.float64, torch.float32))
     assert_close({"o": o, "state": state}, judge, honest, terms=2 * shape[3])
@@ -120,8 +121,49 @@ def test_a_planted_fault_is_seen(function, fault, monkeypatch):
         check((1, 2, 4, 32, 32), torch.float32, l2norm=True)
 
 
+def test_decoding_equals_prefill():
+    """Token by token through the step, and at once through the chunked kernel, on one backend."""
+    B, T, H, HV, K, V = 2, 37, 2, 4, 32, 64
+    generator = torch.Generator().manual_seed(0)
+    q, k = normal(generator, B, T, H, K), normal(generator, B, T, H, K)
+    v, state = normal(generator, B, T, HV, V), normal(generator, B, HV, K, V) / K**0.5
+    g, beta = -torch.rand((B, T, HV), generator=generator), 2 * torch.rand((B, T, HV), generator=generator)
+
+    def whole(backend, dtype):
+        o, last = gated_delta_rule(
+            *(x.to(dtype) for x in (q, k, v, g, beta)), initial_state=state.to(dtype),
+            output_final_state=True, use_qk_l2norm_in_kernel=True, backend=backend,
+        )  # fmt: skip
+        return {"o": o, "state": last}
+
+    def stepwise():
+        outs, S = [], state
+        for t in range(T):
+            o, S = gated_delta_rule_step(
+                *(x[:, t] for x in (q, k, v, g, beta)),
+                S,
+                use_qk_l2norm_in_kernel=True,
+                backend="nki-simulator",
+            )
+            outs.append(o)
+        return {"o": torch.stack(outs, dim=1), "state": S}
+
+    judge, honest = whole("recurrent", torch.float64), whole("recurrent", torch.float32)
+    for found in (stepwise(), whole("nki-simulator", torch.float32)):
+        assert_close(found, judge, honest, terms=K + V + T)
+
+
+def test_batches_of_many_heads_are_cut(monkeypatch):
+    """More heads than a kernel call takes: the pieces are those of one call, but for the order of sums."""
+    tensors = inputs((5, 1, 2, 32, 16), torch.float32)
+    once = gated_delta_rule_step(*tensors, backend="nki-simulator")
+    monkeypatch.setattr(nki_adapter, "STEP_HEADS", 4)
+    for cut, whole in zip(gated_delta_rule_step(*tensors, backend="nki-simulator"), once, strict=True):
+        assert error(cut, whole) < 2**-20
+
+
 def test_source_is_in_the_subset_of_every_release():
-    assert findings(gated_delta_rule_step, portable=True) == ()
+    assert findings(module.gated_delta_rule_step, portable=True) == ()
 
 
 def test_the_state_travels_once_each_way():
@@ -133,6 +175,9 @@ def test_the_state_travels_once_each_way():
 
 
 def test_bad_sizes_are_refused_before_work():
+    kernel, arguments = example(B=1, H=1, HV=1, K=131, V=512)
+    with pytest.raises(AssertionError, match="K=131 has no divisor"):
+        record(kernel, *arguments)
     kernel, arguments = example(B=1, H=2, HV=2, K=32, V=520)
     with pytest.raises(AssertionError, match="V=520 exceeds 512"):
         record(kernel, *arguments)
