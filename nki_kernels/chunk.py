@@ -18,7 +18,7 @@ small one keeps its digits, and no exponent is above 0.
 from typing import Any
 
 from nki_kernels.language import nisa, nl
-from nki_kernels.tiles import copied, loaded, over_lanes, psum, sbuf, transposed
+from nki_kernels.tiles import copied, loaded, psum, sbuf, transposed
 
 
 def gates(g, beta, bundle, start, tokens, rows, K, scale, table):
@@ -108,31 +108,19 @@ def weighted_triangle(g, lanes, rows, table):
     return tile
 
 
-def decay_transposed(weights, lanes, rows, table, drop):
-    """exp of sum_{j<l<=i} g_l at row j, column i, per lane; with `drop` 0 below the diagonal, else 1."""
+def decay_transposed(weights, lanes, rows, table, dropped):
+    """exp of sum_{j<l<=i} g_l at row j, column i, per lane; 0 where the table's `dropped` says."""
     ps = psum((rows, lanes, rows))
     for lane in range(lanes):
         nisa.nc_matmul(
             dst=ps[:, lane, :], stationary=weights[:, lane, :], moving=table["upto"], is_moving_onezero=True
         )
-        if drop:
-            nisa.nc_matmul(
-                dst=ps[:, lane, :], stationary=table["identity"], moving=table["drop_after"],
-                is_stationary_onezero=True,
-            )  # fmt: skip
-    tile = sbuf((rows, lanes, rows))
-    nisa.activation(dst=tile, op=nl.exp, data=ps)
-    return tile
-
-
-def decay(weights, lanes, rows, table, dropped):
-    """The same at row i, column j, and 0 where the table's `dropped` says."""
-    ps = psum((rows, lanes, rows))
-    nisa.nc_matmul(dst=ps, stationary=table["upto"], moving=weights, is_stationary_onezero=True)
-    nisa.nc_matmul(
-        dst=ps, stationary=table["identity"], moving=over_lanes(table, dropped, rows, lanes),
-        is_stationary_onezero=True,
-    )  # fmt: skip
+        nisa.nc_matmul(
+            dst=ps[:, lane, :],
+            stationary=table["identity"],
+            moving=table[dropped],
+            is_stationary_onezero=True,
+        )
     tile = sbuf((rows, lanes, rows))
     nisa.activation(dst=tile, op=nl.exp, data=ps)
     return tile
@@ -230,9 +218,9 @@ def next_state(x, S, U, bundle, parts):
 
 
 def begin(
-    q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table, drop
+    q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table
 ) -> dict[str, Any]:  # fmt: skip
-    """What a chunk needs that does not depend on the state, up to G: everything in one dict.
+    """What a chunk needs that does not depend on the state, up to G and P: everything in one dict.
 
     kt, qt are k and scale q, transposed, per part of K; k_minus is -diag(beta) K, k_end diag(lambda) K.
     """
@@ -244,7 +232,7 @@ def begin(
     x["v"] = loaded(v[n, start : start + tokens, first : first + lanes, :], tokens, rows, (lanes, v.shape[3]))
     x["beta_v"] = weighted_values(x["v"], x, bundle, rows)
     x["weights"] = weighted_triangle(x["g"], lanes, rows, table)
-    x["Et"] = decay_transposed(x["weights"], lanes, rows, table, drop)
+    x["Et"] = decay_transposed(x["weights"], lanes, rows, table, "drop_after")
     x["k_minus"] = scaled_heads(qk, 1, x["minus_beta"], bundle, rows)
     x["k_end"] = scaled_heads(qk, 1, x["lambda"], bundle, rows)
     identity = table["identity"]
@@ -255,4 +243,8 @@ def begin(
     Gt = sbuf((rows, lanes, rows))
     nisa.tensor_tensor(dst=Gt, data1=ps, data2=x["Et"], op=nl.multiply)
     x["Gt"] = Gt
+    ps = products(x["kt"], x["qt"], bundle, rows, parts)
+    Pt = sbuf((rows, lanes, rows))
+    nisa.tensor_tensor(dst=Pt, data1=ps, data2=x["Et"], op=nl.multiply)
+    x["Pt"] = Pt
     return x

@@ -2,23 +2,24 @@
 of the state that the chunk leaves.
 
     dU  = P^T dO + diag(lambda) K dS'          dV' = T^T dU          dV = diag(beta) dV'
-    A   = scale strict(dO U^T . E)             Z = -strict(dV' U^T . E)           a = scale diag(dO U^T)
-    dQ  = R + diag(a) K,                       R = scale diag(gamma) dO S^T + A K
-    c   = -(Z K + diag(gamma) dV' S^T) negated once, so that dK = diag(beta) c + M + diag(lambda) U dS'^T
-          + diag(a) Q, with M = A^T Q + Z^T diag(beta) K
+    A   = scale upto(dO U^T . E)               Z   = -strict(dV' U^T . E)
+    dQ  = scale diag(gamma) dO S^T + A K
+    dK  = A^T Q + diag(lambda) U dS'^T + diag(beta) (Z K - diag(gamma) dV' S^T) + Z^T diag(beta) K
     dS  = gamma_C dS' + scale Q^T diag(gamma) dO - K^T diag(gamma beta) dV'
-    dbeta_i = <dV'_i, v_i> + <k_i, c_i>
+    dbeta_i = <dV'_i, v_i> + <k_i, (Z K - diag(gamma) dV' S^T)_i>
 
 The inverse is not differentiated: T^T dU (T V')^T = dV' U^T is its gradient's whole effect.
 
-Token t's decay acts on what tokens before t left. With rows r_i = <q_i, R_i> + beta_i <k_i, c_i> - <k_i, M_i>
-(reads at i minus writes at i, without a token's effect on itself, which no decay scales) and
-w_i = lambda_i <k_i, (U dS'^T)_i>:
+The gradient of g_t is a sum over what crosses t, and nothing that does not is added or taken away again:
 
-    dg_t = sum_{i>=t} r_i + sum_{i<t} w_i + gamma_C <dS', S>
+    dg_t = sum_{j < t <= i} F_ij + sum_{i >= t} r_i + sum_{i < t} w_i + gamma_C <dS', S>
+    F   = dO U^T . P + dV' U^T . G                                   pairs: i reads what j wrote
+    r_i = <q_i, scale gamma_i (dO S^T)_i> - beta_i <k_i, gamma_i (dV' S^T)_i>     i reads the state
+    w_i = lambda_i <k_i, (U dS'^T)_i>                                             i writes to the next
 
-Sums over tokens are products with triangles of ones. The diagonal, of order 1, is left out before anything
-is summed: at decays of e^-20 its rounding errors alone would be larger than the result.
+The usual form, rows of F minus its columns summed from t on, is the same number as a difference of sums that
+do not fade with C: in float32 it had 1.5 times the error that parity allows (case collide, C = 128). Every
+sum over tokens is a product with a triangle of ones.
 """
 
 from nki_kernels.chunk import key_of, products, scaled_heads, views
@@ -74,35 +75,32 @@ def residual_gradient(T, dU, bundle, rows):
 
 
 def pair_gradients(x, do_t, U_t, dres_t, bundle, rows, value_parts, scale, table):
-    """A, A^T, -Z, -Z^T as tiles [rows, lanes, rows], and a [rows, lanes]."""
+    """A, A^T, -Z, -Z^T as tiles [rows, lanes, rows], and the two parts of F^T."""
     lanes = bundle["lanes"]
-    ps = products(do_t, U_t, bundle, rows, value_parts)
-    A = sbuf((rows, lanes, rows))
+    ps = products(U_t, do_t, bundle, rows, value_parts)
+    At = sbuf((rows, lanes, rows))
     nisa.scalar_tensor_tensor(
-        dst=A, data=ps, op0=nl.multiply, operand0=scale, op1=nl.multiply, operand1=x["Es"]
+        dst=At, data=ps, op0=nl.multiply, operand0=scale, op1=nl.multiply, operand1=x["Et"]
     )
-    diagonal = sbuf((rows, lanes, rows))
-    nisa.scalar_tensor_tensor(
-        dst=diagonal, data=ps, op0=nl.multiply, operand0=scale, op1=nl.multiply,
-        operand1=over_lanes(table, "identity", rows, lanes),
-    )  # fmt: skip
-    a = sbuf((rows, lanes))
-    nisa.tensor_reduce(dst=a, op=nl.add, data=diagonal, axis=2)
-    ps = products(dres_t, U_t, bundle, rows, value_parts)
-    minus_Z = sbuf((rows, lanes, rows))
-    nisa.tensor_tensor(dst=minus_Z, data1=ps, data2=x["Es"], op=nl.multiply)
+    reads = sbuf((rows, lanes, rows))
+    nisa.tensor_tensor(dst=reads, data1=ps, data2=x["Pt"], op=nl.multiply)
+    ps = products(U_t, dres_t, bundle, rows, value_parts)
+    minus_Zt = sbuf((rows, lanes, rows))
+    nisa.tensor_tensor(dst=minus_Zt, data1=ps, data2=x["Et_strict"], op=nl.multiply)
+    erasures = sbuf((rows, lanes, rows))
+    nisa.tensor_tensor(dst=erasures, data1=ps, data2=x["Gt"], op=nl.multiply)
     whole = [(0, rows)]
-    At = transposed(views(A, lanes), rows, whole, table["identity"])[0]
-    minus_Zt = transposed(views(minus_Z, lanes), rows, whole, table["identity"])[0]
-    return A, At, minus_Z, minus_Zt, a
+    A = transposed(views(At, lanes), rows, whole, table["identity"])[0]
+    minus_Z = transposed(views(minus_Zt, lanes), rows, whole, table["identity"])[0]
+    return A, At, minus_Z, minus_Zt, reads, erasures
 
 
 def key_gradients(x, pairs, do_t, U_t, dres_t, S_t, dS_t, bundle, rows, value_parts):
     """Gradients of the bundle's normalized q and k, [rows, key heads, 2, K], and dots [rows, lanes, 4].
 
-    dots: <q, R>, -<k, c>, <k, M>, <k, U dS'^T> by token.
+    dots: <q, scale gamma dO S^T>, <k, gamma dV' S^T>, -<k, Z K>, <k, U dS'^T> by token.
     """
-    A, At, minus_Z, minus_Zt, a = pairs
+    A, At, minus_Z, minus_Zt, _, _ = pairs
     lanes, qk = bundle["lanes"], x["qk"]
     K = qk.shape[3]
     dots = sbuf((rows, lanes, 4))
@@ -111,7 +109,7 @@ def key_gradients(x, pairs, do_t, U_t, dres_t, S_t, dS_t, bundle, rows, value_pa
     for lane in range(lanes):
         h = key_of(bundle, lane)
         q_, k_ = qk[:, h, 0, :], qk[:, h, 1, :]
-        across = psum((rows, 2, K))  # through the state: dO S^T, dV' S^T
+        across = psum((rows, 2, K))  # dO S^T, dV' S^T
         for part in range(len(value_parts)):
             nisa.nc_matmul(
                 dst=across[:, 0, :], stationary=do_t[part][:, lane, :], moving=S_t[part][:, lane, :]
@@ -120,44 +118,40 @@ def key_gradients(x, pairs, do_t, U_t, dres_t, S_t, dS_t, bundle, rows, value_pa
             nisa.nc_matmul(
                 dst=across[:, 1, :], stationary=dres_t[part][:, lane, :], moving=S_t[part][:, lane, :]
             )
-        inside = psum((rows, 2, K))  # through the chunk: A K, -Z K
-        nisa.nc_matmul(dst=inside[:, 0, :], stationary=At[:, lane, :], moving=k_)
-        nisa.nc_matmul(dst=inside[:, 1, :], stationary=minus_Zt[:, lane, :], moving=k_)
-        read = sbuf((rows, 2, K))  # R, -c
+        read = sbuf((rows, 2, K))
         copied(read[:, 0, :], across[:, 0, :], x["gamma_scale"][:, lane : lane + 1])
         copied(read[:, 1, :], across[:, 1, :], x["gamma"][:, lane : lane + 1])
+        terms = sbuf((rows, 4, K))
+        nisa.tensor_tensor(dst=terms[:, 0:2, :], data1=qk[:, h, :, :], data2=read, op=nl.multiply)
+        inside = psum((rows, 2, K))  # A K, -Z K
+        nisa.nc_matmul(dst=inside[:, 0, :], stationary=At[:, lane, :], moving=k_)
+        nisa.nc_matmul(dst=inside[:, 1, :], stationary=minus_Zt[:, lane, :], moving=k_)
+        nisa.tensor_tensor(dst=terms[:, 2, :], data1=k_, data2=inside[:, 1, :], op=nl.multiply)
         nisa.tensor_tensor(dst=read, data1=read, data2=inside, op=nl.add)
-        written = psum((rows, 2, K))  # M, U dS'^T
+        written = psum((rows, 2, K))  # A^T Q + Z^T diag(beta) K, U dS'^T
         nisa.nc_matmul(dst=written[:, 0, :], stationary=A[:, lane, :], moving=q_)
         nisa.nc_matmul(dst=written[:, 0, :], stationary=minus_Z[:, lane, :], moving=x["k_minus"][:, lane, :])
         for part in range(len(value_parts)):
             nisa.nc_matmul(
                 dst=written[:, 1, :], stationary=U_t[part][:, lane, :], moving=dS_t[part][:, lane, :]
             )
-        terms = sbuf((rows, 4, K))
-        nisa.tensor_tensor(dst=terms[:, 0:2, :], data1=qk[:, h, :, :], data2=read, op=nl.multiply)
-        k_twice = qk.ap(pattern=[[bundle["key_heads"] * 2 * K, rows], [0, 2], [1, K]], offset=(2 * h + 1) * K)
-        nisa.tensor_tensor(dst=terms[:, 2:4, :], data1=k_twice, data2=written, op=nl.multiply)
+        nisa.tensor_tensor(dst=terms[:, 3, :], data1=k_, data2=written[:, 1, :], op=nl.multiply)
         nisa.tensor_reduce(dst=dots[:, lane, :], op=nl.add, data=terms, axis=2)
-        own = total[:, h, :, :] if h != before else sbuf((rows, 2, K))
-        nisa.scalar_tensor_tensor(
-            dst=own[:, 0, :], data=k_, op0=nl.multiply, operand0=a[:, lane : lane + 1], op1=nl.add,
-            operand1=read[:, 0, :],
-        )  # fmt: skip
-        dk = own[:, 1, :]
+        dk = sbuf((rows, K))
         nisa.scalar_tensor_tensor(
             dst=dk, data=read[:, 1, :], op0=nl.multiply, operand0=x["minus_beta"][:, lane : lane + 1],
             op1=nl.add, operand1=written[:, 0, :],
         )  # fmt: skip
-        nisa.scalar_tensor_tensor(
-            dst=dk, data=written[:, 1, :], op0=nl.multiply, operand0=x["lambda"][:, lane : lane + 1],
-            op1=nl.add, operand1=dk,
-        )  # fmt: skip
-        nisa.scalar_tensor_tensor(
-            dst=dk, data=q_, op0=nl.multiply, operand0=a[:, lane : lane + 1], op1=nl.add, operand1=dk
-        )
+        own = total[:, h, :, :]
         if h == before:
-            nisa.tensor_tensor(dst=total[:, h, :, :], data1=total[:, h, :, :], data2=own, op=nl.add)
+            nisa.tensor_tensor(dst=own[:, 0, :], data1=own[:, 0, :], data2=read[:, 0, :], op=nl.add)
+            nisa.tensor_tensor(dst=dk, data1=dk, data2=own[:, 1, :], op=nl.add)
+        else:
+            copied(own[:, 0, :], read[:, 0, :])
+        nisa.scalar_tensor_tensor(
+            dst=own[:, 1, :], data=written[:, 1, :], op0=nl.multiply,
+            operand0=x["lambda"][:, lane : lane + 1], op1=nl.add, operand1=dk,
+        )  # fmt: skip
         before = h
     return total, dots
 
@@ -193,25 +187,48 @@ def beta_gradient(x, dres, dots, bundle, rows):
             dst=scratch, op=nl.copy, data=terms, reduce_op=nl.add, reduce_res=along[:, lane : lane + 1],
             reduce_cmd=nisa.reduce_cmd.reset_reduce,
         )  # fmt: skip
+    reads = sbuf((rows, lanes))
+    nisa.tensor_tensor(dst=reads, data1=dots[:, :, 1], data2=dots[:, :, 2], op=nl.add)
     out = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=out, data1=along, data2=dots[:, :, 1], op=nl.subtract)
+    nisa.tensor_tensor(dst=out, data1=along, data2=reads, op=nl.subtract)
     return out
 
 
-def decay_gradient(x, S, dS, dots, bundle, rows, parts, table):
-    """dg [rows, lanes]: three sums, one group of products in PSUM."""
+def crossing_pairs(pairs, lanes, rows, table):
+    """sum_{j < t <= i} F_ij: [rows, lanes]."""
+    _, _, _, _, reads, erasures = pairs
+    ps = psum((rows, lanes, rows))  # row i, column t: over j < t
+    for lane in range(lanes):
+        for F in (reads, erasures):
+            nisa.nc_matmul(
+                dst=ps[:, lane, :], stationary=F[:, lane, :], moving=table["before"], is_moving_onezero=True
+            )
+    crossing = sbuf((rows, lanes, rows))
+    nisa.tensor_tensor(dst=crossing, data1=ps, data2=over_lanes(table, "since", rows, lanes), op=nl.multiply)
+    sums = psum((rows, lanes))
+    for lane in range(lanes):
+        nisa.nc_matmul(
+            dst=sums[:, lane : lane + 1], stationary=crossing[:, lane, :], moving=table["every"][0:rows, 0:1],
+            is_moving_onezero=True,
+        )  # fmt: skip
+    out = sbuf((rows, lanes))
+    nisa.tensor_copy(dst=out, src=sums)
+    return out
+
+
+def decay_gradient(x, pairs, S, dS, dots, bundle, rows, parts, table):
+    """dg [rows, lanes]."""
     lanes = bundle["lanes"]
     V = S[0].shape[2]
-    rest = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=rest, data1=x["beta"], data2=dots[:, :, 1], op=nl.multiply)
-    nisa.tensor_tensor(dst=rest, data1=rest, data2=dots[:, :, 2], op=nl.add)
-    balance = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=balance, data1=dots[:, :, 0], data2=rest, op=nl.subtract)
-    write = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=write, data1=x["lambda"], data2=dots[:, :, 3], op=nl.multiply)
+    crossing = crossing_pairs(pairs, lanes, rows, table)
+    reads = sbuf((rows, lanes))
+    nisa.tensor_tensor(dst=reads, data1=x["beta"], data2=dots[:, :, 1], op=nl.multiply)
+    nisa.tensor_tensor(dst=reads, data1=dots[:, :, 0], data2=reads, op=nl.subtract)
+    writes = sbuf((rows, lanes))
+    nisa.tensor_tensor(dst=writes, data1=x["lambda"], data2=dots[:, :, 3], op=nl.multiply)
     ps = psum((rows, lanes))
-    nisa.nc_matmul(dst=ps, stationary=table["since"], moving=balance, is_stationary_onezero=True)
-    nisa.nc_matmul(dst=ps, stationary=table["before"], moving=write, is_stationary_onezero=True)
+    nisa.nc_matmul(dst=ps, stationary=table["since"], moving=reads, is_stationary_onezero=True)
+    nisa.nc_matmul(dst=ps, stationary=table["before"], moving=writes, is_stationary_onezero=True)
     for part in range(len(parts)):
         start, stop = parts[part]
         carried = sbuf((stop - start, lanes))
@@ -231,7 +248,7 @@ def decay_gradient(x, S, dS, dots, bundle, rows, parts, table):
             is_stationary_onezero=True,
         )  # fmt: skip
     out = sbuf((rows, lanes))
-    nisa.tensor_copy(dst=out, src=ps)
+    nisa.tensor_tensor(dst=out, data1=crossing, data2=ps, op=nl.add)
     return out
 
 

@@ -5,7 +5,7 @@ kept ones a stretch of chunks is solved again from its start, and its matrices s
 gradients, going backward, have used them.
 """
 
-from nki_kernels.chunk import begin, decay, next_state, products, residual, solved, views
+from nki_kernels.chunk import begin, decay_transposed, next_state, residual, solved, views
 from nki_kernels.chunk_gradients import (
     beta_gradient,
     decay_gradient,
@@ -57,15 +57,10 @@ def solve_again(
     for b in range(len(wave)):
         bundle = wave[b]
         n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
-        x = begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table, False)
+        x = begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table)
         x["do"] = loaded(do[n, start : start + tokens, first : first + lanes, :], tokens, rows, (lanes, V))
-        E = decay(x["weights"], lanes, rows, table, "drop_before")
-        x["Es"] = decay(x["weights"], lanes, rows, table, "drop_upto")
-        P = sbuf((rows, lanes, rows))
-        nisa.tensor_tensor(
-            dst=P, data1=products(x["qt"], x["kt"], bundle, rows, parts), data2=E, op=nl.multiply
-        )
-        x["P"] = P
+        x["Et_strict"] = decay_transposed(x["weights"], lanes, rows, table, "drop_since")
+        x["P"] = transposed(views(x["Pt"], lanes), rows, [(0, rows)], table["identity"])[0]
         x["S"] = S[b]
         xs.append(x)
         Gts.append(x["Gt"])
@@ -177,7 +172,7 @@ def gated_delta_rule_bwd(
                         copied(dv_[:, lane, :], dres[b][:, lane, :], x["beta"][:, lane : lane + 1])
                     store_tokens(dv, dv_, bundle, start, tokens)
                     store_tokens(dbeta, beta_gradient(x, dres[b], dots, bundle, rows), bundle, start, tokens)
-                    dg_ = decay_gradient(x, x["S"], dS[b], dots, bundle, rows, parts, table)
+                    dg_ = decay_gradient(x, pairs, x["S"], dS[b], dots, bundle, rows, parts, table)
                     store_tokens(dg, dg_, bundle, start, tokens)
                     dS[b] = state_gradient(x, dS[b], dres[b], bundle, rows, parts)
         for b in range(len(wave)):

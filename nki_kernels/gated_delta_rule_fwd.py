@@ -6,7 +6,7 @@ equations.
 arXiv:2412.06464. Value head j reads query and key of head j // (HV / H).
 """
 
-from nki_kernels.chunk import begin, next_state, products, residual, scaled_heads, solved, views
+from nki_kernels.chunk import begin, next_state, residual, scaled_heads, solved, views
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.tiles import chunk_rows, constants, copied, cut, psum, sbuf, spans, transposed, waves
 from nki_kernels.triangular import inverses, pair_masks, workspace
@@ -100,15 +100,9 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
                         nisa.dma_copy(
                             dst=states[n, chunk // every, low:high, first : first + count, :], src=S[b][part]
                         )
-                x = begin(
-                    q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table, True
-                )  # fmt: skip
+                x = begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table)
                 q_gamma = scaled_heads(x["qk"], 0, x["gamma_scale"], bundle, rows)
                 x["q_gamma_t"] = transposed(views(q_gamma, count), rows, parts, table["identity"])
-                ps = products(x["kt"], x["qt"], bundle, rows, parts)
-                Pt = sbuf((rows, count, rows))
-                nisa.tensor_tensor(dst=Pt, data1=ps, data2=x["Et"], op=nl.multiply)
-                x["Pt"] = Pt
                 xs.append(x)
                 Gts.append(x["Gt"])
             _, Tts = inverses(Gts, spaces, masks, table, rows, False)

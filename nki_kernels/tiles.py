@@ -97,8 +97,8 @@ def constants(C):
     """0/1 triangles and their like, [C, C] by row p and column f, built on chip once a call.
 
     identity p = f; upto p <= f; after p > f; since p >= f; before p < f; and what is
-    added to exponents: drop_after, drop_before, drop_upto are FAR_BELOW there and 0 elsewhere. every and eye
-    are all ones and the identity, [128, 128].
+    added to exponents: drop_after, drop_since are FAR_BELOW there and 0 elsewhere. every and eye are all
+    ones and the identity, [128, 128].
     """
     every = sbuf((PARTITIONS, PARTITIONS))
     nisa.memset(dst=every, value=1.0)
@@ -133,24 +133,22 @@ def constants(C):
         cmp_op=nl.greater,
     )  # fmt: skip
     drop_after = sbuf((C, C))
-    drop_before = sbuf((C, C))
-    drop_upto = sbuf((C, C))
+    drop_since = sbuf((C, C))
     nisa.tensor_scalar(dst=drop_after, data=after, op0=nl.multiply, operand0=FAR_BELOW)
-    nisa.tensor_scalar(dst=drop_before, data=before, op0=nl.multiply, operand0=FAR_BELOW)
-    nisa.tensor_scalar(dst=drop_upto, data=upto, op0=nl.multiply, operand0=FAR_BELOW)
+    nisa.tensor_scalar(dst=drop_since, data=since, op0=nl.multiply, operand0=FAR_BELOW)
     epsilon = sbuf((C, 1))
     nisa.memset(dst=epsilon, value=1e-6)
     return {
         "every": every, "eye": eye, "size": C, "epsilon": epsilon,
         "identity": identity, "upto": upto, "after": after, "since": since, "before": before,
-        "drop_after": drop_after, "drop_before": drop_before, "drop_upto": drop_upto,
+        "drop_after": drop_after, "drop_since": drop_since,
     }  # fmt: skip
 
 
 def cut(table, C):
     """The constants for a chunk of C rows: the corners of the full ones."""
     corners = {}
-    for name in ("identity", "upto", "after", "since", "before", "drop_after", "drop_before", "drop_upto"):
+    for name in ("identity", "upto", "after", "since", "before", "drop_after", "drop_since"):
         corners[name] = table[name][0:C, 0:C]
     corners["every"] = table["every"]
     corners["eye"] = table["eye"]
