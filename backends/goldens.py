@@ -52,7 +52,7 @@ def record(path: Path, backend: str, cases: Iterable[Case], device: str) -> list
 def check(path: Path) -> list[Verdict]:
     """Judges the outputs recorded in `path` with the judge of this machine.
 
-    Raises GoldenRefusal where inputs, the file's format, or the errors claimed for its outputs are not the same.
+    Raises GoldenRefusal where inputs, the file's format or the errors claimed for its outputs differ.
     """
     found = []
     with safe_open(path, framework="pt") as file:

@@ -171,7 +171,7 @@ class TestCache:
 
     @kinds
     def test_rows_move_together(self, kind: str):
-        m, ids, cache = self.filled(kind)
+        m, _, cache = self.filled(kind)
         next_ids = tokens(3, 1, seed=5)
         with torch.no_grad():
             expected = m(next_ids, past_key_values=copy.deepcopy(cache)).logits

@@ -168,7 +168,7 @@ class TestPrecision:
 
     @pytest.mark.parametrize("how", ["autocast", "weights"])
     def test_bfloat16_is_as_close_as_its_roundings(self, how: str):
-        """Rounding weights alone is one error a product; with what they multiply and what comes out it is three,
+        """Rounding weights is one error a product; with what they multiply and what comes out it is three,
         sqrt(3) times one at random. Twice that is allowed.
         """
         exact, ids = model(dtype=torch.float32), tokens(2, 70)

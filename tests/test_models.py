@@ -37,7 +37,7 @@ def parts(lengths: list[int]) -> tuple[Tensor, list[slice]]:
 class TestLayerIsWhatItSays:
     @staticmethod
     def literal(layer: GatedDeltaNet, x: Tensor) -> Tensor:
-        """The equations of the docstring, a token and a head at a time, with nothing of models or backends."""
+        """The docstring's equations, a token and a head at a time, with nothing of models or backends."""
         T, W, K, V = x.shape[0], layer.conv.weight.shape[1], layer.K, layer.V
         H, HV = layer.sizes[0] // K, layer.sizes[2] // V
         projected = torch.cat([x @ p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj)], dim=1)

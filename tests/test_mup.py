@@ -163,7 +163,7 @@ def test_a_parameter_without_a_role_is_named():
 
 
 def test_an_optimizer_without_a_column():
-    with pytest.raises(ValueError, match="optimizer='lion' has no column.*adamw, sgd"):
+    with pytest.raises(ValueError, match=r"optimizer='lion' has no column.*adamw, sgd"):
         scaled_parameters(model(), optimizer="lion", lr=1.0, weight_decay=0.0)
 
 
@@ -304,9 +304,9 @@ class TestTable:
     def test_epsilon_follows_the_gradients(self):
         """At initialization under muP: measured gradients' entries go as the table says Adam's epsilon does.
 
-        Roots of mean squares of a hidden matrix, of gains and of the embedding, medians of five seeds; a slope of
-        -1 within 0.25 from m = 4 to 16. It is a law of large widths: from m = 1 to 4 the gains' is -1.6. Gates and
-        scalars of 4 heads are too few numbers to measure.
+        Roots of mean squares of a hidden matrix, of gains and of the embedding, medians of five seeds; a
+        slope of -1 within 0.25 from m = 4 to 16. It is a law of large widths: from m = 1 to 4 the gains' is -1.6.
+        Gates and scalars of 4 heads are too few numbers to measure.
         """
         names = ("embed.weight", "blocks.1.mlp.down_proj.weight", "norm.weight")
         sizes: dict[str, list[float]] = {name: [] for name in names}
@@ -348,7 +348,7 @@ def trainable(width: int, parametrization: str, seed: int = 0) -> DeltaForCausal
 
 
 def changes_of(width: int, parametrization: str, optimizer: str, lr: float, steps: int) -> dict[str, float]:
-    """Root mean square of how much each activation moved in a few steps on one batch; float32, deterministic."""
+    """Root mean square of how much each activation moved in a few steps on one batch, in float32."""
     m = trainable(width, parametrization)
     groups = [
         {"params": [r.parameter], "lr": r.lr, "eps": 1e-12}
