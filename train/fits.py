@@ -1,4 +1,4 @@
-"""Straight lines and parabolas through measurements, with errors that come from the measurements' own scatter."""
+"""Straight lines and parabolas through measurements, with errors from the measurements' own scatter."""
 
 import math
 from collections import defaultdict
@@ -45,8 +45,8 @@ def line(x: Sequence[float], y: Sequence[float], errors: Sequence[float] | None 
     """Least squares. At least three points, not all of one x.
 
     With `errors`, the standard error of each y, points weigh 1 / error^2, and where they scatter about the
-    line by more than their errors explain, the slope's error grows by that factor (Birge's ratio); it is never
-    less than the errors say, and then its freedom is taken as large.
+    line by more than their errors explain, the slope's error grows by that factor (Birge's ratio); it is
+    never less than the errors say, and then its freedom is taken as large.
     """
     X, Y = np.asarray(x, float), np.asarray(y, float)
     if len(X) < 3 or np.ptp(X) == 0:
@@ -67,7 +67,7 @@ LARGE = 1000  # degrees of freedom at which Student's t is the normal distributi
 
 
 def optimum(x: Sequence[float], y: Sequence[float], blocks: Sequence[int]) -> Optimum | None:
-    """The minimum of a parabola through (x, y), each block (seed) with a level of its own; None if it has none.
+    """The minimum of a parabola through (x, y), each block (seed) with its own level; None if it has none.
 
     The variance is the larger of two: how repeated measurements at one x differ beyond their block's level,
     and how the means over blocks miss the parabola. The first alone would take a curve that is no parabola

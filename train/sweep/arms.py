@@ -61,7 +61,9 @@ def arms_of(text: str) -> tuple[Arm, ...]:
     if equals:
         names = [value.strip() for value in values.split(",")]
         if not key or not all(names) or len(set(names)) < len(names):
-            raise UsageError(f"arms={text}: expected a key and different values, such as model.readout=sqrt_k,none")
+            raise UsageError(
+                f"arms={text}: expected a key and different values, such as model.readout=sqrt_k,none"
+            )
         return tuple(Arm(name, {key: name}) for name in names)
     if text.endswith(".json"):
         return _of_file(Path(text))
@@ -73,7 +75,9 @@ def arms_of(text: str) -> tuple[Arm, ...]:
 def _of_file(path: Path) -> tuple[Arm, ...]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        arms = tuple(Arm(name, {key: _text(value) for key, value in keys.items()}) for name, keys in tree.items())
+        arms = tuple(
+            Arm(name, {key: _text(value) for key, value in keys.items()}) for name, keys in tree.items()
+        )
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(
             f'arms={path} cannot be read ({error}); expected {{"name": {{"key": "value"}}, ...}}'

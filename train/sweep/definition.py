@@ -71,7 +71,8 @@ class Sweep:
     def trials(self, losses: Mapping[str, float]) -> list[Trial]:
         """Every trial that is wanted given what is known: the grid, and rates near the best of each curve.
 
-        One seed comes before the next and narrow before wide, so that a sweep cut short shows a whole picture.
+        One seed comes before the next, within it one optimizer before the next, narrow before wide: a sweep
+        that is cut short shows a whole picture of something.
         """
         found = []
         for series, arm, width in self._curves():
@@ -84,7 +85,8 @@ class Sweep:
             found += [
                 self._trial(series, arm, width, lr, seed) for lr, seed in product(sorted(rates), self.seeds)
             ]
-        return sorted(found, key=lambda t: (self.seeds.index(t.seed), t.width))
+        order = self.optimizers.index
+        return sorted(found, key=lambda t: (self.seeds.index(t.seed), order(t.series.optimizer), t.width))
 
     def _curves(self) -> list[tuple[Series, Arm, int]]:
         found: dict[tuple[Series, int], Arm] = {}
@@ -99,7 +101,7 @@ class Sweep:
     def _nearer(
         self, series: Series, arm: Arm, width: int, rates: Sequence[float], losses: Mapping[str, float]
     ) -> list[float]:
-        """Rates to add once all of `rates` are known: between the best and its neighbors, or beyond an end."""
+        """Rates to add once all of `rates` are known: beside the best, or beyond the end that it is at."""
         by_rate: dict[float, list[float]] = defaultdict(list)
         for lr, seed in product(rates, self.seeds):
             key = self._trial(series, arm, width, lr, seed).key
@@ -169,7 +171,9 @@ def define(name: str, given: Mapping[str, str]) -> Sweep:
         rates[optimizer] = tuple(grid(f"lrs.{optimizer}", asked))
     for axis in ("lrs.adamw", "lrs.sgd"):
         if axis in axes and axis.partition(".")[2] not in optimizers:
-            raise UsageError(f"{axis} is for an optimizer that is not swept; optimizers={','.join(optimizers)}")
+            raise UsageError(
+                f"{axis} is for an optimizer that is not swept; optimizers={','.join(optimizers)}"
+            )
     arms = arms_of(axes["arms"]) if "arms" in axes else (PLAIN,)
     sweep = Sweep(
         recipe=name,
@@ -177,7 +181,9 @@ def define(name: str, given: Mapping[str, str]) -> Sweep:
         changes=changes,
         widths=tuple(sorted(_counts("widths", axes.get("widths", str(begun.model.width))))),
         rates=rates,
-        parametrizations=tuple(_words("parametrizations", axes.get("parametrizations", begun.parametrization))),
+        parametrizations=tuple(
+            _words("parametrizations", axes.get("parametrizations", begun.parametrization))
+        ),
         seeds=tuple(_counts("seeds", axes.get("seeds", "0"), least=0)),
         arms=arms,
         refine=_counts("refine", axes.get("refine", "2"), least=0)[0],

@@ -59,7 +59,9 @@ def _panel(axes: Any, report: Report, shades: dict[int, Any]) -> None:
         if c.fit is not None:
             low, high = max(c.fit.low, min(xs)), min(c.fit.high, max(xs))
             level = c.fit.lowest - lowest
-            axes.plot([low, high], [level, level], color=color, linewidth=3, alpha=0.35, solid_capstyle="butt")
+            axes.plot(
+                [low, high], [level, level], color=color, linewidth=3, alpha=0.35, solid_capstyle="butt"
+            )
             axes.plot([c.fit.at], [level], color=color, marker="*", markersize=11, markeredgecolor="white")
     top = max(max(tops), 1e-3)
     axes.set_ylim(-0.12 * top, 1.15 * top)

@@ -147,8 +147,13 @@ def table(found: Sequence[Report]) -> str:
                 fitted = ("-", c.why_not or "-")
             else:
                 fitted = (f"{c.fit.at:.2f}", f"{c.fit.low:.2f} to {c.fit.high:.2f}")
-            lines.append(f"| {report.series} | {c.width} | {' | '.join((*tried, *fitted))} | {len(c.rates)} |")
-    lines += ["", "| series | octaves per doubling of width | 95% within | verdict | cost of the narrowest's rate |"]
+            lines.append(
+                f"| {report.series} | {c.width} | {' | '.join((*tried, *fitted))} | {len(c.rates)} |"
+            )
+    lines += [
+        "",
+        "| series | octaves per doubling of width | 95% within | verdict | cost of the narrowest's rate |",
+    ]
     lines += ["|---|---|---|---|---|"]
     for report in found:
         lines.append(f"| {report.series} | {_transfer_cells(report)} |")
@@ -159,7 +164,9 @@ def _transfer_cells(report: Report) -> str:
     t = report.transfer
     if t is None:
         known = sum(c.fit is not None for c in report.curves)
-        return f"- | - | not decided: {known} of {len(report.curves)} widths have an optimum; 3 are needed | -"
+        return (
+            f"- | - | not decided: {known} of {len(report.curves)} widths have an optimum; 3 are needed | -"
+        )
     cost = ", ".join(f"{width}: {nats:.4f}" for width, nats in t.cost.items())
     return f"{t.octaves:+.3f} ± {t.stderr:.3f} | {t.low:+.2f} to {t.high:+.2f} | {t.verdict} | {cost}"
 

@@ -40,7 +40,9 @@ class Results:
             if size := file.tell():
                 file.seek(size - 1)
                 if file.read(1) != b"\n":
-                    file.write(b"\n")  # a kill in the middle of a line: it stays behind as one that is not read
+                    file.write(
+                        b"\n"
+                    )  # a kill in the middle of a line: it stays behind as one that is not read
             file.write(json.dumps(dict(result)).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -1,7 +1,7 @@
 """Trials side by side, each in a process of its own.
 
-Schedulers share nothing but the sweep's folder: any number of them, started by hand or by torchrun, work through
-one sweep together. Whoever holds a trial's folder makes that trial; the others come back to it later.
+Schedulers share nothing but the sweep's folder: any number of them, started by hand or by torchrun, work
+through one sweep together. Whoever holds a trial's folder makes that trial; the others come back to it later.
 """
 
 import json
@@ -135,7 +135,9 @@ class _Scheduler:
         with refusals(place, SAFE):
             place.mkdir(parents=True, exist_ok=True)
         slot.trial = trial
-        slot.process = _CONTEXT.Process(target=_child, args=(config.model_dump_json(), str(place), self.threads))
+        slot.process = _CONTEXT.Process(
+            target=_child, args=(config.model_dump_json(), str(place), self.threads)
+        )
         slot.process.start()
 
     def _collect(self, slot: _Slot) -> None:

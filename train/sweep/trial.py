@@ -22,9 +22,9 @@ class Stopped(Exception):
 def run_trial(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Train from the start, or from the newest checkpoint in `folder`; leaves result.json and returns it.
 
-        loss        nats a token on the held-out crops after the last step; null: diverged
-        train_loss  mean over the last tenth of the steps
-        seconds     of training, over all processes that had a part in it
+    loss        nats a token on the held-out crops after the last step; null: diverged
+    train_loss  mean over the last tenth of the steps
+    seconds     of training, over all processes that had a part in it
     """
     from ..assembly import begun, reopened
     from ..loop import train
