@@ -23,7 +23,7 @@ from nki_kernels.language import nisa, nki, nl
 from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, reciprocal_norm, tile
 
 L2NORM_EPS = 1e-6
-GROUP = 32  # rows: by the cost model 16 take 4 to 15% longer, 8 up to 70%
+GROUP = 32  # rows: by the cost model 16 take up to 15% longer, 8 up to 70%
 STATE_BYTES = 48 * 1024  # of a partition's 192 KiB, for a group's states; two groups are in flight
 DESCRIPTOR = 512  # bytes: what moving fewer in one piece costs anyway
 
@@ -51,7 +51,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     old_parts = state.reshape((rows * parts, m * V))
     new_parts = new_state.reshape((rows * parts, m * V))
     eye = identity(PARTITIONS, nl.float32)
-    places, which = tile_indicators(n, tiles, heads, parts)
+    holds = owners(tiles, heads, parts)
 
     pending = None
     for start in range(0, rows + n, n):
@@ -64,7 +64,8 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
             value = loaded(v[start : start + c, :], nl.float32)
             write = loaded(beta[start : start + c, :], nl.float32)
             decay = loaded(g[start : start + c, :], nl.float32)
-            states = []
+            decays = decay_of_tiles(g, start, c, holds)
+            states = []  # last: their loads are long, and what stands behind them waits
             for first in range(0, c, heads):
                 last = min(first + heads, c)
                 part = old_parts[(start + first) * parts : (start + last) * parts, :]
@@ -76,7 +77,6 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
                 nisa.tensor_scalar(dst=qn, data=qn, op0=nl.multiply, operand0=scale)
             dk = block_diagonal(kn)
             nisa.activation(dst=decay, op=nl.exp, data=decay)
-            decays = on_partitions(decay, places[0:c, :, :], which[0:c, :])
             r, p = state_products(states, dk, block_diagonal(qn), heads, eye)
             u = tile((c, V), nl.float32)
             nisa.scalar_tensor_tensor(
@@ -212,36 +212,37 @@ def by_partition(dk, dq, first, heads, active, m, eye):
     return out
 
 
-def tile_indicators(n, tiles, heads, parts):
-    """Where row h = t heads + i lies: places [n, heads, parts] is 1 at i, which [n, tiles] is 1 at t."""
-    eye = tile((n, tiles, heads), nl.float32)
-    nisa.memset(dst=eye, value=1.0)
-    nisa.affine_select(
-        dst=eye, pattern=[[-1, tiles * heads]], channel_multiplier=1, on_true_tile=eye, on_false_value=0.0,
-        cmp_op=nl.equal,
-    )  # fmt: skip
-    which = tile((n, tiles), nl.float32)
-    nisa.tensor_reduce(dst=which, op=nl.add, data=eye, axis=2)
-    within = tile((n, heads), nl.float32)
-    turned = eye.ap(pattern=[[tiles * heads, n], [1, heads], [heads, tiles]])
-    nisa.tensor_reduce(dst=within, op=nl.add, data=turned, axis=2)
-    places = tile((n, heads, parts), nl.float32)
-    nisa.tensor_copy(dst=places, src=within.ap(pattern=[[heads, n], [1, heads], [0, parts]]))
-    return places, which
+def owners(tiles, heads, parts):
+    """[heads * parts, tiles, heads]: 1 where a partition holds the state of the i-th head of a tile."""
+    P = heads * parts
+    out = tile((P, tiles, heads), nl.float32)
+    nisa.memset(dst=out, value=1.0)
+    for offset, cmp_op in ((0, nl.greater_equal), (1 - parts, nl.less_equal)):  # i parts <= p < (i + 1) parts
+        nisa.affine_select(
+            dst=out, pattern=[[0, tiles], [-parts, heads]], channel_multiplier=1, offset=offset,
+            on_true_tile=out, on_false_value=0.0, cmp_op=cmp_op,
+        )  # fmt: skip
+    return out
 
 
-def on_partitions(x, places, which):
-    """[heads * parts, tiles]: the number x [c, 1] of the row whose state a partition holds in each tile."""
-    c, tiles = which.shape
-    spread = tile((c, tiles), nl.float32)
-    nisa.tensor_scalar(dst=spread, data=which, op0=nl.multiply, operand0=x)
-    ps = nl.ndarray((places.shape[1] * places.shape[2], tiles), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(
-        dst=ps, stationary=places.reshape((c, places.shape[1] * places.shape[2])), moving=spread,
-        is_stationary_onezero=True,
-    )  # fmt: skip
-    out = tile(ps.shape, nl.float32)
-    nisa.tensor_copy(dst=out, src=ps)
+def decay_of_tiles(g, start, c, holds):
+    """[heads * parts, tiles]: exp(g) of the row whose state a partition holds in each tile.
+
+    Not by a product: should the Tensor engine round its operands, S would still decay exactly.
+    """
+    P, heads = holds.shape[0], holds.shape[2]
+    tiles = (c + heads - 1) // heads
+    decay = tile((P, tiles * heads), nl.float32)
+    if tiles * heads > c:
+        nisa.memset(dst=decay, value=0.0)
+    nisa.dma_copy(dst=decay[:, 0:c], src=g.ap(pattern=[[0, P], [1, c]], offset=start))
+    nisa.activation(dst=decay, op=nl.exp, data=decay)
+    own = tile((P, tiles, heads), nl.float32)
+    nisa.tensor_tensor(
+        dst=own, data1=decay.reshape((P, tiles, heads)), data2=holds[:, 0:tiles, :], op=nl.multiply
+    )
+    out = tile((P, tiles), nl.float32)
+    nisa.tensor_reduce(dst=out, op=nl.add, data=own, axis=2)
     return out
 
 

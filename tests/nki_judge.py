@@ -7,9 +7,11 @@ import numpy as np
 import torch
 
 from backends.judge import FACTOR, error
-from nki_kernels.simulator import record
+from nki_kernels.simulator import Numerics, record
 
 DTYPES = (torch.float32, torch.bfloat16)
+EXACT = Numerics()
+ROUNDED_PRODUCTS = Numerics(matmul="bfloat16")  # what some have seen the Tensor engine do with float32
 
 
 def normal(generator, *shape):
@@ -32,11 +34,13 @@ def tensor(x):
     return torch.from_numpy(x)
 
 
-def run(kernel, *args, target="trn1"):
+def run(kernel, *args, target="trn1", numerics=EXACT):
     """The kernel's outputs, every strict check on but that of the source, which has a test of its own:
     its findings are cached, and must not be those of a planted fault.
     """
-    outputs = record(kernel, *map(array, args), target=target, trace=False, check_source=False).outputs
+    outputs = record(
+        kernel, *map(array, args), target=target, trace=False, check_source=False, numerics=numerics
+    ).outputs
     return tuple(map(tensor, outputs)) if isinstance(outputs, tuple) else tensor(outputs)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nki_judge import DTYPES, assert_close, hbm_bytes, normal, run
+from nki_judge import DTYPES, EXACT, ROUNDED_PRODUCTS, assert_close, hbm_bytes, normal, run
 
 from backends.judge import error
 from nki_kernels import delta_residual_bwd as backward
@@ -92,6 +92,16 @@ def test_beta_two_reflects():
     once = run(delta_residual_fwd, x, k, 0 * v, 0 * beta + 2, 1e-9)
     twice = run(delta_residual_fwd, once, k, 0 * v, 0 * beta + 2, 1e-9)
     assert error(once, x.double()) > 0.01 and error(twice, x.double()) < 2**-20
+
+
+def test_only_dk_passes_the_tensor_engine():
+    """Products rounded to bfloat16 change dk and nothing else."""
+    x, k, v, beta, dout = inputs(3, 20, 3, torch.float32, normalize=True)
+    exact, rounded = (
+        run(delta_residual_bwd, dout, x, k, v, beta, 1e-3, numerics=numerics)
+        for numerics in (EXACT, ROUNDED_PRODUCTS)
+    )
+    assert [torch.equal(a, b) for a, b in zip(exact, rounded, strict=True)] == [True, False, True, True]
 
 
 def _first_block_only(p, xt, keys, d0):

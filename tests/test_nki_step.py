@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nki_judge import DTYPES, assert_close, hbm_bytes, normal, run
+from nki_judge import DTYPES, ROUNDED_PRODUCTS, assert_close, hbm_bytes, normal, run
 
 from backends import gated_delta_rule, gated_delta_rule_step, nki_adapter, recurrent
 from backends.judge import error
@@ -87,6 +87,16 @@ def test_hard_inputs_not_normalized(hard):
 @pytest.mark.parametrize("target", ["trn2", "trn3"])
 def test_later_generations(target):
     check((1, 2, 4, 96, 192), torch.bfloat16, True, target=target)
+
+
+def test_the_state_decays_exactly_whatever_products_round_to():
+    """A decay of 0.999 is 1 in bfloat16: rounded once a token, it would never be forgotten."""
+    q, k, v, g, beta, state = inputs((1, 4, 4, 32, 64), torch.float32)
+    _, after = run(
+        module.gated_delta_rule_step, q, k, v, g / 1000, 0 * beta, state, 1.0, True,
+        numerics=ROUNDED_PRODUCTS,
+    )  # fmt: skip
+    assert error(after, (g.double() / 1000).exp()[..., None, None] * state.double()) < 2**-22
 
 
 def _wrong_group(x, start, c, shared):
