@@ -71,6 +71,13 @@ def test_every_tensor_agrees_with_float64(shape, k_eps, dtype):
     check(shape, dtype, k_eps)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(512, 768, 4), (512, 768, 1), (300, 1024, 4)], ids=str)
+def test_models_agree_with_float64(shape, dtype):
+    check(shape, dtype, 1e-5)
+
+
 @pytest.mark.parametrize("hard", ["zero keys", "huge keys", "beta 2", "known"])
 def test_hard_inputs(hard):
     check((5, 96, 4), torch.float32, 1e-5, hard)

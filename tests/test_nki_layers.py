@@ -144,6 +144,13 @@ def test_norm_of_hard_inputs(hard):
     check_norm((150, 96), torch.float32, hard=hard)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_models_agree_with_float64(dtype):
+    check_convolution((1, 1024, 3072, 4), dtype)
+    check_norm((6144, 256), dtype)
+
+
 @pytest.mark.parametrize("target", ["trn2", "trn3"])
 def test_later_generations(target):
     check_convolution((1, 130, 48, 4), torch.bfloat16, (60, 70), target=target)

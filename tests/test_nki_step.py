@@ -74,6 +74,13 @@ def test_agrees_with_float64(shape, dtype):
     check(shape, dtype, l2norm=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8, 6, 6, 128, 256), (2, 16, 32, 128, 128), (4, 6, 6, 256, 512)], ids=str)
+def test_models_agree_with_float64(shape, dtype):
+    check(shape, dtype, l2norm=True)
+
+
 @pytest.mark.parametrize("hard", HARD)
 def test_hard_inputs(hard):
     check((2, 2, 4, 64, 64), torch.float32, True, hard)
