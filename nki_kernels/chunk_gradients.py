@@ -1,14 +1,14 @@
 """One chunk of the gated delta rule backward, on chip. Names as in `nki_kernels.chunk`; dS' is the gradient
 of the state that the chunk leaves.
 
-    dU  = P^T dO + diag(lambda) K dS'          dV' = T^T dU          dV = diag(beta) dV'
+    dV' = H^T dO + W dS'                       dV  = diag(beta) dV'
     A   = scale upto(dO U^T . E)               Z   = -strict(dV' U^T . E)
     dQ  = scale diag(gamma) dO S^T + A K
     dK  = A^T Q + diag(lambda) U dS'^T + diag(beta) (Z K - diag(gamma) dV' S^T) + Z^T diag(beta) K
     dS  = gamma_C dS' + scale Q^T diag(gamma) dO - K^T diag(gamma beta) dV'
     dbeta_i = <dV'_i, v_i> + <k_i, (Z K - diag(gamma) dV' S^T)_i>
 
-The inverse is not differentiated: T^T dU (T V')^T = dV' U^T is its gradient's whole effect.
+The inverse is not differentiated: with dU the gradient of U, T^T dU (T V')^T = dV' U^T is its whole effect.
 
 The gradient of g_t is a sum over what crosses t, and nothing that does not is added or taken away again:
 
@@ -47,29 +47,33 @@ def state_transposed(S, bundle, parts, value_parts, K, table):
     return found
 
 
-def value_gradient(x, dS, bundle, rows, parts, table):
-    """dU = P^T dO + diag(lambda) K dS': [rows, lanes, V]."""
+def writing_transposed(T, x, bundle, rows, parts):
+    """W^T per part of K: [f, lanes, rows]."""
+    lanes = bundle["lanes"]
+    found = []
+    for part in parts:
+        start, stop = part
+        ps = psum((stop - start, lanes, rows))
+        for lane in range(lanes):
+            nisa.nc_matmul(
+                dst=ps[:, lane, :], stationary=x["k_end"][:, lane, start:stop], moving=T[:, lane, :]
+            )
+        tile = sbuf((stop - start, lanes, rows))
+        copied(tile, ps)
+        found.append(tile)
+    return found
+
+
+def residual_gradient(x, dS, bundle, rows, parts):
+    """dV' = H^T dO + W dS': [rows, lanes, V]."""
     lanes = bundle["lanes"]
     V = x["do"].shape[2]
-    k_end_t = transposed(views(x["k_end"], lanes), rows, parts, table["identity"])
     out = sbuf((rows, lanes, V))
     for lane in range(lanes):
         ps = psum((rows, V))
-        nisa.nc_matmul(dst=ps, stationary=x["P"][:, lane, :], moving=x["do"][:, lane, :])
+        nisa.nc_matmul(dst=ps, stationary=x["H"][:, lane, :], moving=x["do"][:, lane, :])
         for part in range(len(parts)):
-            nisa.nc_matmul(dst=ps, stationary=k_end_t[part][:, lane, :], moving=dS[part][:, lane, :])
-        copied(out[:, lane, :], ps)
-    return out
-
-
-def residual_gradient(T, dU, bundle, rows):
-    """dV' = T^T dU."""
-    lanes = bundle["lanes"]
-    V = dU.shape[2]
-    out = sbuf((rows, lanes, V))
-    for lane in range(lanes):
-        ps = psum((rows, V))
-        nisa.nc_matmul(dst=ps, stationary=T[:, lane, :], moving=dU[:, lane, :])
+            nisa.nc_matmul(dst=ps, stationary=x["Wt"][part][:, lane, :], moving=dS[part][:, lane, :])
         copied(out[:, lane, :], ps)
     return out
 

@@ -5,7 +5,16 @@ kept ones a stretch of chunks is solved again from its start, and its matrices s
 gradients, going backward, have used them.
 """
 
-from nki_kernels.chunk import begin, decay_transposed, next_state, residual, solved, views
+from nki_kernels.chunk import (
+    begin,
+    combined,
+    decay_transposed,
+    next_state,
+    residual,
+    solved,
+    views,
+    writing,
+)
 from nki_kernels.chunk_gradients import (
     beta_gradient,
     decay_gradient,
@@ -15,7 +24,7 @@ from nki_kernels.chunk_gradients import (
     state_gradient,
     state_transposed,
     through_norm,
-    value_gradient,
+    writing_transposed,
 )
 from nki_kernels.gated_delta_rule_fwd import first_state, store_state
 from nki_kernels.language import nisa, nki, nl
@@ -49,7 +58,7 @@ def kept_state(states, stretch, bundle, parts, V):
 def solve_again(
     q, k, v, g, beta, do, S, wave, start, tokens, parts, scale, l2norm, spaces, masks, table, goes_on
 ):  # fmt: skip
-    """One chunk of a wave, forward: dicts with T, U, P and S in them, and the next states if it `goes_on`."""
+    """One chunk of a wave, forward: dicts with H, W^T, U, S in them; the next states if it `goes_on`."""
     rows = chunk_rows(tokens)
     V = v.shape[3]
     xs = []
@@ -60,14 +69,14 @@ def solve_again(
         x = begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table)
         x["do"] = loaded(do[n, start : start + tokens, first : first + lanes, :], tokens, rows, (lanes, V))
         x["Et_strict"] = decay_transposed(x["weights"], lanes, rows, table, "drop_since")
-        x["P"] = transposed(views(x["Pt"], lanes), rows, [(0, rows)], table["identity"])[0]
         x["S"] = S[b]
         xs.append(x)
         Gts.append(x["Gt"])
     Ts, Tts = inverses(Gts, spaces, masks, table, rows, True)
     residuals = []
     for b in range(len(wave)):
-        xs[b]["T"] = Ts[b]
+        xs[b]["H"] = combined(xs[b]["Pt"], Ts[b], wave[b], rows)
+        xs[b]["Wt"] = writing_transposed(Ts[b], xs[b], wave[b], rows, parts)
         residuals.append(residual(xs[b], S[b], wave[b], rows, parts))
     for b in range(len(wave)):
         xs[b]["U"] = solved(Tts[b], residuals[b], wave[b], rows)
@@ -75,7 +84,8 @@ def solve_again(
     if goes_on:
         following = []
         for b in range(len(wave)):
-            following.append(next_state(xs[b], S[b], xs[b]["U"], wave[b], parts))
+            W = writing(Ts[b], xs[b], wave[b], rows)
+            following.append(next_state(xs[b], S[b], W, residuals[b], wave[b], parts))
     return xs, following
 
 
@@ -141,11 +151,8 @@ def gated_delta_rule_bwd(
                 rows = chunk_rows(tokens)
                 table = cut(full, rows)
                 dres = []
-                dUs = []
                 for b in range(len(wave)):
-                    dUs.append(value_gradient(xs[b], dS[b], wave[b], rows, parts, table))
-                for b in range(len(wave)):
-                    dres.append(residual_gradient(xs[b]["T"], dUs[b], wave[b], rows))
+                    dres.append(residual_gradient(xs[b], dS[b], wave[b], rows, parts))
                 for b in range(len(wave)):
                     bundle = wave[b]
                     x = xs[b]

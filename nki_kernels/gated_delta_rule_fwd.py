@@ -6,7 +6,7 @@ equations.
 arXiv:2412.06464. Value head j reads query and key of head j // (HV / H).
 """
 
-from nki_kernels.chunk import begin, next_state, residual, scaled_heads, solved, views
+from nki_kernels.chunk import begin, combined, next_state, residual, scaled_heads, views, writing
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.tiles import chunk_rows, constants, copied, cut, psum, sbuf, spans, transposed, waves
 from nki_kernels.triangular import inverses, pair_masks, workspace
@@ -37,16 +37,16 @@ def store_state(states, S, bundle, parts):
             nisa.dma_copy(dst=states[n, first + lane, start:stop, :], src=S[part][:, lane, :])
 
 
-def output(x, S, Pt, U, bundle, rows, parts, dtype):
-    """O = scale diag(gamma) Q S + P U: one sum in PSUM per lane."""
+def output(x, S, Ht, residuals, bundle, rows, parts, dtype):
+    """O = scale diag(gamma) Q S + H V': one sum in PSUM per lane."""
     lanes = bundle["lanes"]
-    V = U.shape[2]
+    V = residuals.shape[2]
     out = sbuf((rows, lanes, V), dtype)
     for lane in range(lanes):
         ps = psum((rows, V))
         for part in range(len(parts)):
             nisa.nc_matmul(dst=ps, stationary=x["q_gamma_t"][part][:, lane, :], moving=S[part][:, lane, :])
-        nisa.nc_matmul(dst=ps, stationary=Pt[:, lane, :], moving=U[:, lane, :])
+        nisa.nc_matmul(dst=ps, stationary=Ht[:, lane, :], moving=residuals[:, lane, :])
         copied(out[:, lane, :], ps)
     return out
 
@@ -105,19 +105,21 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
                 x["q_gamma_t"] = transposed(views(q_gamma, count), rows, parts, table["identity"])
                 xs.append(x)
                 Gts.append(x["Gt"])
-            _, Tts = inverses(Gts, spaces, masks, table, rows, False)
+            Ts, _ = inverses(Gts, spaces, masks, table, rows, False)
+            Hts = []
+            Ws = []
+            for b in range(len(wave)):
+                Hts.append(combined(Ts[b], xs[b]["Pt"], wave[b], rows))
+                Ws.append(writing(Ts[b], xs[b], wave[b], rows))
             residuals = []
             for b in range(len(wave)):
                 residuals.append(residual(xs[b], S[b], wave[b], rows, parts))
-            Us = []
-            for b in range(len(wave)):
-                Us.append(solved(Tts[b], residuals[b], wave[b], rows))
             outs = []
             for b in range(len(wave)):
-                outs.append(output(xs[b], S[b], xs[b]["Pt"], Us[b], wave[b], rows, parts, v.dtype))
+                outs.append(output(xs[b], S[b], Hts[b], residuals[b], wave[b], rows, parts, v.dtype))
             for b in range(len(wave)):
                 n, first, count = wave[b]["n"], wave[b]["first"], wave[b]["lanes"]
-                S[b] = next_state(xs[b], S[b], Us[b], wave[b], parts)
+                S[b] = next_state(xs[b], S[b], Ws[b], residuals[b], wave[b], parts)
                 nisa.dma_copy(
                     dst=o[n, start : start + tokens, first : first + count, :], src=outs[b][0:tokens]
                 )

@@ -58,7 +58,7 @@ def inverses(Gts, spaces, masks, table, C, both):
 
     Gts         G transposed, a tile [C, lanes, C] per bundle; below its diagonal, anything finite
     spaces      a `workspace` per bundle
-    both        False: the last level leaves T as it was, only Tt is complete
+    both        False: the last level leaves Tt as it was, only T is complete
     """
     half = C // 2
     Ts = []
@@ -99,28 +99,26 @@ def inverses(Gts, spaces, masks, table, C, both):
             lanes = Gts[b].shape[1]
             even = Ts[b].reshape((C, lanes, pairs, 2, s))[:, :, :, 0, :]
             odd = Tts[b].reshape((C, lanes, pairs, 2, s))
+            if s == 1:
+                nisa.tensor_tensor(dst=even, data1=even, data2=corners[b][:, :, :, 0, :], op=nl.add)
+            else:
+                ps = psum((C, lanes, half))
+                for lane in range(lanes):
+                    nisa.nc_matmul(
+                        dst=ps[:, lane, :], stationary=Tts[b][:, lane, :],
+                        moving=corners[b][:, lane, :, 0, :],
+                    )  # fmt: skip
+                nisa.tensor_tensor(dst=even, data1=even, data2=ps.reshape((C, lanes, pairs, s)), op=nl.add)
             if both or 2 * s < C:
-                if s == 1:
-                    nisa.tensor_tensor(dst=even, data1=even, data2=corners[b][:, :, :, 0, :], op=nl.add)
-                else:
-                    ps = psum((C, lanes, half))
-                    for lane in range(lanes):
-                        nisa.nc_matmul(
-                            dst=ps[:, lane, :], stationary=Tts[b][:, lane, :],
-                            moving=corners[b][:, lane, :, 0, :],
-                        )  # fmt: skip
-                    nisa.tensor_tensor(
-                        dst=even, data1=even, data2=ps.reshape((C, lanes, pairs, s)), op=nl.add
+                ps = psum((C, lanes, half))
+                for lane in range(lanes):
+                    nisa.nc_matmul(
+                        dst=ps[:, lane, :], stationary=corners[b][:, lane], moving=odd[:, lane, :, 1, :]
                     )
-            ps = psum((C, lanes, half))
-            for lane in range(lanes):
-                nisa.nc_matmul(
-                    dst=ps[:, lane, :], stationary=corners[b][:, lane], moving=odd[:, lane, :, 1, :]
-                )
-            nisa.tensor_tensor(
-                dst=odd[:, :, :, 1, :], data1=odd[:, :, :, 1, :], data2=ps.reshape((C, lanes, pairs, s)),
-                op=nl.add,
-            )  # fmt: skip
+                nisa.tensor_tensor(
+                    dst=odd[:, :, :, 1, :], data1=odd[:, :, :, 1, :],
+                    data2=ps.reshape((C, lanes, pairs, s)), op=nl.add,
+                )  # fmt: skip
         s = 2 * s
         level = level + 1
     return Ts, Tts
