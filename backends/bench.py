@@ -1,6 +1,7 @@
 """Times the grid's shapes, each behind a green parity, side by side with peers.
 
     python -m backends.bench [--backend NAME] [--peer hf|fla] [--case NAME] [--dtype NAME] [--json FILE]
+    python -m backends.bench --compile-only [--json FILE]
 
 The contenders take turns, one call each, so that whatever slows the machine slows all; a ratio is the median
 over the rounds of (peer's time / ours), with its 20th and 80th percentile. Every call on a GPU starts with a
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +40,7 @@ from backends.registry import BackendRefusal
 
 PASSES = ("forward", "backward", "forward+backward")
 ROUNDS = (5, 300)
+COMPILER = ("-m", "triton_kernels.compile_only")
 CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU at hand (H200: 60 MB)
 
 
@@ -313,7 +317,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32 on CPU, else bfloat16")
     parser.add_argument("--seconds", type=float, default=3.0, help="per pass (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object a line")
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="no clock: compile every Triton kernel for sm_90 and print what it takes; needs no GPU",
+    )
     given = parser.parse_args(argv)
+    if given.compile_only:
+        return compile_only(given.json)
     try:
         subject = subjects([given.backend] if given.backend else None)[0]
         tag = "bench-cpu" if subject.device == "cpu" else "bench"
@@ -322,6 +333,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(complaint, file=sys.stderr)
         return 2
     return _main(given, subject, cases)
+
+
+def compile_only(file: Path | None) -> int:
+    """The table of `triton_kernels.compile_only`, also into `file`; its exit status.
+
+    In a process of its own: under TRITON_INTERPRET=1, which tests set, a kernel is a Python function. From the
+    repository's root: the Triton project has a package of the same name.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *COMPILER, *(["--json", str(file.resolve())] if file else [])]
+    return subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], check=False).returncode
 
 
 def _main(given: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from backends import bench
+
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,17 @@ def test_a_part_of_the_configurations_compiles_within_its_bounds(tmp_path):
     for row in rows:
         if row["dtype"] == "bf16" and row["kernel"] in ("prepare", "scan", "reverse_scan", "gradients"):
             assert row["hgmma"] > 0, f"{row} does not use Hopper's matrix instructions"
+
+
+def test_the_benchmarks_table_of_compilations(tmp_path, monkeypatch, capfd):
+    """From a process whose Triton interprets."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(bench, "COMPILER", (*bench.COMPILER, "--quick"))
+    file = tmp_path / "rows.json"
+    assert bench.main(["--compile-only", "--json", str(file)]) == 0
+    assert "| reverse_scan |" in capfd.readouterr().out
+    assert all(row["shared"] > 0 for row in json.loads(file.read_text()))
 
 
 @pytest.mark.slow
