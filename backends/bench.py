@@ -338,8 +338,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compile_only(file: Path | None) -> int:
     """The table of `triton_kernels.compile_only`, also into `file`; its exit status.
 
-    In a process of its own: under TRITON_INTERPRET=1, which tests set, a kernel is a Python function. From the
-    repository's root: the Triton project has a package of the same name.
+    In a process of its own: under TRITON_INTERPRET=1, which tests set, a kernel is a Python function. From
+    the repository's root: the Triton project has a package of the same name.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *COMPILER, *(["--json", str(file.resolve())] if file else [])]

@@ -305,7 +305,7 @@ class TestTable:
         """At initialization under muP: measured gradients' entries go as the table says Adam's epsilon does.
 
         Roots of mean squares of a hidden matrix, of gains and of the embedding, medians of five seeds; a
-        slope of -1 within 0.25 from m = 4 to 16. It is a law of large widths: from m = 1 to 4 gains have -1.6.
+        slope of -1 within 0.25 from m = 4 to 16. It is a law of large widths: from m = 1 to 4 it is -1.6.
         Gates and scalars of 4 heads are too few numbers to measure.
         """
         names = ("embed.weight", "blocks.1.mlp.down_proj.weight", "norm.weight")
