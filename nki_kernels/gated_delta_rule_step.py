@@ -23,7 +23,7 @@ from nki_kernels.language import nisa, nki, nl
 from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, reciprocal_norm, tile
 
 L2NORM_EPS = 1e-6
-GROUP = 32  # rows: by the cost model 16 take up to 15% longer, 8 up to 70%
+GROUP = 32  # rows: by the cost model 16 are 3% faster at K = 128 and 14% slower at K = 32, 8 up to 57%
 STATE_BYTES = 48 * 1024  # of a partition's 192 KiB, for a group's states; two groups are in flight
 DESCRIPTOR = 512  # bytes: what moving fewer in one piece costs anyway
 
@@ -53,57 +53,79 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     eye = identity(PARTITIONS, nl.float32)
     holds = owners(tiles, heads, parts)
 
-    pending = None
-    for start in range(0, rows + n, n):
-        # a group's states are written while the next group's are read
-        following = None
-        if start < rows:
-            c = min(n, rows - start)
-            kn = key_rows(k, start, c, HV // H)
-            qn = key_rows(q, start, c, HV // H)
-            value = loaded(v[start : start + c, :], nl.float32)
-            write = loaded(beta[start : start + c, :], nl.float32)
-            decay = loaded(g[start : start + c, :], nl.float32)
-            decays = decay_of_tiles(g, start, c, holds)
-            states = []  # last: their loads are long, and what stands behind them waits
-            for first in range(0, c, heads):
-                last = min(first + heads, c)
-                part = old_parts[(start + first) * parts : (start + last) * parts, :]
+    starts = []
+    for start in range(0, rows, n):
+        starts.append(start)
+    loads, columns, products = [], [], []
+    for turn in range(len(starts) + 1):
+        # a group's loads and its arrangement of k and q come a turn ahead, in the gaps of the group before
+        if turn < len(starts):
+            first, last = starts[turn], min(starts[turn] + n, rows)
+            states = []
+            vectors = load_vectors(q, k, v, g, beta, first, last, HV // H, scale, l2norm)
+            decays = decay_of_tiles(g, first, last, holds)
+            for row in range(first, last, heads):
+                part = old_parts[row * parts : min(row + heads, last) * parts, :]
                 states.append(loaded(part, nl.float32).reshape((part.shape[0], m, V)))
-            if l2norm:
-                normalize(kn, 1.0)
-                normalize(qn, scale)
-            else:
-                nisa.tensor_scalar(dst=qn, data=qn, op0=nl.multiply, operand0=scale)
-            dk = block_diagonal(kn)
-            nisa.activation(dst=decay, op=nl.exp, data=decay)
-            r, p = state_products(states, dk, block_diagonal(qn), heads, eye)
-            u = tile((c, V), nl.float32)
-            nisa.scalar_tensor_tensor(
-                dst=u, data=r, op0=nl.multiply, operand0=decay, op1=nl.subtract, operand1=value, reverse1=True
-            )
-            nisa.tensor_scalar(dst=u, data=u, op0=nl.multiply, operand0=write)
-            out = tile((c, V), nl.float32)
-            rounded = tile((c, V), v.dtype)
-            nisa.tensor_scalar(dst=out, data=p, op0=nl.multiply, operand0=decay)
-            nisa.scalar_tensor_tensor(
-                dst=rounded, data=u, op0=nl.multiply, operand0=dot(kn, qn), op1=nl.add, operand1=out
-            )
-            nisa.dma_copy(dst=o_rows[start : start + c, :], src=rounded)
-            following = (states, dk, u, decays, start * parts)
-        if pending != None:  # noqa: E711 (compilers before 0.7 know no `is`)
-            write_states(pending[0], pending[1], pending[2], pending[3], new_parts, pending[4], heads)
-        pending = following
+            loads.append((states, vectors, decays, block_diagonal(vectors[0]), block_diagonal(vectors[1])))
+        if turn > 0:
+            states = loads[turn - 1][0]
+            products.append(state_products(states, columns[turn - 1], heads, eye))
+        if turn < len(starts):
+            states, vectors, decays, dk, dq = loads[turn]
+            columns.append(by_partition(states, dk, dq, heads, eye))
+        if turn > 0:
+            first, last = starts[turn - 1], min(starts[turn - 1] + n, rows)
+            states, vectors, decays, dk, dq = loads[turn - 1]
+            r, p = products[turn - 1]
+            u = new_values(r, vectors)
+            write_states(states, dk, u, decays, new_parts, first * parts, heads)
+            rounded = tile((last - first, V), v.dtype)
+            outputs(rounded, p, u, vectors)
+            nisa.dma_copy(dst=o_rows[first:last, :], src=rounded)
     return o, new_state
 
 
-def state_products(states, dk, dq, heads, eye):
+def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm):
+    """k, q [c, K], normalized, q scaled too, v [c, V], exp(g), beta, k . q [c, 1], all float32, of c rows."""
+    kn = key_rows(k, first, last - first, shared)
+    qn = key_rows(q, first, last - first, shared)
+    value = loaded(v[first:last, :], nl.float32)
+    decay = loaded(g[first:last, :], nl.float32)
+    gate = loaded(beta[first:last, :], nl.float32)
+    if l2norm:
+        normalize(kn, 1.0)
+        normalize(qn, scale)
+    else:
+        nisa.tensor_scalar(dst=qn, data=qn, op0=nl.multiply, operand0=scale)
+    nisa.activation(dst=decay, op=nl.exp, data=decay)
+    return kn, qn, value, decay, gate, dot(kn, qn)
+
+
+def new_values(r, vectors):
+    """u = beta (v - exp(g) r)."""
+    value, decay, gate = vectors[2], vectors[3], vectors[4]
+    u = tile(r.shape, nl.float32)
+    nisa.scalar_tensor_tensor(
+        dst=u, data=r, op0=nl.multiply, operand0=decay, op1=nl.subtract, operand1=value, reverse1=True
+    )
+    nisa.tensor_scalar(dst=u, data=u, op0=nl.multiply, operand0=gate)
+    return u
+
+
+def outputs(out, p, u, vectors):
+    """out = scale S'^T q = exp(g) p + (k . q) u; q holds the scale."""
+    decayed = tile(p.shape, nl.float32)
+    nisa.tensor_scalar(dst=decayed, data=p, op0=nl.multiply, operand0=vectors[3])
+    nisa.scalar_tensor_tensor(
+        dst=out, data=u, op0=nl.multiply, operand0=vectors[5], op1=nl.add, operand1=decayed
+    )
+
+
+def state_products(states, columns, heads, eye):
     """S^T k and S^T q [c, V] in PSUM: the states are stationary and stream c columns of k and q, not V."""
-    c = dk.shape[0]
     m, V = states[0].shape[1], states[0].shape[2]
-    columns = []
-    for i in range(len(states)):
-        columns.append(by_partition(dk, dq, i * heads, min(heads, c - i * heads), states[i].shape[0], m, eye))
+    c = (len(states) - 1) * heads + columns[-1].shape[3]
     r = nl.ndarray((c, V), dtype=nl.float32, buffer=nl.psum)
     p = nl.ndarray((c, V), dtype=nl.float32, buffer=nl.psum)
     for v0 in range(0, V, PARTITIONS):
@@ -193,23 +215,28 @@ def block_diagonal(x):
     return out
 
 
-def by_partition(dk, dq, first, heads, active, m, eye):
-    """[active, m, 2, heads]: k and q of the rows from `first` on, each on its own state's partitions."""
+def by_partition(states, dk, dq, heads, eye):
+    """Per tile of states [active, m, 2, its heads]: k and q of every head on its own state's partitions."""
     c, K = dk.shape[0], dk.shape[2]
-    turned = nl.ndarray((active, m, 2, heads), dtype=nl.float32, buffer=nl.psum)
     k, q = dk.reshape((c, c * K)), dq.reshape((c, c * K))
-    chosen = eye[0:c, first : first + heads]
-    for j in range(m):
-        at, end = first * K + j, first * K + active * m
-        nisa.nc_matmul(
-            dst=turned[:, j, 0, :], stationary=k[:, at:end:m], moving=chosen, is_moving_onezero=True
-        )
-        nisa.nc_matmul(
-            dst=turned[:, j, 1, :], stationary=q[:, at:end:m], moving=chosen, is_moving_onezero=True
-        )
-    out = tile((active, m, 2, heads), nl.float32)
-    nisa.activation(dst=out, op=nl.copy, data=turned)
-    return out
+    found = []
+    for i in range(len(states)):
+        active, m = states[i].shape[0], states[i].shape[1]
+        first, last = i * heads, min((i + 1) * heads, c)
+        chosen = eye[0:c, first:last]
+        turned = nl.ndarray((active, m, 2, last - first), dtype=nl.float32, buffer=nl.psum)
+        for j in range(m):
+            at, end = first * K + j, first * K + active * m
+            nisa.nc_matmul(
+                dst=turned[:, j, 0, :], stationary=k[:, at:end:m], moving=chosen, is_moving_onezero=True
+            )
+            nisa.nc_matmul(
+                dst=turned[:, j, 1, :], stationary=q[:, at:end:m], moving=chosen, is_moving_onezero=True
+            )
+        out = tile((active, m, 2, last - first), nl.float32)
+        nisa.activation(dst=out, op=nl.copy, data=turned)
+        found.append(out)
+    return found
 
 
 def owners(tiles, heads, parts):
@@ -225,17 +252,17 @@ def owners(tiles, heads, parts):
     return out
 
 
-def decay_of_tiles(g, start, c, holds):
+def decay_of_tiles(g, first, last, holds):
     """[heads * parts, tiles]: exp(g) of the row whose state a partition holds in each tile.
 
     Not by a product: should the Tensor engine round its operands, S would still decay exactly.
     """
-    P, heads = holds.shape[0], holds.shape[2]
+    P, heads, c = holds.shape[0], holds.shape[2], last - first
     tiles = (c + heads - 1) // heads
     decay = tile((P, tiles * heads), nl.float32)
     if tiles * heads > c:
         nisa.memset(dst=decay, value=0.0)
-    nisa.dma_copy(dst=decay[:, 0:c], src=g.ap(pattern=[[0, P], [1, c]], offset=start))
+    nisa.dma_copy(dst=decay[:, 0:c], src=g.ap(pattern=[[0, P], [1, c]], offset=first))
     nisa.activation(dst=decay, op=nl.exp, data=decay)
     own = tile((P, tiles, heads), nl.float32)
     nisa.tensor_tensor(
