@@ -15,11 +15,12 @@ The gradient of g_t is a sum over what crosses t, and nothing that does not is a
     dg_t = sum_{j < t <= i} F_ij + sum_{i >= t} r_i + sum_{i < t} w_i + gamma_C <dS', S>
     F   = dO U^T . P + dV' U^T . G                                   pairs: i reads what j wrote
     r_i = <q_i, scale gamma_i (dO S^T)_i> - beta_i <k_i, gamma_i (dV' S^T)_i>     i reads the state
-    w_i = lambda_i <k_i, (U dS'^T)_i>                                             i writes to the next
+    w_i = lambda_i <(K dS')_i, U_i>                                               i writes to the next
 
 The usual form, rows of F minus its columns summed from t on, is the same number as a difference of sums that
 do not fade with C: in float32 it had 1.5 times the error that parity allows (case collide, C = 128). Every
-sum over tokens is a product with a triangle of ones.
+sum over tokens is a product with a triangle of ones. And w is not <k_i, (U dS'^T)_i>, a product that is made
+for dK anyway: where a later token erases what was written, K dS' is 0 before anything is summed.
 """
 
 from nki_kernels.chunk import key_of, products, scaled_heads, views
@@ -100,14 +101,14 @@ def pair_gradients(x, do_t, U_t, dres_t, bundle, rows, value_parts, scale, table
 
 
 def key_gradients(x, pairs, do_t, U_t, dres_t, S_t, dS_t, bundle, rows, value_parts):
-    """Gradients of the bundle's normalized q and k, [rows, key heads, 2, K], and dots [rows, lanes, 4].
+    """Gradients of the bundle's normalized q and k, [rows, key heads, 2, K], and dots [rows, lanes, 3].
 
-    dots: <q, scale gamma dO S^T>, <k, gamma dV' S^T>, -<k, Z K>, <k, U dS'^T> by token.
+    dots: <q, scale gamma dO S^T>, <k, gamma dV' S^T>, -<k, Z K> by token.
     """
     A, At, minus_Z, minus_Zt, _, _ = pairs
     lanes, qk = bundle["lanes"], x["qk"]
     K = qk.shape[3]
-    dots = sbuf((rows, lanes, 4))
+    dots = sbuf((rows, lanes, 3))
     total = sbuf((rows, bundle["key_heads"], 2, K))
     before = -1
     for lane in range(lanes):
@@ -125,7 +126,7 @@ def key_gradients(x, pairs, do_t, U_t, dres_t, S_t, dS_t, bundle, rows, value_pa
         read = sbuf((rows, 2, K))
         copied(read[:, 0, :], across[:, 0, :], x["gamma_scale"][:, lane : lane + 1])
         copied(read[:, 1, :], across[:, 1, :], x["gamma"][:, lane : lane + 1])
-        terms = sbuf((rows, 4, K))
+        terms = sbuf((rows, 3, K))
         nisa.tensor_tensor(dst=terms[:, 0:2, :], data1=qk[:, h, :, :], data2=read, op=nl.multiply)
         inside = psum((rows, 2, K))  # A K, -Z K
         nisa.nc_matmul(dst=inside[:, 0, :], stationary=At[:, lane, :], moving=k_)
@@ -139,7 +140,6 @@ def key_gradients(x, pairs, do_t, U_t, dres_t, S_t, dS_t, bundle, rows, value_pa
             nisa.nc_matmul(
                 dst=written[:, 1, :], stationary=U_t[part][:, lane, :], moving=dS_t[part][:, lane, :]
             )
-        nisa.tensor_tensor(dst=terms[:, 3, :], data1=k_, data2=written[:, 1, :], op=nl.multiply)
         nisa.tensor_reduce(dst=dots[:, lane, :], op=nl.add, data=terms, axis=2)
         dk = sbuf((rows, K))
         nisa.scalar_tensor_tensor(
@@ -178,19 +178,23 @@ def through_norm(x, total, bundle, rows):
     return total
 
 
+def inner_product(dst, a, b, rows, V):
+    """dst (rows, 1) = the dot products of rows: Vector multiplies, Scalar adds."""
+    terms = sbuf((rows, V))
+    nisa.tensor_tensor(dst=terms, data1=a, data2=b, op=nl.multiply)
+    scratch = sbuf((rows, V))
+    nisa.activation(
+        dst=scratch, op=nl.copy, data=terms, reduce_op=nl.add, reduce_res=dst,
+        reduce_cmd=nisa.reduce_cmd.reset_reduce,
+    )  # fmt: skip
+
+
 def beta_gradient(x, dres, dots, bundle, rows):
     """dbeta [rows, lanes]."""
     lanes = bundle["lanes"]
-    V = dres.shape[2]
     along = sbuf((rows, lanes))
     for lane in range(lanes):
-        terms = sbuf((rows, V))
-        nisa.tensor_tensor(dst=terms, data1=dres[:, lane, :], data2=x["v"][:, lane, :], op=nl.multiply)
-        scratch = sbuf((rows, V))
-        nisa.activation(
-            dst=scratch, op=nl.copy, data=terms, reduce_op=nl.add, reduce_res=along[:, lane : lane + 1],
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )  # fmt: skip
+        inner_product(along[:, lane : lane + 1], dres[:, lane, :], x["v"][:, lane, :], rows, dres.shape[2])
     reads = sbuf((rows, lanes))
     nisa.tensor_tensor(dst=reads, data1=dots[:, :, 1], data2=dots[:, :, 2], op=nl.add)
     out = sbuf((rows, lanes))
@@ -229,7 +233,14 @@ def decay_gradient(x, pairs, S, dS, dots, bundle, rows, parts, table):
     nisa.tensor_tensor(dst=reads, data1=x["beta"], data2=dots[:, :, 1], op=nl.multiply)
     nisa.tensor_tensor(dst=reads, data1=dots[:, :, 0], data2=reads, op=nl.subtract)
     writes = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=writes, data1=x["lambda"], data2=dots[:, :, 3], op=nl.multiply)
+    for lane in range(lanes):
+        later = psum((rows, V))  # K dS'
+        for part in range(len(parts)):
+            nisa.nc_matmul(
+                dst=later, stationary=x["kt"][part][:, key_of(bundle, lane), :], moving=dS[part][:, lane, :]
+            )
+        inner_product(writes[:, lane : lane + 1], x["U"][:, lane, :], later, rows, V)
+    nisa.tensor_tensor(dst=writes, data1=writes, data2=x["lambda"], op=nl.multiply)
     ps = psum((rows, lanes))
     nisa.nc_matmul(dst=ps, stationary=table["since"], moving=reads, is_stationary_onezero=True)
     nisa.nc_matmul(dst=ps, stationary=table["before"], moving=writes, is_stationary_onezero=True)
@@ -237,15 +248,9 @@ def decay_gradient(x, pairs, S, dS, dots, bundle, rows, parts, table):
         start, stop = parts[part]
         carried = sbuf((stop - start, lanes))
         for lane in range(lanes):
-            terms = sbuf((stop - start, V))
-            nisa.tensor_tensor(
-                dst=terms, data1=dS[part][:, lane, :], data2=S[part][:, lane, :], op=nl.multiply
+            inner_product(
+                carried[:, lane : lane + 1], dS[part][:, lane, :], S[part][:, lane, :], stop - start, V
             )
-            scratch = sbuf((stop - start, V))
-            nisa.activation(
-                dst=scratch, op=nl.copy, data=terms, reduce_op=nl.add,
-                reduce_res=carried[:, lane : lane + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
-            )  # fmt: skip
         nisa.tensor_tensor(dst=carried, data1=carried, data2=x["carry"][0 : stop - start, :], op=nl.multiply)
         nisa.nc_matmul(
             dst=ps, stationary=table["every"][0 : stop - start, 0:rows], moving=carried,
