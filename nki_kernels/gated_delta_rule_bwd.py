@@ -5,6 +5,8 @@ kept ones a stretch of chunks is solved again from its start, and its matrices s
 gradients, going backward, have used them.
 """
 
+import numpy as np
+
 from nki_kernels.chunk import (
     begin,
     combined,
@@ -26,6 +28,7 @@ from nki_kernels.chunk_gradients import (
     through_norm,
     writing_transposed,
 )
+from nki_kernels.examples import inputs
 from nki_kernels.gated_delta_rule_fwd import first_state, store_state
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.tiles import (
@@ -185,3 +188,15 @@ def gated_delta_rule_bwd(
         for b in range(len(wave)):
             store_state(dinitial, dS[b], wave[b], parts)
     return dq, dk, dv, dg, dbeta, dinitial
+
+
+def example(
+    B=1, T=256, H=2, K=64, V=128, HV=0, dtype="float32", every=1, C=128, lanes=8, width=4
+):  # fmt: skip
+    """The kernel and arguments as training passes them: no gradient of the final state, l2norm."""
+    HV = HV or H
+    q, k, v, g, beta, do = inputs(B, T, H, HV, K, V, dtype)
+    kept = -(-T // (C * every))
+    states = np.random.default_rng(1).standard_normal((B, kept, K, HV, V), np.float32) * np.float32(K**-0.5)
+    arguments = (q, k, v, g, beta, do, None, states, K**-0.5, True, False, every, C, lanes, width)
+    return gated_delta_rule_bwd, arguments

@@ -7,6 +7,7 @@ arXiv:2412.06464. Value head j reads query and key of head j // (HV / H).
 """
 
 from nki_kernels.chunk import begin, combined, next_state, residual, scaled_heads, views, writing
+from nki_kernels.examples import inputs
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.tiles import chunk_rows, constants, copied, cut, psum, sbuf, spans, transposed, waves
 from nki_kernels.triangular import inverses, pair_masks, workspace
@@ -128,3 +129,11 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
     if every > 0:
         return o, final, states
     return o, final
+
+
+def example(
+    B=1, T=256, H=2, K=64, V=128, HV=0, dtype="float32", every=1, C=128, lanes=8, width=4
+):  # fmt: skip
+    """The kernel and arguments as training passes them: no initial state, l2norm; every=0: as inference."""
+    q, k, v, g, beta, _ = inputs(B, T, H, HV or H, K, V, dtype)
+    return gated_delta_rule_fwd, (q, k, v, g, beta, None, K**-0.5, True, False, every, C, lanes, width)
