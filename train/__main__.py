@@ -27,6 +27,11 @@ COMMANDS = {
         "RECIPE widths=... lrs=... [key=value ...]",
         "the best learning rate of every width, and how far it moves",
     ),
+    "coord-check": (
+        "train.commands.coord_check",
+        "RECIPE [widths=64,128,...] [key=value ...]",
+        "whether what a model computes and learns depends on its width",
+    ),
     "data": ("train.data.cli", "prepare SOURCE | info DIR", "text to token shards"),
 }
 

@@ -77,12 +77,12 @@ class ModelView:
 def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[list[ModelView]]:
     """Within `with`, every forward pass of the model adds a view to the list.
 
-    With `gradients` the viewed tensors keep theirs, so that backward fills `.grad` of x, qkv, o, y and stream.
+    With `gradients` the viewed tensors keep theirs: backward fills `.grad` of x, qkv, o, y, out and stream.
     """
     views: list[ModelView] = []
     parts: dict[str, Any] = {}
 
-    def see(name: str, tensor: Tensor) -> None:
+    def see(name: str, tensor: Any) -> None:
         if gradients and tensor.requires_grad:
             tensor.retain_grad()
         parts[name] = tensor

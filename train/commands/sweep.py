@@ -135,7 +135,11 @@ def _places(sweep: Sweep, own: Mapping[str, str | None]) -> tuple[int, list[str]
     on_gpu = pick_device(device).type == "cuda"
     devices = []
     if on_gpu:
-        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if device in ("auto", "cuda") else [device]
+        devices = (
+            [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+            if device in ("auto", "cuda")
+            else [device]
+        )
         if (local := os.environ.get("LOCAL_RANK")) is not None:
             devices = [devices[int(local) % len(devices)]]  # torchrun's other ranks have the others
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or 1
@@ -160,7 +164,7 @@ def _positive(name: str, text: str, *, whole: bool = False) -> float:
 
 def _prepare(sweep: Sweep) -> None:
     """Tokenize what the trials read before any of them starts: they would wait for the first one's."""
-    from ..assembly import _dataset
+    from ..subject import data_of
 
-    for data in {trial.config.data.model_dump_json(): trial.config for trial in sweep.trials({})}.values():
-        _dataset(data)
+    for config in {trial.config.data.model_dump_json(): trial.config for trial in sweep.trials({})}.values():
+        data_of(config)

@@ -1,0 +1,108 @@
+"""What a coordinate check found: a table, JSON, and a picture in the style of microsoft/mup's."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .coordinates import TENSORS, Reading, Slope, Verdict
+from .disk import refusals
+
+SAFE = "nothing else is lost: free some space and run the same command again"
+
+
+def table(found: Sequence[Verdict]) -> str:
+    """Slopes of changes after the last step, one row a tensor; those that do not pass are marked."""
+    columns = list(dict.fromkeys((v.optimizer, v.parametrization) for v in found))
+    cells = {(v.optimizer, v.parametrization, v.tensor): v for v in found}
+    head = ["tensor", *(f"{o} {p}" for o, p in columns), "theory"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for tensor, theory in TENSORS.items():
+        row = [tensor]
+        for o, p in columns:
+            v = cells[o, p, tensor]
+            mark = "" if v.passes else " ✗"
+            row.append(f"{v.change.slope:+.2f} ± {v.change.stderr:.2f}{mark}")
+        low, high = theory.change
+        row.append(f"{low:g}" if low == high else f"{low:g} to {high:g}")
+        lines.append("| " + " | ".join(row) + " |")
+    passed = [
+        f"{sum(v.passes for v in found if (v.optimizer, v.parametrization) == c)} of {len(TENSORS)}"
+        for c in columns
+    ]
+    lines.append("| **pass** | " + " | ".join(passed) + " | |")
+    return "\n".join(lines)
+
+
+def as_json(about: dict[str, Any], found: Sequence[Reading], judged: Sequence[Slope]) -> str:
+    """Everything: what was asked, every slope with its verdict, every reading."""
+    tree = {
+        **about,
+        "tensors": {name: asdict(theory) for name, theory in TENSORS.items()},
+        "slopes": [_plain(asdict(s)) for s in judged],
+        "readings": [_plain(asdict(r)) for r in found],
+    }
+    return json.dumps(tree) + "\n"
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN; and six digits say all that there is."""
+    return {
+        k: (float(f"{v:.6g}") if math.isfinite(v) else None) if isinstance(v, float) else v
+        for k, v in row.items()
+    }
+
+
+def draw(found: Sequence[Reading], found_verdicts: Sequence[Verdict], optimizer: str, path: Path) -> Path:
+    """Changes against width on logarithmic axes: a row a parametrization, a column a tensor, a line a step.
+
+    Lines that lie flat are what muP promises; a red title is a verdict that does not pass.
+    """
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = list(dict.fromkeys(r.parametrization for r in found if r.optimizer == optimizer))
+    verdict = {(v.parametrization, v.tensor): v for v in found_verdicts if v.optimizer == optimizer}
+    last = max(r.step for r in found)
+    values: dict[tuple[str, str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for r in found:
+        if r.optimizer == optimizer and r.step:
+            values[r.parametrization, r.tensor, r.step][r.width].append(r.change)
+    figure = Figure(figsize=(1.5 * len(TENSORS), 1.9 * len(rows)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(rows), len(TENSORS), squeeze=False, sharex=True)
+    for i, parametrization in enumerate(rows):
+        for j, tensor in enumerate(TENSORS):
+            axes, v = panels[i][j], verdict[parametrization, tensor]
+            for step in range(1, last + 1):
+                points = values[parametrization, tensor, step]
+                xs = sorted(points)
+                color = colormaps["viridis"](0.85 * (step - 1) / max(last - 1, 1))
+                ys = [sum(points[x]) / len(points[x]) for x in xs]
+                axes.plot(xs, ys, color=color, marker="o", markersize=2, linewidth=1, label=f"step {step}")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=2)
+            low, high = axes.get_ylim()
+            if low > 0 and high / low < 16:
+                # no less than four octaves: or the noise of a flat line would fill the panel
+                middle = math.sqrt(low * high)
+                axes.set_ylim(middle / 4, middle * 4)
+            axes.tick_params(labelsize=5, length=2)
+            axes.minorticks_off()
+            color = "black" if v.passes else "#c8553d"
+            axes.set_title(
+                f"{tensor}\n{v.change.slope:+.2f} ± {v.change.stderr:.2f}", fontsize=7, color=color
+            )
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[i][0].set_ylabel(parametrization, fontsize=9, fontweight="bold")
+    panels[0][0].legend(fontsize=4.5, frameon=False)
+    figure.suptitle(f"change of what the model computes, against width, {optimizer}", fontsize=10)
+    beside = path.with_name(f".{path.name}")
+    with refusals(path, SAFE):
+        figure.savefig(beside, format="png")
+        beside.replace(path)
+    return path

@@ -1,0 +1,17 @@
+"""What a run would train on and with, for those who look at training without a run's folder."""
+
+from .assembly import _dataset, _resolved, _with_data
+from .config import RunConfig
+from .data import TokenDataset
+
+
+def subject(config: RunConfig) -> tuple[RunConfig, TokenDataset]:
+    """The configuration without `auto`, its vocabulary known, this process's backend chosen; and its data."""
+    config, _ = _resolved(config)
+    dataset = _dataset(config)
+    return _with_data(config, dataset), dataset
+
+
+def data_of(config: RunConfig) -> TokenDataset:
+    """The prepared tokens of a configuration; prepares them where that has not been done."""
+    return _dataset(config)
