@@ -12,7 +12,7 @@ The Vector engine does 6 D DV cycles a tile of 128 tokens. `a` would take 4 more
 so it sums dX'_j diag(e_j) - X_j diag(s_j) over the columns j, in float32 like everything else.
 """
 
-from nki_kernels.delta_residual_fwd import add_outer, blocks, check_eps, read_along
+from nki_kernels.delta_residual_fwd import add_outer, blocks, check, read_along
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, reciprocal_norm, tile
 
@@ -23,8 +23,8 @@ RESIDENT = 5 * 1024  # numbers of X, and of dX', a partition: 20 of 192 KiB each
 @nki.jit
 def delta_residual_bwd(dout, x, k, v, beta, k_eps):
     """(dx, dk, dv, dbeta), each shaped and typed like its input."""
-    check_eps(k_eps)
     M, D, DV = x.shape
+    check(D, k_eps)
     dx = nl.ndarray((M, D, DV), dtype=x.dtype, buffer=nl.shared_hbm)
     dk = nl.ndarray((M, D), dtype=k.dtype, buffer=nl.shared_hbm)
     dv = nl.ndarray((M, DV), dtype=v.dtype, buffer=nl.shared_hbm)
@@ -71,7 +71,6 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
 
         w = tile((c, DV), nl.float32)
         nisa.tensor_scalar(dst=w, data=s, op0=nl.multiply, operand0=step, op1=nl.multiply, operand1=-1.0)
-        gain_e, gain_s = diagonals(e, eye, 1.0), diagonals(s, eye, -1.0)
         for d0, d1 in parts:
             xt, dt = resident[0]
             if len(resident) > 1:
@@ -80,11 +79,13 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
             sums = []
             for b0 in range(d0, d1, BANK):
                 b1 = min(b0 + BANK, d1)
-                a = nl.ndarray((c, b1 - b0), dtype=nl.float32, buffer=nl.psum)
-                for j in range(DV):
-                    nisa.nc_matmul(dst=a, stationary=gain_e[j], moving=dt[:, b0 - d0 : b1 - d0, j])
-                    nisa.nc_matmul(dst=a, stationary=gain_s[j], moving=xt[:, b0 - d0 : b1 - d0, j])
-                sums.append((b0, b1, a))
+                sums.append((b0, b1, nl.ndarray((c, b1 - b0), dtype=nl.float32, buffer=nl.psum)))
+            for j in range(DV):
+                gain_e = diagonal(e[:, j : j + 1], eye, 1.0)
+                gain_s = diagonal(s[:, j : j + 1], eye, -1.0)
+                for b0, b1, a in sums:
+                    nisa.nc_matmul(dst=a, stationary=gain_e, moving=dt[:, b0 - d0 : b1 - d0, j])
+                    nisa.nc_matmul(dst=a, stationary=gain_s, moving=xt[:, b0 - d0 : b1 - d0, j])
             dx_tile = tile((c, d1 - d0, DV), x.dtype)
             add_outer(dx_tile, dt, keys, w, d0)  # meanwhile the Tensor engine sums
             nisa.dma_copy(dst=dx[start:stop, d0:d1, :], src=dx_tile)
@@ -128,18 +129,14 @@ def store_scaled(dst, x, factor):
     nisa.dma_copy(dst=dst, src=rounded)
 
 
-def diagonals(x, eye, sign):
-    """[c, c] tiles diag(sign x_j), one for every column j of x [c, DV]."""
-    c, DV = x.shape
-    found = []
-    for j in range(DV):
-        out = tile((c, c), nl.float32)
-        nisa.tensor_scalar(
-            dst=out, data=eye[0:c, 0:c], op0=nl.multiply, operand0=x[:, j : j + 1], op1=nl.multiply,
-            operand1=sign,
-        )  # fmt: skip
-        found.append(out)
-    return found
+def diagonal(x, eye, sign):
+    """[c, c]: diag(sign x), x [c, 1]."""
+    c = x.shape[0]
+    out = tile((c, c), nl.float32)
+    nisa.tensor_scalar(
+        dst=out, data=eye[0:c, 0:c], op0=nl.multiply, operand0=x, op1=nl.multiply, operand1=sign
+    )
+    return out
 
 
 def example(M=256, D=768, DV=4, dtype="float32"):

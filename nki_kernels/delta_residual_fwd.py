@@ -18,15 +18,16 @@ chip between the two passes over D if D DV fits in RESIDENT; if not it is read t
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.partitions import PARTITIONS, loaded, reciprocal_norm, tile
 
-RESIDENT = 12 * 1024  # numbers of X a partition: 48 of 192 KiB, twice (two tiles in flight)
+RESIDENT = 8 * 1024  # numbers of X a partition: 32 of 192 KiB, and as much for X k
+MOST_D = 12 * 1024
 LEAST_EPS = 2.0**-43  # its square is above 2^-87, from where on the Scalar engine's rsqrt is right
 
 
 @nki.jit
 def delta_residual_fwd(x, k, v, beta, k_eps):
     """X' [M, D, DV] in x's dtype. k_eps: number, or None for k as it is."""
-    check_eps(k_eps)
     M, D, DV = x.shape
+    check(D, k_eps)
     out = nl.ndarray((M, D, DV), dtype=x.dtype, buffer=nl.shared_hbm)
     beta = beta.reshape((M, 1))
     for start in range(0, M, PARTITIONS):
@@ -59,8 +60,9 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
     return out
 
 
-def check_eps(k_eps):
-    """Refuse what the Scalar engine's rsqrt would turn into wrong numbers where a key is zero."""
+def check(D, k_eps):
+    """Refuse keys that fill SBUF, and an epsilon that the Scalar engine's rsqrt would get wrong."""
+    assert D <= MOST_D, f"D={D} exceeds {MOST_D}: keys stay on chip whole"
     if k_eps != None:  # noqa: E711
         assert k_eps >= LEAST_EPS, f"k_eps={k_eps} is below {LEAST_EPS}, where rsqrt of its square is wrong"
 

@@ -7,16 +7,27 @@ from nki_judge import DTYPES, EXACT, ROUNDED_PRODUCTS, assert_close, hbm_bytes, 
 from backends.judge import error
 from nki_kernels import delta_residual_bwd as backward
 from nki_kernels import delta_residual_fwd as forward
-from nki_kernels.delta_residual_bwd import delta_residual_bwd
+from nki_kernels.delta_residual_bwd import delta_residual_bwd, diagonal
 from nki_kernels.delta_residual_fwd import delta_residual_fwd
 from nki_kernels.language import nisa, nl
+from nki_kernels.simulator import record
 from nki_kernels.simulator.subset import findings
 
 NAMES = ["out", "dx", "dk", "dv", "dbeta"]
 
 # M tokens, D, DV: one token, one column; the papers' widths; D no power of two; more than one tile of tokens,
-# the last one ragged; D in several PSUM banks; X too large to stay on chip, so read twice, in uneven blocks
-SHAPES = [(1, 768, 1), (3, 768, 4), (3, 20, 3), (130, 32, 4), (2, 1100, 2), (2, 3000, 5), (2, 5000, 1)]
+# the last one ragged; D in several PSUM banks; X too large to stay on chip, so read twice, in uneven blocks;
+# more columns than rows
+SHAPES = [
+    (1, 768, 1),
+    (3, 768, 4),
+    (3, 20, 3),
+    (130, 32, 4),
+    (2, 1100, 2),
+    (2, 3000, 5),
+    (2, 5000, 1),
+    (2, 24, 200),
+]
 
 
 def inputs(M, D, DV, dtype, *, normalize, hard=""):
@@ -119,14 +130,7 @@ def _first_block_only(p, xt, keys, d0):
 
 def _wrong_sign(x, eye, sign):
     """dX' e + X s for dX' e - X s."""
-    found = []
-    for j in range(x.shape[1]):
-        out = nl.ndarray((x.shape[0], x.shape[0]), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=out, data=eye[0 : x.shape[0], 0 : x.shape[0]], op0=nl.multiply, operand0=x[:, j : j + 1]
-        )
-        found.append(out)
-    return found
+    return diagonal(x, eye, 1.0)
 
 
 def _no_projection(x, y):
@@ -140,7 +144,7 @@ def _no_projection(x, y):
     ("module", "function", "fault", "shape", "tensor"),
     [
         (backward, "read_along", _first_block_only, (2, 3000, 5), "dx"),
-        (backward, "diagonals", _wrong_sign, (3, 20, 3), "dk"),
+        (backward, "diagonal", _wrong_sign, (3, 20, 3), "dk"),
         (backward, "dot", _no_projection, (3, 20, 3), "dk"),
     ],
 )
@@ -174,6 +178,21 @@ def test_x_travels_once_where_it_fits_on_chip(module):
     for D in (768, 1024):
         moved, least = hbm_bytes(*module.example(M=128, D=D, DV=4))
         assert moved == least
+
+
+def test_a_width_that_does_not_fit_is_refused():
+    kernel, arguments = forward.example(M=1, D=13000, DV=1)
+    with pytest.raises(AssertionError, match="D=13000 exceeds 12288"):
+        run(kernel, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [forward, backward])
+def test_the_largest_sizes_fit_on_chip(module):
+    for D, DV in ((12288, 1), (8192, 1), (2048, 4), (1280, 4), (768, 16), (64, 200)):
+        for dtype in ("float32", "bfloat16"):
+            kernel, arguments = module.example(M=2, D=D, DV=DV, dtype=dtype)
+            record(kernel, *arguments, trace=False)  # raises where SBUF or PSUM overflow
 
 
 def test_an_epsilon_below_the_range_of_rsqrt_is_refused():
