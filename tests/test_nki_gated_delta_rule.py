@@ -1,0 +1,270 @@
+"""The NKI kernels of the gated delta rule on the simulator: parity with the float64 judge, and what only
+they have: the inverse, how calls are cut, what fits on chip, which sources the compilers take."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from nki_judge import array
+
+from backends import BackendRefusal, gated_delta_rule, nki_adapter, use
+from backends.cases import BY_NAME, SMALL, inputs, select
+from backends.declarations import _nki_missing
+from backends.judge import FACTOR, error, floor, outcome, verdicts
+from backends.registry import Call, Options, choose
+from nki_kernels import chunk_gradients, gated_delta_rule_bwd, gated_delta_rule_fwd, tiles, triangular
+from nki_kernels.language import nisa, nki, nl
+from nki_kernels.simulator import StrictError, record
+from nki_kernels.simulator.subset import findings
+
+NAME = "nki-simulator"
+FORWARD = gated_delta_rule_fwd.gated_delta_rule_fwd
+BACKWARD = gated_delta_rule_bwd.gated_delta_rule_bwd
+DTYPES = (torch.float32, torch.bfloat16)
+
+# in the default suite: one row per thing that can go wrong; the other small ones cost as much again
+DEFAULT = (
+    "one", "one_fresh", "two", "ragged", "seam_129", "no_decay", "forget", "mixed", "collide", "reflect",
+    "gva_2", "gva_8", "odd", "packed", "packed_empty", "final_only", "norm", "norm_tiny", "norm_huge",
+    "norm_zero",
+)  # fmt: skip
+SIZES = ("wide_v", "wide_k", "k96", "k192", "k256", "heavy", "near_1", "near_2", "packed_gva", "long_free")
+
+
+def rows():
+    for name in DEFAULT:
+        yield from (pytest.param(name, dtype, id=f"{name}-{dtype}") for dtype in DTYPES)
+    others = [case.name for case in select(tags=SMALL) if case.name not in DEFAULT]
+    for name in (*others, *SIZES):
+        for dtype in DTYPES:
+            yield pytest.param(name, dtype, id=f"{name}-{dtype}", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(rows()))
+def test_agrees_with_the_judge(name, dtype, poison):
+    found = verdicts(BY_NAME[name], dtype, NAME)
+    assert {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"} <= {verdict.tensor for verdict in found}
+    failed = [str(verdict) for verdict in found if not verdict.passed]
+    assert not failed, "\n".join(failed)
+
+
+def no_pairs(pairs, lanes, rows, table):
+    out = tiles.sbuf((rows, lanes))
+    nisa.memset(dst=out, value=0.0)
+    return out
+
+
+def as_it_is(x, total, bundle, rows):
+    return total
+
+
+honest_decay = gated_delta_rule_bwd.decay_transposed
+
+
+def diagonal_too(weights, lanes, rows, table, dropped):
+    return honest_decay(weights, lanes, rows, table, "drop_after")
+
+
+# case, tensor, module, function, mistake
+FAULTS = {
+    "decay gradient without what tokens of a chunk read from each other": (
+        "ragged", "dg", chunk_gradients, "crossing_pairs", no_pairs,
+    ),
+    "gradient through the norm left out": ("norm", "dq", gated_delta_rule_bwd, "through_norm", as_it_is),
+    "a token erases itself": ("ragged", "dbeta", gated_delta_rule_bwd, "decay_transposed", diagonal_too),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_turns_parity_red(fault, monkeypatch):
+    name, tensor, module, function, mistake = fault
+    assert findings(FORWARD) == findings(BACKWARD) == ()  # cached, so that the mistake's source is not judged
+    monkeypatch.setattr(module, function, mistake)
+    verdict = {v.tensor: v for v in verdicts(BY_NAME[name], torch.float32, NAME)}
+    assert verdict[tensor].ratio > 5.0, f"{verdict[tensor]}"
+    assert verdict["o"].passed
+
+
+@nki.jit
+def inverse_of(Gt, C, lanes):
+    """The inverse of I - G and its transpose, by the kernels' own function."""
+    table = tiles.constants(C)
+    tile = tiles.sbuf((C, lanes, C))
+    nisa.dma_copy(dst=tile, src=Gt)
+    space = triangular.workspace(C, lanes)
+    T, Tt = triangular.inverses([tile], [space], triangular.pair_masks(C), table, C, True)
+    out = nl.ndarray((2, C, lanes, C), dtype=nl.float32, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out[0], src=T[0])
+    nisa.dma_copy(dst=out[1], src=Tt[0])
+    return out
+
+
+def correlated(C, rho, beta, seed):
+    """-beta strict(K K^T) for unit keys of pairwise correlation rho, float32."""
+    rng = np.random.default_rng(seed)
+    k = np.sqrt(rho) * rng.standard_normal((1, 64)) + np.sqrt(1 - rho) * rng.standard_normal((C, 64))
+    k /= np.linalg.norm(k, axis=1, keepdims=True)
+    return np.tril(-beta * k @ k.T, -1).astype(np.float32)
+
+
+@pytest.mark.parametrize("C", [2, 4, 32, 128])
+@pytest.mark.parametrize("rho", [0.0, 0.9, 1.0])
+def test_the_inverse_keeps_its_digits(C, rho):
+    G = np.stack([correlated(C, rho, 1.0, seed) for seed in range(3)])
+    above = np.triu(np.ones((C, C), np.float32)) * 7  # must be ignored
+    T, Tt = inverse_of(np.ascontiguousarray((G + above).transpose(2, 0, 1)), C, 3)
+    exact = np.linalg.inv(np.eye(C) - G.astype(np.float64)).transpose(1, 0, 2)
+    # each of the log2(C) levels sums up to C terms of order 1, twice, and rounds
+    allowed = 2 * np.log2(2 * C) * np.sqrt(C) * np.finfo(np.float32).eps / 2
+    assert np.linalg.norm(T - exact) / np.linalg.norm(exact) <= allowed
+    np.testing.assert_allclose(Tt, T.transpose(2, 1, 0), atol=20 * allowed)
+
+
+def test_a_power_series_would_not():
+    """The check above can fail: (I + G)(I + G^2)(I + G^4)... in float32 has no digit left."""
+    G = correlated(128, 0.9, 1.0, 0)
+    exact = np.linalg.inv(np.eye(128) - G.astype(np.float64))
+    series, power = np.eye(128, dtype=np.float32) + G, G
+    for _ in range(6):
+        power = power @ power
+        series = series + series @ power
+    assert np.linalg.norm(series - exact) / np.linalg.norm(exact) > 1.0
+
+
+def test_sources_are_in_the_subset_of_every_release():
+    assert findings(FORWARD, portable=True) == ()
+    assert findings(BACKWARD, portable=True) == ()
+
+
+# the largest of each plan, with bundles full, and the smallest
+@pytest.mark.parametrize(
+    ("K", "V", "HV"), [(32, 64, 4), (96, 192, 8), (128, 256, 8), (256, 512, 4), (256, 512, 8)]
+)
+def test_every_size_fits_on_chip_as_planned(K, V, HV):
+    """The simulator refuses what does not; a tenth stays free, since compilers overlap work."""
+    how = nki_adapter.plan(1, HV, HV, K, V)
+    for module in (gated_delta_rule_fwd, gated_delta_rule_bwd):
+        kernel, arguments = module.example(
+            T=130, H=HV, K=K, V=V, every=how.every, C=how.C, lanes=how.lanes, width=how.width
+        )
+        done = record(kernel, *arguments, trace=False)
+        assert done.sbuf_peak <= 0.9 * 192 * 1024 and done.psum_peak <= 8
+
+
+def test_more_lanes_than_planned_do_not_fit():
+    """The simulator's budget can refuse."""
+    kernel, arguments = gated_delta_rule_bwd.example(T=128, H=8, K=256, V=512, lanes=8)
+    with pytest.raises(StrictError, match="sbuf capacity exceeded"):
+        record(kernel, *arguments, trace=False)
+
+
+def test_a_call_that_is_cut_computes_the_same(monkeypatch):
+    """Cut in sequences and in time, the state handed on in float32: only orders of summation may differ."""
+    case = replace(BY_NAME["carry"], T=300, K=32, V=32, H=2)
+    given = inputs(case, torch.float32)
+    whole = outcome(given, NAME)
+    assert len(nki_adapter.pieces(given.q, given.v, None)) == 1
+    monkeypatch.setattr(nki_adapter, "LANE_CHUNKS", 2)
+    groups = nki_adapter.pieces(given.q, given.v, None)
+    assert [len(group) for group in groups] == [3, 3]
+    cut = outcome(given, NAME)
+    assert all(error(cut[name], x) <= floor(case, torch.float32) for name, x in whole.items())
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_states_kept_less_often_give_the_same_gradients(every, monkeypatch):
+    given = inputs(replace(BY_NAME["carry"], T=300, K=32, V=32, H=2), torch.float32)
+    often = outcome(given, NAME)
+    monkeypatch.setattr(nki_adapter, "EVERY", every)
+    seldom = outcome(given, NAME)
+    assert all(error(seldom[name], x) <= floor(given.case, torch.float32) for name, x in often.items())
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 5, 300, 0)])
+def test_saved_states_have_the_promised_shape(lengths):
+    T = 305
+    q, v = torch.zeros(1, T, 1, 32), torch.zeros(1, T, 2, 16)
+    gates = torch.zeros(1, T, 2)
+    bounds = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
+    options = Options(1.0, False, True, bounds is not None)
+    _, _, saved = nki_adapter.forward(q, q, v, gates, gates, None, bounds, options, save=True)
+    promised = nki_adapter.saved_shapes(q, v, None, bounds, options)
+    assert [(tuple(x.shape), x.dtype) for x in saved] == promised
+
+
+def test_no_time_at_all():
+    q, v, gates = torch.zeros(1, 0, 1, 16), torch.zeros(1, 0, 1, 16), torch.zeros(1, 0, 1)
+    state = torch.ones(1, 1, 16, 16)
+    options = Options(1.0, False, True, False)
+    o, final, saved = nki_adapter.forward(q, q, v, gates, gates, state, None, options, save=True)
+    assert o.shape == v.shape and torch.equal(final, state)
+    *_, dstate = nki_adapter.backward(o, state, q, q, v, gates, gates, state, None, saved, options)
+    assert torch.equal(dstate, state)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"K": 257}, "K=257 is above 256"),
+        ({"V": 513}, "V=513 is above 512"),
+        ({"dtype": torch.float16}, "computes bfloat16, float32"),
+        ({"device": "cuda"}, "runs on cpu; tensors are on cuda"),
+    ],
+)
+def test_refusals(change, reason):
+    call = Call("gated_delta_rule", "cpu", torch.float32, 2, 2, 64, 64)
+    assert choose(call, NAME).name == NAME
+    with pytest.raises(BackendRefusal, match=reason):
+        choose(replace(call, **change), NAME)
+
+
+def test_nki_says_what_it_needs():
+    call = Call("gated_delta_rule", "xla", torch.float32, 2, 2, 64, 64, packed=True)
+    with pytest.raises(BackendRefusal, match=r"nki +does not take packed sequences"):
+        choose(call, "nki")
+    if _nki_missing("xla"):
+        with pytest.raises(BackendRefusal, match=r"needs .*nki, from AWS Neuron's package index"):
+            choose(replace(call, packed=False), "nki")
+
+
+@pytest.mark.parametrize("kind", ["gdn", "grouped"])
+def test_a_training_step_is_the_one_of_chunked(kind):
+    """Loss and every gradient of a small float32 model err, against the float64 model, at most twice as much
+    as with chunked or recurrent, as in parity, or by what `assert_same` grants any order of summation."""
+
+    def step(name, dtype):
+        model = tiny_models.model(dtype=dtype, **tiny_models.KINDS[kind]).train()
+        tokens = tiny_models.tokens(2, 41)
+        with use(name):
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+        return {"loss": loss.detach()} | {key: p.grad for key, p in model.named_parameters()}
+
+    judge = step("chunked", torch.float64)
+    chunked, recurrent, nki_ = (step(name, torch.float32) for name in ("chunked", "recurrent", NAME))
+    assert set(nki_) == set(judge) and len(judge) > 20
+    for key, right in judge.items():
+        honest = max(error(chunked[key], right), error(recurrent[key], right))
+        allowed = max(FACTOR * honest, 300 * torch.finfo(torch.float32).eps / 2)
+        assert error(nki_[key], right) <= allowed, f"{key}: {error(nki_[key], right):.2g}, {honest:.2g}"
+
+
+@pytest.mark.serial
+def test_forward_and_backward_take_seconds():
+    """The budget of the simulator's users: B=1 T=256 H=2 K=64 V=128 within 20 s."""
+    start = time.perf_counter()
+    q = torch.randn(1, 256, 2, 64, requires_grad=True)
+    v = torch.randn(1, 256, 2, 128, requires_grad=True)
+    g, beta = -torch.rand(1, 256, 2), torch.rand(1, 256, 2)
+    o, _ = gated_delta_rule(q, q, v, g, beta, use_qk_l2norm_in_kernel=True, backend=NAME)
+    o.sum().backward()
+    assert time.perf_counter() - start < 20.0
+
+
+def test_bfloat16_arrays_pass_through_unchanged():
+    x = torch.randn(3, 5).to(torch.bfloat16)
+    assert torch.equal(nki_adapter._tensor(nki_adapter._array(x)), x)
+    assert (array(x) == nki_adapter._array(x)).all()
