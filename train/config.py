@@ -199,6 +199,8 @@ class LogSection(Section):
 
     every: Count = 10
     """steps between fetches of the losses from the device: each fetch waits for it"""
+    probes: bool = False
+    """measure sizes, gradients and updates inside the model at every evaluation, for `plot`"""
     wandb: bool = False
     """send metrics to Weights & Biases too"""
     wandb_project: str = "delta-trn"

@@ -17,6 +17,7 @@ from .errors import Diverged, OutOfMemory
 from .evaluation import Evaluation, crops_at_once, evaluate
 from .generation import Sampling, continue_text
 from .metrics import Line
+from .probes import Probes
 from .progress import Display
 from .schedule import learning_rate
 from .step import TrainingStep, loss_function
@@ -82,6 +83,10 @@ class _Loop:
             seed=c.evaluation.seed,
         )
         self.trackers = open_trackers(c, run.origin, run.folder, run.state.step)
+        self.probes: Probes | None = None
+        if c.log.probes:
+            plain = loss_function(run.model, c.model_copy(update={"compile": False}), run.device)
+            self.probes = Probes(run.model, run.optimizer, plain, self.crops[0], run.device)
         self.pending: list[_Pending] = []
         self.clock = self.counted = time.monotonic()
 
@@ -115,6 +120,11 @@ class _Loop:
         state = self.run.state
         inputs, targets = self.run.loader.next_batch()
         lr = learning_rate(self.run.config, state.step)
+        following = state.step + 1
+        if self.probes and (
+            following % self.run.config.evaluation.every == 0 or following == self.run.config.steps
+        ):
+            self.probes.before_step()
         loss, norm = self.step(inputs, targets, lr)
         state.step += 1
         state.tokens += inputs.numel() * platform.processes().world
@@ -172,6 +182,7 @@ class _Loop:
                     perplexity=found.perplexity,
                     bits_per_byte=bits,
                     memory=platform.peak_memory(run.device),
+                    probes=self.probes.measure() if self.probes else None,
                 )
             ]
         )

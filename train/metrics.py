@@ -2,7 +2,7 @@
 
     every line     step, split ("train" or "val"), loss in nats a token, tokens trained on so far, seconds
     train          lr before per-parameter factors, grad_norm before clipping, tokens_per_s
-    val            perplexity, bits_per_byte
+    val            perplexity, bits_per_byte; with log.probes also probes, by the names in probes.py
 
 All but MEASURED repeats bit for bit when a run is repeated, or killed and resumed, on a CPU.
 """
@@ -35,6 +35,7 @@ class Line:
     memory: int | None = None
     perplexity: float | None = None
     bits_per_byte: float | None = None
+    probes: dict[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}

@@ -34,7 +34,10 @@ def open_trackers(config: RunConfig, origin: Origin, folder: RunFolder, step: in
 
 
 def _values(line: Line) -> dict[str, Any]:
-    return {f"{line.split}/{name}": v for name, v in line.as_dict().items() if name not in ("step", "split")}
+    values = {
+        f"{line.split}/{k}": v for k, v in line.as_dict().items() if k not in ("step", "split", "probes")
+    }
+    return values | {f"probes/{k}": v for k, v in (line.probes or {}).items()}
 
 
 class _WeightsAndBiases:

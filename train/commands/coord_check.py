@@ -80,9 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     for v in mine:
         if not v.passes:
             print(f"fails  {v.optimizer} {v.parametrization} {v.tensor}: {', '.join(v.fails_at)}")
-    print(
-        f"\n{seconds:.0f} s ({about['cpu_seconds']:.0f} of CPU)   {out / 'coordinates.json'}   {'   '.join(map(str, pictures))}"
-    )
+    print(f"\n{seconds:.0f} s, {about['cpu_seconds']:.0f} of CPU")
+    print("   ".join(map(str, (out / "coordinates.json", *pictures))))
     return 0 if all(v.passes for v in mine) else 1
 
 
