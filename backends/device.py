@@ -117,6 +117,14 @@ def processes() -> Processes:
     )
 
 
+def collectives(device: torch.device) -> str:
+    """torch.distributed's backend for tensors on `device`; on CUDA also one for the host's tensors."""
+    if device.type == "xla":
+        import_module("torch_xla.distributed.xla_backend")  # importing it registers the backend
+        return "xla"
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 def threads() -> int:
     """CPU threads PyTorch computes with inside one operation."""
     return torch.get_num_threads()

@@ -44,6 +44,7 @@ def another(key: str, value: Any) -> str:
         "readout": "none",
         "scale_by": "heads",
         "loader": "stream",
+        "mode": "fsdp",
         "schedule.decay_steps": "77",
     }
     leaf = key.rpartition(".")[2]

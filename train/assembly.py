@@ -23,8 +23,10 @@ from .errors import ConfigError, RunFolderError
 from .network import choose_backend, make_model, model_config, pick_device
 from .optimizers import make_optimizer
 from .overrides import apply
+from .parallel import Parallel
 from .run_folder import Origin, RunFolder, new_origin, place_for
 from .schedule import learning_rate
+from .team import Team, assembled, require_divisible
 
 if TYPE_CHECKING:
     from models import DeltaForCausalLM
@@ -41,28 +43,45 @@ class Run:
     folder: RunFolder
     dataset: TokenDataset
     device: torch.device
-    model: DeltaForCausalLM
+    parallel: Parallel
     optimizer: Optimizer
     loader: Loader
     state: State
 
+    @property
+    def model(self) -> DeltaForCausalLM:
+        return self.parallel.model
+
+    @property
+    def team(self) -> Team:
+        return self.parallel.team
+
 
 @contextlib.contextmanager
 def begun(config: RunConfig, tell: Tell) -> Iterator[Run]:
-    """A new run, its folder made and held. What can be wrong with `config` is found before."""
-    _require_one_process()
+    """A new run, its folder made and held. What can be wrong with `config` is found before.
+
+    Under torchrun every process calls this; the first one writes.
+    """
     trackers.require(config.log)
-    path = place_for(config)
-    config, device = _resolved(config)
-    dataset = _dataset(config)
-    config = _with_data(config, dataset)
-    run = _assembled(config, new_origin(config, dataset.fingerprint), RunFolder(path), dataset, device)
-    _make(path)
-    with run.folder.alone():
-        if run.folder.is_taken():
-            raise RunFolderError(f"{path} was taken by another process just now; run the same command again")
-        run.folder.write(config, run.origin)
-        yield run
+    with _teamed(config) as (config, device, team):
+        path = team.told(place_for(config))
+        with team.leader_first():
+            dataset = _dataset(config)
+        config = _with_data(config, dataset)
+        origin = team.told(new_origin(config, dataset.fingerprint))
+        _same_data(dataset, origin)
+        run = _assembled(config, origin, RunFolder(path), dataset, device, team)
+        if team.leads:
+            _make(path)
+        with _held(run.folder, team):
+            if team.leads:
+                if run.folder.is_taken():
+                    raise RunFolderError(
+                        f"{path} was taken by another process just now; run the same command again"
+                    )
+                run.folder.write(config, run.origin)
+            yield run
 
 
 @contextlib.contextmanager
@@ -72,19 +91,18 @@ def reopened(path: Path, changes: dict[str, str], step: int | None, tell: Tell) 
     `tell` hears what is not obvious: damaged checkpoints, changed keys, a start at step 0. Raises ConfigError
     for a change that would make it another run, CheckpointError if the checkpoint is of another one.
     """
-    _require_one_process()
     folder = RunFolder(path)
     saved, origin = folder.read()
     if "device" in changes:
         changes = {"backend": "auto", **changes}  # another device has another backend
     config = _changed(saved, changes)
     trackers.require(config.log)
-    with folder.alone():
+    with _teamed(config) as (config, device, team), _held(folder, team):
+        # hashing every file of a checkpoint once is enough
         if step is None:
-            step = folder.checkpoints.newest_whole(tell)
-        elif step != 0:
+            step = team.told(folder.checkpoints.newest_whole(tell) if team.leads else None)
+        elif step != 0 and team.leads:
             folder.checkpoints.require_whole(step)
-        config, device = _resolved(config)
         state = State()
         if step:
             state, at_save = checkpoint.read_state(folder.checkpoints.path(step))
@@ -93,13 +111,18 @@ def reopened(path: Path, changes: dict[str, str], step: int | None, tell: Tell) 
             raise ConfigError(
                 f"steps={config.steps} is below step {state.step}, where the run stands; give more"
             )
-        dataset = _dataset_again(config, origin)
+        with team.leader_first():
+            dataset = _dataset_again(config, origin)
         config = _with_data(config, dataset)
-        run = _assembled(config, origin, folder, dataset, device)
+        run = _assembled(config, origin, folder, dataset, device, team)
         if step:
-            checkpoint.restore(folder.checkpoints.path(step), run.model, run.optimizer)
+            checkpoint.restore(folder.checkpoints.path(step), run.parallel, run.optimizer)
             run.loader.load_state_dict(state.position)
             run.state = state
+        if not team.leads:
+            team.told(None)
+            yield run
+            return
         for key, (old, new) in differences(saved, config).items():
             tell(f"{key} changes from {old} to {new}")
         before, after = learning_rate(saved, state.step), learning_rate(config, state.step)
@@ -117,18 +140,26 @@ def reopened(path: Path, changes: dict[str, str], step: int | None, tell: Tell) 
             if step
             else f"starting {path} at step 0: no checkpoint yet"
         )
+        team.told(None)  # the folder is as it was after that step: all may go on
         yield run
 
 
 def held_out_costs(run: Run) -> dict[str, dict[str, float]]:
     """The data's baselines by name, kept in the run's folder for its plot and summary."""
+    if not run.team.leads:
+        return {}
     found = {name: asdict(cost) for name, cost in baselines(run.dataset).items()}
     run.folder.write_file(run.folder.baselines_path, json.dumps(found, indent=1) + "\n")
     return found
 
 
 def _assembled(
-    config: RunConfig, origin: Origin, folder: RunFolder, dataset: TokenDataset, device: torch.device
+    config: RunConfig,
+    origin: Origin,
+    folder: RunFolder,
+    dataset: TokenDataset,
+    device: torch.device,
+    team: Team,
 ) -> Run:
     meta = dataset.meta
     configuration = model_config(
@@ -142,21 +173,44 @@ def _assembled(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.train()
-    optimizer = make_optimizer(model, config, device)
-    here = platform.processes()
+    # before the optimizer: it is to have each process's own parts
+    parallel = Parallel(model, config.distribution, team)
+    optimizer = make_optimizer(model, config, device, shared_by=parallel.optimizer_shared_by)
     loader = make_loader(
         dataset,
         "train",
         kind=config.data.loader,
-        batch=config.batch.sequences // here.world,
+        batch=config.batch.sequences // team.data_world,
         sequence=config.batch.length,
         seed=config.seed,
-        rank=here.rank,
-        world=here.world,
+        rank=team.data_rank,
+        world=team.data_world,
     )
     # after the model's own draws: nothing in training draws from it today, and resuming restores it
     torch.manual_seed(config.seed)
-    return Run(config, origin, folder, dataset, device, model, optimizer, loader, State())
+    return Run(config, origin, folder, dataset, device, parallel, optimizer, loader, State())
+
+
+@contextlib.contextmanager
+def _teamed(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
+    """The resolved configuration, this process's device, and the team it is in for as long as this lasts."""
+    require_divisible(config, platform.processes().world)
+    config, device = _resolved(config)
+    with assembled(config, device) as team:
+        yield config, device, team
+
+
+def _held(folder: RunFolder, team: Team) -> contextlib.AbstractContextManager[None]:
+    """The folder held by the process that writes to it."""
+    return folder.alone() if team.leads else contextlib.nullcontext()
+
+
+def _same_data(dataset: TokenDataset, origin: Origin) -> None:
+    if dataset.fingerprint != origin.data:
+        raise DataError(
+            f"{dataset.path} holds other tokens here than on the first process (fingerprint "
+            f"{dataset.fingerprint[:16]}, expected {origin.data[:16]}); give every node the same folder"
+        )
 
 
 def _resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
@@ -174,7 +228,9 @@ def _resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     backend = choose_backend(model_config(config, rows=1), config, device, precision)
-    changes = {"device": str(device), "precision": precision, "backend": backend}
+    # without the process's own number: every process's configuration is the run's
+    named = device.type if platform.processes().world > 1 else str(device)
+    changes = {"device": named, "precision": precision, "backend": backend}
     return config.model_copy(update=changes), device
 
 
@@ -250,8 +306,3 @@ def _make(path: Path) -> None:
         raise RunFolderError(
             f"cannot make {path} ({(error.strerror or str(error)).lower()}); choose another out=DIR"
         ) from error
-
-
-def _require_one_process() -> None:
-    if (world := platform.processes().world) != 1:
-        raise ConfigError(f"training on {world} processes is not there yet; start one, without torchrun")

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from .config import RunConfig, differences, may_change_on_resume, validated
 from .errors import CheckpointError, Diverged
 from .optimizers import load_state_tensors, state_tensors
+from .parallel import Parallel
 
 if TYPE_CHECKING:
     from models import DeltaForCausalLM
@@ -49,25 +50,39 @@ class State:
     best: tuple[int, float] | None = None
 
 
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a checkpoint, whole: `weights` by name, `optimizer` as NAME/SLOT."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def contents(parallel: Parallel, optimizer: Optimizer) -> Contents:
+    """What `write` needs, from everybody's parts. All processes must call."""
+    return Contents(parallel.weights(), parallel.gathered(state_tensors(optimizer)))
+
+
 def write(
     folder: Path,
     *,
     state: State,
     config: RunConfig,
     model: "DeltaForCausalLM",
-    optimizer: Optimizer,
+    contents: "Contents",
     tokenizer: "TextTokenizer",
 ) -> None:
     """Fill a folder. Diverged if a weight is not finite: that would rotate good checkpoints out."""
-    if bad := [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]:
+    once = {id(p): (name, p) for name, p in reversed(contents.weights.items())}  # a tied matrix has two names
+    if bad := [name for name, p in reversed(once.values()) if not bool(torch.isfinite(p).all())]:
         raise Diverged(
             f"{len(bad)} parameters are not finite after step {state.step}, {bad[0]} first; {REMEDY}"
         )
     with _without_bars():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=contents.weights)
     tokenizer.save(folder)
     # an optimizer without memory is written as an empty file: safetensors has no trouble with that
-    save_file(state_tensors(optimizer), folder / "optimizer.safetensors")
+    save_file(contents.optimizer, folder / "optimizer.safetensors")
     save_file(_random_states(), folder / "random.safetensors")
     content = {
         "format": FORMAT,
@@ -110,15 +125,18 @@ def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
         )
 
 
-def restore(folder: Path, model: "DeltaForCausalLM", optimizer: Optimizer) -> None:
-    """Put weights, optimizer and generators into the saved state."""
-    load_weights(folder, model)
-    load_state_tensors(optimizer, load_file(folder / "optimizer.safetensors"))
+def restore(folder: Path, parallel: Parallel, optimizer: Optimizer) -> None:
+    """Put weights, optimizer and generators into the saved state, however many processes saved it."""
+    load_weights(folder, parallel)
+    slots = load_file(folder / "optimizer.safetensors")
+    load_state_tensors(optimizer, {key: parallel.part(key, whole) for key, whole in slots.items()})
     _set_random_states(load_file(folder / "random.safetensors"))
 
 
-def load_weights(folder: Path, model: "DeltaForCausalLM") -> None:
-    """Put saved weights into the model. CheckpointError unless they are exactly its own."""
+def load_weights(folder: Path, into: "DeltaForCausalLM | Parallel") -> None:
+    """Put saved weights into a model, or each process's part. CheckpointError unless they are its own."""
+    parallel = into if isinstance(into, Parallel) else None
+    model = into.model if isinstance(into, Parallel) else into
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         tensors.update(load_file(path))
@@ -136,7 +154,8 @@ def load_weights(folder: Path, model: "DeltaForCausalLM") -> None:
             f"the weights in {folder} are not this model's: {len(missing)} missing, {len(wrong)} unknown or "
             f"of another shape, {(missing + wrong)[0]} first; begin a new run"
         )
-    model.load_state_dict(tensors, strict=False)
+    parts = {name: t if parallel is None else parallel.part(name, t) for name, t in tensors.items()}
+    model.load_state_dict(parts, strict=False)
 
 
 @contextlib.contextmanager

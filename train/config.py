@@ -194,6 +194,17 @@ class CheckpointSection(Section):
     """also save and keep the one with the lowest validation loss"""
 
 
+class DistributionSection(Section):
+    """How the processes that torchrun started share the work. One process needs none of it."""
+
+    mode: Literal["ddp", "fsdp", "zero1"] = "ddp"
+    """what a process has a part of, not all: nothing (ddp), the optimizer (zero1), weights too (fsdp)"""
+    tensor: Count = 1
+    """processes that divide each layer's heads and inner sizes among them; a divisor of the heads"""
+    context: Count = 1
+    """processes that divide each sequence among them, passing the delta rule's states on"""
+
+
 class LogSection(Section):
     """metrics.jsonl has a line a step whatever stands here."""
 
@@ -245,6 +256,7 @@ class RunConfig(Section):
     sample: SampleSection = SampleSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+    distribution: DistributionSection = DistributionSection()
 
     @model_validator(mode="after")
     def _go_together(self) -> "RunConfig":
@@ -272,6 +284,7 @@ NOT_MATHEMATICS = frozenset(
     (
         *("name", "out", "device", "backend", "compile", "gradient_checkpointing", "deterministic"),
         *("max_minutes", "batch.micro", "data.folder", "evaluation", "sample", "checkpoint", "log"),
+        "distribution",
     )
 )
 # What `resume` lets through. With other crops the validation losses of one run could not be compared.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .data import TokenDataset, make_loader
+from .team import Team
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,15 @@ class Evaluation:
 
 
 def evaluate(
-    loss: Callable[[Tensor, Tensor], Tensor], batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
+    loss: Callable[[Tensor, Tensor], Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    device: torch.device,
+    team: Team | None = None,
 ) -> Evaluation:
-    """The mean of `loss` over all targets. One wait for the device, at the end."""
+    """The mean of `loss` over all targets. One wait for the device, at the end.
+
+    Every process of the team goes through all batches: a divided model needs all of them for each.
+    """
     exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     total, tokens = torch.zeros((), dtype=exact, device=device), 0
     with torch.no_grad():
@@ -33,7 +40,8 @@ def evaluate(
             mean = loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
             total += mean.to(exact) * targets.numel()
             tokens += targets.numel()
-    return Evaluation(total.item() / tokens, tokens)
+    mean = total / tokens
+    return Evaluation((mean if team is None else team.mean(mean)).item(), tokens)
 
 
 def held_out_windows(

@@ -69,10 +69,16 @@ class _Loop:
     def __init__(self, run: Run, display: Display):
         self.run, self.display = run, display
         c = run.config
-        micro = min(c.batch.micro or c.batch.sequences, c.batch.sequences // platform.processes().world)
-        self.loss = loss_function(run.model, c, run.device)
+        mine = c.batch.sequences // run.team.data_world
+        micro = min(c.batch.micro or mine, mine)
+        self.loss = loss_function(run.parallel, c, run.device)
         self.step = TrainingStep(
-            self.loss, run.optimizer, device=run.device, micro=micro, clip=c.optimizer.clip
+            self.loss,
+            run.optimizer,
+            device=run.device,
+            micro=micro,
+            clip=c.optimizer.clip,
+            parallel=run.parallel,
         )
         crops = c.evaluation.batch or crops_at_once(c.evaluation.sequences, micro)
         self.crops = evaluation_batches(
@@ -82,7 +88,8 @@ class _Loop:
             batches=c.evaluation.sequences // crops,
             seed=c.evaluation.seed,
         )
-        self.trackers = open_trackers(c, run.origin, run.folder, run.state.step)
+        leads = run.team.leads
+        self.trackers = open_trackers(c, run.origin, run.folder, run.state.step) if leads else []
         self.probes: Probes | None = None
         if c.log.probes:
             plain = loss_function(run.model, c.model_copy(update={"compile": False}), run.device)
@@ -95,7 +102,7 @@ class _Loop:
         while state.step < c.steps:
             self._one_step()
             at = state.step
-            last, reason = at == c.steps, stop.reason
+            last, reason = at == c.steps, self._reason(stop)
             evaluating = at % c.evaluation.every == 0 or last
             saving = at % c.checkpoint.every == 0 or last or reason is not None
             if evaluating or saving or at % c.log.every == 0:
@@ -110,6 +117,18 @@ class _Loop:
             if reason is not None and not last:
                 return Outcome(at, reason, stop.signal)
         return Outcome(state.step)
+
+    def _reason(self, stop: StopRequest) -> str | None:
+        """Why to stop now. Processes decide together, after the same step, where they wait anyway."""
+        team, state = self.run.team, self.run.state
+        if team.world == 1:
+            return stop.reason
+        if state.step % self.run.config.log.every:
+            return None
+        asked = team.largest(0 if stop.reason is None else 1 + (stop.signal or 0))
+        if asked > 1:
+            stop.signal = asked - 1
+        return stop.reason or (f"max_minutes={self.run.config.max_minutes:g}" if asked else None)
 
     def close(self) -> None:
         self.run.folder.metrics.close()
@@ -127,7 +146,7 @@ class _Loop:
             self.probes.before_step()
         loss, norm = self.step(inputs, targets, lr)
         state.step += 1
-        state.tokens += inputs.numel() * platform.processes().world
+        state.tokens += self._tokens_in_a_step()
         self.pending.append(_Pending(state.step, state.tokens, lr, loss, norm))
 
     def _fetch(self) -> None:
@@ -165,7 +184,7 @@ class _Loop:
         """Report the loss on held-out crops, and a sample. Whether this is to be kept as the best so far."""
         run, state = self.run, self.run.state
         run.model.eval()
-        found = evaluate(self.loss, self.crops, run.device)
+        found = evaluate(self.loss, self.crops, run.device, run.team)
         run.model.train()
         if not math.isfinite(found.loss):
             raise Diverged(f"validation loss at step {state.step} is {found.loss}; {self._way_back()}")
@@ -204,10 +223,19 @@ class _Loop:
         if not s.tokens:
             return
         sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, seed=run.config.seed)
+        # divided models compute it together, and draw the same; one process writes it down
         text = s.prompt + continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
-        run.folder.add_sample(run.state.step, text)
+        if run.team.leads:
+            run.folder.add_sample(run.state.step, text)
 
     def _save(self) -> None:
+        run = self.run
+        contents = checkpoint.contents(run.parallel, run.optimizer)
+        if run.team.leads:
+            self._write(contents)
+        run.team.told(None)  # nobody goes on, or reports the run as done, before it is on the disk
+
+    def _write(self, contents: checkpoint.Contents) -> None:
         run, state = self.run, self.run.state
         run.folder.metrics.sync()  # a checkpoint promises that its lines are there
         self._count_seconds()
@@ -220,7 +248,7 @@ class _Loop:
                 state=state,
                 config=run.config,
                 model=run.model,
-                optimizer=run.optimizer,
+                contents=contents,
                 tokenizer=run.dataset.tokenizer,
             ),
         )
@@ -232,6 +260,8 @@ class _Loop:
         store.rotate(run.config.checkpoint.keep_last, keep)
 
     def _report(self, lines: Sequence[Line]) -> None:
+        if not self.run.team.leads:
+            return
         self.run.folder.metrics.append(lines)
         for tracker in self.trackers:
             for line in lines:

@@ -1,10 +1,15 @@
 """AdamW and Nesterov SGD with one group for each set of factors in the muP table."""
 
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from models.mup import ScaledParameter, scaled_parameters
@@ -28,13 +33,24 @@ def rows(model: "DeltaForCausalLM", config: RunConfig) -> list[ScaledParameter]:
     )
 
 
-def make_optimizer(model: "DeltaForCausalLM", config: RunConfig, device: torch.device) -> Optimizer:
-    """The optimizer over all parameters. Each group has `factor`, its rate over the run's, and `names`."""
+def make_optimizer(
+    model: "DeltaForCausalLM",
+    config: RunConfig,
+    device: torch.device,
+    *,
+    shared_by: ProcessGroup | None = None,
+) -> Optimizer:
+    """The optimizer over all parameters. Each group has `factor`, its rate over the run's, and `names`.
+
+    shared_by   processes of which each keeps and updates its part of the parameters (ZeRO-1), and sends it
+    """
     o = config.optimizer
     adaptive = o.name == "adamw"
-    members: dict[tuple[float, float, float], list[ScaledParameter]] = defaultdict(list)
+    members: dict[tuple[float, float, float, Hashable], list[ScaledParameter]] = defaultdict(list)
     for row in rows(model, config):
-        members[row.lr / o.lr, row.weight_decay, row.epsilon if adaptive else 1.0].append(row)
+        # fused kernels take parameters of one kind: whole, or divided among the same processes
+        kind = getattr(row.parameter, "device_mesh", None)
+        members[row.lr / o.lr, row.weight_decay, row.epsilon if adaptive else 1.0, kind].append(row)
     groups: list[dict[str, Any]] = [
         {
             "params": [row.parameter for row in group],
@@ -44,13 +60,21 @@ def make_optimizer(model: "DeltaForCausalLM", config: RunConfig, device: torch.d
             "weight_decay": decay,
             **({"eps": epsilon * o.eps} if adaptive else {}),
         }
-        for (factor, decay, epsilon), group in members.items()
+        for (factor, decay, epsilon, _), group in members.items()
     ]
     # one kernel over all parameters instead of ten small ones for each; other devices have their own
     fused = device.type in ("cpu", "cuda")
+    kind: Any
+    options: dict[str, Any]
     if o.name == "sgd":
-        return SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=o.momentum > 0, fused=fused)
-    return AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=fused)
+        kind, options = SGD, {"momentum": o.momentum, "nesterov": o.momentum > 0}
+        # DTensor has no rule for SGD's fused kernel (torch 2.13); it has one for AdamW's
+        fused = fused and not any(isinstance(p, DTensor) for group in groups for p in group["params"])
+    else:
+        kind, options = AdamW, {"betas": (o.beta1, o.beta2)}
+    if shared_by is None:
+        return kind(groups, lr=o.lr, fused=fused, **options)
+    return ZeroRedundancyOptimizer(groups, kind, shared_by, lr=o.lr, fused=fused, **options)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
@@ -60,10 +84,22 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's memory as NAME/SLOT -> tensor, NAME the parameter's, so that groups do not matter."""
+    """The optimizer's memory as NAME/SLOT -> tensor, NAME the parameter's, so that groups do not matter.
+
+    Parts stay parts, but for ZeRO-1: all processes must call, and the first has everything.
+    """
+    named = _named(optimizer)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+        if dist.get_rank() != 0:
+            return {}
+        whole = optimizer.state_dict()["state"]
+        memories = [whole.get(index, {}) for index in range(len(named))]
+    else:
+        memories = [optimizer.state.get(parameter, {}) for _, parameter in named]
     tensors = {}
-    for name, parameter in _named(optimizer):
-        for slot, value in optimizer.state.get(parameter, {}).items():
+    for (name, _), memory in zip(named, memories, strict=True):
+        for slot, value in memory.items():
             if value is not None:
                 tensors[f"{name}/{slot}"] = value.detach().contiguous()
     return tensors

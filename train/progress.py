@@ -1,5 +1,6 @@
 """How a run looks while it runs: a live line on a terminal, a line now and then elsewhere."""
 
+import os
 import time
 from types import TracebackType
 
@@ -11,10 +12,17 @@ SECONDS_BETWEEN_LINES = 10.0
 WIDTH_IN_A_FILE = 110  # rich would take 80, and wrap the tables
 
 
-def console() -> Console:
-    """Standard output as it is at the time of the call."""
-    seen = Console(highlight=False, soft_wrap=True)
-    return seen if seen.is_terminal else Console(highlight=False, soft_wrap=True, width=WIDTH_IN_A_FILE)
+def console(*, quiet: bool = False) -> Console:
+    """Standard output as it is at the time of the call; quiet: nothing is printed."""
+    seen = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    if seen.is_terminal:
+        return seen
+    return Console(highlight=False, soft_wrap=True, width=WIDTH_IN_A_FILE, quiet=quiet)
+
+
+def leads() -> bool:
+    """Whether this is the one among torchrun's processes that speaks. Known before torch is loaded."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def duration(seconds: float) -> str:

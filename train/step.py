@@ -1,5 +1,6 @@
 """One optimizer step: micro-batches forward and backward, clipping, update. No wait for the device."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from torch.optim import Optimizer
 
 from .config import RunConfig
 from .optimizers import set_learning_rate
+from .parallel import Parallel, clip
+from .team import Team
 
 if TYPE_CHECKING:
     from models import DeltaForCausalLM
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def loss_function(model: "DeltaForCausalLM", config: RunConfig, device: torch.device) -> Loss:
+def loss_function(model: "DeltaForCausalLM | Parallel", config: RunConfig, device: torch.device) -> Loss:
     """(inputs, targets) -> mean cross-entropy in nats, in the run's precision. Weights stay float32."""
     compute: Loss = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
 
@@ -41,15 +44,18 @@ class TrainingStep:
         device: torch.device,
         micro: int,
         clip: float | None,
+        parallel: Parallel | None = None,
     ):
         self.loss, self.optimizer, self.device = loss, optimizer, device
         self.micro, self.clip = micro, clip
+        self.team = Team() if parallel is None else parallel.team
+        self._accumulating = contextlib.nullcontext if parallel is None else parallel.accumulating
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def __call__(self, inputs: Tensor, targets: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-        """One update. Returns the mean loss over all micro-batches and the unclipped norm, on the device.
+        """One update. Returns the mean loss over all of the step and the unclipped norm, on the device.
 
-        inputs, targets   int64 [B, T] on the CPU, B a multiple of `micro`
+        inputs, targets   int64 [B, T] on the CPU, B a multiple of `micro`: this process's share of the step
         """
         self.optimizer.zero_grad(set_to_none=True)
         set_learning_rate(self.optimizer, lr)
@@ -58,16 +64,15 @@ class TrainingStep:
             zip(*(part.split(self.micro) for part in parts), strict=True)
         )
         total = torch.zeros((), device=self.device)
-        for some_inputs, some_targets in pairs:
+        for left, (some_inputs, some_targets) in zip(reversed(range(len(pairs))), pairs, strict=True):
             # every micro-batch has as many targets as the next, so the mean of means is the mean
-            loss = self.loss(some_inputs, some_targets) / len(pairs)
-            loss.backward()
+            with self._accumulating(left > 0):
+                loss = self.loss(some_inputs, some_targets) / len(pairs)
+                loss.backward()
             total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._parameters, self.clip if self.clip is not None else torch.inf
-        )
+        norm = clip(self._parameters, self.clip)
         self.optimizer.step()
-        return total, norm
+        return self.team.mean(total), norm
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":

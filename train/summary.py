@@ -34,8 +34,9 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     per_step = c.batch.sequences * c.batch.length
     passes = per_step * c.steps / run.dataset.split("train").tokens
     o, s = c.optimizer, c.schedule
-    micro = min(c.batch.micro or c.batch.sequences, c.batch.sequences)
-    accumulation = f" in {c.batch.sequences // micro} parts" if micro < c.batch.sequences else ""
+    mine = c.batch.sequences // run.team.data_world
+    micro = min(c.batch.micro or mine, mine)
+    accumulation = f" in {mine // micro} parts" if micro < mine else ""
     ratio = c.model.width / c.model.base_width
     lines = [
         f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
@@ -49,6 +50,12 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         f"device     {c.device} ({_device(run)}), {c.precision}; delta rule by {c.backend}"
         + (", chosen by device" if asked_backend == "auto" else ", as asked"),
     ]
+    if run.team.world > 1:
+        d = c.distribution
+        split = "".join(
+            f", {name} {n}" for name, n in (("tensor", d.tensor), ("context", d.context)) if n > 1
+        )
+        lines.append(f"processes  {run.team.world}, {d.mode}{split}")
     if s.warmup >= c.steps:
         lines.append(f"note       warmup of {s.warmup} steps is not over when the run ends after {c.steps}")
     return lines
@@ -105,8 +112,8 @@ def _in_order(run: Run) -> Evaluation:
     )
     run.model.eval()
     # one pass over a few shapes: compiling would take longer
-    loss = loss_function(run.model, config.model_copy(update={"compile": False}), run.device)
-    return evaluate(loss, windows, run.device)
+    loss = loss_function(run.parallel, config.model_copy(update={"compile": False}), run.device)
+    return evaluate(loss, windows, run.device, run.team)
 
 
 def closing(

@@ -21,9 +21,9 @@ def main(arguments: Sequence[str]) -> int:
     changes = parse(given.changes)
 
     from ..assembly import reopened
-    from ..progress import console
+    from ..progress import console, leads
     from .run import drive
 
-    out = console()
+    out = console(quiet=not leads())
     with reopened(given.run_dir, changes, given.step, lambda text: out.print(text, markup=False)) as run:
         return drive(run, changes.get("backend", run.config.backend))

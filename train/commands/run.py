@@ -26,9 +26,9 @@ def main(arguments: Sequence[str]) -> int:
         print(keys(config))
         return 0
 
-    from ..progress import console
+    from ..progress import console, leads
 
-    out = console()
+    out = console(quiet=not leads())
     # at once: loading torch and transformers takes seconds, in which nothing else could be said
     out.print(f"recipe     {given.recipe}: {summary(given.recipe)}", markup=False)
 
@@ -47,12 +47,13 @@ def drive(run: "Run", asked_backend: str) -> int:
     from ..progress import Display, console
     from ..summary import closing, opening, result
 
-    out = console()
+    leads = run.team.leads
+    out = console(quiet=not leads)
     for line in opening(run, asked_backend):
         out.print(line, markup=False)
     with out.status("measuring what zlib and lzma make of the held-out text"):
         costs = held_out_costs(run)
-    with Display(run.config.steps, run.state.step) as display:
+    with Display(run.config.steps, run.state.step, show=leads) as display:
         outcome = train(run, display)
     if outcome.stopped:
         why = f"stopped by {outcome.stopped} after step {outcome.step}; its checkpoint is written"
@@ -60,6 +61,8 @@ def drive(run: "Run", asked_backend: str) -> int:
     with out.status("measuring the held-out text"):
         found = result(run)
     plot = None
+    if not leads:
+        return 128 + outcome.signal if outcome.signal is not None else 0
     try:
         if found is not None:
             run.folder.write_summary(asdict(found), costs)

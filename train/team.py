@@ -1,0 +1,150 @@
+"""The processes that torchrun started, as one team: who leads, who has which data, what all agree on."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from backends import device as platform
+
+from .config import RunConfig
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+# A process that waits longer than this for another ends with gloo's or NCCL's message instead of waiting for
+# ever: preparing a corpus of hours on rank 0 must still fit.
+PATIENCE = timedelta(hours=12)
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among `world`; alone, every method is the identity.
+
+    data_rank, data_world   which of how many shares of a step's sequences this process has. The processes of
+                            one tensor or context group have the same share.
+    mesh                    [replica, tensor]; None alone. Gradients are averaged over `replica`, which counts
+                            the context groups' processes too: each has its own tokens.
+    context                 [data, context, tensor]; None where sequences are whole
+    """
+
+    rank: int = 0
+    world: int = 1
+    data_rank: int = 0
+    data_world: int = 1
+    mesh: DeviceMesh | None = None
+    context: DeviceMesh | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes the run's folder and speaks."""
+        return self.rank == 0
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over all processes, the same on each; on the device, without waiting for it."""
+        if self.world == 1:
+            return x
+        x = x.clone()
+        dist.all_reduce(x)
+        return x / self.world
+
+    def largest(self, number: int) -> int:
+        """The largest of all processes' numbers. Waits for all."""
+        if self.world == 1:
+            return number
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def told(self, what: T) -> T:
+        """What the leader has. Waits for it."""
+        if self.world == 1:
+            return what
+        box = [what]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    @contextlib.contextmanager
+    def leader_first(self) -> Iterator[None]:
+        """The leader goes through the block before the others enter it: it makes files, they find them."""
+        if not self.leads:
+            self.told(None)
+        yield
+        if self.leads:
+            self.told(None)
+
+
+@contextlib.contextmanager
+def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
+    """The team of this run, joined for as long as the block lasts. See `require_divisible`."""
+    here = platform.processes()
+    if here.world == 1:
+        yield Team()
+        return
+    d = config.distribution
+    dist.init_process_group(platform.collectives(device), timeout=PATIENCE)
+    try:
+        replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
+        mesh = init_device_mesh(device.type, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
+        context = None
+        if d.context > 1:
+            shape, names = (shares, d.context, d.tensor), ("data", "context", "tensor")
+            context = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        share = here.rank // (d.tensor * d.context)
+        yield Team(here.rank, here.world, share, shares, mesh, context)
+    finally:
+        dist.destroy_process_group()
+
+
+def require_divisible(config: RunConfig, world: int) -> None:
+    """ConfigError unless `world` processes can share this run, naming what does not divide what."""
+    d, m, b = config.distribution, config.model, config.batch
+    group = d.tensor * d.context
+    if world % group:
+        raise ConfigError(
+            f"distribution.tensor={d.tensor} x distribution.context={d.context} does not divide {world} "
+            f"processes; start a multiple of {group} with torchrun --nproc_per_node, or change them"
+        )
+    shares = world // group
+    if b.sequences % shares:
+        raise ConfigError(
+            f"batch.sequences={b.sequences} cannot be shared by {shares} data-parallel processes; give a "
+            f"multiple of {shares}"
+        )
+    mine = b.sequences // shares
+    if mine % min(b.micro or mine, mine):
+        raise ConfigError(
+            f"batch.micro={b.micro} does not divide the {mine} sequences that each of {shares} "
+            "data-parallel processes has in a step; give a divisor"
+        )
+    if b.length % d.context:
+        raise ConfigError(
+            f"distribution.context={d.context} does not divide batch.length={b.length}; give a divisor"
+        )
+    if d.context > 1 and b.length // d.context < m.conv_size:
+        raise ConfigError(
+            f"distribution.context={d.context} leaves {b.length // d.context} tokens to a process, and a "
+            f"convolution of {m.conv_size} taps reaches further than one neighbor; lower it"
+        )
+    if d.context > 1 and m.attention_layers:
+        raise ConfigError(
+            "distribution.context divides sequences at states, which softmax attention does not have; set "
+            "model.attention_layers= to none, or distribution.context=1"
+        )
+    for name, heads in (("model.heads", m.heads), ("model.v_heads", m.v_heads or m.heads)):
+        if heads % d.tensor:
+            raise ConfigError(
+                f"distribution.tensor={d.tensor} does not divide {name}={heads}: every process has whole "
+                "heads; give a divisor"
+            )
+    if d.tensor > 1 and shares * d.context > 1 and d.mode != "fsdp":
+        raise ConfigError(
+            f"distribution.mode={d.mode} does not go with distribution.tensor={d.tensor} on {world} "
+            f"processes; use distribution.mode=fsdp, or distribution.tensor={world}"
+        )
