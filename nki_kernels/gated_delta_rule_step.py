@@ -244,11 +244,15 @@ def owners(tiles, heads, parts):
     P = heads * parts
     out = tile((P, tiles, heads), nl.float32)
     nisa.memset(dst=out, value=1.0)
-    for offset, cmp_op in ((0, nl.greater_equal), (1 - parts, nl.less_equal)):  # i parts <= p < (i + 1) parts
-        nisa.affine_select(
-            dst=out, pattern=[[0, tiles], [-parts, heads]], channel_multiplier=1, offset=offset,
-            on_true_tile=out, on_false_value=0.0, cmp_op=cmp_op,
-        )  # fmt: skip
+    band = [[0, tiles], [-parts, heads]]
+    nisa.affine_select(  # i parts <= p
+        dst=out, pattern=band, channel_multiplier=1, on_true_tile=out, on_false_value=0.0,
+        cmp_op=nl.greater_equal,
+    )  # fmt: skip
+    nisa.affine_select(  # p < (i + 1) parts
+        dst=out, pattern=band, channel_multiplier=1, offset=1 - parts, on_true_tile=out,
+        on_false_value=0.0, cmp_op=nl.less_equal,
+    )  # fmt: skip
     return out
 
 

@@ -15,12 +15,13 @@ from nki_kernels.language import nisa, nki, nl
 from nki_kernels.partitions import BANK, PARTITIONS, loaded, tile
 
 WIDTH = 2048  # numbers of x a partition
+MOST_V = 8 * BANK
 LEAST_EPS = 2.0**-87  # from where on the Scalar engine's rsqrt is right
 
 
 @nki.jit
-def gated_rms_norm_fwd(x, z, weight, eps):
-    """y [M, V] in x's dtype; z may be None."""
+def gated_rms_norm_fwd(x, z, weight, eps, gated):
+    """y [M, V] in x's dtype. gated: bool; z is read only then, and may else be None."""
     assert eps >= LEAST_EPS, f"eps={eps} is below {LEAST_EPS}, where the Scalar engine's rsqrt is wrong"
     M, V = x.shape
     y = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
@@ -31,10 +32,10 @@ def gated_rms_norm_fwd(x, z, weight, eps):
         r = norms(xt, eps)
         out = tile((P, slots, V), x.dtype)
         h = out
-        if z != None:  # noqa: E711 (compilers before 0.7 know no `is`)
+        if gated:
             h = tile((P, slots, V), nl.float32)
         times_rows(h, xt, r, w)
-        if z != None:  # noqa: E711
+        if gated:
             gate = tile((P, slots, V), nl.float32)
             nisa.activation(dst=gate, op=nl.silu, data=rows_of(z, start, P, slots))
             nisa.tensor_tensor(dst=out, data1=h, data2=gate, op=nl.multiply)
@@ -43,14 +44,15 @@ def gated_rms_norm_fwd(x, z, weight, eps):
 
 
 @nki.jit
-def gated_rms_norm_bwd(dy, x, z, weight, eps):
-    """(dx, dz, dweight), each shaped and typed like its input; (dx, dweight) where z is None."""
+def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
+    """(dx, dz, dweight), each shaped and typed like its input; (dx, dweight) where not gated."""
     assert eps >= LEAST_EPS, f"eps={eps} is below {LEAST_EPS}, where the Scalar engine's rsqrt is wrong"
     M, V = x.shape
+    assert V <= MOST_V, f"V={V} exceeds {MOST_V}: dweight is summed in PSUM, one bank per {BANK}"
     dx = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((V,), dtype=weight.dtype, buffer=nl.shared_hbm)
     dz = dx
-    if z != None:  # noqa: E711 (compilers before 0.7 know no `is`)
+    if gated:
         dz = nl.ndarray((M, V), dtype=z.dtype, buffer=nl.shared_hbm)
     w = everywhere(weight)
     ones = tile((PARTITIONS, 1), nl.float32)
@@ -63,10 +65,10 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps):
         xt = rows_of(x, start, P, slots)
         m = rows_of(dy, start, P, slots)
         r = norms(xt, eps)
-        if z != None:  # noqa: E711
+        if gated:
             zt = rows_of(z, start, P, slots)
             gate, slope = tile((P, slots, V), nl.float32), tile((P, slots, V), nl.float32)
-            hw, gated = tile((P, slots, V), nl.float32), tile((P, slots, V), nl.float32)
+            hw, passed = tile((P, slots, V), nl.float32), tile((P, slots, V), nl.float32)
             nisa.activation(dst=gate, op=nl.silu, data=zt)
             nisa.activation(dst=slope, op=nl.silu_dx, data=zt)
             nisa.tensor_tensor(dst=slope, data1=slope, data2=m, op=nl.multiply)
@@ -74,8 +76,8 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps):
             dz_tile = tile((P, slots, V), z.dtype)
             nisa.tensor_tensor(dst=dz_tile, data1=slope, data2=hw, op=nl.multiply)
             nisa.dma_copy(dst=dz[start:stop, :].reshape((P, slots, V)), src=dz_tile)
-            nisa.tensor_tensor(dst=gated, data1=m, data2=gate, op=nl.multiply)
-            m = gated
+            nisa.tensor_tensor(dst=passed, data1=m, data2=gate, op=nl.multiply)
+            m = passed
         rn = tile((P, slots, V), nl.float32)
         times_rows(rn, m, r, w)
         along = projections(xt, rn, r, V)
@@ -102,7 +104,7 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps):
         v0 = part * BANK
         nisa.tensor_copy(dst=total[:, v0 : v0 + sums[part].shape[1]], src=sums[part])
     nisa.dma_copy(dst=dweight.reshape((1, V)), src=total)
-    if z == None:  # noqa: E711
+    if not gated:
         return dx, dweight
     return dx, dz, dweight
 
@@ -190,5 +192,5 @@ def example(M=6144, V=256, dtype="float32", backward=0):
     x, z, dy = (rng.standard_normal((M, V), dtype=np.float32).astype(kind) for _ in range(3))
     weight = rng.standard_normal(V, dtype=np.float32)
     if backward:
-        return gated_rms_norm_bwd, (dy, x, z, weight, 1e-5)
-    return gated_rms_norm_fwd, (x, z, weight, 1e-5)
+        return gated_rms_norm_bwd, (dy, x, z, weight, 1e-5, True)
+    return gated_rms_norm_fwd, (x, z, weight, 1e-5, True)

@@ -5,7 +5,7 @@
     dz = dy SiLU'(z)     dx_t = sum_j w_j dz_{t + W - 1 - j}     dw_j = sum_t dz_t x_{t - W + 1 + j}
 
 Layout: x, y, dy, dx [B, T, C]; weight, dweight [C, W]; position [T], of each token in its packed sequence
-(B is 1 then), or None: tap j reads from its own sequence where position >= W - 1 - j.
+(B is 1 then): tap j reads from its own sequence where position >= W - 1 - j.
 
 Time is the partition axis of x in HBM, and nothing shifts along partitions. So 128 rows are transposed, which
 makes a tap a slice of the free axis, and the taps transpose them back: the product of a slice [channels,
@@ -18,15 +18,17 @@ back, so that no tile waits for another. Backward computes z again: forward leav
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, tile
 
+MOST_W = 32
 ON_VECTOR = 2  # taps of z that the Scalar and Vector engines take
 ON_SCALAR = 1  # taps of dx: in backward the Vector engine has the sums of dw
 
 
 @nki.jit
-def short_convolution_fwd(x, weight, position):
-    """y [B, T, C] in x's dtype."""
+def short_convolution_fwd(x, weight, position, packed):
+    """y [B, T, C] in x's dtype. packed: bool; position is read only then, and may else be None."""
     B, T, C = x.shape
     W = weight.shape[1]
+    check(B, W, packed)
     y = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
     eye, wide_eye = identities(x.dtype)
     pieces = tiles_of_time(B, T, PARTITIONS - (W - 1))
@@ -38,7 +40,7 @@ def short_convolution_fwd(x, weight, position):
             if i < len(pieces):
                 b, t0, t1 = pieces[i]
                 seen = windows(x, b, t0, t1, c0, c1, W, eye)
-                keep = masks(position, t0, t1, W)
+                keep = masks(position, packed, t0, t1, W)
                 ready.append(prepared(seen_by_taps(seen, keep, t1 - t0, W), taps, ON_VECTOR))
             if i > 0:
                 b, t0, t1 = pieces[i - 1]
@@ -49,7 +51,7 @@ def short_convolution_fwd(x, weight, position):
 
 
 @nki.jit
-def short_convolution_bwd(dy, x, weight, position):
+def short_convolution_bwd(dy, x, weight, position, packed):
     """(dx [B, T, C] in x's dtype, dweight [C, W] in weight's).
 
     A tile of time passes four stages, and four tiles are on their way, each a stage behind the one before: an
@@ -57,6 +59,7 @@ def short_convolution_bwd(dy, x, weight, position):
     """
     B, T, C = x.shape
     W = weight.shape[1]
+    check(B, W, packed)
     dx = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((C, W), dtype=weight.dtype, buffer=nl.shared_hbm)
     eye, wide_eye = identities(x.dtype)
@@ -72,7 +75,7 @@ def short_convolution_bwd(dy, x, weight, position):
                 b, t0, t1 = pieces[i]
                 t2 = min(t1 + W - 1, T)  # dz of tokens behind t1 reaches back to dx
                 seen.append(windows(x, b, t0, t2, c0, c1, W, eye))
-                keep.append(masks(position, t0, t2, W))
+                keep.append(masks(position, packed, t0, t2, W))
                 ready_z.append(prepared(seen_by_taps(seen[i], keep[i], t2 - t0, W), taps, ON_VECTOR))
             if i >= 1 and i <= n:
                 b, t0, t1 = pieces[i - 1]
@@ -121,6 +124,12 @@ def zero_sums(width, W):
     return found
 
 
+def check(B, W, packed):
+    """Refuse what the tiles of time do not hold."""
+    assert W <= MOST_W, f"W={W} exceeds {MOST_W} taps: 2 W - 2 rows of a tile of 128 are its neighbors'"
+    assert B == 1 or not packed, f"B={B} rows cannot be packed: position is that of one row"
+
+
 def identities(dtype):
     """[128, 128] in dtype, and in float32."""
     eye = identity(PARTITIONS, dtype)
@@ -153,10 +162,10 @@ def all_taps(weight, c0, c1, eye):
     return found
 
 
-def masks(position, t0, t1, W):
+def masks(position, packed, t0, t1, W):
     """[128, t1 - t0] of ones and zeros for the taps 0 to W - 2: whether they stay in the token's sequence."""
     found = []
-    if position == None:  # noqa: E711 (compilers before 0.7 know no `is`)
+    if not packed:
         return found
     count = t1 - t0
     where = tile((PARTITIONS, count), nl.float32)
@@ -238,7 +247,10 @@ def prepared(slices, taps, ahead):
                 dst=first, data=slices[i][j], op0=nl.multiply, operand0=w[:, j : j + 1], op1=nl.add,
                 operand1=first,
             )  # fmt: skip
-        found.append((first, slices[i][ahead:]))
+        others = []
+        for j in range(ahead, w.shape[1]):
+            others.append(slices[i][j])
+        found.append((first, others))
     return found
 
 
@@ -312,5 +324,5 @@ def example(B=1, T=1024, C=3072, W=4, dtype="float32", backward=0):
     x, dy = (rng.standard_normal((B, T, C), dtype=np.float32).astype(kind) for _ in range(2))
     weight = rng.standard_normal((C, W), dtype=np.float32)
     if backward:
-        return short_convolution_bwd, (dy, x, weight, None)
-    return short_convolution_fwd, (x, weight, None)
+        return short_convolution_bwd, (dy, x, weight, None, False)
+    return short_convolution_fwd, (x, weight, None, False)

@@ -72,8 +72,8 @@ def check_convolution(shape, dtype, lengths=None, hard="", target="trn1"):
     judge = outcome(literal_convolution, [x, weight], [lengths], dy, torch.float64, names)
     honest = outcome(layer_convolution, [x, weight], [lengths], dy, torch.float32, names)
     position = None if lengths is None else sequences(shape[1], lengths).position[0].to(torch.int32)
-    y = run(short_convolution_fwd, x, weight, position, target=target)
-    grads = run(short_convolution_bwd, dy, x, weight, position, target=target)
+    y = run(short_convolution_fwd, x, weight, position, lengths is not None, target=target)
+    grads = run(short_convolution_bwd, dy, x, weight, position, lengths is not None, target=target)
     found = dict(zip(names, [y, *grads], strict=True))
     assert (y.dtype, grads[0].dtype, grads[1].dtype) == (dtype, dtype, torch.float32)
     assert_close(found, judge, honest, terms=2 * shape[3] + shape[0] * shape[1])
@@ -123,8 +123,8 @@ def check_norm(shape, dtype, gated=True, hard="", eps=1e-5, target="trn1"):
     leaves = [x, weight, z] if gated else [x, weight]
     judge = outcome(literal_norm, leaves, [eps], dy, torch.float64, names)
     honest = outcome(layer_norm, leaves, [eps], dy, torch.float32, names)
-    y = run(gated_rms_norm_fwd, x, z, weight, eps, target=target)
-    grads = run(gated_rms_norm_bwd, dy, x, z, weight, eps, target=target)
+    y = run(gated_rms_norm_fwd, x, z, weight, eps, gated, target=target)
+    grads = run(gated_rms_norm_bwd, dy, x, z, weight, eps, gated, target=target)
     found = {"y": y, "dx": grads[0], "dweight": grads[-1]} | ({"dz": grads[1]} if gated else {})
     assert {name: x.dtype for name, x in found.items()} == {
         name: torch.float32 if name == "dweight" else dtype for name in names
@@ -157,7 +157,7 @@ def test_later_generations(target):
     check_norm((300, 96), torch.bfloat16, target=target)
 
 
-def _unmasked(position, t0, t1, W):
+def _unmasked(position, packed, t0, t1, W):
     """Packed sequences see their neighbors."""
     return []
 
@@ -236,7 +236,18 @@ def test_the_convolution_reads_hbm_little_more_than_once(backward):
     assert least < moved <= 1.06 * least
 
 
+def test_sizes_that_do_not_fit_are_refused():
+    x, _, weight = convolution_inputs(2, 8, 16, 40, torch.float32)
+    with pytest.raises(AssertionError, match="W=40 exceeds 32 taps"):
+        run(short_convolution_fwd, x, weight, None, False)
+    with pytest.raises(AssertionError, match="B=2 rows cannot be packed"):
+        run(short_convolution_fwd, x, weight[:, :4], torch.zeros(8, dtype=torch.int32), True)
+    kernel, arguments = gated_rms_norm.example(M=1, V=4097, backward=1)
+    with pytest.raises(AssertionError, match="V=4097 exceeds 4096"):
+        run(kernel, *arguments)
+
+
 def test_an_epsilon_below_the_range_of_rsqrt_is_refused():
     x, z, weight, _ = norm_inputs(3, 32, torch.float32)
     with pytest.raises(AssertionError, match="eps=1e-30 is below"):
-        run(gated_rms_norm_fwd, x, z, weight, 1e-30)
+        run(gated_rms_norm_fwd, x, z, weight, 1e-30, True)
