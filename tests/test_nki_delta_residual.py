@@ -4,6 +4,7 @@ import pytest
 import torch
 from nki_judge import DTYPES, EXACT, ROUNDED_PRODUCTS, assert_close, hbm_bytes, normal, run
 
+from backends import nki_adapter
 from backends.judge import error
 from nki_kernels import delta_residual_bwd as backward
 from nki_kernels import delta_residual_fwd as forward
@@ -120,6 +121,23 @@ def test_only_dk_passes_the_tensor_engine():
         for numerics in (EXACT, ROUNDED_PRODUCTS)
     )
     assert [torch.equal(a, b) for a, b in zip(exact, rounded, strict=True)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("beta_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_adapter_cuts_tokens(beta_dtype, monkeypatch):
+    """More tokens than a kernel call takes; beta in its own dtype or in that of x; no tokens at all."""
+    x, k, v, beta, dout = inputs(5, 20, 3, torch.bfloat16, normalize=True)
+    beta = beta.to(beta_dtype)
+    whole = both(x, k, v, beta, dout, 1e-3)
+    assert whole["dbeta"].dtype == beta_dtype
+    monkeypatch.setattr(nki_adapter, "TOKENS", 2)
+    cut = [
+        nki_adapter.delta_residual_forward(x, k, v, beta, 1e-3),
+        *nki_adapter.delta_residual_backward(dout, x, k, v, beta, 1e-3),
+    ]
+    assert all(torch.equal(whole[name], y) for name, y in zip(NAMES, cut, strict=True))
+    empty = nki_adapter.delta_residual_backward(*(y[:0] for y in (dout, x, k, v, beta)), 1e-3)
+    assert [y.shape for y in empty] == [y[:0].shape for y in (x, k, v, beta)]
 
 
 def _first_block_only(p, xt, keys, d0):
