@@ -16,7 +16,7 @@ COMMANDS = {
         "continue from the newest whole checkpoint",
     ),
     "generate": ("train.commands.generate", "RUN_DIR --prompt TEXT", "continue a text"),
-    "plot": ("train.commands.plot", "RUN_DIR", "draw loss.png again, also while the run goes on"),
+    "plot": ("train.commands.plot", "RUN_DIR ...", "draw a run's pictures again, also while it goes on"),
     "parameters": (
         "train.commands.parameters",
         "RECIPE [key=value ...]",

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .coordinates import TENSORS, Reading, Slope, Verdict
+from .coordinates import TENSORS, Reading, Slope, Verdict, slopes, verdicts
 from .disk import refusals
 
+COLUMNS = 12
 SAFE = "nothing else is lost: free some space and run the same command again"
 
 
@@ -26,8 +27,7 @@ def table(found: Sequence[Verdict]) -> str:
             v = cells[o, p, tensor]
             mark = "" if v.passes else " ✗"
             row.append(f"{v.change.slope:+.2f} ± {v.change.stderr:.2f}{mark}")
-        low, high = theory.change
-        row.append(f"{low:g}" if low == high else f"{low:g} to {high:g}")
+        row.append(_range(theory.change))
         lines.append("| " + " | ".join(row) + " |")
     passed = [
         f"{sum(v.passes for v in found if (v.optimizer, v.parametrization) == c)} of {len(TENSORS)}"
@@ -57,7 +57,7 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(found: Sequence[Reading], found_verdicts: Sequence[Verdict], optimizer: str, path: Path) -> Path:
-    """Changes against width on logarithmic axes: a row a parametrization, a column a tensor, a line a step.
+    """Changes against width on logarithmic axes: a row a parametrization, a panel a tensor, a line a step.
 
     Lines that lie flat are what muP promises; a red title is a verdict that does not pass.
     """
@@ -65,19 +65,25 @@ def draw(found: Sequence[Reading], found_verdicts: Sequence[Verdict], optimizer:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = list(dict.fromkeys(r.parametrization for r in found if r.optimizer == optimizer))
+    names = list(dict.fromkeys(r.parametrization for r in found if r.optimizer == optimizer))
     verdict = {(v.parametrization, v.tensor): v for v in found_verdicts if v.optimizer == optimizer}
     last = max(r.step for r in found)
     values: dict[tuple[str, str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for r in found:
         if r.optimizer == optimizer and r.step:
             values[r.parametrization, r.tensor, r.step][r.width].append(r.change)
-    figure = Figure(figsize=(1.5 * len(TENSORS), 1.9 * len(rows)), dpi=110, layout="constrained")
+    tensors = list(TENSORS)
+    bands = [tensors[i : i + COLUMNS] for i in range(0, len(tensors), COLUMNS)]
+    rows = len(bands) * len(names)
+    figure = Figure(figsize=(1.55 * COLUMNS, 1.75 * rows), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(rows), len(TENSORS), squeeze=False, sharex=True)
-    for i, parametrization in enumerate(rows):
-        for j, tensor in enumerate(TENSORS):
-            axes, v = panels[i][j], verdict[parametrization, tensor]
+    panels = figure.subplots(rows, COLUMNS, squeeze=False, sharex=True)
+    for axes in panels.flatten():
+        axes.set_visible(False)
+    for row, (band, parametrization) in enumerate((b, name) for b in bands for name in names):
+        for j, tensor in enumerate(band):
+            axes, v = panels[row][j], verdict[parametrization, tensor]
+            axes.set_visible(True)
             for step in range(1, last + 1):
                 points = values[parametrization, tensor, step]
                 xs = sorted(points)
@@ -98,7 +104,7 @@ def draw(found: Sequence[Reading], found_verdicts: Sequence[Verdict], optimizer:
                 f"{tensor}\n{v.change.slope:+.2f} ± {v.change.stderr:.2f}", fontsize=7, color=color
             )
             axes.spines[["top", "right"]].set_visible(False)
-        panels[i][0].set_ylabel(parametrization, fontsize=9, fontweight="bold")
+        panels[row][0].set_ylabel(parametrization, fontsize=9, fontweight="bold")
     panels[0][0].legend(fontsize=4.5, frameon=False)
     figure.suptitle(f"change of what the model computes, against width, {optimizer}", fontsize=10)
     beside = path.with_name(f".{path.name}")
@@ -106,3 +112,46 @@ def draw(found: Sequence[Reading], found_verdicts: Sequence[Verdict], optimizer:
         figure.savefig(beside, format="png")
         beside.replace(path)
     return path
+
+
+def judged_again(folder: Path) -> list[Path]:
+    """Table, verdicts and pictures of a check from the readings in its coordinates.json."""
+    path = folder / "coordinates.json"
+    about = json.loads(path.read_text())
+    found = [_reading(row) for row in about.pop("readings")]
+    del about["slopes"], about["tensors"]
+    return write(folder, about, found)
+
+
+def write(folder: Path, about: dict[str, Any], found: Sequence[Reading]) -> list[Path]:
+    """coordinates.json, coordinates.md and a picture for every optimizer."""
+    judged = slopes(found)
+    said = verdicts(judged)
+    with refusals(folder, SAFE):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "coordinates.json").write_text(as_json(about, found, judged))
+        (folder / "coordinates.md").write_text(table(said) + "\n")
+    optimizers = dict.fromkeys(r.optimizer for r in found)
+    return [draw(found, said, name, folder / f"coordinates-{name}.png") for name in optimizers]
+
+
+def _reading(row: dict[str, Any]) -> Reading:
+    return Reading(
+        parametrization=row["parametrization"],
+        optimizer=row["optimizer"],
+        width=row["width"],
+        seed=row["seed"],
+        step=row["step"],
+        tensor=row["tensor"],
+        size=_number(row["size"]),
+        change=_number(row["change"]),
+    )
+
+
+def _number(x: float | None) -> float:
+    return math.nan if x is None else x
+
+
+def _range(ends: tuple[float, float]) -> str:
+    low, high = ends
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

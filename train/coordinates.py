@@ -72,6 +72,8 @@ TENSORS: Mapping[str, Tensors] = {
     "own_v": Tensors("W_v x0", change=_BETWEEN),
     "own_decay": Tensors("W_a x0", change=_BETWEEN),
     "own_beta": Tensors("W_b x0", change=_BETWEEN),
+    # as the paper has it; its rule for SGD takes gradients to average out over a head's channels, and where
+    # they add up instead, sqrt(m) is too much: seen as +0.4 within four steps, and then this fails
     "dt_bias": Tensors("the decay's bias"),
     "A_log": Tensors("logarithm of the decay's rate"),
 }

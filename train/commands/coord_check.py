@@ -53,13 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     steps, seeds = _numbers("steps", own["steps"])[0], _numbers("seeds", own["seeds"])[0]
     began, cpu = time.monotonic(), time.process_time()
 
-    from ..coordinate_report import SAFE, as_json, draw, table
+    from ..coordinate_report import table, write
     from ..coordinates import slopes, verdicts
-    from ..disk import refusals
 
     found = _read(configs, widths, steps, seeds)
-    judged = slopes(found)
-    said = verdicts(judged)
     seconds = round(time.monotonic() - began, 1)
     about = {
         "recipe": asked.recipe,
@@ -68,14 +65,10 @@ def main(arguments: Sequence[str]) -> int:
         "seconds": seconds,
         "cpu_seconds": round(time.process_time() - cpu, 1),
     }
-    text = table(said)
-    with refusals(out, SAFE):
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "coordinates.json").write_text(as_json(about, found, judged))
-        (out / "coordinates.md").write_text(text + "\n")
-    pictures = [draw(found, said, c, out / f"coordinates-{c}.png") for c in own["optimizers"].split(",")]
+    pictures = write(out, about, found)
+    said = verdicts(slopes(found))
     print(f"power of width with which {steps} steps change each tensor; theory says 0 unless it stands there")
-    print(text)
+    print(table(said))
     mine = [v for v in said if v.parametrization == base.parametrization]
     for v in mine:
         if not v.passes:

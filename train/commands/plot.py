@@ -1,21 +1,42 @@
-"""python -m train plot RUN_DIR"""
+"""python -m train plot RUN_DIR [RUN_DIR ...]"""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+DESCRIPTION = """Draw from a run's files, also while it goes on: loss.png, and with log.probes=true
+probes.png, what goes on inside the model. Of several runs, as of several widths, probes.png in the
+first one's folder compares them. Of a sweep's folder, or a coordinate check's, draw its picture again."""
+
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m train plot", description="Draw loss.png from a run's files."
+    parser = argparse.ArgumentParser(prog="python -m train plot", description=DESCRIPTION)
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder that `run` printed"
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
     given = parser.parse_args(arguments)
 
     from ..plots import plot_loss
+    from ..probe_plots import plot_probes, probed
     from ..run_folder import RunFolder
 
-    folder = RunFolder(given.run_dir)
-    folder.read()
-    print(plot_loss(folder))
+    first = given.run_dirs[0]
+    if len(given.run_dirs) == 1 and (first / "coordinates.json").is_file():
+        from ..coordinate_report import judged_again
+
+        print("\n".join(map(str, judged_again(first))))
+        return 0
+    if len(given.run_dirs) == 1 and (first / "sweep.json").is_file():
+        from . import sweep
+
+        return sweep.main([str(first), "--report"])
+    runs = []
+    for path in given.run_dirs:
+        folder = RunFolder(path)
+        folder.read()
+        print(plot_loss(folder))
+        if (found := probed(folder)) is not None:
+            runs.append(found)
+    if runs or len(given.run_dirs) > 1:
+        print(plot_probes(runs, first / "probes.png"))
     return 0
