@@ -259,15 +259,16 @@ def begin(
     x["qk"] = qk
     x["inverse_norms"] = inverse_norms
     x["v"] = loaded(v[n, start : start + tokens, first : first + lanes, :], tokens, rows, (lanes, v.shape[3]))
-    x["beta_v"] = weighted_values(x["v"], x, bundle, rows)
-    x["weights"] = weighted_triangle(x["g"], lanes, rows, table)
-    x["Et"] = decay_transposed(x["weights"], lanes, rows, table, "drop_after")
+    # each engine runs its instructions in order: scalings first, so that no eviction stands before one
     x["k_minus"] = scaled_heads(qk, 1, x["minus_beta"], bundle, rows)
-    x["k_end"] = scaled_heads(qk, 1, x["lambda"], bundle, rows)
+    x["weights"] = weighted_triangle(x["g"], lanes, rows, table)
     identity = table["identity"]
     x["kt"] = transposed(side_views(qk, 1), rows, parts, identity)
     x["qt"] = transposed(side_views(qk, 0), rows, parts, identity, scale)
     x["k_minus_t"] = transposed(views(x["k_minus"], lanes), rows, parts, identity)
+    x["Et"] = decay_transposed(x["weights"], lanes, rows, table, "drop_after")
+    x["k_end"] = scaled_heads(qk, 1, x["lambda"], bundle, rows)
+    x["beta_v"] = weighted_values(x["v"], x, bundle, rows)
     ps = products(x["kt"], x["k_minus_t"], bundle, rows, parts)
     Gt = sbuf((rows, lanes, rows))
     nisa.tensor_tensor(dst=Gt, data1=ps, data2=x["Et"], op=nl.multiply)

@@ -203,7 +203,7 @@ def beta_gradient(x, dres, dots, bundle, rows):
 
 
 def crossing_pairs(pairs, lanes, rows, table):
-    """sum_{j < t <= i} F_ij: [rows, lanes]."""
+    """Row i, column t: sum over j < t of F_ij where t <= i, else 0; [rows, lanes, rows]."""
     _, _, _, _, reads, erasures = pairs
     ps = psum((rows, lanes, rows))  # row i, column t: over j < t
     for lane in range(lanes):
@@ -213,22 +213,13 @@ def crossing_pairs(pairs, lanes, rows, table):
             )
     crossing = sbuf((rows, lanes, rows))
     nisa.tensor_tensor(dst=crossing, data1=ps, data2=over_lanes(table, "since", rows, lanes), op=nl.multiply)
-    sums = psum((rows, lanes))
-    for lane in range(lanes):
-        nisa.nc_matmul(
-            dst=sums[:, lane : lane + 1], stationary=crossing[:, lane, :], moving=table["every"][0:rows, 0:1],
-            is_moving_onezero=True,
-        )  # fmt: skip
-    out = sbuf((rows, lanes))
-    nisa.tensor_copy(dst=out, src=sums)
-    return out
+    return crossing
 
 
-def decay_gradient(x, pairs, S, dS, dots, bundle, rows, parts, table):
+def decay_gradient(x, crossing, S, dS, dots, bundle, rows, parts, table):
     """dg [rows, lanes]."""
     lanes = bundle["lanes"]
     V = S[0].shape[2]
-    crossing = crossing_pairs(pairs, lanes, rows, table)
     reads = sbuf((rows, lanes))
     nisa.tensor_tensor(dst=reads, data1=x["beta"], data2=dots[:, :, 1], op=nl.multiply)
     nisa.tensor_tensor(dst=reads, data1=dots[:, :, 0], data2=reads, op=nl.subtract)
@@ -256,8 +247,15 @@ def decay_gradient(x, pairs, S, dS, dots, bundle, rows, parts, table):
             dst=ps, stationary=table["every"][0 : stop - start, 0:rows], moving=carried,
             is_stationary_onezero=True,
         )  # fmt: skip
+    sums = psum((rows, lanes))
+    for lane in range(lanes):
+        nisa.nc_matmul(
+            dst=sums[:, lane : lane + 1], stationary=crossing[:, lane, :], moving=table["every"][0:rows, 0:1],
+            is_moving_onezero=True,
+        )  # fmt: skip
     out = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=out, data1=crossing, data2=ps, op=nl.add)
+    nisa.tensor_copy(dst=out, src=sums)
+    nisa.tensor_tensor(dst=out, data1=out, data2=ps, op=nl.add)
     return out
 
 

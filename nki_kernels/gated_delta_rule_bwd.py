@@ -19,6 +19,7 @@ from nki_kernels.chunk import (
 )
 from nki_kernels.chunk_gradients import (
     beta_gradient,
+    crossing_pairs,
     decay_gradient,
     key_gradients,
     pair_gradients,
@@ -98,6 +99,33 @@ def store_tokens(dst, src, bundle, start, tokens):
     nisa.dma_copy(dst=dst[n, start : start + tokens, first : first + lanes], src=src[0:tokens])
 
 
+def settle(owed, outputs, full, parts, l2norm):
+    """The rest of a chunk's gradients, after the large products of every bundle: dots, sums, and stores.
+
+    They wait for the Vector engine, and with them would wait the products of the bundles behind.
+    """
+    dq, dk, dv, dg, dbeta = outputs
+    for y in owed:
+        x, bundle, start, tokens, rows = y["x"], y["bundle"], y["start"], y["tokens"], y["rows"]
+        n, lanes = bundle["n"], bundle["lanes"]
+        total = y["total"]
+        if l2norm:
+            total = through_norm(x, total, bundle, rows)
+        low = bundle["slot"]
+        high = low + bundle["key_heads"]
+        stop = start + tokens
+        nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=total[0:tokens, :, 0, :])
+        nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=total[0:tokens, :, 1, :])
+        dv_ = sbuf((rows, lanes, dv.shape[3]), dv.dtype)
+        for lane in range(lanes):
+            copied(dv_[:, lane, :], y["dres"][:, lane, :], x["beta"][:, lane : lane + 1])
+        store_tokens(dv, dv_, bundle, start, tokens)
+        store_tokens(dbeta, beta_gradient(x, y["dres"], y["dots"], bundle, rows), bundle, start, tokens)
+        table = cut(full, rows)
+        dg_ = decay_gradient(x, y["crossing"], x["S"], y["dS"], y["dots"], bundle, rows, parts, table)
+        store_tokens(dg, dg_, bundle, start, tokens)
+
+
 @nki.jit
 def gated_delta_rule_bwd(
     q, k, v, g, beta, do, dstate, states, scale, l2norm, given, every, C, lanes, width
@@ -120,6 +148,7 @@ def gated_delta_rule_bwd(
     dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
     dinitial = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    outputs = (dq, dk, dv, dg, dbeta)
     largest = min(C, chunk_rows(T))
     full = constants(largest)
     masks = pair_masks(largest)
@@ -154,12 +183,13 @@ def gated_delta_rule_bwd(
                 rows = chunk_rows(tokens)
                 table = cut(full, rows)
                 dres = []
+                owed = []
                 for b in range(len(wave)):
                     dres.append(residual_gradient(xs[b], dS[b], wave[b], rows, parts))
                 for b in range(len(wave)):
                     bundle = wave[b]
                     x = xs[b]
-                    n, count = bundle["n"], bundle["lanes"]
+                    count = bundle["lanes"]
                     identity = table["identity"]
                     do_t = transposed(views(x["do"], count), rows, value_parts, identity)
                     U_t = transposed(views(x["U"], count), rows, value_parts, identity)
@@ -167,24 +197,19 @@ def gated_delta_rule_bwd(
                     S_t = state_transposed(x["S"], bundle, parts, value_parts, K, table)
                     dS_t = state_transposed(dS[b], bundle, parts, value_parts, K, table)
                     pairs = pair_gradients(x, do_t, U_t, dres_t, bundle, rows, value_parts, scale, table)
+                    following = state_gradient(x, dS[b], dres[b], bundle, rows, parts)
                     total, dots = key_gradients(
                         x, pairs, do_t, U_t, dres_t, S_t, dS_t, bundle, rows, value_parts
                     )  # fmt: skip
-                    if l2norm:
-                        total = through_norm(x, total, bundle, rows)
-                    low = bundle["slot"]
-                    high = low + bundle["key_heads"]
-                    stop = start + tokens
-                    nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=total[0:tokens, :, 0, :])
-                    nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=total[0:tokens, :, 1, :])
-                    dv_ = sbuf((rows, count, V), v.dtype)
-                    for lane in range(count):
-                        copied(dv_[:, lane, :], dres[b][:, lane, :], x["beta"][:, lane : lane + 1])
-                    store_tokens(dv, dv_, bundle, start, tokens)
-                    store_tokens(dbeta, beta_gradient(x, dres[b], dots, bundle, rows), bundle, start, tokens)
-                    dg_ = decay_gradient(x, pairs, x["S"], dS[b], dots, bundle, rows, parts, table)
-                    store_tokens(dg, dg_, bundle, start, tokens)
-                    dS[b] = state_gradient(x, dS[b], dres[b], bundle, rows, parts)
+                    owed.append(
+                        {
+                            "x": x, "bundle": bundle, "start": start, "tokens": tokens, "rows": rows,
+                            "total": total, "dots": dots, "dres": dres[b], "dS": dS[b],
+                            "crossing": crossing_pairs(pairs, bundle["lanes"], rows, table),
+                        }
+                    )  # fmt: skip
+                    dS[b] = following
+                settle(owed, outputs, full, parts, l2norm)
         for b in range(len(wave)):
             store_state(dinitial, dS[b], wave[b], parts)
     return dq, dk, dv, dg, dbeta, dinitial

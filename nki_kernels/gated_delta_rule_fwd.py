@@ -1,6 +1,10 @@
 """The gated delta rule forward: chunk by chunk, several heads side by side. `nki_kernels.chunk` has the
 equations.
 
+A chunk's inverse is a chain of log2(C) merges that leaves the Tensor engine waiting. Between its levels
+stand what the chunk before still owes (its output and its state) and the next chunk's first products, which
+do not depend on it.
+
     S <- exp(g_t) S    u = beta_t (v_t - S^T k_t)    S <- S + k_t u^T    o_t = scale S^T q_t
 
 arXiv:2412.06464. Value head j reads query and key of head j // (HV / H).
@@ -10,7 +14,7 @@ from nki_kernels.chunk import begin, combined, next_state, residual, scaled_head
 from nki_kernels.examples import inputs
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.tiles import chunk_rows, constants, copied, cut, psum, sbuf, spans, transposed, waves
-from nki_kernels.triangular import inverses, pair_masks, workspace
+from nki_kernels.triangular import identities, level_count, merge, pair_masks, workspace
 
 
 def first_state(states, bundle, parts, V, given):
@@ -52,6 +56,40 @@ def output(x, S, Ht, residuals, bundle, rows, parts, dtype):
     return out
 
 
+def begun(q, k, v, g, beta, bundle, start, tokens, parts, scale, l2norm, full):
+    """`chunk.begin`, and scale diag(gamma) Q, transposed."""
+    rows = chunk_rows(tokens)
+    table = cut(full, rows)
+    x = begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table)
+    q_gamma = scaled_heads(x["qk"], 0, x["gamma_scale"], bundle, rows)
+    x["q_gamma_t"] = transposed(views(q_gamma, bundle["lanes"]), rows, parts, table["identity"])
+    return x
+
+
+def finished(stage, y, S, bundle, parts, states, every, o):
+    """A part of what a chunk does once its state is known; returns the state of the bundle.
+
+    Stages in their order: 0 V', and the state to HBM if it is to be kept; 1 the output; 2 the next state.
+    """
+    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
+    x, rows = y["x"], y["rows"]
+    if stage == 0:
+        if every > 0 and y["chunk"] % max(every, 1) == 0:
+            for part in range(len(parts)):
+                low, high = parts[part]
+                nisa.dma_copy(
+                    dst=states[n, y["chunk"] // every, low:high, first : first + lanes, :], src=S[part]
+                )
+        y["residual"] = residual(x, S, bundle, rows, parts)
+    if stage == 1:
+        start, tokens = y["start"], y["tokens"]
+        out = output(x, S, y["Ht"], y["residual"], bundle, rows, parts, o.dtype)
+        nisa.dma_copy(dst=o[n, start : start + tokens, first : first + lanes, :], src=out[0:tokens])
+    if stage == 2:
+        return next_state(x, S, y["W"], y["residual"], bundle, parts)
+    return S
+
+
 @nki.jit
 def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, every, C, lanes, width):
     """(o, final_state), or (o, final_state, states) for backward.
@@ -80,51 +118,65 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
     full = constants(largest)
     masks = pair_masks(largest)
     for wave in waves(N, H, HV, width, lanes):
+        count = len(wave)
         S = []
         spaces = []
+        coming = []
         for bundle in wave:
             S.append(first_state(initial_state, bundle, parts, V, given))
             spaces.append(workspace(largest, bundle["lanes"]))
-        for chunk in range(chunks):
-            start = chunk * C
-            tokens = min(C, T - start)
-            rows = chunk_rows(tokens)
-            table = cut(full, rows)
-            xs = []
+            coming.append(begun(q, k, v, g, beta, bundle, 0, min(C, T), parts, scale, l2norm, full))
+        owing = []
+        for chunk in range(chunks + 1):
+            xs = coming
+            coming = []
+            work = []
+            for b in range(len(owing)):
+                work.append((0, b))
+            if chunk + 1 < chunks:
+                for b in range(count):
+                    work.append((3, b))
+            for b in range(len(owing)):
+                work.append((1, b))
+                work.append((2, b))
+            levels = 1
+            Ts = []
+            Tts = []
             Gts = []
-            for b in range(len(wave)):
-                bundle = wave[b]
-                n, first, count = bundle["n"], bundle["first"], bundle["lanes"]
-                if every > 0 and chunk % max(every, 1) == 0:
-                    for part in range(len(parts)):
-                        low, high = parts[part]
-                        nisa.dma_copy(
-                            dst=states[n, chunk // every, low:high, first : first + count, :], src=S[b][part]
+            if chunk < chunks:
+                tokens = min(C, T - chunk * C)
+                rows = chunk_rows(tokens)
+                table = cut(full, rows)
+                for x in xs:
+                    Gts.append(x["Gt"])
+                levels = level_count(rows)
+                Ts, Tts = identities(Gts, table, rows)
+            at_a_level = (len(work) + levels - 1) // levels
+            for level in range(levels):
+                if chunk < chunks:
+                    merge(Gts, Ts, Tts, spaces, masks, rows, level, False)
+                for i in range(level * at_a_level, min(len(work), (level + 1) * at_a_level)):
+                    stage, b = work[i]
+                    if stage == 3:
+                        start = (chunk + 1) * C
+                        later = min(C, T - start)
+                        coming.append(
+                            begun(q, k, v, g, beta, wave[b], start, later, parts, scale, l2norm, full)
                         )
-                x = begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table)
-                q_gamma = scaled_heads(x["qk"], 0, x["gamma_scale"], bundle, rows)
-                x["q_gamma_t"] = transposed(views(q_gamma, count), rows, parts, table["identity"])
-                xs.append(x)
-                Gts.append(x["Gt"])
-            Ts, _ = inverses(Gts, spaces, masks, table, rows, False)
-            Hts = []
-            Ws = []
-            for b in range(len(wave)):
-                Hts.append(combined(Ts[b], xs[b]["Pt"], wave[b], rows))
-                Ws.append(writing(Ts[b], xs[b], wave[b], rows))
-            residuals = []
-            for b in range(len(wave)):
-                residuals.append(residual(xs[b], S[b], wave[b], rows, parts))
-            outs = []
-            for b in range(len(wave)):
-                outs.append(output(xs[b], S[b], Hts[b], residuals[b], wave[b], rows, parts, v.dtype))
-            for b in range(len(wave)):
-                n, first, count = wave[b]["n"], wave[b]["first"], wave[b]["lanes"]
-                S[b] = next_state(xs[b], S[b], Ws[b], residuals[b], wave[b], parts)
-                nisa.dma_copy(
-                    dst=o[n, start : start + tokens, first : first + count, :], src=outs[b][0:tokens]
-                )
-        for b in range(len(wave)):
+                    else:
+                        S[b] = finished(stage, owing[b], S[b], wave[b], parts, states, every, o)
+            owing = []
+            if chunk < chunks:
+                for b in range(count):
+                    Ht = combined(Ts[b], xs[b]["Pt"], wave[b], rows)
+                    W = writing(Ts[b], xs[b], wave[b], rows)
+                    owing.append(
+                        {
+                            "x": xs[b], "Ht": Ht, "W": W, "chunk": chunk, "start": chunk * C,
+                            "tokens": tokens, "rows": rows,
+                        }
+                    )  # fmt: skip
+        for b in range(count):
             store_state(final, S[b], wave[b], parts)
     if every > 0:
         return o, final, states

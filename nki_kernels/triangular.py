@@ -53,14 +53,18 @@ def workspace(C, lanes):
     return tiles
 
 
-def inverses(Gts, spaces, masks, table, C, both):
-    """(I - G)^-1 of every bundle, two lists of tiles [C, lanes, C]: T and its transpose.
+def level_count(C):
+    """Levels of merging for C rows: log2(C)."""
+    count = 0
+    s = 1
+    while s < C:
+        s = 2 * s
+        count = count + 1
+    return count
 
-    Gts         G transposed, a tile [C, lanes, C] per bundle; below its diagonal, anything finite
-    spaces      a `workspace` per bundle
-    both        False: the last level leaves Tt as it was, only T is complete
-    """
-    half = C // 2
+
+def identities(Gts, table, C):
+    """T and its transpose before the first level: two lists of tiles [C, lanes, C]."""
     Ts = []
     Tts = []
     for b in range(len(Gts)):
@@ -71,54 +75,66 @@ def inverses(Gts, spaces, masks, table, C, both):
         copied(Tt, over_lanes(table, "identity", C, lanes))
         Ts.append(T)
         Tts.append(Tt)
+    return Ts, Tts
+
+
+def merge(Gts, Ts, Tts, spaces, masks, C, level, both):
+    """One level, in place: blocks of 2^level become blocks of twice the size.
+
+    Gts         G transposed, a tile [C, lanes, C] per bundle; below its diagonal, anything finite
+    spaces      a `workspace` per bundle
+    both        False: the last level leaves Tt as it was, only T is complete
+    """
     s = 1
-    level = 0
-    while s < C:
-        pairs = C // (2 * s)
-        products = []
-        for b in range(len(Gts)):
-            lanes = Gts[b].shape[1]
-            even = Ts[b].reshape((C, lanes, pairs, 2, s))
+    for _ in range(level):
+        s = 2 * s
+    half, pairs = C // 2, C // (2 * s)
+    products = []
+    for b in range(len(Gts)):
+        lanes = Gts[b].shape[1]
+        even = Ts[b].reshape((C, lanes, pairs, 2, s))
+        ps = psum((C, lanes, half))
+        for lane in range(lanes):
+            nisa.nc_matmul(dst=ps[:, lane, :], stationary=Gts[b][:, lane, :], moving=even[:, lane, :, 0, :])
+        products.append(ps)
+    corners = []
+    for b in range(len(Gts)):
+        lanes = Gts[b].shape[1]
+        MT = spaces[b][level][0:C, :, 0:pairs]
+        nisa.tensor_tensor(
+            dst=MT[:, :, :, 0, :], data1=products[b].reshape((C, lanes, pairs, s)),
+            data2=masks[level].ap(pattern=[[masks[level].shape[1], C], [0, lanes], [s, pairs], [1, s]]),
+            op=nl.multiply,
+        )  # fmt: skip
+        corners.append(MT)
+    for b in range(len(Gts)):
+        lanes = Gts[b].shape[1]
+        even = Ts[b].reshape((C, lanes, pairs, 2, s))[:, :, :, 0, :]
+        odd = Tts[b].reshape((C, lanes, pairs, 2, s))
+        if s == 1:
+            nisa.tensor_tensor(dst=even, data1=even, data2=corners[b][:, :, :, 0, :], op=nl.add)
+        else:
             ps = psum((C, lanes, half))
             for lane in range(lanes):
                 nisa.nc_matmul(
-                    dst=ps[:, lane, :], stationary=Gts[b][:, lane, :], moving=even[:, lane, :, 0, :]
+                    dst=ps[:, lane, :], stationary=Tts[b][:, lane, :], moving=corners[b][:, lane, :, 0, :]
                 )
-            products.append(ps)
-        corners = []
-        for b in range(len(Gts)):
-            lanes = Gts[b].shape[1]
-            MT = spaces[b][level][0:C, :, 0:pairs]
+            nisa.tensor_tensor(dst=even, data1=even, data2=ps.reshape((C, lanes, pairs, s)), op=nl.add)
+        if both or 2 * s < C:
+            ps = psum((C, lanes, half))
+            for lane in range(lanes):
+                nisa.nc_matmul(
+                    dst=ps[:, lane, :], stationary=corners[b][:, lane], moving=odd[:, lane, :, 1, :]
+                )
             nisa.tensor_tensor(
-                dst=MT[:, :, :, 0, :], data1=products[b].reshape((C, lanes, pairs, s)),
-                data2=masks[level].ap(pattern=[[masks[level].shape[1], C], [0, lanes], [s, pairs], [1, s]]),
-                op=nl.multiply,
+                dst=odd[:, :, :, 1, :], data1=odd[:, :, :, 1, :], data2=ps.reshape((C, lanes, pairs, s)),
+                op=nl.add,
             )  # fmt: skip
-            corners.append(MT)
-        for b in range(len(Gts)):
-            lanes = Gts[b].shape[1]
-            even = Ts[b].reshape((C, lanes, pairs, 2, s))[:, :, :, 0, :]
-            odd = Tts[b].reshape((C, lanes, pairs, 2, s))
-            if s == 1:
-                nisa.tensor_tensor(dst=even, data1=even, data2=corners[b][:, :, :, 0, :], op=nl.add)
-            else:
-                ps = psum((C, lanes, half))
-                for lane in range(lanes):
-                    nisa.nc_matmul(
-                        dst=ps[:, lane, :], stationary=Tts[b][:, lane, :],
-                        moving=corners[b][:, lane, :, 0, :],
-                    )  # fmt: skip
-                nisa.tensor_tensor(dst=even, data1=even, data2=ps.reshape((C, lanes, pairs, s)), op=nl.add)
-            if both or 2 * s < C:
-                ps = psum((C, lanes, half))
-                for lane in range(lanes):
-                    nisa.nc_matmul(
-                        dst=ps[:, lane, :], stationary=corners[b][:, lane], moving=odd[:, lane, :, 1, :]
-                    )
-                nisa.tensor_tensor(
-                    dst=odd[:, :, :, 1, :], data1=odd[:, :, :, 1, :],
-                    data2=ps.reshape((C, lanes, pairs, s)), op=nl.add,
-                )  # fmt: skip
-        s = 2 * s
-        level = level + 1
+
+
+def inverses(Gts, spaces, masks, table, C, both):
+    """(I - G)^-1 of every bundle, two lists of tiles [C, lanes, C]: T and its transpose; see `merge`."""
+    Ts, Tts = identities(Gts, table, C)
+    for level in range(level_count(C)):
+        merge(Gts, Ts, Tts, spaces, masks, C, level, both)
     return Ts, Tts
