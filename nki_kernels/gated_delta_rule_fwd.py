@@ -140,17 +140,16 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
                 work.append((1, b))
                 work.append((2, b))
             levels = 1
+            tokens = min(C, T - chunk * C)
+            rows = chunk_rows(tokens)
             Ts = []
             Tts = []
             Gts = []
             if chunk < chunks:
-                tokens = min(C, T - chunk * C)
-                rows = chunk_rows(tokens)
-                table = cut(full, rows)
                 for x in xs:
                     Gts.append(x["Gt"])
                 levels = level_count(rows)
-                Ts, Tts = identities(Gts, table, rows)
+                Ts, Tts = identities(Gts, cut(full, rows), rows)
             at_a_level = (len(work) + levels - 1) // levels
             for level in range(levels):
                 if chunk < chunks:

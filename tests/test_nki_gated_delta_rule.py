@@ -15,7 +15,7 @@ from backends.cases import BY_NAME, SMALL, inputs, select
 from backends.declarations import _nki_missing
 from backends.judge import FACTOR, error, floor, outcome, verdicts
 from backends.registry import Call, Options, choose
-from nki_kernels import chunk_gradients, gated_delta_rule_bwd, gated_delta_rule_fwd, tiles, triangular
+from nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, tiles, triangular
 from nki_kernels.language import nisa, nki, nl
 from nki_kernels.simulator import StrictError, record
 from nki_kernels.simulator.subset import findings
@@ -52,7 +52,7 @@ def test_agrees_with_the_judge(name, dtype, poison):
 
 
 def no_pairs(pairs, lanes, rows, table):
-    out = tiles.sbuf((rows, lanes))
+    out = tiles.sbuf((rows, lanes, rows))
     nisa.memset(dst=out, value=0.0)
     return out
 
@@ -71,7 +71,7 @@ def diagonal_too(weights, lanes, rows, table, dropped):
 # case, tensor, module, function, mistake
 FAULTS = {
     "decay gradient without what tokens of a chunk read from each other": (
-        "ragged", "dg", chunk_gradients, "crossing_pairs", no_pairs,
+        "ragged", "dg", gated_delta_rule_bwd, "crossing_pairs", no_pairs,
     ),
     "gradient through the norm left out": ("norm", "dq", gated_delta_rule_bwd, "through_norm", as_it_is),
     "a token erases itself": ("ragged", "dbeta", gated_delta_rule_bwd, "decay_transposed", diagonal_too),
