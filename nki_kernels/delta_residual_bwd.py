@@ -14,7 +14,7 @@ so it sums dX'_j diag(e_j) - X_j diag(s_j) over the columns j, in float32 like e
 
 from nki_kernels.delta_residual_fwd import add_outer, blocks, check, read_along
 from nki_kernels.language import nisa, nki, nl
-from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, reciprocal_norm, tile
+from nki_kernels.partitions import BANK, PARTITIONS, dot, identity, loaded, reciprocal_norm, tile
 
 BANKS = 4  # of PSUM's 8 for a block of a
 RESIDENT = 5 * 1024  # numbers of X, and of dX', a partition: 20 of 192 KiB each, and a bf16 copy
@@ -51,7 +51,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         step = tile((c, 1), nl.float32)  # r beta
         nisa.tensor_copy(dst=step, src=gate)
         if k_eps != None:  # noqa: E711 (compilers before 0.7 know no `is`)
-            r = reciprocal_norm(keys, k_eps * k_eps, 1.0)
+            r = reciprocal_norm(keys, k_eps * k_eps)
             nisa.tensor_scalar(dst=p, data=p, op0=nl.multiply, operand0=r)
             nisa.tensor_scalar(dst=s, data=s, op0=nl.multiply, operand0=r)
             nisa.tensor_tensor(dst=step, data1=step, data2=r, op=nl.multiply)
@@ -111,15 +111,6 @@ def in_float32(src):
     wide = tile(src.shape, nl.float32)
     nisa.activation(dst=wide, op=nl.copy, data=out)
     return wide
-
-
-def dot(x, y):
-    """[c, 1]: row by row."""
-    product = tile(x.shape, nl.float32)
-    nisa.tensor_tensor(dst=product, data1=x, data2=y, op=nl.multiply)
-    out = tile((x.shape[0], 1), nl.float32)
-    nisa.tensor_reduce(dst=out, op=nl.add, data=product, axis=1)
-    return out
 
 
 def store_scaled(dst, x, factor):

@@ -16,7 +16,7 @@ chip between the two passes over D if D DV fits in RESIDENT; if not it is read t
 """
 
 from nki_kernels.language import nisa, nki, nl
-from nki_kernels.partitions import PARTITIONS, loaded, reciprocal_norm, tile
+from nki_kernels.partitions import PARTITIONS, loaded, reciprocal_norm, row_sum, tile
 
 RESIDENT = 8 * 1024  # numbers of X a partition: 32 of 192 KiB, and as much for X k
 MOST_D = 12 * 1024
@@ -46,7 +46,7 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
             nisa.tensor_tensor(dst=w, data1=value, data2=p, op=nl.subtract)
             nisa.tensor_scalar(dst=w, data=w, op0=nl.multiply, operand0=gate)
         else:
-            r = reciprocal_norm(keys, k_eps * k_eps, 1.0)
+            r = reciprocal_norm(keys, k_eps * k_eps)
             nisa.scalar_tensor_tensor(
                 dst=w, data=p, op0=nl.multiply, operand0=r, op1=nl.subtract, operand1=value, reverse1=True
             )
@@ -85,11 +85,7 @@ def read_along(p, xt, keys, d0):
     nisa.tensor_tensor(dst=product, data1=xt, data2=spread, op=nl.multiply)
     part = p if d0 == 0 else tile((c, DV), nl.float32)
     for j in range(DV):
-        passed = tile((c, size), nl.float32)
-        nisa.activation(
-            dst=passed, op=nl.copy, data=product[:, :, j], reduce_op=nl.add, reduce_res=part[:, j : j + 1],
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )  # fmt: skip
+        row_sum(part[:, j : j + 1], product[:, :, j], nl.copy)
     if d0 > 0:
         nisa.tensor_tensor(dst=p, data1=p, data2=part, op=nl.add)
 

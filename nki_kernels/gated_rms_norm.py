@@ -12,7 +12,7 @@ V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 back
 """
 
 from nki_kernels.language import nisa, nki, nl
-from nki_kernels.partitions import BANK, PARTITIONS, loaded, tile
+from nki_kernels.partitions import BANK, PARTITIONS, loaded, row_sum, tile
 
 WIDTH = 2048  # numbers of x a partition
 MOST_V = 8 * BANK
@@ -80,7 +80,7 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
             m = passed
         rn = tile((P, slots, V), nl.float32)
         times_rows(rn, m, r, w)
-        along = projections(xt, rn, r, V)
+        along = projections(xt, rn, r)
         dx_tile = tile((P, slots, V), x.dtype)
         mh = tile((P, slots, V), nl.float32)
         for i in range(slots):
@@ -141,11 +141,7 @@ def norms(xt, eps):
     P, slots, V = xt.shape
     total = tile((P, slots), nl.float32)
     for i in range(slots):
-        squares = tile((P, V), nl.float32)
-        nisa.activation(
-            dst=squares, op=nl.square, data=xt[:, i, :], reduce_op=nl.add, reduce_res=total[:, i : i + 1],
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )  # fmt: skip
+        row_sum(total[:, i : i + 1], xt[:, i, :], nl.square)
     nisa.tensor_scalar(dst=total, data=total, op0=nl.multiply, operand0=1.0 / V, op1=nl.add, operand1=eps)
     r = tile((P, slots), nl.float32)
     nisa.activation(dst=r, op=nl.rsqrt, data=total)
@@ -162,18 +158,14 @@ def times_rows(out, x, r, w):
         )  # fmt: skip
 
 
-def projections(xt, rn, r, V):
+def projections(xt, rn, r):
     """[P, slots]: -r^2 mean(x r n) of every row, what dx has along x."""
-    P, slots = r.shape
+    P, slots, V = xt.shape
     product = tile(xt.shape, nl.float32)
     nisa.tensor_tensor(dst=product, data1=xt, data2=rn, op=nl.multiply)
     total = tile((P, slots), nl.float32)
     for i in range(slots):
-        passed = tile((P, V), nl.float32)
-        nisa.activation(
-            dst=passed, op=nl.copy, data=product[:, i, :], reduce_op=nl.add, reduce_res=total[:, i : i + 1],
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )  # fmt: skip
+        row_sum(total[:, i : i + 1], product[:, i, :], nl.copy)
     out = tile((P, slots), nl.float32)
     nisa.scalar_tensor_tensor(
         dst=out, data=total, op0=nl.multiply, operand0=-1.0 / V, op1=nl.multiply, operand1=r

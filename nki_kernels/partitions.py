@@ -32,31 +32,32 @@ def identity(n, dtype):
     return out
 
 
-def reciprocal_norm(x, eps, divisor):
-    """[P, 1] float32: (sum(x^2) / divisor + eps)^-1/2 of x [P, F].
+def row_sum(dst, data, op):
+    """dst [P, 1] = the sum of op(data) [P, F] along the free axis, on the Scalar engine."""
+    passed = nl.ndarray(data.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(
+        dst=passed, op=op, data=data, reduce_op=nl.add, reduce_res=dst,
+        reduce_cmd=nisa.reduce_cmd.reset_reduce,
+    )  # fmt: skip
+
+
+def reciprocal_norm(x, eps):
+    """[P, 1] float32: (sum(x^2) + eps)^-1/2 of x [P, F].
 
     The Scalar engine's rsqrt is right from 2^-87 on, so eps has to be at least that.
     """
-    squares = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
     total = nl.ndarray((x.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(
-        dst=squares, op=nl.square, data=x, reduce_op=nl.add, reduce_res=total,
-        reduce_cmd=nisa.reduce_cmd.reset_reduce,
-    )  # fmt: skip
-    nisa.tensor_scalar(
-        dst=total, data=total, op0=nl.multiply, operand0=1.0 / divisor, op1=nl.add, operand1=eps
-    )
+    row_sum(total, x, nl.square)
+    nisa.tensor_scalar(dst=total, data=total, op0=nl.add, operand0=eps)
     r = nl.ndarray((x.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=r, op=nl.rsqrt, data=total)
     return r
 
 
-def row_sum(data):
-    """[P, 1] float32: the sum of data [P, F] along the free axis, on the Scalar engine."""
-    passed = nl.ndarray(data.shape, dtype=nl.float32, buffer=nl.sbuf)
-    total = nl.ndarray((data.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(
-        dst=passed, op=nl.copy, data=data, reduce_op=nl.add, reduce_res=total,
-        reduce_cmd=nisa.reduce_cmd.reset_reduce,
-    )  # fmt: skip
-    return total
+def dot(x, y):
+    """[P, 1] float32: x . y, row by row."""
+    product = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=product, data1=x, data2=y, op=nl.multiply)
+    out = nl.ndarray((x.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=out, op=nl.add, data=product, axis=1)
+    return out

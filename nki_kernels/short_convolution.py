@@ -16,7 +16,7 @@ back, so that no tile waits for another. Backward computes z again: forward leav
 """
 
 from nki_kernels.language import nisa, nki, nl
-from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, tile
+from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, row_sum, tile
 
 MOST_W = 32
 ON_VECTOR = 2  # taps of z that the Scalar and Vector engines take
@@ -303,14 +303,11 @@ def add_products(sums, by_tap, seen, count):
     C, W = sums.shape
     part = tile((C, W), nl.float32)
     for j in range(W):
-        product, passed = tile((C, count), nl.float32), tile((C, count), nl.float32)
+        product = tile((C, count), nl.float32)
         nisa.tensor_tensor(
             dst=product, data1=by_tap[j][:, 0:count], data2=seen[:, j : j + count], op=nl.multiply
         )
-        nisa.activation(
-            dst=passed, op=nl.copy, data=product, reduce_op=nl.add, reduce_res=part[:, j : j + 1],
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )  # fmt: skip
+        row_sum(part[:, j : j + 1], product, nl.copy)
     nisa.tensor_tensor(dst=sums, data1=sums, data2=part, op=nl.add)
 
 

@@ -172,7 +172,7 @@ def test_a_planted_fault_is_seen(module, function, fault, shape, tensor, monkeyp
         check(shape, torch.float32, 1e-5)
 
 
-def _no_norm(x, eps, divisor):
+def _no_norm(x, eps):
     """k is taken as it is, although it is not of length 1."""
     out = nl.ndarray((x.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=out, value=1.0)

@@ -191,7 +191,7 @@ def test_a_fault_planted_in_the_convolution_is_seen(function, fault, lengths, te
         check_convolution((1, 150, 32, 4), torch.float32, lengths)
 
 
-def _no_projection(xt, rn, r, V):
+def _no_projection(xt, rn, r):
     """dx keeps its part along x."""
     out = nl.ndarray((r.shape[0], r.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=out, value=0.0)

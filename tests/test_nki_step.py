@@ -116,7 +116,7 @@ def _wrong_group(x, start, c, shared):
 
 
 def _squared_eps(x, factor):
-    r = reciprocal_norm(x, 1e-3, 1.0)
+    r = reciprocal_norm(x, 1e-3)
     nisa.tensor_scalar(dst=x, data=x, op0=nl.multiply, operand0=r, op1=nl.multiply, operand1=factor)
 
 
