@@ -1,18 +1,28 @@
 """Delta-rule operations, each computed by whichever backend suits the device of its tensors.
 
-gated_delta_rule, gated_delta_rule_step     the operations
+gated_delta_rule, gated_delta_rule_step     the operations over time
+delta_residual                              the operation over depth
 use, checking                               the backend; whether data is checked; of a process or a block
 describe, BackendRefusal                    what runs here and why not
 """
 
 from backends.checks import checking
 from backends.declarations import declare
+from backends.depth import delta_residual
 from backends.device import platforms
 from backends.ops import gated_delta_rule, gated_delta_rule_step
 from backends.registry import BackendRefusal, Row, use
 from backends.registry import describe as _describe
 
-__all__ = ["BackendRefusal", "checking", "describe", "gated_delta_rule", "gated_delta_rule_step", "use"]
+__all__ = [
+    "BackendRefusal",
+    "checking",
+    "delta_residual",
+    "describe",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
+    "use",
+]
 
 declare()
 

@@ -71,6 +71,39 @@ def step_arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
     _state("state", state, q, (q.shape[0], v.shape[1], q.shape[2], v.shape[2]), "B, HV, K, V")
 
 
+def residual_arguments(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> None:
+    """Raises TypeError or ValueError unless shapes, dtypes and devices fit `delta_residual`."""
+    for name, y in {"x": x, "k": k, "v": v, "beta": beta}.items():
+        if not isinstance(y, Tensor):
+            raise TypeError(f"{name} is a {type(y).__name__}; pass a torch.Tensor")
+    lead = tuple(k.shape[:-1])
+    if k.dim() < 1 or x.dim() not in (k.dim(), k.dim() + 1) or x.shape[: k.dim()] != k.shape:
+        raise ValueError(
+            f"k {_shape(k)} does not fit x {_shape(x)}; with x [..., D, DV] or [..., D] k is [..., D]"
+        )
+    wanted = lead if x.dim() == k.dim() else (*lead, x.shape[-1])
+    if tuple(v.shape) != wanted:
+        raise ValueError(f"v {_shape(v)} does not fit x {_shape(x)}; expected {_numbers(wanted)}")
+    if tuple(beta.shape) != lead:
+        raise ValueError(f"beta {_shape(beta)} does not fit k {_shape(k)}; expected {_numbers(lead)}")
+    if 0 in x.shape:
+        raise ValueError(f"x {_shape(x)} is empty; skip the call")
+    _dtypes_and_devices(x, {"k": k, "v": v}, {"beta": beta}, of="x")
+    if k_eps is not None and not 0 < k_eps < float("inf"):
+        raise ValueError(f"k_eps={k_eps} must be above 0 and finite, or None where k has norm 1 already")
+
+
+def residual_values(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> None:
+    """Inside `checking()`: raises ValueError for data that `delta_residual` can make no sense of."""
+    if not _checking:
+        return
+    for name, y in {"x": x, "k": k, "v": v, "beta": beta}.items():
+        _refuse_where(~y.isfinite(), name, y, "is not finite; look for where it was made")
+    _refuse_where((beta < 0) | (beta > 2), "beta", beta, "is outside [0, 2]; pass 2 sigmoid(b)")
+    if k_eps is None:
+        _refuse_long(k, "pass k_eps")
+
+
 def _shapes_agree(lead: tuple[str, ...], **tensors: Tensor) -> None:
     """Ranks and sizes that agree; `lead` names the dimensions before the heads."""
     last = {"q": ("H", "K"), "k": ("H", "K"), "v": ("HV", "V"), "g": ("HV",), "beta": ("HV",)}
@@ -103,19 +136,23 @@ def _shapes_agree(lead: tuple[str, ...], **tensors: Tensor) -> None:
         raise ValueError(f"HV={HV} is not a multiple of H={H}; value head j reads query head j // (HV / H)")
 
 
-def _dtypes_and_devices(q: Tensor, same: dict[str, Tensor], gates: dict[str, Tensor]) -> None:
+def _dtypes_and_devices(
+    q: Tensor, same: dict[str, Tensor], gates: dict[str, Tensor], *, of: str = "q"
+) -> None:
     if not q.is_floating_point():
-        raise TypeError(f"q is {q.dtype}; pass floating point tensors")
+        raise TypeError(f"{of} is {q.dtype}; pass floating point tensors")
     for name, x in same.items():
         if x.dtype != q.dtype:
-            raise TypeError(f"{name} is {x.dtype}, q is {q.dtype}; cast q, k and v to one dtype")
+            raise TypeError(f"{name} is {x.dtype}, {of} is {q.dtype}; cast {of}, k and v to one dtype")
     for name, x in gates.items():
         if x.dtype != q.dtype and (x.dtype != float32 or q.dtype == float64):
             wanted = _name(q) if q.dtype in (float32, float64) else f"float32 or {_name(q)}"
-            raise TypeError(f"{name} is {x.dtype} beside {q.dtype} q; it must be {wanted}: cast it")
+            raise TypeError(f"{name} is {x.dtype} beside {q.dtype} {of}; it must be {wanted}: cast it")
     for name, x in (same | gates).items():
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q is on {q.device}; move all tensors to one device")
+            raise ValueError(
+                f"{name} is on {x.device}, {of} is on {q.device}; move all tensors to one device"
+            )
 
 
 def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
@@ -167,15 +204,7 @@ def values(
     )
     _refuse_where((beta < 0) | (beta > 2), "beta", beta, "is outside [0, 2]; pass sigmoid(b) or 2 sigmoid(b)")
     if not normalized_inside:
-        norm = k.double().norm(dim=-1) if k.dtype == float64 else k.float().norm(dim=-1)
-        # rounding every element of a unit vector to k's dtype moves its norm by at most eps / 2
-        _refuse_where(
-            norm > 1 + finfo(k.dtype).eps,
-            "the norm of k",
-            norm,
-            "is above 1, so that 1 - beta |k|^2 may leave [-1, 1] and the state grow without bound; "
-            "normalize k, or pass use_qk_l2norm_in_kernel=True",
-        )
+        _refuse_long(k, "pass use_qk_l2norm_in_kernel=True")
 
 
 def _bounds(cu_seqlens: Tensor, T: int) -> None:
@@ -188,6 +217,18 @@ def _bounds(cu_seqlens: Tensor, T: int) -> None:
                 f"cu_seqlens falls from {bounds[n]} at {n} to {bounds[n + 1]} at {n + 1}; "
                 "pass the running sum of the lengths"
             )
+
+
+def _refuse_long(k: Tensor, remedy: str) -> None:
+    norm = k.double().norm(dim=-1) if k.dtype == float64 else k.float().norm(dim=-1)
+    # rounding every element of a unit vector to k's dtype moves its norm by at most eps / 2
+    _refuse_where(
+        norm > 1 + finfo(k.dtype).eps,
+        "the norm of k",
+        norm,
+        "is above 1, so that 1 - beta |k|^2 may leave [-1, 1] and the state grow without bound; "
+        f"normalize k, or {remedy}",
+    )
 
 
 def _refuse_where(bad: Tensor, name: str, x: Tensor, complaint: str) -> None:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from backends.registry import Backend, Capability, register
+from backends.registry import OPERATIONS, Backend, Capability, register
 
 EVERY_FLOAT = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -38,7 +38,11 @@ def declare() -> None:
         Backend(
             name="triton",
             adapter="backends.triton_adapter",
-            capabilities={"gated_delta_rule": triton, "gated_delta_rule_step": triton},
+            capabilities={
+                "gated_delta_rule": triton,
+                "gated_delta_rule_step": triton,
+                "delta_residual": replace(triton, max_k=None),
+            },
             unavailable=_triton_missing,
             emulated=frozenset({"cpu"}),
         )
@@ -48,7 +52,8 @@ def declare() -> None:
         Backend(
             name="chunked",
             adapter="backends.chunked",
-            capabilities={"gated_delta_rule": chunked, "gated_delta_rule_step": chunked},
+            capabilities=dict.fromkeys(OPERATIONS, chunked),
+            elsewhere={"delta_residual": "backends.depth_chunked"},
         )
     )
     # two gradients of K columns are one bank of PSUM, so is one row block of V; 4 such heads fill SBUF
@@ -79,6 +84,7 @@ def declare() -> None:
         Backend(
             name="recurrent",
             adapter="backends.recurrent",
-            capabilities={"gated_delta_rule": recurrent, "gated_delta_rule_step": recurrent},
+            capabilities=dict.fromkeys(OPERATIONS, recurrent),
+            elsewhere={"delta_residual": "backends.depth_recurrent"},
         )
     )

@@ -57,6 +57,7 @@ class Verdict:
     error: float
     baseline: float
     allowed: float
+    op: str = "gated_delta_rule"
 
     @property
     def passed(self) -> bool:

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from backends import depth_cases, goldens
 from backends import device as platform_facts
-from backends import goldens
 from backends.cases import SMALL, Case, select
 from backends.facts import ROOT, facts
 from backends.judge import DTYPES, FACTOR, Verdict, verdicts
@@ -105,7 +105,7 @@ def row(verdict: Verdict, about: Mapping[str, Any]) -> dict[str, Any]:
         for value in [getattr(verdict, name)]
     }
     return {
-        "op": "gated_delta_rule",
+        "op": verdict.op,
         "backend": verdict.backend,
         "case": verdict.case,
         "dtype": str(verdict.dtype).removeprefix("torch."),
@@ -166,12 +166,16 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         "| operation | " + " | ".join(f"`{backend}`, {device}" for backend, device in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
     ]
-    for op in OPERATIONS[:1]:
+    for op in [op for op in OPERATIONS if op == OPERATIONS[0] or any(row["op"] == op for row in rows)]:
         for dtype in DTYPES:
             name = str(dtype).removeprefix("torch.")
             cells = [
                 _cell(
-                    [row for row in rows if (row["backend"], row["device"]) == place and row["dtype"] == name]
+                    [
+                        row
+                        for row in rows
+                        if (row["op"], row["backend"], row["device"], row["dtype"]) == (op, *place, name)
+                    ]
                 )
                 for place in columns
             ]
@@ -215,9 +219,12 @@ def _run(given: argparse.Namespace, console: Console) -> int:
     lines = []
     for subject in subjects(given.backend):
         about = facts(torch.device(subject.device))
-        cases = subject.cases(given.case, slow=given.slow)
+        depth = None if given.case is None else [name for name in given.case if name in depth_cases.BY_NAME]
+        time = None if given.case is None else [name for name in given.case if name not in (depth or ())]
+        cases = [] if time == [] else subject.cases(time, slow=given.slow)
         progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
         mine = list(measure(subject, progress, refused))
+        mine += depth_cases.measure(subject.backend, subject.device, DTYPES, depth)
         lines += [row(verdict, about) for verdict in mine]
         found += mine
     report(console, found, refused)

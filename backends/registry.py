@@ -7,14 +7,14 @@ where the tensors are, never at their contents, and never substitutes one backen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 import torch
 
-OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step")
+OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step", "delta_residual")
 
 
 class BackendRefusal(RuntimeError):
@@ -33,7 +33,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Call:
-    """One call as the registry sees it: no tensor, so the decision cannot depend on data."""
+    """One call as the registry sees it: no tensor, so the decision cannot depend on data.
+
+    Of delta_residual, K is D and V is DV.
+    """
 
     op: str
     device: str
@@ -47,8 +50,11 @@ class Call:
 
     def __str__(self) -> str:
         heads = f"H={self.H}" if self.H == self.HV else f"H={self.H} HV={self.HV}"
+        sizes = f"K={self.K} V={self.V}"
+        if self.op == "delta_residual":
+            heads, sizes = f"D={self.K}", f"DV={self.V}"
         extras = (", packed" if self.packed else "") + (", gradients on" if self.gradients else "")
-        return f"{self.op} for {heads} K={self.K} V={self.V} {_dtype(self.dtype)} on {self.device}{extras}"
+        return f"{self.op} for {heads} {sizes} {_dtype(self.dtype)} on {self.device}{extras}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Backend:
 
     unavailable     device type -> why it cannot run on such tensors on this machine (a package, a switch)
     emulated        device types on which it runs in an interpreter or simulator: right, and slow beyond use
+    elsewhere       operation -> module, for operations that are not in the adapter
     """
 
     name: str
@@ -107,6 +114,7 @@ class Backend:
     capabilities: Mapping[str, Capability]
     unavailable: Callable[[str], str | None] = _always
     emulated: frozenset[str] = frozenset()
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def refusals(self, call: Call) -> list[str]:
         """Every reason why this backend cannot run `call` here."""
@@ -213,9 +221,10 @@ def chosen_name(
 
 
 @cache
-def adapter(name: str) -> ModuleType:
-    """The adapter's module, imported when first needed."""
-    return import_module(_known(name).adapter)
+def adapter(name: str, op: str = OPERATIONS[0]) -> ModuleType:
+    """The module that computes an operation, imported when first needed."""
+    backend = _known(name)
+    return import_module(backend.elsewhere.get(op, backend.adapter))
 
 
 def _known(name: str) -> Backend:
