@@ -3,8 +3,9 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.cache import DeltaCache
-from models.config import DeltaConfig, named_sizes
+from models.config import DeltaConfig
 from models.language_model import DeltaForCausalLM
+from models.sizes import named_sizes
 
 __all__ = ["DeltaCache", "DeltaConfig", "DeltaForCausalLM", "named_sizes"]
 

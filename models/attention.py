@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from models.cache import LayerCache
 from models.config import DeltaConfig
-from models.layers import Linear
-from models.mup import TABLES
+from models.layers import Linear, RMSNorm
+from models.mup import TABLES, Role
 from models.sequence import Sequences
 
 
@@ -17,7 +17,8 @@ class Attention(nn.Module):
     """H heads of size D = V, so that the layer has as many weights as the Gated DeltaNet layer it replaces.
 
     Logits are q.k / sqrt(D), times m ** attention of the parametrization where D grows with width: 1 / D in
-    muP, equal to SP's at m = 1.
+    muP, equal to SP's at m = 1. With use_qk_rmsnorm, q and k pass an RMSNorm with gains of their own after
+    RoPE; then a head's size no longer shows in them, and D grows in 1 / sqrt(D) alone.
     """
 
     def __init__(self, config: DeltaConfig) -> None:
@@ -27,6 +28,10 @@ class Attention(nn.Module):
         self.theta = config.rope_theta
         power = TABLES[config.parametrization].attention if config.scale_by == "head_dim" else 0.0
         self.scale = self.D**-0.5 * config.width_ratio**power
+        self.rotates, self.q_norm, self.k_norm = config.positions == "rope", None, None
+        if config.use_qk_rmsnorm:
+            role = Role.VECTOR if config.scale_by == "head_dim" else Role.CONSTANT
+            self.q_norm, self.k_norm = (RMSNorm(self.D, config.rms_norm_eps, role) for _ in range(2))
         self.q_proj, self.k_proj, self.v_proj = Linear(d, inner), Linear(d, inner), Linear(d, inner)
         self.o_proj = Linear(inner, d)
 
@@ -36,8 +41,11 @@ class Attention(nn.Module):
             proj(x).unflatten(-1, (-1, self.D)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cos, sin = self._rotation(sequences.position)
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        if self.rotates:
+            cos, sin = self._rotation(sequences.position)
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if cache is not None:
             if cache.keys is not None and cache.values is not None:
                 k, v = torch.cat([cache.keys, k], dim=2), torch.cat([cache.values, v], dim=2)

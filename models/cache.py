@@ -17,12 +17,16 @@ class LayerCache:
     convolution     [B, taps - 1, C]    the last inputs of the short convolution
     state           [B, HV, K, V]       the delta rule's S, float32
     keys, values    [B, H, T, D]        softmax attention's past
+    mixer_read, mlp_read    [B, taps - 1, d DV]     the last of the streams that the sublayers read by a
+                                                    convolution over time
     """
 
     convolution: Tensor | None = None
     state: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
+    mixer_read: Tensor | None = None
+    mlp_read: Tensor | None = None
 
 
 class DeltaCache(Cache):
@@ -30,11 +34,13 @@ class DeltaCache(Cache):
 
     length      tokens seen, padding included: transformers' count
     real        [B, length] bool, False at padding; None: there was none
+    first, last the memory of what begins the residual stream, and of what reads it at the end
     """
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[])
         self.memory = [LayerCache() for _ in range(layers)]
+        self.first, self.last = LayerCache(), LayerCache()
         self.length = 0
         self.real: Tensor | None = None
 
@@ -56,7 +62,7 @@ class DeltaCache(Cache):
     @property
     def rows(self) -> int | None:
         """B of what it holds; None while that is nothing."""
-        held = (x for layer in self.memory for x in vars(layer).values() if x is not None)
+        held = (x for layer in self._all() for x in vars(layer).values() if x is not None)
         return next((x.shape[0] for x in held), None)
 
     @property
@@ -86,10 +92,13 @@ class DeltaCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
+    def _all(self) -> list[LayerCache]:
+        return [self.first, *self.memory, self.last]
+
     def _rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.real is not None:
             self.real = change(self.real)
-        for layer in self.memory:
+        for layer in self._all():
             for slot in fields(layer):
                 if (x := getattr(layer, slot.name)) is not None:
                     setattr(layer, slot.name, change(x))

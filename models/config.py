@@ -12,6 +12,8 @@ from models.mup import TABLES
 INITIALIZATIONS = ("delta_trn", "authors")
 READOUTS = ("sqrt_k", "none")
 GROWTHS = ("head_dim", "heads")
+RESIDUALS = ("additive", "ddl", "write_only", "ddl_lm")
+COMPRESSORS = ("none", "token", "channel")
 
 
 class DeltaConfig(PretrainedConfig):
@@ -38,7 +40,27 @@ class DeltaConfig(PretrainedConfig):
     readout                 "sqrt_k": o = sqrt(K) S^T q, which keeps the output norm's epsilon negligible;
                             "none": o = S^T q / sqrt(K), as the paper's code; None: as `init` says
     initializer_range       standard deviation of weights at base_width: 0.02 = 0.32 / sqrt(256)
+    positions               "rope", in attention_layers, or "learned": max_position_embeddings rows, added
+    use_qk_rmsnorm          RMSNorm with gains on q and k of attention_layers, after RoPE
+    norm, mlp               "rms" or "layer"; "swiglu" or "gelu"
+    dropout                 on the embedding and on every sublayer's output, while training
+    residual                "additive": x + y; "ddl": X + beta k (v - k^T X)^T, Deep Delta Learning; its
+                            control "write_only": X + beta k v^T; "ddl_lm": k and beta from the stream itself
     use_cache               whether forward returns a cache when not training
+
+    Of ddl and write_only, under the names of the released code:
+
+    ddl_value_channels      DV, values a feature of the stream
+    ddl_compressor          how sublayers read it: "none" (DV = 1), "token" or "channel" convolution
+    ddl_state_shortconv_kernel_size     taps of that
+    ddl_state_read_init     initial reading weights (None: 1 / DV)
+    input_embed_shortconv_kernel_size   taps of the convolution that begins the stream (0: it is repeated)
+    ddl_k_eps               k / sqrt(|k|^2 + k_eps^2)
+    ddl_beta_init           beta at first where the gate's input is 0; of ddl_lm too
+    ddl_beta_single_linear, ddl_beta_hidden_size    one map to beta's logit, or two with tanh between
+    ddl_v_sigmoid, ddl_v_sigmoid_scale  v = scale * sigmoid(W x + b), or W x + b
+    ddl_v_constant, ddl_v_constant_value            v is that number
+    ddl_v_input             x of v: "state", what was read (released); "context", that normalized (published)
 
     Raises ValueError, with the value and the nearest that fit, for sizes that do not go together.
     """
@@ -67,6 +89,27 @@ class DeltaConfig(PretrainedConfig):
         init: str = "delta_trn",
         readout: str | None = None,
         initializer_range: float = 0.02,
+        positions: str = "rope",
+        max_position_embeddings: int = 512,
+        use_qk_rmsnorm: bool = False,
+        norm: str = "rms",
+        mlp: str = "swiglu",
+        dropout: float = 0.0,
+        residual: str = "additive",
+        ddl_value_channels: int = 1,
+        ddl_compressor: str = "none",
+        ddl_state_shortconv_kernel_size: int = 4,
+        ddl_state_read_init: float | None = None,
+        input_embed_shortconv_kernel_size: int = 0,
+        ddl_k_eps: float = 1e-5,
+        ddl_beta_init: float = 1.0,
+        ddl_beta_single_linear: bool = True,
+        ddl_beta_hidden_size: int = 128,
+        ddl_v_sigmoid: bool = True,
+        ddl_v_sigmoid_scale: float = 4.0,
+        ddl_v_constant: bool = False,
+        ddl_v_constant_value: float = 2.0,
+        ddl_v_input: str = "state",
         use_cache: bool = True,
         tie_word_embeddings: bool = True,
         bos_token_id: int | None = None,
@@ -99,6 +142,18 @@ class DeltaConfig(PretrainedConfig):
         self.parametrization, self.scale_by, self.init = parametrization, scale_by, init
         self.readout: str = readout if readout is not None else "none" if init == "authors" else "sqrt_k"
         self.initializer_range, self.use_cache = initializer_range, use_cache
+        self.positions, self.max_position_embeddings = positions, max_position_embeddings
+        self.use_qk_rmsnorm, self.norm, self.mlp, self.dropout = use_qk_rmsnorm, norm, mlp, dropout
+        self.residual, self.ddl_value_channels = residual, ddl_value_channels
+        self.ddl_compressor, self.ddl_state_read_init = ddl_compressor, ddl_state_read_init
+        self.ddl_state_shortconv_kernel_size = ddl_state_shortconv_kernel_size
+        self.input_embed_shortconv_kernel_size = input_embed_shortconv_kernel_size
+        self.ddl_k_eps, self.ddl_beta_init = ddl_k_eps, ddl_beta_init
+        self.ddl_beta_single_linear = ddl_beta_single_linear
+        self.ddl_beta_hidden_size = ddl_beta_hidden_size
+        self.ddl_v_sigmoid, self.ddl_v_sigmoid_scale = ddl_v_sigmoid, ddl_v_sigmoid_scale
+        self.ddl_v_constant, self.ddl_v_constant_value = ddl_v_constant, ddl_v_constant_value
+        self.ddl_v_input = ddl_v_input
         tokens = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
         self._check(tokens)
         super().__init__(**{**kwargs, **tokens, "tie_word_embeddings": tie_word_embeddings})
@@ -141,10 +196,46 @@ class DeltaConfig(PretrainedConfig):
         _require_known("scale_by", self.scale_by, GROWTHS)
         _require_known("init", self.init, INITIALIZATIONS)
         _require_known("readout", self.readout, READOUTS)
+        self._check_residual()
         for name, ids in tokens.items():
             for token in ids if isinstance(ids, list) else [ids]:
                 if token is not None and not 0 <= token < self.vocab_size:
                     raise ValueError(f"{name}={token} has no row: vocab_size={self.vocab_size}")
+
+    def _check_residual(self) -> None:
+        _require_known("residual", self.residual, RESIDUALS)
+        _require_known("ddl_compressor", self.ddl_compressor, COMPRESSORS)
+        _require_known("ddl_v_input", self.ddl_v_input, ("state", "context"))
+        _require_known("positions", self.positions, ("rope", "learned"))
+        _require_known("norm", self.norm, ("rms", "layer"))
+        _require_known("mlp", self.mlp, ("swiglu", "gelu"))
+        for name in (
+            "max_position_embeddings", "ddl_value_channels", "ddl_state_shortconv_kernel_size",
+            "ddl_beta_hidden_size",
+        ):  # fmt: skip
+            _require_count(name, getattr(self, name))
+        for name in ("ddl_k_eps", "ddl_v_sigmoid_scale"):
+            _require_positive(name, getattr(self, name))
+        if self.input_embed_shortconv_kernel_size != 0:
+            _require_count("input_embed_shortconv_kernel_size", self.input_embed_shortconv_kernel_size)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        if not 0 <= self.ddl_beta_init <= 2:
+            raise ValueError(f"ddl_beta_init={self.ddl_beta_init} must be a beta, in [0, 2], not its logit")
+        DV = self.ddl_value_channels
+        if DV > 1 and self.ddl_compressor == "none":
+            raise ValueError(
+                f"ddl_value_channels={DV} with ddl_compressor='none': sublayers need one number a feature; "
+                "choose 'token' or 'channel', or 1 channel"
+            )
+        expanded = self.ddl_compressor != "none" or DV > 1 or self.input_embed_shortconv_kernel_size
+        if self.residual in ("additive", "ddl_lm") and expanded:
+            raise ValueError(
+                f"residual={self.residual!r} has one value a feature: leave out ddl_value_channels, "
+                "ddl_compressor and input_embed_shortconv_kernel_size, or choose 'ddl' or 'write_only'"
+            )
+        if self.residual == "ddl_lm" and self.hidden_size < 4:
+            raise ValueError(f"hidden_size={self.hidden_size} must be at least 4 for residual='ddl_lm'")
 
 
 def _key_size(width: int, heads: int) -> int:
@@ -177,14 +268,3 @@ def _refuse_near_misses(kwargs: dict[str, Any]) -> None:
     for name in kwargs:
         if near := get_close_matches(name, own, n=1, cutoff=0.75):
             raise ValueError(f"DeltaConfig has no {name}={kwargs[name]!r}; did you mean {near[0]}")
-
-
-# Arguments of DeltaConfig. L = 8, H = 6 and 50,304 rows, tied: the models of arXiv:2606.04048, which counts
-# all parameters, the embedding's too.
-named_sizes: dict[str, dict[str, int]] = {
-    "gdn-21m": {"hidden_size": 256},
-    "gdn-57m": {"hidden_size": 512},
-    "gdn-105m": {"hidden_size": 768},
-    "gdn-171m": {"hidden_size": 1024},
-    "gdn-342m": {"hidden_size": 1536},
-}

@@ -1,4 +1,4 @@
-"""The short convolution: causal, depthwise, over time, then SiLU."""
+"""The short convolution: causal, depthwise, over time, then SiLU; and one without."""
 
 from __future__ import annotations
 
@@ -21,19 +21,37 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, W))
         self.tags = {"weight": tag}
 
-    def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
-        """x [B, T, C] -> [B, T, C] in x's dtype, computed in float32; `cache.convolution` is moved on."""
+    def forward(
+        self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None, slot: str = "convolution"
+    ) -> Tensor:
+        """x [B, T, C] -> [B, T, C] in x's dtype, computed in float32; the cache's `slot` is moved on."""
         T, before = x.shape[1], self.weight.shape[1] - 1
         if sequences.real is not None:
             x = x * sequences.real
-        if cache is None or cache.convolution is None:
-            x = F.pad(x, (0, 0, before, 0))
-        else:
-            x = sequences.conv_input(x, cache.convolution)
+        last = None if cache is None else getattr(cache, slot)
+        x = F.pad(x, (0, 0, before, 0)) if last is None else sequences.conv_input(x, last)
         if cache is not None:
-            cache.convolution = x[:, T:].clone()  # a view would keep the whole prompt
-        position = None if sequences.cu_seqlens is None else sequences.position[0]
+            setattr(cache, slot, x[:, T:].clone())  # a view would keep the whole prompt
+        return self.convolve(x, None if sequences.cu_seqlens is None else sequences.position[0])
+
+    def convolve(self, x: Tensor, position: Tensor | None) -> Tensor:
+        """x [B, W - 1 + T, C] -> [B, T, C]; position [T] of each token in its packed sequence, or None."""
         return _Convolution.apply(x, self.weight, position)  # type: ignore[no-any-return]
+
+
+class TokenConvolution(ShortConvolution):
+    """y_t = sum_j w_j * x_{t - W + 1 + j}: no activation."""
+
+    def convolve(self, x: Tensor, position: Tensor | None) -> Tensor:
+        taps = self.weight.to(torch.promote_types(x.dtype, torch.float32)).t()
+        W, T = taps.shape[0], x.shape[1] - taps.shape[0] + 1
+        y = x[:, W - 1 :] * taps[W - 1]
+        for j in range(W - 1):
+            part = x[:, j : j + T]
+            if position is not None:
+                part = part * (position >= W - 1 - j)[:, None]
+            y = y + part * taps[j]
+        return y.to(x.dtype)
 
 
 class _Convolution(torch.autograd.Function):

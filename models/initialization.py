@@ -52,6 +52,18 @@ def ones(x: Tensor, generator: torch.Generator) -> Tensor:
     return x.fill_(1.0)
 
 
+def constant(x: Tensor, generator: torch.Generator, *, value: float) -> Tensor:
+    """One number everywhere."""
+    return x.fill_(value)
+
+
+def identity_tap(x: Tensor, generator: torch.Generator, *, at: int) -> Tensor:
+    """[C, W]: 1 at one tap, so that the convolution begins as the identity."""
+    x.zero_()
+    x[:, at] = 1.0
+    return x
+
+
 def taps(x: Tensor, generator: torch.Generator) -> Tensor:
     """[C, W] ~ U(-1, 1) / sqrt(W), PyTorch's own for a depthwise convolution: one scale at every width."""
     bound = x.shape[1] ** -0.5

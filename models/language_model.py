@@ -15,25 +15,36 @@ from models.config import DeltaConfig
 from models.cross_entropy import linear_cross_entropy
 from models.gated_deltanet import GatedDeltaNet
 from models.initialization import initialize
-from models.layers import Embedding, Linear, RMSNorm, SwiGLU
+from models.layers import MLPS, NORMS, Embedding, Linear
 from models.mup import TABLES, Role, Tag
+from models.residual import make_write
 from models.sequence import Padding, Sequences
+from models.stream import make_expansion, make_read
 
 
 class Block(GradientCheckpointingLayer):
-    """x + Mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))."""
+    """x + Mixer(Norm(x)), then x + MLP(Norm(x)); or another residual than +, see `models.residual`."""
 
     def __init__(self, config: DeltaConfig, index: int) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        d, norm = config.hidden_size, NORMS[config.norm]
+        self.read = make_read(config)
+        self.mixer_norm = norm(d, config.rms_norm_eps)
         self.mixer = Attention(config) if index in config.attention_layers else GatedDeltaNet(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mixer_write = make_write(config)
+        self.mlp_norm = norm(d, config.rms_norm_eps)
+        self.mlp = MLPS[config.mlp](d, config.intermediate_size)
+        self.mlp_write = make_write(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
-        """x [B, T, d] -> [B, T, d]."""
-        x = x + self.mixer(self.mixer_norm(x), sequences, cache)
-        return x + self.mlp(self.mlp_norm(x))
+        """The residual stream [B, T, d DV], DV = 1 but for expanded states."""
+        h = self.read(x, sequences, cache, "mixer_read")
+        c = self.mixer_norm(h)
+        x = self.mixer_write(x, h, c, self.dropout(self.mixer(c, sequences, cache)))
+        h = self.read(x, sequences, cache, "mlp_read")
+        c = self.mlp_norm(h)
+        return self.mlp_write(x, h, c, self.dropout(self.mlp(c)))
 
 
 class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
@@ -56,8 +67,14 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         # the paper's code ties before it draws, and what it draws is the head: to it, a hidden matrix
         like = Role.HIDDEN if tied and config.init == "authors" else None
         self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING, like=like))
+        self.positions = None
+        if config.positions == "learned":
+            self.positions = Embedding(config.max_position_embeddings, d, Tag(Role.VECTOR))
+        self.expand = make_expansion(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(d, config.rms_norm_eps)
+        self.read = make_read(config)
+        self.norm = NORMS[config.norm](d, config.rms_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
         self.lm_head = Linear(d, config.vocab_size, Role.READOUT)
         if tied:
             self.lm_head.weight = self.embed.weight
@@ -88,7 +105,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
             cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without padding or cache
             logits_to_keep  only the last so many positions, or those of an index tensor; 0: all
             returns logits  [B, T, vocabulary]
-                    hidden_states   L + 1 of [B, T, d]: the embedded tokens, then what each block returns
+                    hidden_states   L + 1 of [B, T, d DV]: the stream at first, then what each block returns
 
         Raises ValueError for arguments that do not go together.
         """
@@ -169,14 +186,28 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             sequences = Sequences.packed(cu_seqlens, T, attention=attention)
         x = x if padding is None else padding.arrange(x)
+        if self.positions is not None:
+            x = x + self._position(sequences.position)
+        x = self.expand(self.dropout(x), sequences, None if cache is None else cache.first)
         for i, block in enumerate(self.blocks):
             if streams is not None:
                 streams.append(x if padding is None else padding.restore(x))
             x = block(x, sequences, None if cache is None else cache.memory[i])
-        x = x if padding is None else padding.restore(x)
         if streams is not None:
-            streams.append(x)
-        return self.norm(x)
+            streams.append(x if padding is None else padding.restore(x))
+        x = self.read(x, sequences, None if cache is None else cache.last)
+        return self.norm(x if padding is None else padding.restore(x))
+
+    def _position(self, position: Tensor) -> Tensor:
+        """Learned positions [B or 1, T, d]. Raises ValueError past the last."""
+        assert self.positions is not None
+        most = self.positions.weight.shape[0]
+        if position.device.type == "cpu" and int(position.max()) >= most:
+            raise ValueError(
+                f"position {int(position.max())} has no embedding: max_position_embeddings={most}; give "
+                "shorter sequences"
+            )
+        return self.positions(position)
 
     def _cross_entropy(self, hidden: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         hidden, weight = hidden.flatten(0, 1), self.lm_head.weight

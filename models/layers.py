@@ -60,6 +60,23 @@ class RMSNorm(nn.Module):
         return y.to(x.dtype)
 
 
+class LayerNorm(nn.Module):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * w over the last dimension, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+        self.tags = {"weight": Tag(Role.VECTOR, law=ones)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size]."""
+        full = at_least_float32(x)
+        return F.layer_norm(full, self.weight.shape, self.weight.to(full.dtype), None, self.eps).to(x.dtype)
+
+
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
 class _RMSNorm(torch.autograd.Function):
     """Half the passes over memory of autograd's own backward, and nothing kept but x and one number a row.
 
@@ -95,6 +112,21 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GeluMLP(nn.Module):
+    """y = W_down GELU(W_up x)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = Linear(width, inner), Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width]."""
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
+MLPS: dict[str, type[SwiGLU] | type[GeluMLP]] = {"swiglu": SwiGLU, "gelu": GeluMLP}
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -76,10 +76,15 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A rule for every role, and the power of m on softmax attention's logits beyond 1 / sqrt(head size)."""
+    """A rule for every role, and powers of m that belong to an operation.
+
+    attention   on softmax attention's logits, beyond 1 / sqrt(head size)
+    value       on what Deep Delta Learning writes along a unit vector; derived in `models.residual`
+    """
 
     rules: Mapping[Role, Rule]
     attention: float = 0.0
+    value: float = 0.0
 
     def __getitem__(self, role: Role) -> Rule:
         return self.rules[role]
@@ -91,7 +96,7 @@ class Table:
 
 # fmt: off
 _SP = Table(rules={role: Rule(source="standard") for role in Role})
-_ORIGINAL = Table(attention=-0.5, rules={
+_ORIGINAL = Table(attention=-0.5, value=0.5, rules={
     Role.EMBEDDING: Rule(multiplier=-1.0, lr_sgd=1.0, epsilon=-1.0, source="TP-V; tied: GDN tables 1, 2"),
     Role.READOUT:   Rule(multiplier=-1.0, lr_sgd=1.0, epsilon=-1.0, source="TP-V"),
     Role.HIDDEN:    Rule(init_std=-0.5, lr_adamw=-1.0, epsilon=-1.0, source="TP-V"),
