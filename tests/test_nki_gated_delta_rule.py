@@ -15,9 +15,9 @@ from backends.cases import BY_NAME, SMALL, inputs, select
 from backends.declarations import _nki_missing
 from backends.judge import FACTOR, error, floor, outcome, verdicts
 from backends.registry import Call, Options, choose
-from nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, tiles, triangular
+from nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, precision_probe, tiles, triangular
 from nki_kernels.language import nisa, nki, nl
-from nki_kernels.simulator import StrictError, record
+from nki_kernels.simulator import Numerics, StrictError, record
 from nki_kernels.simulator.subset import findings
 
 NAME = "nki-simulator"
@@ -268,3 +268,12 @@ def test_bfloat16_arrays_pass_through_unchanged():
     x = torch.randn(3, 5).to(torch.bfloat16)
     assert torch.equal(nki_adapter._tensor(nki_adapter._array(x)), x)
     assert (array(x) == nki_adapter._array(x)).all()
+
+
+@pytest.mark.parametrize("precision", ["float32", "tfloat32", "bfloat16"])
+def test_the_precision_probe_tells_what_products_are(precision):
+    found = record(
+        precision_probe.product, *precision_probe.operands(), numerics=Numerics(matmul=precision)
+    ).outputs
+    assert precision_probe.verdict(found)[0] == precision
+    assert findings(precision_probe.product, portable=True) == ()
