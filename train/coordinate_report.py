@@ -72,12 +72,17 @@ def draw(found: Sequence[Reading], found_verdicts: Sequence[Verdict], optimizer:
     for r in found:
         if r.optimizer == optimizer and r.step:
             values[r.parametrization, r.tensor, r.step][r.width].append(r.change)
-    tensors = list(TENSORS)
+    tensors, widths = list(TENSORS), sorted({r.width for r in found})
     bands = [tensors[i : i + COLUMNS] for i in range(0, len(tensors), COLUMNS)]
     rows = len(bands) * len(names)
-    figure = Figure(figsize=(1.55 * COLUMNS, 1.75 * rows), dpi=110, layout="constrained")
+    # placed by hand: matplotlib's own placing takes ten times as long as drawing so many panels
+    figure = Figure(figsize=(1.6 * COLUMNS, 1.8 * rows + 0.5), dpi=110)
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, COLUMNS, squeeze=False, sharex=True)
+    tall = 1.8 * rows + 0.5
+    figure.subplots_adjust(
+        left=0.04, right=0.995, bottom=0.25 / tall, top=1 - 0.75 / tall, wspace=0.4, hspace=0.45
+    )
     for axes in panels.flatten():
         axes.set_visible(False)
     for row, (band, parametrization) in enumerate((b, name) for b in bands for name in names):
@@ -97,8 +102,9 @@ def draw(found: Sequence[Reading], found_verdicts: Sequence[Verdict], optimizer:
                 # no less than four octaves: or the noise of a flat line would fill the panel
                 middle = math.sqrt(low * high)
                 axes.set_ylim(middle / 4, middle * 4)
-            axes.tick_params(labelsize=5, length=2)
             axes.minorticks_off()
+            axes.set_xticks(widths, [str(width) for width in widths])
+            axes.tick_params(labelsize=5, length=2)
             color = "black" if v.passes else "#c8553d"
             axes.set_title(
                 f"{tensor}\n{v.change.slope:+.2f} ± {v.change.stderr:.2f}", fontsize=7, color=color
