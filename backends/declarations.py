@@ -61,11 +61,17 @@ def declare() -> None:
         dtypes=frozenset({torch.float32, torch.bfloat16}), devices=frozenset({"xla"}),
         automatic=frozenset({"xla"}), max_k=256, max_v=512, packed=False,
     )  # fmt: skip
+    # over depth K is D: 128 tokens' keys stay on chip whole
+    over_depth = replace(kernels, max_k=12288, max_v=None)
     register(
         Backend(
             name="nki",
             adapter="backends.nki_adapter",
-            capabilities={"gated_delta_rule": kernels, "gated_delta_rule_step": kernels},
+            capabilities={
+                "gated_delta_rule": kernels,
+                "gated_delta_rule_step": kernels,
+                "delta_residual": over_depth,
+            },
             unavailable=_nki_missing,
         )
     )
@@ -74,7 +80,11 @@ def declare() -> None:
         Backend(
             name="nki-simulator",
             adapter="backends.nki_adapter",
-            capabilities={"gated_delta_rule": simulated, "gated_delta_rule_step": simulated},
+            capabilities={
+                "gated_delta_rule": simulated,
+                "gated_delta_rule_step": simulated,
+                "delta_residual": replace(simulated, max_k=12288, max_v=None),
+            },
             emulated=frozenset({"cpu"}),
         )
     )
