@@ -1,6 +1,6 @@
 """Deep Delta Learning models: the residual kinds, what they equal at their limits, sizes, caches."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,6 +44,10 @@ def built(seed: int = 0, **changes: Any) -> DeltaForCausalLM:
             if "read" in name or "expand" in name:
                 p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     return m
+
+
+def blocks(m: DeltaForCausalLM) -> list[Any]:
+    return list(m.blocks)
 
 
 def logits(m: DeltaForCausalLM, ids: Tensor, **given: Any) -> Tensor:
@@ -141,13 +145,13 @@ def test_sublayers_begin_with_inputs_of_size_one(name):
     torch.manual_seed(0)
     m = DeltaForCausalLM(DeltaConfig(**{**sizes, "initializer_range": 0.02}))
     seen: list[float] = []
-    for block in m.blocks:
+    for block in blocks(m):
         for norm in (block.mixer_norm, block.mlp_norm):
             norm.register_forward_hook(lambda _, x, y: seen.append(float(y.square().mean().sqrt())))
     with torch.no_grad():
         m(torch.randint(0, 64, (2, 8)))
         assert len(seen) == 4 and all(abs(x - 1) < 0.1 for x in seen), seen
-        read = m.blocks[0].read
+        read = blocks(m)[0].read
         taps = read.weight if name == "ddl-cc-small" else read.conv.weight
         taps.normal_(0, 0.5 * 768**-0.5)  # the released code's, which the same check finds
         seen.clear()
@@ -187,12 +191,12 @@ def test_the_small_lm_begins_with_gates_of_0238():
     gates: list[Tensor] = []
     for module in m.modules():
         if type(module).__name__ == "Gate":
-            module.register_forward_hook(lambda _, x, beta: gates.append(beta))
+            module.register_forward_hook(lambda _, x, beta: gates.append(cast(Tensor, beta)))
     with torch.no_grad():
         m(torch.randint(0, 64, (2, 16)))
     assert len(gates) == 4
     assert all((beta - 0.2384).abs().max() < 0.01 for beta in gates)
-    delta = m.blocks[0].mixer_write
+    delta = blocks(m)[0].mixer_write
     assert sum(p.numel() for p in delta.parameters()) == 74_497
 
 

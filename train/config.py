@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The Gated DeltaNet language model (arXiv:2412.06464)."""
+    """The language model: Gated DeltaNet (arXiv:2412.06464) or attention over time, a residual over depth."""
 
     width: Count = 256
     """channels of the residual stream, d"""
@@ -69,6 +69,48 @@ class ModelSection(Section):
     """base of the wavelengths of RoPE in attention_layers"""
     tie_word_embeddings: bool = True
     """one matrix for embedding and logits"""
+    positions: Literal["rope", "learned"] = "rope"
+    """of attention_layers: rotations, or max_position_embeddings rows that are added to the embedding"""
+    max_position_embeddings: Count = 512
+    """longest sequence of learned positions"""
+    use_qk_rmsnorm: bool = False
+    """RMSNorm on q and k of attention_layers, after RoPE"""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm or LayerNorm before sublayers"""
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    """the second sublayer: SwiGLU, or W GELU(W x)"""
+    dropout: Fraction = 0.0
+    """share of the embedding and of sublayers' outputs that training drops"""
+    residual: Literal["additive", "ddl", "write_only", "ddl_lm"] = "additive"
+    """x + y; Deep Delta Learning's X + beta k (v - k^T X)^T; its write-only control; k from the stream"""
+    ddl_value_channels: Count = 1
+    """values a feature of the stream has"""
+    ddl_compressor: Literal["none", "token", "channel"] = "none"
+    """how sublayers read such a stream: convolution over time, or over its values"""
+    ddl_state_shortconv_kernel_size: Count = 4
+    """taps of ddl_compressor"""
+    ddl_state_read_init: float | None = None
+    """initial reading weights; none: 1 / ddl_value_channels"""
+    input_embed_shortconv_kernel_size: NotNegative = 0
+    """taps of the convolution that begins the stream; 0: copies of the embedding"""
+    ddl_k_eps: Positive = 1e-5
+    """k / sqrt(|k|^2 + k_eps^2)"""
+    ddl_beta_init: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """beta at first"""
+    ddl_beta_single_linear: bool = True
+    """one map to beta, or two with tanh between"""
+    ddl_beta_hidden_size: Count = 128
+    """between those two"""
+    ddl_v_sigmoid: bool = True
+    """v = scale * sigmoid(W x + b) instead of W x + b"""
+    ddl_v_sigmoid_scale: Positive = 4.0
+    """that scale"""
+    ddl_v_constant: bool = False
+    """v is ddl_v_constant_value"""
+    ddl_v_constant_value: float = 2.0
+    """that number"""
+    ddl_v_input: Literal["state", "context"] = "state"
+    """what v is made of: the stream as read (released code), or normalized (paper)"""
     vocab_size: CountOrNone = None
     """rows of the embedding; none: what the data's tokenizer says"""
 
@@ -266,6 +308,17 @@ class RunConfig(Section):
         crops, size = self.evaluation.sequences, self.evaluation.batch
         if size is not None and crops % size:
             raise ValueError(f"evaluation.batch={size} does not divide evaluation.sequences={crops}")
+        m, d = self.model, self.distribution
+        if m.positions == "learned" and self.batch.length > m.max_position_embeddings:
+            raise ValueError(
+                f"batch.length={self.batch.length} is above "
+                f"model.max_position_embeddings={m.max_position_embeddings}"
+            )
+        if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
+            raise ValueError(
+                f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
+                "distribution.context at 1"
+            )
         decay = self.schedule.decay_steps
         if decay is not None and decay <= self.schedule.warmup:
             raise ValueError(

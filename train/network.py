@@ -67,6 +67,27 @@ def model_config(
             initializer_range=m.initializer_range,
             rope_theta=m.rope_theta,
             tie_word_embeddings=m.tie_word_embeddings,
+            positions=m.positions,
+            max_position_embeddings=m.max_position_embeddings,
+            use_qk_rmsnorm=m.use_qk_rmsnorm,
+            norm=m.norm,
+            mlp=m.mlp,
+            dropout=m.dropout,
+            residual=m.residual,
+            ddl_value_channels=m.ddl_value_channels,
+            ddl_compressor=m.ddl_compressor,
+            ddl_state_shortconv_kernel_size=m.ddl_state_shortconv_kernel_size,
+            ddl_state_read_init=m.ddl_state_read_init,
+            input_embed_shortconv_kernel_size=m.input_embed_shortconv_kernel_size,
+            ddl_k_eps=m.ddl_k_eps,
+            ddl_beta_init=m.ddl_beta_init,
+            ddl_beta_single_linear=m.ddl_beta_single_linear,
+            ddl_beta_hidden_size=m.ddl_beta_hidden_size,
+            ddl_v_sigmoid=m.ddl_v_sigmoid,
+            ddl_v_sigmoid_scale=m.ddl_v_sigmoid_scale,
+            ddl_v_constant=m.ddl_v_constant,
+            ddl_v_constant_value=m.ddl_v_constant_value,
+            ddl_v_input=m.ddl_v_input,
             bos_token_id=bos,
             eos_token_id=eos,
             pad_token_id=pad,
@@ -98,12 +119,13 @@ def choose_backend(
 
     assert configuration.head_dim_k is not None  # None is for it to derive, and it has
     named = None if config.backend == "auto" else config.backend
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with use(named):
         chosen = choose(
             Call(
                 "gated_delta_rule",
                 device.type,
-                torch.bfloat16 if precision == "bf16" else torch.float32,
+                dtype,
                 H=configuration.num_heads,
                 HV=configuration.num_v_heads,
                 K=configuration.head_dim_k,
@@ -111,5 +133,10 @@ def choose_backend(
                 gradients=True,
             )
         )
+    if configuration.residual in ("ddl", "ddl_lm"):
+        # the residual stream is float32 beside bf16 products
+        sizes = {"K": configuration.hidden_size, "V": configuration.ddl_value_channels}
+        depth = Call("delta_residual", device.type, torch.float32, H=1, HV=1, gradients=True, **sizes)
+        choose(depth, chosen.name)
     use(chosen.name)
     return chosen.name

@@ -1,5 +1,6 @@
 """Named runs: functions that return a RunConfig. The first line of the docstring is what lists show."""
 
+import os
 from collections.abc import Callable
 from difflib import get_close_matches
 
@@ -15,6 +16,7 @@ from .config import (
     SampleSection,
     ScheduleSection,
 )
+from .environment import with_environment
 from .errors import UsageError
 
 
@@ -108,9 +110,96 @@ def transfer() -> RunConfig:
     )
 
 
+def ddl_residuals() -> RunConfig:
+    """a minute on two CPU cores: the subject of arms=ddl_residuals, attention over time, + over depth"""
+    return RunConfig(
+        name="ddl_residuals",
+        steps=400,
+        model=ModelSection(
+            width=96, base_width=96, layers=4, heads=3, head_dim_k=32, expand_v=1.0, intermediate_multiple=16,
+            attention_layers=(0, 1, 2, 3), use_qk_rmsnorm=True, rms_norm_eps=1e-5, initializer_range=0.05,
+        ),
+        optimizer=OptimizerSection(lr=2**-8),
+        schedule=ScheduleSection(warmup=40, min_lr=0.0),
+        batch=BatchSection(sequences=8, length=128),
+        data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=1024),
+        evaluation=EvaluationSection(every=400, sequences=256, batch=16),
+        sample=SampleSection(tokens=0),
+        checkpoint=CheckpointSection(every=400, keep_last=1, keep_best=False),
+        log=LogSection(every=20),
+    )  # fmt: skip
+
+
+def ddl_small() -> RunConfig:
+    """Deep Delta Learning's small model (DDL-CC, 124M) on FineWeb-Edu: 100,000 steps of 480 x 1024 tokens"""
+    return RunConfig(
+        name="ddl_small",
+        steps=100_000,
+        precision="bf16",
+        parametrization="sp",
+        model=ModelSection(
+            width=768, base_width=768, layers=12, heads=6, head_dim_k=128, expand_v=1.0,
+            intermediate_multiple=1, attention_layers=tuple(range(12)), use_qk_rmsnorm=True,
+            rms_norm_eps=1e-5, initializer_range=0.5 * 768**-0.5, residual="ddl", ddl_value_channels=4,
+            ddl_compressor="channel", input_embed_shortconv_kernel_size=4,
+        ),
+        optimizer=OptimizerSection(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, clip=1.0),
+        schedule=ScheduleSection(warmup=2000),
+        batch=BatchSection(sequences=480, length=1024, micro=30),
+        data=gdn_mup_adamw().data.model_copy(update={"subset": "sample-100BT"}),
+        evaluation=EvaluationSection(every=1000, sequences=1200, batch=30),
+        sample=SampleSection(prompt="The"),
+        checkpoint=CheckpointSection(every=1000),
+    )  # fmt: skip
+
+
+def ddl_medium() -> RunConfig:
+    """Deep Delta Learning's medium model (DDL-CC, 354M), otherwise as ddl_small"""
+    run = ddl_small()
+    sizes = {"width": 1024, "base_width": 1024, "layers": 24, "heads": 8}
+    sizes |= {"attention_layers": tuple(range(24)), "initializer_range": 0.5 * 1024**-0.5}
+    return run.model_copy(
+        update={
+            "name": "ddl_medium",
+            "model": run.model.model_copy(update=sizes),
+            "batch": run.batch.model_copy(update={"micro": 15}),
+            "evaluation": run.evaluation.model_copy(update={"batch": 15}),
+        }
+    )
+
+
+def ddl_lm_tinystories() -> RunConfig:
+    """Deep Delta Learning LM, 35M, on TinyStories or a text or parquet file; also set by environment"""
+    run = RunConfig(
+        name="ddl_lm_tinystories",
+        steps=172_000,  # 3 epochs of 4.7e8 tokens
+        parametrization="sp",
+        max_minutes=300,
+        model=ModelSection(
+            width=384, base_width=384, layers=8, heads=8, head_dim_k=48, expand_v=1.0,
+            intermediate_size=4 * 384, attention_layers=tuple(range(8)), positions="learned",
+            max_position_embeddings=512, norm="layer", mlp="gelu", rms_norm_eps=1e-5, dropout=0.1,
+            residual="ddl_lm", ddl_beta_init=0.23840584404423526,  # 2 sigmoid(-2)
+        ),
+        optimizer=OptimizerSection(lr=3e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, clip=1.0),
+        schedule=ScheduleSection(min_lr=3e-4),
+        batch=BatchSection(sequences=16, length=512),
+        # packed: documents end to end, each with its end token, which is therefore learned
+        data=DataSection(source="roneneldan/TinyStories", tokenizer="gpt2", val_fraction=0.01),
+        evaluation=EvaluationSection(every=1000, sequences=128),
+        sample=SampleSection(tokens=50, prompt="Once upon a ", temperature=0.7, top_k=15),
+        checkpoint=CheckpointSection(every=1000),
+    )  # fmt: skip
+    return with_environment(run, os.environ)
+
+
 RECIPES: dict[str, Callable[[], RunConfig]] = {
-    recipe.__name__: recipe for recipe in (quickstart, gdn_mup_adamw, gdn_mup_sgd, transfer, tiny)
-}
+    recipe.__name__: recipe
+    for recipe in (
+        quickstart, gdn_mup_adamw, gdn_mup_sgd, ddl_lm_tinystories, ddl_small, ddl_medium, ddl_residuals,
+        transfer, tiny,
+    )
+}  # fmt: skip
 
 
 def recipe(name: str) -> RunConfig:

@@ -43,6 +43,27 @@ ARMS: dict[str, tuple[Arm, ...]] = {
     ),
     # From which epsilon on does Adam's denominator stop being the gradient's size?
     "epsilon": tuple(Arm(f"eps {eps}", {"optimizer.eps": eps}) for eps in ("1e-12", "1e-8", "1e-6")),
+    # What does a residual stream gain from erasing, from more values a feature, from how they are read? The
+    # write-only control is what "Deep Delta Learning" leaves to others.
+    "ddl_residuals": (
+        Arm("additive", {"model.residual": "additive"}),
+        Arm("dv=1", {"model.residual": "ddl"}),
+        Arm(
+            "TC", {"model.residual": "ddl", "model.ddl_value_channels": "4", "model.ddl_compressor": "token"}
+        ),
+        Arm(
+            "CC",
+            {"model.residual": "ddl", "model.ddl_value_channels": "4", "model.ddl_compressor": "channel"},
+        ),
+        Arm(
+            "write-only",
+            {
+                "model.residual": "write_only",
+                "model.ddl_value_channels": "4",
+                "model.ddl_compressor": "channel",
+            },
+        ),
+    ),
 }
 
 
