@@ -23,7 +23,7 @@ from nki_kernels.language import nisa, nki, nl
 from nki_kernels.partitions import BANK, PARTITIONS, dot, identity, loaded, reciprocal_norm, tile
 
 L2NORM_EPS = 1e-6
-GROUP = 32  # rows: by the cost model 16 are 3% faster at K = 128 and 14% slower at K = 32, 8 up to 57%
+GROUP = 32  # rows: by the cost model, in order, 16 are 1% faster at K = 128 and 18% slower at 32, 8 up to 67%
 STATE_BYTES = 48 * 1024  # of a partition's 192 KiB, for a group's states; two groups are in flight
 DESCRIPTOR = 512  # bytes: what moving fewer in one piece costs anyway
 
