@@ -5,13 +5,15 @@
 #   make lint       ruff and pyright
 #   make bench      parity first, then the clock
 #   make test-slow  the checks that take longer
+#   make test-xla   the XLA path on its CPU device, with torch 2.9 in an environment of its own (8 GB)
 
 PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
+XLA    := .venv-xla
 
-.PHONY: train test test-slow lint bench
+.PHONY: train test test-slow test-xla lint bench
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -22,6 +24,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(RUN) -m pytest -m slow --timeout=7200
+
+test-xla: $(XLA)/.ready
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest tests/test_xla.py --timeout=900
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -40,4 +45,11 @@ $(READY): pyproject.toml .ci/constraints.txt
 	$(RUN) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' || \
 		$(RUN) -m pip install --quiet --disable-pip-version-check triton==3.7.1
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	touch $@
+
+# 2.9 is the last torch that torch_xla, and so Trn1, has. torch_xla names no torch in its requirements.
+$(XLA)/.ready: pyproject.toml .ci/constraints.txt
+	test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.9.0 torch-xla==2.9.0
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e . pytest pytest-timeout
 	touch $@

@@ -53,12 +53,30 @@ def pick(name: str | None = None) -> torch.device:
     return wanted
 
 
-def synchronize(device: torch.device) -> None:
-    """Returns once everything asked of `device` is done; on XLA this also cuts the graph."""
-    if device.type == "cuda":
+def synchronize(device: torch.device, *, wait: bool = True) -> None:
+    """Returns once everything asked of `device` is done, or with wait=False at once.
+
+    On XLA this ends the graph that is compiled as one program: call it wherever a step is complete.
+    """
+    if device.type == "cuda" and wait:
         torch.cuda.synchronize(device)
     elif device.type == "xla":
-        _xla().sync(wait=True)
+        _xla().sync(wait=wait)
+
+
+def compilations() -> int:
+    """How many graphs XLA has compiled in this process."""
+    _xla()
+    found = import_module("torch_xla.debug.metrics").metric_data("CompileTime")
+    return int(found[0]) if found else 0
+
+
+def fallbacks() -> dict[str, int]:
+    """ATen operations that XLA could not compile, each a wait for the device, and how often they ran."""
+    _xla()
+    metrics = import_module("torch_xla.debug.metrics")
+    names = [name for name in metrics.counter_names() if name.startswith("aten::")]
+    return {name: int(metrics.counter_value(name)) for name in names}
 
 
 def reset_peak_memory(device: torch.device) -> None:

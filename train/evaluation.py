@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backends import device as platform
+
 from .data import TokenDataset, make_loader
 from .team import Team
 
@@ -40,6 +42,7 @@ def evaluate(
             mean = loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
             total += mean.to(exact) * targets.numel()
             tokens += targets.numel()
+            platform.synchronize(device, wait=False)
     mean = total / tokens
     return Evaluation((mean if team is None else team.mean(mean)).item(), tokens)
 

@@ -104,6 +104,9 @@ def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device)
         torch.manual_seed(seed)
         model = DeltaForCausalLM(configuration)
     cast(nn.Module, model).to(device=device, dtype=torch.float32)
+    if configuration.tie_word_embeddings:
+        # moving to XLA makes new parameters, one for each name: the matrix would be two, and train apart
+        model.lm_head.weight = model.embed.weight
     return model
 
 

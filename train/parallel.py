@@ -89,6 +89,8 @@ class Parallel:
         for name, x in tensors.items():
             if id(x) not in found:  # a tied matrix stays one
                 whole = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+                if whole.device.type == "xla":
+                    whole = whole.cpu()  # files are written from the host's memory
                 order = self.rows.get(name.partition("/")[0])
                 found[id(x)] = whole if order is None or not whole.dim() else whole[order.argsort()]
         return {name: found[id(x)] for name, x in tensors.items()}

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from backends import device as platform
+
 from .config import RunConfig
 from .optimizers import set_learning_rate
 from .parallel import Parallel, clip
@@ -72,7 +74,9 @@ class TrainingStep:
             total += loss.detach()
         norm = clip(self._parameters, self.clip)
         self.optimizer.step()
-        return self.team.mean(total), norm
+        mean = self.team.mean(total)
+        platform.synchronize(self.device, wait=False)  # on XLA a step is one graph
+        return mean, norm
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":

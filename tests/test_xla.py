@@ -1,0 +1,118 @@
+"""Training through torch_xla, on its CPU device: the same curve, one graph a step, nothing on the host.
+
+torch_xla needs an older PyTorch, so `make test-xla` runs these in an environment of their own; elsewhere only
+what needs no torch_xla runs.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import tiny_run
+import torch
+
+from backends import device as platform
+from backends.triangular import merged_inverse, triangular_inverse
+
+needs_xla = pytest.mark.skipif(
+    find_spec("torch_xla") is None,
+    reason="torch_xla is not installed here; make test-xla makes an environment that has it",
+)
+STEPS = 6
+# a sum in another order errs by 300 u (tests/tiny_models.py), and so does each step's gradient
+ALLOWED = STEPS * 300 * 2**-24
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same run on both devices; lines of metrics, and XLA's compilations after every step."""
+    from train.step import TrainingStep
+
+    folder = tmp_path_factory.mktemp("runs")
+    data = tiny_run.prepared(folder)
+    step, counts = TrainingStep.__call__, []
+
+    def counted(self, inputs, targets, lr):
+        found = step(self, inputs, targets, lr)
+        if self.device.type == "xla":
+            counts.append(platform.compilations())
+        return found
+
+    lines = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingStep, "__call__", counted)
+        # autograd's engine counts devices at the first backward pass: torch_xla has to be there before it
+        for device in ("xla", "cpu"):
+            out = folder / device
+            changes = {"device": device, "backend": "chunked", "precision": "float32", "steps": STEPS}
+            # transformers' generate grows its tokens by one each time: a graph for every length
+            changes |= {"sample.tokens": 0, "evaluation.every": STEPS, "model.layers": 1, "log.every": 3}
+            renamed = {key.replace(".", "__"): value for key, value in changes.items()}
+            tiny_run.train("run", "tiny", *tiny_run.keys(data, out, **renamed))
+            lines[device] = tiny_run.lines(out)
+    return lines, counts, platform.fallbacks(), folder / "xla"
+
+
+@needs_xla
+class TestRun:
+    @pytest.mark.parametrize("what", ["loss", "grad_norm"])
+    def test_it_is_the_run_of_eager_pytorch(self, runs, what):
+        lines, *_ = runs
+        pairs = [(a[what], b[what]) for a, b in zip(lines["xla"], lines["cpu"], strict=True) if what in b]
+        assert len(pairs) >= STEPS
+        for mine, theirs in pairs:
+            assert mine == pytest.approx(theirs, rel=ALLOWED)
+
+    def test_the_comparison_can_fail(self, runs):
+        losses = [line["loss"] for line in runs[0]["cpu"]]
+        assert losses[1] != pytest.approx(losses[2], rel=ALLOWED)
+
+    def test_nothing_is_compiled_after_the_second_step(self, runs):
+        counts = runs[1]
+        assert len(counts) == STEPS and counts[1] > 0
+        # the third is compiled late: AdamW's memory is there from the second on, and the first had rate 0
+        assert len(set(counts[1:])) == 1, counts
+
+    def test_no_operation_runs_on_the_host(self, runs):
+        """`item` is how the finished numbers are fetched, some steps later."""
+        assert set(runs[2]) <= {"aten::_local_scalar_dense"}, runs[2]
+
+    def test_its_checkpoint_continues_on_the_cpu(self, runs):
+        tiny_run.train("resume", runs[3], f"steps={STEPS + 2}", "device=cpu", "backend=chunked")
+        assert tiny_run.lines(runs[3])[-1]["step"] == STEPS + 2
+
+
+@needs_xla
+def test_a_new_shape_is_counted():
+    device = platform.pick("xla")
+    counts = []
+    for size in (3, 3, 4):
+        torch.ones(size, device=device).mul(2).cumsum(0)
+        (torch.ones(size).to(device) * 2.5).sum().item()
+        counts.append(platform.compilations())
+    assert counts[0] == counts[1] < counts[2]
+
+
+@needs_xla
+def test_an_operation_on_the_host_is_counted():
+    L = torch.eye(4, device=platform.pick("xla"))
+    torch.linalg.solve_triangular(L, L, upper=False)
+    assert any("solve_triangular" in name for name in platform.fallbacks())
+
+
+class TestMergedInverse:
+    @pytest.mark.parametrize("C", [1, 2, 16, 64])
+    @pytest.mark.parametrize("kind", ["random", "equal keys"])
+    def test_it_errs_no_more_than_substitution(self, C, kind):
+        generator = torch.Generator().manual_seed(C)
+        if kind == "random":
+            L = torch.randn(4, C, C, generator=generator, dtype=torch.float64) / C**0.5
+        else:
+            L = torch.full((4, C, C), 2.0, dtype=torch.float64)  # beta = 2: powers of L reach 8e28
+        judge = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + L.tril(-1))
+
+        def error(found: torch.Tensor) -> float:
+            return float((found.double() - judge).norm() / judge.norm())
+
+        honest = error(triangular_inverse(L.float()))
+        assert error(merged_inverse(L.float())) <= 2 * honest + 2**-24
+        assert error(merged_inverse(2 * L.float())) > 2 * honest + 2**-24 or C == 1
