@@ -56,13 +56,13 @@ def declare() -> None:
             elsewhere={"delta_residual": "backends.depth_chunked"},
         )
     )
-    # two gradients of K columns are one bank of PSUM, so is one row block of V; 4 such heads fill SBUF
     kernels = Capability(
         dtypes=frozenset({torch.float32, torch.bfloat16}), devices=frozenset({"xla"}),
         automatic=frozenset({"xla"}), max_k=256, max_v=512, packed=False,
+        bound_by="2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM",
     )  # fmt: skip
     # over depth K is D: 128 tokens' keys stay on chip whole
-    over_depth = replace(kernels, max_k=12288, max_v=None)
+    over_depth = replace(kernels, max_k=12288, max_v=None, bound_by="")
     register(
         Backend(
             name="nki",
@@ -83,7 +83,7 @@ def declare() -> None:
             capabilities={
                 "gated_delta_rule": simulated,
                 "gated_delta_rule_step": simulated,
-                "delta_residual": replace(simulated, max_k=12288, max_v=None),
+                "delta_residual": replace(simulated, max_k=12288, max_v=None, bound_by=""),
             },
             emulated=frozenset({"cpu"}),
         )

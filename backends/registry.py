@@ -64,6 +64,7 @@ class Capability:
     devices     device types it runs on when named; None: every device PyTorch has
     automatic   device types on which it is chosen unasked
     max_k, max_v, k_multiple    bounds on head sizes; None: no bound
+    bound_by    what bounds them, for the reader of a refusal
     """
 
     dtypes: frozenset[torch.dtype]
@@ -72,23 +73,25 @@ class Capability:
     max_k: int | None = None
     max_v: int | None = None
     k_multiple: int | None = None
+    bound_by: str = ""
     packed: bool = True
     gradients: bool = True
 
     def refusals(self, call: Call) -> list[str]:
         """Every reason why this cannot run `call`; empty if it can."""
         reasons = []
+        because = f": {self.bound_by}" if self.bound_by else ""
         if self.devices is not None and call.device not in self.devices:
             reasons.append(f"runs on {', '.join(sorted(self.devices))}; tensors are on {call.device}")
         if call.dtype not in self.dtypes:
             known = ", ".join(sorted(map(_dtype, self.dtypes)))
             reasons.append(f"computes {known}; tensors are {_dtype(call.dtype)}")
         if self.max_k is not None and self.max_k < call.K:
-            reasons.append(f"K={call.K} is above {self.max_k}")
+            reasons.append(f"K={call.K} is above {self.max_k}{because}")
         if self.k_multiple is not None and call.K % self.k_multiple:
             reasons.append(f"K={call.K} is not a multiple of {self.k_multiple}")
         if self.max_v is not None and self.max_v < call.V:
-            reasons.append(f"V={call.V} is above {self.max_v}")
+            reasons.append(f"V={call.V} is above {self.max_v}{because}")
         if call.packed and not self.packed:
             reasons.append("does not take packed sequences (cu_seqlens)")
         if call.gradients and not self.gradients:

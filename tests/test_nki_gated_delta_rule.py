@@ -208,8 +208,8 @@ def test_no_time_at_all():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"K": 257}, "K=257 is above 256"),
-        ({"V": 513}, "V=513 is above 512"),
+        ({"K": 257}, "K=257 is above 256: .* one bank of 2 KiB of trn1's PSUM"),
+        ({"V": 513}, "V=513 is above 512: .* one bank of 2 KiB of trn1's PSUM"),
         ({"dtype": torch.float16}, "computes bfloat16, float32"),
         ({"device": "cuda"}, "runs on cpu; tensors are on cuda"),
     ],
@@ -277,3 +277,17 @@ def test_the_precision_probe_tells_what_products_are(precision):
     ).outputs
     assert precision_probe.verdict(found)[0] == precision
     assert findings(precision_probe.product, portable=True) == ()
+
+
+def test_tensors_off_the_host_reach_the_kernel_as_they_are():
+    """What XLA's lazy graph records: the kernel itself, on contiguous tensors, numbers as constants."""
+    seen = []
+
+    def kernel(*args):
+        seen.extend(args)
+        return args[0], args[0]
+
+    x = torch.ones(3, 4, device="meta").T
+    assert len(nki_adapter._run(kernel, x, None, 0.5, True)) == 2
+    assert seen[0].device.type == "meta" and seen[0].is_contiguous() and seen[0].shape == (4, 3)
+    assert seen[1:] == [None, 0.5, True]
