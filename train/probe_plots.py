@@ -93,8 +93,9 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
         lines = [(r.label, r, layers[len(layers) // 2]) for r in ordered if (layers := r.layers())]
     columns, count = 4, len(PANELS) + len(GROUP_PANELS)
     rows = -(-count // columns)
-    figure = Figure(figsize=(3.2 * columns, 2.3 * rows), dpi=130, layout="constrained")
+    figure = Figure(figsize=(3.2 * columns, 2.3 * rows), dpi=110)
     FigureCanvasAgg(figure)
+    figure.subplots_adjust(left=0.04, right=0.99, bottom=0.03, top=0.97, wspace=0.22, hspace=0.35)
     panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
     for axes, (name, title) in zip(panels, PANELS, strict=False):
         for i, (label, run, layer) in enumerate(lines):
