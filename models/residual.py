@@ -105,9 +105,16 @@ class DeepDelta(nn.Module):
         self.gate, self.value = Gate(config), Value(config)
 
     def forward(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Tensor:
+        """As `Additive`; x is [B, T, d DV]."""
+        return self.write(*self.operands(x, read, context, y)).flatten(-2)
+
+    def operands(
+        self, x: Tensor, read: Tensor, context: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """X [B, T, d, DV], k [B, T, d] before it is normalized, v [B, T, DV], beta [B, T]."""
         beta = self.gate(context)
         v = self.value(read if self.v_input == "state" else context)
-        return self.write(x.unflatten(-1, (-1, self.DV)), y.to(x.dtype), v.to(x.dtype), beta).flatten(-2)
+        return x.unflatten(-1, (-1, self.DV)), y.to(x.dtype), v.to(x.dtype), beta
 
     def write(self, X: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
         """X [B, T, d, DV], k [B, T, d], v [B, T, DV], beta [B, T]."""
@@ -138,16 +145,18 @@ class LatentUpdate(nn.Module):
         self.multiplier = config.width_ratio ** TABLES[config.parametrization].value
 
     def forward(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Tensor:
+        """As `Additive`."""
+        X, k, v, beta = self.operands(x, read, context, y)
+        beta = beta.to(torch.promote_types(X.dtype, beta.dtype))
+        return delta_residual(X, k, v, beta, k_eps=self.k_eps).squeeze(-1)
+
+    def operands(
+        self, x: Tensor, read: Tensor, context: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `DeepDelta.operands`, DV = 1."""
         k = self.up(F.silu(self.down(x)))
-        v = self.multiplier * at_least_float32(self.value(y)).squeeze(-1)
-        beta = self.gate(x)
-        return delta_residual(
-            x,
-            k.to(x.dtype),
-            v.to(x.dtype),
-            beta.to(torch.promote_types(x.dtype, beta.dtype)),
-            k_eps=self.k_eps,
-        )
+        v = self.multiplier * at_least_float32(self.value(y))
+        return x[..., None], k.to(x.dtype), v.to(x.dtype), self.gate(x)
 
 
 WRITES: dict[str, type[nn.Module]] = {

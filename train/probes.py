@@ -26,6 +26,8 @@ under muP, d width, K key size (arXiv:2606.04048):
     lr                  mean learning rate, weighted by parameters, factors included
     update              Frobenius norm of what the last step changed, decay included; fraction: over weight
 
+    of a write          depth/I/..., of Deep Delta Learning's residuals: see `train.geometry`
+
     logit_std           mean over tokens of the standard deviation over the vocabulary
 """
 
@@ -39,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import geometry
 from .observation import MixerView, ModelView, normalized, observed, rms
 
 if TYPE_CHECKING:
@@ -78,11 +81,11 @@ class Probes:
         try:
             for _, p, _ in self._parameters():
                 p.grad = None
-            with observed(self.model, gradients=True) as views:
+            with observed(self.model, gradients=True) as views, geometry.watched(self.model) as writes:
                 # the sum over tokens, not their mean
                 (self.loss(*self.batch) * self.batch[1].numel()).backward()
             with torch.no_grad():
-                found = {"logit_std": self._logit_std(views[0])} | self._groups()
+                found = {"logit_std": self._logit_std(views[0])} | self._groups() | geometry.named(writes)
                 layers = sorted(views[0].mixers)
                 for i in sorted({layers[0], layers[len(layers) // 2], layers[-1]} if layers else ()):
                     of_layer = layer_probes(views[0].mixers[i], views[0].stream[i])

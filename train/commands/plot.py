@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DESCRIPTION = """Draw from a run's files, also while it goes on: loss.png, and with log.probes=true
-probes.png, what goes on inside the model. Of several runs, as of several widths, probes.png in the
+probes.png, what goes on inside the model, and geometry.png, what Deep Delta Learning's writes do.
+Of several runs, as of several widths, probes.png in the
 first one's folder compares them. Of a sweep's folder, or a coordinate check's, draw its picture again."""
 
 
@@ -16,6 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     given = parser.parse_args(arguments)
 
+    from ..geometry import plot_geometry
     from ..plots import plot_loss
     from ..probe_plots import plot_probes, probed
     from ..run_folder import RunFolder
@@ -35,7 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         folder = RunFolder(path)
         folder.read()
         print(plot_loss(folder))
-        if (found := probed(folder)) is not None:
+        if (picture := plot_geometry(folder)) is not None:
+            print(picture)
+        if (found := probed(folder)) is not None and found.layers():
             runs.append(found)
     if runs or len(given.run_dirs) > 1:
         print(plot_probes(runs, first / "probes.png"))
