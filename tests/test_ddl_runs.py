@@ -15,6 +15,7 @@ from train.network import model_config
 from train.overrides import apply
 from train.recipes import recipe
 from train.run_folder import RunFolder
+from train.sweep.arms import QUESTIONS
 from train.sweep.definition import define
 
 SMALL = [
@@ -108,8 +109,7 @@ def test_learned_positions_and_divided_models_are_refused_before_work():
 
 
 def test_the_comparison_is_five_arms_of_one_size_and_the_same_data():
-    axes = {"arms": "ddl_residuals", "lrs": "2**-8", "seeds": "0,1,2", "refine": "0"}
-    trials = define("ddl_residuals", axes).trials({})
+    trials = define("ddl_residuals", QUESTIONS["ddl_residuals"]).trials({})
     assert len(trials) == 15
     counts = {}
     for trial in trials:

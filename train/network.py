@@ -138,8 +138,16 @@ def choose_backend(
         )
     if configuration.residual in ("ddl", "ddl_lm"):
         # the residual stream is float32 beside bf16 products
-        sizes = {"K": configuration.hidden_size, "V": configuration.ddl_value_channels}
-        depth = Call("delta_residual", device.type, torch.float32, H=1, HV=1, gradients=True, **sizes)
+        depth = Call(
+            "delta_residual",
+            device.type,
+            torch.float32,
+            H=1,
+            HV=1,
+            K=configuration.hidden_size,
+            V=configuration.ddl_value_channels,
+            gradients=True,
+        )
         choose(depth, chosen.name)
     use(chosen.name)
     return chosen.name

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import RunFolderError, UsageError
 from ..overrides import parse
+from ..sweep.arms import QUESTIONS
 from ..sweep.definition import Sweep, define
 from ..sweep.results import Results, losses
 
@@ -59,7 +60,7 @@ def _sweep(name: str, given: Mapping[str, str], out: str | None) -> tuple[Sweep,
             raise UsageError(f"{folder} is the sweep's folder already; leave out={out} out")
         asked = json.loads((folder / "sweep.json").read_text())
         return define(asked["recipe"], {**asked["axes"], **asked["changes"], **given}), folder
-    sweep = define(name, given)
+    sweep = define(name, {**QUESTIONS.get(name, {}), **given})
     folder = Path(out) if out else Path("runs") / f"sweep-{name}"
     if (folder / "config.json").exists():
         raise RunFolderError(f"{folder} is a run's folder; choose another out=DIR for the sweep")

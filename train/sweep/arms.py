@@ -66,6 +66,11 @@ ARMS: dict[str, tuple[Arm, ...]] = {
     ),
 }
 
+# Sweeps that are one command: the axes of `python -m train sweep NAME`, unless others are given.
+QUESTIONS: dict[str, dict[str, str]] = {
+    "ddl_residuals": {"arms": "ddl_residuals", "lrs": "2**-8", "seeds": "0,1,2", "refine": "0"},
+}
+
 
 def arms_of(text: str) -> tuple[Arm, ...]:
     """Arms from the command line.
