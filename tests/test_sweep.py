@@ -62,6 +62,19 @@ class TestDefinition:
         places = [(t.seed, t.series.optimizer, t.width) for t in trials]
         assert places == sorted(places)
 
+    def test_a_trial_is_known_by_what_its_loss_depends_on(self):
+        def key(**changes: str) -> str:
+            return sweep(widths="32", lrs="0.5", seeds="7", **changes).trials({})[0].key
+
+        assert key() == key(log__every="7", checkpoint__every="3", data__folder="elsewhere")
+        others = {
+            key(steps="13"),
+            key(evaluation__sequences="8"),
+            key(batch__length="64"),
+            key(model__layers="1"),
+        }
+        assert len(others) == 4 and key() not in others
+
     def test_every_axis_reaches_the_run(self):
         (t, *_) = sweep(optimizers="sgd", widths="32", lrs="0.5", seeds="7", steps="13").trials({})
         c = t.config

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ..config import RunConfig
+from ..config import NOT_MATHEMATICS, RunConfig, flatten, is_one_of
 from ..errors import UsageError
 from ..overrides import apply
 from ..recipes import recipe
@@ -18,6 +18,14 @@ AXES = ("widths", "lrs", "lrs.adamw", "lrs.sgd", "parametrizations", "optimizers
 
 # What a trial is not asked for: samples, a best checkpoint, evaluations on the way.
 QUIET = {"sample.tokens": "0", "checkpoint.keep_best": "false", "checkpoint.keep_last": "1", "name": "trial"}
+
+
+_DEFAULTS = dict(flatten(RunConfig()))
+
+
+def _matters(key: str) -> bool:
+    """Whether a key has a part in a trial's held-out loss."""
+    return key in ("evaluation.sequences", "evaluation.seed") or not is_one_of(key, NOT_MATHEMATICS)
 
 
 @dataclass(frozen=True, order=True)
@@ -44,10 +52,14 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """12 hex digits of all that its loss depends on."""
-        e = self.config.evaluation
-        facts = [self.config.fingerprint(), e.sequences, e.seed]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+        """12 hex digits of all that its loss depends on and that is not as it is by default.
+
+        Not the fingerprint, which every new key of the configuration changes: results of days would be lost.
+        """
+        facts = {
+            key: value for key, value in flatten(self.config) if value != _DEFAULTS[key] and _matters(key)
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
