@@ -11,6 +11,7 @@ import tiny_run
 import torch
 
 from backends import device as platform
+from backends import gated_delta_rule
 from backends.triangular import merged_inverse, triangular_inverse
 
 needs_xla = pytest.mark.skipif(
@@ -79,6 +80,34 @@ class TestRun:
     def test_its_checkpoint_continues_on_the_cpu(self, runs):
         tiny_run.train("resume", runs[3], f"steps={STEPS + 2}", "device=cpu", "backend=chunked")
         assert tiny_run.lines(runs[3])[-1]["step"] == STEPS + 2
+
+
+@needs_xla
+class TestGatedDeltaRule:
+    def both(self, **options):
+        """Outputs and gradients on the CPU and on XLA."""
+        generator = torch.Generator().manual_seed(0)
+        B, T, H, HV, K, V = 2, 70, 1, 2, 8, 16  # two chunks and a piece; heads that group; V is not K
+        given = [torch.randn(B, T, H, K, generator=generator) for _ in range(2)]
+        given.append(torch.randn(B, T, HV, V, generator=generator))
+        given += [-torch.rand(B, T, HV, generator=generator), torch.rand(B, T, HV, generator=generator)]
+        given.append(torch.randn(B, HV, K, V, generator=generator))
+        found = []
+        for device in (platform.pick("xla"), torch.device("cpu")):
+            inputs = [x.detach().to(device).requires_grad_() for x in given]
+            *five, state = inputs
+            o, final = gated_delta_rule(
+                *five, initial_state=state, output_final_state=True, backend="chunked", **options
+            )
+            ((o**2).sum() + (final**2).sum()).backward()
+            found.append([x.detach().cpu() for x in (o, final, *(x.grad for x in inputs))])
+        return found
+
+    @pytest.mark.parametrize("l2norm", [True, False])
+    def test_forward_and_backward_are_those_of_the_cpu(self, l2norm):
+        mine, theirs = self.both(use_qk_l2norm_in_kernel=True) if l2norm else self.both(scale=0.1)
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a - b).norm() <= 300 * 2**-24 * b.norm()
 
 
 @needs_xla
