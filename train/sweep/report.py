@@ -145,6 +145,8 @@ def table(found: Sequence[Report]) -> str:
             tried = ("-", "-") if best is None else (f"2^{best[0]:g}", f"{best[1]:.4f}")
             if c.fit is None:
                 fitted = ("-", c.why_not or "-")
+            elif not math.isfinite(c.fit.stderr):
+                fitted = (f"{c.fit.at:.2f}", "not known: scatter hides how the losses curve")
             else:
                 fitted = (f"{c.fit.at:.2f}", f"{c.fit.low:.2f} to {c.fit.high:.2f}")
             lines.append(
@@ -163,10 +165,9 @@ def table(found: Sequence[Report]) -> str:
 def _transfer_cells(report: Report) -> str:
     t = report.transfer
     if t is None:
-        known = sum(c.fit is not None for c in report.curves)
-        return (
-            f"- | - | not decided: {known} of {len(report.curves)} widths have an optimum; 3 are needed | -"
-        )
+        known = sum(c.fit is not None and math.isfinite(c.fit.stderr) for c in report.curves)
+        why = f"{known} of {len(report.curves)} widths have an optimum within finite bounds; 3 are needed"
+        return f"- | - | not decided: {why} | -"
     cost = ", ".join(f"{width}: {nats:.4f}" for width, nats in t.cost.items())
     return f"{t.octaves:+.3f} ± {t.stderr:.3f} | {t.low:+.2f} to {t.high:+.2f} | {t.verdict} | {cost}"
 
