@@ -55,9 +55,11 @@ def gated_delta_rule(
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens)
     gradients = _gradients_wanted(q, k, v, g, beta, initial_state)
     name = _chosen("gated_delta_rule", q, v, cu_seqlens is not None, gradients, backend)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
     if q.device.type == "xla":
-        options = registry.Options(scale, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None)
+        options = registry.Options(
+            factor, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None
+        )
         return lazy_autograd.gated_delta_rule(
             q, k, v, g, beta, initial_state, cu_seqlens, options, gradients, name
         )
@@ -69,7 +71,7 @@ def gated_delta_rule(
         beta,
         initial_state,
         cu_seqlens,
-        scale,
+        factor,
         use_qk_l2norm_in_kernel,
         output_final_state,
         gradients,
