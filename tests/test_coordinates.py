@@ -77,7 +77,7 @@ def test_another_rule_for_gates_moves_their_slope_by_its_power(parametrization: 
 
 
 def test_holds_for_deep_delta_learning_too():
-    """After two steps: the first changes logit_next as width^-0.17 on these random tokens, seen with 4 seeds."""
+    """After two steps: the first changes logit_next as width^-0.17 on these random tokens."""
     found = checked("mup", "adamw", "ddl")
     failed = {name: v.change for name, v in found.items() if not v.change.passes or not v.size.passes}
     assert not failed, failed
