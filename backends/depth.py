@@ -111,6 +111,27 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
+class _Lazy(torch.autograd.Function):
+    """The same without operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None, backend: str
+    ) -> Tensor:
+        checks.residual_values(x, k, v, beta, k_eps)
+        ctx.save_for_backward(x, k, v, beta)
+        ctx.k_eps, ctx.backend = k_eps, backend
+        with torch.autocast(x.device.type, enabled=False):
+            return adapter(backend, OP).delta_residual_forward(x, k, v, beta, k_eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        with torch.autocast(dout.device.type, enabled=False):
+            grads = adapter(ctx.backend, OP).delta_residual_backward(dout, *ctx.saved_tensors, ctx.k_eps)
+        return *grads, None, None
+
+
 def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError(
         "delta_residual has no second derivative; drop create_graph=True, "

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends import BackendRefusal, checking, delta_residual, depth_cases, judge
+from backends import BackendRefusal, checking, delta_residual, depth, depth_cases, judge
 from backends.registry import BACKENDS, Call
 
 M, D, DV = 5, 24, 3
@@ -197,3 +197,15 @@ def test_a_second_derivative_and_an_unknown_backend_are_refused():
         grad.sum().backward()
     with pytest.raises(BackendRefusal, match="no backend is named"):
         delta_residual(x, k, v, gates(0.5, x.dtype), backend="chunky")
+
+
+@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+def test_without_the_operators_it_is_the_same(backend):
+    """The path of lazy tensors, on tensors that are not."""
+    x, k, v = (y.requires_grad_() for y in inputs())
+    beta = gates(0.5, x.dtype).requires_grad_()
+    leaves = [x, k, v, beta]
+    found, expected = depth._Lazy.apply(*leaves, 1e-3, backend), depth._forward(*leaves, 1e-3, backend)
+    assert isinstance(found, Tensor) and torch.equal(found, expected)
+    grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
