@@ -32,6 +32,11 @@ COMMANDS = {
         "RECIPE [widths=64,128,...] [key=value ...]",
         "whether what a model computes and learns depends on its width",
     ),
+    "plan": (
+        "train.commands.plan",
+        "RECIPE [key=value ...]",
+        "memory, FLOPs and bytes sent on 1 to 1024 workers, computed",
+    ),
     "data": ("train.data.cli", "prepare SOURCE | info DIR", "text to token shards"),
 }
 
