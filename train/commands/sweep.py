@@ -112,11 +112,16 @@ def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
 
 def _write(sweep: Sweep, folder: Path) -> None:
     """Print the report, and leave it with the picture in the folder."""
+    from ..sweep import comparison
     from ..sweep.picture import draw
     from ..sweep.report import as_json, reports, table
 
-    found = reports(sweep, Results(folder).read())
+    results = Results(folder).read()
+    found = reports(sweep, results)
     text = table(found)
+    if arms := comparison.compared(results):
+        text += "\n\n" + comparison.table(arms)
+        comparison.draw(arms, folder / "comparison.png")
     (folder / "report.md").write_text(text + "\n")
     (folder / "report.json").write_text(as_json(found))
     picture = draw(found, folder / "sweep.png")
