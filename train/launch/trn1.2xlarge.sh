@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# One Trn1 chip, two NeuronCores, data parallel. Not yet run on a chip.
+#   train/launch/trn1.2xlarge.sh gdn_mup_adamw model.width=512
+set -euo pipefail
+export NEURON_CC_FLAGS="--model-type=transformer --auto-cast=none"
+export NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 # 32 GiB of host memory
+exec torchrun --nproc_per_node=2 -m train run "${1:?name a recipe}" device=xla sample.tokens=0 "${@:2}"
