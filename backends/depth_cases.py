@@ -1,8 +1,8 @@
 """The grid of `delta_residual`, and its judge: the equation in float64, on inputs rounded to the dtype.
 
 Allowed is FACTOR times the error of the equation in float32, results rounded to the dtype, and never less
-than a floor: sums over D and DV of float32 terms, STEPS roundings in a row, and one of the result. Inputs are made as in
-`backends.cases`: the same on every machine.
+than a floor: sums over D and DV of float32 terms, STEPS roundings in a row, and one of the result. Inputs are
+made as in `backends.cases`: the same on every machine.
 """
 
 from __future__ import annotations
