@@ -122,9 +122,19 @@ def load_state_tensors(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None
     optimizer.load_state_dict(
         {
             "state": {index: slots[name] for index, name in enumerate(names) if name in slots},
-            "param_groups": optimizer.state_dict()["param_groups"],
+            "param_groups": _numbered(optimizer),
         }
     )
+
+
+def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups as state_dict has them, with numbers for parameters. ZeRO-1's own is only on the leader."""
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        last = first + len(group["params"])
+        groups.append({**group, "params": list(range(first, last))})
+        first = last
+    return groups
 
 
 def _named(optimizer: Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
