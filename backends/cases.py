@@ -88,6 +88,7 @@ class Case:
 SMALL = frozenset({"small"})
 SLOW = frozenset({"slow"})
 BENCH = frozenset({"slow", "bench"})
+TIMED = BENCH | {"bench-cpu"}
 BOTH: tuple[Literal["o", "final_state"], ...] = ("o", "final_state")
 
 # The error of dg is one number per head where nothing decays: rows about that have 4 heads or 8, so that an
@@ -217,7 +218,7 @@ def select(
         if unknown:
             raise ValueError(f"no case is named {unknown[0]!r}; there are: {', '.join(BY_NAME)}")
         return [BY_NAME[name] for name in names]
-    return [case for case in CASES if tags <= case.tags and (slow or tags & BENCH or "slow" not in case.tags)]
+    return [case for case in CASES if tags <= case.tags and (slow or tags & TIMED or "slow" not in case.tags)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from faults import FAULTS
 
 from backends import bench, chunked, device
 from backends.bench import Spread, interleaved, prepared
-from backends.cases import BY_NAME, inputs
+from backends.cases import BY_NAME, inputs, select
 from backends.peers import PEERS
 
 CPU = torch.device("cpu")
@@ -119,3 +119,9 @@ def test_memory_is_what_a_pass_takes():
     assert 6 * 2**20 < ours < 400 * 2**20
     assert 6 * 2**20 < theirs < 400 * 2**20
     assert device.peak_memory(CPU) > ours
+
+
+@pytest.mark.parametrize("tag, some", [("bench", "paper_1024"), ("bench-cpu", "cpu_train")])
+def test_there_is_something_to_time_without_naming_it(tag, some):
+    """Timed cases are slow ones, which asking for them by tag must not lose."""
+    assert some in [case.name for case in select(tags=frozenset({tag}))]
