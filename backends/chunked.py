@@ -137,6 +137,9 @@ def backward(
     M = at.chunks * HV
     Q, K_, rq, rk, V_, D, P, G, N, w, A, U = (x[:M] for x in saved[:-1])
     states = saved[-1][: M + at.N * HV]
+    inverse_square = (
+        options.scale**-2 if options.scale else 0.0
+    )  # without scale there is no Q, and no dq either
     _, gam, lam = _decays(at, g, HV, dtype)
     beta_ = at.split(beta, gam.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
     dO = at.split(do, torch.empty_like(U).unflatten(0, (-1, HV, 1))).view(M, C, V)
@@ -170,7 +173,7 @@ def backward(
             dq.baddbmm_(dP, k_)
             dk.addcmul_(dk_S, be, value=-1).baddbmm_(dP.mT, Q[i]).baddbmm_(dG + dG.mT, k_, alpha=-1)
             if options.use_qk_l2norm_in_kernel:
-                dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-(options.scale**-2)).mul_(rq[i])
+                dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-inverse_square).mul_(rq[i])
                 dk.addcmul_(k_, _dot(dk, k_)[..., None], value=-1).mul_(rk[i])
             torch.mul(dR, be, out=dU[i])
     dv = at.join(dU.view(at.chunks, HV, C, V), v.new_empty(v.shape))

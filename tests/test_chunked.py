@@ -69,6 +69,15 @@ def test_every_decay_and_head_size_is_the_recurrence(K, V, decay):
     agree(found, right, EXACT + 70 * decay * torch.finfo(torch.float64).eps)
 
 
+@pytest.mark.parametrize("scale", [0.0, -2.0, 1e-3])
+def test_every_scale_is_the_recurrence(scale):
+    """q carries the scale through the chunks, which a gradient through its norm takes out again."""
+    given, douts = made(1, 40, 1, 8, 12)
+    options = {"scale": scale, "use_qk_l2norm_in_kernel": True}
+    found, right = (outcome(given, douts, backend, **options) for backend in ("chunked", "recurrent"))
+    agree(found, right, EXACT)
+
+
 def test_packed_sequences_are_separate_ones():
     bounds = [0, 0, 5, 70, 70, 71, 135, 135]
     given, douts = made(1, 135, 2, 16, 24, HV=4, N=len(bounds) - 1)
