@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,13 +31,27 @@ def start(world: int, arguments: Sequence[object], logs: Path) -> list[BaseProce
     return processes
 
 
+def joined(processes: Sequence[BaseProcess], logs: Path, seconds: float = 120) -> list[int]:
+    """Their exit codes. Processes that wait for each other are ended after `seconds`, and fail the test."""
+    until = time.monotonic() + seconds
+    for process in processes:
+        process.join(timeout=max(0.0, until - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for rank in late:
+        processes[rank].kill()
+        processes[rank].join()
+    assert not late, f"ranks {late} did not end within {seconds:g} s\n{said(logs)}"
+    return [code for process in processes if (code := process.exitcode) is not None]
+
+
+def said(logs: Path) -> str:
+    """What every rank printed."""
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(logs.iterdir()))
+
+
 def train(world: int, arguments: Sequence[object], logs: Path) -> None:
     """The same, which must succeed on every rank."""
-    processes = start(world, arguments, logs)
-    for process in processes:
-        process.join()
-    said = "\n".join(path.read_text() for path in sorted(logs.iterdir()))
-    assert [process.exitcode for process in processes] == [0] * world, said
+    assert joined(start(world, arguments, logs), logs) == [0] * world, said(logs)
 
 
 def free_port() -> int:

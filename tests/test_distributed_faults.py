@@ -40,11 +40,9 @@ def test_sigterm_to_all_saves_and_the_rest_is_the_same_run(data, undisturbed, tm
     wait_for(out, 7)
     for process in processes:
         os.kill(process.pid, signal.SIGTERM)
-    for process in processes:
-        process.join()
-    said = (tmp_path / "logs" / "rank-0").read_text()
-    assert [process.exitcode for process in processes] == [128 + signal.SIGTERM] * 2, said
-    assert "stopped by SIGTERM" in said
+    logs = tmp_path / "logs"
+    assert team_run.joined(processes, logs) == [128 + signal.SIGTERM] * 2, team_run.said(logs)
+    assert "stopped by SIGTERM" in (logs / "rank-0").read_text()
     team_run.train(2, ["resume", out], tmp_path / "again")
     assert left_by(out) == left_by(undisturbed)
 
@@ -56,11 +54,10 @@ def test_sigkill_of_one_ends_the_other_and_the_rest_is_the_same_run(data, undist
     processes = team_run.start(2, ["run", "tiny", *keys(data, out)], tmp_path / "logs")
     wait_for(out, 7)
     os.kill(processes[victim].pid, signal.SIGKILL)
-    for process in processes:
-        process.join(timeout=60)
-    assert processes[victim].exitcode == -signal.SIGKILL
-    other = processes[1 - victim]
-    assert other.exitcode not in (0, None), (tmp_path / "logs" / f"rank-{1 - victim}").read_text()
+    logs = tmp_path / "logs"
+    codes = team_run.joined(processes, logs)
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] != 0, team_run.said(logs)
     assert (out / "checkpoints" / "step-00000005").is_dir()
     team_run.train(2, ["resume", out], tmp_path / "again")
     assert left_by(out) == left_by(undisturbed)

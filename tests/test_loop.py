@@ -287,6 +287,24 @@ class TestStopping:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
 
+    def test_a_signal_of_one_process_stops_all(self):
+        with StopRequest(None) as stop:
+            assert stop.together(lambda mine: max(mine, 1 + signal.SIGTERM)) == "SIGTERM"
+            assert stop.signal == signal.SIGTERM
+
+    def test_a_signal_that_the_others_do_not_know_of_waits(self):
+        """One process stopping alone leaves the others waiting for it, until somebody ends them."""
+
+        def too_late(mine: int) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            return mine
+
+        with StopRequest(None) as stop:
+            assert stop.together(too_late) is None
+            assert stop.reason == "SIGTERM"
+            assert stop.together(lambda mine: mine) == "SIGTERM"
+
     def test_handlers_are_put_back(self):
         before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
         with StopRequest(1.0) as stop:

@@ -125,10 +125,7 @@ class _Loop:
             return stop.reason
         if state.step % self.run.config.log.every:
             return None
-        asked = team.largest(0 if stop.reason is None else 1 + (stop.signal or 0))
-        if asked > 1:
-            stop.signal = asked - 1
-        return stop.reason or (f"max_minutes={self.run.config.max_minutes:g}" if asked else None)
+        return stop.together(team.largest)
 
     def close(self) -> None:
         self.run.folder.metrics.close()

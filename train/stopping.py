@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,6 +24,19 @@ class StopRequest:
         if self._until is not None and time.monotonic() >= self._until:
             return f"max_minutes={self._minutes:g}"
         return None
+
+    def together(self, largest: Callable[[int], int]) -> str | None:
+        """`reason` of any of several processes, the same for all: `largest` gives the largest of their numbers.
+
+        What comes to this process after its number was sent waits for the next time: the others know nothing
+        of it, and would go on without it.
+        """
+        mine = 1 + self.signal if self.signal is not None else int(self.reason is not None)
+        asked = largest(mine)
+        if asked > 1:
+            self.signal = asked - 1
+            return signal.Signals(self.signal).name
+        return f"max_minutes={self._minutes:g}" if asked else None
 
     def __enter__(self) -> "StopRequest":
         for number in (signal.SIGTERM, signal.SIGINT):
