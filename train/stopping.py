@@ -26,7 +26,7 @@ class StopRequest:
         return None
 
     def together(self, largest: Callable[[int], int]) -> str | None:
-        """`reason` of any of several processes, the same for all: `largest` gives the largest of their numbers.
+        """`reason` of any of several processes, the same for all. `largest`: of everybody's numbers.
 
         What comes to this process after its number was sent waits for the next time: the others know nothing
         of it, and would go on without it.
