@@ -163,6 +163,37 @@ def test_bounds_are_ordered(target):
         assert sum(e.instructions.values()) == len(e.steps)
 
 
+def test_loads_and_stores_share_the_bandwidth():
+    """Copies of tiles that DMA binds: with a bandwidth for each queue they would end in half of `dma`."""
+
+    def body():
+        big = nl.shared_constant(np.zeros((128, 2048), np.float32))
+        for _ in range(4):
+            tile = nl.ndarray((128, 2048), F32, nl.sbuf)
+            nisa.dma_copy(dst=tile, src=big)
+            nisa.dma_copy(dst=nl.ndarray((128, 2048), F32, nl.shared_hbm), src=tile)
+
+    _, e = traced(body)
+    assert isclose(e.dma, 8 * 128 * 2048 * 4 / 272e3)
+    assert e.dma <= e.lower <= e.schedule <= e.upper
+    spans = sorted((s.start, s.start + s.busy) for s in e.steps)
+    assert all(end <= begin + 1e-9 for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+
+
+def test_a_load_passes_a_store_that_waits():
+    def body():
+        big = nl.shared_constant(np.zeros((128, 512), np.float32))
+        tile = ones(128, 512)
+        for _ in range(10):
+            nisa.tensor_scalar(dst=tile, data=tile, op0=nl.add, operand0=1.0)
+        nisa.dma_copy(dst=nl.ndarray((128, 512), F32, nl.shared_hbm), src=tile)
+        nisa.dma_copy(dst=nl.ndarray((128, 512), F32, nl.sbuf), src=big)
+
+    _, e = traced(body)
+    store, load = e.steps[-2:]
+    assert load.start == 0.0 and store.start > e.engines["vector"]
+
+
 def test_hbm_bytes_and_multiply_adds():
     def body():
         big = nl.shared_constant(np.zeros((128, 64), np.float32))

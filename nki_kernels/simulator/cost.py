@@ -8,8 +8,8 @@ Per instruction: cycles of its engine (busy), and what an instruction that waits
     dma       sum of bytes / bandwidth
     path      the longest chain of dependent instructions, latencies included
     lower     max(engine, port, dma, path): perfect overlap
-    schedule  every engine runs in program order, loads and stores are two queues of DMA, and each instruction
-              waits for its operands
+    schedule  every engine runs in program order; loads and stores are two queues that share DMA's bandwidth;
+              each instruction waits for its operands
     upper     every instruction alone, one after the other
 
 Sources: cycles per instruction from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages
@@ -20,6 +20,7 @@ costs at least 512 bytes of bandwidth; a float32 transposition on the Tensor eng
 GpSimd elementwise work costs 150 cycles and one per element.
 """
 
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +104,7 @@ def estimate(trace: Sequence[Record], target: Target) -> Estimate:
     done: list[float] = []  # in the schedule
     reached: list[float] = []  # along dependencies only
     before: list[int | None] = []
+    transfers: list[tuple[float, float]] = []
     read = written = macs = 0
     upper = 0.0
     for i, record in enumerate(trace):
@@ -116,6 +118,8 @@ def estimate(trace: Sequence[Record], target: Target) -> Estimate:
             start = max(start, done[j] + wait)
             if reached[j] + wait > longest:
                 longest, cause = reached[j] + wait, j
+        if record.engine is Engine.dma:
+            start = _placed(transfers, start, busy)
         for queue in queues:
             free[queue] = start + busy
             ports[queue] += busy
@@ -194,6 +198,21 @@ def _queue(record: Record) -> str:
     if record.engine is Engine.dma and any(o.buffer in HBM for o in record.writes):
         return "dma stores"
     return record.engine.name
+
+
+def _placed(transfers: list[tuple[float, float]], earliest: float, busy: float) -> float:
+    """When a transfer begins: in the first gap between `transfers` (begin, end) that holds it, and adds it.
+
+    A load that is issued behind a store need not wait for what the store waits for, and yet both never have
+    more than the whole bandwidth.
+    """
+    start = earliest
+    for begin, end in transfers[max(0, bisect_right(transfers, (earliest,)) - 1) :]:
+        if begin >= start + busy:
+            break
+        start = max(start, end)
+    insort(transfers, (start, start + busy))
+    return start
 
 
 def _moved(record: Record) -> int:
