@@ -200,12 +200,13 @@ def test_a_second_derivative_and_an_unknown_backend_are_refused():
 
 
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
-def test_without_the_operators_it_is_the_same(backend):
-    """The path of lazy tensors, on tensors that are not."""
+def test_with_the_custom_operator_it_is_the_same(backend):
+    """What torch.compile runs, called directly."""
     x, k, v = (y.requires_grad_() for y in inputs())
     beta = gates(0.5, x.dtype).requires_grad_()
     leaves = [x, k, v, beta]
-    found, expected = depth._Lazy.apply(*leaves, 1e-3, backend), depth._forward(*leaves, 1e-3, backend)
+    found, _ = depth.OPERATOR.forward(*leaves, 1e-3, backend)
+    expected = delta_residual(*leaves, k_eps=1e-3, backend=backend)
     assert isinstance(found, Tensor) and torch.equal(found, expected)
     grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
