@@ -11,7 +11,7 @@ sequences are cut by their lengths, read from cu_seqlens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,9 @@ LANE_CHUNKS = 64  # 8,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # a decode step of so many is 1,500 to 2,600 instructions
 TOKENS = 8192  # of the residual update: with four columns 1,200 instructions forward, 4,400 backward
 CHUNK = 128
-EVERY = 1  # chunks between kept states
+EVERY = 2  # chunks between kept states: 1.2 times the least bytes a step instead of 1.5, in bfloat16
 WIDTH = 4  # a C x C matrix of each of 4 lanes is one bank of PSUM
+LANES = ((64, 128, 8), (128, 256, 6), (256, 512, 2))  # K, V up to these: so many leave a tenth of SBUF free
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,31 @@ class Plan:
 
 def plan(N: int, H: int, HV: int, K: int, V: int) -> Plan:
     """Lanes that fit SBUF, in two bundles where there are two; the simulator's peaks are in the tests."""
-    small = K <= 128 and V <= 256
-    width = max(min(WIDTH if small else 2, -(-N * HV // 2)), min(HV // H, WIDTH))
-    return Plan(EVERY, CHUNK, 8 if small else 4, width)
+    lanes = next(n for most_k, most_v, n in LANES if most_k >= K and most_v >= V)
+    width = max(min(max(2, lanes // 2), -(-N * HV // 2)), min(HV // H, lanes, WIDTH))
+    return Plan(EVERY, CHUNK, lanes, width)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a call: some sequences over some tokens. rows index q, sequences the states."""
+    """Part of a call: some sequences over some tokens. rows index q, sequences the states.
+
+    kept is where the states lie that this piece keeps. The one before kept.start is the state that it found,
+    if that was handed on to it; the first piece finds the call's initial state.
+    """
 
     rows: slice
     sequences: slice
     tokens: slice
-    kept: slice  # where the states lie that this piece keeps
+    kept: slice
+
+    @property
+    def handed_on(self) -> slice:
+        return slice(self.kept.start - 1, self.kept.start)
 
 
 def stretches(T: int) -> int:
-    """How many states a sequence of T tokens keeps."""
+    """Backward solves a sequence of T tokens in so many stretches; each but the first needs a kept state."""
     return -(-T // (CHUNK * EVERY))
 
 
@@ -81,14 +90,15 @@ def pieces(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[list[Piece]]
         groups, kept = [], 0
         for n in range(len(bounds) - 1):
             groups.append((slice(0, 1), slice(n, n + 1), bounds[n], bounds[n + 1], kept))
-            kept += stretches(bounds[n + 1] - bounds[n])
+            kept += max(0, stretches(bounds[n + 1] - bounds[n]) - 1)
     length = max(1, LANE_CHUNKS // (HV * EVERY)) * CHUNK * EVERY
     found = []
     for rows, sequences, start, stop, kept in groups:
         cut = []
         for at in range(start, stop, length):
             end, first = min(at + length, stop), kept + (at - start) // (CHUNK * EVERY)
-            cut.append(Piece(rows, sequences, slice(at, end), slice(first, first + stretches(end - at))))
+            many = stretches(end - at) - 1
+            cut.append(Piece(rows, sequences, slice(at, end), slice(first, first + many)))
         found.append(cut)
     return found
 
@@ -96,10 +106,10 @@ def pieces(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[list[Piece]]
 def saved_shapes(
     q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, options: Options
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """States before chunks [B, how many there may be, K, HV, V]."""
+    """States before stretches [B, how many there may be, K, HV, V]; nothing for short sequences."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    many = stretches(T) if cu_seqlens is None else T // (CHUNK * EVERY) + cu_seqlens.shape[0] - 1
-    return [((B, many, K, HV, V), torch.float32)]
+    many = stretches(T) - 1 if cu_seqlens is None else T // (CHUNK * EVERY)
+    return [((B, many, K, HV, V), torch.float32)] if many > 0 else []
 
 
 def forward(
@@ -122,6 +132,8 @@ def forward(
         for piece in group:
             cut = [x[piece.rows, piece.tokens] for x in (q, k, v, g, beta)]
             how = plan(rows.stop - rows.start, H, HV, K, V)
+            if S is not None and piece is not group[0]:
+                states.append((piece.rows, piece.handed_on, S.transpose(1, 2).unsqueeze(1)))
             o, S, *kept = _run(
                 gated_delta_rule_fwd,
                 *cut,
@@ -134,17 +146,15 @@ def forward(
                 how.lanes,
                 how.width,
             )
-            outs.append((piece, o))
-            states += [(piece, x) for x in kept]
+            outs.append((piece.rows, piece.tokens, o))
+            states += [(piece.rows, piece.kept, x) for x in kept]
         if S is None:
             S = q.new_zeros((sequences.stop - sequences.start, HV, K, V), dtype=torch.float32)
         finals.append(S)
-    o = _joined(outs, v, lambda piece: piece.tokens)
+    o = _joined(outs, v)
     final_state = torch.cat(finals) if options.output_final_state else None
-    if not save:
-        return o, final_state, []
-    ((shape, dtype),) = saved_shapes(q, v, initial_state, cu_seqlens, options)
-    return o, final_state, [_joined(states, q.new_zeros(shape, dtype=dtype), lambda piece: piece.kept)]
+    promised = saved_shapes(q, v, initial_state, cu_seqlens, options) if save else []
+    return o, final_state, [_joined(states, q.new_zeros(shape, dtype=dtype)) for shape, dtype in promised]
 
 
 def backward(
@@ -162,35 +172,38 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
-    inputs, (states,) = (q, k, v, g, beta), saved
-    grads: list[list[tuple[Piece, Tensor]]] = [[] for _ in inputs]
+    inputs = (q, k, v, g, beta)
+    grads: list[list[tuple[slice, slice, Tensor]]] = [[] for _ in inputs]
     firsts = []
     for group, rows, sequences in _groups(q, v, cu_seqlens):
         dS = None if dstate is None else dstate[sequences]
         for piece in reversed(group):
             cut = [x[piece.rows, piece.tokens] for x in (*inputs, do)]
             how = plan(rows.stop - rows.start, H, HV, K, V)
+            S = None if initial_state is None else initial_state[sequences]
+            if piece is not group[0]:
+                S = saved[0][piece.rows, piece.handed_on].squeeze(1).transpose(1, 2)
             *found, dS = _run(
                 gated_delta_rule_bwd,
                 *cut,
                 dS,
-                states[piece.rows, piece.kept],
+                S,
+                saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else None,
                 options.scale,
                 options.use_qk_l2norm_in_kernel,
                 dS is not None,
+                S is not None,
                 how.every,
                 how.C,
                 how.lanes,
                 how.width,
             )
             for i, x in enumerate(inputs):
-                grads[i].append((piece, _summed(found[i], x)))
+                grads[i].append((piece.rows, piece.tokens, _summed(found[i], x)))
         if dS is None:
             dS = q.new_zeros((sequences.stop - sequences.start, HV, K, V), dtype=torch.float32)
         firsts.append(dS)
-    dq, dk, dv, dg, dbeta = (
-        _joined(found, x, lambda piece: piece.tokens) for found, x in zip(grads, inputs, strict=True)
-    )
+    dq, dk, dv, dg, dbeta = (_joined(found, x) for found, x in zip(grads, inputs, strict=True))
     return dq, dk, dv, dg, dbeta, None if initial_state is None else torch.cat(firsts)
 
 
@@ -241,13 +254,13 @@ def _summed(grad: Tensor, x: Tensor) -> Tensor:
     return grad if parts == 1 else grad.unflatten(2, (x.shape[2], parts)).sum(3).to(x.dtype)
 
 
-def _joined(found: list[tuple[Piece, Tensor]], like: Tensor, where: Callable[[Piece], slice]) -> Tensor:
-    """Pieces at their places in a tensor like `like`; one that is everything, as it is."""
-    if len(found) == 1 and found[0][1].shape == like.shape:
-        return found[0][1]
+def _joined(found: list[tuple[slice, slice, Tensor]], like: Tensor) -> Tensor:
+    """Parts at their rows and places in a tensor like `like`; one that is everything, as it is."""
+    if len(found) == 1 and found[0][2].shape == like.shape:
+        return found[0][2]
     out = torch.zeros_like(like)
-    for piece, x in found:
-        out[piece.rows, where(piece)] = x
+    for rows, places, x in found:
+        out[rows, places] = x
     return out
 
 

@@ -2,7 +2,7 @@
 
 `nki_kernels.chunk_gradients` has the equations. Every `every` chunks forward kept the state; between two
 kept ones a stretch of chunks is solved again from its start, and its matrices stay on chip until the
-gradients, going backward, have used them.
+gradients, going backward, have used them. The first state is the call's own initial state, or 0.
 """
 
 import numpy as np
@@ -47,14 +47,16 @@ from nki_kernels.tiles import (
 from nki_kernels.triangular import inverses, pair_masks, workspace
 
 
-def kept_state(states, stretch, bundle, parts, V):
+def kept_state(initial_state, states, stretch, bundle, parts, V, started):
     """S of a bundle at the start of a stretch, per part of K a tile [f, lanes, V]."""
+    if stretch == 0:
+        return first_state(initial_state, bundle, parts, V, started)
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     S = []
     for part in parts:
         start, stop = part
         tile = sbuf((stop - start, lanes, V))
-        nisa.dma_copy(dst=tile, src=states[n, stretch, start:stop, first : first + lanes, :])
+        nisa.dma_copy(dst=tile, src=states[n, stretch - 1, start:stop, first : first + lanes, :])
         S.append(tile)
     return S
 
@@ -128,13 +130,14 @@ def settle(owed, outputs, full, parts, l2norm):
 
 @nki.jit
 def gated_delta_rule_bwd(
-    q, k, v, g, beta, do, dstate, states, scale, l2norm, given, every, C, lanes, width
+    q, k, v, g, beta, do, dstate, initial_state, states, scale, l2norm, given, started, every, C, lanes, width
 ):  # fmt: skip
     """(dq, dk, dv, dg, dbeta, dinitial_state), given `states` from forward with the same C and every.
 
-    Shapes as in forward; do like v; dstate [N, HV, K, V] float32 is read if `given`, else None. dq and dk
-    [N, T, slots, K]: one head per key head in q's dtype, or, where a group of value heads is larger than
-    `width`, float32 parts whose consecutive slots / H sum to it.
+    Shapes as in forward, states None if there are none; do like v; dstate [N, HV, K, V] float32 is read if
+    `given`, initial_state if `started`, and each is None else. dq and dk [N, T, slots, K]: one head per key
+    head in q's dtype, or, where a group of value heads is larger than `width`, float32 parts whose
+    consecutive slots / H sum to it.
     """
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
@@ -164,7 +167,7 @@ def gated_delta_rule_bwd(
             last_chunk = min(first_chunk + every, chunks)
             S = []
             for bundle in wave:
-                S.append(kept_state(states, stretch, bundle, parts, V))
+                S.append(kept_state(initial_state, states, stretch, bundle, parts, V, started))
             solved_chunks = []
             for chunk in range(first_chunk, last_chunk):
                 start = chunk * C
@@ -216,12 +219,15 @@ def gated_delta_rule_bwd(
 
 
 def example(
-    B=1, T=256, H=2, K=64, V=128, HV=0, dtype="float32", every=1, C=128, lanes=8, width=4
+    B=1, T=256, H=2, K=64, V=128, HV=0, dtype="float32", every=2, C=128, lanes=8, width=4
 ):  # fmt: skip
     """The kernel and arguments as training passes them: no gradient of the final state, l2norm."""
     HV = HV or H
     q, k, v, g, beta, do = inputs(B, T, H, HV, K, V, dtype)
-    kept = -(-T // (C * every))
+    kept = (-(-T // C) - 1) // every
     states = np.random.default_rng(1).standard_normal((B, kept, K, HV, V), np.float32) * np.float32(K**-0.5)
-    arguments = (q, k, v, g, beta, do, None, states, K**-0.5, True, False, every, C, lanes, width)
+    arguments = (
+        q, k, v, g, beta, do, None, None, states if kept else None, K**-0.5, True, False, False, every, C,
+        lanes, width,
+    )  # fmt: skip
     return gated_delta_rule_bwd, arguments

@@ -74,12 +74,11 @@ def finished(stage, y, S, bundle, parts, states, every, o):
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     x, rows = y["x"], y["rows"]
     if stage == 0:
-        if every > 0 and y["chunk"] % max(every, 1) == 0:
+        if every > 0 and y["chunk"] > 0 and y["chunk"] % max(every, 1) == 0:
+            stretch = y["chunk"] // every - 1
             for part in range(len(parts)):
                 low, high = parts[part]
-                nisa.dma_copy(
-                    dst=states[n, y["chunk"] // every, low:high, first : first + lanes, :], src=S[part]
-                )
+                nisa.dma_copy(dst=states[n, stretch, low:high, first : first + lanes, :], src=S[part])
         y["residual"] = residual(x, S, bundle, rows, parts)
     if stage == 1:
         start, tokens = y["start"], y["tokens"]
@@ -92,14 +91,15 @@ def finished(stage, y, S, bundle, parts, states, every, o):
 
 @nki.jit
 def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, every, C, lanes, width):
-    """(o, final_state), or (o, final_state, states) for backward.
+    """(o, final_state), or (o, final_state, states) for backward, where there are any to keep.
 
     q, k            [N, T, H, K] float32 or bfloat16, any T; 1 <= K <= 256
     v               [N, T, HV, V], 1 <= V <= 512; o has its shape and dtype
     g, beta         [N, T, HV]; g <= 0 float32
     initial_state   [N, HV, K, V] float32, read if `given`; else None
     scale, l2norm   of q; normalize q and k by rsqrt(sum of squares + 1e-6)
-    every           0, or keep the state before every such chunk: states [N, chunks / every, K, HV, V] float32
+    every           0, or keep the state before every such chunk but the first, whose state backward is given:
+                    states [N, (chunks - 1) // every, K, HV, V] float32
     C               tokens a chunk, a power of two up to 128
     lanes, width    value heads in turn, and of these in one instruction (at most 4)
     """
@@ -110,10 +110,9 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
     o = nl.ndarray((N, T, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
     final = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     states = final
-    if every > 0:
-        states = nl.ndarray(
-            (N, (chunks + every - 1) // every, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm
-        )
+    kept = (chunks - 1) // every if every > 0 else 0
+    if kept > 0:
+        states = nl.ndarray((N, kept, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, chunk_rows(T))
     full = constants(largest)
     masks = pair_masks(largest)
@@ -177,13 +176,13 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
                     )  # fmt: skip
         for b in range(count):
             store_state(final, S[b], wave[b], parts)
-    if every > 0:
+    if kept > 0:
         return o, final, states
     return o, final
 
 
 def example(
-    B=1, T=256, H=2, K=64, V=128, HV=0, dtype="float32", every=1, C=128, lanes=8, width=4
+    B=1, T=256, H=2, K=64, V=128, HV=0, dtype="float32", every=2, C=128, lanes=8, width=4
 ):  # fmt: skip
     """The kernel and arguments as training passes them: no initial state, l2norm; every=0: as inference."""
     q, k, v, g, beta, _ = inputs(B, T, H, HV or H, K, V, dtype)
