@@ -258,6 +258,22 @@ def dma_priority_before_gen4():
     nisa.dma_copy(dst=sbuf(4, 4), src=ones(4, 4), priority=1)
 
 
+@CASES.refuses("rand_get_state on the gpsimd engine needs NeuronCore-v3")
+def generator_state_on_trn1():
+    nisa.rand_get_state(dst=sbuf(4, 6, dtype=nl.uint32))
+
+
+@CASES.refuses("rand_set_state src_seeds must be uint32 with 6 elements per partition", target="trn2")
+def generator_state_of_another_size():
+    nisa.rand_set_state(src_seeds=sbuf(4, 5, dtype=nl.uint32))
+
+
+@CASES.refuses("nc_matmul_mx needs NeuronCore-v4", target="trn2")
+def quantized_product_before_gen4():
+    x = ones(4, 4)
+    nisa.nc_matmul_mx(dst=product(4, 4), stationary=x, moving=x, stationary_scale=x, moving_scale=x)
+
+
 # Activation and reductions
 
 

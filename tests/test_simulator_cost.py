@@ -1,6 +1,7 @@
 """The cost model: instruction costs against the documented formulas, dependencies, bounds, the report."""
 
 import json
+from itertools import pairwise
 from math import isclose
 
 import numpy as np
@@ -177,7 +178,7 @@ def test_loads_and_stores_share_the_bandwidth():
     assert isclose(e.dma, 8 * 128 * 2048 * 4 / 272e3)
     assert e.dma <= e.lower <= e.schedule <= e.upper
     spans = sorted((s.start, s.start + s.busy) for s in e.steps)
-    assert all(end <= begin + 1e-9 for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(spans))
 
 
 def test_a_load_passes_a_store_that_waits():

@@ -1,5 +1,6 @@
 """Where kernels get NKI from: the one import site, and files written for the real package."""
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nki_kernels.simulator import nisa, nki, nl, record
 from nki_kernels.simulator.aliases import as_nki
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +49,46 @@ def test_a_file_that_imports_nki_runs_unmodified(tmp_path):
     assert "nki" not in sys.modules
 
 
+def test_platform_target_is_the_target_where_a_run_names_none():
+    kernel = nki.jit(platform_target="trn2")(identity_of_generation)
+    assert kernel().item() == 3 and kernel[1]().item() == 3
+    assert nki.simulate(kernel, target="trn1")().item() == 2
+    with pytest.raises(ValueError, match="'trn9' is not one of"):
+        nki.jit(platform_target="trn9")(identity_of_generation)()
+
+
+def identity_of_generation():
+    out = nl.ndarray((1, 1), nl.float32, nl.shared_hbm)
+    tile = nl.full((1, 1), float(nisa.get_nc_version().value), nl.float32)
+    nisa.dma_copy(dst=out, src=tile)
+    return out
+
+
+def test_collectives_can_be_imported_and_are_refused():
+    with as_nki():
+        collectives = importlib.import_module("nki.collectives")
+        constants = importlib.import_module("nki.isa.constants")
+    assert constants.dge_mode is nisa.dge_mode
+    with pytest.raises(NotImplementedError, match=r"nki\.collectives\.all_reduce is not simulated; run the"):
+        _ = collectives.all_reduce
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "target"),
+    [
+        ("nc_matmul_mx", ("dst", "stationary", "moving", "stationary_scale", "moving_scale"), "trn3"),
+        ("quantize_mx", ("dst", "src", "dst_scale"), "trn3"),
+        ("topk", ("val_dst", "idx_dst", "src", "n"), "trn1"),
+    ],
+)
+def test_what_is_known_and_not_simulated_says_so(op, operands, target):
+    def kernel():
+        getattr(nisa, op)(**dict.fromkeys(operands, nl.ones((16, 16), nl.float32)))
+
+    with pytest.raises(NotImplementedError, match=f"{op} is not simulated; "):
+        record(kernel, target=target, check_source=False)
+
+
 def run_import_site(path):
     code = "from nki_kernels.language import RUNTIME, nki; print(RUNTIME, nki.__name__)"
     return subprocess.run(
@@ -79,8 +121,6 @@ def test_a_broken_nki_fails_loudly(tmp_path):
 
 
 def test_torch_tensors_are_refused_with_the_way_out():
-    from nki_kernels.simulator import nki
-
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match="argument x is a Tensor; pass NumPy arrays"):
         nki.simulate(identity)(torch.ones(2))

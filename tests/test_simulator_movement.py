@@ -140,6 +140,24 @@ def test_random_numbers_have_the_right_distribution():
     assert abs(result[:, 100:].mean() - 127.5) < 3.0
 
 
+@pytest.mark.parametrize(("engine", "words", "target"), [("gpsimd", 6, "trn2"), ("vector", 24, "trn3")])
+def test_a_generator_resumes_from_its_state(engine, words, target):
+    engine = nisa.engine[engine]
+
+    def body(out):
+        state = nl.ndarray((4, words), nl.uint32, nl.sbuf)
+        for part in range(2):
+            if part == 0:
+                nisa.rand_get_state(dst=state, engine=engine)
+            else:
+                nisa.rand_set_state(src_seeds=state, engine=engine)
+            nisa.rng(dst=out[:, part, :])
+        nisa.rng(dst=out[:, 2, :])
+
+    first, again, after = execute(body, shape=(4, 3, 50), dtype=nl.int32, target=target).transpose(1, 0, 2)
+    assert (first == again).all() and (first != after).any()
+
+
 def halves(x):
     """Each core doubles half of x, swaps it with the other's, and writes the sum of both to its row."""
     rows, columns = x.shape

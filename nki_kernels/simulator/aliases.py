@@ -25,10 +25,18 @@ class _Anything:
         return self
 
 
+class _Collectives(ModuleType):
+    """nki.collectives can be imported; its functions connect devices, and here is one."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(f"nki.collectives.{name} is not simulated; run the kernel for one device")
+
+
 @contextmanager
 def as_nki() -> Iterator[None]:
-    """Inside, `nki`, `nki.isa`, `nki.language` and `nki.typing` are the simulator's, even if the real ones "
-    "exist."""
+    """Inside, `nki` and its modules are the simulator's, even if the real ones exist."""
     nki: Any = ModuleType("nki")
     typing: Any = ModuleType("nki.typing")
     typing.tensor = typing.mutable_tensor = _Anything()
@@ -41,7 +49,8 @@ def as_nki() -> Iterator[None]:
         language,
         typing,
     )
-    fresh = {"nki": nki, "nki.isa": isa, "nki.language": language, "nki.typing": typing}
+    fresh = {"nki": nki, "nki.isa": isa, "nki.isa.constants": isa.constants, "nki.language": language}
+    fresh |= {"nki.typing": typing, "nki.collectives": _Collectives("nki.collectives")}
     before = {name: sys.modules.get(name) for name in fresh}
     sys.modules.update(fresh)
     try:

@@ -36,16 +36,17 @@ class Run:
 class Kernel:
     """A kernel as @nki.jit leaves it."""
 
-    def __init__(self, function: Callable[..., Any], cores: int = 1) -> None:
+    def __init__(self, function: Callable[..., Any], cores: int = 1, target: str | None = None) -> None:
         self.function = function
         self.cores = cores
+        self.target = target
         functools.update_wrapper(self, function)
 
     def __getitem__(self, cores: Any) -> "Kernel":
         degree = cores[0] if isinstance(cores, tuple) and len(cores) == 1 else cores
         if degree not in (1, 2):
             raise NkiValidationError(f"NKI only supports LNC 1 or 2, but got {degree}")
-        return Kernel(self.function, degree)
+        return Kernel(self.function, degree, self.target)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if running.machine is not None:
@@ -55,9 +56,12 @@ class Kernel:
         return record(self, *args, trace=False, **kwargs).outputs
 
 
-def jit(function: Callable[..., Any] | None = None, mode: str | None = None) -> Any:
-    """@nki.jit. `mode` is accepted and ignored, as in NKI."""
-    return Kernel(function) if function is not None else Kernel
+def jit(
+    function: Callable[..., Any] | None = None, mode: str | None = None, platform_target: str | None = None
+) -> Any:
+    """@nki.jit. `mode` is ignored, as in NKI; `platform_target` is the target where a run names none."""
+    made = functools.partial(Kernel, target=platform_target)
+    return made if function is None else made(function)
 
 
 def simulate(
@@ -103,7 +107,7 @@ def record(
     """Run a kernel and keep its instruction trace and memory peaks."""
     if not isinstance(kernel, Kernel):
         kernel = Kernel(kernel)
-    chosen = resolve(target)
+    chosen = resolve(target or kernel.target)
     if kernel.cores == 2 and chosen.generation == 2:
         raise NkiValidationError(f"LNC 2 is not supported on {chosen.name}, only LNC 1")
     if strict and check_source:

@@ -9,16 +9,18 @@ activation   activation activation_reduce                                       
 generate     iota affine_select                                                             GpSimd
 search       max8 nc_find_index8 nc_match_replace8 nc_n_gather local_gather sequence_bounds
              nonzero_with_count                                                             Vector, GpSimd
-randomness   rng dropout rand2 set_rng_seed                                                 Vector
+randomness   rng dropout rand2 set_rng_seed rand_set_state rand_get_state                   Vector, GpSimd
 registers    register_alloc register_move register_load register_store                      sequencers
 paired       core_barrier sendrecv (gen3, two cores)                                        DMA, GpSimd
 later        range_select (gen3) exponential activate2 (gen4)                               Vector, Scalar
+             nc_matmul_mx quantize_mx topk: refused
 dma          dma_copy dma_transpose dma_compute                                             DMA
-enums        engine reduce_cmd dge_mode oob_mode matmul_perf_mode nc_version dma_engine
+enums        engine reduce_cmd dge_mode oob_mode matmul_perf_mode nc_version dma_engine; also as `constants`
 """
 
 from ..errors import NkiValidationError
 from ..machine import current
+from . import enums as constants
 from .activation import activation, activation_reduce
 from .dma import dma_compute, dma_copy, dma_transpose
 from .elementwise import (
@@ -46,10 +48,10 @@ from .enums import (
     vector_engine,
 )
 from .generate import affine_select, iota
-from .later import activate2, exponential, range_select
+from .later import activate2, exponential, nc_matmul_mx, quantize_mx, range_select, topk
 from .matmul import nc_matmul, nc_transpose
 from .paired import core_barrier, sendrecv
-from .randomness import dropout, rand2, rng, set_rng_seed
+from .randomness import dropout, rand2, rand_get_state, rand_set_state, rng, set_rng_seed
 from .reduction import (
     bn_aggr,
     bn_stats,
@@ -77,6 +79,11 @@ def get_nc_version() -> nc_version:
     return nc_version(current().target.generation)
 
 
+def get_nc_sub_version() -> int:
+    """The revision of the silicon within its generation: the first."""
+    return 0
+
+
 __all__ = [
     "NkiValidationError",
     "VirtualRegister",
@@ -86,6 +93,7 @@ __all__ = [
     "affine_select",
     "bn_aggr",
     "bn_stats",
+    "constants",
     "core_barrier",
     "dge_mode",
     "dma_compute",
@@ -95,6 +103,7 @@ __all__ = [
     "dropout",
     "engine",
     "exponential",
+    "get_nc_sub_version",
     "get_nc_version",
     "gpsimd_engine",
     "iota",
@@ -105,13 +114,17 @@ __all__ = [
     "nc_find_index8",
     "nc_match_replace8",
     "nc_matmul",
+    "nc_matmul_mx",
     "nc_n_gather",
     "nc_stream_shuffle",
     "nc_transpose",
     "nc_version",
     "nonzero_with_count",
     "oob_mode",
+    "quantize_mx",
     "rand2",
+    "rand_get_state",
+    "rand_set_state",
     "range_select",
     "reciprocal",
     "reduce_cmd",
@@ -136,6 +149,7 @@ __all__ = [
     "tensor_scalar_reduce",
     "tensor_tensor",
     "tensor_tensor_scan",
+    "topk",
     "unknown_engine",
     "vector_engine",
 ]

@@ -1,4 +1,8 @@
-"""Instructions that Trn1 does not have: range_select (gen3), exponential and activate2 (gen4)."""
+"""Instructions that Trn1 does not have: range_select (gen3), exponential and activate2 (gen4).
+
+Known and not simulated: nc_matmul_mx and quantize_mx (gen4), whose packed 4 and 8 bit tiles have no dtype
+here, and topk, of which the documentation does not say which partitions hold the result.
+"""
 
 import numpy as np
 
@@ -136,3 +140,30 @@ def activate2(
     run.write(out, result)
     _accumulate(run, run.machine.scalar_registers[:P], reduce_op or add, result, reduce_cmd, reduce_res)
     return run.done(reduces=reduce_res is not None)
+
+
+def nc_matmul_mx(
+    dst: NkiTensor,
+    stationary: NkiTensor,
+    moving: NkiTensor,
+    stationary_scale: NkiTensor,
+    moving_scale: NkiTensor,
+    tile_position: tuple[int, int] | None = None,
+    tile_size: tuple[int, int] | None = None,
+    accumulate: bool | None = None,
+    name: str | None = None,
+) -> Handle:
+    """Refused: see the module."""
+    Instruction("nc_matmul_mx", Engine.tensor).needs_generation(4, "nc_matmul_mx")
+    raise NotImplementedError("nc_matmul_mx is not simulated; multiply bfloat16 tiles with nc_matmul")
+
+
+def quantize_mx(dst: NkiTensor, src: NkiTensor, dst_scale: NkiTensor, name: str | None = None) -> Handle:
+    """Refused: see the module."""
+    Instruction("quantize_mx", Engine.vector).needs_generation(4, "quantize_mx")
+    raise NotImplementedError("quantize_mx is not simulated; keep bfloat16 tiles")
+
+
+def topk(val_dst: NkiTensor, idx_dst: NkiTensor, src: NkiTensor, n: int, name: str | None = None) -> Handle:
+    """Refused: see the module."""
+    raise NotImplementedError("topk is not simulated; take max8 and nc_match_replace8 in turn")

@@ -54,3 +54,31 @@ def set_rng_seed(src_seeds: NkiTensor, name: str | None = None) -> Handle:
     seeds = run.read("src_seeds", src_seeds)
     current().rng = np.random.default_rng(int(to_float32(seeds).flat[0]))
     return run.done()
+
+
+def rand_set_state(src_seeds: NkiTensor, engine: engines = engines.gpsimd, name: str | None = None) -> Handle:
+    """Seed the generator from a tile of uint32, 6 words per partition (Vector: 24)."""
+    run = Instruction("rand_set_state", engine)
+    _needs_xorwow(run, engine, "src_seeds", src_seeds)
+    current().rng = np.random.default_rng(run.read("src_seeds", src_seeds).reshape(-1))
+    return run.done()
+
+
+def rand_get_state(dst: NkiTensor, engine: engines = engines.gpsimd, name: str | None = None) -> Handle:
+    """Write words to dst from which `rand_set_state` resumes here: what is drawn next is drawn again."""
+    run = Instruction("rand_get_state", engine)
+    _needs_xorwow(run, engine, "dst", dst)
+    words = current().rng.integers(0, 2**32, dst.shape, dtype=np.uint32)
+    run.write(run.dst("dst", dst), words)
+    current().rng = np.random.default_rng(words.reshape(-1))
+    return run.done()
+
+
+def _needs_xorwow(run: Instruction, engine: engines, role: str, state: NkiTensor) -> None:
+    run.needs_generation(4 if engine is engines.vector else 3, f"{run.op} on the {engine.name} engine")
+    words = 24 if engine is engines.vector else 6
+    require(
+        state.dtype == "uint32" and state.size == words * state.shape[0],
+        f"{run.op} {role} must be uint32 with {words} elements per partition, "
+        f"got {state.dtype} {state.shape}",
+    )
