@@ -2,6 +2,7 @@
 
 gated_delta_rule, gated_delta_rule_step     the operations over time
 delta_residual                              the operation over depth
+short_convolution, gated_rms_norm, add_rms_norm, linear_cross_entropy       a layer's small operations
 use, checking                               the backend; whether data is checked; of a process or a block
 describe, BackendRefusal                    what runs here and why not
 """
@@ -10,17 +11,22 @@ from backends.checks import checking
 from backends.declarations import declare
 from backends.depth import delta_residual
 from backends.device import platforms
+from backends.layers import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
 from backends.ops import gated_delta_rule, gated_delta_rule_step
 from backends.registry import BackendRefusal, Row, use
 from backends.registry import describe as _describe
 
 __all__ = [
     "BackendRefusal",
+    "add_rms_norm",
     "checking",
     "delta_residual",
     "describe",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "gated_rms_norm",
+    "linear_cross_entropy",
+    "short_convolution",
     "use",
 ]
 

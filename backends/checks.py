@@ -7,7 +7,7 @@ data waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, finfo, float32, float64, int64
 
@@ -49,7 +49,7 @@ def arguments(
     B, T = q.shape[:2]
     if B == 0 or T == 0:
         raise ValueError(
-            f"q {_shape(q)} has B={B}, T={T}; both must be at least 1: skip the call for empty input"
+            f"q {shape(q)} has B={B}, T={T}; both must be at least 1: skip the call for empty input"
         )
     _dtypes_and_devices(q, {"k": k, "v": v}, {"g": g, "beta": beta})
     sequences = B
@@ -66,7 +66,7 @@ def step_arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit `gated_delta_rule_step`."""
     _shapes_agree(("B",), q=q, k=k, v=v, g=g, beta=beta)
     if q.shape[0] == 0:
-        raise ValueError(f"q {_shape(q)} has B=0; it must be at least 1: skip the call for empty input")
+        raise ValueError(f"q {shape(q)} has B=0; it must be at least 1: skip the call for empty input")
     _dtypes_and_devices(q, {"k": k, "v": v}, {"g": g, "beta": beta})
     _state("state", state, q, (q.shape[0], v.shape[1], q.shape[2], v.shape[2]), "B, HV, K, V")
 
@@ -79,15 +79,15 @@ def residual_arguments(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: flo
     lead = tuple(k.shape[:-1])
     if k.dim() < 1 or x.dim() not in (k.dim(), k.dim() + 1) or x.shape[: k.dim()] != k.shape:
         raise ValueError(
-            f"k {_shape(k)} does not fit x {_shape(x)}; with x [..., D, DV] or [..., D] k is [..., D]"
+            f"k {shape(k)} does not fit x {shape(x)}; with x [..., D, DV] or [..., D] k is [..., D]"
         )
     wanted = lead if x.dim() == k.dim() else (*lead, x.shape[-1])
     if tuple(v.shape) != wanted:
-        raise ValueError(f"v {_shape(v)} does not fit x {_shape(x)}; expected {_numbers(wanted)}")
+        raise ValueError(f"v {shape(v)} does not fit x {shape(x)}; expected {numbers(wanted)}")
     if tuple(beta.shape) != lead:
-        raise ValueError(f"beta {_shape(beta)} does not fit k {_shape(k)}; expected {_numbers(lead)}")
+        raise ValueError(f"beta {shape(beta)} does not fit k {shape(k)}; expected {numbers(lead)}")
     if 0 in x.shape:
-        raise ValueError(f"x {_shape(x)} is empty; skip the call")
+        raise ValueError(f"x {shape(x)} is empty; skip the call")
     _dtypes_and_devices(x, {"k": k, "v": v}, {"beta": beta}, of="x")
     if k_eps is not None and not 0 < k_eps < float("inf"):
         raise ValueError(f"k_eps={k_eps} must be above 0 and finite, or None where k has norm 1 already")
@@ -97,8 +97,7 @@ def residual_values(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float 
     """Inside `checking()`: raises ValueError for data that `delta_residual` can make no sense of."""
     if not _checking:
         return
-    for name, y in {"x": x, "k": k, "v": v, "beta": beta}.items():
-        _refuse_where(~y.isfinite(), name, y, "is not finite; look for where it was made")
+    finite({"x": x, "k": k, "v": v, "beta": beta})
     _refuse_where((beta < 0) | (beta > 2), "beta", beta, "is outside [0, 2]; pass 2 sigmoid(b)")
     if k_eps is None:
         _refuse_long(k, "pass k_eps")
@@ -112,25 +111,25 @@ def _shapes_agree(lead: tuple[str, ...], **tensors: Tensor) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
         letters = lead + last[name]
         if x.dim() != len(letters):
-            raise ValueError(f"{name} {_shape(x)} has {x.dim()} dimensions, expected [{', '.join(letters)}]")
+            raise ValueError(f"{name} {shape(x)} has {x.dim()} dimensions, expected [{', '.join(letters)}]")
     q, k, v, n = tensors["q"], tensors["k"], tensors["v"], len(lead)
     if q.shape != k.shape:
-        raise ValueError(f"q {_shape(q)} and k {_shape(k)} differ; both are [{', '.join(lead)}, H, K]")
+        raise ValueError(f"q {shape(q)} and k {shape(k)} differ; both are [{', '.join(lead)}, H, K]")
     for name in ("v", "g", "beta"):
         x = tensors[name]
         if x.shape[:n] != q.shape[:n]:
             raise ValueError(
-                f"{name} {_shape(x)} and q {_shape(q)} differ in {' or '.join(lead)}; "
+                f"{name} {shape(x)} and q {shape(q)} differ in {' or '.join(lead)}; "
                 "all tensors cover the same tokens"
             )
         if x.shape[n] != v.shape[n]:
             raise ValueError(
-                f"{name} {_shape(x)} has {x.shape[n]} heads, v {_shape(v)} has {v.shape[n]}; both are HV"
+                f"{name} {shape(x)} has {x.shape[n]} heads, v {shape(v)} has {v.shape[n]}; both are HV"
             )
     H, HV, K, V = q.shape[n], v.shape[n], q.shape[-1], v.shape[-1]
     if min(H, HV, K, V) == 0:
         raise ValueError(
-            f"H={H}, HV={HV}, K={K}, V={V} in q {_shape(q)}, v {_shape(v)}; all must be at least 1"
+            f"H={H}, HV={HV}, K={K}, V={V} in q {shape(q)}, v {shape(v)}; all must be at least 1"
         )
     if HV % H:
         raise ValueError(f"HV={HV} is not a multiple of H={H}; value head j reads query head j // (HV / H)")
@@ -162,7 +161,7 @@ def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
         raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}, not torch.int64; convert it once with .long()")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
-            f"cu_seqlens {_shape(cu_seqlens)} is not [N + 1] with N >= 1; pass [0, end of 1st, ..., T]"
+            f"cu_seqlens {shape(cu_seqlens)} is not [N + 1] with N >= 1; pass [0, end of 1st, ..., T]"
         )
     if q.shape[0] != 1:
         raise ValueError(
@@ -172,15 +171,15 @@ def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, q is on {q.device}; move it to q's device")
 
 
-def _state(name: str, state: Tensor, q: Tensor, shape: tuple[int, ...], letters: str) -> None:
+def _state(name: str, state: Tensor, q: Tensor, wanted: tuple[int, ...], letters: str) -> None:
     if not isinstance(state, Tensor):
         raise TypeError(f"{name} is a {type(state).__name__}; pass a torch.Tensor")
-    if tuple(state.shape) != shape:
-        raise ValueError(f"{name} {_shape(state)} is not [{letters}] = {_numbers(shape)}")
-    wanted = float64 if q.dtype == float64 else float32
-    if state.dtype != wanted:
+    if tuple(state.shape) != wanted:
+        raise ValueError(f"{name} {shape(state)} is not [{letters}] = {numbers(wanted)}")
+    dtype = float64 if q.dtype == float64 else float32
+    if state.dtype != dtype:
         raise TypeError(
-            f"{name} is {state.dtype}; with {q.dtype} q it is {wanted}: states keep full precision"
+            f"{name} is {state.dtype}; with {q.dtype} q it is {dtype}: states keep full precision"
         )
     if state.device != q.device:
         raise ValueError(f"{name} is on {state.device}, q is on {q.device}; move it to q's device")
@@ -194,9 +193,7 @@ def values(
         _bounds(cu_seqlens, T)
     if not _checking:
         return
-    for name, x in tensors.items():
-        if x is not None:
-            _refuse_where(~x.isfinite(), name, x, "is not finite; look for where it was made")
+    finite(tensors)
     g, beta, k = tensors["g"], tensors["beta"], tensors["k"]
     assert g is not None and beta is not None and k is not None
     _refuse_where(
@@ -205,6 +202,15 @@ def values(
     _refuse_where((beta < 0) | (beta > 2), "beta", beta, "is outside [0, 2]; pass sigmoid(b) or 2 sigmoid(b)")
     if not normalized_inside:
         _refuse_long(k, "pass use_qk_l2norm_in_kernel=True")
+
+
+def finite(tensors: Mapping[str, Tensor | None]) -> None:
+    """Inside `checking()`: raises ValueError for NaN and infinity in any."""
+    if not _checking:
+        return
+    for name, x in tensors.items():
+        if x is not None:
+            _refuse_where(~x.isfinite(), name, x, "is not finite; look for where it was made")
 
 
 def _bounds(cu_seqlens: Tensor, T: int) -> None:
@@ -237,12 +243,14 @@ def _refuse_where(bad: Tensor, name: str, x: Tensor, complaint: str) -> None:
         raise ValueError(f"{name} at {where} is {x[where].item():.6g}, which {complaint}")
 
 
-def _shape(x: Tensor) -> str:
-    return _numbers(x.shape)
+def shape(x: Tensor) -> str:
+    """Its sizes in brackets."""
+    return numbers(x.shape)
 
 
-def _numbers(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
+def numbers(sizes: Sequence[int]) -> str:
+    """[2, 3, 4]."""
+    return "[" + ", ".join(map(str, sizes)) + "]"
 
 
 def _name(x: Tensor) -> str:

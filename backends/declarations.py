@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from backends.registry import OPERATIONS, Backend, Capability, register
+from backends.registry import LAYERS, OPERATIONS, Backend, Capability, register
 
 EVERY_FLOAT = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -34,6 +34,7 @@ def declare() -> None:
         automatic=frozenset({"cuda"}),
         max_k=256,
     )
+    row = replace(triton, max_k=16384, bound_by="a program holds whole rows in registers")
     register(
         Backend(
             name="triton",
@@ -42,18 +43,14 @@ def declare() -> None:
                 "gated_delta_rule": triton,
                 "gated_delta_rule_step": triton,
                 "delta_residual": replace(triton, max_k=None),
+                "short_convolution": replace(triton, max_k=None, max_v=8),
+                "gated_rms_norm": row,
+                "add_rms_norm": row,
+                "linear_cross_entropy": replace(triton, max_k=None),
             },
+            elsewhere=dict.fromkeys(LAYERS, "backends.triton_layers"),
             unavailable=_triton_missing,
             emulated=frozenset({"cpu"}),
-        )
-    )
-    chunked = Capability(dtypes=EVERY_FLOAT, automatic=frozenset({"cpu"}))
-    register(
-        Backend(
-            name="chunked",
-            adapter="backends.chunked",
-            capabilities=dict.fromkeys(OPERATIONS, chunked),
-            elsewhere={"delta_residual": "backends.depth_chunked"},
         )
     )
     kernels = Capability(
@@ -63,6 +60,11 @@ def declare() -> None:
     )  # fmt: skip
     # over depth K is D: 128 tokens' keys stay on chip whole
     over_depth = replace(kernels, max_k=12288, max_v=None, bound_by="")
+    taps = replace(
+        kernels, max_k=None, max_v=32, packed=True, forms=frozenset({"silu"}),
+        bound_by="2 W - 2 rows of a tile of 128 are its neighbors'",
+    )  # fmt: skip
+    norm = replace(kernels, max_k=4096, max_v=None, bound_by="the sums of dweight fill the 8 banks of PSUM")
     register(
         Backend(
             name="nki",
@@ -71,11 +73,27 @@ def declare() -> None:
                 "gated_delta_rule": kernels,
                 "gated_delta_rule_step": kernels,
                 "delta_residual": over_depth,
+                "short_convolution": taps,
+                "gated_rms_norm": norm,
             },
             unavailable=_nki_missing,
+            elsewhere=dict.fromkeys(("short_convolution", "gated_rms_norm"), "backends.nki_layers"),
         )
     )
-    simulated = replace(kernels, devices=frozenset({"cpu"}), automatic=frozenset(), packed=True)
+    chunked = Capability(dtypes=EVERY_FLOAT, automatic=frozenset({"cpu"}))
+    register(
+        Backend(
+            name="chunked",
+            adapter="backends.chunked",
+            # after the backends with kernels, since its layers are every device's
+            capabilities=dict.fromkeys(OPERATIONS, chunked)
+            | dict.fromkeys(LAYERS, replace(chunked, automatic=None)),
+            elsewhere={"delta_residual": "backends.depth_chunked"}
+            | dict.fromkeys(LAYERS, "backends.layers_pytorch"),
+        )
+    )
+    here = {"devices": frozenset({"cpu"}), "automatic": frozenset(), "packed": True}
+    simulated = replace(kernels, **here)
     register(
         Backend(
             name="nki-simulator",
@@ -83,9 +101,12 @@ def declare() -> None:
             capabilities={
                 "gated_delta_rule": simulated,
                 "gated_delta_rule_step": simulated,
-                "delta_residual": replace(simulated, max_k=12288, max_v=None, bound_by=""),
+                "delta_residual": replace(over_depth, **here),
+                "short_convolution": replace(taps, **here),
+                "gated_rms_norm": replace(norm, **here),
             },
             emulated=frozenset({"cpu"}),
+            elsewhere=dict.fromkeys(("short_convolution", "gated_rms_norm"), "backends.nki_layers"),
         )
     )
     # T steps one after the other: right, and slow on purpose, so only by name
@@ -94,7 +115,7 @@ def declare() -> None:
         Backend(
             name="recurrent",
             adapter="backends.recurrent",
-            capabilities=dict.fromkeys(OPERATIONS, recurrent),
+            capabilities={op: recurrent for op in OPERATIONS if op not in LAYERS},
             elsewhere={"delta_residual": "backends.depth_recurrent"},
         )
     )

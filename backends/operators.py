@@ -1,9 +1,9 @@
 """How an operation without a state reaches its backend: eagerly, under torch.compile, on lazy tensors.
 
-An `Operator` is a pair of functions of an adapter's module, NAME_forward and NAME_backward, made differentiable:
+An `Operator` is a pair of functions of an adapter's module, made differentiable:
 
     NAME_forward(*tensors, *options) -> an output, or outputs and then what backward wants back
-    NAME_backward(*gradients of outputs, *tensors, *what was kept, *options) -> a gradient per differentiable tensor
+    NAME_backward(*gradients of outputs, *what it reads, *what was kept, *options) -> gradients
     NAME_saved(*tensors, *options) -> [(shape, dtype)] of what is kept; a module without it keeps nothing
 
 Under torch.compile it is the custom operators `delta_trn::NAME` and `delta_trn::NAME_backward`, with the
@@ -26,9 +26,13 @@ LIBRARY = "delta_trn"
 
 
 class Operator:
-    """NAME, its tensors ("gate?" may be None; "position*" has no gradient), its options with their schema types.
+    """NAME, its tensors, and its options with their types in a schema. A tensor named "gate?" may be None.
 
-    fakes       (*tensors, *options) -> outputs of the right shapes and dtypes, nothing in them
+    outputs     their names
+    fakes       (*tensors, *options) -> outputs of the right shapes and dtypes, with nothing in them
+    reads       tensors and outputs that backward reads; None: all tensors
+    gradients   for each gradient that backward returns, the tensors whose it is; None: each of `reads`
+    backward_fakes      (*gradients of outputs, *reads, *kept, *options) -> gradients; None: like `reads`
     values      (*tensors, *options): raises ValueError for data that make no sense, where it may look
     """
 
@@ -38,34 +42,40 @@ class Operator:
         *,
         tensors: Sequence[str],
         options: Mapping[str, str],
+        outputs: Sequence[str] = ("out",),
         fakes: Callable[..., Sequence[Tensor]],
-        outputs: int = 1,
+        reads: Sequence[str] | None = None,
+        gradients: Sequence[Sequence[str]] | None = None,
+        backward_fakes: Callable[..., Sequence[Tensor]] | None = None,
         values: Callable[..., None] = lambda *given: None,
     ) -> None:
-        self.name, self.fakes, self.outputs, self.values = name, fakes, outputs, values
-        self.count = len(tensors)
-        self.differentiable = [not word.endswith("*") for word in tensors]
-        words = [(word.rstrip("?*"), "?" if "?" in word else "") for word in tensors]
-        self.arguments = [word for word, _ in words] + list(options)
-        given = ", ".join(
-            [f"Tensor{mark} {word}" for word, mark in words]
-            + [f"{kind} {word}" for word, kind in options.items()]
-        )
-        grads = ", ".join(["Tensor"] * sum(self.differentiable))
-        douts = ", ".join(f"Tensor dout{i}" for i in range(outputs))
+        self.name, self.outputs, self.fakes, self.values = name, tuple(outputs), fakes, values
+        optional = {word.rstrip("?") for word in tensors if word.endswith("?")}
+        self.tensors = [word.rstrip("?") for word in tensors]
+        self.reads = self.tensors if reads is None else list(reads)
+        self.gradients = [(word,) for word in self.reads] if gradients is None else gradients
+        self.backward_fakes = self._like_reads if backward_fakes is None else backward_fakes
+
+        def schema(words: Sequence[str]) -> list[str]:
+            return [f"Tensor{'?' * (word in optional)} {word}" for word in words]
+
+        constants = [f"{kind} {word}" for word, kind in options.items()]
         self.forward = torch.library.custom_op(
             f"{LIBRARY}::{name}",
             self._forward,
             mutates_args=(),
-            schema=f"({given}, str backend) -> ({', '.join(['Tensor'] * outputs)}, Tensor[])",
+            schema=f"({', '.join([*schema(self.tensors), *constants, 'str backend'])}) -> "
+            f"({', '.join(['Tensor'] * len(outputs))}, Tensor[])",
         )
         self.forward.register_fake(self._fake_forward)
         self.forward.register_autograd(self._differentiate, setup_context=self._keep)
+        given = [f"Tensor d{word}" for word in outputs] + schema(self.reads)
+        given += ["Tensor[] kept", *constants, "str backend"]
         self.backward = torch.library.custom_op(
             f"{LIBRARY}::{name}_backward",
             self._backward,
             mutates_args=(),
-            schema=f"({douts}, Tensor[] saved, {given}, str backend) -> ({grads})",
+            schema=f"({', '.join(given)}) -> ({', '.join(['Tensor'] * len(self.gradients))})",
         )
         self.backward.register_fake(self._fake_backward)
         self.backward.register_autograd(self._refuse)
@@ -73,7 +83,7 @@ class Operator:
     def __call__(self, *given: Any, backend: str) -> tuple[Tensor, ...]:
         """The outputs; `given` are tensors, then options."""
         if torch.compiler.is_compiling():
-            return self.forward(*given, backend)[: self.outputs]
+            return self.forward(*given, backend)[:-1]
         return _Eager.apply(self, backend, *given)  # type: ignore[return-value]
 
     def run(self, backend: str, given: Sequence[Any]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -81,28 +91,30 @@ class Operator:
         self.values(*given)
         with torch.autocast(given[0].device.type, enabled=False):
             found = getattr(adapter(backend, self.name), f"{self.name}_forward")(*given)
-        found = (found,) if isinstance(found, Tensor) else tuple(found)
-        return found[: self.outputs], list(found[self.outputs :])
+        found = (found,) if isinstance(found, Tensor) else found
+        n = len(self.outputs)
+        return tuple(found[:n]), list(found[n:])
 
-    def gradients(
-        self, backend: str, douts: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Any]
-    ) -> tuple[Tensor | None, ...]:
-        """One for each differentiable tensor, None for one that is absent."""
-        tensors, options = given[: self.count], given[self.count :]
-        with torch.autocast(douts[0].device.type, enabled=False):
-            backward = getattr(adapter(backend, self.name), f"{self.name}_backward")
-            return tuple(backward(*douts, *tensors, *saved, *options))
+    def differentiate(self, backend: str, given: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """Gradients, by the adapter; None for a tensor that is absent."""
+        with torch.autocast(given[0].device.type, enabled=False):
+            return tuple(getattr(adapter(backend, self.name), f"{self.name}_backward")(*given))
 
-    def spread(self, grads: Sequence[Tensor | None], given: Sequence[Any]) -> list[Tensor | None]:
-        """Gradients of all that was given: None where there is none."""
-        rest = iter(grads)
-        found = [next(rest) if differentiable else None for differentiable in self.differentiable]
-        found = [grad if isinstance(x, Tensor) else None for grad, x in zip(found, given, strict=False)]
-        return found + [None] * (len(given) - self.count)
+    def read(self, given: Sequence[Any], outputs: Sequence[Tensor]) -> list[Any]:
+        """What backward reads."""
+        known = dict(
+            zip((*self.tensors, *self.outputs), (*given[: len(self.tensors)], *outputs), strict=True)
+        )
+        return [known[word] for word in self.reads]
+
+    def spread(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """A gradient, or None, for each tensor."""
+        found = {word: grad for words, grad in zip(self.gradients, grads, strict=True) for word in words}
+        return [found.get(word) for word in self.tensors]
 
     def _forward(self, *given: Any) -> tuple[Any, ...]:
-        outputs, saved = self.run(given[-1], given[:-1])
-        return *(y.contiguous() for y in outputs), [y.contiguous() for y in saved]
+        outputs, kept = self.run(given[-1], given[:-1])
+        return *(y.contiguous() for y in outputs), [y.contiguous() for y in kept]
 
     def _fake_forward(self, *given: Any) -> tuple[Any, ...]:
         *given, backend = given
@@ -111,26 +123,34 @@ class Operator:
         return *self.fakes(*given), [given[0].new_empty(shape, dtype=dtype) for shape, dtype in kept]
 
     def _backward(self, *given: Any) -> tuple[Tensor, ...]:
-        douts, (saved, *rest, backend) = given[: self.outputs], given[self.outputs :]
-        grads = self.gradients(backend, douts, saved, rest)
-        return tuple(douts[0].new_empty(0) if grad is None else grad.contiguous() for grad in grads)
+        n = len(self.outputs) + len(self.reads)
+        grads = self.differentiate(given[-1], (*given[:n], *given[n], *given[n + 1 : -1]))
+        return tuple(given[0].new_empty(0) if grad is None else grad.contiguous() for grad in grads)
 
     def _fake_backward(self, *given: Any) -> tuple[Tensor, ...]:
-        rest = given[self.outputs + 1 :]
-        tensors = [x for x, wanted in zip(rest, self.differentiable, strict=False) if wanted]
-        return tuple(given[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
+        n = len(self.outputs) + len(self.reads)
+        return tuple(self.backward_fakes(*given[:n], *given[n], *given[n + 1 : -1]))
+
+    def _like_reads(self, *given: Any) -> list[Tensor]:
+        read = given[len(self.outputs) : len(self.outputs) + len(self.reads)]
+        like = dict(zip(self.reads, read, strict=True))
+        found = [like[words[0]] for words in self.gradients]
+        return [given[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in found]
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         *given, ctx.backend = inputs
-        ctx.options = given[self.count :]
-        ctx.save_for_backward(*given[: self.count], *output[-1])
-        ctx.mark_non_differentiable(*output[-1])
+        *outputs, kept = output
+        ctx.options = given[len(self.tensors) :]
+        ctx.absent = [x is None for x in given[: len(self.tensors)]]
+        ctx.save_for_backward(*self.read(given, outputs), *kept)
+        ctx.mark_non_differentiable(*kept)
 
     def _differentiate(self, ctx: Any, *douts: Any) -> tuple[Tensor | None, ...]:
-        tensors, saved = ctx.saved_tensors[: self.count], ctx.saved_tensors[self.count :]
-        given = [*tensors, *ctx.options]
-        grads = self.backward(*douts[: self.outputs], list(saved), *given, ctx.backend)
-        return *self.spread(grads, given), None
+        read, kept = ctx.saved_tensors[: len(self.reads)], ctx.saved_tensors[len(self.reads) :]
+        grads = self.backward(*douts[:-1], *read, list(kept), *ctx.options, ctx.backend)
+        grads = [grads] if isinstance(grads, Tensor) else grads
+        found = [None if absent else x for x, absent in zip(self.spread(grads), ctx.absent, strict=True)]
+        return *found, *[None] * len(ctx.options), None
 
     def _refuse(self, ctx: Any, *grads: Any) -> None:
         raise RuntimeError(
@@ -141,29 +161,24 @@ class Operator:
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, backend: str, *given: Any) -> tuple[Tensor, ...]:
-        outputs, saved = operator.run(backend, given)
-        ctx.operator, ctx.backend, ctx.options = operator, backend, given[operator.count :]
-        ctx.save_for_backward(*given[: operator.count], *saved)
+        outputs, kept = operator.run(backend, given)
+        ctx.operator, ctx.backend, ctx.options = operator, backend, given[len(operator.tensors) :]
+        ctx.save_for_backward(*operator.read(given, outputs), *kept)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        n = ctx.operator.count
-        given = [*ctx.saved_tensors[:n], *ctx.options]
-        grads = _EagerBackward.apply(
-            ctx.operator, ctx.backend, len(given), *given, *ctx.saved_tensors[n:], *douts
-        )
-        return None, None, *ctx.operator.spread(grads, given)  # type: ignore[arg-type]
+        grads = _EagerBackward.apply(ctx.operator, ctx.backend, *douts, *ctx.saved_tensors, *ctx.options)
+        return None, None, *ctx.operator.spread(grads), *[None] * len(ctx.options)  # type: ignore[arg-type]
 
 
 class _EagerBackward(torch.autograd.Function):
     """A function of its own, so that a derivative of it can be refused by name."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, backend: str, count: int, *x: Any) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, operator: Operator, backend: str, *given: Any) -> tuple[Tensor | None, ...]:
         ctx.operator = operator
-        end = len(x) - operator.outputs
-        return operator.gradients(backend, x[end:], x[count:end], x[:count])
+        return operator.differentiate(backend, given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:

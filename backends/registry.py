@@ -14,7 +14,19 @@ from types import ModuleType
 
 import torch
 
-OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step", "delta_residual")
+# Every device has PyTorch's form of a layer's small operations, and few backends have kernels for all: here a
+# process's default backend is a first choice, and the tensors' device decides where it has none.
+LAYERS = ("short_convolution", "gated_rms_norm", "add_rms_norm", "linear_cross_entropy")
+OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step", "delta_residual", *LAYERS)
+
+# what a Call's K and V are
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "delta_residual": ("D", "DV"),
+    "short_convolution": ("C", "W"),
+    "gated_rms_norm": ("N",),
+    "add_rms_norm": ("N",),
+    "linear_cross_entropy": ("d", "vocabulary"),
+}
 
 
 class BackendRefusal(RuntimeError):
@@ -35,7 +47,9 @@ class Options:
 class Call:
     """One call as the registry sees it: no tensor, so the decision cannot depend on data.
 
-    Of delta_residual, K is D and V is DV.
+    K, V    the sizes of heads; of other operations what SIZES says
+    form    which of an operation's forms: "silu" or "linear" of short_convolution, "gated" or "plain" of
+            gated_rms_norm
     """
 
     op: str
@@ -47,14 +61,23 @@ class Call:
     V: int
     packed: bool = False
     gradients: bool = False
+    form: str = ""
 
     def __str__(self) -> str:
-        heads = f"H={self.H}" if self.H == self.HV else f"H={self.H} HV={self.HV}"
-        sizes = f"K={self.K} V={self.V}"
-        if self.op == "delta_residual":
-            heads, sizes = f"D={self.K}", f"DV={self.V}"
-        extras = (", packed" if self.packed else "") + (", gradients on" if self.gradients else "")
-        return f"{self.op} for {heads} {sizes} {_dtype(self.dtype)} on {self.device}{extras}"
+        sizes = [f"{name}={size}" for name, size in zip(self.names, (self.K, self.V), strict=False)]
+        if self.op not in SIZES:
+            sizes = [f"H={self.H}", *([] if self.H == self.HV else [f"HV={self.HV}"]), *sizes]
+        extras = "".join(
+            f", {word}"
+            for word in (self.form, "packed" * self.packed, "gradients on" * self.gradients)
+            if word
+        )
+        return f"{self.op} for {' '.join(sizes)} {_dtype(self.dtype)} on {self.device}{extras}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What K and V are called."""
+        return SIZES.get(self.op, ("K", "V"))
 
 
 @dataclass(frozen=True)
@@ -62,24 +85,31 @@ class Capability:
     """What one backend can do for one operation.
 
     devices     device types it runs on when named; None: every device PyTorch has
-    automatic   device types on which it is chosen unasked
-    max_k, max_v, k_multiple    bounds on head sizes; None: no bound
+    automatic   device types on which it is chosen unasked; None: every one
+    max_k, max_v, k_multiple    bounds on sizes; None: no bound
     bound_by    what bounds them, for the reader of a refusal
+    forms       the forms it has; None: all
     """
 
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str] | None = None
-    automatic: frozenset[str] = frozenset()
+    automatic: frozenset[str] | None = frozenset()
     max_k: int | None = None
     max_v: int | None = None
     k_multiple: int | None = None
     bound_by: str = ""
     packed: bool = True
     gradients: bool = True
+    forms: frozenset[str] | None = None
+
+    def chosen_on(self, device: str) -> bool:
+        """Whether unasked."""
+        return self.automatic is None or device in self.automatic
 
     def refusals(self, call: Call) -> list[str]:
         """Every reason why this cannot run `call`; empty if it can."""
         reasons = []
+        K, V = (*call.names, "V")[:2]
         because = f": {self.bound_by}" if self.bound_by else ""
         if self.devices is not None and call.device not in self.devices:
             reasons.append(f"runs on {', '.join(sorted(self.devices))}; tensors are on {call.device}")
@@ -87,11 +117,13 @@ class Capability:
             known = ", ".join(sorted(map(_dtype, self.dtypes)))
             reasons.append(f"computes {known}; tensors are {_dtype(call.dtype)}")
         if self.max_k is not None and self.max_k < call.K:
-            reasons.append(f"K={call.K} is above {self.max_k}{because}")
+            reasons.append(f"{K}={call.K} is above {self.max_k}{because}")
         if self.k_multiple is not None and call.K % self.k_multiple:
-            reasons.append(f"K={call.K} is not a multiple of {self.k_multiple}")
+            reasons.append(f"{K}={call.K} is not a multiple of {self.k_multiple}")
         if self.max_v is not None and self.max_v < call.V:
-            reasons.append(f"V={call.V} is above {self.max_v}{because}")
+            reasons.append(f"{V}={call.V} is above {self.max_v}{because}")
+        if self.forms is not None and call.form not in self.forms:
+            reasons.append(f"computes {', '.join(sorted(self.forms))}; this call is {call.form}")
         if call.packed and not self.packed:
             reasons.append("does not take packed sequences (cu_seqlens)")
         if call.gradients and not self.gradients:
@@ -172,8 +204,9 @@ def use(name: str | None = None, *, allow: Iterable[str] = ()) -> _Restore:
     """Sets the process's default backend; None chooses by the tensors' device.
 
     `allow` names backends that may also be chosen on devices where they otherwise run only by name, after
-    the automatic ones: `use(allow=["chunked"])` lets an XLA machine without NKI train in PyTorch. Holds
-    from the call on, or for a block: `with use("recurrent"): ...`. Raises BackendRefusal for an unknown name.
+    the automatic ones: `use(allow=["chunked"])` lets an XLA machine without NKI train in PyTorch. For LAYERS
+    the default is a first choice. Holds from the call on, or for a block: `with use("recurrent"): ...`.
+    Raises BackendRefusal for an unknown name.
     """
     global SELECTION
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
@@ -186,18 +219,28 @@ def use(name: str | None = None, *, allow: Iterable[str] = ()) -> _Restore:
 def choose(call: Call, name: str | None = None, selection: Selection | None = None) -> Backend:
     """The backend named, else the process's default, else the device's automatic one. No substitutes.
 
-    Raises BackendRefusal that names every reason of every candidate.
+    For LAYERS the process's default comes first among the automatic ones. Raises BackendRefusal that names
+    every reason of every candidate.
     """
     selection = SELECTION if selection is None else selection
-    name = selection.name if name is None else name
+    preferred = None
+    if call.op in LAYERS and name is None:
+        preferred = selection.name
+    elif name is None:
+        name = selection.name
     candidates = list(BACKENDS.values()) if name is None else [_known(name)]
+    candidates.sort(key=lambda backend: backend.name != preferred)
     refused: dict[str, list[str]] = {}
     by_name = []
     for backend in candidates:
         reasons = backend.refusals(call)
         if reasons:
             refused[backend.name] = reasons
-        elif name is not None or call.device in backend.capabilities[call.op].automatic:
+        elif (
+            name is not None
+            or backend.name == preferred
+            or backend.capabilities[call.op].chosen_on(call.device)
+        ):
             return backend
         else:
             by_name.append(backend)
@@ -218,9 +261,12 @@ def chosen_name(
     gradients: bool,
     name: str | None,
     allow: tuple[str, ...],
+    default: str | None = None,
+    form: str = "",
 ) -> str:
     """`choose` on plain values, so that torch.compile may evaluate it while tracing."""
-    return choose(Call(op, device, dtype, *sizes, packed, gradients), name, Selection(name, allow)).name
+    call = Call(op, device, dtype, *sizes, packed, gradients, form)
+    return choose(call, name, Selection(default, allow)).name
 
 
 @cache
@@ -265,7 +311,7 @@ class Row:
 def describe(devices: Iterable[str]) -> list[Row]:
     """Which backend runs which operation on tensors of the given device types, and why not.
 
-    Head sizes and dtypes are a call's own affair: a row asks for K = V = 64, in a dtype the backend declares.
+    Sizes and dtypes are a call's own affair: a row asks for K = 64, V = 4, in a dtype the backend declares.
     """
     rows = []
     for op in OPERATIONS:
@@ -274,11 +320,12 @@ def describe(devices: Iterable[str]) -> list[Row]:
             if capability is None:
                 rows.append(Row(op, backend.name, (), (), (f"does not implement {op}",)))
                 continue
-            probe = Call(op, "", min(capability.dtypes, key=str), 1, 1, 64, 64)
+            form = min(capability.forms or ("",))
+            probe = Call(op, "", min(capability.dtypes, key=str), 1, 1, 64, 4, form=form)
             refused = {device: backend.refusals(replace(probe, device=device)) for device in devices}
             here = tuple(device for device, reasons in refused.items() if not reasons)
-            automatic = tuple(device for device in here if device in capability.automatic)
-            absent = sorted(capability.automatic - set(refused))
+            automatic = tuple(device for device in here if capability.chosen_on(device))
+            absent = sorted((capability.automatic or frozenset()) - set(refused))
             reasons = [f"{device}: {reason}" for device, found in refused.items() for reason in found]
             reasons += [f"{device}: this machine has no such device" for device in absent]
             rows.append(Row(op, backend.name, automatic, here, tuple(reasons)))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backends import gated_rms_norm
 from models.initialization import ones
 from models.mup import Role, Tag
 
@@ -54,10 +53,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """x [..., size]; with z of its shape, y * SiLU(z)."""
-        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[assignment]
-        if z is not None:
-            y = y * F.silu(at_least_float32(z))
-        return y.to(x.dtype)
+        return gated_rms_norm(x, z, self.weight, eps=self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -75,30 +71,6 @@ class LayerNorm(nn.Module):
 
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
-
-
-class _RMSNorm(torch.autograd.Function):
-    """Half the passes over memory of autograd's own backward, and nothing kept but x and one number a row.
-
-    With h = x r, r = 1 / sqrt(mean(x^2) + eps), and n = dy w:  dx = r (n - h mean(n h)),  dw = sum(dy h).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        full = at_least_float32(x)
-        r = torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, r, weight)
-        return (full * r).mul_(weight)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        x, r, weight = ctx.saved_tensors
-        h = x * r
-        dweight = (dy * h).sum(tuple(range(dy.dim() - 1)))
-        n = dy * weight
-        along = (n * h).mean(-1, keepdim=True)
-        return n.addcmul_(h, along, value=-1).mul_(r).to(x.dtype), dweight.to(weight.dtype), None
 
 
 class SwiGLU(nn.Module):

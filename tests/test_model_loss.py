@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.judge import error
+from backends.layers_pytorch import AT_ONCE
 from models import DeltaForCausalLM
-from models.cross_entropy import AT_ONCE, linear_cross_entropy
+from models.cross_entropy import linear_cross_entropy
 from models.sequence import Sequences
 from tests.tiny_models import KINDS, VOCABULARY, assert_same, model, tokens
 

@@ -83,7 +83,7 @@ def test_use_restores_what_was_before_even_after_an_exception():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"name": "tritn"}, r"no backend is named 'tritn'; registered: triton, chunked, "),
+        ({"name": "tritn"}, r"no backend is named 'tritn'; registered: triton, nki, chunked, "),
         ({"allow": ["nope"]}, r"no backend is named 'nope'"),
     ],
 )
