@@ -231,3 +231,9 @@ def example(
         lanes, width,
     )  # fmt: skip
     return gated_delta_rule_bwd, arguments
+
+
+def between(arguments, outputs):
+    """The states, which are no input of the operation."""
+    states = arguments[8]
+    return () if states is None else (states,)

@@ -8,6 +8,7 @@ import torch
 
 from backends.judge import FACTOR, error
 from nki_kernels.simulator import Numerics, record
+from nki_kernels.simulator.report import traffic
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = Numerics()
@@ -45,14 +46,8 @@ def run(kernel, *args, target="trn1", numerics=EXACT):
 
 
 def hbm_bytes(kernel, arguments):
-    """(moved, least): what the kernel reads and writes, and its inputs and outputs once each. A row that goes
-    to all partitions counts once.
-    """
-    done = record(kernel, *arguments)
-    accesses = [o for r in done.trace for o in (*r.reads, *r.writes) if o.buffer.value.endswith("hbm")]
-    moved = sum(min(o.bytes, o.region.span[1] - o.region.span[0]) for o in accesses)
-    outputs = done.outputs if isinstance(done.outputs, tuple) else (done.outputs,)
-    return moved, sum(x.nbytes for x in (*arguments, *outputs) if isinstance(x, np.ndarray))
+    """(moved, least): what the kernel reads and writes, and its inputs and outputs once each."""
+    return traffic(record(kernel, *arguments), arguments)
 
 
 def allowed(judge, honest, dtype, terms):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from simulator_harness import F32, ones
 
+from nki_kernels import short_convolution
 from nki_kernels.simulator import TARGETS, nisa, nl, record
 from nki_kernels.simulator.__main__ import main
 from nki_kernels.simulator.cost import estimate, instruction_cost
@@ -210,7 +211,7 @@ def test_hbm_bytes_and_multiply_adds():
 def test_report_prints_a_labeled_table_and_draws_the_timeline(tmp_path, capsys):
     picture, numbers = tmp_path / "t.png", tmp_path / "t.json"
     argv = ["report", "test_simulator_kernels:matmul_tiled", "256x64,256x600:float32"]
-    assert main([*argv, "--png", str(picture), "--json", str(numbers)]) == 0
+    assert main([*argv, "--png", str(picture), "--jsonl", str(numbers)]) == 0
     printed = capsys.readouterr().out
     assert "ESTIMATE from the instruction trace, not a measurement" in printed
     assert (
@@ -219,9 +220,25 @@ def test_report_prints_a_labeled_table_and_draws_the_timeline(tmp_path, capsys):
         and "on one core of trn1" in printed
     )
     assert picture.stat().st_size > 5000
-    written = json.loads(numbers.read_text())
+    (written,) = map(json.loads, numbers.read_text().splitlines())
     assert written["label"].startswith("ESTIMATE") and written["lower"] <= written["upper"]
     assert written["instructions"]["nc_matmul"] == 4
+    assert written["hbm_least"] == 4 * (256 * 64 + 256 * 600 + 64 * 600) <= written["hbm_moved"]
+
+
+def test_report_appends_a_line_per_shape_and_design(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(short_convolution, "ON_VECTOR", short_convolution.ON_VECTOR)
+    argv = ["report", "short_convolution", "T=9,C=8", "T=9,C=9", "--png", str(tmp_path / "t.png")]
+    for design in ([], ["--design", "ON_VECTOR=4"]):
+        assert main([*argv, *design, "--jsonl", str(tmp_path / "n.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "n.jsonl").read_text().splitlines()]
+    assert [(x["shape"], x["design"]) for x in lines] == [
+        (shape, design) for design in ("", "ON_VECTOR=4") for shape in ("T=9,C=8", "T=9,C=9")
+    ]
+    assert lines[0]["instructions"]["nc_matmul"] > lines[2]["instructions"]["nc_matmul"]
+    with pytest.raises(SystemExit, match="short_convolution has no constant ON_PLUTO"):
+        main([*argv, "--design", "ON_PLUTO=1"])
+    capsys.readouterr()
 
 
 def test_report_says_what_a_module_lacks():

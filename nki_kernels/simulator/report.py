@@ -1,9 +1,14 @@
 """The cost model's estimate as a table and as a picture of the engines' timeline."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from .cost import Estimate
 from .kernel import Run
+from .memory import HBM
 
 LABEL = "ESTIMATE from the instruction trace, not a measurement"
 ROWS = ("tensor", "vector", "scalar", "gpsimd", "dma")
@@ -52,6 +57,18 @@ def table(name: str, shape: str, run: Run, estimate: Estimate) -> str:
         b = f" | {right[i][0]} | {right[i][1][0]} | {right[i][1][1]:.1f} |" if i < len(right) else " | | | |"
         lines.append(a + b)
     return "\n".join(lines)
+
+
+def traffic(run: Run, arguments: Sequence[Any], between: Sequence[Any] = ()) -> tuple[int, int]:
+    """(bytes moved to and from HBM, bytes of inputs and outputs once each, without those `between` kernels).
+
+    A row that goes to all partitions counts once.
+    """
+    accesses = [o for r in run.trace for o in (*r.reads, *r.writes) if o.buffer in HBM]
+    moved = sum(min(o.bytes, o.region.span[1] - o.region.span[0]) for o in accesses)
+    outputs = run.outputs if isinstance(run.outputs, tuple) else (run.outputs,)
+    least = sum(x.nbytes for x in (*arguments, *outputs) if isinstance(x, np.ndarray))
+    return moved, least - sum(x.nbytes for x in between)
 
 
 def timeline(name: str, shape: str, estimate: Estimate, path: Path) -> Path:
