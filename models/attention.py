@@ -1,6 +1,8 @@
-"""Softmax attention with rotary positions (arXiv:2104.09864), for hybrid models."""
+"""Softmax attention with rotary positions (arXiv:2104.09864), for hybrid models and Deep Delta Learning's."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +10,16 @@ from torch import Tensor, nn
 
 from models.cache import LayerCache
 from models.config import DeltaConfig
-from models.layers import Linear, RMSNorm
+from models.layers import Linear, RMSNorm, at_least_float32
 from models.mup import TABLES, Role
 from models.sequence import Sequences
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "silu": F.silu,
+    "relu": F.relu,
+    "elu+1": lambda x: F.elu(x) + 1,
+}
 
 
 class Attention(nn.Module):
@@ -23,27 +32,44 @@ class Attention(nn.Module):
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
-        d, self.D = config.hidden_size, config.head_dim_v
-        inner = config.num_heads * self.D
+        d, H, self.D = config.hidden_size, config.num_heads, config.head_dim_v
         self.theta = config.rope_theta
-        power = TABLES[config.parametrization].attention if config.scale_by == "head_dim" else 0.0
+        self.turned = int(self.D * config.rope_ratio) // 2 * 2 if config.positions == "rope" else 0
+        grows = config.scale_by == "head_dim"
+        power = TABLES[config.parametrization].attention if grows else 0.0
         self.scale = self.D**-0.5 * config.width_ratio**power
-        self.rotates, self.q_norm, self.k_norm = config.positions == "rope", None, None
+        gain, per_head = (Role.VECTOR, Role.GATE) if grows else (Role.CONSTANT, Role.HIDDEN)
+        self.q_norm = self.k_norm = self.o_norm = self.g_proj = self.k_shift = self.v_shift = None
         if config.use_qk_rmsnorm:
-            role = Role.VECTOR if config.scale_by == "head_dim" else Role.CONSTANT
-            self.q_norm, self.k_norm = (RMSNorm(self.D, config.rms_norm_eps, role) for _ in range(2))
-        self.q_proj, self.k_proj, self.v_proj = Linear(d, inner), Linear(d, inner), Linear(d, inner)
-        self.o_proj = Linear(inner, d)
+            self.q_norm, self.k_norm = (RMSNorm(self.D, config.rms_norm_eps, gain) for _ in range(2))
+        self.q_proj, self.k_proj, self.v_proj = (Linear(d, H * self.D) for _ in range(3))
+        self.activations = tuple(
+            ACTIVATIONS[name] for name in (config.q_activation, config.k_activation, config.v_activation)
+        )
+        if config.use_k_shift:
+            self.k_shift = Shift(d, H, per_head, "last_key")
+        if config.use_v_shift:
+            self.v_shift = Shift(d, H, per_head, "last_value")
+        if config.using_groupnorm or config.use_output_gate:
+            self.o_norm = RMSNorm(self.D, config.rms_norm_eps, gain)
+        if config.use_output_gate:
+            self.g_proj = Linear(d, H * self.D)
+        self.o_proj = Linear(H * self.D, d)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """x [B, T, d] -> [B, T, d]."""
+        k, v = self.k_proj(x), self.v_proj(x)
+        if self.k_shift is not None:
+            k = self.k_shift(k, x, sequences, cache)
+        if self.v_shift is not None:
+            v = self.v_shift(v, x, sequences, cache)
         q, k, v = (
-            proj(x).unflatten(-1, (-1, self.D)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            act(y).unflatten(-1, (-1, self.D)).transpose(1, 2)
+            for act, y in zip(self.activations, (self.q_proj(x), k, v), strict=True)
         )
-        if self.rotates:
+        if self.turned:
             cos, sin = self._rotation(sequences.position)
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if cache is not None:
@@ -52,16 +78,42 @@ class Attention(nn.Module):
             cache.keys, cache.values = k, v
         mask = sequences.attendable
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
-        return self.o_proj(y.transpose(1, 2).flatten(-2))
+        y = y.transpose(1, 2)  # [B, T, H, D]
+        if self.o_norm is not None:
+            z = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (-1, self.D))
+            y = self.o_norm(y, z)
+        return self.o_proj(y.flatten(-2))
 
     def _rotation(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every pair's angle, [B or 1, 1, T, D / 2] float32."""
-        pairs = torch.arange(0, self.D, 2, device=position.device)
-        angles = position[:, None, :, None].float() * self.theta ** (-pairs.float() / self.D)
+        """cos and sin of every pair's angle, [B or 1, 1, T, pairs] float32."""
+        pairs = torch.arange(0, self.turned, 2, device=position.device)
+        angles = position[:, None, :, None].float() * self.theta ** (-pairs.float() / self.turned)
         return angles.cos(), angles.sin()
 
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Each pair (x_i, x_{i + turned/2}) turned by its angle; what lies beyond `turned` as it is."""
+        a, b, rest = x.split([self.turned // 2, self.turned // 2, self.D - self.turned], dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (x_i, x_{i + D/2}) turned by its angle."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+class Shift(nn.Module):
+    """y_t = a_t x_{t-1} + (1 - a_t) x_t, a [B, T, H] = sigmoid(W u) one number a head; x_{-1} = 0."""
+
+    def __init__(self, width: int, heads: int, role: Role, slot: str) -> None:
+        super().__init__()
+        self.proj, self.slot = Linear(width, heads, role), slot
+
+    def forward(self, x: Tensor, u: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
+        """x [B, T, H D], the layer's input u [B, T, d]; the cache's slot is moved on."""
+        if sequences.real is not None:
+            x = x * sequences.real
+        last = None if cache is None else getattr(cache, self.slot)
+        joined = sequences.conv_input(x, x.new_zeros(x.shape[0], 1, x.shape[2]) if last is None else last)
+        if cache is not None:
+            setattr(cache, self.slot, joined[:, -1:].clone())
+        before = joined[:, :-1]
+        if sequences.cu_seqlens is not None:
+            before = before * (sequences.position > 0)[..., None]
+        a = at_least_float32(self.proj(u)).sigmoid()[..., None]
+        before, now = (y.unflatten(-1, (a.shape[2], -1)) for y in (before, x))
+        return (a * before + (1 - a) * now).flatten(-2).to(x.dtype)

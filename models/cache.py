@@ -17,6 +17,7 @@ class LayerCache:
     convolution     [B, taps - 1, C]    the last inputs of the short convolution
     state           [B, HV, K, V]       the delta rule's S, float32
     keys, values    [B, H, T, D]        softmax attention's past
+    last_key, last_value    [B, 1, H D] its projections' last outputs, where a shift takes shares of them
     mixer_read, mlp_read    [B, taps - 1, d DV]     the last of the streams that the sublayers read by a
                                                     convolution over time
     """
@@ -25,6 +26,8 @@ class LayerCache:
     state: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
+    last_key: Tensor | None = None
+    last_value: Tensor | None = None
     mixer_read: Tensor | None = None
     mlp_read: Tensor | None = None
 

@@ -12,6 +12,7 @@ from models.mup import TABLES
 INITIALIZATIONS = ("delta_trn", "authors")
 READOUTS = ("sqrt_k", "none")
 GROWTHS = ("head_dim", "heads")
+ACTIVATIONS = ("identity", "silu", "relu", "elu+1")
 RESIDUALS = ("additive", "ddl", "write_only", "ddl_lm")
 COMPRESSORS = ("none", "token", "channel")
 
@@ -41,18 +42,31 @@ class DeltaConfig(PretrainedConfig):
                             "none": o = S^T q / sqrt(K), as the paper's code; None: as `init` says
     initializer_range       standard deviation of weights at base_width: 0.02 = 0.32 / sqrt(256)
     positions               "rope", in attention_layers, or "learned": max_position_embeddings rows, added
-    use_qk_rmsnorm          RMSNorm with gains on q and k of attention_layers, after RoPE
+    forgetting              initial decay rates over Mamba2's: at 1/16 heads remember 16 times as long
+    depth_scaled_init       the last matrix of each sublayer begins 1 / sqrt(layers) as large
+    label_smoothing         share of the target that training gives to all tokens alike
+
     norm, mlp               "rms" or "layer"; "swiglu" or "gelu"
     dropout                 on the embedding and on every sublayer's output, while training
     residual                "additive": x + y; "ddl": X + beta k (v - k^T X)^T, Deep Delta Learning; its
                             control "write_only": X + beta k v^T; "ddl_lm": k and beta from the stream itself
     use_cache               whether forward returns a cache when not training
 
-    Of ddl and write_only, under the names of the released code:
+    Of attention_layers, under the names of "Deep Delta Learning"'s released code:
+
+    rope_ratio              share of a head's channels that RoPE turns, the first ones
+    use_qk_rmsnorm          RMSNorm with gains on q and k, after RoPE
+    q_activation, k_activation, v_activation    on the projections: "identity", "silu", "relu" or "elu+1"
+    use_k_shift, use_v_shift    k_t becomes a_t k_{t-1} + (1 - a_t) k_t, a = sigmoid of one number a head
+    using_groupnorm         RMSNorm with gains on each head's output
+    use_output_gate         RMSNorm with gains on each head's output, times SiLU(W_g x)
+
+    Of ddl and write_only, likewise:
 
     ddl_value_channels      DV, values a feature of the stream
     ddl_compressor          how sublayers read it: "none" (DV = 1), "token" or "channel" convolution
     ddl_state_shortconv_kernel_size     taps of that
+    ddl_state_dv_shortconv_causal   "channel": a value is made of those before it alone
     ddl_state_read_init     initial reading weights (None: 1 / DV)
     input_embed_shortconv_kernel_size   taps of the convolution that begins the stream (0: it is repeated)
     ddl_k_eps               k / sqrt(|k|^2 + k_eps^2)
@@ -83,15 +97,26 @@ class DeltaConfig(PretrainedConfig):
         attention_layers: Sequence[int] = (),
         rope_theta: float = 10_000.0,
         allow_neg_eigval: bool = False,
+        forgetting: float = 1.0,
         rms_norm_eps: float = 1e-6,
         parametrization: str = "mup",
         scale_by: str = "head_dim",
         init: str = "delta_trn",
         readout: str | None = None,
         initializer_range: float = 0.02,
+        depth_scaled_init: bool = False,
+        label_smoothing: float = 0.0,
         positions: str = "rope",
         max_position_embeddings: int = 512,
+        rope_ratio: float = 1.0,
         use_qk_rmsnorm: bool = False,
+        q_activation: str = "identity",
+        k_activation: str = "identity",
+        v_activation: str = "identity",
+        use_k_shift: bool = False,
+        use_v_shift: bool = False,
+        using_groupnorm: bool = False,
+        use_output_gate: bool = False,
         norm: str = "rms",
         mlp: str = "swiglu",
         dropout: float = 0.0,
@@ -99,6 +124,7 @@ class DeltaConfig(PretrainedConfig):
         ddl_value_channels: int = 1,
         ddl_compressor: str = "none",
         ddl_state_shortconv_kernel_size: int = 4,
+        ddl_state_dv_shortconv_causal: bool = False,
         ddl_state_read_init: float | None = None,
         input_embed_shortconv_kernel_size: int = 0,
         ddl_k_eps: float = 1e-5,
@@ -142,11 +168,17 @@ class DeltaConfig(PretrainedConfig):
         self.parametrization, self.scale_by, self.init = parametrization, scale_by, init
         self.readout: str = readout if readout is not None else "none" if init == "authors" else "sqrt_k"
         self.initializer_range, self.use_cache = initializer_range, use_cache
+        self.forgetting, self.depth_scaled_init = forgetting, depth_scaled_init
+        self.label_smoothing = label_smoothing
+        self.rope_ratio, self.use_k_shift, self.use_v_shift = rope_ratio, use_k_shift, use_v_shift
+        self.q_activation, self.k_activation, self.v_activation = q_activation, k_activation, v_activation
+        self.using_groupnorm, self.use_output_gate = using_groupnorm, use_output_gate
         self.positions, self.max_position_embeddings = positions, max_position_embeddings
         self.use_qk_rmsnorm, self.norm, self.mlp, self.dropout = use_qk_rmsnorm, norm, mlp, dropout
         self.residual, self.ddl_value_channels = residual, ddl_value_channels
         self.ddl_compressor, self.ddl_state_read_init = ddl_compressor, ddl_state_read_init
         self.ddl_state_shortconv_kernel_size = ddl_state_shortconv_kernel_size
+        self.ddl_state_dv_shortconv_causal = ddl_state_dv_shortconv_causal
         self.input_embed_shortconv_kernel_size = input_embed_shortconv_kernel_size
         self.ddl_k_eps, self.ddl_beta_init = ddl_k_eps, ddl_beta_init
         self.ddl_beta_single_linear = ddl_beta_single_linear
@@ -175,7 +207,7 @@ class DeltaConfig(PretrainedConfig):
         if HV % H:
             near = " or ".join(str(n) for n in (HV // H * H, HV // H * H + H) if n)
             raise ValueError(f"num_v_heads={HV} is not a multiple of num_heads={H}; nearest: {near}")
-        for name in ("expand_v", "rope_theta", "rms_norm_eps", "initializer_range"):
+        for name in ("expand_v", "rope_theta", "rms_norm_eps", "initializer_range", "forgetting"):
             _require_positive(name, getattr(self, name))
         V = K * self.expand_v
         if round(V) < 1 or abs(V - round(V)) > 1e-9 * V:
@@ -218,8 +250,13 @@ class DeltaConfig(PretrainedConfig):
             _require_positive(name, getattr(self, name))
         if self.input_embed_shortconv_kernel_size != 0:
             _require_count("input_embed_shortconv_kernel_size", self.input_embed_shortconv_kernel_size)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if not 0 <= self.rope_ratio <= 1:
+            raise ValueError(f"rope_ratio={self.rope_ratio} must be in [0, 1]")
+        for name in ("q_activation", "k_activation", "v_activation"):
+            _require_known(name, getattr(self, name), ACTIVATIONS)
         if not 0 <= self.ddl_beta_init <= 2:
             raise ValueError(f"ddl_beta_init={self.ddl_beta_init} must be a beta, in [0, 2], not its logit")
         DV = self.ddl_value_channels

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,8 +50,11 @@ class GatedDeltaNet(nn.Module):
         tap = Tag(Role.VECTOR, like=Role.HIDDEN) if released else Tag(Role.VECTOR, law=taps)
         self.conv = ShortConvolution(sum(self.sizes), config.conv_size, tap)
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(HV)), nn.Parameter(torch.empty(HV))
-        self.tags = {"A_log": Tag(scalar, law=decay_rates), "dt_bias": Tag(scalar, law=time_steps)}
+        rates = partial(decay_rates, factor=config.forgetting)
+        self.tags = {"A_log": Tag(scalar, law=rates), "dt_bias": Tag(scalar, law=time_steps)}
         self.o_norm = RMSNorm(V, config.rms_norm_eps, gain)
+        for part in (self, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.conv):
+            part.tags = {name: replace(tag, stored=True) for name, tag in part.tags.items()}
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """x [B, T, d], zero at padding -> [B, T, d]."""

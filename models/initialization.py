@@ -70,9 +70,9 @@ def taps(x: Tensor, generator: torch.Generator) -> Tensor:
     return x.uniform_(-bound, bound, generator=generator)
 
 
-def decay_rates(x: Tensor, generator: torch.Generator) -> Tensor:
-    """log A, A ~ U(0, 16): Mamba2's, and arXiv:2606.04048's code; its text has a_log itself uniform."""
-    return x.uniform_(0, 16, generator=generator).clamp_(min=SMALLEST_A).log_()
+def decay_rates(x: Tensor, generator: torch.Generator, *, factor: float = 1.0) -> Tensor:
+    """log A, A / factor ~ U(0, 16): Mamba2's, and arXiv:2606.04048's code; its text has a_log uniform."""
+    return x.uniform_(0, 16 * factor, generator=generator).clamp_(min=SMALLEST_A).log_()
 
 
 def time_steps(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -15,7 +17,7 @@ from models.config import DeltaConfig
 from models.cross_entropy import linear_cross_entropy
 from models.gated_deltanet import GatedDeltaNet
 from models.initialization import initialize
-from models.layers import MLPS, NORMS, Embedding, Linear
+from models.layers import MLPS, NORMS, Embedding, Linear, at_least_float32
 from models.mup import TABLES, Role, Tag
 from models.residual import make_write
 from models.sequence import Padding, Sequences
@@ -35,6 +37,10 @@ class Block(GradientCheckpointingLayer):
         self.mlp_norm = norm(d, config.rms_norm_eps)
         self.mlp = MLPS[config.mlp](d, config.intermediate_size)
         self.mlp_write = make_write(config)
+        if config.depth_scaled_init:
+            for last in (self.mixer.o_proj, self.mlp.down_proj):
+                smaller = replace(last.tags["weight"], scale=config.num_hidden_layers**-0.5)
+                last.tags = {"weight": smaller}
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
@@ -202,7 +208,8 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         """Learned positions [B or 1, T, d]. Raises ValueError past the last."""
         assert self.positions is not None
         most = self.positions.weight.shape[0]
-        if position.device.type == "cpu" and int(position.max()) >= most:
+        readable = position.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and int(position.max()) >= most:
             raise ValueError(
                 f"position {int(position.max())} has no embedding: max_position_embeddings={most}; give "
                 "shorter sequences"
@@ -210,8 +217,16 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         return self.positions(position)
 
     def _cross_entropy(self, hidden: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-        hidden, weight = hidden.flatten(0, 1), self.lm_head.weight
-        return linear_cross_entropy(hidden, weight, targets.flatten(), self.logits_multiplier, ignore_index)
+        hidden, targets, weight = hidden.flatten(0, 1), targets.flatten(), self.lm_head.weight
+        multiplier, smoothing = self.logits_multiplier, self.config.label_smoothing
+        loss = linear_cross_entropy(hidden, weight, targets, multiplier, ignore_index)
+        if not (smoothing and self.training):
+            return loss
+        # a share s of the target on all tokens alike adds s (z_y - mean z): one more row to read a token
+        counted = targets != ignore_index
+        rows = weight[targets.where(counted, 0)] - weight.mean(0)
+        above = (at_least_float32(hidden) * rows).sum(-1) * multiplier
+        return loss + smoothing * (above * counted).sum() / counted.sum().clamp(min=1)
 
     def _cache(
         self,

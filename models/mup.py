@@ -16,6 +16,14 @@ a hidden matrix, of the embedding's rows and of gains; gates and scalars collect
 What a parameter computes must change by as much at every m. SGD changes it by rate times gradient, times the
 m inputs that a matrix sums over; AdamW by the rate, times those inputs. If aligned fully with what they
 multiply, gates and scalars have gradients sqrt(m) larger: "mup_aligned", for comparison.
+
+Memory. What a token stores is read by all later ones that remember it, so its gradient is a sum of about
+L = 1 / (1 - alpha) terms: dL/dv_s = beta_s sum_t decay(s, t) (q_t.k_s) dL/do_t. No rule above sees it while L
+does not depend on width, and alpha's initial law does not. For models that forget slowly GDN, section 5.1,
+divides SGD's rates by L: as if terms added up, and dL/do stayed as it was. But the norm after the readout
+makes dL/do as much smaller as o is larger, which is a sum over L stored values too: sqrt(L) if they average
+out, L if they add up. What is left is 1 where both do the same, and at most sqrt(L) where gradients alone add
+up. So `memory` is 1 unless asked for, and "slow_forgetting" of `train.sweep.arms` compares. AdamW needs none.
 """
 
 from __future__ import annotations
@@ -133,18 +141,22 @@ class Tag:
     role    how it scales
     law     fills a float32 tensor; None: normal with the std of a role
     like    the role whose std is meant, if not its own
+    scale   on that std
+    stored  whether its gradient comes through Gated DeltaNet's state, from all tokens that remember it
     """
 
     role: Role
     law: Law | None = None
     like: Role | None = None
+    scale: float = 1.0
+    stored: bool = False
 
     def std(self, config: DeltaConfig) -> float | None:
         """Standard deviation of its normal law; None if it has another."""
         if self.law is not None:
             return None
         power = TABLES[config.parametrization][self.like or self.role].init_std
-        return config.initializer_range * config.width_ratio**power
+        return self.scale * config.initializer_range * config.width_ratio**power
 
 
 def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag]]:
@@ -195,6 +207,7 @@ def scaled_parameters(
     lr: float,
     weight_decay: float,
     independent_weight_decay: bool = False,
+    memory: float = 1.0,
 ) -> list[ScaledParameter]:
     """What every parameter of the model gets: a partition of `model.parameters()`.
 
@@ -204,14 +217,20 @@ def scaled_parameters(
     independent_weight_decay    optimizers multiply the coefficient by a parameter's learning rate: under muP,
                                 AdamW decays hidden matrices m times slower. True divides m out again
 
-    Raises ValueError for an optimizer that has no column, or a parameter without a role.
+    memory                      what SGD's rates of stored values are divided by: see above
+
+    Raises ValueError for an optimizer without a column, a parameter without a role, or a memory not above 0.
     """
+    if not memory > 0:
+        raise ValueError(f"memory={memory} must be above 0: how long heads remember, over the base model's")
     config = model.config
     m, table = config.width_ratio, TABLES[config.parametrization]
     rows = []
     for name, parameter, tag in tagged_parameters(model):
         rule = table[tag.role]
         factor = m ** rule.lr(optimizer)
+        if optimizer == "sgd" and tag.stored:
+            factor /= memory
         # a table gives the embedding its multiplier as the readout, which it is only if tied
         reads_out = tag.role is not Role.EMBEDDING or config.tie_word_embeddings
         decay = weight_decay if tag.role in DECAYING else 0.0

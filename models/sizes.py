@@ -27,6 +27,7 @@ def _transformer(sizes: dict[str, int]) -> dict[str, Any]:
         "expand_v": 1.0,
         "intermediate_multiple": 1,
         "use_qk_rmsnorm": True,
+        "depth_scaled_init": True,
         "rms_norm_eps": 1e-5,
         # f / sqrt(d), f = 0.5
         "initializer_range": 0.5 * sizes["hidden_size"] ** -0.5,

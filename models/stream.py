@@ -1,7 +1,8 @@
 """How an expanded residual stream [B, T, d * DV] is made of embeddings, and read back to [B, T, d].
 
     token conv      x_i = sum_j r_j (causal convolution over time of X)_ij           "DDL-TC"
-    channel conv    x_i = sum_o r_o (sum_j w_ij X_i,o+j-left), left = (taps - 1) // 2    "DDL-CC"
+    channel conv    x_i = sum_o r_o (sum_j w_ij X_i,o+j-left), left = (taps - 1) // 2,   "DDL-CC"
+                                                                             or taps - 1 if causal
 
 Both begin as the average over DV: taps at the identity, r = 1 / DV. (The released code overwrites that with
 matrices of std 0.5 / sqrt(d), which leaves sublayers an input of rms 0.1 instead of 1.) The stream begins as
@@ -75,7 +76,7 @@ class ChannelRead(nn.Module):
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
         W = config.ddl_state_shortconv_kernel_size
-        self.left = (W - 1) // 2
+        self.left = W - 1 if config.ddl_state_dv_shortconv_causal else (W - 1) // 2
         self.weight = nn.Parameter(torch.empty(config.hidden_size, W))
         self.read, tags = _reading_weights(config)
         self.tags = {"weight": Tag(Role.VECTOR, law=partial(identity_tap, at=self.left)), **tags}

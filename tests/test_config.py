@@ -49,6 +49,7 @@ def another(key: str, value: Any) -> str:
         "residual": "ddl",
         "ddl_compressor": "channel",
         "ddl_v_input": "context",
+        **dict.fromkeys(("q_activation", "k_activation", "v_activation"), "silu"),
         "loader": "stream",
         "mode": "fsdp",
         "schedule.decay_steps": "77",

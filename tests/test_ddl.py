@@ -23,6 +23,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "context": {"residual": "ddl", "ddl_v_input": "context", "ddl_v_sigmoid": False},
     "two-maps": {"residual": "ddl", "ddl_beta_single_linear": False, "ddl_beta_hidden_size": 8},
     "constant": {"residual": "ddl", "ddl_v_constant": True, **ATTENTION},
+    "causal-channel": {**MATRIX, "ddl_compressor": "channel", "ddl_state_dv_shortconv_causal": True},
+    "shifts": {
+        "residual": "ddl", "use_k_shift": True, "use_v_shift": True, "q_activation": "silu",
+        "k_activation": "elu+1", "v_activation": "relu", "rope_ratio": 0.5, **ATTENTION,
+    },
+    "output-gate": {
+        **MATRIX, "ddl_compressor": "token", "use_output_gate": True, "rope_ratio": 0.0,
+        "attention_layers": [0, 2],
+    },
+    "group-norm": {"residual": "ddl", "using_groupnorm": True, "depth_scaled_init": True, **ATTENTION},
     "lm": {
         "residual": "ddl_lm", "positions": "learned", "max_position_embeddings": 64, "norm": "layer",
         "mlp": "gelu", "attention_layers": [0, 1, 2],
@@ -218,6 +228,11 @@ def test_dropout_is_for_training_alone():
         ({"residual": "ddl", "ddl_k_eps": 0.0}, "ddl_k_eps=0.0 must be a number above 0"),
         ({"ddl_v_imput": "state"}, "did you mean ddl_v_input"),
         ({"dropout": 1.0}, "dropout=1.0"),
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
+        ({"rope_ratio": 1.5}, "rope_ratio=1.5"),
+        ({"k_activation": "tanh"}, "k_activation='tanh' is not one of identity, silu, relu"),
+        ({"ddl_v_dim1_constant": True}, "did you mean ddl_v_constant"),
+        ({"forgetting": 0.0}, "forgetting=0.0 must be a number above 0"),
     ],
 )
 def test_options_that_do_not_fit_are_named(changes, complaint):

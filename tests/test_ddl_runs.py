@@ -109,7 +109,7 @@ def test_learned_positions_and_divided_models_are_refused_before_work():
 
 
 def test_the_comparison_is_five_arms_of_one_size_and_the_same_data():
-    trials = define("ddl_residuals", QUESTIONS["ddl_residuals"]).trials({})
+    trials = define("ddl_residuals", QUESTIONS["ddl_residuals"].axes).trials({})
     assert len(trials) == 15
     counts = {}
     for trial in trials:

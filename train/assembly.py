@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -279,8 +280,14 @@ def _with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
         raise ConfigError(
             f"model.vocab_size={rows} is below the tokenizer's {ids} ids; give {ids} or more, or leave it out"
         )
+    steps = config.steps
+    if config.epochs is not None:
+        step = config.batch.sequences * config.batch.length
+        steps = math.ceil(config.epochs * dataset.split("train").tokens / step)
     return config.model_copy(
         update={
+            "steps": steps,
+            "epochs": None,
             "model": config.model.model_copy(update={"vocab_size": rows or dataset.vocab_size}),
             "data": config.data.model_copy(update={"folder": str(dataset.path.resolve())}),
         }

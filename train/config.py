@@ -19,6 +19,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Activation = Literal["identity", "silu", "relu", "elu+1"]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -55,6 +56,8 @@ class ModelSection(Section):
     """indices of layers that are softmax attention with RoPE instead, such as 3,7"""
     allow_neg_eigval: bool = False
     """beta in (0, 2) instead of (0, 1): reflections"""
+    forgetting: Positive = 1.0
+    """initial decay rates as a multiple of Mamba2's; at 1/16 heads remember 16 times as long"""
     rms_norm_eps: Positive = 1e-6
     """epsilon of every RMSNorm"""
     init: Literal["delta_trn", "authors"] = "delta_trn"
@@ -65,6 +68,10 @@ class ModelSection(Section):
     """what grows with width; for heads give heads and head_dim_k at every width"""
     initializer_range: Positive = 0.02
     """standard deviation of initial weights at base_width"""
+    depth_scaled_init: bool = False
+    """the last matrix of each sublayer begins 1 / sqrt(layers) as large"""
+    rope_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """share of a head's channels that RoPE turns in attention layers"""
     rope_theta: Positive = 10_000.0
     """base of the wavelengths of RoPE in attention_layers"""
     tie_word_embeddings: bool = True
@@ -75,12 +82,28 @@ class ModelSection(Section):
     """longest sequence of learned positions"""
     use_qk_rmsnorm: bool = False
     """RMSNorm on q and k of attention_layers, after RoPE"""
+    q_activation: Activation = "identity"
+    """on the query projection of attention_layers"""
+    k_activation: Activation = "identity"
+    """on the key projection of attention_layers"""
+    v_activation: Activation = "identity"
+    """on the value projection of attention_layers"""
+    use_k_shift: bool = False
+    """keys of attention_layers take a learned share of the key before"""
+    use_v_shift: bool = False
+    """values of attention_layers take a learned share of the value before"""
+    using_groupnorm: bool = False
+    """RMSNorm on each head's output of attention_layers"""
+    use_output_gate: bool = False
+    """RMSNorm on each head's output of attention_layers, times SiLU of a projection"""
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm or LayerNorm before sublayers"""
     mlp: Literal["swiglu", "gelu"] = "swiglu"
     """the second sublayer: SwiGLU, or W GELU(W x)"""
     dropout: Fraction = 0.0
     """share of the embedding and of sublayers' outputs that training drops"""
+    label_smoothing: Fraction = 0.0
+    """share of the target that training gives to all tokens alike; held-out losses have none"""
     residual: Literal["additive", "ddl", "write_only", "ddl_lm"] = "additive"
     """x + y; Deep Delta Learning's X + beta k (v - k^T X)^T; its write-only control; k from the stream"""
     ddl_value_channels: Count = 1
@@ -89,6 +112,8 @@ class ModelSection(Section):
     """how sublayers read such a stream: convolution over time, or over its values"""
     ddl_state_shortconv_kernel_size: Count = 4
     """taps of ddl_compressor"""
+    ddl_state_dv_shortconv_causal: bool = False
+    """ddl_compressor=channel: a value is made of those before it alone"""
     ddl_state_read_init: float | None = None
     """initial reading weights; none: 1 / ddl_value_channels"""
     input_embed_shortconv_kernel_size: NotNegative = 0
@@ -126,6 +151,8 @@ class OptimizerSection(Section):
     """decoupled for AdamW, times the learning rate; models.mup's table says which parameters decay"""
     independent_weight_decay: bool = False
     """adamw: weight decay without a parameter's own factor, so that wide matrices decay as fast as narrow"""
+    memory: Positive = 1.0
+    """sgd: how long heads remember, over the base model's: rates of what they store are divided by it"""
     beta1: Fraction = 0.9
     """adamw: decay of the gradient's mean"""
     beta2: Fraction = 0.95
@@ -271,6 +298,8 @@ class RunConfig(Section):
     """folder of the run; none: runs/NAME, or the first free runs/NAME-2, runs/NAME-3, ..."""
     steps: Count = 1000
     """optimizer steps"""
+    epochs: Positive | None = None
+    """passes over the training tokens, which then say how many steps there are; none: steps"""
     seed: int = 42
     """of initial weights and training batches"""
     device: str = "auto"
@@ -314,6 +343,16 @@ class RunConfig(Section):
                 f"batch.length={self.batch.length} is above "
                 f"model.max_position_embeddings={m.max_position_embeddings}"
             )
+        if self.out is not None and "://" in self.out:
+            raise ValueError(
+                f"out={self.out}: a run's folder is on this machine; give out=DIR, and copy it when it has "
+                "ended, such as with aws s3 sync DIR s3://BUCKET"
+            )
+        alone = ("use_qk_rmsnorm", "use_k_shift", "use_v_shift", "using_groupnorm", "use_output_gate")
+        if d.tensor > 1 and m.attention_layers and (given := [name for name in alone if getattr(m, name)]):
+            raise ValueError(
+                f"model.{given[0]}=true is not divided among processes; leave distribution.tensor at 1"
+            )
         if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
             raise ValueError(
                 f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
@@ -341,7 +380,7 @@ NOT_MATHEMATICS = frozenset(
     )
 )
 # What `resume` lets through. With other crops the validation losses of one run could not be compared.
-RESUMABLE = (NOT_MATHEMATICS | {"steps"}) - {"name", "out"}
+RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs"}) - {"name", "out"}
 NOT_RESUMABLE = frozenset(("evaluation.sequences", "evaluation.seed"))
 
 

@@ -9,12 +9,15 @@ and config.json has the result. No other recipe reads them.
     BLOCK_SIZE              batch.length and model.max_position_embeddings
     BATCH_SIZE              batch.sequences
     LR                      optimizer.lr and schedule.min_lr: the rate is constant
+    MAX_EPOCHS              epochs, which the prepared text turns into steps
     MAX_STEPS               steps
     MAX_TRAINING_HOURS      max_minutes, times 60
     CHECKPOINT_PATH         out
     WANDB_API_KEY           log.wandb=true if it is not empty; wandb itself reads the key
 
-To resume (IS_RESUME there) is a command here: `python -m train resume RUN_DIR`.
+IS_RESUME=true is refused: to resume is a command here. Not read: NUM_WORKERS, since batches are cut from a
+file in memory; DATA_LENGTH, since stories are packed whole; AWS_*, since a run's folder can be copied by
+whatever copies files.
 """
 
 from collections.abc import Mapping
@@ -30,6 +33,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "BLOCK_SIZE": ("model.max_position_embeddings", "batch.length"),
     "BATCH_SIZE": ("batch.sequences",),
     "LR": ("optimizer.lr", "schedule.min_lr"),
+    "MAX_EPOCHS": ("epochs",),
     "MAX_STEPS": ("steps",),
     "MAX_TRAINING_HOURS": ("max_minutes",),
     "CHECKPOINT_PATH": ("out",),
@@ -38,6 +42,10 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 
 def with_environment(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
     """The configuration with what the variables say; empty ones say nothing. ConfigError names wrong ones."""
+    if environment.get("IS_RESUME", "").strip().lower() in ("1", "true", "yes", "on"):
+        raise ConfigError(
+            "IS_RESUME begins no new run: continue one with `python -m train resume RUN_DIR`, or unset it"
+        )
     changes: dict[str, str] = {}
     for variable, keys in KEYS.items():
         if text := environment.get(variable, "").strip():

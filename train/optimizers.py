@@ -30,6 +30,7 @@ def rows(model: "DeltaForCausalLM", config: RunConfig) -> list[ScaledParameter]:
         lr=o.lr,
         weight_decay=o.weight_decay,
         independent_weight_decay=o.independent_weight_decay,
+        memory=o.memory,
     )
 
 

@@ -141,7 +141,7 @@ def ddl_small() -> RunConfig:
             width=768, base_width=768, layers=12, heads=6, head_dim_k=128, expand_v=1.0,
             intermediate_multiple=1, attention_layers=tuple(range(12)), use_qk_rmsnorm=True,
             rms_norm_eps=1e-5, initializer_range=0.5 * 768**-0.5, residual="ddl", ddl_value_channels=4,
-            ddl_compressor="channel", input_embed_shortconv_kernel_size=4,
+            ddl_compressor="channel", input_embed_shortconv_kernel_size=4, depth_scaled_init=True,
         ),
         optimizer=OptimizerSection(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, clip=1.0),
         schedule=ScheduleSection(warmup=2000),

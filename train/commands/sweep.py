@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import RunFolderError, UsageError
 from ..overrides import parse
-from ..sweep.arms import QUESTIONS
+from ..sweep.arms import QUESTIONS, Question
 from ..sweep.definition import Sweep, define
 from ..sweep.results import Results, losses
 
@@ -18,6 +18,8 @@ EPILOG = """axes
   parametrizations=sp,mup               optimizers=adamw,sgd               seeds=0,1
   arms=NAME | KEY=V1,V2 | FILE.json     anything else to compare; named sets: {arms}
   refine=2                              rounds of rates added around the best of each curve
+
+questions, in place of RECIPE, with axes of their own, ten minutes or so on two idle cores: {questions}
 
 and  jobs=N  trials at a time   threads=N  CPU threads of each   max_minutes=N   out=DIR
      any key=value of `run`, such as steps=500 data.source=PATH
@@ -32,10 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m train sweep",
         description="The best learning rate of every width, and how far it moves.",
-        epilog=EPILOG.format(arms=", ".join(ARMS)),
+        epilog=EPILOG.format(arms=", ".join(ARMS), questions=", ".join(QUESTIONS)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a sweep")
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run, a question, or the folder of a sweep")
     parser.add_argument("given", nargs="*", metavar="key=value", help="axes, and keys to change")
     parser.add_argument("--plan", action="store_true", help="list the trials that are to be made, and stop")
     parser.add_argument("--report", action="store_true", help="say what is known so far, and stop")
@@ -60,7 +62,8 @@ def _sweep(name: str, given: Mapping[str, str], out: str | None) -> tuple[Sweep,
             raise UsageError(f"{folder} is the sweep's folder already; leave out={out} out")
         asked = json.loads((folder / "sweep.json").read_text())
         return define(asked["recipe"], {**asked["axes"], **asked["changes"], **given}), folder
-    sweep = define(name, {**QUESTIONS.get(name, {}), **given})
+    question = QUESTIONS.get(name, Question(name, {}))
+    sweep = define(question.recipe, {**question.axes, **given})
     folder = Path(out) if out else Path("runs") / f"sweep-{name}"
     if (folder / "config.json").exists():
         raise RunFolderError(f"{folder} is a run's folder; choose another out=DIR for the sweep")
@@ -119,7 +122,7 @@ def _write(sweep: Sweep, folder: Path) -> None:
     results = Results(folder).read()
     found = reports(sweep, results)
     text = table(found)
-    if arms := comparison.compared(results):
+    if arms := comparison.compared(found):
         text += "\n\n" + comparison.table(arms)
         comparison.draw(arms, folder / "comparison.png")
     (folder / "report.md").write_text(text + "\n")

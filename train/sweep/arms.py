@@ -33,6 +33,12 @@ ARMS: dict[str, tuple[Arm, ...]] = {
     "vectors": tuple(Arm(name, {"parametrization": name}) for name in ("mup", "mup_authors")),
     # Does the factor on the delta rule's output matter, where an exact norm would cancel it?
     "readout": tuple(Arm(name, {"model.readout": name}) for name in ("sqrt_k", "none")),
+    # Where heads remember 16 times as long, are SGD's rates for what they store to be divided by that, as the
+    # paper has it, by its root, or not at all? Derived in `models.mup`.
+    "slow_forgetting": tuple(
+        Arm(f"memory^{power:g}", {"model.forgetting": "0.0625", "optimizer.memory": repr(16.0**power)})
+        for power in (0.0, 0.5, 1.0)
+    ),
     # Taps and embedding as the released code draws them.
     "initialization": tuple(Arm(name, {"model.init": name}) for name in ("delta_trn", "authors")),
     # AdamW multiplies decay by a parameter's own rate: under muP wide matrices decay less. Is that wanted?
@@ -66,9 +72,35 @@ ARMS: dict[str, tuple[Arm, ...]] = {
     ),
 }
 
-# Sweeps that are one command: the axes of `python -m train sweep NAME`, unless others are given.
-QUESTIONS: dict[str, dict[str, str]] = {
-    "ddl_residuals": {"arms": "ddl_residuals", "lrs": "2**-8", "seeds": "0,1,2", "refine": "0"},
+
+@dataclass(frozen=True)
+class Question:
+    """A sweep that is one command: the axes of `python -m train sweep NAME`, unless others are given."""
+
+    recipe: str
+    axes: Mapping[str, str]
+
+
+def _by_width(arms: str, rates: Mapping[str, str]) -> Question:
+    """Ten minutes or so on two idle cores: each arm at its best of three rates an octave apart, and how much
+    it loses at a fourfold width with the rate that is best at the base width."""
+    lrs = {f"lrs.{optimizer}": text for optimizer, text in rates.items()}
+    swept = {"widths": "64,256", "optimizers": ",".join(rates), "seeds": "0,1", "refine": "0"}
+    return Question("transfer", {"arms": arms, **swept, **lrs})
+
+
+_ADAMW, _SGD = {"adamw": "2**-8..2**-6"}, {"sgd": "2**-4..2**-2"}
+QUESTIONS: Mapping[str, Question] = {
+    "ddl_residuals": Question(
+        "ddl_residuals", {"arms": "ddl_residuals", "lrs": "2**-8", "seeds": "0,1,2", "refine": "0"}
+    ),
+    "sgd_gates": _by_width("sgd_gates", _SGD),
+    "vectors": _by_width("vectors", _SGD),
+    "readout": _by_width("readout", _ADAMW),
+    "slow_forgetting": _by_width("slow_forgetting", _SGD),
+    "initialization": _by_width("initialization", _ADAMW),
+    "weight_decay": _by_width("weight_decay", _ADAMW),
+    "epsilon": _by_width("epsilon", _ADAMW),
 }
 
 

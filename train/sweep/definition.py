@@ -37,7 +37,10 @@ class Series:
     optimizer: str
 
     def __str__(self) -> str:
-        return " ".join(part for part in (self.arm, self.parametrization, self.optimizer) if part)
+        # an arm may be a parametrization, and have its name
+        return " ".join(
+            part for part in dict.fromkeys((self.arm, self.parametrization, self.optimizer)) if part
+        )
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,10 @@ def define(name: str, given: Mapping[str, str]) -> Sweep:
     for key, axis in fixed.items():
         if key in changes:
             raise UsageError(f"{key} is an axis of a sweep; give {axis}={changes[key]}")
+    if "epochs" in changes:
+        raise UsageError(
+            f"epochs={changes['epochs']}: trials of a sweep are as long as one another; give steps=N"
+        )
     begun = recipe(name)
     optimizers = _words("optimizers", axes.get("optimizers", begun.optimizer.name))
     rates = {}

@@ -4,7 +4,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..fits import Optimum, line, optimum
@@ -22,6 +22,7 @@ class Curve:
 
     rates       log2 of the rate -> mean held-out loss over seeds; infinity if one diverged
     fit         of loss against log2 of the rate; None if there is no inner minimum yet
+    parameters  of the model; None while no trial is done
     """
 
     width: int
@@ -29,6 +30,7 @@ class Curve:
     points: tuple[tuple[float, float, int], ...]
     fit: Optimum | None
     why_not: str | None
+    parameters: int | None = None
 
     @property
     def best(self) -> tuple[float, float] | None:
@@ -70,13 +72,18 @@ def reports(sweep: Sweep, results: Mapping[str, Mapping[str, Any]]) -> list[Repo
     found = []
     for series, widths in groups.items():
         trials = [t for group in widths.values() for t in group]
-        curves = tuple(
-            curve(width, [(math.log2(t.lr), known[t.key], t.seed) for t in group if t.key in known])
-            for width, group in sorted(widths.items())
-        )
+        curves = tuple(_curve_of(width, group, results) for width, group in sorted(widths.items()))
         done = sum(t.key in known for t in trials)
         found.append(Report(series, curves, transfer(curves), done, len(trials)))
     return found
+
+
+def _curve_of(width: int, trials: Sequence[Trial], results: Mapping[str, Mapping[str, Any]]) -> Curve:
+    known = losses(results)
+    done = [t for t in trials if t.key in known]
+    found = curve(width, [(math.log2(t.lr), known[t.key], t.seed) for t in done])
+    counts = (results[t.key].get("parameters") for t in done)
+    return replace(found, parameters=next(counts, None))
 
 
 def curve(width: int, points: Sequence[tuple[float, float, int]]) -> Curve:
