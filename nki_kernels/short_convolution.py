@@ -1,11 +1,13 @@
 """The short convolution: causal, depthwise, over time, then SiLU; forward and backward.
 
-    z_t = sum_j w_j x_{t - W + 1 + j}     y = SiLU(z)              W taps; before a sequence there are zeros
+    z_t = sum_j w_j x_{t - W + 1 + j}     y = SiLU(z)              W taps
 
     dz = dy SiLU'(z)     dx_t = sum_j w_j dz_{t + W - 1 - j}     dw_j = sum_t dz_t x_{t - W + 1 + j}
 
 Layout: x, y, dy, dx [B, T, C]; weight, dweight [C, W]; position [T], of each token in its packed sequence
-(B is 1 then): tap j reads from its own sequence where position >= W - 1 - j.
+(B is 1 then): tap j reads from its own sequence where position >= W - 1 - j. Before a sequence there are
+zeros, or, where a call goes on with what an earlier one began, prefix [B, W - 1, C], the inputs just before x.
+Its gradient is dx at the times before 0.
 
 Time is the partition axis of x in HBM, and nothing shifts along partitions. So 128 rows are transposed, which
 makes a tap a slice of the free axis, and the taps transpose them back: the product of a slice [channels,
@@ -24,11 +26,13 @@ ON_SCALAR = 1  # taps of dx: in backward the Vector engine has the sums of dw
 
 
 @nki.jit
-def short_convolution_fwd(x, weight, position, packed):
-    """y [B, T, C] in x's dtype. packed: bool; position is read only then, and may else be None."""
+def short_convolution_fwd(x, weight, position, packed, prefix=None, continued=False):
+    """y [B, T, C] in x's dtype. packed, continued: bool; position is read if packed, prefix (in x's dtype) if
+    continued; each may be None else.
+    """
     B, T, C = x.shape
     W = weight.shape[1]
-    check(B, W, packed)
+    check(B, W, packed, continued)
     y = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
     eye, wide_eye = identities(x.dtype)
     pieces = tiles_of_time(B, T, PARTITIONS - (W - 1))
@@ -39,7 +43,7 @@ def short_convolution_fwd(x, weight, position, packed):
         for i in range(len(pieces) + 1):  # one stage ahead: see backward
             if i < len(pieces):
                 b, t0, t1 = pieces[i]
-                seen = windows(x, b, t0, t1, c0, c1, W, eye)
+                seen = windows(x, prefix, continued, b, t0, t1, c0, c1, W, eye)
                 keep = masks(position, packed, t0, t1, W)
                 ready.append(prepared(seen_by_taps(seen, keep, t1 - t0, W), taps, ON_VECTOR))
             if i > 0:
@@ -51,16 +55,19 @@ def short_convolution_fwd(x, weight, position, packed):
 
 
 @nki.jit
-def short_convolution_bwd(dy, x, weight, position, packed):
-    """(dx [B, T, C] in x's dtype, dweight [C, W] in weight's).
+def short_convolution_bwd(dy, x, weight, position, packed, prefix=None, continued=False):
+    """(dx [B, T, C] in x's dtype, dweight [C, W] in weight's), and if continued dprefix [B, W - 1, C].
 
     A tile of time passes four stages, and four tiles are on their way, each a stage behind the one before: an
     engine that runs its instructions in order then waits for none of the others.
     """
     B, T, C = x.shape
     W = weight.shape[1]
-    check(B, W, packed)
+    check(B, W, packed, continued)
     dx = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
+    dprefix = dx
+    if continued:
+        dprefix = nl.ndarray((B, W - 1, C), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((C, W), dtype=weight.dtype, buffer=nl.shared_hbm)
     eye, wide_eye = identities(x.dtype)
     pieces = tiles_of_time(B, T, PARTITIONS - 2 * (W - 1))
@@ -74,7 +81,7 @@ def short_convolution_bwd(dy, x, weight, position, packed):
             if i < n:
                 b, t0, t1 = pieces[i]
                 t2 = min(t1 + W - 1, T)  # dz of tokens behind t1 reaches back to dx
-                seen.append(windows(x, b, t0, t2, c0, c1, W, eye))
+                seen.append(windows(x, prefix, continued, b, t0, t2, c0, c1, W, eye))
                 keep.append(masks(position, packed, t0, t2, W))
                 ready_z.append(prepared(seen_by_taps(seen[i], keep[i], t2 - t0, W), taps, ON_VECTOR))
             if i >= 1 and i <= n:
@@ -87,21 +94,27 @@ def short_convolution_bwd(dy, x, weight, position, packed):
                 dz.append(slope)
             if i >= 2 and i <= n + 1:
                 b, t0, t1 = pieces[i - 2]
-                by_tap.append(turned(dz[i - 2], keep[i - 2], t1 - t0, W, wide_eye))
-                ready_dx.append(prepared(given_by_taps(by_tap[i - 2], t1 - t0), taps, ON_SCALAR))
+                ahead = before(t0, W, continued)
+                by_tap.append(turned(dz[i - 2], keep[i - 2], ahead, t1 - t0, W, wide_eye))
+                ready_dx.append(prepared(given_by_taps(by_tap[i - 2], ahead + t1 - t0), taps, ON_SCALAR))
             if i >= 3:
                 b, t0, t1 = pieces[i - 3]
-                out = tile((t1 - t0, c1 - c0), x.dtype)
+                ahead = before(t0, W, continued)
+                out = tile((ahead + t1 - t0, c1 - c0), x.dtype)
                 nisa.activation(dst=out, op=nl.copy, data=summed(ready_dx[i - 3], taps, wide_eye))
-                nisa.dma_copy(dst=dx[b, t0:t1, c0:c1], src=out)
+                nisa.dma_copy(dst=dx[b, t0:t1, c0:c1], src=out[ahead : ahead + t1 - t0, :])
+                if ahead > 0:
+                    nisa.dma_copy(dst=dprefix[b, :, c0:c1], src=out[0:ahead, :])
                 for part in range(len(sums)):
-                    add_products(sums[part], by_tap[i - 3][part], seen[i - 3][part], t1 - t0)
+                    add_products(sums[part], by_tap[i - 3][part], seen[i - 3][part], ahead, t1 - t0)
         spans = channels(c1 - c0)
         for part in range(len(spans)):
             a0, a1 = spans[part]
             rounded = tile((a1 - a0, W), weight.dtype)
             nisa.tensor_copy(dst=rounded, src=sums[part])
             nisa.dma_copy(dst=dweight[c0 + a0 : c0 + a1, :], src=rounded)
+    if continued:
+        return dx, dweight, dprefix
     return dx, dweight
 
 
@@ -124,9 +137,16 @@ def zero_sums(width, W):
     return found
 
 
-def check(B, W, packed):
+def before(t0, W, continued):
+    """How many rows of a tile's dx are the prefix's: the first tile's W - 1."""
+    return W - 1 if continued and t0 == 0 else 0
+
+
+def check(B, W, packed, continued):
     """Refuse what the tiles of time do not hold."""
     assert W <= MOST_W, f"W={W} exceeds {MOST_W} taps: 2 W - 2 rows of a tile of 128 are its neighbors'"
+    assert W > 1 or not continued, "W=1 looks back at nothing: leave the prefix out"
+    assert not (packed and continued), "packed sequences begin with zeros: leave the prefix out"
     assert B == 1 or not packed, f"B={B} rows cannot be packed: position is that of one row"
 
 
@@ -177,31 +197,34 @@ def masks(position, packed, t0, t1, W):
     return found
 
 
-def windows(x, b, t0, t1, c0, c1, W, eye):
+def windows(x, prefix, continued, b, t0, t1, c0, c1, W, eye):
     """For every 128 channels: x of the tokens t0 - W + 1 to t1, [channels, tokens] float32."""
     rows = t1 - t0 + W - 1
     first = t0 - (W - 1)
     xt = tile((rows, c1 - c0), x.dtype)
     if first < 0:
-        nisa.memset(dst=xt, value=0.0)
+        if continued:
+            nisa.dma_copy(dst=xt[0:-first, :], src=prefix[b, t0 : W - 1, c0:c1])
+        else:
+            nisa.memset(dst=xt, value=0.0)
         nisa.dma_copy(dst=xt[-first:rows, :], src=x[b, 0:t1, c0:c1])
     else:
         nisa.dma_copy(dst=xt, src=x[b, first:t1, c0:c1])
     found = []
     for a0, a1 in channels(c1 - c0):
-        found.append(transposed(xt[:, a0:a1], eye, rows))
+        found.append(transposed(xt[:, a0:a1], eye, 0, rows))
     return found
 
 
-def transposed(x, eye, columns):
-    """x [rows, C], any dtype, as [C, columns] float32; columns behind the rows are 0."""
+def transposed(x, eye, ahead, columns):
+    """x [rows, C], any dtype, as [C, columns] float32; columns `ahead` of the rows and behind them are 0."""
     rows, C = x.shape
     ps = nl.ndarray((C, rows), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=ps, stationary=x, moving=eye[0:rows, 0:rows], is_moving_onezero=True)
     out = tile((C, columns), nl.float32)
     if columns > rows:
         nisa.memset(dst=out, value=0.0)
-    nisa.activation(dst=out[:, 0:rows], op=nl.copy, data=ps)
+    nisa.activation(dst=out[:, ahead : ahead + rows], op=nl.copy, data=ps)
     return out
 
 
@@ -272,11 +295,13 @@ def summed(ready, taps, eye):
     return out
 
 
-def turned(dz, keep, count, W, eye):
-    """For every 128 channels: dz as each tap sees it, [channels, count + W - 1]; behind the last token 0."""
+def turned(dz, keep, ahead, count, W, eye):
+    """For every 128 channels: dz as each tap sees it, [channels, ahead + count + W - 1]; 0 ahead of the first
+    token and behind the last.
+    """
     found = []
     for a0, a1 in channels(dz.shape[1]):
-        behind = transposed(dz[:, a0:a1], eye, count + W - 1)
+        behind = transposed(dz[:, a0:a1], eye, ahead, ahead + count + W - 1)
         found.append(masked(behind, keep, dz.shape[0], W))
     return found
 
@@ -298,15 +323,16 @@ def masked(behind, keep, count, W):
     return found
 
 
-def add_products(sums, by_tap, seen, count):
+def add_products(sums, by_tap, seen, ahead, count):
     """dw [channels, W] += the tile's sum over time of dz and what tap j saw."""
     C, W = sums.shape
     part = tile((C, W), nl.float32)
     for j in range(W):
         product = tile((C, count), nl.float32)
         nisa.tensor_tensor(
-            dst=product, data1=by_tap[j][:, 0:count], data2=seen[:, j : j + count], op=nl.multiply
-        )
+            dst=product, data1=by_tap[j][:, ahead : ahead + count], data2=seen[:, j : j + count],
+            op=nl.multiply,
+        )  # fmt: skip
         row_sum(part[:, j : j + 1], product, nl.copy)
     nisa.tensor_tensor(dst=sums, data1=sums, data2=part, op=nl.add)
 

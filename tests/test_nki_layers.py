@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from nki_judge import DTYPES, assert_close, hbm_bytes, normal, run
 
+from backends import short_convolution as short_convolution_of_layers
 from models.convolution import ShortConvolution
 from models.layers import RMSNorm
 from models.mup import Role, Tag
@@ -13,6 +14,7 @@ from nki_kernels import gated_rms_norm, short_convolution
 from nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from nki_kernels.language import nisa, nl
 from nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
+from nki_kernels.simulator import StrictError
 from nki_kernels.simulator.subset import findings
 
 KERNELS = [short_convolution_fwd, short_convolution_bwd, gated_rms_norm_fwd, gated_rms_norm_bwd]
@@ -43,11 +45,11 @@ def sequences(T, lengths):
     return Sequences.packed(bounds, T, attention=False)
 
 
-def literal_convolution(lengths, x, weight):
+def literal_convolution(lengths, x, weight, prefix=None):
     """Tap by tap, sequence by sequence."""
     W, found = weight.shape[1], []
     for part in x.split(x.shape[1] if lengths is None else list(lengths), dim=1):
-        padded = F.pad(part, (0, 0, W - 1, 0))
+        padded = F.pad(part, (0, 0, W - 1, 0)) if prefix is None else torch.cat([prefix, part], 1)
         z = sum(padded[:, j : j + part.shape[1]] * weight[:, j] for j in range(W))
         found.append(z * torch.sigmoid(z))
     return torch.cat(found, dim=1)
@@ -93,6 +95,44 @@ def test_packed_convolution_agrees_with_float64(lengths):
 @pytest.mark.parametrize("hard", ["zero", "large", "small"])
 def test_convolution_of_hard_inputs(hard):
     check_convolution((2, 40, 32, 4), torch.float32, hard=hard)
+
+
+# one token, fewer and more tokens than the prefix, two rows, a tile of backward and a token more
+CONTINUED = [(1, 1, 32, 4), (1, 2, 32, 4), (2, 5, 32, 4), (1, 122, 200, 4), (1, 123, 32, 4), (1, 130, 16, 2)]
+
+
+def check_continued(shape, dtype, target="trn1"):
+    """A prefix stands before x; its gradient is one more result."""
+    B, _, C, W = shape
+    x, dy, weight = convolution_inputs(*shape, dtype)
+    prefix = normal(torch.Generator().manual_seed(1), B, W - 1, C).to(dtype)
+    names = ("y", "dx", "dweight", "dprefix")
+
+    def layer(x, weight, prefix):
+        return short_convolution_of_layers(x, weight, prefix=prefix, backend="chunked")
+
+    judge = outcome(literal_convolution, [x, weight, prefix], [None], dy, torch.float64, names)
+    honest = outcome(layer, [x, weight, prefix], [], dy, torch.float32, names)
+    y = run(short_convolution_fwd, x, weight, None, False, prefix, True, target=target)
+    grads = run(short_convolution_bwd, dy, x, weight, None, False, prefix, True, target=target)
+    found = dict(zip(names, [y, *grads], strict=True))
+    assert found["dprefix"].dtype == dtype
+    assert_close(found, judge, honest, terms=2 * W + shape[0] * shape[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", CONTINUED, ids=str)
+def test_a_convolution_that_goes_on_agrees_with_float64(shape, dtype):
+    check_continued(shape, dtype)
+
+
+def test_two_calls_are_one():
+    """Cut anywhere, the later call going on with the inputs of the earlier one."""
+    x, _, weight = convolution_inputs(1, 40, 32, 4, torch.float32)
+    whole = run(short_convolution_fwd, x, weight, None, False)
+    for cut in (3, 17):
+        later = run(short_convolution_fwd, x[:, cut:], weight, None, False, x[:, cut - 3 : cut], True)
+        torch.testing.assert_close(later, whole[:, cut:], rtol=0, atol=1e-6)
 
 
 def norm_inputs(M, V, dtype, hard=""):
@@ -167,12 +207,12 @@ def _anticausal(seen, keep, count, W):
     return [[part[:, W - 1 - j : W - 1 - j + count] for j in range(W)] for part in seen]
 
 
-def _own_tokens_only(dz, keep, count, W, eye):
+def _own_tokens_only(dz, keep, ahead, count, W, eye):
     """dx forgets what the next tile's tokens give back."""
     found = []
     for a0, a1 in short_convolution.channels(dz.shape[1]):
         rows = min(count, dz.shape[0])
-        behind = short_convolution.transposed(dz[0:rows, a0:a1], eye, count + W - 1)
+        behind = short_convolution.transposed(dz[0:rows, a0:a1], eye, 0, count + W - 1)
         found.append([behind] * W)
     return found
 
@@ -189,6 +229,16 @@ def test_a_fault_planted_in_the_convolution_is_seen(function, fault, lengths, te
     monkeypatch.setattr(short_convolution, function, fault)
     with pytest.raises(AssertionError, match=rf"{tensor}: error .* above"):
         check_convolution((1, 150, 32, 4), torch.float32, lengths)
+
+
+def _prefix_is_nothing(t0, W, continued):
+    return 0
+
+
+def test_a_forgotten_gradient_of_the_prefix_is_seen(monkeypatch):
+    monkeypatch.setattr(short_convolution, "before", _prefix_is_nothing)
+    with pytest.raises(StrictError, match="is unwritten"):
+        check_continued((1, 9, 32, 4), torch.float32)
 
 
 def _no_projection(xt, rn, r):
@@ -240,6 +290,18 @@ def test_sizes_that_do_not_fit_are_refused():
     x, _, weight = convolution_inputs(2, 8, 16, 40, torch.float32)
     with pytest.raises(AssertionError, match="W=40 exceeds 32 taps"):
         run(short_convolution_fwd, x, weight, None, False)
+    with pytest.raises(AssertionError, match="W=1 looks back at nothing"):
+        run(short_convolution_fwd, x, weight[:, :1], None, False, x[:, :0], True)
+    with pytest.raises(AssertionError, match="packed sequences begin with zeros"):
+        run(
+            short_convolution_fwd,
+            x[:1],
+            weight[:, :4],
+            torch.zeros(8, dtype=torch.int32),
+            True,
+            x[:1, :3],
+            True,
+        )
     with pytest.raises(AssertionError, match="B=2 rows cannot be packed"):
         run(short_convolution_fwd, x, weight[:, :4], torch.zeros(8, dtype=torch.int32), True)
     kernel, arguments = gated_rms_norm.example(M=1, V=4097, backward=1)
