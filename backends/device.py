@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shlex
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -77,6 +78,51 @@ def fallbacks() -> dict[str, int]:
     metrics = import_module("torch_xla.debug.metrics")
     names = [name for name in metrics.counter_names() if name.startswith("aten::")]
     return {name: int(metrics.counter_value(name)) for name in names}
+
+
+def is_neuron(device: torch.device) -> bool:
+    """Whether an XLA device is a NeuronCore: torch_neuronx is what puts its plugin into torch_xla."""
+    return device.type == "xla" and find_spec("torch_neuronx") is not None
+
+
+@dataclass(frozen=True)
+class ProgramCache:
+    """Where a compiler keeps what it compiled, beyond the process: a folder, or a URL that starts with s3://.
+
+    entries     pattern of one compiled program's own file or folder in it; its name has the compiler's key
+    """
+
+    compiler: str
+    place: str
+    entries: str
+
+    def keys(self) -> frozenset[str]:
+        """Of every program that is there now; none for s3, which only the compiler reads."""
+        if "://" in self.place:
+            return frozenset()
+        return frozenset(path.name for path in Path(self.place).glob(self.entries))
+
+
+def program_caches(device: torch.device, *, compiled: bool, triton: bool) -> tuple[ProgramCache, ...]:
+    """The caches that a process on `device` fills, as their own tools' variables have them; the first leads.
+
+    compiled    by torch.compile; `triton`: with Triton kernels
+    None for XLA's CPU device: its runtime cannot load a saved program (torch_xla 2.9: "Deserializing
+    serialized executable not supported"), so that every process compiles again.
+    """
+    found = []
+    if is_neuron(device):
+        flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
+        named = [flag.partition("=")[2] for flag in flags if flag.startswith("--cache_dir=")]
+        place = os.environ.get("NEURON_COMPILE_CACHE_URL") or "/var/tmp/neuron-compile-cache"
+        found.append(ProgramCache("neuronx-cc", named[-1] if named else place, "neuronxcc-*/MODULE_*"))
+    if triton and device.type == "cuda":
+        home = Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+        found.append(ProgramCache("triton", os.environ.get("TRITON_CACHE_DIR") or str(home), "*"))
+    if compiled and device.type != "xla":
+        place = import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+        found.append(ProgramCache("inductor", place, "fxgraph/*/*"))
+    return tuple(found)
 
 
 def reset_peak_memory(device: torch.device) -> None:

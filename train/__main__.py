@@ -37,6 +37,11 @@ COMMANDS = {
         "RECIPE [key=value ...]",
         "memory, FLOPs and bytes sent on 1 to 1024 workers, computed",
     ),
+    "warmup": (
+        "train.commands.warmup",
+        "RECIPE|RUN_DIR [key=value ...]",
+        "compile every graph of a run before it, and write down that it is done",
+    ),
     "data": ("train.data.cli", "prepare SOURCE | info DIR", "text to token shards"),
 }
 

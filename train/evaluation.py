@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backends import device as platform
 
+from .config import RunConfig
 from .data import TokenDataset, make_loader
 from .team import Team
 
@@ -62,3 +63,8 @@ def held_out_windows(
 def crops_at_once(sequences: int, limit: int) -> int:
     """The largest divisor of `sequences` that is at most `limit`."""
     return max(n for n in range(1, min(sequences, limit) + 1) if sequences % n == 0)
+
+
+def windows_at_once(config: RunConfig) -> int:
+    """Windows of held-out text in order in one forward pass, at most."""
+    return config.evaluation.batch or min(config.batch.micro or config.batch.sequences, 64)

@@ -12,7 +12,7 @@ from backends import device as platform
 from . import metrics
 from .assembly import Run
 from .config import RunConfig
-from .evaluation import Evaluation, evaluate, held_out_windows
+from .evaluation import Evaluation, evaluate, held_out_windows, windows_at_once
 from .progress import duration
 from .step import loss_function
 
@@ -106,9 +106,11 @@ def result(run: Run) -> Result | None:
 
 def _in_order(run: Run) -> Evaluation:
     config = run.config
-    batch = config.evaluation.batch or min(config.batch.micro or config.batch.sequences, 64)
     windows = held_out_windows(
-        run.dataset, tokens=config.evaluation.final_tokens, sequence=config.batch.length, batch=batch
+        run.dataset,
+        tokens=config.evaluation.final_tokens,
+        sequence=config.batch.length,
+        batch=windows_at_once(config),
     )
     run.model.eval()
     # one pass over a few shapes: compiling would take longer

@@ -46,10 +46,12 @@ def drive(run: "Run", asked_backend: str) -> int:
     from ..plots import plot_loss
     from ..progress import Display, console
     from ..summary import closing, opening, result
+    from ..warmup.notice import notice
 
     leads = run.team.leads
     out = console(quiet=not leads)
-    for line in opening(run, asked_backend):
+    warmed = notice(run.config, run.device, run.team.world, run.folder.path)
+    for line in (*opening(run, asked_backend), *warmed):
         out.print(line, markup=False)
     with out.status("measuring what zlib and lzma make of the held-out text"):
         costs = held_out_costs(run)

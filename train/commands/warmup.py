@@ -1,0 +1,154 @@
+"""python -m train warmup RECIPE|RUN_DIR [key=value ...] [--list] [--processes N]
+
+On Neuron twice: inside of neuron_parallel_compile, then again, to see that every graph comes from the cache.
+On several nodes start both by hand on each: `neuron_parallel_compile torchrun ... -m train warmup ...`, then
+without the first word.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config import RunConfig
+from ..errors import ConfigError, TrainError
+from ..overrides import apply, parse
+from ..recipes import recipe
+
+# what neuron_parallel_compile sets for the processes whose graphs it collects; they compute nothing
+COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = _parser().parse_intermixed_args(arguments)
+    config = apply(_configuration(given.recipe), parse(given.changes))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if given.processes < 1:
+        raise ConfigError(f"--processes={given.processes}: expected at least 1")
+    if given.processes > 1 and world > 1:
+        raise ConfigError(
+            f"--processes={given.processes} under torchrun: leave it out, or leave out torchrun"
+        )
+    if given.list:
+        return _list(config, max(world, given.processes))
+
+    from backends import device as platform
+
+    from ..network import pick_device
+
+    command = [given.recipe, *given.changes, "--here"]
+    started = given.here or world > 1 or COLLECTING in os.environ
+    if not started and platform.is_neuron(pick_device(config.device)):
+        # all graphs at once, by many compilers; then each again, which shows that it comes from the cache
+        _start(command, given.processes, wrapper=_neuron_parallel_compile())
+        _start(command, given.processes)
+        return 0
+    if given.processes > 1:
+        _start(command, given.processes)
+        return 0
+    return _warm(config)
+
+
+def _configuration(name: str) -> RunConfig:
+    """A recipe's, or the one that a run's folder was begun with."""
+    if (Path(name) / "config.json").is_file():
+        from ..run_folder import RunFolder
+
+        return RunFolder(Path(name)).read()[0]
+    return recipe(name)
+
+
+def _list(config: RunConfig, world: int) -> int:
+    """Print the graphs without loading data or a model."""
+    from ..team import require_divisible
+    from ..warmup.graphs import Sizes, graphs
+
+    require_divisible(config, world)
+    xla = _device_type(config.device) == "xla"
+    for graph in graphs(config, world=world, xla=xla, sizes=Sizes()):
+        print(graph)
+    print("?: known once the data is prepared")
+    return 0
+
+
+def _device_type(name: str) -> str:
+    """Also of one that is not here: what a cluster compiles can be listed on a laptop."""
+    from backends import device as platform
+
+    return platform.platforms()[0] if name == "auto" else name.partition(":")[0]
+
+
+def _start(arguments: list[str], processes: int, wrapper: str | None = None) -> None:
+    """The same command in so many processes, inside of a wrapper if there is one. TrainError if it fails."""
+    command = [sys.executable, "-m", "train", "warmup", *arguments]
+    if processes > 1:
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        command = [sys.executable, "-m", *launcher, *command[1:]]
+    if wrapper is not None:
+        command = [wrapper, *command]
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        raise TrainError(f"{Path(command[0]).name} ended with status {status}; its own message is above")
+
+
+def _neuron_parallel_compile() -> str:
+    found = shutil.which("neuron_parallel_compile")
+    if found is None:
+        raise TrainError(
+            "neuron_parallel_compile is not on the path; it comes with torch-neuronx, in whose environment "
+            "this is to be started"
+        )
+    return found
+
+
+def _warm(config: RunConfig) -> int:
+    from ..assembly import begun
+    from ..progress import console, leads
+    from ..warmup.compiling import compile_all
+    from ..warmup.identity import Identity
+    from ..warmup.manifest import place, record
+    from ..warmup.notice import caches, compiles
+
+    out = console(quiet=not leads())
+
+    def tell(text: str) -> None:
+        out.print(text, markup=False)
+
+    with tempfile.TemporaryDirectory(prefix="delta-trn-warmup-") as folder:
+        given = config.model_copy(update={"out": str(Path(folder) / "run")})
+        with begun(given, tell) as run:
+            found = compile_all(run, tell)
+            kept = caches(run.config, run.device)
+            if not compiles(run.config, run.device):
+                tell(f"nothing to compile: on {run.device} operators run one by one unless compile=true")
+            elif not kept:
+                tell("nothing is kept: XLA's CPU device compiles in every process anew")
+            elif COLLECTING in os.environ:
+                tell("collected for neuron_parallel_compile, which compiles now")
+            elif run.team.leads:
+                path, identity = place(kept), Identity.of(run.config, run.device, run.team.world)
+                record(path, identity, found)
+                tell(f"entry {identity.fingerprint()} in {path}")
+            run.team.told(None)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m train warmup",
+        description="Compile every graph of a run into the compiler's cache, and write down that it is done.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of one that was begun")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
+    parser.add_argument("--list", action="store_true", help="print the graphs and stop")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="warm for so many processes of this machine, and start them"
+    )
+    parser.add_argument(
+        "--here", action="store_true", help="on Neuron: in this process, not through neuron_parallel_compile"
+    )
+    return parser
