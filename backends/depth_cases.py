@@ -7,7 +7,6 @@ made as in `backends.cases`: the same on every machine.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from backends import depth_recurrent
 from backends.depth import OP, delta_residual
-from backends.judge import FACTOR, Verdict, error
+from backends.judge import Verdict, judged
 from backends.registry import BACKENDS
 
 # dk has passed the norm, its reciprocal, y, p, s, e, y . dy and the difference of two terms, four times as
@@ -100,14 +99,7 @@ def verdicts(case: DepthCase, dtype: torch.dtype, backend: str, device: str = "c
     judge = _equation({name: x.double() for name, x in given.items()}, case.k_eps)
     honest = _equation(given, case.k_eps)
     found = outcome({name: x.to(device) for name, x in given.items()}, case.k_eps, backend)
-    single = math.sqrt(case.D + case.DV + STEPS) * torch.finfo(torch.float32).eps / 2
-    rows = []
-    for name in TENSORS:
-        rounding = 0.0 if found[name].dtype == torch.float32 else torch.finfo(found[name].dtype).eps / 2
-        base, right = error(honest[name], judge[name]), judge[name]
-        allowed = max(FACTOR * base, single + rounding) if right.any() else 0.0
-        rows.append(Verdict(case.name, dtype, name, backend, error(found[name], right), base, allowed, op=OP))
-    return rows
+    return judged(case.name, OP, dtype, backend, found, honest, judge, case.D + case.DV + STEPS)
 
 
 def measure(

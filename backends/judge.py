@@ -134,6 +134,29 @@ def floor(case: Case, dtype: torch.dtype) -> float:
     return single if dtype == torch.float32 else single + math.sqrt(4) * torch.finfo(dtype).eps / 4
 
 
+def judged(
+    case: str,
+    op: str,
+    dtype: torch.dtype,
+    backend: str,
+    found: Mapping[str, Tensor],
+    honest: Mapping[str, Tensor],
+    right: Mapping[str, Tensor],
+    terms: int,
+) -> list[Verdict]:
+    """Of an operation without a state, whose sums are all float32: allowed is FACTOR times the honest error,
+    and never less than `terms` float32 roundings and one of the result.
+    """
+    single = math.sqrt(terms) * torch.finfo(torch.float32).eps / 2
+    rows = []
+    for name, expected in right.items():
+        rounding = 0.0 if found[name].dtype == torch.float32 else torch.finfo(found[name].dtype).eps / 2
+        base = error(honest[name], expected)
+        allowed = max(FACTOR * base, single + rounding) if expected.any() else 0.0
+        rows.append(Verdict(case, dtype, name, backend, error(found[name], expected), base, allowed, op=op))
+    return rows
+
+
 def outcome(given: Inputs, backend: str) -> dict[str, Tensor]:
     """o, final_state and every gradient, by the public operation on one backend."""
     leaves = _leaves(given)

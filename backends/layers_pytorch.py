@@ -1,7 +1,7 @@
 """The layers' operations in PyTorch, on any device: few passes over memory, gradients derived by hand.
 
-Sums are float32, float64 for float64 inputs. What forward keeps besides its inputs: z of the convolution, one
-number a row of the norms, the gradients of the cross-entropy.
+Sums are float32, float64 for float64 inputs. What forward keeps besides its inputs: z of a float32
+convolution, one number a row of the norms, the gradients of the cross-entropy.
 """
 
 from __future__ import annotations
@@ -20,22 +20,18 @@ def short_convolution_forward(
     x: Tensor, weight: Tensor, prefix: Tensor | None, position: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, ...]:
     """W shifted multiply-adds: on a CPU a quarter of the time of conv1d with groups, forward and backward."""
-    joined, taps = _joined(x, weight.shape[1], prefix), _taps(x, weight)
-    W, T = taps.shape[0], x.shape[1]
-    z = joined[:, W - 1 :] * taps[W - 1]
-    for j in range(W - 1):
-        z.addcmul_(_own(joined[:, j : j + T], position, W - 1 - j), taps[j])
+    z = _convolved(_joined(x, weight.shape[1], prefix), _taps(x, weight), position)
     if activation == "linear":
         return (z.to(x.dtype),)
     y = F.silu(z).to(x.dtype)
-    return (y, z.to(x.dtype)) if save else (y,)
+    return (y, z) if _keeps_z(x, activation, save) else (y,)
 
 
 def short_convolution_saved(
     x: Tensor, weight: Tensor, prefix: Tensor | None, position: Tensor | None, activation: str, save: bool
 ) -> list[tuple[torch.Size, torch.dtype]]:
     """z."""
-    return [(x.shape, x.dtype)] if save and activation == "silu" else []
+    return [(x.shape, x.dtype)] if _keeps_z(x, activation, save) else []
 
 
 def short_convolution_backward(
@@ -51,9 +47,8 @@ def short_convolution_backward(
     joined, taps = _joined(x, W, prefix), _taps(x, weight)
     dz = dy.to(full)
     if kept[-2] == "silu":
-        z = kept[0]
-        assert isinstance(z, Tensor)
-        dz = torch.ops.aten.silu_backward(dz, z.to(full))
+        z = kept[0] if isinstance(kept[0], Tensor) else _convolved(joined, taps, position)
+        dz = torch.ops.aten.silu_backward(dz, z)
     dx = dz.new_zeros(joined.shape)
     dtaps = []
     for j in range(W):
@@ -195,6 +190,20 @@ def _norm_backward(dn: Tensor, x: Tensor, r: Tensor, weight: Tensor) -> tuple[Te
 
 def _reciprocal_norm(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _convolved(joined: Tensor, taps: Tensor, position: Tensor | None) -> Tensor:
+    """z [B, T, C] in full precision."""
+    W, T = taps.shape[0], joined.shape[1] - taps.shape[0] + 1
+    z = joined[:, W - 1 :] * taps[W - 1]
+    for j in range(W - 1):
+        z.addcmul_(_own(joined[:, j : j + T], position, W - 1 - j), taps[j])
+    return z
+
+
+def _keeps_z(x: Tensor, activation: str, save: bool) -> bool:
+    """Narrower inputs make it again: rounded to them it would cost dweight a thousand times its error."""
+    return save and activation == "silu" and x.dtype == _full(x.dtype)
 
 
 def _joined(x: Tensor, W: int, prefix: Tensor | None) -> Tensor:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from backends import depth_cases, goldens
+from backends import depth_cases, goldens, layer_cases
 from backends import device as platform_facts
 from backends.cases import SMALL, Case, select
 from backends.facts import ROOT, facts
@@ -219,18 +219,25 @@ def _run(given: argparse.Namespace, console: Console) -> int:
     lines = []
     for subject in subjects(given.backend):
         about = facts(torch.device(subject.device))
-        depth = None if given.case is None else [name for name in given.case if name in depth_cases.BY_NAME]
-        time = None if given.case is None else [name for name in given.case if name not in (depth or ())]
+        stateless = _named(given, depth_cases.BY_NAME), _named(given, layer_cases.BY_NAME)
+        taken = {name for names in stateless for name in names or ()}
+        time = None if given.case is None else [name for name in given.case if name not in taken]
         cases = [] if time == [] else subject.cases(time, slow=given.slow)
         progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
         mine = list(measure(subject, progress, refused))
-        mine += depth_cases.measure(subject.backend, subject.device, DTYPES, depth)
+        for grid, names in zip((depth_cases, layer_cases), stateless, strict=True):
+            mine += grid.measure(subject.backend, subject.device, DTYPES, names)
         lines += [row(verdict, about) for verdict in mine]
         found += mine
     report(console, found, refused)
     if given.json:
         given.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 0 if found and all(verdict.passed for verdict in found) else 1
+
+
+def _named(given: argparse.Namespace, grid: Mapping[str, Any]) -> list[str] | None:
+    """The cases asked for that are in a grid; None: all of it."""
+    return None if given.case is None else [name for name in given.case if name in grid]
 
 
 def _record(given: argparse.Namespace, console: Console) -> int:

@@ -42,7 +42,7 @@ def keep_states(save_h: SaveH) -> None:
     _save_h = save_h
 
 
-def _on_its_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def on_its_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Launches where the first tensor is: left alone, Triton launches on the current device."""
 
     @wraps(function)
@@ -53,7 +53,7 @@ def _on_its_device(function: Callable[Arguments, Result]) -> Callable[Arguments,
     return guarded
 
 
-@_on_its_device
+@on_its_device
 def forward(
     q: Tensor,
     k: Tensor,
@@ -102,7 +102,7 @@ def forward(
     return o, final_state, [N, P, rows] if h is None or U is None else [N, P, rows, h, U]
 
 
-@_on_its_device
+@on_its_device
 def backward(
     do: Tensor,
     dstate: Tensor | None,
@@ -157,7 +157,7 @@ def backward(
     return dq, dk, dv, dg, dbeta, dinitial
 
 
-@_on_its_device
+@on_its_device
 def step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -170,7 +170,7 @@ def step(
     return o, new
 
 
-@_on_its_device
+@on_its_device
 def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> Tensor:
     """X' = X + beta k (v^T - k^T X): x [M, D, DV], k [M, D], v [M, DV], beta [M]; k_eps None: k as it is."""
     x, k, v, beta = (y.contiguous() for y in (x, k, v, beta))
@@ -179,7 +179,7 @@ def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps:
     return out
 
 
-@_on_its_device
+@on_its_device
 def delta_residual_backward(
     dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,67 @@
+"""Cross-entropy of rows of logits and its gradient, which takes their place.
+
+    loss = logsumexp(z) - z[goal]     dz = softmax(z) - onehot(goal)         both 0 for rows that do not count
+
+Two passes over a row: the first keeps a running maximum and sum in every lane (arXiv:1805.02867), the second,
+which finds a small vocabulary in cache, writes dz over z. With the products around it left to the vendor's
+library, some tokens at a time, no logits are ever stored but those of a thousand tokens: the scheme of Liger
+Kernel (arXiv:2410.10989), which would be a dependency for this one kernel, needs CUDA to import its own, and
+has no multiplier of the logits.
+
+Layout: z [M, V] contiguous; goal, keep, loss [M].
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+import triton
+import triton.language as tl
+
+from triton_kernels.launch import Tile, arithmetic
+from triton_kernels.tiles import rounded
+
+
+@triton.jit
+def softmax_kernel(
+    z, goal, keep, loss, V, BV: tl.constexpr, GRADIENT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    i_m = tl.program_id(0).to(tl.int64)
+    p_z = z + i_m * V
+    b_max = tl.full([BV], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([BV], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_z = tl.load(p_z + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
+        b_new = tl.maximum(b_max, b_z)
+        # a lane that has seen nothing yet: exp(-inf - -inf) is no number
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_sum = b_sum * tl.exp(b_max - b_base) + tl.exp(b_z - b_base)
+        b_max = b_new
+    top = tl.max(b_max, axis=0)
+    total = tl.log(tl.sum(b_sum * tl.exp(b_max - top), axis=0)) + top
+    i_goal = tl.load(goal + i_m)
+    counts = tl.load(keep + i_m).to(tl.float32)
+    # a goal outside the vocabulary is no number, not another row's logit
+    b_goal = tl.load(p_z + i_goal, mask=(i_goal >= 0) & (i_goal < V), other=float("nan")).to(tl.float32)
+    tl.store(loss + i_m, (total - b_goal) * counts)
+    if GRADIENT:
+        for i_v in range(0, V, BV):
+            o_v = i_v + tl.arange(0, BV)
+            b_z = tl.load(p_z + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+            b_dz = (tl.exp(b_z - total) - tl.where(o_v == i_goal, 1.0, 0.0)) * counts
+            tl.store(p_z + o_v, rounded(b_dz, z.dtype.element_ty, DOT), mask=o_v < V)
+
+
+def tile(V):
+    """BV logits a turn, 16 a thread at most."""
+    return Tile(min(4096, max(128, 1 << (V - 1).bit_length())), 8, 1)
+
+
+def softmax_(z, goal, keep, loss, *, gradient):
+    """Launch `softmax_kernel`: fills loss, and where `gradient` puts dz in place of z."""
+    M, V = z.shape
+    row = tile(V)
+    softmax_kernel[(M,)](
+        z, goal, keep, loss, V, BV=row.BV, GRADIENT=gradient, DOT=arithmetic(),
+        num_warps=row.warps, num_stages=row.stages,
+    )  # fmt: skip

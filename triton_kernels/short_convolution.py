@@ -1,0 +1,187 @@
+"""The short convolution: causal, depthwise, over time, then SiLU or nothing; forward and backward.
+
+    z_t = sum_j w_j x_{t - W + 1 + j}     y = SiLU(z), or z          W taps
+
+    dz = dy SiLU'(z)     dx_t = sum_j w_j dz_{t + W - 1 - j}     dw_j = sum_t dz_t x_{t - W + 1 + j}
+
+Backward makes z again, for its own tokens and for the W - 1 behind them, which dx reads: nothing is kept but
+the inputs, and what a tile reads 2 W - 1 times comes from cache. A program walks over several tiles of time
+and keeps the sums of dw in registers; its partial sums go to a row of their own, and rows are added by the
+caller: no atomics, so the same bits every time.
+
+Layout: x, y, dy, dx [B, T, C]; prefix [B, W - 1, C], what came before the first token; weight [C, W];
+position [T], of each token in its packed sequence (B is 1 then): tap j reads from its own sequence where
+position >= W - 1 - j. All contiguous.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+import triton
+import triton.language as tl
+
+from triton_kernels.launch import Tile, arithmetic
+from triton_kernels.tiles import rounded
+
+
+@triton.jit
+def _inputs(x, prefix, i_b, o_t, o_c, T, C, m_c, W: tl.constexpr, PREFIX: tl.constexpr):
+    """x of tokens o_t, which may lie before the first: the prefix there, or zeros. float32."""
+    m_t = (o_t >= 0) & (o_t < T)
+    rows = i_b * T + o_t
+    b_x = tl.load(x + rows[:, None] * C + o_c[None, :], mask=m_t[:, None] & m_c[None, :], other=0.0)
+    b_x = b_x.to(tl.float32)
+    if PREFIX:
+        m_p = (o_t < 0) & (o_t >= 1 - W)
+        rows = i_b * (W - 1) + o_t + (W - 1)
+        b_p = tl.load(prefix + rows[:, None] * C + o_c[None, :], mask=m_p[:, None] & m_c[None, :], other=0.0)
+        b_x += b_p.to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def _taps(
+    x, prefix, weight, i_b, o_t, o_c, b_pos, T, C, m_c,
+    W: tl.constexpr, PREFIX: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """z of tokens o_t, whose places in their own sequences are b_pos."""
+    b_z = tl.zeros([o_t.shape[0], o_c.shape[0]], dtype=tl.float32)
+    for j in tl.static_range(W):
+        b_x = _inputs(x, prefix, i_b, o_t + (j - (W - 1)), o_c, T, C, m_c, W, PREFIX)
+        if PACKED:
+            b_x = tl.where(b_pos[:, None] >= W - 1 - j, b_x, 0.0)
+        b_w = tl.load(weight + o_c * W + j, mask=m_c, other=0.0).to(tl.float32)
+        b_z += b_x * b_w[None, :]
+    return b_z
+
+
+@triton.jit
+def forward_kernel(
+    x, weight, prefix, position, y, T, C, NT,
+    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    SILU: tl.constexpr, PREFIX: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, BT tokens, BC channels)."""
+    NC = tl.cdiv(C, BC)
+    pid = tl.program_id(0).to(tl.int64)
+    o_c = (pid % NC) * BC + tl.arange(0, BC)
+    i_b = pid // NC // NT
+    o_t = (pid // NC % NT) * BT + tl.arange(0, BT)
+    m_c = o_c < C
+    m_t = o_t < T
+    b_pos = o_t
+    if PACKED:
+        b_pos = tl.load(position + o_t, mask=m_t, other=0)
+    b_y = _taps(x, prefix, weight, i_b, o_t, o_c, b_pos, T, C, m_c, W, PREFIX, PACKED)
+    if SILU:
+        b_y *= tl.sigmoid(b_y)
+    p_y = y + (i_b * T + o_t)[:, None] * C + o_c[None, :]
+    tl.store(p_y, rounded(b_y, y.dtype.element_ty, DOT), mask=m_t[:, None] & m_c[None, :])
+
+
+@triton.jit
+def _dz(
+    dy, x, prefix, weight, i_b, o_t, o_c, b_pos, T, C, m_c,
+    W: tl.constexpr, SILU: tl.constexpr, PREFIX: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Gradient of z of tokens o_t; 0 where there is no such token."""
+    m_t = (o_t >= 0) & (o_t < T)
+    p_dy = dy + (i_b * T + o_t)[:, None] * C + o_c[None, :]
+    b_dz = tl.load(p_dy, mask=m_t[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+    if SILU:
+        b_z = _taps(x, prefix, weight, i_b, o_t, o_c, b_pos, T, C, m_c, W, PREFIX, PACKED)
+        b_s = tl.sigmoid(b_z)
+        b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
+    return b_dz
+
+
+@triton.jit
+def backward_kernel(
+    dy, x, weight, prefix, position, dx, dprefix, dweight, T, C, NT, tiles,
+    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, P: tl.constexpr,
+    SILU: tl.constexpr, PREFIX: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program per (BC channels, P-th part of the tiles of time of all rows); dweight [P, C, W].
+
+    With a prefix, tiles begin W - 1 tokens before the first, for its gradient.
+    """
+    NC = tl.cdiv(C, BC)
+    pid = tl.program_id(0).to(tl.int64)
+    i_p = pid // NC
+    o_c = (pid % NC) * BC + tl.arange(0, BC)
+    m_c = o_c < C
+    o_w = tl.arange(0, 8)
+    b_dw = tl.zeros([BC, 8], dtype=tl.float32)
+    first = 0
+    if PREFIX:
+        first = 1 - W
+    for i in range(i_p, tiles, P):
+        i_b = i // NT
+        o_t = (i % NT) * BT + first + tl.arange(0, BT)
+        m_t = (o_t >= 0) & (o_t < T)
+        b_dx = tl.zeros([BT, BC], dtype=tl.float32)
+        for s in tl.static_range(W):
+            # token t + s read token t by tap W - 1 - s
+            b_pos = o_t + s
+            if PACKED:
+                b_pos = tl.load(position + (o_t + s), mask=(o_t + s >= 0) & (o_t + s < T), other=0)
+            b_dz = _dz(dy, x, prefix, weight, i_b, o_t + s, o_c, b_pos, T, C, m_c, W, SILU, PREFIX, PACKED)
+            if s == 0:
+                for j in tl.static_range(W):
+                    b_x = _inputs(x, prefix, i_b, o_t + (j - (W - 1)), o_c, T, C, m_c, W, PREFIX)
+                    if PACKED:
+                        b_x = tl.where(b_pos[:, None] >= W - 1 - j, b_x, 0.0)
+                    b_dw += tl.where(o_w[None, :] == j, tl.sum(b_dz * b_x, axis=0)[:, None], 0.0)
+            if PACKED:
+                b_dz = tl.where(b_pos[:, None] >= s, b_dz, 0.0)
+            b_w = tl.load(weight + o_c * W + (W - 1 - s), mask=m_c, other=0.0).to(tl.float32)
+            b_dx += b_dz * b_w[None, :]
+        b_dx = rounded(b_dx, dx.dtype.element_ty, DOT)
+        p_dx = dx + (i_b * T + o_t)[:, None] * C + o_c[None, :]
+        tl.store(p_dx, b_dx, mask=m_t[:, None] & m_c[None, :])
+        if PREFIX:
+            p_dp = dprefix + (i_b * (W - 1) + o_t + (W - 1))[:, None] * C + o_c[None, :]
+            tl.store(p_dp, b_dx, mask=(o_t < 0)[:, None] & m_c[None, :])
+    p_dw = dweight + (i_p * C + o_c)[:, None] * W + o_w[None, :]
+    tl.store(p_dw, b_dw, mask=m_c[:, None] & (o_w < W)[None, :])
+
+
+def tile(C):
+    """BV here is BC, and a tile is 2048 numbers, 16 a thread; `tokens` says how many tokens that is."""
+    return Tile(min(64, max(16, 1 << (C - 1).bit_length())), 4, 1)
+
+
+def tokens(row):
+    """BT."""
+    return 2048 // row.BV
+
+
+def parts(B, T, C, W, *, prefix):
+    """(P, tiles of time): 1024 programs at least where there are tiles for so many, and few partial sums."""
+    row = tile(C)
+    tiles = B * -(-(T + (W - 1 if prefix else 0)) // tokens(row))
+    return min(tiles, max(1, 1024 // -(-C // row.BV))), tiles
+
+
+def forward(x, weight, prefix, position, y, *, silu):
+    """Launch `forward_kernel`: fills y. prefix, position: None where there is none."""
+    B, T, C = x.shape
+    row = tile(C)
+    NT = -(-T // tokens(row))
+    forward_kernel[(B * NT * -(-C // row.BV),)](
+        x, weight, prefix, position, y, T, C, NT,
+        W=weight.shape[1], BT=tokens(row), BC=row.BV, SILU=silu, PREFIX=prefix is not None,
+        PACKED=position is not None, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
+    )  # fmt: skip
+
+
+def backward(dy, x, weight, prefix, position, *, dx, dprefix, dweight, silu):
+    """Launch `backward_kernel`: fills dx, dprefix (or None) and dweight [P, C, W], P from `parts`."""
+    B, T, C = x.shape
+    W = weight.shape[1]
+    row = tile(C)
+    P, tiles = parts(B, T, C, W, prefix=prefix is not None)
+    backward_kernel[(P * -(-C // row.BV),)](
+        dy, x, weight, prefix, position, dx, dprefix, dweight, T, C, tiles // B, tiles,
+        W=W, BT=tokens(row), BC=row.BV, P=P, SILU=silu, PREFIX=prefix is not None,
+        PACKED=position is not None, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
+    )  # fmt: skip
