@@ -258,6 +258,7 @@ def markdown_table(parametrizations: tuple[str, ...] = ("sp", "mup_original", "m
         "multiplier": "multiplier",
         "lr AdamW": "lr_adamw",
         "lr SGD": "lr_sgd",
+        "epsilon": "epsilon",
     }
     lines = [
         "| parameter | | " + " | ".join(parametrizations) + " |",

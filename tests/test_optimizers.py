@@ -39,6 +39,35 @@ def batch(seed: int, sequences: int = 4) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def test_epsilon_and_decay_of_every_group_are_the_tables():
+    """At m = 4 (arXiv:2606.04048 leaves epsilon alone): epsilon goes as the gradient's entries, 1/m and, for
+    gates and scalars, 1/sqrt(m); decay touches matrices, and what a step takes off falls with their rate."""
+    c = config(model__width=64, model__base_width=16, optimizer__eps=1e-6, optimizer__weight_decay=0.2)
+    expected = {
+        "embed.weight": (1 / 4, 0.0, 1.0),
+        "blocks.0.mixer.q_proj.weight": (1 / 4, 0.2, 1 / 4),
+        "blocks.0.mlp.down_proj.weight": (1 / 4, 0.2, 1 / 4),
+        "blocks.0.mixer.a_proj.weight": (1 / 2, 0.2, 1 / 4),
+        "blocks.0.mixer.b_proj.weight": (1 / 2, 0.2, 1 / 4),
+        "blocks.0.mixer.dt_bias": (1 / 2, 0.0, 1.0),
+        "blocks.0.mixer.A_log": (1 / 2, 0.0, 1.0),
+        "blocks.0.mixer.conv.weight": (1 / 4, 0.0, 1.0),
+        "norm.weight": (1 / 4, 0.0, 1.0),
+    }
+    model = model_of(c)
+    for independent in (False, True):
+        given = apply(c, {"optimizer.independent_weight_decay": str(independent).lower()})
+        optimizer = make_optimizer(model, given, CPU)
+        groups = {name: group for group in optimizer.param_groups for name in group["names"]}
+        for name, (epsilon, decay, factor) in expected.items():
+            group = groups[name]
+            assert group["eps"] == pytest.approx(1e-6 * epsilon), name
+            assert group["weight_decay"] == pytest.approx(decay / factor if independent else decay), name
+            assert group["factor"] == pytest.approx(factor), name
+    sp = make_optimizer(model_of(c), apply(c, {"parametrization": "sp"}), CPU)
+    assert sp.param_groups[0]["eps"] == pytest.approx(1e-6 * 1 / 4), "the model says which table, not the run"
+
+
 class TestSchedule:
     C = config(steps=100, schedule__warmup=10, optimizer__lr=0.5, schedule__min_lr=0.1)
 

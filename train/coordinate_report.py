@@ -21,20 +21,26 @@ def table(found: Sequence[Verdict]) -> str:
     cells = {(v.optimizer, v.parametrization, v.tensor): v for v in found}
     head = ["tensor", *(f"{o} {p}" for o, p in columns), "theory"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for tensor, theory in TENSORS.items():
+    tensors = _present({v.tensor for v in found})
+    for tensor in tensors:
         row = [tensor]
         for o, p in columns:
             v = cells[o, p, tensor]
             mark = "" if v.passes else " ✗"
             row.append(f"{v.change.slope:+.2f} ± {v.change.stderr:.2f}{mark}")
-        row.append(_range(theory.change))
+        row.append(_range(TENSORS[tensor].change))
         lines.append("| " + " | ".join(row) + " |")
     passed = [
-        f"{sum(v.passes for v in found if (v.optimizer, v.parametrization) == c)} of {len(TENSORS)}"
+        f"{sum(v.passes for v in found if (v.optimizer, v.parametrization) == c)} of {len(tensors)}"
         for c in columns
     ]
     lines.append("| **pass** | " + " | ".join(passed) + " | |")
     return "\n".join(lines)
+
+
+def _present(names: set[str]) -> list[str]:
+    """Those tensors in the order of TENSORS: a model has not all of them."""
+    return [name for name in TENSORS if name in names]
 
 
 def as_json(about: dict[str, Any], found: Sequence[Reading], judged: Sequence[Slope]) -> str:
@@ -72,7 +78,7 @@ def draw(found: Sequence[Reading], found_verdicts: Sequence[Verdict], optimizer:
     for r in found:
         if r.optimizer == optimizer and r.step:
             values[r.parametrization, r.tensor, r.step][r.width].append(r.change)
-    tensors, widths = list(TENSORS), sorted({r.width for r in found})
+    tensors, widths = _present({r.tensor for r in found}), sorted({r.width for r in found})
     bands = [tensors[i : i + COLUMNS] for i in range(0, len(tensors), COLUMNS)]
     rows = len(bands) * len(names)
     # placed by hand: matplotlib's own placing takes ten times as long as drawing so many panels

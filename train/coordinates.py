@@ -8,13 +8,17 @@ same tokens before training, and a slope the power of width that either grows wi
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from models.residual import DeepDelta, LatentUpdate
 
 from .config import RunConfig
 from .fits import Line, line
@@ -72,10 +76,19 @@ TENSORS: Mapping[str, Tensors] = {
     "own_v": Tensors("W_v x0", change=_BETWEEN),
     "own_decay": Tensors("W_a x0", change=_BETWEEN),
     "own_beta": Tensors("W_b x0", change=_BETWEEN),
-    # as the paper has it; its rule for SGD takes gradients to average out over a head's channels, and where
-    # they add up instead, sqrt(m) is too much: seen as +0.4 within four steps, and then this fails
+    # The paper says constant. Under SGD that takes dL/dalpha = dL/do . S^T q to average out over a head's
+    # channels: sqrt(d) terms' worth of d, and sqrt(m) is the rate that makes up for it. At initialization it
+    # does (+0.00 +- 0.16 at step 1). But what W_v learns is along -dL/do: from then on the two share a
+    # direction and terms add up, by width^(0.26 +- 0.08) after four steps, so that sqrt(m) is too much: +0.4,
+    # between sums that average out (0) and sums that add up (1/2). A premise that fails is a check that fails
     "dt_bias": Tensors("the decay's bias"),
     "A_log": Tensors("logarithm of the decay's rate"),
+    # Deep Delta Learning's, see `models.residual`: k has norm 1 and v grows like sqrt(m), for which they are
+    # divided by it here; what the stream holds along k is one number of d, so a sum of either law
+    "write_beta": Tensors("beta of Deep Delta Learning's writes"),
+    "write_value": Tensors("v of the writes, over sqrt(m)"),
+    "write_along": Tensors("k^T X, over sqrt(m)", size=_BETWEEN, change=_BETWEEN),
+    "written": Tensors("what a write adds to the residual stream"),
 }
 
 
@@ -166,20 +179,43 @@ def _one(config: RunConfig, steps: int, inputs: Tensor, targets: Tensor) -> Iter
 def tensors(
     model: DeltaForCausalLM, tokens: Tensor, targets: Tensor, inputs: dict[int, Tensor]
 ) -> dict[str, list[Tensor]]:
-    """Every tensor of TENSORS for these tokens [B, T] and the next ones: one entry a layer that has it.
+    """The tensors of TENSORS that the model has, for these tokens [B, T] and the next ones: one a layer.
 
     `inputs` holds each token mixer's input before training; where it is empty, it is filled.
     """
     training = model.training
     model.eval()
-    with observed(model) as views:
+    with observed(model) as views, _writes(model) as writes:
         logits = model(tokens, use_cache=False).logits
     model.train(training)
     following = logits.gather(-1, targets[..., None])
     ends = {"hidden": [views[0].stream[-1]], "logits": [logits], "logit_next": [following]}
     for i, view in views[0].mixers.items():
         inputs.setdefault(i, view.x)
-    return {**ends, **mixer_tensors(views[0], inputs)}
+    return {**ends, **mixer_tensors(views[0], inputs), **writes}
+
+
+@contextlib.contextmanager
+def _writes(model: DeltaForCausalLM) -> Iterator[dict[str, list[Tensor]]]:
+    """Within `with`, a forward pass appends to the mapping what Deep Delta Learning's writes compute."""
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    root = math.sqrt(model.config.width_ratio)
+
+    def see(module: Any, given: tuple[Tensor, ...], out: Tensor) -> None:
+        X, k, v, beta = module.operands(*given)
+        k = k * (k.square().sum(-1, keepdim=True) + module.k_eps**2).rsqrt()
+        found["write_beta"].append(beta)
+        found["write_value"].append(v / root)
+        found["write_along"].append(torch.einsum("...d,...dv->...v", k, X) / root)
+        found["written"].append(out - given[0])
+
+    writes = (w for w in model.modules() if isinstance(w, (DeepDelta, LatentUpdate)))
+    handles = [write.register_forward_hook(see) for write in writes]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def mixer_tensors(view: ModelView, inputs: Mapping[int, Tensor]) -> dict[str, list[Tensor]]:
