@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -20,6 +21,8 @@ def _triton_missing(device: str) -> str | None:
 
 
 def _nki_missing(device: str) -> str | None:
+    if device == "neuron":
+        return import_module("backends.neuron_adapter").missing()
     absent = [name for name in ("torch_xla", "nki") if find_spec(name) is None]
     if absent:
         return f"needs {' and '.join(absent)}, from AWS Neuron's package index: pip install torch-neuronx nki"
@@ -54,8 +57,8 @@ def declare() -> None:
         )
     )
     kernels = Capability(
-        dtypes=frozenset({torch.float32, torch.bfloat16}), devices=frozenset({"xla"}),
-        automatic=frozenset({"xla"}), max_k=256, max_v=512, packed=False,
+        dtypes=frozenset({torch.float32, torch.bfloat16}), devices=frozenset({"xla", "neuron"}),
+        automatic=frozenset({"xla", "neuron"}), max_k=256, max_v=512, packed=False,
         bound_by="2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM",
     )  # fmt: skip
     # over depth K is D: 128 tokens' keys stay on chip whole

@@ -1,8 +1,8 @@
 """NKI's side of the operations: cuts a call into kernel calls of bounded length, runs them, joins results.
 
 One module for two backends. On XLA tensors (`nki`) a kernel call is recorded in the lazy graph and compiled
-with it; on CPU tensors (`nki-simulator`) it runs under `nki.simulate`: our simulator, or AWS's where its nki
-package is installed.
+with it, on TorchNeuron's it is an operator's (`backends.neuron_adapter`); on CPU tensors (`nki-simulator`) it
+runs under `nki.simulate`: our simulator, or AWS's where its nki package is installed.
 
 Kernels are unrolled, so a call is at most LANE_CHUNKS chunks of one head each; longer ones are cut in
 sequences first, then in time, where the state is handed on. Lengths are constants of a kernel: packed
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from backends import neuron_adapter
 from nki_kernels.delta_residual_bwd import delta_residual_bwd
 from nki_kernels.delta_residual_fwd import delta_residual_fwd
 from nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
@@ -265,9 +266,10 @@ def _joined(found: list[tuple[slice, slice, Tensor]], like: Tensor) -> Tensor:
 
 
 def _run(kernel: Any, *args: Any) -> Any:
-    """A kernel call: recorded in XLA's graph, or simulated on CPU tensors."""
+    """A kernel call: recorded in XLA's graph, an operator of TorchNeuron, or simulated on CPU tensors."""
     if args[0].device.type != "cpu":
-        return kernel(*[x.contiguous() if isinstance(x, Tensor) else x for x in args])
+        dense = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
+        return neuron_adapter.launch(kernel, dense) if args[0].device.type == "neuron" else kernel(*dense)
     arrays = [_array(x) if isinstance(x, Tensor) else x for x in args]
     outputs = nki.simulate(kernel)(*arrays)
     return tuple(map(_tensor, outputs)) if isinstance(outputs, tuple) else _tensor(outputs)

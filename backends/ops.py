@@ -56,7 +56,7 @@ def gated_delta_rule(
     gradients = _gradients_wanted(q, k, v, g, beta, initial_state)
     name = _chosen("gated_delta_rule", q, v, cu_seqlens is not None, gradients, backend)
     factor = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    if q.device.type == "xla":
+    if q.device.type in ("xla", "neuron"):
         options = registry.Options(
             factor, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None
         )

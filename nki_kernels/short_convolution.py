@@ -6,7 +6,7 @@
 
 Layout: x, y, dy, dx [B, T, C]; weight, dweight [C, W]; position [T], of each token in its packed sequence
 (B is 1 then): tap j reads from its own sequence where position >= W - 1 - j. Before a sequence there are
-zeros, or, where a call goes on with what an earlier one began, prefix [B, W - 1, C], the inputs just before x.
+zeros, or, where a call goes on with what an earlier one began, prefix [B, W - 1, C], the inputs before x.
 Its gradient is dx at the times before 0.
 
 Time is the partition axis of x in HBM, and nothing shifts along partitions. So 128 rows are transposed, which

@@ -22,7 +22,7 @@ MAY_IMPORT = {
 # who may import a package of others; everywhere else it is refused
 ONLY_IN = {
     "torch_xla": ("backends/device.py", "backends/nki_adapter.py"),
-    "torch_neuronx": ("backends/device.py", "backends/nki_adapter.py"),
+    "torch_neuronx": ("backends/device.py", "backends/nki_adapter.py", "backends/neuron_adapter.py"),
     "nki": ("nki_kernels/language.py",),
     "neuronxcc": ("nki_kernels/language.py",),
     "triton": ("triton_kernels/",),
