@@ -10,6 +10,7 @@ import tiny_run
 import torch
 from tiny_run import command, keys, train
 
+from train import generation
 from train.data import prepare
 from train.data.tokenization import plain_bytes
 from train.errors import CheckpointError, ConfigError
@@ -78,6 +79,32 @@ class TestText:
         fined = replace(free, repetition_penalty=1e6)
         free, fined = (continue_text(model, tokenizer, PROMPT, sampling) for sampling in (free, fined))
         assert len(set(fined)) > len(set(free))
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            Sampling(tokens=20, temperature=0),
+            Sampling(tokens=20, temperature=0.9, top_k=30, top_p=0.95, repetition_penalty=1.2, seed=5),
+        ],
+        ids=["greedy", "drawn"],
+    )
+    def test_token_by_token_is_what_transformers_generates(self, loaded, monkeypatch, sampling):
+        """XLA's way, whose shapes do not grow, on the CPU: the same tokens, draws, end and stream."""
+        model, tokenizer = loaded
+        pieces: dict[str, list[str]] = {"theirs": [], "ours": []}
+        texts = [continue_text(model, tokenizer, PROMPT, sampling, pieces["theirs"].append)]
+        generate = type(model).generate
+
+        def ours(self, ids, *, streamer, eos_token_id, **options):
+            assert self is model and options["max_new_tokens"] == sampling.tokens
+            return generation.token_by_token(model, ids, sampling, eos_token_id, streamer)
+
+        monkeypatch.setattr(type(model), "generate", ours)
+        texts.append(continue_text(model, tokenizer, PROMPT, sampling, pieces["ours"].append))
+        assert texts[0] == texts[1] != "" and pieces["ours"] == pieces["theirs"]
+        monkeypatch.setattr(type(model), "generate", generate)
+        other = replace(sampling, temperature=1.5, seed=6)
+        assert continue_text(model, tokenizer, PROMPT, other) != texts[0]
 
     def test_it_ends_with_the_document(self, loaded, monkeypatch):
         model, tokenizer = loaded

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from backends import device as platform
 
 from .checkpoint import load_weights
 from .data import TextTokenizer, load_tokenizer
@@ -56,6 +58,7 @@ def continue_text(
     """
     device = next(model.parameters()).device
     ids = torch.tensor([tokenizer.encode(prompt)], device=device)
+    streamer = TextStream(tokenizer, stream) if stream else None
     options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
     if sampling.temperature > 0:
         options |= {
@@ -69,6 +72,9 @@ def continue_text(
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(sampling.seed)
+            if device.type == "xla":
+                out = token_by_token(model, ids, sampling, tokenizer.eos, streamer)
+                return tokenizer.decode(out[0, ids.shape[1] :])
             out = generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -76,12 +82,66 @@ def continue_text(
                 repetition_penalty=sampling.repetition_penalty,
                 eos_token_id=tokenizer.eos,
                 pad_token_id=tokenizer.pad,
-                streamer=TextStream(tokenizer, stream) if stream else None,
+                streamer=streamer,
                 **options,
             )
     finally:
         model.train(was_training)
     return tokenizer.decode(out[0, ids.shape[1] :])
+
+
+@torch.no_grad()
+def token_by_token(
+    model: "DeltaForCausalLM",
+    ids: Tensor,
+    sampling: Sampling,
+    eos: int | None,
+    streamer: "TextStream | None" = None,
+) -> Tensor:
+    """ids [1, T] -> [1, T + new] on the CPU: what transformers' generate gives, in shapes that do not grow.
+
+    One graph for the prompt and one for every token after it, however many: on XLA generate's own would be
+    compiled anew for each length. With attention layers they still grow, by their past.
+    """
+    device, drawn = ids.device, ids.cpu()
+    if streamer:
+        streamer.put(drawn)
+    processors, cache, given = _processors(sampling), None, ids
+    for _ in range(sampling.tokens):
+        output: Any = cast(Any, model)(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        platform.synchronize(
+            device, wait=False
+        )  # with the states, or the next graph would have this one in it
+        scores = processors(drawn, output.logits[:, -1].cpu().float())
+        if sampling.temperature > 0:
+            token = torch.multinomial(scores.softmax(-1), num_samples=1)
+        else:
+            token = scores.argmax(-1, keepdim=True)
+        drawn, given = torch.cat([drawn, token.cpu()], dim=1), token.to(device)
+        if streamer:
+            streamer.put(token)
+        if int(token) == eos:
+            break
+    if streamer:
+        streamer.end()
+    return drawn
+
+
+def _processors(sampling: Sampling) -> Any:
+    """transformers' own, in the order of its generate."""
+    from transformers.generation import logits_process as known
+
+    found: Any = known.LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        found.append(known.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature > 0:
+        found.append(known.TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k is not None:
+            found.append(known.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p is not None:
+            found.append(known.TopPLogitsWarper(sampling.top_p))
+    return found
 
 
 class TextStream:
