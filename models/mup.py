@@ -23,7 +23,9 @@ does not depend on width, and alpha's initial law does not. For models that forg
 divides SGD's rates by L: as if terms added up, and dL/do stayed as it was. But the norm after the readout
 makes dL/do as much smaller as o is larger, which is a sum over L stored values too: sqrt(L) if they average
 out, L if they add up. What is left is 1 where both do the same, and at most sqrt(L) where gradients alone add
-up. So `memory` is 1 unless asked for, and "slow_forgetting" of `train.sweep.arms` compares. AdamW needs none.
+up; measured at initialization from L = 5 to 67, W_v's gradient goes as L^-0.01, and as L^0.06 if all tokens
+have one upstream gradient. So `memory` is 1 unless asked for, and `train.sweep.arms` compares it in training
+("slow_forgetting"). AdamW, whose steps have no size of the gradient's, needs none.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def test_holds_for_deep_delta_learning_too():
 
 def test_the_premise_of_the_papers_rule_for_scalars_holds_before_training_and_not_after():
     """dL/dalpha_t sums dL/do_t * alpha S^T q_t over a head's channels. Against the root of the sum of squares
-    that is of the order of 1 if their signs are random, and of sqrt(d) if they are all one: its power of width
+    that is of the order of 1 if their signs are random, of sqrt(d) if they are all one: its power of width
     before and after four steps is the reason why dt_bias and A_log fail under SGD."""
     powers = []
     for steps in (0, 4):

@@ -298,7 +298,8 @@ class TestTable:
         assert lines[0] == ["parameter", "", "sp", "mup_original", "mup"]
         gate = next(i for i, line in enumerate(lines) if line[0].startswith("width to one number a head"))
         assert lines[gate + 3] == ["", "lr SGD", "1", "1", "1/√m"]
-        assert lines[gate + 7] == ["", "lr SGD", "1", "1", "√m"]
+        assert lines[gate + 4] == ["", "epsilon", "1", "1/√m", "1/√m"]
+        assert lines[gate + 8] == ["", "lr SGD", "1", "1", "√m"]
         assert "m^0.25" in _with_power(0.25)
 
     def test_epsilon_follows_the_gradients(self):
