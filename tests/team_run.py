@@ -3,15 +3,23 @@
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import tiny_run
 
 
-def start(world: int, arguments: Sequence[object], logs: Path) -> list[BaseProcess]:
-    """`torchrun --nproc_per_node=world -m train ...`: one process a rank, output in logs/rank-N."""
+def start(
+    world: int,
+    arguments: Sequence[object],
+    logs: Path,
+    work: Callable[[list[str], str], None] = tiny_run.child,
+) -> list[BaseProcess]:
+    """`torchrun --nproc_per_node=world -m train ...`: one process a rank, output in logs/rank-N.
+
+    work    what to do instead with (arguments, log)
+    """
     logs.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes = []
@@ -24,7 +32,7 @@ def start(world: int, arguments: Sequence[object], logs: Path) -> list[BaseProce
             "MASTER_PORT": port,
         }
         process = tiny_run.WARM.Process(
-            target=_rank, args=(variables, [str(a) for a in arguments], str(logs / f"rank-{rank}"))
+            target=_rank, args=(variables, [str(a) for a in arguments], str(logs / f"rank-{rank}"), work)
         )
         process.start()
         processes.append(process)
@@ -61,6 +69,8 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _rank(variables: dict[str, object], arguments: list[str], log: str) -> None:
+def _rank(
+    variables: dict[str, object], arguments: list[str], log: str, work: Callable[[list[str], str], None]
+) -> None:
     os.environ.update({name: str(value) for name, value in variables.items()})
-    tiny_run.child(arguments, log)
+    work(arguments, log)

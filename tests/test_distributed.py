@@ -96,7 +96,8 @@ def alone(data, tmp_path_factory):
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, Tensor]:
-    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    return {k: v for path in folder.glob("model*.safetensors") for k, v in load_file(path).items()}
 
 
 def apart(found: Path, expected: Path, begin: dict[str, Tensor]) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from train.__main__ import main
 from train.data import prepare
@@ -91,14 +92,19 @@ def start(arguments: Sequence[object], log: Path) -> BaseProcess:
 
 
 def child(arguments: list[str], log: str) -> None:
+    into(log)
+    status = main(arguments)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def into(log: str) -> None:
+    """From here on this process's output goes to the end of a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    status = main(arguments)
-    sys.stdout.flush()
-    os._exit(status)
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -112,8 +118,12 @@ def left_by(run: Path) -> dict[str, Any]:
     state = json.loads((last / "state.json").read_bytes())
     for key in ("seconds", "config"):
         del state[key]  # a clock's, and one with the run's own folder in it
-    tensors = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
-    assert len(tensors) == 3
+    # their bytes, not the file's: safetensors puts a header's metadata in any order
+    tensors = {
+        path.name: {name: x.numpy().tobytes() for name, x in load_file(path).items()}
+        for path in last.glob("*.safetensors")
+    }
+    assert len(tensors) >= 3  # of several processes each has its own
     raw = (run / "metrics.jsonl").read_bytes()
     assert raw.endswith(b"\n") and raw.count(b"\n") == len(lines(run)), "a line is not whole"
     return {

@@ -272,6 +272,8 @@ class DistributionSection(Section):
     """processes that divide each layer's heads and inner sizes among them; a divisor of the heads"""
     context: Count = 1
     """processes that divide each sequence among them, passing the delta rule's states on"""
+    timeout_minutes: Positive = 30.0
+    """a process that waits so long for another ends with a message"""
 
 
 class LogSection(Section):

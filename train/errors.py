@@ -32,5 +32,9 @@ class Diverged(TrainError):
     """Loss, gradient or weights are not finite. Nothing of it was saved."""
 
 
+class ProcessLost(TrainError):
+    """Another process of the run ended, or does not answer. What was saved before is intact."""
+
+
 class OutOfMemory(TrainError):
     """The device cannot hold a step. What was saved before it is intact."""

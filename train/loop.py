@@ -227,34 +227,37 @@ class _Loop:
 
     def _save(self) -> None:
         run = self.run
-        contents = checkpoint.contents(run.parallel, run.optimizer)
-        if run.team.leads:
-            self._write(contents)
-        run.team.told(None)  # nobody goes on, or reports the run as done, before it is on the disk
-
-    def _write(self, contents: checkpoint.Contents) -> None:
-        run, state = self.run, self.run.state
-        run.folder.metrics.sync()  # a checkpoint promises that its lines are there
         self._count_seconds()
-        state.position = run.loader.state_dict()
-        store = run.folder.checkpoints
+        run.state.position = run.loader.state_dict()
+        taken = checkpoint.snapshot(run.parallel, run.optimizer, run.state, copy=False)
+        # a checkpoint promises that its lines are there
+        run.team.agreed(run.folder.metrics.sync)
+        self._write(taken)
+
+    def _write(self, taken: checkpoint.Snapshot) -> None:
+        run, team, store = self.run, self.run.team, self.run.folder.checkpoints
         store.save(
-            state.step,
+            taken.state.step,
             lambda folder: checkpoint.write(
                 folder,
-                state=state,
+                taken,
                 config=run.config,
                 model=run.model,
-                contents=contents,
                 tokenizer=run.dataset.tokenizer,
+                team=team,
             ),
+            agreed=team.agreed,
+            leads=team.leads,
         )
-        keep = None
-        if run.config.checkpoint.keep_best and state.best is not None:
+        team.agreed(lambda: self._tidy(taken.state) if team.leads else None)
+
+    def _tidy(self, state: checkpoint.State) -> None:
+        store, keep = self.run.folder.checkpoints, None
+        if self.run.config.checkpoint.keep_best and state.best is not None:
             keep = state.best[0]
             if keep == state.step:
                 store.point_best(keep)
-        store.rotate(run.config.checkpoint.keep_last, keep)
+        store.rotate(self.run.config.checkpoint.keep_last, keep)
 
     def _report(self, lines: Sequence[Line]) -> None:
         if not self.run.team.leads:

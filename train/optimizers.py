@@ -5,7 +5,6 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -85,36 +84,34 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's memory as NAME/SLOT -> tensor, NAME the parameter's, so that groups do not matter.
-
-    Parts stay parts, but for ZeRO-1: all processes must call, and the first has everything.
-    """
-    named = _named(optimizer)
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.consolidate_state_dict(to=0)
-        if dist.get_rank() != 0:
-            return {}
-        whole = optimizer.state_dict()["state"]
-        memories = [whole.get(index, {}) for index in range(len(named))]
-    else:
-        memories = [optimizer.state.get(parameter, {}) for _, parameter in named]
+    """This process's memory as NAME/SLOT -> tensor, NAME the parameter's, so that groups do not matter."""
+    local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     tensors = {}
-    for (name, _), memory in zip(named, memories, strict=True):
-        for slot, value in memory.items():
+    for name, parameter in updated_here(optimizer):
+        for slot, value in local.state.get(parameter, {}).items():
             if value is not None:
                 tensors[f"{name}/{slot}"] = value.detach().contiguous()
     return tensors
 
 
+def updated_here(optimizer: Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
+    """(name, parameter) of those that this process updates: under ZeRO-1 its share, else all."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return _named(optimizer)
+    mine = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
+    return [(name, parameter) for name, parameter in _named(optimizer) if id(parameter) in mine]
+
+
 def load_state_tensors(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put the memory back. CheckpointError unless it is that of exactly these parameters."""
+    """Put this process's memory back. CheckpointError unless it is that of exactly these parameters."""
     slots: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, value in tensors.items():
         name, _, slot = key.rpartition("/")
         slots[name][slot] = value
     names = [name for name, _ in _named(optimizer)]
-    if tensors and set(slots) != set(names):
-        odd = sorted(set(slots) ^ set(names))
+    mine = {name for name, _ in updated_here(optimizer)}
+    if tensors and set(slots) != mine:
+        odd = sorted(set(slots) ^ mine)
         raise CheckpointError(
             f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} first; begin "
             "a new run"

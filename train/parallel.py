@@ -7,7 +7,7 @@ them. All communication is PyTorch's own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,34 +83,25 @@ class Parallel:
         for module in self._sharded:
             module.reshard()
 
-    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors from everybody's parts, by parameter's name or NAME/SLOT. All processes must call."""
-        found: dict[int, Tensor] = {}
-        for name, x in tensors.items():
-            if id(x) not in found:  # a tied matrix stays one
-                whole = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
-                if whole.device.type == "xla":
-                    whole = whole.cpu()  # files are written from the host's memory
-                order = self.rows.get(name.partition("/")[0])
-                found[id(x)] = whole if order is None or not whole.dim() else whole[order.argsort()]
-        return {name: found[id(x)] for name, x in tensors.items()}
-
-    def weights(self) -> dict[str, Tensor]:
-        """The whole weights by name. All processes must call."""
-        self.at_rest()
-        return self.gathered(self.model.state_dict(keep_vars=True))
+    def whole(self, name: str, x: Tensor) -> Tensor:
+        """A parameter or slot from everybody's parts, rows in the file's order. All processes must call."""
+        whole = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+        order = self.moved(name)
+        return whole if order is None or not whole.dim() else whole[order.argsort()]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This process's part of the whole tensor of a parameter, or of an optimizer's slot NAME/SLOT."""
+        """The opposite: this process's part of what `whole` would return."""
         parameter = self.model.get_parameter(name.partition("/")[0])
-        if not whole.dim():
-            return whole
-        order = self.rows.get(name.partition("/")[0])
-        ordered = (whole if order is None else whole[order]).to(parameter.device)
-        if not isinstance(parameter, DTensor):
+        order = self.moved(name)
+        ordered = (whole if order is None or not whole.dim() else whole[order]).to(parameter.device)
+        if not isinstance(parameter, DTensor) or not whole.dim():
             return ordered
         # every process has the whole: nothing needs to be sent
         return distribute_tensor(ordered, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    def moved(self, name: str) -> Tensor | None:
+        """`rows` of a parameter, or of an optimizer's slot NAME/SLOT."""
+        return self.rows.get(name.partition("/")[0])
 
     def _part(self, tokens: Tensor) -> Tensor:
         context = self.team.context

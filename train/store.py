@@ -6,7 +6,8 @@
     best               symbolic link to the one with the lowest validation loss
 
 manifest.json lists size and sha256 of every other file: truncation and bit rot are found before anything is
-loaded, and not by a shape error, or by nothing at all.
+loaded, and not by a shape error, or by nothing at all. Several processes may fill one folder; each hashes
+what it wrote, and the folder gets its name when all have said that theirs is on the disk.
 """
 
 import hashlib
@@ -14,8 +15,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from .disk import refusals, sync_file
 from .errors import CheckpointError
@@ -24,9 +26,22 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d+\.(tmp|old)")
 
+T = TypeVar("T")
+Described = dict[str, dict[str, Any]]
+
+
+class Agreed(Protocol):
+    """How processes do something together: see `Team.agreed`."""
+
+    def __call__(self, work: Callable[[], T], /) -> list[T]: ...
+
+
+def _alone(work: Callable[[], T], /) -> list[T]:
+    return [work()]
+
 
 class CheckpointStore:
-    """The `checkpoints` folder of one run. Only one process may write to it."""
+    """The `checkpoints` folder of one run. One process at a time, or one team, may write to it."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -41,10 +56,19 @@ class CheckpointStore:
         found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], Iterable[Path] | None],
+        *,
+        agreed: Agreed = _alone,
+        leads: bool = True,
+    ) -> Path:
         """Have `write` fill a folder, and give it the step's name once it is on the disk.
 
-        DiskFull if there is no space: the half-written folder is removed, and all others are as they were.
+        Of a team every process calls this, `write` returns the files that are its own (None: all there are),
+        and what goes wrong on one is raised on all. DiskFull if there is no space: the half-written folder is
+        removed, and all others are as they were.
         """
         final = self.path(step)
         beside = self.directory / f".{final.name}.tmp"
@@ -53,23 +77,33 @@ class CheckpointStore:
         todo = f"free some space and run `python -m train resume {self.directory.parent}`"
         with refusals(final, f"{safe}: {todo}"):
             try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._clean()
-                beside.mkdir()
-                write(beside)
-                _write_manifest(beside)
-                for path in beside.iterdir():
-                    sync_file(path)
-                sync_file(beside)
+                agreed(lambda: self._begin(beside) if leads else None)
+                parts = agreed(lambda: _on_disk(write(beside) or beside.iterdir()))
+                agreed(lambda: self._finish(beside, final, parts) if leads else None)
             except BaseException:
-                shutil.rmtree(beside, ignore_errors=True)
+                if leads:
+                    shutil.rmtree(beside, ignore_errors=True)
                 raise
-            if final.exists():
-                # left from before a resume that began further back
-                self._remove(final)
-            os.rename(beside, final)
-            sync_file(self.directory)
         return final
+
+    def _begin(self, beside: Path) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        beside.mkdir()
+
+    def _finish(self, beside: Path, final: Path, parts: list[Described]) -> None:
+        files = {name: part[name] for part in parts for name in part}
+        manifest = {"format": 1, "files": dict(sorted(files.items()))}
+        (beside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        sync_file(beside / MANIFEST)
+        sync_file(beside)
+        if final.exists():
+            # left from before a resume that began further back
+            self._remove(final)
+        os.rename(beside, final)
+        sync_file(self.directory)
 
     def damage(self, step: int) -> str | None:
         """What is wrong with a checkpoint's files, or None. Reads all of them."""
@@ -161,18 +195,14 @@ class CheckpointStore:
         os.rename(folder, away)
         shutil.rmtree(away, ignore_errors=True)
 
-    def _clean(self) -> None:
-        for path in self.directory.iterdir():
-            if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
 
-
-def _write_manifest(folder: Path) -> None:
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1) + "\n")
+def _on_disk(files: Iterable[Path]) -> Described:
+    """Sync files, and say of each by name what the manifest will."""
+    found: Described = {}
+    for path in files:
+        sync_file(path)
+        found[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return found
 
 
 def _sha256(path: Path) -> str:

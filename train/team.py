@@ -1,14 +1,16 @@
 """The processes that torchrun started, as one team: who leads, who has which data, what all agree on."""
 
 import contextlib
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from backends import device as platform
@@ -18,8 +20,7 @@ from .errors import ConfigError
 
 T = TypeVar("T")
 
-# A process that waits longer than this for another ends with gloo's or NCCL's message instead of waiting for
-# ever: preparing a corpus of hours on rank 0 must still fit.
+# The others wait so long while the leader prepares a corpus; for all else distribution.timeout_minutes.
 PATIENCE = timedelta(hours=12)
 
 
@@ -32,6 +33,8 @@ class Team:
     mesh                    [replica, tensor]; None alone. Gradients are averaged over `replica`, which counts
                             the context groups' processes too: each has its own tokens.
     context                 [data, context, tensor]; None where sequences are whole
+    files                   for those who write files, on any thread, while the others' collectives go on
+    patient                 for `leader_first`
     """
 
     rank: int = 0
@@ -40,6 +43,8 @@ class Team:
     data_world: int = 1
     mesh: DeviceMesh | None = None
     context: DeviceMesh | None = None
+    files: ProcessGroup | None = None
+    patient: ProcessGroup | None = None
 
     @property
     def leads(self) -> bool:
@@ -64,20 +69,54 @@ class Team:
 
     def told(self, what: T) -> T:
         """What the leader has. Waits for it."""
+        return self._told(what, None)
+
+    def agreed(self, work: Callable[[], T]) -> list[T]:
+        """What work() returns on each process, by rank. Waits for all.
+
+        What it raises on one, it raises on all: nobody goes on without the others, or waits for them.
+        """
         if self.world == 1:
-            return what
-        box = [what]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+            return [work()]
+        found: T | None = None
+        failure: Exception | None = None
+        try:
+            found = work()
+        except Exception as error:
+            failure = error
+        everybody: list[Any] = [None] * self.world
+        dist.all_gather_object(everybody, (found, failure and _to_be_sent(failure)), group=self.files)
+        if failure is not None:
+            raise failure
+        for _, others in everybody:
+            if others is not None:
+                raise others
+        return [result for result, _ in everybody]
 
     @contextlib.contextmanager
     def leader_first(self) -> Iterator[None]:
         """The leader goes through the block before the others enter it: it makes files, they find them."""
         if not self.leads:
-            self.told(None)
+            self._told(None, self.patient)
         yield
         if self.leads:
-            self.told(None)
+            self._told(None, self.patient)
+
+    def _told(self, what: T, group: ProcessGroup | None) -> T:
+        if self.world == 1:
+            return what
+        box = [what]
+        dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+
+def _to_be_sent(error: Exception) -> Exception:
+    """The error, or one of the same words where another process could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 @contextlib.contextmanager
@@ -88,7 +127,8 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
         yield Team()
         return
     d = config.distribution
-    dist.init_process_group(platform.collectives(device), timeout=PATIENCE)
+    timeout = timedelta(minutes=d.timeout_minutes)
+    dist.init_process_group(platform.collectives(device), timeout=timeout)
     try:
         replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
         mesh = init_device_mesh(device.type, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
@@ -97,9 +137,17 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
             shape, names = (shares, d.context, d.tensor), ("data", "context", "tensor")
             context = init_device_mesh(device.type, shape, mesh_dim_names=names)
         share = here.rank // (d.tensor * d.context)
-        yield Team(here.rank, here.world, share, shares, mesh, context)
+        files, patient = _hosts(timeout), _hosts(PATIENCE)
+        yield Team(here.rank, here.world, share, shares, mesh, context, files, patient)
     finally:
         dist.destroy_process_group()
+
+
+def _hosts(timeout: timedelta) -> ProcessGroup:
+    """All processes once more, over the hosts' own network."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, ProcessGroup)  # the other is for those left out
+    return group
 
 
 def require_divisible(config: RunConfig, world: int) -> None:
