@@ -44,6 +44,10 @@ def pick(name: str | None = None) -> torch.device:
     if wanted.type not in platforms():
         raise ValueError(f"device {wanted} is not on this machine, which has: {', '.join(platforms())}")
     if wanted.type == "xla":
+        if processes().world > 1 and os.environ.get("PJRT_DEVICE") == "CPU":
+            # torch_xla 2.9 makes its CPU client without addresses of others: each process sees a world of its
+            # own, and all_reduce gives back what it got, without an error
+            raise ValueError("XLA's CPU device knows no other processes (torch_xla 2.9): leave out torchrun")
         return _xla().device()
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", processes().local_rank % torch.cuda.device_count())

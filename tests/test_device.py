@@ -46,6 +46,15 @@ def test_xla_without_torch_xla_says_what_to_do(monkeypatch):
         device.pick("xla")
 
 
+def test_xlas_cpu_device_is_refused_to_several_processes(monkeypatch):
+    """They would train apart: torch_xla 2.9 reduces over nobody there, and raises nothing."""
+    monkeypatch.setattr(device, "platforms", lambda: ("xla", "cpu"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    with pytest.raises(ValueError, match="knows no other processes"):
+        device.pick("xla")
+
+
 def test_processes_are_those_of_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

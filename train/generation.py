@@ -74,7 +74,7 @@ def continue_text(
             torch.manual_seed(sampling.seed)
             if device.type == "xla":
                 out = token_by_token(model, ids, sampling, tokenizer.eos, streamer)
-                return tokenizer.decode(out[0, ids.shape[1] :])
+                return tokenizer.decode(out[0, ids.shape[1] :].tolist())
             out = generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
