@@ -37,7 +37,7 @@ def declare() -> None:
         automatic=frozenset({"cuda"}),
         max_k=256,
     )
-    row = replace(triton, max_k=16384, bound_by="a program holds whole rows in registers")
+    row = replace(triton, max_k=8192, bound_by="a program holds whole rows in registers, or spills")
     register(
         Backend(
             name="triton",
@@ -58,13 +58,13 @@ def declare() -> None:
     )
     kernels = Capability(
         dtypes=frozenset({torch.float32, torch.bfloat16}), devices=frozenset({"xla", "neuron"}),
-        automatic=frozenset({"xla", "neuron"}), max_k=256, max_v=512, packed=False,
+        automatic=frozenset({"xla", "neuron"}), max_k=256, max_v=512,
         bound_by="2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM",
     )  # fmt: skip
     # over depth K is D: 128 tokens' keys stay on chip whole
     over_depth = replace(kernels, max_k=12288, max_v=None, bound_by="")
     taps = replace(
-        kernels, max_k=None, max_v=32, packed=True, forms=frozenset({"silu"}),
+        kernels, max_k=None, max_v=32, forms=frozenset({"silu"}),
         bound_by="2 W - 2 rows of a tile of 128 are its neighbors'",
     )  # fmt: skip
     norm = replace(kernels, max_k=4096, max_v=None, bound_by="the sums of dweight fill the 8 banks of PSUM")
@@ -95,7 +95,7 @@ def declare() -> None:
             | dict.fromkeys(LAYERS, "backends.layers_pytorch"),
         )
     )
-    here = {"devices": frozenset({"cpu"}), "automatic": frozenset(), "packed": True}
+    here = {"devices": frozenset({"cpu"}), "automatic": frozenset()}
     simulated = replace(kernels, **here)
     register(
         Backend(

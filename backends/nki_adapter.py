@@ -5,8 +5,11 @@ with it, on TorchNeuron's it is an operator's (`backends.neuron_adapter`); on CP
 runs under `nki.simulate`: our simulator, or AWS's where its nki package is installed.
 
 Kernels are unrolled, so a call is at most LANE_CHUNKS chunks of one head each; longer ones are cut in
-sequences first, then in time, where the state is handed on. Lengths are constants of a kernel: packed
-sequences are cut by their lengths, read from cu_seqlens.
+sequences first, then in time, where the state is handed on.
+
+Lengths are constants of a kernel. Packed sequences that nobody gives a state to or asks one of, as in
+training, need none: a decay that erases the state at each first token makes them one sequence, whatever their
+lengths. Otherwise they are cut by their lengths, read from cu_seqlens on the host.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ import torch
 from torch import Tensor
 
 from backends import neuron_adapter
+from backends.registry import BackendRefusal
 from nki_kernels.delta_residual_bwd import delta_residual_bwd
-from nki_kernels.delta_residual_fwd import delta_residual_fwd
+from nki_kernels.delta_residual_fwd import LEAST_EPS, delta_residual_fwd
 from nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from nki_kernels.gated_delta_rule_step import gated_delta_rule_step
 from nki_kernels.language import nki
+from nki_kernels.tiles import FAR_BELOW
 
 if TYPE_CHECKING:
     from backends.registry import Options
@@ -87,7 +92,7 @@ def pieces(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[list[Piece]]
         together = max(1, min(B, LANE_CHUNKS // max(1, HV * stretches(T) * EVERY)))
         groups = [(slice(b, min(b + together, B)),) * 2 + (0, T, 0) for b in range(0, B, together)]
     else:
-        bounds = cu_seqlens.tolist()
+        bounds = _bounds(cu_seqlens)
         groups, kept = [], 0
         for n in range(len(bounds) - 1):
             groups.append((slice(0, 1), slice(n, n + 1), bounds[n], bounds[n + 1], kept))
@@ -109,7 +114,8 @@ def saved_shapes(
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """States before stretches [B, how many there may be, K, HV, V]; nothing for short sequences."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    many = stretches(T) - 1 if cu_seqlens is None else T // (CHUNK * EVERY)
+    whole = cu_seqlens is None or _stateless(initial_state, options)
+    many = stretches(T) - 1 if whole else T // (CHUNK * EVERY)
     return [((B, many, K, HV, V), torch.float32)] if many > 0 else []
 
 
@@ -126,6 +132,8 @@ def forward(
     save: bool,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """o, final_state and the states that backward starts from."""
+    if cu_seqlens is not None and _stateless(initial_state, options):
+        g, cu_seqlens = g.masked_fill(_first_tokens(g, cu_seqlens), FAR_BELOW), None
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     outs, finals, states = [], [], []
     for group, rows, sequences in _groups(q, v, cu_seqlens):
@@ -172,6 +180,11 @@ def backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
+    if cu_seqlens is not None and _stateless(initial_state, options):
+        first = _first_tokens(g, cu_seqlens)
+        g = g.masked_fill(first, FAR_BELOW)
+        dq, dk, dv, dg, dbeta, _ = backward(do, None, q, k, v, g, beta, None, None, saved, options)
+        return dq, dk, dv, dg.masked_fill(first, 0.0), dbeta, None
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     inputs = (q, k, v, g, beta)
     grads: list[list[tuple[slice, slice, Tensor]]] = [[] for _ in inputs]
@@ -225,7 +238,15 @@ def step(
 
 
 def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> Tensor:
-    """X' = X + beta k (v^T - k^T X): x [M, D, DV], k [M, D], v [M, DV], beta [M]; k_eps None: k as it is."""
+    """X' = X + beta k (v^T - k^T X): x [M, D, DV], k [M, D], v [M, DV], beta [M]; k_eps None: k as it is.
+
+    Raises BackendRefusal for a k_eps whose square the Scalar engine's rsqrt does not take.
+    """
+    if k_eps is not None and k_eps < LEAST_EPS:
+        raise BackendRefusal(
+            f"nki and nki-simulator need k_eps >= {LEAST_EPS:.3g}, whose square is the least that the Scalar "
+            f'engine\'s rsqrt is right for; k_eps is {k_eps}: take a larger one, or backend="chunked"'
+        )
     pieces = zip(*(y.split(TOKENS) for y in (x, k, v, beta)), strict=True)
     return torch.cat([_run(delta_residual_fwd, *piece, k_eps) for piece in pieces if piece[0].numel()] or [x])
 
@@ -247,6 +268,28 @@ def _groups(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Iterator[tuple[l
             yield group, group[0].rows, group[0].sequences
         else:
             yield group, slice(0, 1), slice(n, n + 1)
+
+
+def _stateless(initial_state: Tensor | None, options: Options) -> bool:
+    """Whether packed sequences begin with nothing and leave nothing."""
+    return initial_state is None and not options.output_final_state
+
+
+def _first_tokens(g: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Where in g [1, T, HV] a packed sequence begins, on the device that cu_seqlens is on."""
+    T = g.shape[1]  # where empty sequences begin that end the row
+    first = torch.zeros(T + 1, dtype=torch.bool, device=g.device)
+    return first.index_fill(0, cu_seqlens[:-1].long(), True)[:T].view(1, T, 1)
+
+
+def _bounds(cu_seqlens: Tensor) -> list[int]:
+    """The lengths, on the host. Raises BackendRefusal where that would end XLA's graph in every step."""
+    if cu_seqlens.device.type == "cpu":
+        return cu_seqlens.tolist()
+    raise BackendRefusal(
+        "nki takes packed sequences (cu_seqlens) only without states: lengths are constants of a compiled "
+        "kernel; leave out initial_state and output_final_state, or call it once per sequence"
+    )
 
 
 def _summed(grad: Tensor, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from nki_judge import DTYPES, EXACT, ROUNDED_PRODUCTS, assert_close, hbm_bytes, normal, run
 
-from backends import nki_adapter
+from backends import BackendRefusal, delta_residual, nki_adapter
 from backends.judge import error
 from nki_kernels import delta_residual_bwd as backward
 from nki_kernels import delta_residual_fwd as forward
@@ -217,3 +217,12 @@ def test_an_epsilon_below_the_range_of_rsqrt_is_refused():
     x, k, v, beta, _ = inputs(3, 20, 3, torch.float32, normalize=True)
     with pytest.raises(AssertionError, match="k_eps=1e-15 is below"):
         run(delta_residual_fwd, x, k, v, beta, 1e-15)
+
+
+def test_such_an_epsilon_is_refused_before_a_kernel_is_called(monkeypatch):
+    x, k, v, beta, _ = inputs(3, 20, 3, torch.float32, normalize=True)
+    monkeypatch.setattr(nki_adapter, "_run", None)
+    with pytest.raises(
+        BackendRefusal, match=r"need k_eps >= 1.14e-13, .*; k_eps is 1e-15: take a larger one"
+    ):
+        delta_residual(x, k, v, beta, k_eps=1e-15, backend="nki-simulator")

@@ -230,12 +230,51 @@ def test_refusals(change, reason):
 
 
 def test_nki_says_what_it_needs():
-    call = Call("gated_delta_rule", "xla", torch.float32, 2, 2, 64, 64, packed=True)
-    with pytest.raises(BackendRefusal, match=r"nki +does not take packed sequences"):
-        choose(call, "nki")
     if _nki_missing("xla"):
+        call = Call("gated_delta_rule", "xla", torch.float32, 2, 2, 64, 64)
         with pytest.raises(BackendRefusal, match=r"needs .*nki, from AWS Neuron's package index"):
-            choose(replace(call, packed=False), "nki")
+            choose(call, "nki")
+
+
+def without_states(case, backend, dtype):
+    """o and gradients of packed sequences as a model in training asks for them."""
+    given = inputs(replace(case, state=False, loss=("o",)), torch.float32)
+    leaves = [getattr(given, name).to(dtype).requires_grad_() for name in ("q", "k", "v", "g", "beta")]
+    norm = case.normalized_inside
+    o, state = gated_delta_rule(
+        *leaves, cu_seqlens=given.cu_seqlens, use_qk_l2norm_in_kernel=norm, backend=backend
+    )
+    assert state is None
+    return [o.detach(), *torch.autograd.grad(o, leaves, given.do.to(dtype))]
+
+
+@pytest.mark.parametrize("name", ["packed", "packed_empty", "packed_single", "packed_gva"])
+def test_packed_sequences_without_states_are_one_call(name, monkeypatch):
+    monkeypatch.setattr(nki_adapter, "_bounds", None)  # lengths are not read
+    case = BY_NAME[name]
+    judge = without_states(case, "recurrent", torch.float64)
+    chunked, recurrent, found = (
+        without_states(case, backend, torch.float32) for backend in ("chunked", "recurrent", NAME)
+    )
+    for right, a, b, mine in zip(judge, chunked, recurrent, found, strict=True):
+        honest = max(error(a, right), error(b, right))
+        assert error(mine, right) <= max(FACTOR * honest, floor(case, torch.float32))
+    starts = torch.tensor((0, *case.lengths[:-1])).cumsum(0)
+    assert not found[4][:, starts[starts < case.T]].any()  # nothing was there to decay
+
+
+def test_a_state_that_leaks_into_the_next_sequence_is_seen(monkeypatch):
+    monkeypatch.setattr(nki_adapter, "FAR_BELOW", -1.0)
+    judge = without_states(BY_NAME["packed"], "recurrent", torch.float64)
+    found = without_states(BY_NAME["packed"], NAME, torch.float32)
+    assert error(found[0], judge[0]) > 0.01
+
+
+def test_packed_sequences_with_states_are_refused_where_lengths_are_on_the_device():
+    q, gates = torch.zeros(1, 5, 1, 16, device="meta"), torch.zeros(1, 5, 1, device="meta")
+    bounds = torch.zeros(3, dtype=torch.int64, device="meta")
+    with pytest.raises(BackendRefusal, match=r"packed sequences .cu_seqlens. only without states: .*; leave"):
+        nki_adapter.forward(q, q, q, gates, gates, None, bounds, Options(1.0, False, True, True), save=False)
 
 
 @pytest.mark.parametrize("kind", ["gdn", "grouped"])
