@@ -28,7 +28,15 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_kernels import delta_residual, gated_delta_rule_bwd, gated_delta_rule_fwd, gated_delta_rule_step
+from triton_kernels import (
+    cross_entropy,
+    delta_residual,
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    gated_delta_rule_step,
+    rms_norm,
+    short_convolution,
+)
 from triton_kernels.launch import Config, Tile, config, power_of_two
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -48,6 +56,10 @@ HEAD_SIZES = [
 ]
 # Widths and value columns of Deep Delta Learning's stream.
 STREAMS = [(768, 1), (768, 4), (2048, 1), (2048, 4), (1600, 8)]
+# Channels and taps of the short convolution; sizes of heads and widths of norms; vocabularies.
+CONVOLUTIONS = [(24, 4), (768, 2), (3072, 4), (3072, 8)]
+ROWS = [32, 96, 128, 512, 768, 1600, 2048, 4096, 8192]
+VOCABULARIES = [50, 50257, 151936]
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Argument types by name; a kernel takes the ones it names.
@@ -72,14 +84,29 @@ MODEL_DTYPE = {
     "dx",
     "out",
     "dout",
+    "y",
+    "dy",
+    "z",
+    "gate",
+    "dgate",
+    "residual",
+    "total",
+    "dtotal",
+    "prefix",
+    "dprefix",
 }
-INTEGERS = {"cu_seqlens", "chunk_start", "chunk_length", "chunk_offsets"}
-SCALARS = {"scale": "fp32", "eps2": "fp32", "T": "i32", "NT": "i32"}
+INTEGERS = {"cu_seqlens", "chunk_start", "chunk_length", "chunk_offsets", "position", "goal"}
+SCALARS = {"scale": "fp32", "eps2": "fp32", "eps": "fp32"} | dict.fromkeys(
+    ("T", "NT", "C", "M", "V", "tiles"), "i32"
+)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with its compile-time arguments: what one launch would compile. A stream's D, DV as K, V."""
+    """One kernel with its compile-time arguments: what one launch would compile.
+
+    K, V    also a stream's D and DV, a convolution's C and W, a norm's N, a vocabulary
+    """
 
     kernel: str
     K: int
@@ -128,6 +155,14 @@ def variants(*, quick: bool = False) -> Iterator[Variant]:
             yield from _head_size(K, V, dtype, config(K, V, itemsize=ITEMSIZE[dtype]), quick)
         for D, DV in STREAMS[:1] if quick else STREAMS:
             yield from _stream(D, DV, dtype)
+        for C, W in CONVOLUTIONS[2:3] if quick else CONVOLUTIONS:
+            yield from _convolution(C, W, dtype, quick)
+        for N in [128, 2048] if quick else ROWS:
+            yield from _norm(N, dtype)
+        for V in VOCABULARIES[1:2] if quick else VOCABULARIES:
+            tile = cross_entropy.tile(V)
+            constants = {"BV": tile.BV, "GRADIENT": True, "DOT": "ieee"}
+            yield Variant("cross_entropy", 0, V, dtype, "", cross_entropy.softmax_kernel, constants, tile)
     if quick:
         yield from _head_size(64, 128, "fp32", config(64, 128, itemsize=4), quick)
 
@@ -168,6 +203,39 @@ def _stream(D: int, DV: int, dtype: str) -> Iterator[Variant]:
     for kind in ("forward", "backward"):
         function = getattr(delta_residual, f"{kind}_kernel")
         yield Variant("delta_residual", D, DV, dtype, kind, function, constants, tile)
+
+
+def _convolution(C: int, W: int, dtype: str, quick: bool) -> Iterator[Variant]:
+    tile = short_convolution.tile(C)
+    sizes = {"W": W, "BT": short_convolution.tokens(tile), "BC": tile.BV, "DOT": "ieee"}
+    forms = {"dense": (False, False), "packed": (False, True), "prefix": (True, False)}
+    for form, (prefix, packed) in forms.items():
+        if quick and form == "prefix":
+            continue
+        for kind in ("forward", "backward"):
+            constants = {**sizes, "SILU": True, "PREFIX": prefix, "PACKED": packed}
+            constants |= (
+                {} if prefix else {"prefix": None} | ({"dprefix": None} if kind == "backward" else {})
+            )
+            constants |= {} if packed else {"position": None}
+            constants |= {"P": 21} if kind == "backward" else {}
+            function = getattr(short_convolution, f"{kind}_kernel")
+            yield Variant("short_convolution", C, W, dtype, f"{kind} {form}", function, constants, tile)
+
+
+def _norm(N: int, dtype: str) -> Iterator[Variant]:
+    tile = rms_norm.tile(N)
+    sizes = {"N": N, "NP": tile.BV, "R": rms_norm.rows(tile), "DOT": "ieee"}
+    for form in ("plain", "gated", "sum"):
+        flags = {"GATED": form == "gated", "SUM": form == "sum"}
+        gate = {} if form == "gated" else {"gate": None}
+        total = {} if form == "sum" else {"residual": None, "total": None}
+        constants = {**sizes, **flags, **gate, **total}
+        yield Variant("rms_norm", N, 0, dtype, f"forward {form}", rms_norm.forward_kernel, constants, tile)
+        gate |= {} if form == "gated" else {"dgate": None}
+        total = {} if form == "sum" else {"dtotal": None}
+        constants = {**sizes, **flags, **gate, **total, "P": 1024}
+        yield Variant("rms_norm", N, 0, dtype, f"backward {form}", rms_norm.backward_kernel, constants, tile)
 
 
 def compile_variant(variant: Variant) -> Row:
