@@ -1,6 +1,8 @@
 """Deep Delta Learning in runs: recipes, environment variables, local files, its probe, the sweep's arms."""
 
 import json
+import math
+import types
 from pathlib import Path
 
 import pytest
@@ -26,13 +28,14 @@ SMALL = [
 ]  # fmt: skip
 
 
-def stories(path: Path) -> Path:
+def stories(path: Path, first: int = 0) -> Path:
     """Forty short stories as a parquet file."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow writes the parquet file that is read")
     from pyarrow import parquet
 
     text = [
-        f"Once upon a time there were {i} birds. They sang, and {i + 1} cats listened." for i in range(40)
+        f"Once upon a time there were {i} birds. They sang, and {i + 1} cats listened."
+        for i in range(first, first + 40)
     ]
     parquet.write_table(pyarrow.table({"text": text}), path)
     return path
@@ -79,6 +82,54 @@ def test_the_small_lm_trains_on_a_local_file_and_resumes(tmp_path, capsys):
     assert geometry.plot_geometry(RunFolder(out)) == out / "geometry.png"
 
 
+def test_the_small_lm_trains_from_the_hugging_face_data_set(tmp_path, monkeypatch, capsys):
+    """The recipe's own source; the library's code for local folders stands in for the Hub's: parquet files.
+
+    Then the same command without a network finds what was prepared; where nothing was, it says what to do.
+    """
+    import datasets
+    import huggingface_hub
+
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    stories(hub / "train-00000-of-00001.parquet")
+    stories(hub / "validation-00000-of-00001.parquet", first=1000)
+    load, asked = datasets.load_dataset, []
+
+    def load_dataset(name, *rest, **options):
+        asked.append(name)
+        return load(str(hub), *rest, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    info = types.SimpleNamespace(sha="0123abcd")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *names, **options: info)
+    given = [*SMALL, f"data.folder={tmp_path / 'data'}", "data.validation=validation", "epochs=0.5"]
+    given.remove("steps=6")
+    assert main(["run", "ddl_lm_tinystories", *given, f"out={tmp_path / 'run'}"]) == 0
+    assert set(asked) == {"roneneldan/TinyStories"}
+    meta = json.loads((tmp_path / "data" / "meta.json").read_text())
+    tokens = meta["splits"]["train"]["tokens"]
+    assert meta["name"] == "tinystories" and [
+        meta["splits"][name]["documents"] for name in ("train", "val")
+    ] == [40, 40]
+    # half an epoch, in steps of 4 x 32 tokens
+    config, _ = RunFolder(tmp_path / "run").read()
+    assert config.epochs is None and config.steps == math.ceil(tokens / 2 / 128) > 10
+
+    def unreachable(*names, **options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    assert main(["run", "ddl_lm_tinystories", *given, f"out={tmp_path / 'again'}"]) == 0
+    elsewhere = [key.replace("/data", "/none") for key in given]
+    assert main(["run", "ddl_lm_tinystories", *elsewhere, f"out={tmp_path / 'third'}"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "cannot reach dataset 'roneneldan/TinyStories'" in said and "pass the local folder, .parquet" in said
+    )
+    assert not (tmp_path / "third").exists()
+
+
 def test_the_environment_sets_the_small_lm(monkeypatch):
     monkeypatch.setenv("BLOCK_SIZE", "128")
     monkeypatch.setenv("BATCH_SIZE", "8")
@@ -87,9 +138,12 @@ def test_the_environment_sets_the_small_lm(monkeypatch):
     monkeypatch.setenv("TOKENIZER_NAME", "bytes")
     monkeypatch.setenv("DATASET", "stories.txt")
     monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.setenv("MAX_EPOCHS", "2")
+    monkeypatch.setenv("IS_RESUME", "false")
     run = recipe("ddl_lm_tinystories")
     assert (run.batch.length, run.model.max_position_embeddings, run.batch.sequences) == (128, 128, 8)
     assert (run.optimizer.lr, run.schedule.min_lr, run.max_minutes) == (1e-3, 1e-3, 30)
+    assert run.epochs == 2
     assert (run.data.tokenizer, run.data.source, run.log.wandb) == ("bytes", "stories.txt", False)
     assert recipe("tiny").batch.length == 32, "no other recipe reads them"
     monkeypatch.setenv("WANDB_API_KEY", "0123")
@@ -101,16 +155,30 @@ def test_a_wrong_variable_is_named():
         with_environment(recipe("tiny"), {"BATCH_SIZE": "many"})
 
 
+def test_resuming_by_environment_and_a_bucket_are_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match="python -m train resume RUN_DIR"):
+        with_environment(recipe("tiny"), {"IS_RESUME": "True", "CHECKPOINT_PATH": "runs/x"})
+    with pytest.raises(
+        ConfigError, match=r"out=s3://bucket/x: a run's folder is on this machine.*aws s3 sync"
+    ):
+        with_environment(recipe("tiny"), {"CHECKPOINT_PATH": "s3://bucket/x"})
+
+
 def test_learned_positions_and_divided_models_are_refused_before_work():
     with pytest.raises(ConfigError, match=r"batch.length=600 is above model.max_position_embeddings=512"):
         apply(recipe("ddl_lm_tinystories"), {"batch.length": "600"})
+    with pytest.raises(
+        ConfigError, match=r"model.use_qk_rmsnorm=true is not divided.*distribution.tensor at 1"
+    ):
+        keys = {"model.use_qk_rmsnorm": "true", "model.attention_layers": "0", "distribution.tensor": "2"}
+        apply(recipe("tiny"), keys)
     with pytest.raises(ConfigError, match=r"model.residual=ddl is not divided"):
         apply(recipe("tiny"), {"model.residual": "ddl", "distribution.context": "2"})
 
 
 def test_the_comparison_is_five_arms_of_one_size_and_the_same_data():
     trials = define("ddl_residuals", QUESTIONS["ddl_residuals"].axes).trials({})
-    assert len(trials) == 15
+    assert len({(t.series.arm, t.seed) for t in trials}) == 15
     counts = {}
     for trial in trials:
         with torch.device("meta"):
