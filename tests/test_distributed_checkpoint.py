@@ -105,7 +105,8 @@ def wholes(folder: Path) -> dict[str, Tensor]:
 
 
 CHAINS = [
-    ["fsdp-3", "zero1-2", "alone"],
+    ["fsdp-3", "alone"],
+    pytest.param(["fsdp-3", "zero1-2", "alone"], marks=pytest.mark.slow),
     pytest.param(["alone", "fsdp-4", "tensor-2", "tensor-2-fsdp-2", "zero1-4"], marks=pytest.mark.slow),
     pytest.param(["tensor-2-fsdp-2", "fsdp-3", "ddp-2", "tensor-2"], marks=pytest.mark.slow),
     pytest.param(["context-2", "zero1-4", "fsdp-2"], marks=pytest.mark.slow),

@@ -112,9 +112,12 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in MEASURED} for line in read(run / "metrics.jsonl")]
 
 
-def left_by(run: Path) -> dict[str, Any]:
-    """Everything of a run that must come out the same, bit for bit, whatever happened on the way."""
-    last = sorted((run / "checkpoints").glob("step-*"))[-1]
+def left_by(run: Path, name: str = "step-*") -> dict[str, Any]:
+    """Everything of a run that must come out the same, bit for bit, whatever happened on the way.
+
+    name    of the checkpoint; else the last one
+    """
+    last = sorted((run / "checkpoints").glob(name))[-1]
     state = json.loads((last / "state.json").read_bytes())
     for key in ("seconds", "config"):
         del state[key]  # a clock's, and one with the run's own folder in it

@@ -261,6 +261,8 @@ class CheckpointSection(Section):
     """newest checkpoints to keep"""
     keep_best: bool = True
     """also save and keep the one with the lowest validation loss"""
+    asynchronous: bool | None = None
+    """write while training goes on, from a copy in the host's memory; none: unless the device is a CPU"""
 
 
 class DistributionSection(Section):

@@ -19,10 +19,13 @@ from .generation import Sampling, continue_text
 from .metrics import Line
 from .probes import Probes
 from .progress import Display
+from .saving import Saving
 from .schedule import learning_rate
 from .step import TrainingStep, loss_function
 from .stopping import StopRequest
 from .trackers import open_trackers
+
+_FAILED = 1 << 20  # above every number that StopRequest has for a reason
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,14 @@ class _Loop:
         if c.log.probes:
             plain = loss_function(run.model, c.model_copy(update={"compile": False}), run.device)
             self.probes = Probes(run.model, run.optimizer, plain, self.crops[0], run.device)
+        given = c.checkpoint.asynchronous
+        self.saving = Saving(run.device.type != "cpu" if given is None else given)
         self.pending: list[_Pending] = []
         self.clock = self.counted = time.monotonic()
 
     def until_the_end(self, stop: StopRequest) -> Outcome:
         c, state = self.run.config, self.run.state
+        last, reason = state.step == c.steps, None
         while state.step < c.steps:
             self._one_step()
             at = state.step
@@ -115,19 +121,32 @@ class _Loop:
             if evaluating or saving:
                 self.clock = time.monotonic()  # tokens/s is of training alone
             if reason is not None and not last:
-                return Outcome(at, reason, stop.signal)
-        return Outcome(state.step)
+                break
+        self.saving.settle()  # nothing is reported as saved before it is on the disk
+        return Outcome(state.step, None if last else reason, None if last else stop.signal)
 
     def _reason(self, stop: StopRequest) -> str | None:
-        """Why to stop now. Processes decide together, after the same step, where they wait anyway."""
+        """Why to stop now; what went wrong with a checkpoint is raised.
+
+        Processes decide together, after the same step, where they wait anyway.
+        """
         team, state = self.run.team, self.run.state
         if team.world == 1:
+            if self.saving.failed:
+                self.saving.settle()
             return stop.reason
         if state.step % self.run.config.log.every:
             return None
-        return stop.together(team.largest)
+        return stop.together(self._largest)
+
+    def _largest(self, number: int) -> int:
+        found = self.run.team.largest(_FAILED if self.saving.failed else number)
+        if found == _FAILED:
+            self.saving.settle()  # raises on all, because what is wrong with one's part is wrong with all's
+        return found
 
     def close(self) -> None:
+        self.saving.wait()
         self.run.folder.metrics.close()
         for tracker in self.trackers:
             tracker.close()
@@ -227,12 +246,13 @@ class _Loop:
 
     def _save(self) -> None:
         run = self.run
+        self.saving.settle()  # it uses the same group of processes
         self._count_seconds()
         run.state.position = run.loader.state_dict()
-        taken = checkpoint.snapshot(run.parallel, run.optimizer, run.state, copy=False)
+        taken = checkpoint.snapshot(run.parallel, run.optimizer, run.state, copy=self.saving.asynchronous)
         # a checkpoint promises that its lines are there
         run.team.agreed(run.folder.metrics.sync)
-        self._write(taken)
+        self.saving.begin(lambda: self._write(taken))
 
     def _write(self, taken: checkpoint.Snapshot) -> None:
         run, team, store = self.run, self.run.team, self.run.folder.checkpoints
@@ -284,6 +304,7 @@ class _Loop:
         return Diverged(f"{what} at step {p.step} (lr {p.lr:.3g}); {self._way_back()}")
 
     def _way_back(self) -> str:
+        self.saving.wait()
         steps = self.run.folder.checkpoints.steps()
         state = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no checkpoint yet"
         return f"{state}: {checkpoint.REMEDY} in a new run"
