@@ -35,6 +35,7 @@ class Team:
     context                 [data, context, tensor]; None where sequences are whole
     files                   for those who write files, on any thread, while the others' collectives go on
     patient                 for `leader_first`
+    hosts                   for what is in the hosts' memory, where the default group has only XLA's; else None
     """
 
     rank: int = 0
@@ -45,6 +46,7 @@ class Team:
     context: DeviceMesh | None = None
     files: ProcessGroup | None = None
     patient: ProcessGroup | None = None
+    hosts: ProcessGroup | None = None
 
     @property
     def leads(self) -> bool:
@@ -64,12 +66,12 @@ class Team:
         if self.world == 1:
             return number
         found = torch.tensor(number)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.hosts)
         return int(found)
 
     def told(self, what: T) -> T:
         """What the leader has. Waits for it."""
-        return self._told(what, None)
+        return self._told(what, self.hosts)
 
     def agreed(self, work: Callable[[], T]) -> list[T]:
         """What work() returns on each process, by rank. Waits for all.
@@ -129,16 +131,19 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
     d = config.distribution
     timeout = timedelta(minutes=d.timeout_minutes)
     dist.init_process_group(platform.collectives(device), timeout=timeout)
+    # over XLA's devices a mesh has no groups (torch 2.9); over the hosts it has the default group's kind
+    kind = "cpu" if device.type == "xla" else device.type
     try:
         replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
-        mesh = init_device_mesh(device.type, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
+        mesh = init_device_mesh(kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
         context = None
         if d.context > 1:
             shape, names = (shares, d.context, d.tensor), ("data", "context", "tensor")
-            context = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            context = init_device_mesh(kind, shape, mesh_dim_names=names)
         share = here.rank // (d.tensor * d.context)
         files, patient = _hosts(timeout), _hosts(PATIENCE)
-        yield Team(here.rank, here.world, share, shares, mesh, context, files, patient)
+        hosts = _hosts(timeout) if device.type == "xla" else None
+        yield Team(here.rank, here.world, share, shares, mesh, context, files, patient, hosts)
     finally:
         dist.destroy_process_group()
 
