@@ -185,6 +185,27 @@ class TestContinuing:
         assert f"to {elsewhere}" in said
         assert left_by(out) == left_by(undisturbed)
 
+    def test_run_or_resume_begins_and_later_continues(self, data, undisturbed, tmp_path):
+        """The command that torchrun repeats after a death: the same words each time."""
+        out = tmp_path / "run"
+        words = ["run", "--or-resume", "tiny", *keys(data, out)]
+        train(*words)
+        assert left_by(out) == left_by(undisturbed)
+        shutil.rmtree(out / "checkpoints" / "step-00000012")
+        said = train(*words)
+        assert "after step 8" in said and " changes from " not in said
+        assert left_by(out) == left_by(undisturbed)
+        said = train("run", "--or-resume", "tiny", *keys(data, out, checkpoint__every=5))
+        assert "checkpoint.every changes from 4 to 5" in said
+
+    def test_run_or_resume_refuses_another_run_and_names_the_keys(self, data, undisturbed):
+        words = ["run", "--or-resume", "tiny", *keys(data, undisturbed)]
+        status, _, err = tiny_run.command(*words, "optimizer.lr=0.5", "model.layers=3")
+        assert status == 2 and "another run" in err
+        assert "optimizer.lr was " in err and ", is 0.5" in err and "model.layers was 2, is 3" in err
+        status, _, err = tiny_run.command("run", "--or-resume", "tiny")
+        assert status == 2 and "needs out=DIR" in err
+
     def test_seconds_go_on_from_where_they_were(self, undisturbed, tmp_path):
         out = tmp_path / "run"
         shutil.copytree(undisturbed, out, symlinks=True)

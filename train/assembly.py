@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -86,17 +86,19 @@ def begun(config: RunConfig, tell: Tell) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def reopened(path: Path, changes: dict[str, str], step: int | None, tell: Tell) -> Iterator[Run]:
+def reopened(path: Path, changes: dict[str, str] | RunConfig, step: int | None, tell: Tell) -> Iterator[Run]:
     """A run continued from its newest whole checkpoint, that of `step`, or its start if there is none.
+
+    changes   keys and their new values, or the whole configuration as it was given to begin the run
 
     `tell` hears what is not obvious: damaged checkpoints, changed keys, a start at step 0. Raises ConfigError
     for a change that would make it another run, CheckpointError if the checkpoint is of another one.
     """
     folder = RunFolder(path)
     saved, origin = folder.read()
-    if "device" in changes:
-        changes = {"backend": "auto", **changes}  # another device has another backend
-    config = _changed(saved, changes)
+    config = (
+        _given_again(path, saved, changes) if isinstance(changes, RunConfig) else _changed(saved, changes)
+    )
     trackers.require(config.log)
     with _teamed(config) as (config, device, team), _held(folder, team):
         # hashing every file of a checkpoint once is enough
@@ -296,14 +298,46 @@ def _with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
 
 def _changed(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
     """The saved configuration with changes. ConfigError for keys that make another run of it."""
+    if "device" in changes:
+        changes = {"backend": "auto", **changes}  # another device has another backend
     config = apply(saved, changes)
-    refused = {k: pair for k, pair in differences(saved, config).items() if not may_change_on_resume(k)}
-    if refused:
+    if refused := _refused(saved, config):
         listed = ", ".join(f"{key} from {old} to {new}" for key, (old, new) in refused.items())
         raise ConfigError(
             f"resuming may not change {listed}: that is another run; begin one with `run` and out=DIR"
         )
     return config
+
+
+def _given_again(path: Path, saved: RunConfig, given: RunConfig) -> RunConfig:
+    """`given` with what the run found out where it says auto. ConfigError if it is not the run's."""
+    found: dict[str, Any] = {"out": saved.out}
+    if given.device in ("auto", saved.device):
+        found["device"] = saved.device
+        found |= {} if given.backend != "auto" else {"backend": saved.backend}
+    if given.precision == "auto":
+        found["precision"] = saved.precision
+    if given.epochs is not None:
+        found["steps"] = saved.steps  # until the data says how many they are
+    config = given.model_copy(
+        update={
+            **found,
+            "model": given.model.model_copy(
+                update={"vocab_size": given.model.vocab_size or saved.model.vocab_size}
+            ),
+            "data": given.data.model_copy(update={"folder": given.data.folder or saved.data.folder}),
+        }
+    )
+    if refused := _refused(saved, config):
+        listed = ", ".join(f"{key} was {old}, is {new}" for key, (old, new) in refused.items())
+        raise ConfigError(
+            f"{path} holds another run: {listed}; give what it was begun with, or another out=DIR"
+        )
+    return config
+
+
+def _refused(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    return {k: pair for k, pair in differences(saved, now).items() if not may_change_on_resume(k)}
 
 
 def _make(path: Path) -> None:

@@ -3,9 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import RunConfig, flatten, meaning
+from ..errors import ConfigError
 from ..overrides import apply, parse
 from ..recipes import recipe, summary
 
@@ -20,6 +22,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--keys", action="store_true", help="print every key with its value and meaning, and stop"
     )
+    parser.add_argument(
+        "--or-resume",
+        action="store_true",
+        help="if out=DIR holds this run already, continue it: what torchrun restarts goes on by itself",
+    )
     given = parser.parse_intermixed_args(arguments)
     config = apply(recipe(given.recipe), parse(given.changes))
     if given.keys:
@@ -32,9 +39,21 @@ def main(arguments: Sequence[str]) -> int:
     # at once: loading torch and transformers takes seconds, in which nothing else could be said
     out.print(f"recipe     {given.recipe}: {summary(given.recipe)}", markup=False)
 
-    from ..assembly import begun
+    from ..assembly import begun, reopened
+    from ..run_folder import RunFolder
 
-    with begun(config, out.print) as run:
+    def tell(text: str) -> None:
+        out.print(text, markup=False)
+
+    if given.or_resume:
+        if config.out is None:
+            raise ConfigError("--or-resume needs out=DIR: without it every run gets a new folder")
+        folder = RunFolder(Path(config.out).expanduser())
+        # all of a team see the same: the first one writes it after all have joined
+        if folder.config_path.exists():
+            with reopened(folder.path, config, None, tell) as run:
+                return drive(run, config.backend)
+    with begun(config, tell) as run:
         return drive(run, config.backend)
 
 

@@ -1,14 +1,14 @@
 """Batches of next-token pairs from shards. A position is a few integers, and returning to one is exact.
 
-Both loaders are functions of (seed, how many samples came before): there is no generator state to save.
+Both loaders are functions of (seed, how many samples came before): there is no generator state to save. Batch
+b of rank r takes samples (b * world + r) * batch + row: ranks never share a sample, and into how many ranks
+and micro-batches a step is divided does not change its data.
 
     random_crop   Sample n starts at fold(1, seed, n) mod W, where W counts the starts there are: shard by
-                  shard, every place with T+1 tokens left. Batch b of rank r takes samples (b * world + r) *
-                  batch + row: ranks never share a sample, and into how many ranks and micro-batches a step is
-                  divided does not change its data.
-    stream        The tokens in order, the shards shuffled anew each epoch. Window j is tokens jT to jT+T, its
-                  last the next one's first: but for an epoch's first, and fewer than world * T + 1 at its
-                  end, every token is a target once. Ranks have contiguous segments of windows.
+                  shard, every place with T+1 tokens left.
+    stream        Sample n is window n mod W of epoch n // W: the tokens in order, the shards shuffled anew
+                  each epoch. Window j is tokens jT to jT+T, its last the next one's first: but for an
+                  epoch's first, and fewer than T+1 at its end, every token is a target once.
 
 fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): h = 0; for each word w: h = mix64(h xor w).
 """
@@ -63,16 +63,17 @@ class Loader(ABC):
         self.batch, self.sequence, self.seed = batch, sequence, seed
         self.rank, self.world = rank, world
         self._tokens = _Tokens(dataset, split)
+        self._samples = 0  # of all ranks, before the next batch
 
     @abstractmethod
+    def _windows(self, first: int) -> np.ndarray:
+        """Samples first to first + batch, T+1 tokens each. int64 [batch, T+1]"""
+
     def next_batch(self) -> Batch:
         """inputs, targets: int64 [batch, sequence] on the CPU; targets[b, t] follows inputs[b, t]."""
-
-    @abstractmethod
-    def _position(self) -> dict[str, int]: ...
-
-    @abstractmethod
-    def _return_to(self, position: dict[str, int]) -> None: ...
+        windows = self._windows(self._samples + self.rank * self.batch)
+        self._samples += self.world * self.batch
+        return as_tensors(windows)
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -80,10 +81,10 @@ class Loader(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch comes from, as JSON."""
-        return {**self._identity(), **self._position()}
+        return {**self._identity(), "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. PositionMismatch if it does not fit this loader."""
+        """Continue where `state` was taken, on any number of ranks. PositionMismatch if it does not fit."""
         mine = self._identity()
         differing = [
             f"{key} was {state.get(key)!r}, is {mine[key]!r}" for key in mine if state.get(key) != mine[key]
@@ -93,7 +94,13 @@ class Loader(ABC):
                 f"the saved position does not fit this loader: {'; '.join(differing)}; continue with what it "
                 "was saved with, or begin a new run"
             )
-        self._return_to(state)
+        step, samples = self.world * self.batch, state.get("samples")
+        if not isinstance(samples, int) or samples % step:
+            raise PositionMismatch(
+                f"{samples} samples were drawn, which is no whole number of batches of "
+                f"world={self.world} x batch={self.batch}; choose a product that divides it"
+            )
+        self._samples = samples
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -106,7 +113,7 @@ class Loader(ABC):
 
 
 class RandomCrops(Loader):
-    """Independent crops, with replacement. Any world and batch can continue that divide `samples`."""
+    """Independent crops, with replacement."""
 
     kind: Kind = "random_crop"
 
@@ -115,30 +122,14 @@ class RandomCrops(Loader):
     ):
         super().__init__(dataset, split, batch, sequence, seed, rank, world)
         self._crops = _Crops(self._tokens, sequence)
-        self._samples = 0  # of all ranks, before the next batch
 
-    def next_batch(self) -> Batch:
-        first = self._samples + self.rank * self.batch
+    def _windows(self, first: int) -> np.ndarray:
         samples = np.arange(first, first + self.batch, dtype=np.uint64)
-        windows = self._crops.at(fold(_CROP, self.seed, samples) % np.uint64(self._crops.starts))
-        self._samples += self.world * self.batch
-        return as_tensors(windows)
-
-    def _position(self) -> dict[str, int]:
-        return {"samples": self._samples}
-
-    def _return_to(self, position: dict[str, int]) -> None:
-        step = self.world * self.batch
-        if position["samples"] % step:
-            raise PositionMismatch(
-                f"{position['samples']} samples were drawn, which is no whole number of batches of "
-                f"world={self.world} x batch={self.batch}; choose a product that divides it"
-            )
-        self._samples = position["samples"]
+        return self._crops.at(fold(_CROP, self.seed, samples) % np.uint64(self._crops.starts))
 
 
 class Stream(Loader):
-    """Every token in turn. Rank r has windows r m to (r+1) m - 1 of each epoch, m = windows // world."""
+    """Every token in turn."""
 
     kind: Kind = "stream"
 
@@ -146,45 +137,32 @@ class Stream(Loader):
         self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
     ):
         super().__init__(dataset, split, batch, sequence, seed, rank, world)
-        self._segment = (self._tokens.total - 1) // sequence // world
-        if self._segment < 1:
+        self._in_epoch = (self._tokens.total - 1) // sequence
+        if self._in_epoch < 1:
             raise ShardError(
                 f"split {split!r} of {dataset.path} has {self._tokens.total} tokens, too few for "
-                f"sequence={sequence} on world={world}: that needs {sequence * world + 1}; choose a shorter "
-                "sequence, or prepare more text"
+                f"sequence={sequence}: that needs {sequence + 1}; choose a shorter sequence, or prepare more "
+                "text"
             )
-        self._windows = 0  # of this rank, before the next batch
         self._order = -1, np.zeros(0, np.int64)
 
-    def next_batch(self) -> Batch:
+    def _windows(self, first: int) -> np.ndarray:
         windows = np.empty((self.batch, self.sequence + 1), np.int64)
         for row in range(self.batch):
-            epoch, place = divmod(self._windows + row, self._segment)
-            start = (self.rank * self._segment + place) * self.sequence
-            self._tokens.read_across(self._shards_of(epoch), start, windows[row])
-        self._windows += self.batch
-        return as_tensors(windows)
+            epoch, place = divmod(first + row, self._in_epoch)
+            self._tokens.read_across(self._shards_of(epoch), place * self.sequence, windows[row])
+        return windows
 
     @property
     def epoch(self) -> int:
-        """Of the next sample; whole passes over this rank's segment so far."""
-        return self._windows // self._segment
+        """Whole passes over the split so far, of all ranks together."""
+        return self._samples // self._in_epoch
 
     def _shards_of(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
             keys = fold(_SHARD_ORDER, self.seed, epoch, np.arange(len(self._tokens.shards), dtype=np.uint64))
             self._order = epoch, np.argsort(keys, kind="stable")
         return self._order[1]
-
-    def _identity(self) -> dict[str, Any]:
-        # segments are cut by world: where four ranks stood is no place for two
-        return {**super()._identity(), "world": self.world}
-
-    def _position(self) -> dict[str, int]:
-        return {"windows": self._windows}
-
-    def _return_to(self, position: dict[str, int]) -> None:
-        self._windows = position["windows"]
 
 
 def make_loader(

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # 32 NeuronCores a node, one node or several, data parallel. Not yet run on a chip.
-#   one node    train/launch/trn1.32xlarge.sh gdn_mup_adamw
-#   several     NODES=4 NODE=0 HEAD=10.0.0.1 train/launch/trn1.32xlarge.sh gdn_mup_adamw, NODE=1.. on the others;
-#               out=DIR and data.folder=DIR are on a file system that all nodes see
+#   one node    train/launch/trn1.32xlarge.sh gdn_mup_adamw out=runs/large
+#   several     NODES=4 HEAD=10.0.0.1 train/launch/trn1.32xlarge.sh gdn_mup_adamw out=/shared/runs/large
+#               on each of them; NODES=2:4 goes on with as few as two. HEAD is one of them. out=DIR and
+#               data.folder=DIR are on a file system that all see.
+# When a process dies, torchrun starts all again, and they go on from the newest checkpoint in out=DIR.
 set -euo pipefail
 export NEURON_CC_FLAGS="--model-type=transformer --auto-cast=none"
 export FI_PROVIDER=efa FI_EFA_USE_DEVICE_RDMA=1 # the network between nodes
-exec torchrun --nproc_per_node=32 --nnodes="${NODES:-1}" --node_rank="${NODE:-0}" \
-    --master_addr="${HEAD:-127.0.0.1}" --master_port=29500 \
-    -m train run "${1:?name a recipe}" device=xla sample.tokens=0 "${@:2}"
+exec torchrun --nproc_per_node=32 --nnodes="${NODES:-1}" --max-restarts=3 \
+    --rdzv_id=delta-trn --rdzv_backend=c10d --rdzv_endpoint="${HEAD:-127.0.0.1}:29500" \
+    -m train run --or-resume "${1:?name a recipe}" device=xla sample.tokens=0 "${@:2}"
