@@ -114,18 +114,18 @@ def ddl_residuals() -> RunConfig:
     """a minute on two CPU cores: the subject of arms=ddl_residuals, attention over time, + over depth"""
     return RunConfig(
         name="ddl_residuals",
-        steps=400,
+        steps=300,
         model=ModelSection(
             width=96, base_width=96, layers=4, heads=3, head_dim_k=32, expand_v=1.0, intermediate_multiple=16,
             attention_layers=(0, 1, 2, 3), use_qk_rmsnorm=True, rms_norm_eps=1e-5, initializer_range=0.05,
         ),
         optimizer=OptimizerSection(lr=2**-8),
-        schedule=ScheduleSection(warmup=40, min_lr=0.0),
+        schedule=ScheduleSection(warmup=30, min_lr=0.0),
         batch=BatchSection(sequences=8, length=128),
         data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=1024),
-        evaluation=EvaluationSection(every=400, sequences=256, batch=16),
+        evaluation=EvaluationSection(every=300, sequences=256, batch=16),
         sample=SampleSection(tokens=0),
-        checkpoint=CheckpointSection(every=400, keep_last=1, keep_best=False),
+        checkpoint=CheckpointSection(every=300, keep_last=1, keep_best=False),
         log=LogSection(every=20),
     )  # fmt: skip
 
