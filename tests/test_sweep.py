@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import signal
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiny_run import command, prepared, start
+from tests.tiny_run import WARM, child, command, prepared, start
 from train.errors import UsageError
 from train.fits import line, optimum, student_quantile
 from train.sweep.definition import Sweep, define, grid
@@ -349,3 +350,38 @@ def test_a_rate_that_diverges_is_a_result_and_a_run_that_cannot_be_is_not(data: 
     (out / "sweep.jsonl").unlink()
     status, text, _ = command("sweep", out, "jobs=1")
     assert status == 1 and "config.json cannot be read" in text
+
+
+def ranked(rank: int, given: list[str], log: str) -> None:
+    """The command as torchrun starts it: told its rank, and that there are two on this machine."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    child(given, log)
+
+
+@pytest.mark.slow  # three schedulers, each with a server of its own to fork trials from
+def test_torchruns_ranks_make_every_trial_once_between_them(data: Path, tmp_path: Path):
+    """They share the folder and nothing else: no port, no collective, and neither waits for the other."""
+    out, logs = tmp_path / "sweep", [tmp_path / "0.txt", tmp_path / "1.txt"]
+    given = arguments(data, out, seeds="0,1", jobs=1)
+    processes = [
+        WARM.Process(target=ranked, args=(rank, [str(x) for x in given], str(log)))
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(240)
+        said = [log.read_text() for log in logs]
+        assert [process.exitcode for process in processes] == [0, 0], said
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    raw = (out / "sweep.jsonl").read_text().splitlines()
+    assert len(raw) == len(measured(out)) == 4 and all(map(math.isfinite, measured(out).values()))
+    # the same trials by one scheduler: who made a trial does not show in it
+    alone = tmp_path / "alone"
+    status, _, err = command(*arguments(data, alone, seeds="0,1"))
+    assert status == 0, err
+    assert measured(alone) == measured(out)
