@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 
 import torch
@@ -26,6 +26,16 @@ def _nki_missing(device: str) -> str | None:
     absent = [name for name in ("torch_xla", "nki") if find_spec(name) is None]
     if absent:
         return f"needs {' and '.join(absent)}, from AWS Neuron's package index: pip install torch-neuronx nki"
+    return None
+
+
+def _simulator_missing(device: str) -> str | None:
+    """Where AWS's nki is installed, kernels are made of its language and only its simulator runs them."""
+    if find_spec("nki") is None:
+        return None
+    found = metadata.version("nki")
+    if tuple(map(int, found.split(".")[:2])) < (0, 3):
+        return f"nki {found} has no simulator: install 0.3 or newer, or none, for the one that is included"
     return None
 
 
@@ -108,6 +118,7 @@ def declare() -> None:
                 "short_convolution": replace(taps, **here),
                 "gated_rms_norm": replace(norm, **here),
             },
+            unavailable=_simulator_missing,
             emulated=frozenset({"cpu"}),
             elsewhere=dict.fromkeys(("short_convolution", "gated_rms_norm"), "backends.nki_layers"),
         )

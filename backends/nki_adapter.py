@@ -14,6 +14,7 @@ lengths. Otherwise they are cut by their lengths, read from cu_seqlens on the ho
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from nki_kernels.tiles import FAR_BELOW
 if TYPE_CHECKING:
     from backends.registry import Options
 
+TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LANE_CHUNKS = 64  # 8,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # a decode step of so many is 1,500 to 2,600 instructions
 TOKENS = 8192  # of the residual update: with four columns 1,200 instructions forward, 4,400 backward
@@ -313,9 +315,21 @@ def _run(kernel: Any, *args: Any) -> Any:
     if args[0].device.type != "cpu":
         dense = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
         return neuron_adapter.launch(kernel, dense) if args[0].device.type == "neuron" else kernel(*dense)
-    arrays = [_array(x) if isinstance(x, Tensor) else x for x in args]
-    outputs = nki.simulate(kernel)(*arrays)
+    outputs = simulate(kernel, *(_array(x) if isinstance(x, Tensor) else x for x in args))
     return tuple(map(_tensor, outputs)) if isinstance(outputs, tuple) else _tensor(outputs)
+
+
+def simulate(kernel: Any, *args: Any) -> Any:
+    """The kernel's outputs on NumPy arrays, for Trn1 unless Neuron's own variable names a target: where that
+    is not set, AWS's simulator takes the rules of Trn3.
+    """
+    named = os.environ.get(TARGET)
+    os.environ[TARGET] = named or "trn1"
+    try:
+        return nki.simulate(kernel)(*args)
+    finally:
+        if named is None:
+            del os.environ[TARGET]
 
 
 def _array(x: Tensor) -> np.ndarray:

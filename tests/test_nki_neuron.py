@@ -1,7 +1,10 @@
 """The path to TorchNeuron's tensors (Trn2, Trn3). No such machine was at hand: what is tested is what reaches
 the kernels, with a stand-in for torch_neuronx that registers a plain PyTorch operator."""
 
+import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -97,3 +100,63 @@ def test_where_it_is_there_it_is_chosen_unasked(registered, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_neuronx", registered)
     call = Call("gated_delta_rule", "neuron", torch.bfloat16, 2, 4, 128, 256, gradients=True)
     assert choose(call).name == "nki"
+
+
+THIRD_WAY = """
+import numpy as np
+from backends.registry import Call, choose
+from backends.cases import BY_NAME
+from backends.judge import verdicts
+from nki_kernels.language import RUNTIME
+import nki, torch
+assert RUNTIME == "neuron"
+found = verdicts(BY_NAME["ragged"], torch.float32, "nki-simulator")
+assert all(verdict.passed for verdict in found)
+print(len(found), sorted(set(nki.targets)))
+"""
+
+STAND_IN = """
+import os
+from nki_kernels.simulator import nki as ours
+
+targets = []
+jit = ours.jit
+
+def simulate(kernel):
+    targets.append(os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"])
+    return ours.simulate(kernel)
+"""
+
+
+def in_a_process_with_nki(path, version, code):
+    """Runs code where a package `nki` of that version is installed: ours under its name."""
+    package, record = path / "nki", path / f"nki-{version}.dist-info"
+    package.mkdir()
+    record.mkdir()
+    (package / "__init__.py").write_text(STAND_IN)
+    for module in ("isa", "language"):
+        (package / f"{module}.py").write_text(f"from nki_kernels.simulator.{module} import *\n")
+    (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nki\nVersion: {version}\n")
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"},
+        timeout=200,
+    )
+
+
+@pytest.mark.skipif(find_spec("nki") is not None, reason="the real nki is installed here")
+def test_where_nki_is_installed_its_simulator_runs_the_same_parity(tmp_path):
+    done = in_a_process_with_nki(tmp_path, "0.3.0", THIRD_WAY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["7", "['trn1']"]
+
+
+@pytest.mark.skipif(find_spec("nki") is not None, reason="the real nki is installed here")
+def test_an_nki_without_a_simulator_is_refused(tmp_path):
+    code = "import backends; backends.registry.choose(backends.registry.Call('gated_delta_rule', 'cpu',"
+    code += " __import__('torch').float32, 1, 1, 32, 32), 'nki-simulator')"
+    done = in_a_process_with_nki(tmp_path, "0.2.0", code)
+    assert "BackendRefusal" in done.stderr and "nki 0.2.0 has no simulator: install 0.3" in done.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nki_judge import DTYPES, ROUNDED_PRODUCTS, assert_close, hbm_bytes, normal, run
+from nki_judge import DTYPES, ROUNDED_PRODUCTS, assert_close, hbm_bytes, normal, recorded, run
 
 from backends import gated_delta_rule, gated_delta_rule_step, nki_adapter, recurrent
 from backends.judge import error
@@ -11,7 +11,6 @@ from nki_kernels import gated_delta_rule_step as module
 from nki_kernels.gated_delta_rule_step import example
 from nki_kernels.language import nisa, nl
 from nki_kernels.partitions import reciprocal_norm
-from nki_kernels.simulator import record
 from nki_kernels.simulator.subset import findings
 
 # B, H, HV, K, V: one head; every size of the models; sizes that divide nothing; heads that share a tile, the
@@ -194,10 +193,10 @@ def test_the_state_travels_once_each_way():
 def test_bad_sizes_are_refused_before_work():
     kernel, arguments = example(B=1, H=1, HV=1, K=131, V=512)
     with pytest.raises(AssertionError, match="K=131 has no divisor"):
-        record(kernel, *arguments)
+        recorded(kernel, *arguments)
     kernel, arguments = example(B=1, H=2, HV=2, K=32, V=520)
     with pytest.raises(AssertionError, match="V=520 exceeds 512"):
-        record(kernel, *arguments)
+        recorded(kernel, *arguments)
     kernel, arguments = example(B=1, H=2, HV=3, K=32, V=32)
     with pytest.raises(AssertionError, match="HV=3 is not a multiple of H=2"):
-        record(kernel, *arguments)
+        recorded(kernel, *arguments)
