@@ -16,7 +16,9 @@ from tests.tiny_run import command, keys, left_by, lines, prepared, train
 from train.fits import Line, line
 from train.metrics import read
 from train.observation import normalized, rms
+from train.probe_plots import PANELS, PLACES, probed
 from train.probes import GROUPS, Probes, group_of, recall
+from train.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +160,23 @@ class TestTraining:
         assert alone.startswith(b"\x89PNG")
         train("plot", *runs)
         assert (runs[0] / "probes.png").read_bytes() != alone
+
+    def test_a_figure_for_every_quantity_of_the_papers_appendices(self, data: Path, tmp_path: Path):
+        """Appendices C and D of arXiv:2606.04048, by what metrics.jsonl calls them; cosines by token."""
+        run = tmp_path / "run"
+        train("run", "tiny", *keys(data, run, log__probes="true", steps=6, sample__tokens=0))
+        found = probed(RunFolder(run))
+        assert found is not None
+        drawn = {name for name, _ in PANELS}
+        sizes, gradients = {"q", "k"}, {"grad_q", "grad_k", "grad_hidden"}
+        gates = {"beta_mean", "beta_strong", "gate_decay_std", "gate_beta_std"}
+        assert sizes | gradients | gates <= drawn and {name for name, _ in PLACES} == {"qk", "Sk"}
+        for layer in found.layers():
+            for name in drawn:
+                steps, values = found.over_steps(layer, name)
+                assert steps == [6] and math.isfinite(values[0]), name
+            assert found.places(layer, "qk") == [0, 2, 4, 6, 8, 10, 12, 14, 15]
+            assert found.places(layer, "Sk") == [2, 4, 6, 8, 10, 12, 14]
 
     def test_plot_says_what_to_do_where_there_are_none(self, data: Path, tmp_path: Path):
         for name in "ab":

@@ -1,4 +1,9 @@
-"""probes.png from metrics.jsonl: what goes on inside a model over steps, of one run or of several widths."""
+"""probes.png from metrics.jsonl: what goes on inside a model over steps, of one run or of several widths.
+
+Of arXiv:2606.04048 these are the quantities of appendices C (SGD) and D (AdamW): sizes of q and k (C.1, D.1),
+the gradients of the block's input, q and k (C.2, D.2), beta, strong writes and the spread of W_a x and W_b x
+(C.3, D.3), and the cosine of q and k at nine places of the sequence (C.4, D.4), a panel for each run.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +33,7 @@ PANELS = (
     ("qk_mean", "mean cosine of q and k"),
     ("Sk", "|S k| sqrt(K) / |S|, last"),
 )
+PLACES = (("qk", "cosine of q and k, by token"), ("Sk", "|S k| sqrt(K) / |S|, by token"))
 GROUP_PANELS = (("fraction", "last update over weight"), ("grad", "norm of the gradient"))
 TIMES_WIDTH = frozenset(("grad_q", "grad_k", "grad_hidden"))  # theory says 1/d: times d it is one curve
 
@@ -49,18 +55,18 @@ class Probed:
 
     def over_steps(self, layer: str, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one layer's probe; of Sk the one at the latest token."""
-        if name == "Sk":
-            places = {
-                int(key.split("/")[3])
-                for _, values in self.series
-                for key in values
-                if key.startswith(f"layers/{layer}/Sk/")
-            }
-            name = f"Sk/{max(places)}" if places else "Sk"
+        if name == "Sk" and (places := self.places(layer, name)):
+            name = f"Sk/{places[-1]}"
         key = f"layers/{layer}/{name}"
         factor = self.width if name in TIMES_WIDTH else 1
         found = [(step, values[key] * factor) for step, values in self.series if key in values]
         return [step for step, _ in found], [value for _, value in found]
+
+    def places(self, layer: str, name: str) -> list[int]:
+        """Tokens at which a layer's qk or Sk is measured."""
+        start = f"layers/{layer}/{name}/"
+        keys = {key for _, values in self.series for key in values if key.startswith(start)}
+        return sorted(int(key.removeprefix(start)) for key in keys)
 
 
 def probed(folder: RunFolder) -> Probed | None:
@@ -91,7 +97,9 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
     else:
         ordered = sorted(runs, key=lambda run: run.width)
         lines = [(r.label, r, layers[len(layers) // 2]) for r in ordered if (layers := r.layers())]
-    columns, count = 4, len(PANELS) + len(GROUP_PANELS)
+    middle = lines if alone is None else [lines[len(lines) // 2]]
+    by_place = [(line, name, title) for line in middle for name, title in PLACES]
+    columns, count = 4, len(PANELS) + len(GROUP_PANELS) + len(by_place)
     rows = -(-count // columns)
     figure = Figure(figsize=(3.2 * columns, 2.3 * rows), dpi=110)
     FigureCanvasAgg(figure)
@@ -103,6 +111,11 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
             steps, values = run.over_steps(layer, name)
             axes.plot(steps, values, color=color, linewidth=1.3, marker=".", markersize=3, label=label)
         _dress(axes, title)
+    after = panels[len(PANELS) + len(GROUP_PANELS) :]
+    for axes, ((label, run, layer), name, title) in zip(after, by_place, strict=False):
+        _places(axes, run, layer, name)
+        _dress(axes, f"{title}, {label}")
+        axes.legend(fontsize=5, frameon=False, ncols=3)
     for axes, (name, title) in zip(panels[len(PANELS) :], GROUP_PANELS, strict=False):
         _groups(axes, lines[-1][1], name)
         _dress(axes, title if alone is not None else f"{title}, {lines[-1][0]}")
@@ -116,6 +129,16 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
         figure.savefig(beside, format="png")
         beside.replace(path)
     return path
+
+
+def _places(axes: Any, run: Probed, layer: str, name: str) -> None:
+    from matplotlib import colormaps
+
+    places = run.places(layer, name)
+    for i, place in enumerate(places):
+        steps, values = run.over_steps(layer, f"{name}/{place}")
+        color = colormaps["viridis"](0.85 * i / max(len(places) - 1, 1))
+        axes.plot(steps, values, color=color, linewidth=1.1, marker=".", markersize=3, label=f"t = {place}")
 
 
 def _groups(axes: Any, run: Probed, name: str) -> None:
