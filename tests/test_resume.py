@@ -219,16 +219,5 @@ class TestContinuing:
 
 def _killed_before(n: int, arguments: list[str], log: str) -> None:
     """In a child: `python -m train ...` that dies by SIGKILL before its n-th durable operation."""
-    count = 0
-    for name in ("fsync", "rename", "replace", "truncate"):
-        original = getattr(os, name)
-
-        def counted(*given, original=original):
-            nonlocal count
-            count += 1
-            if count == n:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*given)
-
-        setattr(os, name, counted)
+    tiny_run.die_before(n)
     tiny_run.child([str(argument) for argument in arguments], log)

@@ -5,6 +5,7 @@ import io
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
@@ -105,6 +106,22 @@ def into(log: str) -> None:
     os.dup2(descriptor, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def die_before(n: int) -> None:
+    """From here on this process dies by SIGKILL before its n-th operation that makes something durable."""
+    count = 0
+    for name in ("fsync", "rename", "replace", "truncate"):
+        original = getattr(os, name)
+
+        def counted(*given: Any, original: Any = original) -> Any:
+            nonlocal count
+            count += 1
+            if count == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*given)
+
+        setattr(os, name, counted)
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

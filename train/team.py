@@ -2,9 +2,12 @@
 
 import contextlib
 import pickle
+import re
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from backends import device as platform
 
 from .config import RunConfig
-from .errors import ConfigError
+from .errors import ConfigError, ProcessLost
 
 T = TypeVar("T")
 
 # The others wait so long while the leader prepares a corpus; for all else distribution.timeout_minutes.
 PATIENCE = timedelta(hours=12)
+
+_ABOUT_OTHERS = re.compile(
+    r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|TCPStore"
+)
+_SOURCE = re.compile(r"^\[[^]]*\] ")  # gloo's own file and line
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Team:
     context                 [data, context, tensor]; None where sequences are whole
     files                   for those who write files, on any thread, while the others' collectives go on
     patient                 for `leader_first`
-    hosts                   for what is in the hosts' memory, where the default group has only XLA's; else None
+    hosts                   for what is in the hosts' memory, where the default group has only XLA's
     """
 
     rank: int = 0
@@ -123,7 +132,10 @@ def _to_be_sent(error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
-    """The team of this run, joined for as long as the block lasts. See `require_divisible`."""
+    """The team of this run, joined for as long as the block lasts. See `require_divisible`.
+
+    ProcessLost where a collective fails because another process has ended, or does not answer.
+    """
     here = platform.processes()
     if here.world == 1:
         yield Team()
@@ -144,8 +156,29 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
         files, patient = _hosts(timeout), _hosts(PATIENCE)
         hosts = _hosts(timeout) if device.type == "xla" else None
         yield Team(here.rank, here.world, share, shares, mesh, context, files, patient, hosts)
+    except RuntimeError as error:  # what gloo and NCCL raise has no class of its own everywhere
+        if not _ABOUT_OTHERS.search(str(error)):
+            raise
+        raise ProcessLost(
+            f"{_collective(error)} failed: another of the {here.world} processes has ended, which its own "
+            f"output explains, or did not answer for distribution.timeout_minutes={d.timeout_minutes:g} "
+            f"({_first_line(error)}); checkpoints on the disk are whole: resume the run, or have torchrun "
+            "--max-restarts=N restart `run --or-resume`"
+        ) from error
     finally:
         dist.destroy_process_group()
+
+
+def _collective(error: RuntimeError) -> str:
+    """What was waited for, and by whom: `all_reduce in train.team.largest`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    called = [f.name for f in frames if hasattr(dist, f.name) or f.name in ("backward", "full_tensor")]
+    ours = [f"{Path(f.filename).stem}.{f.name}" for f in frames if Path(f.filename).parent == _HERE]
+    return " in train.".join([*called[-1:], *ours[-1:]]) or "a collective"
+
+
+def _first_line(error: RuntimeError) -> str:
+    return _SOURCE.sub("", str(error).splitlines()[0])
 
 
 def _hosts(timeout: timedelta) -> ProcessGroup:
