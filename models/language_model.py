@@ -19,9 +19,9 @@ from models.gated_deltanet import GatedDeltaNet
 from models.initialization import initialize
 from models.layers import MLPS, NORMS, Embedding, Linear, at_least_float32
 from models.mup import TABLES, Role, Tag
-from models.residual import make_write
+from models.residual import Additive, make_write
 from models.sequence import Padding, Sequences
-from models.stream import make_expansion, make_read
+from models.stream import Whole, make_expansion, make_read
 
 
 class Block(GradientCheckpointingLayer):
@@ -42,14 +42,21 @@ class Block(GradientCheckpointingLayer):
                 smaller = replace(last.tags["weight"], scale=config.num_hidden_layers**-0.5)
                 last.tags = {"weight": smaller}
         self.dropout = nn.Dropout(config.dropout)
+        # a sum that is read as it is: the norm after it makes it
+        self.sums = isinstance(self.mixer_write, Additive) and isinstance(self.read, Whole)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """The residual stream [B, T, d DV], DV = 1 but for expanded states."""
         h = self.read(x, sequences, cache, "mixer_read")
         c = self.mixer_norm(h)
-        x = self.mixer_write(x, h, c, self.dropout(self.mixer(c, sequences, cache)))
-        h = self.read(x, sequences, cache, "mlp_read")
-        c = self.mlp_norm(h)
+        y = self.dropout(self.mixer(c, sequences, cache))
+        if self.sums:
+            c, x = self.mlp_norm.of_sum(y, x)
+            h = x
+        else:
+            x = self.mixer_write(x, h, c, y)
+            h = self.read(x, sequences, cache, "mlp_read")
+            c = self.mlp_norm(h)
         return self.mlp_write(x, h, c, self.dropout(self.mlp(c)))
 
 
@@ -184,7 +191,8 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None:
             cache.extend(B, T, real)
             real = cache.real
-        attention = bool(self.config.attention_layers)
+        # learned positions need a token's place among those before it, as attention does
+        attention = bool(self.config.attention_layers) or self.positions is not None
         if cu_seqlens is None:
             sequences = Sequences.rows(
                 T, x.device, offset=offset, real=real, padded=padding is not None, attention=attention

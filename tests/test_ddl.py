@@ -64,16 +64,18 @@ def logits(m: DeltaForCausalLM, ids: Tensor, **given: Any) -> Tensor:
     return m(ids, **given).logits
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 9])
-def test_cached_generation_is_the_uncached_forward(kind, prompt):
-    m, ids = built(**kind), tokens(2, 12)
+@pytest.mark.parametrize("attention_layers", [[], [0, 1, 2]], ids=["gdn", "attention"])
+def test_cached_generation_is_the_uncached_forward(kind, attention_layers):
+    """Every residual with either mixer, from prompts shorter and longer than any convolution's taps."""
+    m, ids = built(**{**kind, "attention_layers": attention_layers}), tokens(2, 12)
     with torch.no_grad():
         whole = logits(m, ids, use_cache=False)
-        first = m(ids[:, :prompt], use_cache=True)
-        parts, cache = [first.logits], first.past_key_values
-        for t in range(prompt, 12):
-            parts.append(logits(m, ids[:, t : t + 1], past_key_values=cache))
-    assert_same(torch.cat(parts, dim=1), whole, what="cached", factor=4)
+        for prompt in (1, 2, 3, 9):
+            first = m(ids[:, :prompt], use_cache=True)
+            parts, cache = [first.logits], first.past_key_values
+            for t in range(prompt, 12):
+                parts.append(logits(m, ids[:, t : t + 1], past_key_values=cache))
+            assert_same(torch.cat(parts, dim=1), whole, what=f"prompt of {prompt}", factor=4)
 
 
 def test_causal_packed_and_padded(kind):
@@ -177,10 +179,12 @@ COUNTS = {
     "ddl-tc-ec-small": 123_842_476 + 12_288,
     "ddl-cc-ec-small": 123_722_668 + 12_288,
     "mha-medium": 353_508_352,
-    "ddl-vdim1-medium": 353_508_352 + 98_400,
     "ddl-tc-medium": 354_164_052,
     "ddl-cc-medium": 353_856_852,
+    "ddl-tc-ec-medium": 354_164_052 + 16_384,
     "ddl-cc-ec-medium": 353_856_852 + 16_384,
+    "ddl-vdim1-medium": 353_508_352 + 98_400,
+    "write-only-small": 123_722_668,
     "ddl-lm": 34_849_552,
 }
 
