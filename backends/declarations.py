@@ -1,6 +1,7 @@
 """What every backend declares. The first automatic one that covers a call is chosen: the order matters."""
 
 import os
+import re
 from dataclasses import replace
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -34,7 +35,7 @@ def _simulator_missing(device: str) -> str | None:
     if find_spec("nki") is None:
         return None
     found = metadata.version("nki")
-    if tuple(map(int, found.split(".")[:2])) < (0, 3):
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < (0, 3):
         return f"nki {found} has no simulator: install 0.3 or newer, or none, for the one that is included"
     return None
 
