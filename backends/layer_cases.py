@@ -188,9 +188,8 @@ def measure(
     for name in BY_NAME if names is None else names:
         case = BY_NAME[name]
         capability = BACKENDS[backend].capabilities.get(case.op)
-        for dtype in dtypes if capability is not None else ():
-            if dtype not in capability.dtypes:
-                continue
+        known = frozenset() if capability is None else capability.dtypes
+        for dtype in (dtype for dtype in dtypes if dtype in known):
             try:
                 yield from verdicts(case, dtype, backend, device)
             except BackendRefusal:

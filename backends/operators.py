@@ -117,10 +117,9 @@ class Operator:
         return *(y.contiguous() for y in outputs), [y.contiguous() for y in kept]
 
     def _fake_forward(self, *given: Any) -> tuple[Any, ...]:
-        *given, backend = given
-        shapes = getattr(adapter(backend, self.name), f"{self.name}_saved", None)
-        kept = [] if shapes is None else shapes(*given)
-        return *self.fakes(*given), [given[0].new_empty(shape, dtype=dtype) for shape, dtype in kept]
+        shapes = getattr(adapter(given[-1], self.name), f"{self.name}_saved", None)
+        kept = [] if shapes is None else shapes(*given[:-1])
+        return *self.fakes(*given[:-1]), [given[0].new_empty(shape, dtype=dtype) for shape, dtype in kept]
 
     def _backward(self, *given: Any) -> tuple[Tensor, ...]:
         n = len(self.outputs) + len(self.reads)

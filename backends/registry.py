@@ -16,8 +16,8 @@ import torch
 
 # Every device has PyTorch's form of a layer's small operations, and few backends have kernels for all: here a
 # process's default backend is a first choice, and the tensors' device decides where it has none.
-LAYERS = ("short_convolution", "gated_rms_norm", "add_rms_norm", "linear_cross_entropy")
-OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step", "delta_residual", *LAYERS)
+LAYERS: tuple[str, ...] = ("short_convolution", "gated_rms_norm", "add_rms_norm", "linear_cross_entropy")
+OPERATIONS: tuple[str, ...] = ("gated_delta_rule", "gated_delta_rule_step", "delta_residual", *LAYERS)
 
 # what a Call's K and V are
 SIZES: Mapping[str, tuple[str, ...]] = {

@@ -25,8 +25,7 @@ def short_convolution_forward(
     x: Tensor, weight: Tensor, prefix: Tensor | None, position: Tensor | None, activation: str, save: bool
 ) -> Tensor:
     """y [B, T, C]; shapes as in `backends.short_convolution`."""
-    x, weight, prefix, position = (_dense(t) for t in (x, weight, prefix, position))
-    assert x is not None and weight is not None
+    x, weight, prefix, position = x.contiguous(), weight.contiguous(), _dense(prefix), _dense(position)
     y = torch.empty_like(x)
     short_convolution.forward(x, weight, prefix, position, y, silu=activation == "silu")
     return y
@@ -43,10 +42,10 @@ def short_convolution_backward(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dweight, dprefix."""
-    x, weight, prefix, position = (_dense(t) for t in (x, weight, prefix, position))
-    assert x is not None and weight is not None
+    x, weight, prefix, position = x.contiguous(), weight.contiguous(), _dense(prefix), _dense(position)
     dx, dprefix = torch.empty_like(x), None if prefix is None else torch.empty_like(prefix)
-    P, _ = short_convolution.parts(*x.shape, weight.shape[1], prefix=prefix is not None)
+    B, T, C = x.shape
+    P, _ = short_convolution.parts(B, T, C, weight.shape[1], prefix=prefix is not None)
     dweight = x.new_empty((P, *weight.shape), dtype=torch.float32)
     short_convolution.backward(
         dy.contiguous(), x, weight, prefix, position,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backends import gated_rms_norm
+from backends import add_rms_norm, gated_rms_norm
 from models.initialization import ones
 from models.mup import Role, Tag
 
@@ -55,6 +55,10 @@ class RMSNorm(nn.Module):
         """x [..., size]; with z of its shape, y * SiLU(z)."""
         return gated_rms_norm(x, z, self.weight, eps=self.eps)
 
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of residual + x, and that sum: one operation. residual's dtype is no narrower than x's."""
+        return add_rms_norm(x, residual, self.weight, eps=self.eps)
+
 
 class LayerNorm(nn.Module):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * w over the last dimension, computed in float32."""
@@ -68,6 +72,11 @@ class LayerNorm(nn.Module):
         """x [..., size]."""
         full = at_least_float32(x)
         return F.layer_norm(full, self.weight.shape, self.weight.to(full.dtype), None, self.eps).to(x.dtype)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.of_sum`."""
+        total = residual + x
+        return self(total), total
 
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}

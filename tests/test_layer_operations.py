@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton", reason="the triton extra is not installed")
+
 import backends
 from backends import (
     BackendRefusal,
@@ -20,6 +22,7 @@ from backends.layer_cases import BY_NAME, CASES, EPS
 from backends.layers import _CONVOLUTION, _CROSS_ENTROPY, _NORM, _SUM_NORM
 from backends.operators import Operator
 from backends.registry import BACKENDS, LAYERS, Call, choose
+from tests.tiny_models import model, tokens
 from triton_kernels import cross_entropy, rms_norm
 from triton_kernels import short_convolution as convolution_kernels
 
@@ -239,3 +242,16 @@ def test_data_is_checked_where_asked():
     gated_rms_norm(bad, None, torch.ones(4), eps=1e-6)
     with checking(), pytest.raises(ValueError, match=r"x at \(1, 2, 3\) is nan, which is not finite"):
         gated_rms_norm(bad, None, torch.ones(4), eps=1e-6)
+
+
+def test_a_block_makes_its_sum_and_its_norm_at_once_and_nothing_changes():
+    found = []
+    ids = tokens(2, 9)
+    for at_once in (True, False):
+        m = model(dtype=torch.float32)
+        assert all(block.sums for block in m.blocks)
+        for block in m.blocks:
+            block.sums = at_once
+        loss = m.loss(ids[:, :-1], ids[:, 1:])
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(m.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
