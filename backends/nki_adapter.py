@@ -143,7 +143,7 @@ def forward(
         for piece in group:
             cut = [x[piece.rows, piece.tokens] for x in (q, k, v, g, beta)]
             how = plan(rows.stop - rows.start, H, HV, K, V)
-            if S is not None and piece is not group[0]:
+            if save and S is not None and piece is not group[0]:
                 states.append((piece.rows, piece.handed_on, S.transpose(1, 2).unsqueeze(1)))
             o, S, *kept = _run(
                 gated_delta_rule_fwd,
