@@ -43,6 +43,7 @@ from transformers.utils import logging as transformers_logging
 
 from .config import RunConfig, differences, may_change_on_resume, validated
 from .errors import CheckpointError, Diverged
+from .neuron import whole_shape
 from .optimizers import load_state_tensors, state_tensors, updated_here
 from .parallel import Parallel
 from .team import Team
@@ -258,7 +259,9 @@ def load_weights(folder: Path, into: "DeltaForCausalLM | Parallel") -> None:
     own = model.state_dict(keep_vars=True)
     saved = {k: size for k, (size, _) in _sizes(folder).items() if "/" not in k and k not in _GENERATORS}
     wrong = [
-        f"{name} {tuple(size)}" for name, size in saved.items() if name not in own or own[name].shape != size
+        f"{name} {tuple(size)}"
+        for name, size in saved.items()
+        if name not in own or whole_shape(own[name]) != size
     ]
     given = {id(own[name]) for name in saved if name in own}
     # a tied matrix has two names and is saved under one

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -13,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from models.mup import ScaledParameter, scaled_parameters
 
+from . import neuron
 from .config import RunConfig
 from .errors import CheckpointError
 
@@ -72,6 +74,8 @@ def make_optimizer(
         fused = fused and not any(isinstance(p, DTensor) for group in groups for p in group["params"])
     else:
         kind, options = AdamW, {"betas": (o.beta1, o.beta2)}
+    if config.distribution.mode == "zero1" and neuron.serves(device) and dist.is_initialized():
+        return neuron.zero1(groups, kind, o.clip, lr=o.lr, **options)
     if shared_by is None:
         return kind(groups, lr=o.lr, fused=fused, **options)
     return ZeroRedundancyOptimizer(groups, kind, shared_by, lr=o.lr, fused=fused, **options)
@@ -85,6 +89,8 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
     """This process's memory as NAME/SLOT -> tensor, NAME the parameter's, so that groups do not matter."""
+    if neuron.is_zero1(optimizer):
+        return neuron.zero1_memory(optimizer, _named(optimizer))
     local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     tensors = {}
     for name, parameter in updated_here(optimizer):
@@ -116,6 +122,9 @@ def load_state_tensors(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None
             f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} first; begin "
             "a new run"
         )
+    if neuron.is_zero1(optimizer):
+        neuron.load_zero1_memory(optimizer, _named(optimizer), tensors)
+        return
     # load_state_dict moves each tensor to where this kind of optimizer wants it
     optimizer.load_state_dict(
         {

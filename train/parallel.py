@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from . import neuron
 from .config import DistributionSection
 from .context_parallel import pass_states_on
 from .team import Team
@@ -51,6 +52,8 @@ class Parallel:
             for module in (*model.blocks, model):
                 self._sharded.append(fully_shard(module, mesh=replicas))  # type: ignore[arg-type]
             register_fsdp_forward_method(model, "loss")
+        elif how.mode == "zero1" and neuron.serves(model.device):
+            return  # the optimizer reduces gradients in its step
         elif replicas.size() > 1:
             if how.mode == "zero1":
                 self.optimizer_shared_by = replicas.get_group()
@@ -85,6 +88,9 @@ class Parallel:
 
     def whole(self, name: str, x: Tensor) -> Tensor:
         """A parameter or slot from everybody's parts, rows in the file's order. All processes must call."""
+        parameter = self.model.get_parameter(name.partition("/")[0])
+        if x.dim() and neuron.is_part(parameter):
+            x = neuron.whole(x, parameter)
         whole = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
         order = self.moved(name)
         return whole if order is None or not whole.dim() else whole[order.argsort()]
@@ -94,6 +100,8 @@ class Parallel:
         parameter = self.model.get_parameter(name.partition("/")[0])
         order = self.moved(name)
         ordered = (whole if order is None or not whole.dim() else whole[order]).to(parameter.device)
+        if whole.dim() and neuron.is_part(parameter):
+            return neuron.part(ordered, parameter)
         if not isinstance(parameter, DTensor) or not whole.dim():
             return ordered
         # every process has the whole: nothing needs to be sent
@@ -123,6 +131,8 @@ class _Loss(nn.Module):
 
 def total_norm(parameters: list[nn.Parameter]) -> Tensor:
     """The gradients' norm over all processes and parameters, on the device; the same everywhere."""
+    if any(map(neuron.is_part, parameters)):
+        return neuron.total_norm(parameters)
     by_mesh: dict[object, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:

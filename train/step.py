@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from backends import device as platform
 
+from . import neuron
 from .config import RunConfig
 from .optimizers import set_learning_rate
 from .parallel import Parallel, clip
@@ -72,11 +73,18 @@ class TrainingStep:
                 loss = self.loss(some_inputs, some_targets) / len(pairs)
                 loss.backward()
             total += loss.detach()
-        norm = clip(self._parameters, self.clip)
-        self.optimizer.step()
+        norm = self._update()
         mean = self.team.mean(total)
         platform.synchronize(self.device, wait=False)  # on XLA a step is one graph
         return mean, norm
+
+    def _update(self) -> Tensor:
+        """Clip, move the weights. Returns the norm before."""
+        if neuron.is_zero1(self.optimizer):
+            return neuron.step(self.optimizer)
+        norm = clip(self._parameters, self.clip)
+        self.optimizer.step()
+        return norm
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":

@@ -18,6 +18,8 @@ from torch.func import functional_call
 
 from models.gated_deltanet import GatedDeltaNet
 
+from . import neuron
+
 if TYPE_CHECKING:
     from models import DeltaForCausalLM
 
@@ -31,9 +33,13 @@ ATTENTION = {
 def divide_heads(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Divide every block among the processes of a one-dimensional mesh; embedding and norms stay whole.
 
+    By torch.distributed.tensor, or on Neuron by neuronx_distributed.
+
     Returns name -> order of the rows of a parameter whose rows had to be moved so that a process's heads
     are neighbors.
     """
+    if neuron.serves(model.device):
+        return neuron.divide_heads(model, mesh.size())
     moved = {}
     for index, block in enumerate(model.blocks):
         parallelize_module(block.mlp, mesh, SWIGLU)  # type: ignore[arg-type]
