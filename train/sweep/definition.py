@@ -5,7 +5,8 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 from ..config import NOT_MATHEMATICS, RunConfig, flatten, is_one_of
@@ -53,7 +54,7 @@ class Trial:
     seed: int
     config: RunConfig
 
-    @property
+    @cached_property
     def key(self) -> str:
         """12 hex digits of all that its loss depends on and that is not as it is by default.
 
@@ -78,6 +79,10 @@ class Sweep:
     seeds: tuple[int, ...]
     arms: tuple[Arm, ...]
     refine: int
+    # a scheduler asks for its trials twice a second, and a configuration takes a millisecond to check
+    _made: dict[tuple[Series, int, float, int], Trial] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def optimizers(self) -> tuple[str, ...]:
@@ -136,6 +141,12 @@ class Sweep:
         return [math.sqrt(best * order[at - 1]), math.sqrt(best * order[at + 1])]
 
     def _trial(self, series: Series, arm: Arm, width: int, lr: float, seed: int) -> Trial:
+        known = series, width, lr, seed
+        if known not in self._made:
+            self._made[known] = self._make(series, arm, width, lr, seed)
+        return self._made[known]
+
+    def _make(self, series: Series, arm: Arm, width: int, lr: float, seed: int) -> Trial:
         changes = {
             "parametrization": series.parametrization,
             "optimizer.name": series.optimizer,
