@@ -90,9 +90,10 @@ def reopened(path: Path, changes: dict[str, str] | RunConfig, step: int | None, 
     """A run continued from its newest whole checkpoint, that of `step`, or its start if there is none.
 
     changes   keys and their new values, or the whole configuration as it was given to begin the run
+    tell      hears what is not obvious: damaged checkpoints, changed keys, a start at step 0
 
-    `tell` hears what is not obvious: damaged checkpoints, changed keys, a start at step 0. Raises ConfigError
-    for a change that would make it another run, CheckpointError if the checkpoint is of another one.
+    Raises ConfigError for a change that would make it another run, CheckpointError if the checkpoint is of
+    another one.
     """
     folder = RunFolder(path)
     saved, origin = folder.read()
@@ -103,9 +104,9 @@ def reopened(path: Path, changes: dict[str, str] | RunConfig, step: int | None, 
     with _teamed(config) as (config, device, team), _held(folder, team):
         # hashing every file of a checkpoint once is enough
         if step is None:
-            step = team.told(folder.checkpoints.newest_whole(tell) if team.leads else None)
-        elif step != 0 and team.leads:
-            folder.checkpoints.require_whole(step)
+            step = team.agreed(lambda: folder.checkpoints.newest_whole(tell) if team.leads else None)[0]
+        elif step != 0:
+            team.agreed(lambda at=step: folder.checkpoints.require_whole(at) if team.leads else None)
         state = State()
         if step:
             state, at_save = checkpoint.read_state(folder.checkpoints.path(step))
@@ -122,29 +123,30 @@ def reopened(path: Path, changes: dict[str, str] | RunConfig, step: int | None, 
             checkpoint.restore(folder.checkpoints.path(step), run.parallel, run.optimizer)
             run.loader.load_state_dict(state.position)
             run.state = state
-        if not team.leads:
-            team.told(None)
-            yield run
-            return
-        for key, (old, new) in differences(saved, config).items():
-            tell(f"{key} changes from {old} to {new}")
-        before, after = learning_rate(saved, state.step), learning_rate(config, state.step)
-        if before != after and state.step < config.steps:
-            tell(f"so the learning rate at step {state.step} changes from {before:.3g} to {after:.3g}")
-        folder.write(config, origin)
-        undone = folder.checkpoints.set_aside(state.step)
-        if undone:
-            tell(f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}")
-        folder.rewind(state.step)
-        if state.best is not None and state.best[0] in folder.checkpoints.steps():
-            folder.checkpoints.point_best(state.best[0])
-        tell(
-            f"continuing {path} after step {state.step}"
-            if step
-            else f"starting {path} at step 0: no checkpoint yet"
-        )
-        team.told(None)  # the folder is as it was after that step: all may go on
+        team.agreed(lambda: _put_back(run, saved, tell) if team.leads else None)
         yield run
+
+
+def _put_back(run: Run, saved: RunConfig, tell: Tell) -> None:
+    """The run's folder as it was after the step where the run stands."""
+    config, folder, state = run.config, run.folder, run.state
+    for key, (old, new) in differences(saved, config).items():
+        tell(f"{key} changes from {old} to {new}")
+    before, after = learning_rate(saved, state.step), learning_rate(config, state.step)
+    if before != after and state.step < config.steps:
+        tell(f"so the learning rate at step {state.step} changes from {before:.3g} to {after:.3g}")
+    folder.write(config, run.origin)
+    undone = folder.checkpoints.set_aside(state.step)
+    if undone:
+        tell(f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}")
+    folder.rewind(state.step)
+    if state.best is not None and state.best[0] in folder.checkpoints.steps():
+        folder.checkpoints.point_best(state.best[0])
+    tell(
+        f"continuing {folder.path} after step {state.step}"
+        if state.step
+        else f"starting {folder.path} at step 0: no checkpoint yet"
+    )
 
 
 def held_out_costs(run: Run) -> dict[str, dict[str, float]]:

@@ -102,7 +102,7 @@ def snapshot(parallel: Parallel, optimizer: Optimizer, state: State, *, copy: bo
     once = {id(p): (name, p) for name, p in reversed(parallel.model.state_dict(keep_vars=True).items())}
     named = dict(reversed(once.values()))
     slots = state_tensors(optimizer)
-    slots |= {key: parallel.whole(key, x) for key, x in slots.items() if parallel.moved(key) is not None}
+    slots |= {key: parallel.whole(key, x) for key, x in slots.items() if parallel.saved_whole(key)}
     shared = dict(named)  # what all have whole, one writes
     if parallel.optimizer_shared_by is None:
         shared |= {key: x for key, x in slots.items() if not isinstance(x, DTensor)}
@@ -240,13 +240,13 @@ def restore(folder: Path, parallel: Parallel, optimizer: Optimizer) -> None:
     slots: dict[str, Tensor] = {}
     for name, parameter in updated_here(optimizer):
         for key, size, dtype in saved[name]:
-            if not size or parallel.moved(name) is not None:
+            if not size or parallel.saved_whole(name):
                 slots[key] = torch.empty(size, dtype=dtype)
             else:
                 slots[key] = torch.empty_like(parameter.detach(), dtype=dtype)
     _read(folder, slots)
     for key, whole in slots.items():
-        if parallel.moved(key) is not None:
+        if parallel.saved_whole(key):
             slots[key] = parallel.part(key, whole)
     load_state_tensors(optimizer, slots)
     _set_random_states(load_file(folder / _RANDOM))
@@ -275,7 +275,7 @@ def load_weights(folder: Path, into: "DeltaForCausalLM | Parallel") -> None:
     if parallel is None:
         _read(folder, targets)
         return
-    wholes = {name: torch.empty(saved[name]) for name in saved if parallel.moved(name) is not None}
+    wholes = {name: torch.empty(saved[name]) for name in saved if parallel.saved_whole(name)}
     _read(folder, targets | wholes)
     for name, whole in wholes.items():
         targets[name].copy_(parallel.part(name, whole))

@@ -111,6 +111,10 @@ class Parallel:
         """`rows` of a parameter, or of an optimizer's slot NAME/SLOT."""
         return self.rows.get(name.partition("/")[0])
 
+    def saved_whole(self, name: str) -> bool:
+        """Whether a checkpoint has it whole, because the parts of processes are no blocks of the file's."""
+        return self.moved(name) is not None
+
     def _part(self, tokens: Tensor) -> Tensor:
         context = self.team.context
         if context is None:
