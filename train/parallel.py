@@ -113,7 +113,8 @@ class Parallel:
 
     def saved_whole(self, name: str) -> bool:
         """Whether a checkpoint has it whole, because the parts of processes are no blocks of the file's."""
-        return self.moved(name) is not None
+        parameter = self.model.get_parameter(name.partition("/")[0])
+        return self.moved(name) is not None or neuron.is_part(parameter)
 
     def _part(self, tokens: Tensor) -> Tensor:
         context = self.team.context
