@@ -110,6 +110,20 @@ class TestStore:
         assert [path.name for path in store.path(10).iterdir() if path.name != MANIFEST] == ["b.bin"]
         assert store.damage(10) is None
 
+    def test_a_process_answers_for_its_own_files_only(self, store):
+        """One that wrote none must not hash those of others, which may not be complete."""
+
+        def part(*names: str):
+            def write(folder: Path) -> list[Path]:
+                filled(folder)
+                return [folder / name for name in names]
+
+            return write
+
+        for names in ((), ("a.bin",)):
+            folder = store.save(20, part(*names))
+            assert list(json.loads((folder / MANIFEST).read_bytes())["files"]) == list(names)
+
     @pytest.mark.parametrize("name", ["a.bin", "state.json", MANIFEST])
     def test_every_damage_is_seen(self, store, name):
         path = store.path(15) / name

@@ -78,7 +78,7 @@ class CheckpointStore:
         with refusals(final, f"{safe}: {todo}"):
             try:
                 agreed(lambda: self._begin(beside) if leads else None)
-                parts = agreed(lambda: _on_disk(write(beside) or beside.iterdir()))
+                parts = agreed(lambda: _on_disk(beside, write(beside)))
                 agreed(lambda: self._finish(beside, final, parts) if leads else None)
             except BaseException:
                 if leads:
@@ -196,10 +196,10 @@ class CheckpointStore:
         shutil.rmtree(away, ignore_errors=True)
 
 
-def _on_disk(files: Iterable[Path]) -> Described:
-    """Sync files, and say of each by name what the manifest will."""
+def _on_disk(folder: Path, mine: Iterable[Path] | None) -> Described:
+    """Sync files, and say of each by name what the manifest will. None of one's own is not all there are."""
     found: Described = {}
-    for path in files:
+    for path in folder.iterdir() if mine is None else mine:
         sync_file(path)
         found[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     return found
