@@ -14,9 +14,10 @@ import tiny_run
 from test_distributed import ALLOWED, BATCH, OPTIMIZERS, worst
 
 from train import neuron
+from train.config import DistributionSection
 from train.errors import ConfigError
 
-STAND_INS = Path(__file__).parent / "stand_ins"
+SHIMS = Path(__file__).parent / "shims"
 WAYS: dict[str, dict[str, Any]] = {
     "heads": {"distribution.tensor": 2},
     "zero1": {"distribution.mode": "zero1"},
@@ -25,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def on_stand_in(arguments: list[str], log: str) -> None:
     """The run of one rank, as if its CPU were a NeuronCore."""
-    sys.path.insert(0, str(STAND_INS))
+    sys.path.insert(0, str(SHIMS))
     neuron.serves = lambda device: True
     tiny_run.child(arguments, log)
 
@@ -59,6 +60,13 @@ def test_it_is_the_run_of_one_process_also_resumed(data, tmp_path, way, optimize
     tiny_run.train("resume", out, "steps=12", *(f"{key}={value}" for key, value in reset.items()))
     tiny_run.train("resume", alone, "steps=12")
     assert worst(out, alone, "loss") <= ALLOWED
+
+
+@pytest.mark.parametrize("changes", [{"mode": "fsdp"}, {"context": 2}], ids=str)
+def test_what_only_pytorch_divides_is_refused(changes):
+    neuron.require(DistributionSection(mode="zero1", tensor=2))
+    with pytest.raises(ConfigError, match="is not there on Neuron; use mode=ddp or mode=zero1"):
+        neuron.require(DistributionSection(**changes))
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from models.attention import Attention
 from models.gated_deltanet import GatedDeltaNet
 
+from .config import DistributionSection
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +31,15 @@ Named = list[tuple[str, nn.Parameter]]
 def serves(device: torch.device) -> bool:
     """Whether work on `device` is divided by neuronx_distributed: torch_xla has no other."""
     return device.type == "xla"
+
+
+def require(how: DistributionSection) -> None:
+    """ConfigError for what is divided only by PyTorch's own parts, which have no XLA kind."""
+    if how.mode == "fsdp" or how.context > 1:
+        raise ConfigError(
+            f"distribution.mode={how.mode} with distribution.context={how.context} is not there on Neuron; "
+            "use mode=ddp or mode=zero1, and context=1"
+        )
 
 
 def library(module: str) -> Any:

@@ -43,6 +43,8 @@ class Parallel:
         self.optimizer_shared_by: ProcessGroup | None = None
         if team.mesh is None:
             return
+        if neuron.serves(model.device):
+            neuron.require(how)
         if team.context is not None:
             pass_states_on(model, team.context["context"])
         if how.tensor > 1:

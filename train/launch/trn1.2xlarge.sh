@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # One Trn1 chip, two NeuronCores, data parallel. Not yet run on a chip.
 #   train/launch/trn1.2xlarge.sh gdn_mup_adamw out=runs/small model.width=512
+# Compile first, with the same flags and keys:
+#   NEURON_CC_FLAGS="--model-type=transformer --auto-cast=none" \
+#       python -m train warmup gdn_mup_adamw model.width=512 device=xla sample.tokens=0 --processes=2
 # When a process dies, torchrun starts both again, and they go on from the newest checkpoint in out=DIR.
 set -euo pipefail
 export NEURON_CC_FLAGS="--model-type=transformer --auto-cast=none"

@@ -4,6 +4,9 @@
 #   several     NODES=4 HEAD=10.0.0.1 train/launch/trn1.32xlarge.sh gdn_mup_adamw out=/shared/runs/large
 #               on each of them; NODES=2:4 goes on with as few as two. HEAD is one of them. out=DIR and
 #               data.folder=DIR are on a file system that all see.
+# Compile first, with the same flags and keys, once for all nodes if NEURON_COMPILE_CACHE_URL is s3://...:
+#   NEURON_CC_FLAGS="--model-type=transformer --auto-cast=none" \
+#       python -m train warmup gdn_mup_adamw device=xla sample.tokens=0 --processes=32
 # When a process dies, torchrun starts all again, and they go on from the newest checkpoint in out=DIR.
 set -euo pipefail
 export NEURON_CC_FLAGS="--model-type=transformer --auto-cast=none"
