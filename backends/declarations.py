@@ -62,7 +62,7 @@ def declare() -> None:
                 "add_rms_norm": row,
                 "linear_cross_entropy": replace(triton, max_k=None),
             },
-            elsewhere=dict.fromkeys(LAYERS, "backends.triton_layers"),
+            elsewhere=dict.fromkeys(LAYERS, "backends.triton_layers_adapter"),
             unavailable=_triton_missing,
             emulated=frozenset({"cpu"}),
         )
@@ -91,7 +91,7 @@ def declare() -> None:
                 "gated_rms_norm": norm,
             },
             unavailable=_nki_missing,
-            elsewhere=dict.fromkeys(("short_convolution", "gated_rms_norm"), "backends.nki_layers"),
+            elsewhere=dict.fromkeys(("short_convolution", "gated_rms_norm"), "backends.nki_layers_adapter"),
         )
     )
     chunked = Capability(dtypes=EVERY_FLOAT, automatic=frozenset({"cpu"}))
@@ -121,7 +121,7 @@ def declare() -> None:
             },
             unavailable=_simulator_missing,
             emulated=frozenset({"cpu"}),
-            elsewhere=dict.fromkeys(("short_convolution", "gated_rms_norm"), "backends.nki_layers"),
+            elsewhere=dict.fromkeys(("short_convolution", "gated_rms_norm"), "backends.nki_layers_adapter"),
         )
     )
     # T steps one after the other: right, and slow on purpose, so only by name
