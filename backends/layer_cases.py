@@ -66,7 +66,7 @@ CASES: tuple[LayerCase, ...] = (
     LayerCase("norm_head",      "gated_rms_norm",    (70, 96),        "a head's size, no power of two"),
     LayerCase("norm_narrow",    "gated_rms_norm",    (70, 32),        "many rows a program"),
     LayerCase("norm_wide",      "gated_rms_norm",    (5, 2048),       "a row a program"),
-    LayerCase("norm_tiny",      "gated_rms_norm",    (9, 64),         "epsilon decides", size=1e-4),
+    LayerCase("gated_norm_tiny", "gated_rms_norm",    (9, 64),         "epsilon decides", size=1e-4),
     LayerCase("norm_large",     "gated_rms_norm",    (9, 64),         "gates open or closed", size=100.0),
     LayerCase("norm_plain",     "gated_rms_norm",    (9, 1536),       "no gate", plain=True),
     LayerCase("sum_one",        "add_rms_norm",      (1, 64),         "one row"),

@@ -145,7 +145,7 @@ def forward(
             how = plan(rows.stop - rows.start, H, HV, K, V)
             if save and S is not None and piece is not group[0]:
                 states.append((piece.rows, piece.handed_on, S.transpose(1, 2).unsqueeze(1)))
-            o, S, *kept = _run(
+            o, S, *kept = run(
                 gated_delta_rule_fwd,
                 *cut,
                 S,
@@ -199,7 +199,7 @@ def backward(
             S = None if initial_state is None else initial_state[sequences]
             if piece is not group[0]:
                 S = saved[0][piece.rows, piece.handed_on].squeeze(1).transpose(1, 2)
-            *found, dS = _run(
+            *found, dS = run(
                 gated_delta_rule_bwd,
                 *cut,
                 dS,
@@ -232,7 +232,7 @@ def step(
     found = []
     for b in range(0, B, together):
         cut = [x[b : b + together] for x in (q, k, v, g, beta, state)]
-        found.append(_run(gated_delta_rule_step, *cut, options.scale, options.use_qk_l2norm_in_kernel))
+        found.append(run(gated_delta_rule_step, *cut, options.scale, options.use_qk_l2norm_in_kernel))
     if len(found) == 1:
         return found[0]
     outs, states = zip(*found, strict=True)
@@ -250,7 +250,7 @@ def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps:
             f'engine\'s rsqrt is right for; k_eps is {k_eps}: take a larger one, or backend="chunked"'
         )
     pieces = zip(*(y.split(TOKENS) for y in (x, k, v, beta)), strict=True)
-    return torch.cat([_run(delta_residual_fwd, *piece, k_eps) for piece in pieces if piece[0].numel()] or [x])
+    return torch.cat([run(delta_residual_fwd, *piece, k_eps) for piece in pieces if piece[0].numel()] or [x])
 
 
 def delta_residual_backward(
@@ -258,7 +258,7 @@ def delta_residual_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, k, v, beta, each in its input's dtype."""
     pieces = zip(*(y.split(TOKENS) for y in (dout, x, k, v, beta)), strict=True)
-    found = [_run(delta_residual_bwd, *piece, k_eps) for piece in pieces if piece[0].numel()]
+    found = [run(delta_residual_bwd, *piece, k_eps) for piece in pieces if piece[0].numel()]
     dx, dk, dv, dbeta = (torch.cat(parts) for parts in zip(*(found or [(x, k, v, beta)]), strict=True))
     return dx, dk, dv, dbeta
 
@@ -310,7 +310,7 @@ def _joined(found: list[tuple[slice, slice, Tensor]], like: Tensor) -> Tensor:
     return out
 
 
-def _run(kernel: Any, *args: Any) -> Any:
+def run(kernel: Any, *args: Any) -> Any:
     """A kernel call: recorded in XLA's graph, an operator of TorchNeuron, or simulated on CPU tensors."""
     if args[0].device.type != "cpu":
         dense = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)

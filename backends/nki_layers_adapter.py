@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backends.nki_adapter import _run as run
+from backends.nki_adapter import run
 from nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 
