@@ -364,6 +364,6 @@ def test_tensors_off_the_host_reach_the_kernel_as_they_are():
         return args[0], args[0]
 
     x = torch.ones(3, 4, device="meta").T
-    assert len(nki_adapter._run(kernel, x, None, 0.5, True)) == 2
+    assert len(nki_adapter.run(kernel, x, None, 0.5, True)) == 2
     assert seen[0].device.type == "meta" and seen[0].is_contiguous() and seen[0].shape == (4, 3)
     assert seen[1:] == [None, 0.5, True]

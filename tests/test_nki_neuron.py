@@ -15,7 +15,7 @@ from backends.cases import BY_NAME, inputs
 from backends.judge import outcome
 from backends.registry import Call, choose
 
-simulated = nki_adapter._run
+simulated = nki_adapter.run
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def neuron(registered, monkeypatch):
     """CPU tensors take the path of "neuron" ones; at its end kernels are simulated. Yields what ran."""
     ran = []
     monkeypatch.setitem(sys.modules, "torch_neuronx", registered)
-    monkeypatch.setattr(nki_adapter, "_run", lambda kernel, *args: neuron_adapter.launch(kernel, args))
+    monkeypatch.setattr(nki_adapter, "run", lambda kernel, *args: neuron_adapter.launch(kernel, args))
     for kernel, _ in neuron_adapter.LAUNCHERS:
         name = kernel.__name__
 
@@ -60,7 +60,7 @@ def test_the_rule_is_the_same_through_operators(name, neuron, monkeypatch):
     given = inputs(BY_NAME[name], torch.float32)
     through = outcome(given, "nki-simulator")
     assert {"gated_delta_rule_fwd", "gated_delta_rule_bwd"} <= set(neuron)
-    monkeypatch.setattr(nki_adapter, "_run", simulated)
+    monkeypatch.setattr(nki_adapter, "run", simulated)
     direct = outcome(given, "nki-simulator")
     assert all(torch.equal(through[key], x) for key, x in direct.items())
 
@@ -75,7 +75,7 @@ def test_the_residual_is_the_same_through_operators(neuron, monkeypatch):
 
     through = grads()
     assert neuron == ["delta_residual_fwd", "delta_residual_bwd"]
-    monkeypatch.setattr(nki_adapter, "_run", simulated)
+    monkeypatch.setattr(nki_adapter, "run", simulated)
     assert all(torch.equal(a, b) for a, b in zip(through, grads(), strict=True))
 
 
