@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from backends.parity import subjects
-from backends.registry import BACKENDS
+from backends.registry import BACKENDS, use
 
 
 def pytest_addoption(parser):
@@ -48,6 +48,13 @@ def pytest_generate_tests(metafunc):
             marks = [pytest.mark.skip(reason=f"{name} is emulated here: pytest --backend {name}")]
         rows.append(pytest.param(here.get(name), id=name, marks=marks))
     metafunc.parametrize("parity_subject", rows)
+
+
+@pytest.fixture(autouse=True)
+def default_backend():
+    """A run in the test's own process sets the process's backend: the next test starts without."""
+    with use():
+        yield
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ def changed(*given: str, base: str = "tiny") -> RunConfig:
 def another(key: str, value: Any) -> str:
     """Some other valid value of a key, as one types it."""
     special = {
+        "asynchronous": "true",
         "attention_layers": "1",
         "name": "sgd" if key.startswith("optimizer") else "other",
         "parametrization": "sp",
