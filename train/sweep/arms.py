@@ -87,7 +87,7 @@ def _by_width(arms: str, rates: Mapping[str, str]) -> Question:
 _ADAMW, _SGD = {"adamw": "2**-8..2**-6"}, {"sgd": "2**-4..2**-2"}
 QUESTIONS: Mapping[str, Question] = {
     "ddl_residuals": Question(
-        "ddl_residuals", {"arms": "ddl_residuals", "lrs": "2**-8..2**-6", "seeds": "0,1,2", "refine": "0"}
+        "ddl_residuals", {"arms": "ddl_residuals", "lrs": "2**-7..2**-6", "seeds": "0,1,2", "refine": "0"}
     ),
     "sgd_gates": _by_width("sgd_gates", _SGD),
     "vectors": _by_width("vectors", _SGD),
