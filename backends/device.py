@@ -32,11 +32,13 @@ def platforms() -> tuple[str, ...]:
         kinds.append("xla")
     if torch.cuda.is_available():
         kinds.append("cuda")
+    if _torchneuron():
+        kinds.append("neuron")
     return (*kinds, "cpu")
 
 
 def pick(name: str | None = None) -> torch.device:
-    """The device called `name` ("cpu", "cuda", "cuda:1", "xla"), or the machine's preferred one.
+    """The device called `name` ("cpu", "cuda", "cuda:1", "xla", "neuron"), or the machine's preferred one.
 
     Under torchrun, "cuda" is the one of this process. Raises ValueError for one that is not here.
     """
@@ -49,6 +51,8 @@ def pick(name: str | None = None) -> torch.device:
             # own, and all_reduce gives back what it got, without an error
             raise ValueError("XLA's CPU device knows no other processes (torch_xla 2.9): leave out torchrun")
         return _xla().device()
+    if wanted.type == "neuron" and processes().world > 1:
+        raise ValueError("several processes on TorchNeuron are not supported yet: leave out torchrun")
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", processes().local_rank % torch.cuda.device_count())
     if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
@@ -65,6 +69,8 @@ def synchronize(device: torch.device, *, wait: bool = True) -> None:
     """
     if device.type == "cuda" and wait:
         torch.cuda.synchronize(device)
+    elif device.type == "neuron" and wait:
+        torch.accelerator.synchronize(device)
     elif device.type == "xla":
         _xla().sync(wait=wait)
 
@@ -154,14 +160,14 @@ def describe(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type == "xla":
         return f"XLA {os.environ.get('PJRT_DEVICE', 'device')}"
-    return _cpu_model()
+    return "NeuronCore" if device.type == "neuron" else _cpu_model()
 
 
 def supports_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 products are made in hardware, so that training in it pays."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "xla":
+    if device.type in ("xla", "neuron"):
         return True
     flags = _cpu_flags()
     return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
@@ -196,6 +202,18 @@ def collectives(device: torch.device) -> str:
 def threads() -> int:
     """CPU threads PyTorch computes with inside one operation."""
     return torch.get_num_threads()
+
+
+def _torchneuron() -> bool:
+    """Whether PyTorch has the device that torch_neuronx 2.14 gives it on Trn2 and Trn3, without torch_xla.
+
+    Importing torch_neuronx registers it. Not run on a chip.
+    """
+    if find_spec("torch_xla") is not None or find_spec("torch_neuronx") is None:
+        return False
+    import_module("torch_neuronx")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type == "neuron"
 
 
 def _xla() -> ModuleType:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from backends.nki_adapter import run
-from nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
+from backends.registry import BackendRefusal
+from nki_kernels.gated_rms_norm import LEAST_EPS, gated_rms_norm_bwd, gated_rms_norm_fwd
 from nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 
 ROWS = 2**21  # numbers of x in a call of the norm's kernel
@@ -38,7 +39,12 @@ def short_convolution_backward(
 
 
 def gated_rms_norm_forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, save: bool) -> Tensor:
-    """y [..., N]."""
+    """y [..., N]. Raises BackendRefusal for an eps that the Scalar engine's rsqrt does not take."""
+    if eps < LEAST_EPS:
+        raise BackendRefusal(
+            f"nki and nki-simulator need eps >= {LEAST_EPS:.3g}, from where on the Scalar engine's rsqrt is "
+            f'right; eps is {eps}: take a larger one, or backend="chunked"'
+        )
     found = [run(gated_rms_norm_fwd, rows, z, weight, eps, gate is not None) for rows, z in _pieces(x, gate)]
     return torch.cat(found).reshape(x.shape)
 

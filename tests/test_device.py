@@ -3,6 +3,8 @@
 import os
 import platform
 import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,31 @@ def test_xlas_cpu_device_is_refused_to_several_processes(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     with pytest.raises(ValueError, match="knows no other processes"):
         device.pick("xla")
+
+
+def test_torchneurons_device_is_known_by_what_it_registers(monkeypatch):
+    """A stand-in for torch_neuronx 2.14, whose import registers "neuron" with PyTorch as its accelerator."""
+    waited = []
+    neuron: Any = SimpleNamespace(type="neuron", index=None)
+    there = {"torch_neuronx"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "find_spec", lambda name: name in there or None)
+    monkeypatch.setattr(device, "import_module", lambda name: there.add("registered"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda **_: neuron if "registered" in there else None
+    )
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    device.platforms.cache_clear()
+    try:
+        assert device.platforms() == ("neuron", "cpu")
+        there.add("torch_xla")  # torch_neuronx 2.9 is torch_xla's plugin
+        device.platforms.cache_clear()
+        assert device.platforms() == ("xla", "cpu")
+    finally:
+        device.platforms.cache_clear()
+    device.synchronize(neuron)
+    device.synchronize(neuron, wait=False)
+    assert waited == [neuron] and device.describe(neuron) == "NeuronCore"
 
 
 def test_processes_are_those_of_torchrun(monkeypatch):

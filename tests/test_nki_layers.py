@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from nki_judge import DTYPES, assert_close, hbm_bytes, normal, run
 
+from backends import BackendRefusal
+from backends import gated_rms_norm as gated_rms_norm_of_layers
 from backends import short_convolution as short_convolution_of_layers
 from models.convolution import ShortConvolution
 from models.layers import RMSNorm
@@ -313,3 +315,5 @@ def test_an_epsilon_below_the_range_of_rsqrt_is_refused():
     x, z, weight, _ = norm_inputs(3, 32, torch.float32)
     with pytest.raises(AssertionError, match="eps=1e-30 is below"):
         run(gated_rms_norm_fwd, x, z, weight, 1e-30, True)
+    with pytest.raises(BackendRefusal, match="eps is 1e-30: take a larger one"):
+        gated_rms_norm_of_layers(x, z, weight, eps=1e-30, backend="nki-simulator")

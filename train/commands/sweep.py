@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def _plan(sweep: Sweep, results: Results) -> str:
 
 def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
     from ..disk import refusals
-    from ..progress import console
+    from ..progress import console, duration
     from ..sweep.results import SAFE
     from ..sweep.scheduler import execute
 
@@ -102,10 +103,12 @@ def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
         (folder / "sweep.json").write_text(json.dumps(sweep.as_dict(), indent=1) + "\n")
     minutes = None if own["max_minutes"] is None else _positive("max_minutes", own["max_minutes"])
     tell(f"{folder}  {jobs} at a time on {', '.join(devices) if devices else 'cpu'}")
+    begun, before = time.monotonic(), len(Results(folder).read())
     ended = execute(
         sweep, folder, jobs=jobs, devices=devices, threads=threads, max_minutes=minutes, tell=tell
     )
     _write(sweep, folder)
+    tell(f"time     {duration(time.monotonic() - begun)} for {len(Results(folder).read()) - before} trials")
     if ended.stopped:
         tell(f"stopped by {ended.stopped}; the same command continues")
     if ended.failed:
