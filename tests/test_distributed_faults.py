@@ -39,6 +39,10 @@ def wait_for(out: Path, step: int) -> None:
         time.sleep(0.005)
 
 
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def test_sigterm_to_all_saves_and_the_rest_is_the_same_run(data, undisturbed, tmp_path):
     out = tmp_path / "run"
     processes = team_run.start(2, ["run", "tiny", *keys(data, out)], tmp_path / "logs")
@@ -232,13 +236,58 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(data, undisturbed, tmp_
         )
     try:
         wait_for(out, 7)
-        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
+        os.kill(children(agent.pid)[-1], signal.SIGKILL)
         assert agent.wait(timeout=200) == 0, log.read_text()
     finally:
         agent.kill()
     assert "continuing" in log.read_text()
     assert left_by(out) == left_by(undisturbed)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_with_the_node_that_is_left(data, tmp_path):
+    """Two agents of one process each stand for two nodes; one is lost with all it has, and world becomes 1.
+
+    SGD, and the tolerance of tests/test_distributed.py: gradients are then sums in another order.
+    """
+    given = {"steps": 40, "log__every": 1, "checkpoint__every": 5, "evaluation__every": 20}
+    given |= {"optimizer__name": "sgd", "optimizer__lr": 0.05, "optimizer__momentum": 0.5}
+    tiny_run.train("run", "tiny", *tiny_run.keys(data, tmp_path / "alone", **given))
+    out, port = tmp_path / "run", team_run.free_port()
+    limits = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    words = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={limits}"),
+        *("--rdzv-id=tiny", "--local-addr=127.0.0.1", "--max-restarts=3"),
+        *("-m", "train", "run", "--or-resume", "tiny", *tiny_run.keys(data, out, **given)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / "stays.log", tmp_path / "lost.log"]
+    nodes = []
+    try:
+        for log in logs:
+            with open(log, "w") as file:
+                # a session of its own, so that all of it can be killed at once
+                nodes.append(
+                    subprocess.Popen(words, env=environment, stdout=file, stderr=file, start_new_session=True)
+                )
+            time.sleep(1)  # the first one has the meeting point, which has to outlive the other
+        wait_for(out, 12)
+        assert "processes  2" in logs[0].read_text()
+        for pid in (nodes[1].pid, *children(nodes[1].pid)):
+            os.kill(pid, signal.SIGKILL)
+        assert nodes[0].wait(timeout=200) == 0, logs[0].read_text()
+    finally:
+        for node in nodes:
+            for pid in children(node.pid) if node.poll() is None else ():
+                os.kill(pid, signal.SIGKILL)
+            node.kill()
+            node.wait()
+    said = logs[0].read_text()
+    assert "continuing" in said and said.count("processes  2") == 1, said
+    for mine, alone in zip(lines(out), lines(tmp_path / "alone"), strict=True):
+        assert (mine["step"], mine["split"]) == (alone["step"], alone["split"])
+        assert mine["loss"] == pytest.approx(alone["loss"], rel=40 * 300 * 2**-24)
 
 
 @pytest.mark.slow
