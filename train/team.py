@@ -20,6 +20,7 @@ from backends import device as platform
 
 from .config import RunConfig
 from .errors import ConfigError, ProcessLost
+from .rendezvous import join
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=12)
 
 _ABOUT_OTHERS = re.compile(
-    r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|TCPStore"
+    r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|wait timeout|TCPStore"
 )
 _SOURCE = re.compile(r"^\[[^]]*\] ")  # gloo's own file and line
 _HERE = Path(__file__).parent
@@ -142,10 +143,10 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
         return
     d = config.distribution
     timeout = timedelta(minutes=d.timeout_minutes)
-    dist.init_process_group(platform.collectives(device), timeout=timeout)
     # over XLA's devices a mesh has no groups (torch 2.9); over the hosts it has the default group's kind
     kind = "cpu" if device.type == "xla" else device.type
     try:
+        join(platform.collectives(device), timeout)
         replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
         mesh = init_device_mesh(kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
         context = None
@@ -156,7 +157,8 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
         files, patient = _hosts(timeout), _hosts(PATIENCE)
         hosts = _hosts(timeout) if device.type == "xla" else None
         yield Team(here.rank, here.world, share, shares, mesh, context, files, patient, hosts)
-    except RuntimeError as error:  # what gloo and NCCL raise has no class of its own everywhere
+    # what gloo and NCCL raise has no class of its own everywhere
+    except (RuntimeError, TimeoutError) as error:
         if not _ABOUT_OTHERS.search(str(error)):
             raise
         raise ProcessLost(
@@ -166,10 +168,11 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
             "--max-restarts=N restart `run --or-resume`"
         ) from error
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _collective(error: RuntimeError) -> str:
+def _collective(error: Exception) -> str:
     """What was waited for, and by whom: `all_reduce in train.team.largest`."""
     frames = traceback.extract_tb(error.__traceback__)
     called = [f.name for f in frames if hasattr(dist, f.name) or f.name in ("backward", "full_tensor")]
@@ -177,7 +180,7 @@ def _collective(error: RuntimeError) -> str:
     return " in train.".join([*called[-1:], *ours[-1:]]) or "a collective"
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return _SOURCE.sub("", str(error).splitlines()[0])
 
 
