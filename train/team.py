@@ -28,7 +28,7 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=12)
 
 _ABOUT_OTHERS = re.compile(
-    r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|wait timeout|TCPStore"
+    r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|[Ww]ait timeout|TCPStore"
 )
 _SOURCE = re.compile(r"^\[[^]]*\] ")  # gloo's own file and line
 _HERE = Path(__file__).parent
