@@ -59,6 +59,10 @@ class TestGraphs:
         assert shapes({}, sizes=Sizes(prompt=3))["prefill"] == (1, 3)
         assert not {"prefill", "decode"} & shapes({"sample__tokens": "0"}).keys()
 
+    def test_without_probes_none_are_measured(self):
+        assert shapes({"log__probes": "true"})["probes"] == shapes({})["evaluate"]
+        assert "probes" not in shapes({})
+
     def test_a_cluster_is_listed_on_any_machine(self):
         status, out, _ = tiny_run.command("warmup", "tiny", "--list", "--processes=2", "device=xla")
         assert status == 0 and "first step" in out and "[2, 32]" in out and "[1, ?]" in out
@@ -82,9 +86,9 @@ class TestOnACpu:
     def test_every_graph_runs_and_nothing_is_left_behind(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         data = tiny_run.prepared(tmp_path)
-        changes = {"evaluation__final_tokens": 210, "batch__micro": 2}
+        changes = {"evaluation__final_tokens": 210, "batch__micro": 2, "log__probes": "true"}
         out = tiny_run.train("warmup", "tiny", *tiny_run.keys(data, tmp_path / "run", **changes))
-        for name in ("step", "evaluate", "held-out", "held-out, last", "prefill", "decode"):
+        for name in ("step", "evaluate", "probes", "held-out", "held-out, last", "prefill", "decode"):
             assert f"\n{name:14}[" in f"\n{out}"
         assert "?" not in out and "nothing to compile" in out
         assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
@@ -108,7 +112,13 @@ class TestIdentity:
 
     @pytest.mark.parametrize(
         "changes",
-        [{"batch__micro": "2"}, {"model__width": "64"}, {"compile": "true"}, {"optimizer__beta1": "0.8"}],
+        [
+            {"batch__micro": "2"},
+            {"model__width": "64"},
+            {"compile": "true"},
+            {"optimizer__beta1": "0.8"},
+            {"log__probes": "true"},
+        ],
         ids=str,
     )
     def test_what_changes_a_graph_is_another(self, changes):

@@ -12,6 +12,7 @@ from ..assembly import Run
 from ..data import evaluation_batches
 from ..evaluation import evaluate, held_out_windows
 from ..generation import Sampling, continue_text
+from ..probes import Probes
 from ..schedule import learning_rate
 from ..step import TrainingStep, loss_function
 from .graphs import Sizes, crops, graphs, tail
@@ -76,19 +77,28 @@ def _work(run: Run) -> dict[str, Callable[[], None]]:
         evaluate(with_loss, batches, device, run.team)
         run.model.train()
 
-    def held_out() -> None:
+    def drawn() -> list[tuple[Tensor, Tensor]]:
         size = crops(c, micro)
         count = min(c.evaluation.sequences // size, BATCHES)
         seed, length = c.evaluation.seed, c.batch.length
-        drawn = evaluation_batches(run.dataset, batch=size, sequence=length, batches=count, seed=seed)
-        measure(loss, drawn)
+        return evaluation_batches(run.dataset, batch=size, sequence=length, batches=count, seed=seed)
+
+    def held_out() -> None:
+        measure(loss, drawn())
+
+    def probe() -> None:
+        by_itself = loss_function(run.model, c.model_copy(update={"compile": False}), device)
+        probes = Probes(run.model, run.optimizer, by_itself, drawn()[0], device)
+        probes.before_step()
+        train()
+        probes.measure()
 
     def generate() -> None:
         s = c.sample
         sampling = Sampling(min(TOKENS, s.tokens), s.temperature, s.top_k, s.top_p, seed=c.seed)
         continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
 
-    work = {"first step": train, "step": train, "evaluate": held_out, "decode": generate}
+    work = {"first step": train, "step": train, "evaluate": held_out, "probes": probe, "decode": generate}
     for name, rows in tail(c, run.dataset.split("val").tokens):
         work[name] = lambda rows=rows: measure(plain, list(_windows(run, rows or 0)))
     work["prefill"] = _first_token(run)

@@ -54,7 +54,10 @@ def graphs(config: RunConfig, *, world: int, xla: bool, sizes: Sizes) -> list[Gr
         found.append(Graph("step", ((mine, b.length),) * 2, note))
     else:
         found.append(Graph("step", ((micro, length),) * 2, "forward and backward"))
-    found.append(Graph("evaluate", ((crops(config, micro), length),) * 2))
+    crop = ((crops(config, micro), length),) * 2
+    found.append(Graph("evaluate", crop))
+    if config.log.probes:
+        found.append(Graph("probes", crop, "with small ones: numbers are read one after another"))
     found += [Graph(name, ((rows, length),) * 2) for name, rows in tail(config, sizes.held_out)]
     if config.sample.tokens:
         grows = "a graph for every length: attention's past grows" if config.model.attention_layers else ""

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # keys that reach a graph, if at all, as the values of its inputs
 NOT_IN_GRAPHS = frozenset(
     (
-        *("name", "out", "steps", "seed", "max_minutes", "schedule", "data", "checkpoint", "log"),
+        *("name", "out", "steps", "seed", "max_minutes", "schedule", "data", "checkpoint"),
+        *("log.every", "log.wandb", "log.wandb_project", "log.tensorboard"),
         *("optimizer.lr", "evaluation.every", "evaluation.seed", "model.initializer_range"),
     )
 )
@@ -42,7 +43,7 @@ _BESIDE = (
 )
 _STEP = (
     *("step", "optimizers", "parallel", "tensor_parallel", "context_parallel", "neuron"),
-    *("evaluation", "generation"),
+    *("evaluation", "generation", "probes", "observation", "geometry"),
 )
 _KERNELS = {"triton": "triton_kernels", "nki": "nki_kernels", "nki-simulator": "nki_kernels"}
 _PACKAGES = (
