@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiny_run import WARM, child, command, prepared, start
 from train.errors import UsageError
-from train.fits import line, optimum, student_quantile
+from train.fits import drift, line, optimum, student_quantile
 from train.sweep.definition import Sweep, define, grid
 from train.sweep.report import curve, reports, transfer
 from train.sweep.results import Results
@@ -200,6 +200,38 @@ class TestFits:
         x = [0.0, 1.0, 2.0, 3.0, 4.0]
         assert optimum(x, [-a * a for a in x], [0] * 5) is None
         assert optimum(x[:3], [1.0, 0.0, 1.0], [0] * 3) is None
+
+    def test_a_drift_covers_the_truth_as_often_as_it_says(self):
+        """And says something where a single curve's own minimum is not to be told."""
+        rng = np.random.default_rng(0)
+        within, told, alone, draws = 0, 0, 0, 200
+        for _ in range(draws):
+            x, y, seeds, scales = moving(lambda scale: 0.1, -0.5, noise=0.2 * rng.normal(size=30))
+            found, one = drift(x, y, seeds, scales), optimum(x[:10], y[:10], seeds[:10])
+            within += found is None or found.low <= -0.5 <= found.high
+            told += found is not None and math.isfinite(found.stderr)
+            alone += one is not None and math.isfinite(one.stderr)
+        # 95% of 200, less three standard deviations of 3.1
+        assert within >= 181 and told > 1.5 * alone
+
+    def test_curvatures_that_differ_widen_a_drift(self):
+        alike = drift(*moving(lambda scale: 0.2, -0.5))
+        differ = drift(*moving(lambda scale: 0.05 + 0.15 * scale, -0.5))
+        assert alike is not None and differ is not None
+        assert alike.slope == pytest.approx(-0.5, abs=1e-6) and alike.high - alike.low < 1e-6
+        assert differ.high - differ.low > 0.1
+
+    def test_one_scale_has_no_drift(self):
+        x, y, seeds, _ = moving(lambda scale: 0.1, 0.0)
+        assert drift(x[:10], y[:10], seeds[:10], [0.0] * 10) is None
+
+
+def moving(curvature, slope: float, noise=0.0) -> tuple[list[float], list[float], list[int], list[float]]:
+    """x, y, seed and scale of three parabolas, five rates and two seeds each."""
+    rows = [(x, seed, scale) for scale in (0.0, 1.0, 2.0) for x in np.arange(-2.0, 3.0) for seed in (0, 1)]
+    y = [curvature(scale) * (x - slope * scale) ** 2 + 0.1 * seed * scale for x, seed, scale in rows]
+    xs, seeds, scales = zip(*rows, strict=True)
+    return list(map(float, xs)), list(np.asarray(y) + noise), list(seeds), list(scales)
 
 
 class TestVerdict:

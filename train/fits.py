@@ -81,25 +81,13 @@ def optimum(x: Sequence[float], y: Sequence[float], blocks: Sequence[int]) -> Op
     Z = X - center
     names = sorted(set(blocks))
     own = np.array([[b == name for name in names] for b in blocks], float)
-    design = np.column_stack([Z**2, Z, own])
-    if np.linalg.matrix_rank(design) < design.shape[1]:
+    found = _fitted(np.column_stack([Z**2, Z, own]), Y, cells=X.tolist(), shape=3)
+    if found is None:
         return None
-    solution, *_ = np.linalg.lstsq(design, Y, rcond=None)
+    solution, covariance, freedom = found
     a, b = float(solution[0]), float(solution[1])
-    left = Y - design @ solution
-    groups: dict[float, list[float]] = defaultdict(list)
-    for place, r in zip(X.tolist(), left.tolist(), strict=True):
-        groups[place].append(r)
-    misfit = sum(len(g) * float(np.mean(g)) ** 2 for g in groups.values())
-    pure = float(left @ left) - misfit
-    # a level for each block costs the repetitions what the parabola's constant does not
-    estimates = [(misfit / (len(levels) - 3), len(levels) - 3)]
-    if (freedom := len(Y) - len(levels) - (len(names) - 1)) > 0:
-        estimates.append((pure / freedom, freedom))
-    variance, freedom = max(estimates)
-    covariance = variance * np.linalg.inv(design.T @ design)
     t = student_quantile(0.975, freedom)
-    low, high = _fieller(a, b, covariance, t)
+    low, high = _fieller((a, b), covariance[:2, :2], t)
     if a <= 0:
         return None
     at = -b / (2 * a)
@@ -107,8 +95,75 @@ def optimum(x: Sequence[float], y: Sequence[float], blocks: Sequence[int]) -> Op
     return Optimum(at + center, low + center, high + center, (high - low) / 2 / t, lowest, a, len(levels))
 
 
-def _fieller(a: float, b: float, covariance: np.ndarray, t: float) -> tuple[float, float]:
-    """The z for which b + 2 a z is zero within t standard errors. All z, if a may be zero as well."""
+@dataclass(frozen=True)
+class Drift:
+    """How the lowest point of a parabola moves: at = somewhere + slope * scale.
+
+    low, high   where `slope` lies with 95% confidence (Fieller's interval); infinite if the points do not say
+    stderr      the half width of that interval as one standard error
+    """
+
+    slope: float
+    low: float
+    high: float
+    stderr: float
+
+
+def drift(
+    x: Sequence[float], y: Sequence[float], blocks: Sequence[int], scales: Sequence[float]
+) -> Drift | None:
+    """One parabola for all scales, which moves with scale: y = level + a (x - at(scale))^2.
+
+    Multiplied out, this is linear in everything but levels: a x^2 + b x + d x scale, and the slope of `at` is
+    -d / 2a. A curvature that all scales share says where a curve's minimum is also where its own scatter
+    hides how it curves. Levels are each block's (seed's) at each scale; the variance is as for `optimum`, so
+    that curvatures that differ widen the interval. None without a minimum, or with one scale.
+    """
+    X, L, Y = (np.asarray(values, float) for values in (x, scales, y))
+    own = sorted(set(zip(scales, blocks, strict=True)))
+    levels = np.array([[pair == name for name in own] for pair in zip(scales, blocks, strict=True)], float)
+    Z = X - X.mean()
+    design = np.column_stack([Z**2, Z * (L - L.mean()), Z, levels])
+    cells = list(zip(scales, x, strict=True))
+    found = _fitted(design, Y, cells=cells, shape=3 + len(set(scales)))
+    if found is None:
+        return None
+    solution, covariance, freedom = found
+    a, d = float(solution[0]), float(solution[1])
+    t = student_quantile(0.975, freedom)
+    low, high = _fieller((a, d), covariance[:2, :2], t)
+    return None if a <= 0 else Drift(-d / (2 * a), low, high, (high - low) / 2 / t)
+
+
+def _fitted(
+    design: np.ndarray, Y: np.ndarray, *, cells: Sequence[object], shape: int
+) -> tuple[np.ndarray, np.ndarray, int] | None:
+    """Least squares: the coefficients, their covariance and its degrees of freedom; None if undetermined.
+
+    cells   what each value is a measurement of: equal ones are repetitions
+    shape   how many of the coefficients the means of cells decide; the others are levels of repetitions
+    """
+    names = sorted(set(cells), key=cells.index)
+    if len(names) <= shape or np.linalg.matrix_rank(design) < design.shape[1]:
+        return None
+    solution, *_ = np.linalg.lstsq(design, Y, rcond=None)
+    left = Y - design @ solution
+    groups: dict[object, list[float]] = defaultdict(list)
+    for cell, r in zip(cells, left.tolist(), strict=True):
+        groups[cell].append(r)
+    misfit = sum(len(g) * float(np.mean(g)) ** 2 for g in groups.values())
+    pure = float(left @ left) - misfit
+    # a level for each block costs the repetitions what the shape's own constants do not
+    estimates = [(misfit / (len(names) - shape), len(names) - shape)]
+    if (freedom := len(Y) - len(names) - (design.shape[1] - shape)) > 0:
+        estimates.append((pure / freedom, freedom))
+    variance, freedom = max(estimates)
+    return solution, variance * np.linalg.inv(design.T @ design), freedom
+
+
+def _fieller(found: tuple[float, float], covariance: np.ndarray, t: float) -> tuple[float, float]:
+    """The z for which b + 2 a z is zero within t standard errors, (a, b) = found. All z, if a may be zero."""
+    a, b = found
     vaa, vab, vbb = float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1])
     # (b + 2 a z)^2 <= t^2 (vbb + 4 z vab + 4 z^2 vaa)
     A = 4 * (a * a - t * t * vaa)

@@ -20,7 +20,7 @@ EPILOG = """axes
   arms=NAME | KEY=V1,V2 | FILE.json     anything else to compare; named sets: {arms}
   refine=2                              rounds of rates added around the best of each curve
 
-questions, in place of RECIPE, with axes of their own, ten minutes or so on two idle cores: {questions}
+questions, in place of RECIPE, with axes of their own, ten to twenty minutes on two idle cores: {questions}
 
 and  jobs=N  trials at a time   threads=N  CPU threads of each   max_minutes=N   out=DIR
      any key=value of `run`, such as steps=500 data.source=PATH

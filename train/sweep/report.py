@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..fits import Optimum, line, optimum
+from ..fits import Optimum, drift, optimum
 from .definition import Series, Sweep, Trial
 from .results import losses
 
@@ -37,6 +37,15 @@ class Curve:
         """(log2 of the rate, mean loss) of the best rate tried."""
         finite = {x: y for x, y in self.rates.items() if math.isfinite(y)}
         return min(finite.items(), key=lambda pair: pair[1]) if finite else None
+
+    def near(self) -> list[tuple[float, float, int]]:
+        """The points of rates within OCTAVES of the best one, or of the NEAREST."""
+        if self.best is None:
+            return []
+        finite = [x for x in self.rates if math.isfinite(self.rates[x])]
+        order = sorted(finite, key=lambda x: abs(x - self.best[0]))
+        chosen = {x for i, x in enumerate(order) if i < NEAREST or abs(x - self.best[0]) <= OCTAVES}
+        return [point for point in self.points if point[0] in chosen]
 
 
 @dataclass(frozen=True)
@@ -94,13 +103,13 @@ def curve(width: int, points: Sequence[tuple[float, float, int]]) -> Curve:
     # a rate that only some seeds have would be compared over other seeds than the rest
     most = max(map(len, by_rate.values()), default=0)
     rates = {x: sum(ys) / len(ys) for x, ys in sorted(by_rate.items()) if len(ys) == most}
-    fit, why_not = _fit(rates, points)
-    return Curve(width, rates, tuple(sorted(points)), fit, why_not)
+    found = Curve(width, rates, tuple(sorted(points)), None, None)
+    fit, why_not = _fit(found)
+    return replace(found, fit=fit, why_not=why_not)
 
 
-def _fit(
-    rates: Mapping[float, float], points: Sequence[tuple[float, float, int]]
-) -> tuple[Optimum | None, str | None]:
+def _fit(found: Curve) -> tuple[Optimum | None, str | None]:
+    rates = found.rates
     finite = [x for x in rates if math.isfinite(rates[x])]
     if len(finite) < 4:
         return None, f"{len(finite)} rates with a finite loss; a parabola with an error needs 4"
@@ -109,26 +118,25 @@ def _fit(
         return None, f"the lowest rate tried, 2^{best:g}, is the best"
     if best == max(finite):
         return None, f"the highest rate without divergence, 2^{best:g}, is the best"
-    order = sorted(finite, key=lambda x: abs(x - best))
-    near = {x for i, x in enumerate(order) if i < NEAREST or abs(x - best) <= OCTAVES}
-    used = [(x, y, seed) for x, y, seed in points if x in near]
-    fit = optimum([x for x, _, _ in used], [y for _, y, _ in used], [s for _, _, s in used])
+    x, y, seeds = zip(*found.near(), strict=True)
+    fit = optimum(x, y, seeds)
     if fit is None:
         return None, "the losses near the best rate do not curve upwards"
-    if not min(near) <= fit.at <= max(near):
+    if not min(x) <= fit.at <= max(x):
         return None, f"the parabola's minimum, 2^{fit.at:.2f}, lies outside the rates it was fitted to"
     return fit, None
 
 
 def transfer(curves: Sequence[Curve]) -> Transfer | None:
-    """The straight line through optima against log2 width; None with fewer than three known optima."""
-    known = [(c, c.fit) for c in curves if c.fit is not None and math.isfinite(c.fit.stderr)]
+    """How optima move with log2 width, by a parabola that moves; None with fewer than three inner optima."""
+    known = [(c, c.fit) for c in curves if c.fit is not None]
     if len(known) < 3:
         return None
-    # an error of zero would make one width the whole truth
-    errors = [max(fit.stderr, 1e-3) for _, fit in known]
-    found = line([math.log2(c.width) for c, _ in known], [fit.at for _, fit in known], errors)
-    low, high = found.interval()
+    points = [(x, y, seed, math.log2(c.width)) for c, _ in known for x, y, seed in c.near()]
+    found = drift(*(list(column) for column in zip(*points, strict=True)))
+    if found is None:
+        return None
+    low, high = found.low, found.high
     if max(abs(low), abs(high)) <= TOLERANCE:
         verdict = f"transfers: within {TOLERANCE} octaves per doubling"
     elif low > 0 or high < 0:
@@ -172,8 +180,8 @@ def table(found: Sequence[Report]) -> str:
 def _transfer_cells(report: Report) -> str:
     t = report.transfer
     if t is None:
-        known = sum(c.fit is not None and math.isfinite(c.fit.stderr) for c in report.curves)
-        why = f"{known} of {len(report.curves)} widths have an optimum within finite bounds; 3 are needed"
+        known = sum(c.fit is not None for c in report.curves)
+        why = f"{known} of {len(report.curves)} widths have an optimum between their rates; 3 are needed"
         return f"- | - | not decided: {why} | -"
     cost = ", ".join(f"{width}: {nats:.4f}" for width, nats in t.cost.items())
     return f"{t.octaves:+.3f} ± {t.stderr:.3f} | {t.low:+.2f} to {t.high:+.2f} | {t.verdict} | {cost}"
