@@ -84,7 +84,7 @@ def _by_width(arms: str, rates: Mapping[str, str], widths: str = "64,256") -> Qu
     return Question("transfer", {"arms": arms, **swept, **lrs})
 
 
-# three arms whose runs differ at every width are asked at twice the base width, not four times: half the time
+# what is no question of width's power is asked at twice the base width, not four times: in half the time
 _ADAMW, _SGD = {"adamw": "2**-8..2**-6"}, {"sgd": "2**-4..2**-2"}
 QUESTIONS: Mapping[str, Question] = {
     "ddl_residuals": Question(
@@ -92,9 +92,9 @@ QUESTIONS: Mapping[str, Question] = {
     ),
     "sgd_gates": _by_width("sgd_gates", _SGD),
     "vectors": _by_width("vectors", _SGD),
-    "readout": _by_width("readout", _ADAMW),
+    "readout": _by_width("readout", _ADAMW, "64,128"),
     "slow_forgetting": _by_width("slow_forgetting", _SGD, "64,128"),
-    "initialization": _by_width("initialization", _ADAMW),
+    "initialization": _by_width("initialization", _ADAMW, "64,128"),
     "weight_decay": _by_width("weight_decay", _ADAMW, "64,128"),
     "epsilon": _by_width("epsilon", _ADAMW, "64,128"),
 }
