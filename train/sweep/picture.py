@@ -20,7 +20,7 @@ def draw(found: Sequence[Report], path: Path) -> Path | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(len(shown), 3)
+    columns = 2 if len(shown) == 4 else min(len(shown), 3)
     rows = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(4.6 * columns, 3.6 * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
