@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  its documented name
+from torch.distributed.distributed_c10d import Store
 
 from train.rendezvous import fresh_part
 

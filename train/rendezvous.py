@@ -17,7 +17,8 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 _SECONDS = 0.01  # between two looks at the tickets
 
@@ -49,7 +50,7 @@ def fresh_part(store: Store, rank: int, world: int, timeout: timedelta) -> Store
 
 def join(backend: str, timeout: timedelta) -> None:
     """torch.distributed's default group, of the processes that torchrun's variables tell of."""
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     part = fresh_part(store, rank, world, timeout)
     dist.init_process_group(backend, store=part, rank=rank, world_size=world, timeout=timeout)

@@ -42,9 +42,10 @@ class Curve:
         """The points of rates within OCTAVES of the best one, or of the NEAREST."""
         if self.best is None:
             return []
+        best, _ = self.best
         finite = [x for x in self.rates if math.isfinite(self.rates[x])]
-        order = sorted(finite, key=lambda x: abs(x - self.best[0]))
-        chosen = {x for i, x in enumerate(order) if i < NEAREST or abs(x - self.best[0]) <= OCTAVES}
+        order = sorted(finite, key=lambda x: abs(x - best))
+        chosen = {x for i, x in enumerate(order) if i < NEAREST or abs(x - best) <= OCTAVES}
         return [point for point in self.points if point[0] in chosen]
 
 
