@@ -143,8 +143,8 @@ def _fitted(
     cells   what each value is a measurement of: equal ones are repetitions
     shape   how many of the coefficients the means of cells decide; the others are levels of repetitions
     """
-    names = sorted(set(cells), key=cells.index)
-    if len(names) <= shape or np.linalg.matrix_rank(design) < design.shape[1]:
+    distinct = len(set(cells))
+    if distinct <= shape or np.linalg.matrix_rank(design) < design.shape[1]:
         return None
     solution, *_ = np.linalg.lstsq(design, Y, rcond=None)
     left = Y - design @ solution
@@ -154,8 +154,8 @@ def _fitted(
     misfit = sum(len(g) * float(np.mean(g)) ** 2 for g in groups.values())
     pure = float(left @ left) - misfit
     # a level for each block costs the repetitions what the shape's own constants do not
-    estimates = [(misfit / (len(names) - shape), len(names) - shape)]
-    if (freedom := len(Y) - len(names) - (design.shape[1] - shape)) > 0:
+    estimates = [(misfit / (distinct - shape), distinct - shape)]
+    if (freedom := len(Y) - distinct - (design.shape[1] - shape)) > 0:
         estimates.append((pure / freedom, freedom))
     variance, freedom = max(estimates)
     return solution, variance * np.linalg.inv(design.T @ design), freedom
