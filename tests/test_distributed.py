@@ -2,9 +2,13 @@
 
 Tolerances. A sum in another order errs by 300 u (tests/tiny_models.py derives it), u = 2^-24 in float32; so
 does every gradient, relative to its own size. SGD at a small rate passes a step's error on without growing
-it, so that after n steps the weights err by n * 300 u of the way they went. AdamW divides a gradient by its
-own size: entries that are nothing but rounding move as far as others. Its weights can therefore only be held
-against those of one process that sums in another order, in micro-batches, and its loss against n * 300 u.
+it, so that after n steps the weights err by n * 300 u of the way they went.
+
+AdamW divides a gradient by its own size: with a small epsilon entries that are nothing but rounding move as
+far as others, and equally honest orders differ by ten times. So it has a large one here, 0.1, which is 0.05
+for hidden matrices at twice the base width. An update m / (sqrt(v) + eps) then errs by no more than 2 / eps
+of what m and sqrt(v) err by, and is no less than m / (1 + eps), since no entry exceeds the clipped norm, 1:
+a relative error grows by 2 (1 + 1 / eps) = 42 at the most. Losses are held against n * 300 u throughout.
 """
 
 import json
@@ -38,8 +42,14 @@ BATCH: dict[str, Any] = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.05, "optimizer.momentum": 0.5, "optimizer.clip": 1.0},
-    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 0.01},
+    "adamw": {
+        "optimizer.name": "adamw",
+        "optimizer.lr": 0.02,
+        "optimizer.eps": 0.1,
+        "optimizer.clip": 1.0,
+    },
 }
+GROWS = {"sgd": 1, "adamw": 42}
 # the first in each list is for the default suite
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp-2": (2, {}),
@@ -132,13 +142,8 @@ def test_it_is_the_run_of_one_process(data, alone, begin, tmp_path, way, optimiz
     )
     expected = alone(optimizer)
     assert worst(tmp_path / "run", expected, "loss") <= ALLOWED
-    if optimizer == "sgd":
-        assert worst(tmp_path / "run", expected, "grad_norm") <= ALLOWED
-        assert apart(tmp_path / "run", expected, begin) <= ALLOWED
-    else:
-        # one process in micro-batches: draws of what another order of summation does
-        honest = max(apart(alone(optimizer, batch__micro=n), expected, begin) for n in (4, 1))
-        assert apart(tmp_path / "run", expected, begin) <= 2 * honest
+    assert worst(tmp_path / "run", expected, "grad_norm") <= GROWS[optimizer] * ALLOWED
+    assert apart(tmp_path / "run", expected, begin) <= GROWS[optimizer] * ALLOWED
 
 
 @pytest.mark.parametrize(
@@ -146,15 +151,14 @@ def test_it_is_the_run_of_one_process(data, alone, begin, tmp_path, way, optimiz
     [
         pytest.param("sgd", {"data.seed": 0, "batch.sequences": 4}, id="half of the batch"),
         pytest.param("sgd", {"optimizer.clip": 0.5}, id="clipped before the reduction"),
-        pytest.param("adamw", {"optimizer.beta2": 0.949}, id="another optimizer"),
+        pytest.param("adamw", {"optimizer.beta2": 0.9}, id="another optimizer"),
     ],
 )
 def test_another_run_is_not_the_same(data, alone, begin, tmp_path, optimizer, changes):
     """The comparison can fail: what a wrong distribution would compute is outside of the tolerances."""
     tiny_run.train("run", "tiny", *keys(data, tmp_path / "run", optimizer, changes))
     assert worst(tmp_path / "run", alone(optimizer), "loss") > ALLOWED
-    if optimizer == "sgd":
-        assert apart(tmp_path / "run", alone(optimizer), begin) > ALLOWED
+    assert apart(tmp_path / "run", alone(optimizer), begin) > GROWS[optimizer] * ALLOWED
 
 
 class TestResume:
