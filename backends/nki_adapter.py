@@ -244,11 +244,8 @@ def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps:
 
     Raises BackendRefusal for a k_eps whose square the Scalar engine's rsqrt does not take.
     """
-    if k_eps is not None and k_eps < LEAST_EPS:
-        raise BackendRefusal(
-            f"nki and nki-simulator need k_eps >= {LEAST_EPS:.3g}, whose square is the least that the Scalar "
-            f'engine\'s rsqrt is right for; k_eps is {k_eps}: take a larger one, or backend="chunked"'
-        )
+    if k_eps is not None:
+        require_within_rsqrt("k_eps", k_eps, LEAST_EPS)
     pieces = zip(*(y.split(TOKENS) for y in (x, k, v, beta)), strict=True)
     return torch.cat([run(delta_residual_fwd, *piece, k_eps) for piece in pieces if piece[0].numel()] or [x])
 
@@ -308,6 +305,15 @@ def _joined(found: list[tuple[slice, slice, Tensor]], like: Tensor) -> Tensor:
     for rows, places, x in found:
         out[rows, places] = x
     return out
+
+
+def require_within_rsqrt(name: str, value: float, least: float) -> None:
+    """BackendRefusal for an epsilon that the kernels' rsqrt does not take: they would fail an assertion."""
+    if value < least:
+        raise BackendRefusal(
+            f"nki and nki-simulator need {name} >= {least:.3g}, from where on the Scalar engine's rsqrt is "
+            f'right; {name} is {value}: take a larger one, or backend="chunked"'
+        )
 
 
 def run(kernel: Any, *args: Any) -> Any:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backends.nki_adapter import run
-from backends.registry import BackendRefusal
+from backends.nki_adapter import require_within_rsqrt, run
 from nki_kernels.gated_rms_norm import LEAST_EPS, gated_rms_norm_bwd, gated_rms_norm_fwd
 from nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 
@@ -40,11 +39,7 @@ def short_convolution_backward(
 
 def gated_rms_norm_forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, save: bool) -> Tensor:
     """y [..., N]. Raises BackendRefusal for an eps that the Scalar engine's rsqrt does not take."""
-    if eps < LEAST_EPS:
-        raise BackendRefusal(
-            f"nki and nki-simulator need eps >= {LEAST_EPS:.3g}, from where on the Scalar engine's rsqrt is "
-            f'right; eps is {eps}: take a larger one, or backend="chunked"'
-        )
+    require_within_rsqrt("eps", eps, LEAST_EPS)
     found = [run(gated_rms_norm_fwd, rows, z, weight, eps, gate is not None) for rows, z in _pieces(x, gate)]
     return torch.cat(found).reshape(x.shape)
 

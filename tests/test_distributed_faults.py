@@ -267,10 +267,7 @@ def test_torchrun_goes_on_with_the_node_that_is_left(data, tmp_path):
     try:
         for log in logs:
             with open(log, "w") as file:
-                # a session of its own, so that all of it can be killed at once
-                nodes.append(
-                    subprocess.Popen(words, env=environment, stdout=file, stderr=file, start_new_session=True)
-                )
+                nodes.append(subprocess.Popen(words, env=environment, stdout=file, stderr=file))
             time.sleep(1)  # the first one has the meeting point, which has to outlive the other
         wait_for(out, 12)
         assert "processes  2" in logs[0].read_text()

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -79,20 +80,13 @@ def optimum(x: Sequence[float], y: Sequence[float], blocks: Sequence[int]) -> Op
         return None
     center = float(X.mean())
     Z = X - center
-    names = sorted(set(blocks))
-    own = np.array([[b == name for name in names] for b in blocks], float)
-    found = _fitted(np.column_stack([Z**2, Z, own]), Y, cells=X.tolist(), shape=3)
+    found = _turning_point(np.column_stack([Z**2, Z, _levels(blocks)]), Y, cells=X.tolist(), shape=3)
     if found is None:
         return None
-    solution, covariance, freedom = found
+    solution, (at, low, high, stderr) = found
     a, b = float(solution[0]), float(solution[1])
-    t = student_quantile(0.975, freedom)
-    low, high = _fieller((a, b), covariance[:2, :2], t)
-    if a <= 0:
-        return None
-    at = -b / (2 * a)
     lowest = float(solution[2:].mean()) + a * at**2 + b * at
-    return Optimum(at + center, low + center, high + center, (high - low) / 2 / t, lowest, a, len(levels))
+    return Optimum(at + center, low + center, high + center, stderr, lowest, a, len(levels))
 
 
 @dataclass(frozen=True)
@@ -120,25 +114,26 @@ def drift(
     that curvatures that differ widen the interval. None without a minimum, or with one scale.
     """
     X, L, Y = (np.asarray(values, float) for values in (x, scales, y))
-    own = sorted(set(zip(scales, blocks, strict=True)))
-    levels = np.array([[pair == name for name in own] for pair in zip(scales, blocks, strict=True)], float)
     Z = X - X.mean()
+    levels = _levels(list(zip(scales, blocks, strict=True)))
     design = np.column_stack([Z**2, Z * (L - L.mean()), Z, levels])
     cells = list(zip(scales, x, strict=True))
-    found = _fitted(design, Y, cells=cells, shape=3 + len(set(scales)))
-    if found is None:
-        return None
-    solution, covariance, freedom = found
-    a, d = float(solution[0]), float(solution[1])
-    t = student_quantile(0.975, freedom)
-    low, high = _fieller((a, d), covariance[:2, :2], t)
-    return None if a <= 0 else Drift(-d / (2 * a), low, high, (high - low) / 2 / t)
+    found = _turning_point(design, Y, cells=cells, shape=3 + len(set(scales)))
+    return None if found is None else Drift(*found[1])
 
 
-def _fitted(
+def _levels(labels: Sequence[Any]) -> np.ndarray:
+    """A column for every label that occurs, 1 where it does."""
+    names = sorted(set(labels))
+    return np.array([[label == name for name in names] for label in labels], float)
+
+
+def _turning_point(
     design: np.ndarray, Y: np.ndarray, *, cells: Sequence[object], shape: int
-) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Least squares: the coefficients, their covariance and its degrees of freedom; None if undetermined.
+) -> tuple[np.ndarray, tuple[float, float, float, float]] | None:
+    """Least squares, and where b + 2 a z = 0 for the first two coefficients (a, b): z, low, high, stderr.
+
+    None where that is undetermined, or no minimum.
 
     cells   what each value is a measurement of: equal ones are repetitions
     shape   how many of the coefficients the means of cells decide; the others are levels of repetitions
@@ -147,6 +142,9 @@ def _fitted(
     if distinct <= shape or np.linalg.matrix_rank(design) < design.shape[1]:
         return None
     solution, *_ = np.linalg.lstsq(design, Y, rcond=None)
+    a, b = float(solution[0]), float(solution[1])
+    if a <= 0:
+        return None
     left = Y - design @ solution
     groups: dict[object, list[float]] = defaultdict(list)
     for cell, r in zip(cells, left.tolist(), strict=True):
@@ -158,12 +156,13 @@ def _fitted(
     if (freedom := len(Y) - distinct - (design.shape[1] - shape)) > 0:
         estimates.append((pure / freedom, freedom))
     variance, freedom = max(estimates)
-    return solution, variance * np.linalg.inv(design.T @ design), freedom
+    t = student_quantile(0.975, freedom)
+    low, high = _fieller(a, b, variance * np.linalg.inv(design.T @ design), t)
+    return solution, (-b / (2 * a), low, high, (high - low) / 2 / t)
 
 
-def _fieller(found: tuple[float, float], covariance: np.ndarray, t: float) -> tuple[float, float]:
-    """The z for which b + 2 a z is zero within t standard errors, (a, b) = found. All z, if a may be zero."""
-    a, b = found
+def _fieller(a: float, b: float, covariance: np.ndarray, t: float) -> tuple[float, float]:
+    """The z for which b + 2 a z is zero within t standard errors. All z, if a may be zero as well."""
     vaa, vab, vbb = float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1])
     # (b + 2 a z)^2 <= t^2 (vbb + 4 z vab + 4 z^2 vaa)
     A = 4 * (a * a - t * t * vaa)

@@ -110,11 +110,10 @@ def curve(width: int, points: Sequence[tuple[float, float, int]]) -> Curve:
 
 
 def _fit(found: Curve) -> tuple[Optimum | None, str | None]:
-    rates = found.rates
-    finite = [x for x in rates if math.isfinite(rates[x])]
-    if len(finite) < 4:
+    finite = [x for x, y in found.rates.items() if math.isfinite(y)]
+    if found.best is None or len(finite) < 4:
         return None, f"{len(finite)} rates with a finite loss; a parabola with an error needs 4"
-    best = min(finite, key=lambda x: rates[x])
+    best, _ = found.best
     if best == min(finite):
         return None, f"the lowest rate tried, 2^{best:g}, is the best"
     if best == max(finite):
