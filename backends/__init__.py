@@ -2,6 +2,7 @@
 
 gated_delta_rule, gated_delta_rule_step     the operations over time
 delta_residual                              the operation over depth
+log_decay, write_strength                   the gates of Gated DeltaNet alone, which the rule makes too
 short_convolution, gated_rms_norm, add_rms_norm, linear_cross_entropy       a layer's small operations
 use, checking                               the backend; whether data is checked; of a process or a block
 describe, BackendRefusal                    what runs here and why not
@@ -11,6 +12,7 @@ from backends.checks import checking
 from backends.declarations import declare
 from backends.depth import delta_residual
 from backends.device import platforms
+from backends.gates import log_decay, write_strength
 from backends.layers import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
 from backends.ops import gated_delta_rule, gated_delta_rule_step
 from backends.registry import BackendRefusal, Row, use
@@ -26,8 +28,10 @@ __all__ = [
     "gated_delta_rule_step",
     "gated_rms_norm",
     "linear_cross_entropy",
+    "log_decay",
     "short_convolution",
     "use",
+    "write_strength",
 ]
 
 declare()

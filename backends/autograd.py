@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from backends import checks
+from backends.gates import Gates
 from backends.registry import Options, adapter
 
-_OPTIONS = "float scale, bool use_qk_l2norm_in_kernel, bool output_final_state"
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens"
+_OPTIONS = "float scale, float beta_max, bool use_qk_l2norm_in_kernel, bool output_final_state"
+_GATES = "Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias"
+_INPUTS = f"Tensor q, Tensor k, Tensor v, {_GATES}, Tensor? initial_state, Tensor? cu_seqlens"
 
 
 def _present(x: Tensor | None, absent: Tensor) -> Tensor:
@@ -40,22 +42,27 @@ def gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    beta_max: float,
     use_qk_l2norm_in_kernel: bool,
     output_final_state: bool,
     save: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o, final_state (empty where not asked for), and what backward reads (nothing unless `save`)."""
+    gates = Gates(A_log, dt_bias, beta_max)
     checks.values(
         {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state},
         cu_seqlens,
         normalized_inside=use_qk_l2norm_in_kernel,
         T=q.shape[1],
+        gates=gates,
     )
-    options = Options(scale, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None)
+    options = Options(scale, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None, gates)
     with torch.autocast(q.device.type, enabled=False):
         o, state, saved = adapter(backend).forward(
             q, k, v, g, beta, _dense(initial_state), cu_seqlens, options, save=save
@@ -70,9 +77,12 @@ def _(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    beta_max: float,
     use_qk_l2norm_in_kernel: bool,
     output_final_state: bool,
     save: bool,
@@ -93,7 +103,7 @@ def _(
     "delta_trn::gated_delta_rule_backward",
     mutates_args=(),
     schema=f"(Tensor do, Tensor? dstate, {_INPUTS}, Tensor[] saved, {_OPTIONS}, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" -> ({', '.join(['Tensor'] * 8)})",
 )
 def gated_delta_rule_backward(
     do: Tensor,
@@ -103,22 +113,27 @@ def gated_delta_rule_backward(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     saved: list[Tensor],
     scale: float,
+    beta_max: float,
     use_qk_l2norm_in_kernel: bool,
     output_final_state: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg, dbeta and the gradient of initial_state (empty without one)."""
-    options = Options(scale, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dg, dbeta, and the gradients of A_log, dt_bias and initial_state (empty without one)."""
+    gates = Gates(A_log, dt_bias, beta_max)
+    options = Options(scale, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None, gates)
     with torch.autocast(q.device.type, enabled=False):
-        *grads, dinitial = adapter(backend).backward(
+        dq, dk, dv, dg, dbeta, dinitial, *dgates = adapter(backend).backward(
             do, _dense(dstate), q, k, v, g, beta, _dense(initial_state), cu_seqlens, saved, options
         )
-    dq, dk, dv, dg, dbeta = (x.contiguous() for x in grads)
-    return dq, dk, dv, dg, dbeta, _present(dinitial, g)
+    dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
+    dA_log, ddt_bias = dgates or (None, None)
+    return dq, dk, dv, dg, dbeta, *(_present(x, g) for x in (dA_log, ddt_bias, dinitial))
 
 
 @gated_delta_rule_backward.register_fake
@@ -130,23 +145,29 @@ def _(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     saved: list[Tensor],
     scale: float,
+    beta_max: float,
     use_qk_l2norm_in_kernel: bool,
     output_final_state: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
-    dinitial = g.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
-    return dq, dk, dv, dg, dbeta, dinitial
+    absent = g.new_empty(0)
+    dA_log, ddt_bias, dinitial = (
+        absent if x is None else x.new_empty(x.shape) for x in (A_log, dt_bias, initial_state)
+    )
+    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial
 
 
 @torch.library.custom_op(
     "delta_trn::gated_delta_rule_step",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, float scale, "
+    schema=f"(Tensor q, Tensor k, Tensor v, {_GATES}, Tensor state, float scale, float beta_max, "
     "bool use_qk_l2norm_in_kernel, str backend) -> (Tensor, Tensor)",
 )
 def gated_delta_rule_step(
@@ -155,19 +176,24 @@ def gated_delta_rule_step(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     state: Tensor,
     scale: float,
+    beta_max: float,
     use_qk_l2norm_in_kernel: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """o and the new state after one token; no gradients."""
+    gates = Gates(A_log, dt_bias, beta_max)
     checks.values(
         {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state},
         None,
         normalized_inside=use_qk_l2norm_in_kernel,
         T=1,
+        gates=gates,
     )
-    options = Options(scale, use_qk_l2norm_in_kernel, output_final_state=True, packed=False)
+    options = Options(scale, use_qk_l2norm_in_kernel, output_final_state=True, packed=False, gates=gates)
     with torch.autocast(q.device.type, enabled=False):
         o, new_state = adapter(backend).step(q, k, v, g, beta, state.contiguous(), options)
     return o.contiguous(), new_state.contiguous()
@@ -180,8 +206,11 @@ def _(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     state: Tensor,
     scale: float,
+    beta_max: float,
     use_qk_l2norm_in_kernel: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
@@ -189,7 +218,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    *tensors, ctx.scale, ctx.l2norm, ctx.output_final_state, ctx.saves, ctx.backend = inputs
+    *tensors, ctx.scale, ctx.beta_max, ctx.l2norm, ctx.output_final_state, ctx.saves, ctx.backend = inputs
     saved = output[2]
     ctx.save_for_backward(*tensors, *saved)
     # without this, autograd would allocate zeros for the gradients of everything saved
@@ -200,7 +229,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[
 def _differentiate(
     ctx: Any, do: Tensor | None, dstate: Tensor | None, dsaved: list[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, g, beta, initial_state, cu_seqlens, *saved = ctx.saved_tensors
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *saved = ctx.saved_tensors
     if not ctx.saves:
         raise RuntimeError(
             "gated_delta_rule was called with save=False and is now asked for gradients; "
@@ -208,7 +237,7 @@ def _differentiate(
         )
     if do is None:
         do = v.new_zeros(v.shape)
-    *grads, dinitial = gated_delta_rule_backward(
+    *grads, dA_log, ddt_bias, dinitial = gated_delta_rule_backward(
         do,
         dstate if ctx.output_final_state else None,
         q,
@@ -216,15 +245,19 @@ def _differentiate(
         v,
         g,
         beta,
+        A_log,
+        dt_bias,
         initial_state,
         cu_seqlens,
         saved,
         ctx.scale,
+        ctx.beta_max,
         ctx.l2norm,
         ctx.output_final_state,
         ctx.backend,
     )
-    return *grads, None if initial_state is None else dinitial, None, None, None, None, None, None
+    optional = zip((A_log, dt_bias, initial_state), (dA_log, ddt_bias, dinitial), strict=True)
+    return *grads, *(None if x is None else dx for x, dx in optional), *[None] * 7
 
 
 gated_delta_rule.register_autograd(_differentiate, setup_context=_keep)

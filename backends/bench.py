@@ -86,17 +86,7 @@ def ours(backend: str) -> Run:
     """The public operation on one backend, as a contender."""
 
     def run(x: Inputs) -> Tensor:
-        normalized = x.case.normalized_inside
-        return gated_delta_rule(
-            x.q,
-            x.k,
-            x.v,
-            x.g,
-            x.beta,
-            use_qk_l2norm_in_kernel=normalized,
-            cu_seqlens=x.cu_seqlens,
-            backend=backend,
-        )[0]
+        return gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, backend=backend, **x.arguments())[0]
 
     return run
 

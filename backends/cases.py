@@ -12,11 +12,13 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from backends.gates import AS_GIVEN, Gates
 
 Array = np.ndarray
 
@@ -33,6 +35,10 @@ DECAYS: Mapping[str, str] = {
 Decay = Literal["plain", "weak", "none", "strong", "mixed", "heavy"]
 Keys = Literal["random", "equal", "near"]
 Norm = Literal["unit", "random", "tiny", "huge", "zero"]
+# name -> bounds of a and z, uniform between them and their negatives (`backends.gates`); A_log in [-3, 2.75]
+# (A of .05 to 16, as initialization draws it), dt_bias in [-7, -2]
+GATES: Mapping[str, float] = {"plain": 4.0, "wide": 40.0}
+Projected = Literal["plain", "wide"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Case:
     HV          value heads; None: H
     decay       see DECAYS
     beta        a constant, or None: uniform in [0, 1), or with `reflect` in [0, 2)
+    gates       None: g and beta are given; else a and z are, see GATES, and beta is up to 2 with `reflect`
     keys        random, all equal, or near: pairwise correlation .999
     norm        unit: q and k are normalized before; else by the operation, from vectors of such norms
     lengths     packed sequences; T is their sum
@@ -61,6 +68,7 @@ class Case:
     decay: Decay = "plain"
     beta: float | None = None
     reflect: bool = False
+    gates: Projected | None = None
     keys: Keys = "random"
     norm: Norm = "unit"
     lengths: tuple[int, ...] | None = None
@@ -166,6 +174,13 @@ CASES: tuple[Case, ...] = (
          reason="the gradient comes from the final state alone: dq is exactly 0"),
     Case("norm",            2, 100, 2, 32,  32, norm="random", state=True, loss=BOTH, tags=SMALL,
          reason="q and k normalized by the operation"),
+    Case("gates",           1, 100, 4, 32,  32, HV=8, gates="plain", norm="random", state=True, loss=BOTH,
+         tags=SMALL, reason="decay and write strength made by the operation of what a layer projects"),
+    Case("gates_wide",      2, 70,  8, 32,  32, gates="wide", reflect=True, norm="random", loss=BOTH,
+         tags=SMALL, reason="projections of -40 to 40: softplus and sigmoid keep their small values"),
+    Case("gates_packed",    1, 135, 8, 32,  32, gates="plain", norm="random", state=True, loss=BOTH,
+         tags=SMALL, lengths=(0, 5, 0, 65, 0, 0, 65, 0),
+         reason="what lies past a sequence's end must not decay nor write"),
     Case("norm_tiny",       1, 70,  2, 32,  32, norm="tiny", loss=BOTH, tags=SMALL,
          reason="norms of 1e-4: the 1e-6 inside the root decides"),
     Case("norm_huge",       1, 70,  2, 32,  32, norm="huge", loss=BOTH, tags=SMALL,
@@ -184,24 +199,27 @@ CASES: tuple[Case, ...] = (
          reason="time linear in T"),
     Case("cpu_qwen",        1, 1024, 4, 128, 128, HV=8, norm="random", tags=BENCH | {"bench-cpu"},
          reason="Qwen3-Next's heads, a quarter of them"),
-    Case("paper_256",       30, 1024, 6, 32, 64, norm="random", tags=BENCH,
+    Case("paper_256",       30, 1024, 6, 32, 64, norm="random", gates="plain", tags=BENCH,
          reason="arXiv:2606.04048, d = 256, its micro-batch under SGD"),
-    Case("paper_512",       30, 1024, 6, 64, 128, norm="random", tags=BENCH,
+    Case("paper_512",       30, 1024, 6, 64, 128, norm="random", gates="plain", tags=BENCH,
          reason="the same, d = 512"),
-    Case("paper_768",       30, 1024, 6, 96, 192, norm="random", tags=BENCH,
+    Case("paper_768",       30, 1024, 6, 96, 192, norm="random", gates="plain", tags=BENCH,
          reason="the same, d = 768"),
-    Case("paper_1024",      30, 1024, 6, 128, 256, norm="random", tags=BENCH,
+    Case("paper_1024",      30, 1024, 6, 128, 256, norm="random", gates="plain", tags=BENCH,
          reason="the same, d = 1024"),
-    Case("paper_2048",      30, 1024, 6, 256, 512, norm="random", tags=BENCH,
+    Case("paper_2048",      30, 1024, 6, 256, 512, norm="random", gates="plain", tags=BENCH,
          reason="the same family, d = 2048"),
-    Case("gdn_1b",          8, 2048, 6, 256, 512, norm="random", tags=BENCH,
+    Case("gdn_1b",          8, 2048, 6, 256, 512, norm="random", gates="plain", tags=BENCH,
          reason="GDN 1.3B (arXiv:2412.06464)"),
-    Case("qwen3_next",      1, 8192, 16, 128, 128, HV=32, norm="random", tags=BENCH,
+    Case("qwen3_next",      1, 8192, 16, 128, 128, HV=32, norm="random", gates="plain", tags=BENCH,
          reason="Qwen3-Next: 16 key heads, 32 value heads"),
-    Case("qwen3_packed",    1, 32768, 16, 128, 128, HV=32, lengths=(8192,) * 4, norm="random", tags=BENCH,
-         reason="the same, four sequences of 8192 packed"),
+    Case("qwen3_packed",    1, 32768, 16, 128, 128, HV=32, lengths=(8192,) * 4, norm="random", gates="plain",
+         tags=BENCH, reason="the same, four sequences of 8192 packed"),
 )
 # fmt: on
+
+# of Inputs, what all sequences share
+PER_HEAD = ("A_log", "dt_bias")
 
 BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}
 
@@ -224,7 +242,7 @@ def select(
 @dataclass(frozen=True)
 class Inputs:
     """A case's tensors. do and dstate are the gradients of o and final_state; None where the loss leaves
-    one out.
+    one out. With Case.gates g holds a, beta holds z; else A_log and dt_bias are None.
     """
 
     case: Case
@@ -237,6 +255,23 @@ class Inputs:
     cu_seqlens: Tensor | None
     do: Tensor | None
     dstate: Tensor | None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What the operation is to be told besides its tensors of every token."""
+        case = self.case
+        found = {"use_qk_l2norm_in_kernel": case.normalized_inside, "cu_seqlens": self.cu_seqlens}
+        if case.gates is None:
+            return found
+        gates = {"use_gate_in_kernel": True, "A_log": self.A_log, "dt_bias": self.dt_bias}
+        return found | gates | {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect}
+
+    def gates(self) -> Gates:
+        """What g and beta are."""
+        if self.case.gates is None:
+            return AS_GIVEN
+        return Gates(self.A_log, self.dt_bias, 2.0 if self.case.reflect else 1.0)
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, those that are there."""
@@ -261,7 +296,7 @@ class Inputs:
 
     def rows(self, index: list[int]) -> Inputs:
         """Some sequences of an unpacked batch."""
-        return replace(self, **{name: x[index] for name, x in self.tensors().items()})
+        return replace(self, **{name: x[index] for name, x in self.tensors().items() if name not in PER_HEAD})
 
 
 def inputs(case: Case, dtype: torch.dtype) -> Inputs:
@@ -287,6 +322,12 @@ def inputs(case: Case, dtype: torch.dtype) -> Inputs:
             f"case {case.name} packs {bounds[-1]} tokens into B={case.B}, T={case.T}; they must agree"
         )
     full = torch.float64 if dtype == torch.float64 else torch.float32
+    A_log = dt_bias = None
+    if case.gates is not None:
+        bound = GATES[case.gates]
+        g, beta = (bound * (2.0 * rng.random((*tokens, HV)) - 1.0) for _ in range(2))
+        A_log = _tensor(5.75 * rng.random(HV) - 3.0, full)
+        dt_bias = _tensor(5.0 * rng.random(HV) - 7.0, full)
     return Inputs(
         case=case,
         q=_tensor(q, dtype),
@@ -298,6 +339,8 @@ def inputs(case: Case, dtype: torch.dtype) -> Inputs:
         cu_seqlens=None if bounds is None else torch.from_numpy(bounds.astype(np.int64)),
         do=_tensor(do, dtype) if "o" in case.loss else None,
         dstate=_tensor(dstate, full) if "final_state" in case.loss else None,
+        A_log=A_log,
+        dt_bias=dt_bias,
     )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, finfo, float32, float64, int64
 
+from backends.gates import AS_GIVEN, Gates
+
 _checking = False
 
 
@@ -69,6 +71,41 @@ def step_arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
         raise ValueError(f"q {shape(q)} has B=0; it must be at least 1: skip the call for empty input")
     _dtypes_and_devices(q, {"k": k, "v": v}, {"g": g, "beta": beta})
     _state("state", state, q, (q.shape[0], v.shape[1], q.shape[2], v.shape[2]), "B, HV, K, V")
+
+
+def gate_arguments(
+    q: Tensor,
+    HV: int,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+) -> Gates:
+    """What the arguments about gates say. Raises TypeError or ValueError where they do not fit."""
+    if use_gate_in_kernel and A_log is None:
+        raise ValueError("use_gate_in_kernel=True without A_log; pass A_log [HV], and dt_bias [HV] if any")
+    parameters = {name: x for name, x in (("A_log", A_log), ("dt_bias", dt_bias)) if x is not None}
+    if parameters and not use_gate_in_kernel:
+        raise ValueError(
+            f"{' and '.join(parameters)} given with use_gate_in_kernel=False; "
+            "pass True, with what the layer projects as g, or leave them out"
+        )
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "allow_neg_eigval=True doubles the sigmoid that use_beta_sigmoid_in_kernel=True takes here; "
+            "pass that too, or 2 sigmoid(z) as beta"
+        )
+    for name, x in parameters.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+        if tuple(x.shape) != (HV,):
+            raise ValueError(f"{name} {shape(x)} is not [HV] = {numbers((HV,))}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} is {x.dtype}; pass a floating point tensor")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q is on {q.device}; move all tensors to one device")
+    return Gates(A_log, dt_bias, (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0)
 
 
 def residual_arguments(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> None:
@@ -186,16 +223,22 @@ def _state(name: str, state: Tensor, q: Tensor, wanted: tuple[int, ...], letters
 
 
 def values(
-    tensors: dict[str, Tensor | None], cu_seqlens: Tensor | None, *, normalized_inside: bool, T: int
+    tensors: dict[str, Tensor | None],
+    cu_seqlens: Tensor | None,
+    *,
+    normalized_inside: bool,
+    T: int,
+    gates: Gates = AS_GIVEN,
 ) -> None:
     """Raises ValueError for data that no backend can make sense of; when it looks, the module says."""
     if cu_seqlens is not None and (_checking or cu_seqlens.device.type == "cpu"):
         _bounds(cu_seqlens, T)
     if not _checking:
         return
-    finite(tensors)
+    finite(tensors | {"A_log": gates.A_log, "dt_bias": gates.dt_bias})
     g, beta, k = tensors["g"], tensors["beta"], tensors["k"]
     assert g is not None and beta is not None and k is not None
+    g, beta = gates.applied(g, beta)
     _refuse_where(
         g > 0, "g", g, "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha"
     )

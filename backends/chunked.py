@@ -166,10 +166,9 @@ def backward(
             written, predicted = _dot(dk, k_), _dot(dk_S, k_)
             torch.sub(_dot(dR, V_[i]), predicted, out=dbeta_[i]).sub_(undone.sum(-1))
             read.addcmul_(undone, be, value=-1)
-            inside = read.sum(-1).sub_(read.sum(-2)).add_(_dot(dq, Q[i]))
-            inside.addcmul_(predicted, be[..., 0], value=-1)
+            reads = _dot(dq, Q[i]).addcmul_(predicted, be[..., 0], value=-1)
             carried = gam[i, -1, 0] * _dot(dafter[i].flatten(1), S.flatten(1))
-            dg_[i] = log_decay_gradient(inside, written, carried)
+            dg_[i] = log_decay_gradient(read, reads, written, carried)
             dq.baddbmm_(dP, k_)
             dk.addcmul_(dk_S, be, value=-1).baddbmm_(dP.mT, Q[i]).baddbmm_(dG + dG.mT, k_, alpha=-1)
             if options.use_qk_l2norm_in_kernel:
@@ -214,17 +213,18 @@ def decay_matrix(b: Tensor, dtype: torch.dtype) -> Tensor:
     return (b[:, :, None] - b[:, None, :]).to(dtype).tril_().exp_().tril_()
 
 
-def log_decay_gradient(inside: Tensor, written: Tensor, carried: Tensor) -> Tensor:
+def log_decay_gradient(pairs: Tensor, reads: Tensor, written: Tensor, carried: Tensor) -> Tensor:
     """dg [M, C] without a difference of large sums.
 
-    Token t's decay acts on what tokens before t left: on products that read at or after t what was there
-    before t (`inside`: by token of reading, minus by token of writing, diagonals left out since a token does
-    not decay itself), on what the chunk's earlier tokens wrote to its last state (`written`), and on its
-    first state's way to the last (`carried` [M]). The plain q dq - k dk form subtracts sums that strong
-    decay makes far larger than their difference: rounded to bfloat16, its relative error was 348 at decay
-    rate 16, this one's .0014.
+    Token t's decay acts on what tokens before t left, as it is found at or after t: by the chunk's tokens
+    (`pairs` [M, C, C]: i reads what j wrote; those with i >= t > j), in the first state (`reads`, i >= t), in
+    the last one (`written`, j < t), and between the two (`carried` [M]). The plain q dq - k dk form
+    subtracts sums that strong decay makes far larger than their difference: rounded to bfloat16, its
+    relative error was 348 at decay rate 16, this one's .0014. So do, in float32, row sums of pairs minus
+    column sums: dA_log, which multiplies what they leave by g, was 32 times as wrong as allowed.
     """
-    behind = inside.flip(-1).cumsum(-1).flip(-1)
+    from_t_on = torch.ones_like(pairs[0]).triu_()
+    behind = (from_t_on @ pairs).tril_(-1).sum(-1).add_(reads.flip(-1).cumsum(-1).flip(-1))
     # shifted, not cumsum - written: the last token's own write is of order 1, those before it e^-20 of that
     before = torch.nn.functional.pad(written[:, :-1].cumsum(-1), (1, 0))
     return behind.add_(before).add_(carried[:, None])

@@ -48,14 +48,15 @@ def declare() -> None:
         automatic=frozenset({"cuda"}),
         max_k=256,
     )
+    rule = replace(triton, gates=True)
     row = replace(triton, max_k=8192, bound_by="a program holds whole rows in registers, or spills")
     register(
         Backend(
             name="triton",
             adapter="backends.triton_adapter",
             capabilities={
-                "gated_delta_rule": triton,
-                "gated_delta_rule_step": triton,
+                "gated_delta_rule": rule,
+                "gated_delta_rule_step": rule,
                 "delta_residual": replace(triton, max_k=None),
                 "short_convolution": replace(triton, max_k=None, max_v=8),
                 "gated_rms_norm": row,

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from backends import baseline
-from backends.cases import Case, Inputs, inputs
+from backends.cases import PER_HEAD, Case, Inputs, inputs
 from backends.ops import gated_delta_rule
 from backends.registry import Options
 
@@ -42,6 +42,8 @@ GRADIENTS: Mapping[str, str] = {
     "dg": "g",
     "dbeta": "beta",
     "dh0": "initial_state",
+    "dA_log": "A_log",
+    "ddt_bias": "dt_bias",
 }
 TENSORS = ("o", "final_state", *GRADIENTS)
 
@@ -164,9 +166,8 @@ def outcome(given: Inputs, backend: str) -> dict[str, Tensor]:
         *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
         initial_state=leaves.get("initial_state"),
         output_final_state=True,
-        use_qk_l2norm_in_kernel=given.case.normalized_inside,
-        cu_seqlens=given.cu_seqlens,
         backend=backend,
+        **replace(given, **leaves).arguments(),
     )
     assert final_state is not None
     return _with_gradients(given, leaves, o, final_state)
@@ -178,6 +179,7 @@ def baseline_outcome(given: Inputs) -> dict[str, Tensor]:
     case = given.case
     options = Options(case.K**-0.5, case.normalized_inside, True, given.cu_seqlens is not None)
     q, k, v, g, beta = (leaves[name] for name in ("q", "k", "v", "g", "beta"))
+    g, beta = replace(given, **leaves).gates().applied(g, beta)
     o, final_state = baseline.gated_delta_rule(
         q, k, v, g, beta, leaves.get("initial_state"), given.cu_seqlens, options
     )
@@ -225,5 +227,10 @@ def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") 
     found = outcome(inputs(case, dtype).to(device), backend)
     if right.inputs.q.shape[0] != case.B:
         rows = [0, case.B - 1]
-        found = {name: x[rows] for name, x in found.items()}
+        shared = {f"d{name}" for name in PER_HEAD} & set(found)
+        found = {name: x[rows] for name, x in found.items() if name not in shared}
+        if shared:
+            # the judge's are sums over these two sequences alone
+            part = outcome(right.inputs.to(device), backend)
+            found |= {name: part[name] for name in shared}
     return right.verdicts(backend, found)

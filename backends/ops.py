@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from backends import autograd, checks, lazy_autograd, registry
+from backends.gates import AS_GIVEN, Gates
 
 
 def gated_delta_rule(
@@ -23,6 +24,11 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     r"""The gated delta rule over sequences (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464).
 
@@ -44,6 +50,13 @@ def gated_delta_rule(
     K. Without cu_seqlens, N = B. Differentiable once in all tensors but cu_seqlens, through o and through
     final_state.
 
+    g and beta may be what a layer projects, of any sign, and are then made here, by kernels that can at no
+    extra pass over memory, else by PyTorch (Mamba-2's decay, arXiv:2405.21060):
+
+        use_gate_in_kernel          g <- -exp(A_log) softplus(g + dt_bias); A_log, dt_bias [HV], any float,
+                                    dt_bias may be None
+        use_beta_sigmoid_in_kernel  beta <- sigmoid(beta), with allow_neg_eigval 2 sigmoid(beta)
+
     Numerics: products in the dtype of q, also under autocast; states, decay sums, exponentials and the
     triangular inverse in float32 on every backend (float64 for float64 inputs).
 
@@ -53,8 +66,12 @@ def gated_delta_rule(
     flash-linear-attention's chunk_gated_delta_rule.
     """
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens)
-    gradients = _gradients_wanted(q, k, v, g, beta, initial_state)
+    gates = checks.gate_arguments(
+        q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    )
+    gradients = _gradients_wanted(q, k, v, g, beta, initial_state, A_log, dt_bias)
     name = _chosen("gated_delta_rule", q, v, cu_seqlens is not None, gradients, backend)
+    g, beta, gates = _made(gates, g, beta, "gated_delta_rule", name)
     factor = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
     if q.device.type in ("xla", "neuron"):
         options = registry.Options(
@@ -69,9 +86,12 @@ def gated_delta_rule(
         v,
         g,
         beta,
+        gates.A_log,
+        gates.dt_bias,
         initial_state,
         cu_seqlens,
         factor,
+        gates.beta_max,
         use_qk_l2norm_in_kernel,
         output_final_state,
         gradients,
@@ -91,6 +111,11 @@ def gated_delta_rule_step(
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     backend: str | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token of the gated delta rule per sequence, for generation; see `gated_delta_rule`.
 
@@ -104,7 +129,10 @@ def gated_delta_rule_step(
     Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend; it raises alike.
     """
     checks.step_arguments(q, k, v, g, beta, state)
-    if _gradients_wanted(q, k, v, g, beta, state):
+    gates = checks.gate_arguments(
+        q, v.shape[1], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    )
+    if _gradients_wanted(q, k, v, g, beta, state, A_log, dt_bias):
         o, final_state = gated_delta_rule(
             *(x[:, None] for x in (q, k, v, g, beta)),
             scale=scale,
@@ -112,12 +140,38 @@ def gated_delta_rule_step(
             output_final_state=True,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             backend=backend,
+            use_gate_in_kernel=use_gate_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
         )
         assert final_state is not None
         return o[:, 0], final_state
     name = _chosen("gated_delta_rule_step", q, v, packed=False, gradients=False, backend=backend)
+    g, beta, gates = _made(gates, g, beta, "gated_delta_rule_step", name)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return autograd.gated_delta_rule_step(q, k, v, g, beta, state, scale, use_qk_l2norm_in_kernel, name)
+    return autograd.gated_delta_rule_step(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gates.A_log,
+        gates.dt_bias,
+        state,
+        scale,
+        gates.beta_max,
+        use_qk_l2norm_in_kernel,
+        name,
+    )
+
+
+def _made(gates: Gates, g: Tensor, beta: Tensor, op: str, name: str) -> tuple[Tensor, Tensor, Gates]:
+    """g, beta and what is left to make of them, once PyTorch has made what the backend's kernels do not."""
+    if not gates.given or registry.makes_gates(op, name):
+        return g, beta, gates
+    return *gates.applied(g, beta), AS_GIVEN
 
 
 def _gradients_wanted(*tensors: Tensor | None) -> bool:

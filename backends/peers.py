@@ -53,19 +53,23 @@ def _huggingface() -> Run:
     def run(x: Inputs) -> Tensor:
         group = x.case.value_heads // x.case.H
         q, k = (y if group == 1 else y.repeat_interleave(group, dim=2) for y in (x.q, x.k))
-        return form(q, k, x.v, x.g, x.beta, use_qk_l2norm_in_kernel=x.case.normalized_inside)[0]
+        g, beta = x.gates().applied(x.g, x.beta)
+        return form(q, k, x.v, g, beta, use_qk_l2norm_in_kernel=x.case.normalized_inside)[0]
 
     return run
 
 
 def _flash_linear_attention() -> Run:
     form = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    # its later releases make both gates in kernels, A_log among **kwargs; for the others PyTorch does
+    makes_gates = "use_beta_sigmoid_in_kernel" in inspect.signature(form).parameters
 
     def run(x: Inputs) -> Tensor:
-        normalized = x.case.normalized_inside
-        return form(x.q, x.k, x.v, x.g, x.beta, use_qk_l2norm_in_kernel=normalized, cu_seqlens=x.cu_seqlens)[
-            0
-        ]
+        told, g, beta = x.arguments(), x.g, x.beta
+        if not makes_gates:
+            told = {name: told[name] for name in ("use_qk_l2norm_in_kernel", "cu_seqlens")}
+            g, beta = x.gates().applied(g, beta)
+        return form(x.q, x.k, x.v, g, beta, **told)[0]
 
     return run
 

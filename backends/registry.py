@@ -14,6 +14,8 @@ from types import ModuleType
 
 import torch
 
+from backends.gates import AS_GIVEN, Gates
+
 # Every device has PyTorch's form of a layer's small operations, and few backends have kernels for all: here a
 # process's default backend is a first choice, and the tensors' device decides where it has none.
 LAYERS: tuple[str, ...] = ("short_convolution", "gated_rms_norm", "add_rms_norm", "linear_cross_entropy")
@@ -41,6 +43,7 @@ class Options:
     use_qk_l2norm_in_kernel: bool
     output_final_state: bool
     packed: bool  # cu_seqlens is given
+    gates: Gates = AS_GIVEN  # set only for backends that declare Capability.gates
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Capability:
     max_k, max_v, k_multiple    bounds on sizes; None: no bound
     bound_by    what bounds them, for the reader of a refusal
     forms       the forms it has; None: all
+    gates       whether its kernels make g and beta of what a layer projects (`backends.gates`)
     """
 
     dtypes: frozenset[torch.dtype]
@@ -101,6 +105,7 @@ class Capability:
     packed: bool = True
     gradients: bool = True
     forms: frozenset[str] | None = None
+    gates: bool = False
 
     def chosen_on(self, device: str) -> bool:
         """Whether unasked."""
@@ -267,6 +272,12 @@ def chosen_name(
     """`choose` on plain values, so that torch.compile may evaluate it while tracing."""
     call = Call(op, device, dtype, *sizes, packed, gradients, form)
     return choose(call, name, Selection(default, allow)).name
+
+
+@torch.compiler.assume_constant_result
+def makes_gates(op: str, name: str) -> bool:
+    """Whether the backend's kernels take what a layer projects in place of g and beta."""
+    return _known(name).capabilities[op].gates
 
 
 @cache

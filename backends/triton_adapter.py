@@ -71,18 +71,21 @@ def forward(
     initial_state = None if initial_state is None else initial_state.contiguous()
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     row = config(K, V, itemsize=q.element_size())
-    chunks = _chunks(q, cu_seqlens, row)
+    chunks, gates = _chunks(q, cu_seqlens, row), options.gates
     N, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared(chunks, HV, q.dtype))
     gated_delta_rule_fwd.prepare(
         q,
         k,
         g,
         beta,
+        gates.A_log,
+        gates.dt_bias,
         N,
         P,
         rows,
         scale=options.scale,
         l2norm=options.use_qk_l2norm_in_kernel,
+        beta_max=gates.beta_max,
         chunks=chunks,
         config=row,
     )
@@ -94,7 +97,7 @@ def forward(
     if save and _keeps(chunks, HV, K, V, q.dtype):
         h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
-        q, k, v, beta, N, P, rows, initial_state,
+        q, k, v, N, P, rows, initial_state,
         o=o, final_state=final_state, h=h, U=U, chunks=chunks, config=row,
     )  # fmt: skip
     if not save:
@@ -115,8 +118,11 @@ def backward(
     cu_seqlens: Tensor | None,
     saved: list[Tensor],
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype.
+
+    Where the gates are made here, then those of A_log and dt_bias (None without one).
+    """
     do, q, k, v, g, beta = (x.contiguous() for x in (do.to(q.dtype), q, k, v, g, beta))
     initial_state = None if initial_state is None else initial_state.contiguous()
     dstate = None if dstate is None else dstate.contiguous()
@@ -131,7 +137,7 @@ def backward(
     else:
         h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
-            q, k, v, beta, N, P, rows, initial_state,
+            q, k, v, N, P, rows, initial_state,
             o=None, final_state=None, h=h, U=U, chunks=chunks, config=row,
         )  # fmt: skip
     dY, dh, dv = torch.empty_like(U), torch.empty_like(h), torch.empty_like(v)
@@ -140,21 +146,28 @@ def backward(
     vdY = q.new_empty((chunks.count, HV, tiles, chunks.size), dtype=torch.float32)
     carry = q.new_empty((chunks.count, HV, tiles), dtype=torch.float32)
     gated_delta_rule_bwd.reverse_scan(
-        q, k, v, do, beta, N, P, rows, h, initial_state, dstate,
+        q, k, v, do, N, P, rows, h, initial_state, dstate,
         dY=dY, dh=dh, dv=dv, vdY=vdY, carry=carry, dinitial_state=dinitial, chunks=chunks, config=row,
     )  # fmt: skip
     # grouped value heads: float32 per value head, summed below in a fixed order; atomics would sum in any
     per_head = q.dtype if HV == H else torch.float32
     dq, dk = (q.new_empty((B, T, HV, K), dtype=per_head) for _ in range(2))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+    gates, dgates = options.gates, None
+    if gates.A_log is not None:
+        dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
     gated_delta_rule_bwd.gradients(
-        q, k, do, beta, rows, h, U, dY, dh, vdY, carry,
-        dq=dq, dk=dk, dg=dg, dbeta=dbeta, scale=scale, l2norm=options.use_qk_l2norm_in_kernel,
-        chunks=chunks, config=row,
+        q, k, do, g, beta, gates.A_log, gates.dt_bias, rows, h, U, dY, dh, vdY, carry,
+        dq=dq, dk=dk, dg=dg, dbeta=dbeta, dgates=dgates, scale=scale, l2norm=options.use_qk_l2norm_in_kernel,
+        beta_max=gates.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg, dbeta, dinitial
+    if gates.A_log is None or dgates is None:
+        return dq, dk, dv, dg, dbeta, dinitial
+    dA_log, ddt_bias = dgates.sum(0).unbind(1)
+    bias = None if gates.dt_bias is None else ddt_bias.to(gates.dt_bias.dtype)
+    return dq, dk, dv, dg, dbeta, dinitial, dA_log.to(gates.A_log.dtype), bias
 
 
 @on_its_device
@@ -164,9 +177,11 @@ def step(
     """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
     q, k, v, g, beta, state = (x.contiguous() for x in (q, k, v, g, beta, state))
     o, new = torch.empty_like(v), torch.empty_like(state)
+    gates = options.gates
     gated_delta_rule_step.step(
-        q, k, v, g, beta, state, o, new, scale=options.scale, l2norm=options.use_qk_l2norm_in_kernel
-    )
+        q, k, v, g, beta, gates.A_log, gates.dt_bias, state, o, new,
+        scale=options.scale, l2norm=options.use_qk_l2norm_in_kernel, beta_max=gates.beta_max,
+    )  # fmt: skip
     return o, new
 
 
@@ -233,7 +248,7 @@ def _prepared(chunks: Chunks, HV: int, dtype: torch.dtype) -> list[tuple[tuple[i
     C = chunks.size
     words = 1 if dtype == torch.float32 else 2
     head = (chunks.count, HV)
-    return [((*head, words, C, C), dtype), ((*head, C, C), dtype), ((*head, 7, C), torch.float32)]
+    return [((*head, words, C, C), dtype), ((*head, C, C), dtype), ((*head, 8, C), torch.float32)]
 
 
 def _states(

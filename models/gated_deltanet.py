@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backends import gated_delta_rule, gated_delta_rule_step
+from backends import gated_delta_rule, gated_delta_rule_step, log_decay, write_strength
 from models.cache import LayerCache
 from models.config import DeltaConfig
 from models.convolution import ShortConvolution
 from models.initialization import decay_rates, taps, time_steps
-from models.layers import Linear, RMSNorm, at_least_float32, joint
+from models.layers import Linear, RMSNorm, joint
 from models.mup import Role, Tag
 from models.sequence import Sequences
 
@@ -64,7 +64,7 @@ class GatedDeltaNet(nn.Module):
             q.unflatten(-1, (-1, self.K)),
             k.unflatten(-1, (-1, self.K)),
             v.unflatten(-1, (-1, self.V)),
-            *self.gates(x, sequences),
+            self._gate_arguments(x, sequences),
             sequences.cu_seqlens,
             cache,
         )
@@ -73,37 +73,61 @@ class GatedDeltaNet(nn.Module):
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """g and beta [B, T, HV] in float32, under autocast too: a decay of 0.999 is 1 in bfloat16."""
+        za, zb = self._projected(x)
         with torch.autocast(x.device.type, enabled=False):
-            za, zb = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj).chunk(2, dim=-1)
-            A, dt_bias = at_least_float32(self.A_log).exp(), at_least_float32(self.dt_bias)
-            g = -A * F.softplus(at_least_float32(za) + dt_bias)
-            beta = self.beta_max * at_least_float32(zb).sigmoid()
+            g = log_decay(za, self.A_log, self.dt_bias)
+            beta = write_strength(zb, self.beta_max)
         if (real := sequences.real) is not None:
             g, beta = g * real, beta * real  # padding neither forgets nor writes
         return g, beta
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """W_a x and W_b x [B, T, HV]."""
+        with torch.autocast(x.device.type, enabled=False):
+            za, zb = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj).chunk(2, dim=-1)
+        return za, zb
+
+    def _gate_arguments(self, x: Tensor, sequences: Sequences) -> dict[str, Any]:
+        """The operation's g and beta: what they are made of, or with padding themselves."""
+        if sequences.real is not None:
+            return dict(zip(("g", "beta"), self.gates(x, sequences), strict=True))
+        za, zb = self._projected(x)
+        return {
+            "g": za,
+            "beta": zb,
+            "use_gate_in_kernel": True,
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.beta_max == 2.0,
+        }
 
     def _scan(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        g: Tensor,
-        beta: Tensor,
+        gates: dict[str, Any],
         cu_seqlens: Tensor | None,
         cache: LayerCache | None,
     ) -> Tensor:
         if cache is not None and cache.state is not None and q.shape[1] == 1:
-            q, k, v, g, beta = (x[:, 0] for x in (q, k, v, g, beta))
+            gates = gates | {name: gates[name][:, 0] for name in ("g", "beta")}
             o, cache.state = gated_delta_rule_step(
-                q, k, v, g, beta, cache.state, scale=self.scale, use_qk_l2norm_in_kernel=True
+                q[:, 0],
+                k[:, 0],
+                v[:, 0],
+                state=cache.state,
+                scale=self.scale,
+                use_qk_l2norm_in_kernel=True,
+                **gates,
             )
             return o[:, None]
         o, state = gated_delta_rule(
             q,
             k,
             v,
-            g,
-            beta,
+            **gates,
             scale=self.scale,
             initial_state=None if cache is None else cache.state,
             output_final_state=cache is not None,

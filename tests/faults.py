@@ -46,8 +46,16 @@ def _masked_after_exp(b: Tensor, dtype: torch.dtype) -> Tensor:
     return (b[:, :, None] - b[:, None, :]).exp() * torch.ones(C, C, dtype=b.dtype, device=b.device).tril()
 
 
-def _cancelling_decay_gradient(inside: Tensor, written: Tensor, carried: Tensor) -> Tensor:
+def _pairs_that_cancel(pairs: Tensor, reads: Tensor, written: Tensor, carried: Tensor) -> Tensor:
+    """Row sums of pairs minus column sums: 1e-7 of them is left where a decay of -100 leaves nothing."""
+    inside = pairs.sum(-1) - pairs.sum(-2) + reads
+    before = torch.nn.functional.pad(written[:, :-1].cumsum(-1), (1, 0))
+    return inside.flip(-1).cumsum(-1).flip(-1) + before + carried[:, None]
+
+
+def _cancelling_decay_gradient(pairs: Tensor, reads: Tensor, written: Tensor, carried: Tensor) -> Tensor:
     """<dS', S'> of the chunk's last state minus what later tokens wrote: a small difference of large sums."""
+    inside = pairs.sum(-1) - pairs.sum(-2) + reads
     behind = inside.flip(-1).cumsum(-1).flip(-1)
     total = carried + written.sum(-1)
     return behind + total[:, None] - written.flip(-1).cumsum(-1).flip(-1)
@@ -75,4 +83,5 @@ FAULTS = {
     "cancelling decay gradient, strong": Fault(
         "log_decay_gradient", _cancelling_decay_gradient, "forget", "dg"
     ),
+    "pairs that cancel": Fault("log_decay_gradient", _pairs_that_cancel, "gates_wide", "dA_log"),
 }

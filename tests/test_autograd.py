@@ -131,20 +131,23 @@ def test_nothing_is_saved_where_no_gradient_is_wanted(backend, monkeypatch):
 def test_operators_keep_their_promises_to_pytorch(backend):
     """Schema, fake implementations and autograd registration, by PyTorch's own examination."""
     given = tensors(dtype=torch.float32)
-    options = (0.5, True, True, True, backend)
-    torch.library.opcheck(torch.ops.delta_trn.gated_delta_rule.default, (*given, None, *options))
+    as_given = (None, None)
+    options = (0.5, 0.0, True, True, True, backend)
+    rule = (*given[:5], *as_given, given[5], None, *options)
+    torch.library.opcheck(torch.ops.delta_trn.gated_delta_rule.default, rule)
     packed = [x[:1].detach().requires_grad_() for x in given[:5]]
     bounds = torch.tensor([0, 2, 2, 5])
     states = torch.zeros(3, 2, 3, 2)
     # without comparing outputs: what is saved for packed sequences has room to spare, filled by nobody
     torch.library.opcheck(
         torch.ops.delta_trn.gated_delta_rule.default,
-        (*packed, states, bounds, 0.5, False, True, True, backend),
+        (*packed, *as_given, states, bounds, 0.5, 0.0, False, True, True, backend),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
     step = [x.detach()[:, 0] for x in given[:5]]
     torch.library.opcheck(
-        torch.ops.delta_trn.gated_delta_rule_step.default, (*step, given[5].detach(), 0.5, True, backend)
+        torch.ops.delta_trn.gated_delta_rule_step.default,
+        (*step, *as_given, given[5].detach(), 0.5, 0.0, True, backend),
     )
 
 
@@ -240,7 +243,9 @@ def test_a_second_derivative_is_refused():
 
 def test_gradients_of_what_was_not_saved_are_refused():
     given = tensors()
-    o, _, _ = torch.ops.delta_trn.gated_delta_rule(*given, None, 1.0, False, False, False, "chunked")
+    o, _, _ = torch.ops.delta_trn.gated_delta_rule(
+        *given[:5], None, None, given[5], None, 1.0, 0.0, False, False, False, "chunked"
+    )
     with pytest.raises(RuntimeError, match="was called with save=False and is now asked for gradients"):
         o.sum().backward()
 

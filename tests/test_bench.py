@@ -94,7 +94,7 @@ def test_spread():
 
 def test_peers_compute_the_same_thing():
     """Else their times would compare nothing."""
-    for name in ("ragged", "gva_8"):
+    for name in ("ragged", "gva_8", "gates"):
         given = inputs(BY_NAME[name], torch.float32)
         ours = bench.contender("chunked")(given)
         torch.testing.assert_close(PEERS["hf"].load()(given), ours, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from backends import chunked, goldens, judge, parity
-from backends.cases import BENCH, BY_NAME, CASES, SMALL, inputs, select
+from backends.cases import BENCH, BY_NAME, CASES, PER_HEAD, SMALL, inputs, select
 from backends.judge import DTYPES, FACTOR, GRADIENTS, TENSORS, Verdict, error, floor, reference, verdicts
 from backends.registry import BACKENDS, BackendRefusal
 
@@ -22,10 +22,15 @@ def marked(case):
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if "slow" in case.tags else [])
 
 
+def tensors_of(case):
+    absent = {"dh0": not case.state, "dA_log": case.gates is None, "ddt_bias": case.gates is None}
+    return [tensor for tensor in TENSORS if not absent.get(tensor)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [marked(case) for case in CPU_CASES])
 def test_agrees_with_the_judge(parity_subject, case, dtype, poison):
-    """All eight tensors of a case at once: the judge is the costly part, and is asked once."""
+    """All tensors of a case at once: the judge is the costly part, and is asked once."""
     if parity_subject.emulated and not case.tags & SMALL:
         pytest.skip(f"{parity_subject.backend} is emulated on {parity_subject.device}: only small cases")
     if parity_subject.device == "cuda" and "slow" in case.tags:
@@ -35,7 +40,7 @@ def test_agrees_with_the_judge(parity_subject, case, dtype, poison):
     if dtype not in parity_subject.dtypes():
         pytest.skip(f"{parity_subject.backend} does not compute {dtype}")
     found = verdicts(case, dtype, parity_subject.backend, parity_subject.device)
-    assert [verdict.tensor for verdict in found] == [t for t in TENSORS if t != "dh0" or case.state]
+    assert [verdict.tensor for verdict in found] == tensors_of(case)
     failures = [str(verdict) for verdict in parity.worst_first(found) if not verdict.passed]
     assert not failures, "\n".join(failures)
 
@@ -97,8 +102,9 @@ def test_inputs_are_what_the_case_says():
         if case.tags & SMALL:
             given = inputs(case, torch.bfloat16)
             assert given.q.dtype == given.v.dtype == given.beta.dtype == torch.bfloat16
-            assert given.g.dtype == torch.float32 and (given.g <= 0).all()
-            assert ((given.beta >= 0) & (given.beta <= 2)).all()
+            g, beta = given.gates().applied(given.g, given.beta)
+            assert given.g.dtype == torch.float32 and (g <= 0).all()
+            assert ((beta >= 0) & (beta <= 2)).all()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +197,7 @@ def test_the_command_line_reports_and_writes(tmp_path, capsys):
     assert "chunked float32: 2 cases, all 15 passed" in said
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 30
-    assert {row["tensor"] for row in rows} == set(TENSORS)
+    assert {row["tensor"] for row in rows} == set(tensors_of(BY_NAME["one"]))
     first = rows[0]
     assert {"torch", "device", "threads", "commit", "dirty", "error", "baseline", "allowed", "passed"} <= set(
         first
@@ -267,7 +273,7 @@ def rewritten(path, *, tensors=None, header=None):
 
 def test_a_golden_is_judged_again(golden, capsys):
     found = goldens.check(golden)
-    assert len(found) == 2 * 2 * len(TENSORS) and all(verdict.passed for verdict in found)
+    assert len(found) == 2 * 2 * len(tensors_of(BY_NAME["one"])) and all(verdict.passed for verdict in found)
     assert parity.main(["check", str(golden)]) == 0
     assert "chunked float32: 2 cases" in capsys.readouterr().out
 
@@ -303,15 +309,17 @@ def test_a_file_that_is_no_golden_is_refused(tmp_path):
 
 
 def test_parity_judges_the_first_and_last_sequence_of_a_large_batch():
-    """For the benchmark's shapes: the same numbers as judging these rows alone."""
-    large = replace(BY_NAME["ragged"], name="large", B=5, tags=BENCH)
-    right = reference(large, torch.float32)
-    assert right.inputs.q.shape[0] == 2
-    assert torch.equal(right.inputs.q[1], inputs(large, torch.float32).q[4])
-    found = verdicts(large, torch.float32, "chunked")
-    assert all(verdict.passed for verdict in found)
+    """For the benchmark's shapes: the same numbers as judging these rows alone; with gates too."""
+    for name in ("ragged", "gates_wide"):
+        large = replace(BY_NAME[name], name="large", B=5, tags=BENCH)
+        right = reference(large, torch.float32)
+        assert right.inputs.q.shape[0] == 2
+        assert torch.equal(right.inputs.q[1], inputs(large, torch.float32).q[4])
+        found = verdicts(large, torch.float32, "chunked")
+        assert all(verdict.passed for verdict in found)
+    assert {"dA_log", "ddt_bias"} <= {verdict.tensor for verdict in found}
 
 
 def test_names_of_gradients_cover_every_differentiable_input():
-    assert set(GRADIENTS.values()) == {"q", "k", "v", "g", "beta", "initial_state"}
+    assert set(GRADIENTS.values()) == {"q", "k", "v", "g", "beta", "initial_state", *PER_HEAD}
     assert judge.TENSORS[:2] == ("o", "final_state")

@@ -6,7 +6,6 @@ The grid of named cases runs through `backends.parity`; here stands what a table
 
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ triton = pytest.importorskip("triton", reason="the triton extra is not installed
 import triton.language as tl  # noqa: E402
 
 from backends import triton_adapter  # noqa: E402
+from backends.registry import Options  # noqa: E402
 from triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd  # noqa: E402
 from triton_kernels.launch import Chunks, arithmetic, config  # noqa: E402
-from triton_kernels.tiles import rounded, unit_lower_inverse  # noqa: E402
+from triton_kernels.tiles import rounded, softplus, unit_lower_inverse  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ["o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"]
@@ -46,9 +46,7 @@ def inputs(*, B=1, T=70, H=1, HV=2, K=32, V=32, N=None, g=None, beta=None, dtype
 
 
 def options(K, *, packed=False):
-    return SimpleNamespace(
-        scale=K**-0.5, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=packed
-    )
+    return Options(K**-0.5, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=packed)
 
 
 def run(q, k, v, g, beta, state, do, dstate, cu_seqlens=None):
@@ -286,6 +284,24 @@ def test_bfloat16_is_rounded_to_nearest_even():
     out = torch.empty(1024, dtype=torch.bfloat16, device=DEVICE)
     _rounding_kernel[(1,)](x, out, arithmetic())
     assert torch.equal(out, x.bfloat16())
+
+
+@triton.jit
+def _softplus_kernel(z, out):
+    o = tl.arange(0, 4096)
+    tl.store(out + o, softplus(tl.load(z + o)))
+
+
+def test_softplus_keeps_its_digits_where_the_plain_form_loses_them():
+    z = torch.linspace(-80, 80, 4096, device=DEVICE)
+    out = torch.empty_like(z)
+    _softplus_kernel[(1,)](z, out)
+    exact = torch.logaddexp(z.double(), torch.zeros_like(z).double())
+    # exp itself is good to 2^-24 |z|: its argument's rounding
+    allowed = (2**-21 + 2**-23 * z.abs().double()) * exact
+    assert ((out.double() - exact).abs() <= allowed).all()
+    plain = (1 + z.exp()).log()
+    assert not ((plain.double() - exact).abs() <= allowed).all()
 
 
 def test_a_table_row_exists_for_every_head_size():

@@ -42,26 +42,25 @@ def gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def segment_map(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, l2norm: bool
+    q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Any], *, l2norm: bool
 ) -> tuple[Tensor, Tensor]:
     """A [B, HV, K, K] and B [B, HV, K, V] of the segment: it ends in A S + B if it begins with S.
 
+    `gates` are the operation's arguments g and beta, and how they are to be read if they are not themselves.
     One scan with values [v, 0] from state [0, I]: the two do not meet, because a state's columns do not.
     """
     K, V = q.shape[-1], v.shape[-1]
     wide = F.pad(v, (0, K))
-    begin = F.pad(torch.eye(K, dtype=g.dtype, device=v.device), (V, 0)).expand(
-        v.shape[0], v.shape[2], K, V + K
-    )
+    full = torch.float64 if v.dtype == torch.float64 else torch.float32
+    begin = F.pad(torch.eye(K, dtype=full, device=v.device), (V, 0)).expand(v.shape[0], v.shape[2], K, V + K)
     _, end = gated_delta_rule(
         q,
         k,
         wide,
-        g,
-        beta,
         initial_state=begin.contiguous(),
         output_final_state=True,
         use_qk_l2norm_in_kernel=l2norm,
+        **gates,
     )
     assert end is not None
     return end[..., V:], end[..., :V]
@@ -87,25 +86,23 @@ class _Scan:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        g: Tensor,
-        beta: Tensor,
+        gates: dict[str, Any],
         cu_seqlens: Tensor | None,
         cache: LayerCache | None,
     ) -> Tensor:
         if cache is not None:
-            return GatedDeltaNet._scan(self.module, q, k, v, g, beta, cu_seqlens, cache)
+            return GatedDeltaNet._scan(self.module, q, k, v, gates, cu_seqlens, cache)
         assert cu_seqlens is None
         with torch.autocast(v.device.type, enabled=False):
-            S = state_before(*segment_map(q, k, v, g, beta, l2norm=True), self.mesh)
+            S = state_before(*segment_map(q, k, v, gates, l2norm=True), self.mesh)
         o, _ = gated_delta_rule(
             q,
             k,
             v,
-            g,
-            beta,
             scale=self.module.scale,
             initial_state=S,
             use_qk_l2norm_in_kernel=True,
+            **gates,
         )
         return o
 

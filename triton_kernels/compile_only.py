@@ -60,6 +60,9 @@ STREAMS = [(768, 1), (768, 4), (2048, 1), (2048, 4), (1600, 8)]
 CONVOLUTIONS = [(24, 4), (768, 2), (3072, 4), (3072, 8)]
 ROWS = [32, 96, 128, 512, 768, 1600, 2048, 4096, 8192]
 VOCABULARIES = [50, 50257, 151936]
+# What compiles away where gates are given, and where they are made in the kernels.
+GIVEN = {"GATE": False, "BIAS": False, "SIGMOID": False, "A_log": None, "dt_bias": None}
+MADE = {"GATE": True, "BIAS": True, "SIGMOID": True}
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Argument types by name; a kernel takes the ones it names.
@@ -96,7 +99,7 @@ MODEL_DTYPE = {
     "dprefix",
 }
 INTEGERS = {"cu_seqlens", "chunk_start", "chunk_length", "chunk_offsets", "position", "goal"}
-SCALARS = {"scale": "fp32", "eps2": "fp32", "eps": "fp32"} | dict.fromkeys(
+SCALARS = dict.fromkeys(("scale", "beta_max", "eps2", "eps"), "fp32") | dict.fromkeys(
     ("T", "NT", "C", "M", "V", "tiles"), "i32"
 )
 
@@ -179,7 +182,11 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
     for packed in [False] if quick else [False, True]:
         word = "packed" if packed else "dense"
         prepare = {**sizes, "C": row.C, "WORDS": words, "DOT": row.dot, "PACKED": packed, "L2NORM": True}
-        yield variant("prepare", word, fwd.prepare_kernel, row.prepare, prepare)
+        forms = {"made": MADE} if quick else {"given": GIVEN, "made": MADE}
+        for form, gates in forms.items():
+            yield variant(
+                "prepare", f"{word}, gates {form}", fwd.prepare_kernel, row.prepare, prepare | gates
+            )
         scan = {**loops, "BV": row.scan.BV, "WORDS": words, "PACKED": packed, "HAS_INITIAL": packed}
         for kind, out, keep in [("train", True, True), ("infer", True, False), ("recompute", False, True)]:
             if quick and kind != "train":
@@ -190,10 +197,19 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
         reverse |= {"HAS_DSTATE": packed, "HAS_INITIAL": packed}
         yield variant("reverse_scan", word, bwd.reverse_scan_kernel, row.reverse, reverse)
         gradients = {**loops, "BV": row.gradients.BV, "TILES": 2, "PACKED": packed, "L2NORM": True}
-        yield variant("gradients", word, bwd.gradients_kernel, row.gradients, gradients)
+        for form, gates in forms.items():
+            absent = {} if form == "made" else {"dgates": None}
+            yield variant(
+                "gradients",
+                f"{word}, gates {form}",
+                bwd.gradients_kernel,
+                row.gradients,
+                gradients | gates | absent,
+            )
     tile = gated_delta_rule_step.tile(V)
     step = {**sizes, "V": V, "BV": tile.BV, "L2NORM": True, "DOT": "ieee"}
-    yield variant("step", "one token", gated_delta_rule_step.step_kernel, tile, step)
+    for form, gates in forms.items():
+        yield variant("step", f"gates {form}", gated_delta_rule_step.step_kernel, tile, step | gates)
 
 
 def _stream(D: int, DV: int, dtype: str) -> Iterator[Variant]:

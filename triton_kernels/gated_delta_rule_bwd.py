@@ -21,7 +21,16 @@ it is taken from rows of dQ and dK (3.5% off in bf16 at g = -16 softplus, agains
     rd = <Q, scale diag(gam) dO S^T> - <K, diag(gam beta) dY S^T>      row sums
     wr = <K, diag(lam) U dS'^T>                                        row sums
     F  = strict_lower(dP * Q K^T);  E = W * K K^T
-    dg = reverse_cumsum(rd + rowsum(E + F) - colsum(E + F)) + exclusive_cumsum(wr) + gam_C <dS', S>
+    dg_t = sum_{i >= t > j} (E + F)_ij + sum_{i >= t} rd_i + sum_{j < t} wr_j + gam_C <dS', S>
+
+The pairs are summed as they stand, those that t's decay lies between. Row sums minus column sums, summed from
+the end, are the same on paper; what cancels leaves 1e-7 of its size, where a decay of -100 leaves nothing,
+and dA_log multiplies that by g: 19 times the error allowed in float32.
+
+Where g and beta came as a and z, with s = a + dt_bias:
+
+    da = -exp(A_log) sigmoid(s) dg      ddt_bias = sum_t da      dA_log = sum_t g dg
+    dz = beta_max sigmoid(z) sigmoid(-z) dbeta
 
 Source: arXiv:2412.06464 for the forward equations; the gradients are derived here. Normalized q and k enter
 by their row factors, as in forward. P^T and W^T stand on the left of a product and are therefore computed by
@@ -31,7 +40,7 @@ give equal bits.
 Layout: as in forward; dY [NC, HV, C, V]; dh [NC, HV, V, K] holds dS' of each chunk; dq, dk [B, T, HV, K]. Per
 tile of V in the reverse scan, vdY [NC, HV, TILES, C] holds the row sums <dY_i, V_i> and carry [NC, HV, TILES]
 gam_C <dS', S>: both are taken where dY and dS' are still float32; rounded first, they double the error of dg
-and dbeta in bfloat16.
+and dbeta in bfloat16. dgates [NC, HV, 2]: a chunk's part of dA_log and of ddt_bias.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -40,12 +49,21 @@ import triton
 import triton.language as tl
 
 from triton_kernels.launch import Chunks, Config, power_of_two
-from triton_kernels.tiles import accumulate, chunk_span, product, rounded, sequence_span, split_product
+from triton_kernels.tiles import (
+    ROWS,
+    accumulate,
+    chunk_span,
+    product,
+    rounded,
+    sequence_span,
+    softplus,
+    split_product,
+)
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def reverse_scan_kernel(
-    q, k, v, do, beta, N, P, rows, h, initial_state, dstate, dY, dh, dv, vdY, carry, dinitial_state,
+    q, k, v, do, N, P, rows, h, initial_state, dstate, dY, dh, dv, vdY, carry, dinitial_state,
     cu_seqlens, chunk_offsets, T, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, HAS_DSTATE: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -93,7 +111,7 @@ def reverse_scan_kernel(
         b_N = tl.load(p_N)
         b_low = tl.load(p_N + (WORDS - 1) * (C * C))
         b_P = tl.load(P + tile * (C * C) + o_cc)
-        p_rows = rows + tile * (7 * C)
+        p_rows = rows + tile * (ROWS * C)
         m_vc = m_v[:, None] & m_t[None, :]
         # gam_C <dS', S>, from the unrounded gradient here, and at the first chunk from the unrounded state
         o_h = tile * (V * K) + o_v[:, None] * K + o_k[None, :]
@@ -119,7 +137,7 @@ def reverse_scan_kernel(
         )
         b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0).to(tl.float32)
         tl.store(vdY + (tile * NV + i_v) * C + o_c, tl.sum(b_dYT * b_vT, axis=0))
-        b_beta = tl.load(beta + t * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+        b_beta = tl.load(p_rows + 7 * C + o_c)
         b_dvT = rounded(b_dYT * b_beta[None, :], dv.dtype.element_ty, DOT)
         tl.store(dv + (t * HV + i_h) * V + o_vc, b_dvT, mask=m_vc)
         b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 5 * C + o_c)[None, :]
@@ -133,12 +151,13 @@ def reverse_scan_kernel(
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def gradients_kernel(
-    q, k, do, beta, rows, h, U, dY, dh, vdY, carry, dq, dk, dg, dbeta, chunk_start, chunk_length, scale,
-    T, NT,
+    q, k, do, g, beta, A_log, dt_bias, rows, h, U, dY, dh, vdY, carry, dq, dk, dg, dbeta, dgates,
+    chunk_start, chunk_length, scale, beta_max, T, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, value head): dq, dk, dg, dbeta from h, U, dY, dh, vdY, carry.
+    """One program per (chunk, value head): dq, dk, dg, dbeta, dgates from h, U, dY, dh, vdY, carry.
 
     Three passes over V: the C x C products; dq's state part; dk's two state parts. The second and third read
     what the first left in L2. They are separate so that at most two [C, K] accumulators live at once: at K =
@@ -150,6 +169,8 @@ def gradients_kernel(
     i_hk = i_h // (HV // H)
     start, length = chunk_span(i_c, T, NT, chunk_start, chunk_length, C, PACKED)
     if length <= 0:
+        if GATE:
+            tl.store(dgates + (i_c * HV + i_h) * 2 + tl.arange(0, 2), tl.zeros([2], tl.float32))
         return
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KP)
@@ -159,8 +180,8 @@ def gradients_kernel(
     o_ck = o_c[:, None] * (H * K) + o_k[None, :]
     dtype = k.dtype.element_ty
     tile = i_c * HV + i_h
-    b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
-    p_rows = rows + tile * (7 * C)
+    p_rows = rows + tile * (ROWS * C)
+    b_beta = tl.load(p_rows + 7 * C + o_c)
     b_b = tl.load(p_rows + o_c)
     b_low = tl.load(p_rows + C + o_c)
     p_v = (start * HV + i_h) * V
@@ -207,7 +228,7 @@ def gradients_kernel(
     b_GK = b_G * b_KK
     b_EF = b_GK * b_beta[:, None] + tl.where(strict, b_dP * b_QK, 0.0)
     b_dbeta += tl.sum(b_GK, axis=1)
-    b_rd = tl.sum(b_EF, axis=1) - tl.sum(b_EF, axis=0)
+    b_dg = tl.sum(tl.where(strict, tl.cumsum(b_EF, axis=0, reverse=True), 0.0), axis=1)
     # the left operands of the last products, rounded now: they wait in half the registers
     b_WT = tl.where(strict, 0.0, tl.where(o_c[:, None] == o_c[None, :], 0.0, -b_RT * b_DT * b_beta[None, :]))
     b_W = rounded((b_G * b_beta[:, None] + b_WT) * b_rk[None, :], dtype, DOT)
@@ -227,7 +248,7 @@ def gradients_kernel(
         b_dq = accumulate(b_dq, b_do, b_h, DOT)
     b_q32 = b_q.to(tl.float32) * b_rq[:, None]
     b_dq *= (scale * b_gam)[:, None]
-    b_rd += tl.sum(b_q32 * b_dq, axis=1)
+    b_rd = tl.sum(b_q32 * b_dq, axis=1)
     b_dq = accumulate(b_dq, b_dP, b_k, DOT)
     if L2NORM:
         b_dq = b_rq[:, None] * (b_dq - b_q32 * tl.sum(b_q32 * b_dq, axis=1)[:, None])
@@ -263,16 +284,28 @@ def gradients_kernel(
     tl.store(dk + p_out + o_out, rounded(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)
 
     # a sum of the earlier writes, not cumsum - wr: at g = -20 the difference is 1e-9 of what it is taken from
-    b_dg = tl.sum(tl.where(strict, b_wr[None, :], 0.0), axis=1)
+    b_dg += tl.sum(tl.where(strict, b_wr[None, :], 0.0), axis=1)
     b_dg += tl.cumsum(b_rd, axis=0, reverse=True)
     b_dg += b_carry
     p_g = start * HV + i_h + o_c * HV
+    if GATE:
+        b_s = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
+        if BIAS:
+            b_s += tl.load(dt_bias + i_h).to(tl.float32)
+        b_A = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+        b_dg = tl.where(m_t, -b_A * b_dg, 0.0)
+        tl.store(dgates + tile * 2, tl.sum(b_dg * softplus(b_s), axis=0))
+        b_dg *= tl.sigmoid(b_s)
+        tl.store(dgates + tile * 2 + 1, tl.sum(b_dg, axis=0))
+    if SIGMOID:
+        b_z = tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32)
+        b_dbeta *= beta_max * tl.sigmoid(b_z) * tl.sigmoid(-b_z)
     tl.store(dg + p_g, rounded(b_dg, dg.dtype.element_ty, DOT), mask=m_t)
     tl.store(dbeta + p_g, rounded(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
 
 
 def reverse_scan(
-    q, k, v, do, beta, N, P, rows, h, initial_state, dstate, *, dY, dh, dv, vdY, carry, dinitial_state,
+    q, k, v, do, N, P, rows, h, initial_state, dstate, *, dY, dh, dv, vdY, carry, dinitial_state,
     chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launch `reverse_scan_kernel`: fills dY, dh, dv, vdY, carry, and dinitial_state where there is one."""
@@ -280,7 +313,7 @@ def reverse_scan(
     HV, V = do.shape[2:]
     tile = config.reverse
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.BV),)](
-        q, k, v, do, beta, N, P, rows, h, initial_state, dstate, dY, dh, dv, vdY, carry, dinitial_state,
+        q, k, v, do, N, P, rows, h, initial_state, dstate, dY, dh, dv, vdY, carry, dinitial_state,
         chunks.cu_seqlens, chunks.offsets, chunks.T, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, PACKED=chunks.packed,
         HAS_DSTATE=dstate is not None, HAS_INITIAL=initial_state is not None, WORDS=N.shape[2],
@@ -289,16 +322,17 @@ def reverse_scan(
 
 
 def gradients(
-    q, k, do, beta, rows, h, U, dY, dh, vdY, carry, *, dq, dk, dg, dbeta, scale, l2norm, chunks: Chunks,
-    config: Config,
+    q, k, do, g, beta, A_log, dt_bias, rows, h, U, dY, dh, vdY, carry, *, dq, dk, dg, dbeta, dgates, scale,
+    l2norm, beta_max, chunks: Chunks, config: Config,
 ):  # fmt: skip
-    """Launch `gradients_kernel`: fills dq, dk (per value head, [B, T, HV, K]), dg, dbeta."""
+    """Launch `gradients_kernel`: fills dq, dk (per value head, [B, T, HV, K]), dg, dbeta; and dgates."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     tile = config.gradients
     gradients_kernel[(chunks.count * HV,)](
-        q, k, do, beta, rows, h, U, dY, dh, vdY, carry, dq, dk, dg, dbeta, chunks.start, chunks.length, scale,
-        chunks.T, chunks.per_sequence,
+        q, k, do, g, beta, A_log, dt_bias, rows, h, U, dY, dh, vdY, carry, dq, dk, dg, dbeta, dgates,
+        chunks.start, chunks.length, scale, beta_max, chunks.T, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, TILES=vdY.shape[2],
-        L2NORM=l2norm, PACKED=chunks.packed, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        L2NORM=l2norm, GATE=A_log is not None, BIAS=dt_bias is not None, SIGMOID=beta_max > 0,
+        PACKED=chunks.packed, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -15,15 +15,18 @@ Source: arXiv:2412.06464. The gate may follow the inverse because D = diag(gam) 
 it is always formed as exp of a masked difference, never as a quotient, which overflows.
 
 Normalized queries and keys are never written: their factors r_q, r_k scale rows, so they fold into gam, lam
-and the C x C matrices, and the products read q and k as they came.
+and the C x C matrices, and the products read q and k as they came. Nor are g and beta where they are given as
+what a layer projects, a and z, [B, T, HV] both:
+
+    g = -exp(A_log) softplus(a + dt_bias)         beta = beta_max sigmoid(z)
 
 The scan holds the state transposed, Z = S^T [BV, K]. Every product on the serial chain then has the running
 value on its left, which Hopper's tensor cores read from registers, and a tile from memory on its right; no
 result of a product is ever transposed, which Triton 3.4 to 3.7.0 miscompiles on Hopper.
 
 Layout: q, k [B, T, H, K]; v, o [B, T, HV, V]; g, beta [B, T, HV]; states [N, HV, K, V]; NC counts the chunks
-of all sequences, and per chunk there are N, P [NC, HV, C, C]; rows [NC, HV, 6, C] float32, which are b, r_q,
-r_k, gam r_k beta, scale gam r_q, lam r_k; h [NC, HV, V, K], the states at chunk starts; U [NC, HV, C, V].
+of all sequences, and per chunk there are N, P [NC, HV, C, C]; rows [NC, HV, 8, C] float32 (tiles.ROWS says
+which); h [NC, HV, V, K], the states at chunk starts; U [NC, HV, C, V]. A_log, dt_bias [HV].
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -33,10 +36,12 @@ import triton.language as tl
 
 from triton_kernels.launch import Chunks, Config, power_of_two
 from triton_kernels.tiles import (
+    ROWS,
     chunk_span,
     product,
     rounded,
     sequence_span,
+    softplus,
     split_product,
     unit_lower_inverse,
 )
@@ -44,11 +49,15 @@ from triton_kernels.tiles import (
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def prepare_kernel(
-    q, k, g, beta, N_out, P_out, rows, chunk_start, chunk_length, scale, T, NT,
+    q, k, g, beta, A_log, dt_bias, N_out, P_out, rows, chunk_start, chunk_length, scale, beta_max, T, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
-    L2NORM: tl.constexpr, PACKED: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
+    L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    PACKED: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, value head): N, P and the seven rows. KP is K up to a power of two."""
+    """One program per (chunk, value head): N, P and the rows. KP is K up to a power of two.
+
+    GATE: g holds a, with BIAS there is a dt_bias. SIGMOID: beta holds z.
+    """
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // HV, pid % HV
     i_hk = i_h // (HV // H)
@@ -65,6 +74,13 @@ def prepare_kernel(
     b_k = tl.load(k + row + o_tk, mask=m_tk, other=0.0)
     b_g = tl.load(g + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
     b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+    # what lies past the end neither forgets nor writes, whatever 0 becomes
+    if GATE:
+        if BIAS:
+            b_g += tl.load(dt_bias + i_h).to(tl.float32)
+        b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(b_g), 0.0)
+    if SIGMOID:
+        b_beta = tl.where(m_t, beta_max * tl.sigmoid(b_beta), 0.0)
 
     # the running sum in two words: its differences keep their digits where strong and weak decays meet
     b_sum = tl.cumsum(b_g.to(tl.float64), axis=0)
@@ -82,7 +98,7 @@ def prepare_kernel(
     b_last = tl.sum(tl.where(o_c == C - 1, b_sum, 0.0), axis=0)
     b_gam = tl.exp(b_b)
     b_lam = tl.exp((b_last - b_sum).to(tl.float32))
-    p_rows = rows + tile * (7 * C) + o_c
+    p_rows = rows + tile * (ROWS * C) + o_c
     tl.store(p_rows, b_b)
     tl.store(p_rows + C, b_low)
     tl.store(p_rows + 2 * C, b_rq)
@@ -90,6 +106,7 @@ def prepare_kernel(
     tl.store(p_rows + 4 * C, b_gam * b_rk * b_beta)
     tl.store(p_rows + 5 * C, scale * b_gam * b_rq)
     tl.store(p_rows + 6 * C, b_lam * b_rk)
+    tl.store(p_rows + 7 * C, b_beta)
 
     o_cc = o_c[:, None] * C + o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
@@ -111,7 +128,7 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def scan_kernel(
-    q, k, v, beta, N, P, rows, initial_state, o, final_state, h, U, cu_seqlens, chunk_offsets, T, NT,
+    q, k, v, N, P, rows, initial_state, o, final_state, h, U, cu_seqlens, chunk_offsets, T, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, WRITE_O: tl.constexpr,
     WRITE_FINAL: tl.constexpr, WRITE_H: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
@@ -157,8 +174,8 @@ def scan_kernel(
         p_N = N + tile * (WORDS * C * C) + o_cc
         b_N = tl.load(p_N)
         b_low = tl.load(p_N + (WORDS - 1) * (C * C))
-        b_beta = tl.load(beta + t * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
-        p_rows = rows + tile * (7 * C)
+        p_rows = rows + tile * (ROWS * C)
+        b_beta = tl.load(p_rows + 7 * C + o_c)
         b_Zd = rounded(b_Z, dtype, DOT)
         if WRITE_H:
             tl.store(h + tile * (V * K) + o_v[:, None] * K + o_k[None, :], b_Zd, mask=m_vk)
@@ -182,25 +199,32 @@ def scan_kernel(
         tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_state, b_Z, mask=m_vk)
 
 
-def prepare(q, k, g, beta, N, P, rows, *, scale, l2norm, chunks: Chunks, config: Config):
-    """Launch `prepare_kernel`: fills N, P, rows. Tensors as in the module's Layout, contiguous."""
+def prepare(
+    q, k, g, beta, A_log, dt_bias, N, P, rows, *, scale, l2norm, beta_max, chunks: Chunks, config: Config
+):  # fmt: skip
+    """Launch `prepare_kernel`: fills N, P, rows. Tensors as in the module's Layout, contiguous.
+
+    A_log None: g is g; dt_bias None: there is none. beta_max 0: beta is beta.
+    """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
     prepare_kernel[(chunks.count * HV,)](
-        q, k, g, beta, N, P, rows, chunks.start, chunks.length, scale, chunks.T, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, PACKED=chunks.packed,
-        WORDS=N.shape[2], DOT=config.dot, num_warps=config.prepare.warps, num_stages=config.prepare.stages,
+        q, k, g, beta, A_log, dt_bias, N, P, rows, chunks.start, chunks.length, scale, beta_max, chunks.T,
+        chunks.per_sequence,
+        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, GATE=A_log is not None,
+        BIAS=dt_bias is not None, SIGMOID=beta_max > 0, PACKED=chunks.packed, WORDS=N.shape[2],
+        DOT=config.dot, num_warps=config.prepare.warps, num_stages=config.prepare.stages,
     )  # fmt: skip
 
 
 def scan(
-    q, k, v, beta, N, P, rows, initial_state, *, o, final_state, h, U, chunks: Chunks, config: Config
+    q, k, v, N, P, rows, initial_state, *, o, final_state, h, U, chunks: Chunks, config: Config
 ):  # fmt: skip
     """Launch `scan_kernel`: fills whichever of o, final_state and (h, U) are not None."""
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     tile = config.scan
     scan_kernel[(chunks.sequences * HV * -(-V // tile.BV),)](
-        q, k, v, beta, N, P, rows, initial_state, o, final_state, h, U, chunks.cu_seqlens, chunks.offsets,
+        q, k, v, N, P, rows, initial_state, o, final_state, h, U, chunks.cu_seqlens, chunks.offsets,
         chunks.T, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, PACKED=chunks.packed,
         HAS_INITIAL=initial_state is not None, WRITE_O=o is not None, WRITE_FINAL=final_state is not None,

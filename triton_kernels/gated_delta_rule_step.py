@@ -2,10 +2,13 @@
 
     S' = exp(g) S + k (beta (v - (exp(g) S)^T k))^T ;  o = scale * S'^T q
 
+g and beta as they are, or made here of what a layer projects: gated_delta_rule_fwd has the formulas.
+
 Source: arXiv:2412.06464. The state travels once each way, 8 K V bytes a head, which bounds the time; a
 program holds K x BV of it in registers and sums over K itself.
 
-Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V].
+Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log,
+dt_bias [HV].
 """
 
 # pyright: reportCallIssue=false
@@ -14,14 +17,14 @@ import triton
 import triton.language as tl
 
 from triton_kernels.launch import Tile, arithmetic, power_of_two
-from triton_kernels.tiles import rounded
+from triton_kernels.tiles import rounded, softplus
 
 
 @triton.jit
 def step_kernel(
-    q, k, v, g, beta, state, o, new_state, scale,
+    q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    L2NORM: tl.constexpr, DOT: tl.constexpr,
+    L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One program per (sequence, value head, BV columns of V)."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -38,6 +41,12 @@ def step_kernel(
     b_v = tl.load(v + i_nh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
     b_g = tl.load(g + i_nh).to(tl.float32)
     b_beta = tl.load(beta + i_nh).to(tl.float32)
+    if GATE:
+        if BIAS:
+            b_g += tl.load(dt_bias + i_nh % HV).to(tl.float32)
+        b_g = -tl.exp(tl.load(A_log + i_nh % HV).to(tl.float32)) * softplus(b_g)
+    if SIGMOID:
+        b_beta = beta_max * tl.sigmoid(b_beta)
     if L2NORM:
         b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6)
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
@@ -56,13 +65,14 @@ def tile(V: int) -> Tile:
     return Tile(min(32, power_of_two(V)), 4, 1)
 
 
-def step(q, k, v, g, beta, state, o, new_state, *, scale, l2norm):
+def step(q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm, beta_max):
     """Launch `step_kernel`: fills o and new_state, which may be state itself."""
     B, H, K = q.shape
     HV, V = v.shape[1:]
     row = tile(V)
     step_kernel[(B * HV * -(-V // row.BV),)](
-        q, k, v, g, beta, state, o, new_state, scale,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.BV, L2NORM=l2norm, DOT=arithmetic(),
-        num_warps=row.warps, num_stages=row.stages,
+        q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.BV, L2NORM=l2norm, GATE=A_log is not None,
+        BIAS=dt_bias is not None, SIGMOID=beta_max > 0, DOT=arithmetic(), num_warps=row.warps,
+        num_stages=row.stages,
     )  # fmt: skip

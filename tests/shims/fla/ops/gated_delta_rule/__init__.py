@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 import backends
-from fla.ops.gated_delta_rule.gate import naive_gdn_gate
 
 
 def chunk_gated_delta_rule(
@@ -28,11 +27,6 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """FLA's arguments; chunk_size and cu_seqlens_cpu are hints that our function has no use for."""
-    if use_gate_in_kernel:
-        assert A_log is not None
-        g = naive_gdn_gate(g, A_log, dt_bias)
-    if use_beta_sigmoid_in_kernel:
-        beta = beta.float().sigmoid() * (2 if allow_neg_eigval else 1)
     if initial_state is not None:
         # ours are float32 and key-first; theirs come in any dtype
         initial_state = (initial_state.transpose(-1, -2) if state_v_first else initial_state).float()
@@ -48,6 +42,11 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
         backend="triton",
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval and use_beta_sigmoid_in_kernel,
     )
     return o, state.transpose(-1, -2) if state is not None and state_v_first else state
 
@@ -75,11 +74,6 @@ def fused_recurrent_gated_delta_rule(
     """FLA's forward-only recurrence: dense inputs walk token by token through our decode step."""
     assert beta is not None and gk is None and gv is None
     with torch.no_grad():
-        if use_gate_in_kernel:
-            assert A_log is not None
-            g = naive_gdn_gate(g, A_log, dt_bias)
-        if use_beta_sigmoid_in_kernel:
-            beta = beta.float().sigmoid() * (2 if allow_neg_eigval else 1)
         if state_v_first and initial_state is not None:
             initial_state = initial_state.transpose(-1, -2)
         T, (HV, V), K = q.shape[1], v.shape[2:], q.shape[3]
@@ -103,6 +97,11 @@ def fused_recurrent_gated_delta_rule(
                     scale=scale,
                     use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                     backend="triton",
+                    use_gate_in_kernel=use_gate_in_kernel,
+                    A_log=A_log,
+                    dt_bias=dt_bias,
+                    use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                    allow_neg_eigval=allow_neg_eigval and use_beta_sigmoid_in_kernel,
                 )
     state = state.transpose(-1, -2) if state_v_first else state
     return o, state if output_final_state else None
