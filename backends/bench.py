@@ -2,6 +2,7 @@
 
     python -m backends.bench [--backend NAME] [--peer hf|fla] [--case NAME] [--dtype NAME] [--json FILE]
     python -m backends.bench --compile-only [--json FILE]
+    python -m backends.bench table [FILE ...]       python -m backends.bench chart OUT [FILE ...]
 
 The contenders take turns, one call each, so that whatever slows the machine slows all; a ratio is the median
 over the rounds of (peer's time / ours), with its 20th and 80th percentile. Every call on a GPU starts with a
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from backends import bench_figures
 from backends import device as platform_facts
 from backends.cases import BY_NAME, Case, Inputs, inputs, select
 from backends.facts import facts
@@ -299,6 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m backends.bench", description="Parity first, then the clock"
     )
+    parser.add_argument("action", nargs="?", choices=("run", "table", "chart"), default="run")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="of table and chart")
     parser.add_argument("--backend", help="the default one of this machine's device, unless named")
     parser.add_argument(
         "--peer", action="append", choices=tuple(PEERS), help="only this one; may be repeated"
@@ -313,6 +317,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="no clock: compile every Triton kernel for sm_90 and print what it takes; needs no GPU",
     )
     given = parser.parse_args(argv)
+    if given.action != "run":
+        return _figure(parser, given)
     if given.compile_only:
         return compile_only(given.json)
     try:
@@ -323,6 +329,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(complaint, file=sys.stderr)
         return 2
     return _main(given, subject, cases)
+
+
+def _figure(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    files = given.files
+    if given.action == "table":
+        print(bench_figures.markdown(bench_figures.read(files)))
+    elif not files or files[0].suffix not in (".png", ".svg", ".pdf"):
+        parser.error(
+            f"chart wants a picture's name first, .png, .svg or .pdf; given: {list(map(str, files))}"
+        )
+    else:
+        bench_figures.draw(bench_figures.read(files[1:]), files[0])
+    return 0
 
 
 def compile_only(file: Path | None) -> int:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from backends import bench_figures
 from models.mup import markdown_table
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -9,6 +10,13 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 def test_the_mup_table_is_the_one_that_the_optimizers_read():
     assert markdown_table() in README
+
+
+def test_the_speeds_are_those_of_the_files():
+    rows = bench_figures.read()
+    assert bench_figures.markdown(rows) in README
+    faster = [row | {"ratio": row["ratio"] and {"p50": 2 * row["ratio"]["p50"]}} for row in rows]
+    assert bench_figures.markdown(faster) not in README
 
 
 def test_no_placeholder_is_left():

@@ -1,6 +1,6 @@
 """Compiles every kernel in every configuration for sm_90, without a GPU; reports what the chip would need.
 
-    python -m triton_kernels.compile_only [--quick] [--json FILE]
+    python -m triton_kernels.compile_only [--quick] [--kernel NAME] [--dtype NAME] [--jobs N] [--json FILE]
 
 A row: kernel, head sizes, element type, options; registers and stack bytes a thread (a stack is spilled
 registers), shared memory a program, matrix instructions (HGMMA), and transposes of products. Exit 1 if a row
@@ -14,12 +14,15 @@ and more in float32, whose products run on the ordinary cores. Transposes must d
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -329,17 +332,36 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _compiled(place: tuple[bool, int]) -> Row:
+    """Of a position in `variants`, since a Variant cannot travel between processes."""
+    quick, i = place
+    return compile_variant(next(islice(variants(quick=quick), i, None)))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m triton_kernels.compile_only", description="compile every kernel for sm_90"
     )
     parser.add_argument("--quick", action="store_true", help="a part that takes seconds")
+    parser.add_argument("--kernel", action="append", help="only this one; may be repeated")
+    parser.add_argument("--dtype", action="append", choices=list(ITEMSIZE), help="only this one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time (default: a core each)")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args(arguments)
+    everything = list(variants(quick=options.quick))
+    kernels = dict.fromkeys(variant.kernel for variant in everything)
+    if unknown := [name for name in options.kernel or () if name not in kernels]:
+        parser.error(f"no kernel is named {unknown[0]!r}; there are: {', '.join(kernels)}")
+    wanted = [
+        (options.quick, i)
+        for i, variant in enumerate(everything)
+        if variant.kernel in (options.kernel or kernels) and variant.dtype in (options.dtype or ITEMSIZE)
+    ]
     rows = []
-    for variant in variants(quick=options.quick):
-        rows.append(compile_variant(variant))
-        print(table(rows).splitlines()[-1] if len(rows) > 1 else table(rows), flush=True)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for row in pool.map(_compiled, wanted):
+            rows.append(row)
+            print(table(rows).splitlines()[-1] if len(rows) > 1 else table(rows), flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     broken = [(row, reason) for row in rows for reason in row.broken()]
