@@ -95,7 +95,7 @@ def ours(backend: str) -> Run:
 
 def contender(name: str) -> Run:
     """By name: a peer's, or one of our backends."""
-    return PEERS[name].load() if name in PEERS else ours(name)
+    return PEERS[name].run() if name in PEERS else ours(name)
 
 
 def prepared(run: Run, given: Inputs, phase: str) -> Callable[[], None]:

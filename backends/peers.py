@@ -13,24 +13,30 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 from torch import Tensor
 
 from backends.cases import Inputs
+from backends.gates import Gates
 
 Run = Callable[[Inputs], Tensor]
+# a peer's function under the names and in the order of `backends.gated_delta_rule`
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+# its arguments about gates
+GATES = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a peer comes from and what it takes; `load` gives a function from inputs to o."""
+    """Where a peer comes from and what it takes; `load` gives its function."""
 
     name: str
     distribution: str
     module: str
     devices: tuple[str, ...]
     packed: bool
-    load: Callable[[], Run]
+    load: Callable[[], Rule]
 
     def absent(self, device: str) -> str | None:
         """Why it cannot run on this machine's `device`, or None."""
@@ -40,38 +46,69 @@ class Peer:
             return f"runs on {', '.join(self.devices)}, not on {device}"
         return None
 
+    def run(self) -> Run:
+        """From a case's inputs to o."""
+        rule = self.load()
+        return lambda x: rule(x.q, x.k, x.v, x.g, x.beta, **x.arguments())[0]
+
     def label(self) -> str:
         """Name and version."""
         return f"{self.name} {version(self.distribution)}"
 
 
-def _huggingface() -> Run:
+def _made(
+    g: Tensor,
+    beta: Tensor,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """g and beta by PyTorch, where they are to be made of what a layer projects."""
+    beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
+    return Gates(A_log if use_gate_in_kernel else None, dt_bias, beta_max).applied(g, beta)
+
+
+def _huggingface() -> Rule:
     module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     # unwrapped: transformers replaces the function by flash-linear-attention's where that is installed
     form = inspect.unwrap(module.torch_chunk_gated_delta_rule)
 
-    def run(x: Inputs) -> Tensor:
-        group = x.case.value_heads // x.case.H
-        q, k = (y if group == 1 else y.repeat_interleave(group, dim=2) for y in (x.q, x.k))
-        g, beta = x.gates().applied(x.g, x.beta)
-        return form(q, k, x.v, g, beta, use_qk_l2norm_in_kernel=x.case.normalized_inside)[0]
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
+        initial_state: Tensor | None = None, output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **gates: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        if cu_seqlens is not None:
+            raise ValueError("hf takes no packed sequences; leave cu_seqlens out")
+        group = v.shape[2] // q.shape[2]
+        q, k = (y if group == 1 else y.repeat_interleave(group, dim=2) for y in (q, k))
+        g, beta = _made(g, beta, **gates)
+        o, state = form(
+            q, k, v, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+        # its scale is K^-0.5 always, and o is linear in it
+        return o if scale is None else o * (scale * q.shape[-1] ** 0.5), state
 
-    return run
+    return rule
 
 
-def _flash_linear_attention() -> Run:
+def _flash_linear_attention() -> Rule:
     form = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     # its later releases make both gates in kernels, A_log among **kwargs; for the others PyTorch does
     makes_gates = "use_beta_sigmoid_in_kernel" in inspect.signature(form).parameters
 
-    def run(x: Inputs) -> Tensor:
-        told, g, beta = x.arguments(), x.g, x.beta
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **told: Any
+    ) -> tuple[Tensor, Tensor | None]:
         if not makes_gates:
-            told = {name: told[name] for name in ("use_qk_l2norm_in_kernel", "cu_seqlens")}
-            g, beta = x.gates().applied(g, beta)
-        return form(x.q, x.k, x.v, g, beta, **told)[0]
+            gates = {name: told.pop(name) for name in GATES if name in told}
+            g, beta = _made(g, beta, **gates)
+        return form(q, k, v, g, beta, **told)
 
-    return run
+    return rule
 
 
 PEERS = {

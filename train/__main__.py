@@ -37,6 +37,11 @@ COMMANDS = {
         "RECIPE [key=value ...]",
         "memory, FLOPs and bytes sent on 1 to 1024 workers, computed",
     ),
+    "throughput": (
+        "train.commands.throughput",
+        "RECIPE [--peer fla] [key=value ...]",
+        "tokens/s, memory and where the time goes, beside a peer's operator",
+    ),
     "warmup": (
         "train.commands.warmup",
         "RECIPE|RUN_DIR [key=value ...]",

@@ -1,5 +1,7 @@
 """What a run would train on and with, for those who look at training without a run's folder."""
 
+import torch
+
 from .assembly import _dataset, _resolved, _with_data
 from .config import RunConfig
 from .data import TokenDataset
@@ -10,6 +12,11 @@ def subject(config: RunConfig) -> tuple[RunConfig, TokenDataset]:
     config, _ = _resolved(config)
     dataset = _dataset(config)
     return _with_data(config, dataset), dataset
+
+
+def resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
+    """The configuration without `auto`, this process's backend chosen; and its device."""
+    return _resolved(config)
 
 
 def data_of(config: RunConfig) -> TokenDataset:

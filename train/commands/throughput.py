@@ -1,0 +1,58 @@
+"""python -m train throughput RECIPE [key=value ...] [--peer hf|fla] [--rounds N] [--json FILE]"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..overrides import apply, parse
+from ..recipes import recipe
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m train throughput",
+        description="Tokens/s and memory of a training step, beside the same model with a peer's operator, "
+        "and where the time goes; behind a green parity.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
+    parser.add_argument("--peer", action="append", choices=("hf", "fla"), default=[], help="may be repeated")
+    parser.add_argument("--rounds", type=int, default=20, help="steps of each (default: 20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add one JSON object a contender")
+    given = parser.parse_intermixed_args(arguments)
+    if given.rounds < 2:
+        raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
+    config = apply(recipe(given.recipe), parse(given.changes))
+
+    from backends.facts import facts
+
+    from ..throughput import OURS, Workload, measure, require_parity, shares
+
+    workload = Workload(config)
+    c = workload.config
+    print(
+        f"{c.name}: width {c.model.width}, {c.batch.sequences} x {c.batch.length} tokens a step, "
+        f"{c.precision}, delta rule by {workload.backend} on {workload.device}"
+    )
+    require_parity(workload)
+    found = measure(workload, tuple(given.peer), given.rounds)
+    for row in found:
+        beside = "" if row.ratio is None else f"   {row.ratio} times ours"
+        print(
+            f"{row.contender:6}{row.tokens_per_s:12,.0f} tokens/s   {row.ms} ms a step   "
+            f"{row.peak_bytes / 2**30:.2f} GiB{beside}"
+        )
+    parts = shares(workload)
+    for part, share in parts.items():
+        print(f"{share:6.1%}  {part}")
+    if given.json:
+        about = {"recipe": c.name, "width": c.model.width, "sequences": c.batch.sequences}
+        about |= {"length": c.batch.length, "precision": c.precision, "backend": workload.backend}
+        with given.json.open("a") as file:
+            for row in found:
+                line = asdict(row) | {"shares": parts if row.contender == OURS else None}
+                file.write(json.dumps(about | line | facts(workload.device)) + "\n")
+    return 0
