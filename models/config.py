@@ -44,6 +44,8 @@ class DeltaConfig(PretrainedConfig):
     positions               "rope", in attention_layers, or "learned": max_position_embeddings rows, added
     forgetting              initial decay rates over Mamba2's: at 1/16 heads remember 16 times as long
     depth_scaled_init       the last matrix of each sublayer begins 1 / sqrt(layers) as large
+    mixer_output_init       the last matrix of each mixer begins so many times as large; 0: at first no mixer
+                            says a word
     label_smoothing         share of the target that training gives to all tokens alike
 
     norm, mlp               "rms" or "layer"; "swiglu" or "gelu"
@@ -105,6 +107,7 @@ class DeltaConfig(PretrainedConfig):
         readout: str | None = None,
         initializer_range: float = 0.02,
         depth_scaled_init: bool = False,
+        mixer_output_init: float = 1.0,
         label_smoothing: float = 0.0,
         positions: str = "rope",
         max_position_embeddings: int = 512,
@@ -169,6 +172,7 @@ class DeltaConfig(PretrainedConfig):
         self.readout: str = readout if readout is not None else "none" if init == "authors" else "sqrt_k"
         self.initializer_range, self.use_cache = initializer_range, use_cache
         self.forgetting, self.depth_scaled_init = forgetting, depth_scaled_init
+        self.mixer_output_init = mixer_output_init
         self.label_smoothing = label_smoothing
         self.rope_ratio, self.use_k_shift, self.use_v_shift = rope_ratio, use_k_shift, use_v_shift
         self.q_activation, self.k_activation, self.v_activation = q_activation, k_activation, v_activation
@@ -224,6 +228,8 @@ class DeltaConfig(PretrainedConfig):
                 f"V={self.head_dim_v} must be even in attention_layers, where RoPE turns pairs; change "
                 "head_dim_k or expand_v"
             )
+        if not 0 <= self.mixer_output_init < float("inf"):
+            raise ValueError(f"mixer_output_init={self.mixer_output_init} must be a finite number from 0 on")
         _require_known("parametrization", self.parametrization, TABLES)
         _require_known("scale_by", self.scale_by, GROWTHS)
         _require_known("init", self.init, INITIALIZATIONS)

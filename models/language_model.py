@@ -37,10 +37,12 @@ class Block(GradientCheckpointingLayer):
         self.mlp_norm = norm(d, config.rms_norm_eps)
         self.mlp = MLPS[config.mlp](d, config.intermediate_size)
         self.mlp_write = make_write(config)
-        if config.depth_scaled_init:
-            for last in (self.mixer.o_proj, self.mlp.down_proj):
-                smaller = replace(last.tags["weight"], scale=config.num_hidden_layers**-0.5)
-                last.tags = {"weight": smaller}
+        depth = config.num_hidden_layers**-0.5 if config.depth_scaled_init else 1.0
+        for last, scale in (
+            (self.mixer.o_proj, depth * config.mixer_output_init),
+            (self.mlp.down_proj, depth),
+        ):
+            last.tags = {"weight": replace(last.tags["weight"], scale=scale)}
         self.dropout = nn.Dropout(config.dropout)
         # a sum that is read as it is: the norm after it makes it
         self.sums = isinstance(self.mixer_write, Additive) and isinstance(self.read, Whole)

@@ -96,6 +96,23 @@ def test_the_last_matrices_of_sublayers_begin_smaller():
         assert torch.allclose(scaled[name], p * 3**-0.5 if smaller else p, rtol=1e-6), name
 
 
+@pytest.mark.parametrize("size", [0.0, 0.1])
+def test_mixers_begin_by_saying_little_or_nothing(size):
+    plain, quiet = (model(mixer_output_init=x) for x in (1.0, size))
+    for (name, p), (_, x) in zip(plain.named_parameters(), quiet.named_parameters(), strict=True):
+        assert torch.allclose(x, p * size if name.endswith("o_proj.weight") else p, rtol=1e-6), name
+    ids = tokens(2, 9)
+    quiet.loss(ids[:, :-1], ids[:, 1:]).backward()
+    outputs = [block.mixer.o_proj.weight.grad for block in quiet.blocks]
+    assert all(grad.abs().max() > 0 for grad in outputs), "a matrix of 0 still learns"
+
+
+@pytest.mark.parametrize("size", [-1.0, float("inf"), float("nan")])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match=r"mixer_output_init=.* must be a finite number from 0 on"):
+        model(mixer_output_init=size)
+
+
 def test_label_smoothing_is_pytorchs_and_for_training_alone():
     m, ids = model(label_smoothing=0.1), tokens(2, 9)
     inputs, targets = ids[:, :-1], ids[:, 1:].clone()

@@ -68,6 +68,8 @@ class ModelSection(Section):
     """what grows with width; for heads give heads and head_dim_k at every width"""
     initializer_range: Positive = 0.02
     """standard deviation of initial weights at base_width"""
+    mixer_output_init: Real = 1.0
+    """the last matrix of each mixer begins so many times as large; 0: mixers begin by saying nothing"""
     depth_scaled_init: bool = False
     """the last matrix of each sublayer begins 1 / sqrt(layers) as large"""
     rope_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0

@@ -67,6 +67,7 @@ def model_config(
             initializer_range=m.initializer_range,
             forgetting=m.forgetting,
             depth_scaled_init=m.depth_scaled_init,
+            mixer_output_init=m.mixer_output_init,
             label_smoothing=m.label_smoothing,
             rope_theta=m.rope_theta,
             rope_ratio=m.rope_ratio,
