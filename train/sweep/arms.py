@@ -42,8 +42,8 @@ ARMS: dict[str, tuple[Arm, ...]] = {
         Arm(f"memory^{power:g}", {"model.forgetting": "0.0625", "optimizer.memory": repr(16.0**power)})
         for power in (0.0, 0.5, 1.0)
     ),
-    # Taps and embedding as the released code draws them, so small that mixers hardly speak at first, and the
-    # output norm's epsilon keeps them so; or a last matrix of 0, which does that without epsilon, at any width.
+    # Taps and embedding as the released code draws them, so small that mixers hardly speak at first and the
+    # output norm's epsilon keeps them so; or a last matrix of 0: that without epsilon, at any width.
     "initialization": (
         *(Arm(name, {"model.init": name}) for name in ("delta_trn", "authors")),
         Arm("mixers from 0", {"model.mixer_output_init": "0"}),
