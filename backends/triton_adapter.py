@@ -165,9 +165,12 @@ def backward(
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
     if gates.A_log is None or dgates is None:
         return dq, dk, dv, dg, dbeta, dinitial
-    dA_log, ddt_bias = dgates.sum(0).unbind(1)
-    bias = None if gates.dt_bias is None else ddt_bias.to(gates.dt_bias.dtype)
-    return dq, dk, dv, dg, dbeta, dinitial, dA_log.to(gates.A_log.dtype), bias
+    # two sums, since results of an operator may not share memory
+    dA_log, ddt_bias = (
+        None if x is None else part.sum(0).to(x.dtype)
+        for x, part in zip((gates.A_log, gates.dt_bias), dgates.unbind(2), strict=True)
+    )
+    return dq, dk, dv, dg, dbeta, dinitial, dA_log, ddt_bias
 
 
 @on_its_device

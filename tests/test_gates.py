@@ -76,6 +76,19 @@ def test_a_gradient_has_its_parameters_dtype(backend):
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
+def test_one_head_has_gates_too(backend):
+    """Whose gradients, one number each, must not be two views of one tensor."""
+    given = arguments()
+    given = [x.detach()[:, :, :1].requires_grad_() for x in given[:5]] + [
+        x.detach()[:1].requires_grad_() for x in given[5:]
+    ]
+    q, k, v, a, z, A_log, dt_bias = given
+    o, _ = gated_delta_rule(q, k, v, a, z, backend=backend, **projected(A_log, dt_bias))
+    grads = torch.autograd.grad(o.sum(), given)
+    assert [grad.shape for grad in grads] == [x.shape for x in given]
+
+
+@pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
 def test_steps_are_the_sequence_token_by_token(backend):
     q, k, v, a, z, A_log, dt_bias = (x.detach() for x in arguments())
     told = projected(A_log, dt_bias, allow_neg_eigval=True, backend=backend)
