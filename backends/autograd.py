@@ -132,8 +132,8 @@ def gated_delta_rule_backward(
             do, _dense(dstate), q, k, v, g, beta, _dense(initial_state), cu_seqlens, saved, options
         )
     dq, dk, dv, dg, dbeta = (x.contiguous() for x in (dq, dk, dv, dg, dbeta))
-    dA_log, ddt_bias = dgates or (None, None)
-    return dq, dk, dv, dg, dbeta, *(_present(x, g) for x in (dA_log, ddt_bias, dinitial))
+    dA_log, ddt_bias = (_present(x, g) for x in dgates or (None, None))
+    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, _present(dinitial, g)
 
 
 @gated_delta_rule_backward.register_fake

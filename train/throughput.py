@@ -190,7 +190,7 @@ def shares(workload: Workload) -> dict[str, float]:
         workload(OURS)
     spent: dict[str, float] = dict.fromkeys((*PARTS, REST), 0.0)
     for event in profile.events() or ():
-        if event.device_type != torch.autograd.DeviceType.CPU:
+        if event.device_type.name != "CPU":
             continue
         own = sum(kernel.duration for kernel in event.kernels) if on_gpu else event.self_cpu_time_total
         spent[_part(event)] += own

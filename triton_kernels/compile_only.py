@@ -182,10 +182,10 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
         return Variant(name, K, V, dtype, options, function, constants, tile)
 
     fwd, bwd = gated_delta_rule_fwd, gated_delta_rule_bwd
+    forms = {"made": MADE} if quick else {"given": GIVEN, "made": MADE}
     for packed in [False] if quick else [False, True]:
         word = "packed" if packed else "dense"
         prepare = {**sizes, "C": row.C, "WORDS": words, "DOT": row.dot, "PACKED": packed, "L2NORM": True}
-        forms = {"made": MADE} if quick else {"given": GIVEN, "made": MADE}
         for form, gates in forms.items():
             yield variant(
                 "prepare", f"{word}, gates {form}", fwd.prepare_kernel, row.prepare, prepare | gates
