@@ -88,6 +88,7 @@ def reverse_scan_kernel(
     o_vc = o_v[:, None] + o_c[None, :] * (HV * V)
     o_cc = o_c[:, None] * C + o_c[None, :]
     o_state = o_k[None, :] * V + o_v[:, None]
+    o_vk = o_v[:, None] * K + o_k[None, :]
     dtype = k.dtype.element_ty
 
     b_dZ = tl.zeros([BV, KP], dtype=tl.float32)  # the gradient of the state, transposed
@@ -102,6 +103,27 @@ def reverse_scan_kernel(
         tile = (first + i) * HV + i_h
         m_t = o_c < tl.minimum(length - i * C, C).to(tl.int32)
         m_ck = m_t[:, None] & m_k[None, :]
+        p_rows = rows + tile * (ROWS * C)
+        m_vc = m_v[:, None] & m_t[None, :]
+        # gam_C <dS', S>, from the unrounded gradient here, and at the first chunk from the unrounded state;
+        # first and one after the other, while nothing else is there: 472 bytes a thread spilled at 256:512,
+        # packed, against 560
+        p_h = tile * (V * K)
+        if HAS_INITIAL:
+            b_S = tl.load(h + p_h + o_vk, mask=m_vk & (i > 0), other=0.0).to(tl.float32)
+        else:
+            b_S = tl.load(h + p_h + o_vk, mask=m_vk, other=0.0).to(tl.float32)
+        b_carry = tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
+        if HAS_INITIAL:
+            b_S = tl.load(
+                initial_state + (i_n * HV + i_h) * (K * V) + o_state, mask=m_vk & (i == 0), other=0.0
+            )
+            b_carry += tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
+        b_last = tl.exp(tl.load(p_rows + C - 1))
+        tl.store(carry + tile * NV + i_v, b_last * b_carry)
+        b_dZd = rounded(b_dZ, dtype, DOT)
+        tl.store(dh + p_h + o_vk, b_dZd, mask=m_vk)
+
         b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
         b_doT = tl.load(
@@ -111,22 +133,6 @@ def reverse_scan_kernel(
         b_N = tl.load(p_N)
         b_low = tl.load(p_N + (WORDS - 1) * (C * C))
         b_P = tl.load(P + tile * (C * C) + o_cc)
-        p_rows = rows + tile * (ROWS * C)
-        m_vc = m_v[:, None] & m_t[None, :]
-        # gam_C <dS', S>, from the unrounded gradient here, and at the first chunk from the unrounded state
-        o_h = tile * (V * K) + o_v[:, None] * K + o_k[None, :]
-        if HAS_INITIAL:
-            b_S = tl.load(h + o_h, mask=m_vk & (i > 0), other=0.0).to(tl.float32)
-            b_S += tl.load(
-                initial_state + (i_n * HV + i_h) * (K * V) + o_state, mask=m_vk & (i == 0), other=0.0
-            )
-        else:
-            b_S = tl.load(h + o_h, mask=m_vk, other=0.0).to(tl.float32)
-        b_last = tl.exp(tl.load(p_rows + C - 1))
-        tl.store(carry + tile * NV + i_v, b_last * tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0))
-        b_dZd = rounded(b_dZ, dtype, DOT)
-        tl.store(dh + o_h, b_dZd, mask=m_vk)
-
         b_dUT = product(b_dZd, tl.trans(b_k), DOT) * tl.load(p_rows + 6 * C + o_c)[None, :]
         b_dUT += product(b_doT, b_P, DOT)  # [BV, C]
         b_dYT = split_product(b_dUT, b_N, b_low, dtype, DOT)  # [BV, C]
