@@ -32,6 +32,7 @@ from torch import Tensor
 
 from backends import bench_figures
 from backends import device as platform_facts
+from backends.bench_figures import PASSES
 from backends.cases import BY_NAME, Case, Inputs, inputs, select
 from backends.facts import facts
 from backends.judge import GRADIENTS, verdicts
@@ -40,7 +41,6 @@ from backends.parity import NOT_RUN, Subject, subjects
 from backends.peers import PEERS, Run
 from backends.registry import BackendRefusal
 
-PASSES = ("forward", "backward", "forward+backward")
 ROUNDS = (5, 300)
 COMPILER = ("-m", "triton_kernels.compile_only")
 CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU at hand (H200: 60 MB)

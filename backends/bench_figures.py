@@ -17,8 +17,8 @@ from typing import Any
 
 from backends.cases import CASES, Case
 from backends.facts import ROOT
+from backends.parity import NOT_RUN
 
-NOT_RUN = "not yet run"
 # the tag of what is timed on a GPU, and of what also is on a CPU
 TAGS = {"cuda": "bench", "cpu": "bench-cpu"}
 PASSES = ("forward", "backward", "forward+backward")

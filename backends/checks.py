@@ -76,11 +76,11 @@ def step_arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
 def gate_arguments(
     q: Tensor,
     HV: int,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
 ) -> Gates:
     """What the arguments about gates say. Raises TypeError or ValueError where they do not fit."""
     if use_gate_in_kernel and A_log is None:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from backends.cases import Inputs
-from backends.gates import Gates
+from backends.checks import gate_arguments
 
 Run = Callable[[Inputs], Tensor]
 # a peer's function under the names and in the order of `backends.gated_delta_rule`
@@ -56,18 +56,10 @@ class Peer:
         return f"{self.name} {version(self.distribution)}"
 
 
-def _made(
-    g: Tensor,
-    beta: Tensor,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """g and beta by PyTorch, where they are to be made of what a layer projects."""
-    beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
-    return Gates(A_log if use_gate_in_kernel else None, dt_bias, beta_max).applied(g, beta)
+def _made(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, told: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """g and beta by PyTorch, where `told`, which loses its arguments about gates, has them made."""
+    gates = {name: told.pop(name) for name in GATES if name in told}
+    return gate_arguments(q, v.shape[2], **gates).applied(g, beta)
 
 
 def _huggingface() -> Rule:
@@ -77,18 +69,14 @@ def _huggingface() -> Rule:
 
     def rule(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
-        initial_state: Tensor | None = None, output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **gates: Any,
+        cu_seqlens: Tensor | None = None, **told: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if cu_seqlens is not None:
             raise ValueError("hf takes no packed sequences; leave cu_seqlens out")
+        g, beta = _made(q, v, g, beta, told)
         group = v.shape[2] // q.shape[2]
         q, k = (y if group == 1 else y.repeat_interleave(group, dim=2) for y in (q, k))
-        g, beta = _made(g, beta, **gates)
-        o, state = form(
-            q, k, v, g, beta, initial_state=initial_state, output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
+        o, state = form(q, k, v, g, beta, **told)
         # its scale is K^-0.5 always, and o is linear in it
         return o if scale is None else o * (scale * q.shape[-1] ** 0.5), state
 
@@ -104,8 +92,7 @@ def _flash_linear_attention() -> Rule:
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **told: Any
     ) -> tuple[Tensor, Tensor | None]:
         if not makes_gates:
-            gates = {name: told.pop(name) for name in GATES if name in told}
-            g, beta = _made(g, beta, **gates)
+            g, beta = _made(q, v, g, beta, told)
         return form(q, k, v, g, beta, **told)
 
     return rule

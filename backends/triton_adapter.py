@@ -163,7 +163,7 @@ def backward(
     )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
-    if gates.A_log is None or dgates is None:
+    if dgates is None:
         return dq, dk, dv, dg, dbeta, dinitial
     # two sums, since results of an operator may not share memory
     dA_log, ddt_bias = (

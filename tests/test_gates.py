@@ -102,10 +102,10 @@ def test_steps_are_the_sequence_token_by_token(backend):
     torch.testing.assert_close(state, final)
 
 
-@pytest.mark.parametrize("backend, makes", [("chunked", True), pytest.param(*IN_KERNELS.values, False)])
+@pytest.mark.parametrize(
+    "backend, makes", [("chunked", True), pytest.param("triton", False, marks=IN_KERNELS.marks)]
+)
 def test_pytorch_makes_gates_only_where_kernels_do_not(backend, makes, monkeypatch):
-    if backend == "triton" and BACKENDS["triton"].unavailable(DEVICE):
-        pytest.skip("needs triton")
     made = []
     right = Gates.applied
 

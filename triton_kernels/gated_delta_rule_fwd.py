@@ -38,10 +38,10 @@ from triton_kernels.launch import Chunks, Config, power_of_two
 from triton_kernels.tiles import (
     ROWS,
     chunk_span,
+    made_gates,
     product,
     rounded,
     sequence_span,
-    softplus,
     split_product,
     unit_lower_inverse,
 )
@@ -74,13 +74,12 @@ def prepare_kernel(
     b_k = tl.load(k + row + o_tk, mask=m_tk, other=0.0)
     b_g = tl.load(g + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
     b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+    b_g, b_beta = made_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max, GATE, BIAS, SIGMOID)
     # what lies past the end neither forgets nor writes, whatever 0 becomes
     if GATE:
-        if BIAS:
-            b_g += tl.load(dt_bias + i_h).to(tl.float32)
-        b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(b_g), 0.0)
+        b_g = tl.where(m_t, b_g, 0.0)
     if SIGMOID:
-        b_beta = tl.where(m_t, beta_max * tl.sigmoid(b_beta), 0.0)
+        b_beta = tl.where(m_t, b_beta, 0.0)
 
     # the running sum in two words: its differences keep their digits where strong and weak decays meet
     b_sum = tl.cumsum(b_g.to(tl.float64), axis=0)

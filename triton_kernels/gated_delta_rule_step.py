@@ -11,13 +11,13 @@ Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A
 dt_bias [HV].
 """
 
-# pyright: reportCallIssue=false
-# (Triton's decorator adds the launch arguments)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
 import triton
 import triton.language as tl
 
 from triton_kernels.launch import Tile, arithmetic, power_of_two
-from triton_kernels.tiles import rounded, softplus
+from triton_kernels.tiles import made_gates, rounded
 
 
 @triton.jit
@@ -41,12 +41,7 @@ def step_kernel(
     b_v = tl.load(v + i_nh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
     b_g = tl.load(g + i_nh).to(tl.float32)
     b_beta = tl.load(beta + i_nh).to(tl.float32)
-    if GATE:
-        if BIAS:
-            b_g += tl.load(dt_bias + i_nh % HV).to(tl.float32)
-        b_g = -tl.exp(tl.load(A_log + i_nh % HV).to(tl.float32)) * softplus(b_g)
-    if SIGMOID:
-        b_beta = beta_max * tl.sigmoid(b_beta)
+    b_g, b_beta = made_gates(b_g, b_beta, A_log, dt_bias, i_nh % HV, beta_max, GATE, BIAS, SIGMOID)
     if L2NORM:
         b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6)
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)

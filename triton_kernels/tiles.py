@@ -76,6 +76,20 @@ def softplus(z):
 
 
 @triton.jit
+def made_gates(
+    b_g, b_beta, A_log, dt_bias, i_h, beta_max, GATE: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr
+):  # fmt: skip
+    """g and beta of head i_h: as they are, or made of a and z by gated_delta_rule_fwd's formulas."""
+    if GATE:
+        if BIAS:
+            b_g += tl.load(dt_bias + i_h).to(tl.float32)
+        b_g = -tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(b_g)
+    if SIGMOID:
+        b_beta = beta_max * tl.sigmoid(b_beta)
+    return b_g, b_beta
+
+
+@triton.jit
 def chunk_span(i_c, T, NT, chunk_start, chunk_length, C: tl.constexpr, PACKED: tl.constexpr):
     """First token and number of tokens of chunk i_c; a length <= 0 marks a slot that no sequence uses.
 
