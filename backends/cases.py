@@ -215,6 +215,8 @@ CASES: tuple[Case, ...] = (
          reason="Qwen3-Next: 16 key heads, 32 value heads"),
     Case("qwen3_packed",    1, 32768, 16, 128, 128, HV=32, lengths=(8192,) * 4, norm="random", gates="plain",
          tags=BENCH, reason="the same, four sequences of 8192 packed"),
+    Case("qwen3_quarter",   1, 32768, 4, 128, 128, HV=8, norm="random", gates="plain", tags=BENCH,
+         reason="its heads over four devices, one long sequence: whole, it keeps 16 programs busy"),
 )
 # fmt: on
 

@@ -1,7 +1,7 @@
-"""Triton's side of the operations: allocates, cuts the time axis into chunks, launches `triton_kernels`.
+"""Triton's side of the operations: allocates, launches `triton_kernels`; `triton_time_adapter` cuts time.
 
 Runs on CUDA tensors; on CPU tensors under TRITON_INTERPRET=1. Nothing here waits for the device: packed
-lengths become chunk tables by tensor operations, so every call may be captured in a CUDA graph.
+lengths become tables by tensor operations, so every call may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from triton_kernels import delta_residual, gated_delta_rule_bwd, gated_delta_rule_fwd, gated_delta_rule_step
-from triton_kernels.launch import Chunks, Config, config
+from backends.triton_time_adapter import chunk_counts, chunk_tables, segment_count, segment_tables
+from triton_kernels import (
+    delta_residual,
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    gated_delta_rule_step,
+    segments,
+)
+from triton_kernels.launch import Chunks, config
 
 if TYPE_CHECKING:
     from backends.registry import Options
@@ -66,12 +73,14 @@ def forward(
     *,
     save: bool,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """o, final_state and what `backward` reads: N, P, rows, and h, U where they are kept."""
+    """o, final_state and what `backward` reads: N, P, rows; states, A of segments; h, U. The last two pairs
+    are empty tensors where sequences stay whole and where states are not kept.
+    """
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     initial_state = None if initial_state is None else initial_state.contiguous()
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     row = config(K, V, itemsize=q.element_size())
-    chunks, gates = _chunks(q, cu_seqlens, row), options.gates
+    chunks, gates = chunk_tables(q, cu_seqlens, row.C), options.gates
     N, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared(chunks, HV, q.dtype))
     gated_delta_rule_fwd.prepare(
         q,
@@ -93,16 +102,27 @@ def forward(
     final_state = None
     if options.output_final_state:
         final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
-    h = U = None
+    states = A = h = U = None
+    scanned, start, final = chunks, initial_state, final_state
+    split = segment_tables(chunks, HV, K, V, row, q.device)
+    if split is not None:
+        shapes = _segments(split.chunks.sequences, HV, K, V)
+        states, A = (q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+        B = torch.empty_like(states)
+        gated_delta_rule_fwd.scan(
+            q, k, v, N, P, rows, None,
+            o=None, final_state=B, transition=A, h=None, U=None, chunks=split.chunks, config=row,
+        )  # fmt: skip
+        segments.chain(A, B, initial_state, states=states, final=final_state, segments=split, reverse=False)
+        scanned, start, final = split.chunks, states, None
     if save and _keeps(chunks, HV, K, V, q.dtype):
         h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
-        q, k, v, N, P, rows, initial_state,
-        o=o, final_state=final_state, h=h, U=U, chunks=chunks, config=row,
-    )  # fmt: skip
+        q, k, v, N, P, rows, start, o=o, final_state=final, h=h, U=U, chunks=scanned, config=row
+    )
     if not save:
         return o, final_state, []
-    return o, final_state, [N, P, rows] if h is None or U is None else [N, P, rows, h, U]
+    return o, final_state, [q.new_empty(0) if x is None else x for x in (N, P, rows, states, A, h, U)]
 
 
 @on_its_device
@@ -129,25 +149,40 @@ def backward(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     row = config(K, V, itemsize=q.element_size())
-    chunks = _chunks(q, cu_seqlens, row)
+    chunks = chunk_tables(q, cu_seqlens, row.C)
     scale = options.scale
-    N, P, rows = saved[:3]
-    if len(saved) == 5:
-        h, U = saved[3:]
-    else:
+    N, P, rows, states, A, h, U = saved
+    scanned = chunks
+    dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
+    split = segment_tables(chunks, HV, K, V, row, q.device)
+    expected, found = (0 if split is None else split.chunks.sequences), states.shape[0]
+    if found != expected:
+        raise RuntimeError(
+            f"forward cut its sequences into {found} segments and backward expects {expected}: "
+            "call split_sequences before forward or after backward, not between them"
+        )
+    if split is not None:
+        dB, dstates = torch.empty_like(states), torch.empty_like(states)
+        gated_delta_rule_bwd.reverse_scan(
+            q, k, v, do, N, P, rows, None, None, None,
+            dY=None, dh=None, dv=None, vdY=None, carry=None, dinitial_state=dB, chunks=split.chunks,
+            config=row,
+        )  # fmt: skip
+        segments.chain(A, dB, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
+        scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, None
+    if not h.numel():
         h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
             q, k, v, N, P, rows, initial_state,
-            o=None, final_state=None, h=h, U=U, chunks=chunks, config=row,
+            o=None, final_state=None, h=h, U=U, chunks=scanned, config=row,
         )  # fmt: skip
     dY, dh, dv = torch.empty_like(U), torch.empty_like(h), torch.empty_like(v)
-    dinitial = None if initial_state is None else torch.empty_like(initial_state)
     tiles = -(-V // row.reverse.BV)
     vdY = q.new_empty((chunks.count, HV, tiles, chunks.size), dtype=torch.float32)
     carry = q.new_empty((chunks.count, HV, tiles), dtype=torch.float32)
     gated_delta_rule_bwd.reverse_scan(
         q, k, v, do, N, P, rows, h, initial_state, dstate,
-        dY=dY, dh=dh, dv=dv, vdY=vdY, carry=carry, dinitial_state=dinitial, chunks=chunks, config=row,
+        dY=dY, dh=dh, dv=dv, vdY=vdY, carry=carry, dinitial_state=dfirst, chunks=scanned, config=row,
     )  # fmt: skip
     # grouped value heads: float32 per value head, summed below in a fixed order; atomics would sum in any
     per_head = q.dtype if HV == H else torch.float32
@@ -213,37 +248,12 @@ def saved_shapes(
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what `forward` saves, from shapes alone."""
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
-    chunks = _counted(q, cu_seqlens, config(K, V, itemsize=q.element_size()))
-    shapes = _prepared(chunks, HV, q.dtype)
-    return shapes + _states(chunks, HV, K, V, q.dtype) if _keeps(chunks, HV, K, V, q.dtype) else shapes
-
-
-def _counted(q: Tensor, cu_seqlens: Tensor | None, row: Config) -> Chunks:
-    """Chunk counts, which shapes alone decide."""
-    B, T = q.shape[:2]
-    per_sequence = -(-T // row.C)
-    if cu_seqlens is None:
-        return Chunks(row.C, B * per_sequence, B, T, per_sequence, packed=False)
-    sequences = cu_seqlens.shape[0] - 1
-    return Chunks(row.C, T // row.C + sequences, sequences, T, per_sequence, packed=True)
-
-
-def _chunks(q: Tensor, cu_seqlens: Tensor | None, row: Config) -> Chunks:
-    """Chunk counts and, for packed sequences, the tables, computed where cu_seqlens lies."""
-    dense = _counted(q, cu_seqlens, row)
-    if cu_seqlens is None:
-        return dense
-    C, device = row.C, cu_seqlens.device
-    cu_seqlens = cu_seqlens.contiguous()
-    ends = ((cu_seqlens.diff() + C - 1) // C).cumsum(0)
-    offsets = torch.nn.functional.pad(ends, (1, 0))
-    slot = torch.arange(dense.count, device=device)
-    sequence = torch.searchsorted(ends, slot, right=True).clamp_(max=dense.sequences - 1)
-    start = cu_seqlens[sequence] + (slot - offsets[sequence]) * C
-    length = (cu_seqlens[sequence + 1] - start).clamp_(max=C)
-    return Chunks(
-        C, dense.count, dense.sequences, dense.T, dense.per_sequence, True, cu_seqlens, offsets, start, length
-    )
+    row = config(K, V, itemsize=q.element_size())
+    chunks = chunk_counts(q, cu_seqlens, row.C)
+    count = segment_count(chunks, HV, K, V, row, q.device)
+    split = _segments(count, HV, K, V) if count else [((0,), q.dtype)] * 2
+    kept = _states(chunks, HV, K, V, q.dtype) if _keeps(chunks, HV, K, V, q.dtype) else [((0,), q.dtype)] * 2
+    return [*_prepared(chunks, HV, q.dtype), *split, *kept]
 
 
 def _prepared(chunks: Chunks, HV: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -259,6 +269,11 @@ def _states(
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """h, U."""
     return [((chunks.count, HV, V, K), dtype), ((chunks.count, HV, chunks.size, V), dtype)]
+
+
+def _segments(count: int, HV: int, K: int, V: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """States at the beginning of segments, and A."""
+    return [((count, HV, K, V), torch.float32), ((count, HV, K, K), torch.float32)]
 
 
 def _keeps(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> bool:

@@ -41,7 +41,7 @@ def test_a_part_of_the_configurations_compiles_within_its_bounds(tmp_path):
     kernels = {row["kernel"] for row in rows}
     scans = {"prepare", "scan", "reverse_scan", "gradients"}
     layers = {"short_convolution", "rms_norm", "cross_entropy"}
-    assert kernels == scans | layers | {"step", "delta_residual"}
+    assert kernels == scans | layers | {"step", "delta_residual", "chain"}
     for row in rows:
         if row["dtype"] == "bf16" and row["kernel"] in scans:
             assert row["hgmma"] > 0, f"{row} does not use Hopper's matrix instructions"

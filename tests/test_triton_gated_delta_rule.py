@@ -16,6 +16,7 @@ import triton.language as tl  # noqa: E402
 
 from backends import triton_adapter  # noqa: E402
 from backends.registry import Options  # noqa: E402
+from backends.triton_time_adapter import chunk_tables, split_sequences  # noqa: E402
 from triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd  # noqa: E402
 from triton_kernels.launch import Chunks, arithmetic, config  # noqa: E402
 from triton_kernels.tiles import rounded, softplus, unit_lower_inverse  # noqa: E402
@@ -25,9 +26,10 @@ NAMES = ["o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"]
 
 
 @pytest.fixture(autouse=True)
-def kept_states_are_reset():
+def settings_are_reset():
     yield
     triton_adapter.keep_states("auto")
+    split_sequences("auto")
 
 
 def inputs(*, B=1, T=70, H=1, HV=2, K=32, V=32, N=None, g=None, beta=None, dtype=torch.float32):
@@ -166,6 +168,11 @@ def test_recomputed_states_give_the_same_bits_as_kept_ones(dtype):
     assert all(torch.equal(results[0][name], results[1][name]) for name in NAMES)
 
 
+def kept(shapes):
+    """How many of them are not empty."""
+    return sum(0 not in shape for shape, _ in shapes)
+
+
 def test_what_is_saved_follows_save_h_and_is_foretold():
     q, k, v, g, beta, state, *_ = inputs()
     chosen = options(q.shape[-1])
@@ -175,7 +182,7 @@ def test_what_is_saved_follows_save_h_and_is_foretold():
         saved = triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=True)[2]
         foretold = triton_adapter.saved_shapes(q.to("meta"), v.to("meta"), None, None, chosen)
         assert [(tuple(x.shape), x.dtype) for x in saved] == foretold
-        counts[save_h] = len(saved)
+        counts[save_h] = kept(foretold)
     assert counts == {True: 5, False: 3, "auto": 5}
     assert triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=False)[2] == []
 
@@ -188,8 +195,9 @@ def test_an_unknown_save_h_is_named():
 def test_auto_stops_keeping_states_at_its_bound():
     chosen = options(128)
     q = torch.empty(1, 2**19, 8, 128, dtype=torch.bfloat16, device="meta")
-    assert len(triton_adapter.saved_shapes(q, q, None, None, chosen)) == 3
-    assert len(triton_adapter.saved_shapes(q[:, : 2**16], q[:, : 2**16], None, None, chosen)) == 5
+    split_sequences(None)
+    assert kept(triton_adapter.saved_shapes(q, q, None, None, chosen)) == 3
+    assert kept(triton_adapter.saved_shapes(q[:, : 2**16], q[:, : 2**16], None, None, chosen)) == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -244,6 +252,7 @@ def test_launches_beyond_65535_programs_use_the_first_axis_alone(monkeypatch):
         (gated_delta_rule_bwd, "gradients_kernel"),
     ]:
         monkeypatch.setattr(module, name, recorder)
+    split_sequences(None)
     q = torch.empty(1, 2**22, 8, 32, dtype=torch.bfloat16, device="meta")
     g = torch.empty(1, 2**22, 8, dtype=torch.float32, device="meta")
     run(q, q, q, g, g, torch.empty(1, 8, 32, 32, device="meta"), q, torch.empty(1, 8, 32, 32, device="meta"))
@@ -314,7 +323,7 @@ def test_a_table_row_exists_for_every_head_size():
 def test_chunk_tables_cover_every_token_once():
     cuts = torch.tensor([0, 0, 3, 67, 67, 130], device=DEVICE)
     row = config(32, 32, itemsize=4)
-    chunks = triton_adapter._chunks(torch.empty(1, 130, 1, 32), cuts, row)
+    chunks = chunk_tables(torch.empty(1, 130, 1, 32), cuts, row.C)
     covered = torch.cat(
         [
             torch.arange(s, s + n)

@@ -38,6 +38,7 @@ from triton_kernels import (
     gated_delta_rule_fwd,
     gated_delta_rule_step,
     rms_norm,
+    segments,
     short_convolution,
 )
 from triton_kernels.launch import Config, Tile, config, power_of_two
@@ -101,9 +102,9 @@ MODEL_DTYPE = {
     "prefix",
     "dprefix",
 }
-INTEGERS = {"cu_seqlens", "chunk_start", "chunk_length", "chunk_offsets", "position", "goal"}
+INTEGERS = {"cu_seqlens", "chunk_start", "chunk_length", "chunk_offsets", "offsets", "position", "goal"}
 SCALARS = dict.fromkeys(("scale", "beta_max", "eps2", "eps"), "fp32") | dict.fromkeys(
-    ("T", "NT", "C", "M", "V", "tiles"), "i32"
+    ("T", "NT", "NS", "L", "C", "M", "V", "tiles"), "i32"
 )
 
 
@@ -194,11 +195,16 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
         for kind, out, keep in [("train", True, True), ("infer", True, False), ("recompute", False, True)]:
             if quick and kind != "train":
                 continue
-            constants = {**scan, "WRITE_O": out, "WRITE_H": keep, "WRITE_FINAL": packed}
+            constants = {**scan, "WRITE_O": out, "WRITE_H": keep, "WRITE_FINAL": packed, "TRANSITION": False}
             yield variant("scan", f"{word} {kind}", fwd.scan_kernel, row.scan, constants)
         reverse = {**loops, "BV": row.reverse.BV, "WORDS": words, "PACKED": packed}
-        reverse |= {"HAS_DSTATE": packed, "HAS_INITIAL": packed}
+        reverse |= {"HAS_DSTATE": packed, "HAS_INITIAL": packed, "WRITE": True, "WRITE_INITIAL": packed}
         yield variant("reverse_scan", word, bwd.reverse_scan_kernel, row.reverse, reverse)
+        if packed:
+            scan |= {"HAS_INITIAL": False, "WRITE_O": False, "WRITE_H": False, "WRITE_FINAL": True}
+            yield variant("scan", "segments", fwd.scan_kernel, row.scan, scan | {"TRANSITION": True})
+            reverse |= {"HAS_DSTATE": False, "HAS_INITIAL": False, "WRITE": False}
+            yield variant("reverse_scan", "segments", bwd.reverse_scan_kernel, row.reverse, reverse)
         gradients = {**loops, "BV": row.gradients.BV, "TILES": 2, "PACKED": packed, "L2NORM": True}
         for form, gates in forms.items():
             absent = {} if form == "made" else {"dgates": None}
@@ -209,6 +215,11 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
                 row.gradients,
                 gradients | gates | absent,
             )
+    tile = segments.tile(K, V)
+    chain = {**loops, "BV": tile.BV, "PACKED": True, "HAS_INITIAL": True, "WRITE_FINAL": True, "DOT": "ieee"}
+    chain = {name: value for name, value in chain.items() if name not in ("H", "C")}
+    for word, back in {"forward": False, "backward": True}.items():
+        yield variant("chain", word, segments.chain_kernel, tile, chain | {"REVERSE": back})
     tile = gated_delta_rule_step.tile(V)
     step = {**sizes, "V": V, "BV": tile.BV, "L2NORM": True, "DOT": "ieee"}
     for form, gates in forms.items():

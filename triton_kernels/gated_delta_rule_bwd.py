@@ -61,22 +61,25 @@ from triton_kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "NT"])
+@triton.jit(do_not_specialize=["T", "NT", "NS", "L"])
 def reverse_scan_kernel(
     q, k, v, do, N, P, rows, h, initial_state, dstate, dY, dh, dv, vdY, carry, dinitial_state,
-    cu_seqlens, chunk_offsets, T, NT,
+    cu_seqlens, chunk_offsets, T, NT, NS, L,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, HAS_DSTATE: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    WORDS: tl.constexpr, DOT: tl.constexpr,
+    WRITE: tl.constexpr, WRITE_INITIAL: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, value head, BV columns of V), over the chunks from the last to the first."""
+    """One program per (sequence, value head, BV columns of V), over the chunks from the last to the first.
+
+    WRITE: all that backward needs but dinitial_state, which WRITE_INITIAL gives.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v = (pid % NV).to(tl.int32)
     i_h = (pid // NV) % HV
     i_n = pid // (NV * HV)
     i_hk = i_h // (HV // H)
-    start, length, first = sequence_span(i_n, T, NT, cu_seqlens, chunk_offsets, PACKED)
+    start, length, first = sequence_span(i_n, T, NT, NS, L, cu_seqlens, chunk_offsets, C, PACKED)
 
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KP)
@@ -105,24 +108,26 @@ def reverse_scan_kernel(
         m_ck = m_t[:, None] & m_k[None, :]
         p_rows = rows + tile * (ROWS * C)
         m_vc = m_v[:, None] & m_t[None, :]
-        # gam_C <dS', S>, from the unrounded gradient here, and at the first chunk from the unrounded state;
-        # first and one after the other, while nothing else is there: 472 bytes a thread spilled at 256:512,
-        # packed, against 560
         p_h = tile * (V * K)
-        if HAS_INITIAL:
-            b_S = tl.load(h + p_h + o_vk, mask=m_vk & (i > 0), other=0.0).to(tl.float32)
-        else:
-            b_S = tl.load(h + p_h + o_vk, mask=m_vk, other=0.0).to(tl.float32)
-        b_carry = tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
-        if HAS_INITIAL:
-            b_S = tl.load(
-                initial_state + (i_n * HV + i_h) * (K * V) + o_state, mask=m_vk & (i == 0), other=0.0
-            )
-            b_carry += tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
         b_last = tl.exp(tl.load(p_rows + C - 1))
-        tl.store(carry + tile * NV + i_v, b_last * b_carry)
+        if WRITE:
+            # gam_C <dS', S>, from the unrounded gradient here, and at the first chunk from the unrounded
+            # state; first and one after the other, while nothing else is there: 472 bytes a thread spilled at
+            # 256:512, packed, against 560
+            if HAS_INITIAL:
+                b_S = tl.load(h + p_h + o_vk, mask=m_vk & (i > 0), other=0.0).to(tl.float32)
+            else:
+                b_S = tl.load(h + p_h + o_vk, mask=m_vk, other=0.0).to(tl.float32)
+            b_carry = tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
+            if HAS_INITIAL:
+                b_S = tl.load(
+                    initial_state + (i_n * HV + i_h) * (K * V) + o_state, mask=m_vk & (i == 0), other=0.0
+                )
+                b_carry += tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
+            tl.store(carry + tile * NV + i_v, b_last * b_carry)
         b_dZd = rounded(b_dZ, dtype, DOT)
-        tl.store(dh + p_h + o_vk, b_dZd, mask=m_vk)
+        if WRITE:
+            tl.store(dh + p_h + o_vk, b_dZd, mask=m_vk)
 
         b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
@@ -136,22 +141,20 @@ def reverse_scan_kernel(
         b_dUT = product(b_dZd, tl.trans(b_k), DOT) * tl.load(p_rows + 6 * C + o_c)[None, :]
         b_dUT += product(b_doT, b_P, DOT)  # [BV, C]
         b_dYT = split_product(b_dUT, b_N, b_low, dtype, DOT)  # [BV, C]
-        tl.store(
-            dY + tile * (C * V) + o_c[None, :] * V + o_v[:, None],
-            rounded(b_dYT, dtype, DOT),
-            mask=m_v[:, None],
-        )
-        b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0).to(tl.float32)
-        tl.store(vdY + (tile * NV + i_v) * C + o_c, tl.sum(b_dYT * b_vT, axis=0))
-        b_beta = tl.load(p_rows + 7 * C + o_c)
-        b_dvT = rounded(b_dYT * b_beta[None, :], dv.dtype.element_ty, DOT)
-        tl.store(dv + (t * HV + i_h) * V + o_vc, b_dvT, mask=m_vc)
+        if WRITE:
+            p_dY = dY + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
+            tl.store(p_dY, rounded(b_dYT, dtype, DOT), mask=m_v[:, None])
+            b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0).to(tl.float32)
+            tl.store(vdY + (tile * NV + i_v) * C + o_c, tl.sum(b_dYT * b_vT, axis=0))
+            b_beta = tl.load(p_rows + 7 * C + o_c)
+            b_dvT = rounded(b_dYT * b_beta[None, :], dv.dtype.element_ty, DOT)
+            tl.store(dv + (t * HV + i_h) * V + o_vc, b_dvT, mask=m_vc)
         b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 5 * C + o_c)[None, :]
         b_dYT *= tl.load(p_rows + 4 * C + o_c)[None, :]
         b_dZ = b_dZ * b_last + product(rounded(b_dOT, dtype, DOT), b_q, DOT)
         b_dZ -= product(rounded(b_dYT, dtype, DOT), b_k, DOT)
 
-    if HAS_INITIAL:
+    if WRITE_INITIAL:
         tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_dZ, mask=m_vk)
 
 
@@ -314,16 +317,20 @@ def reverse_scan(
     q, k, v, do, N, P, rows, h, initial_state, dstate, *, dY, dh, dv, vdY, carry, dinitial_state,
     chunks: Chunks, config: Config,
 ):  # fmt: skip
-    """Launch `reverse_scan_kernel`: fills dY, dh, dv, vdY, carry, and dinitial_state where there is one."""
+    """Launch `reverse_scan_kernel`: fills dY, dh, dv, vdY, carry, or none of them where dY is None; and
+    dinitial_state unless that is None.
+    """
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     tile = config.reverse
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.BV),)](
         q, k, v, do, N, P, rows, h, initial_state, dstate, dY, dh, dv, vdY, carry, dinitial_state,
-        chunks.cu_seqlens, chunks.offsets, chunks.T, chunks.per_sequence,
+        chunks.cu_seqlens, chunks.offsets, chunks.T, chunks.per_sequence, chunks.segments,
+        chunks.span,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, PACKED=chunks.packed,
-        HAS_DSTATE=dstate is not None, HAS_INITIAL=initial_state is not None, WORDS=N.shape[2],
-        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        HAS_DSTATE=dstate is not None, HAS_INITIAL=initial_state is not None, WRITE=dY is not None,
+        WRITE_INITIAL=dinitial_state is not None, WORDS=N.shape[2], DOT=config.dot, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 

@@ -125,25 +125,29 @@ def prepare_kernel(
     tl.store(P_out + tile * (C * C) + o_cc, rounded(b_P, P_out.dtype.element_ty, DOT))
 
 
-@triton.jit(do_not_specialize=["T", "NT"])
+@triton.jit(do_not_specialize=["T", "NT", "NS", "L"])
 def scan_kernel(
-    q, k, v, N, P, rows, initial_state, o, final_state, h, U, cu_seqlens, chunk_offsets, T, NT,
+    q, k, v, N, P, rows, initial_state, o, final_state, transition, h, U, cu_seqlens, chunk_offsets, T, NT,
+    NS, L,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, WRITE_O: tl.constexpr,
-    WRITE_FINAL: tl.constexpr, WRITE_H: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
+    WRITE_FINAL: tl.constexpr, WRITE_H: tl.constexpr, TRANSITION: tl.constexpr, WORDS: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """One program per (sequence, value head, BV columns of V), over the chunks in order.
 
     WRITE_O gives the outputs; WRITE_H keeps h and U, which the backward pass needs. Backward calls it once
-    more with WRITE_H alone where forward did not keep them.
+    more with WRITE_H alone where forward did not keep them. TRANSITION: K more columns follow those of V,
+    which start as the identity and are told v = 0; they end as `transition` (see `segments`).
     """
     NV: tl.constexpr = (V + BV - 1) // BV
+    NX: tl.constexpr = NV + ((K + BV - 1) // BV if TRANSITION else 0)
     pid = tl.program_id(0).to(tl.int64)
-    i_v = (pid % NV).to(tl.int32)
-    i_h = (pid // NV) % HV
-    i_n = pid // (NV * HV)
+    i_v = (pid % NX).to(tl.int32)
+    i_h = (pid // NX) % HV
+    i_n = pid // (NX * HV)
     i_hk = i_h // (HV // H)
-    start, length, first = sequence_span(i_n, T, NT, cu_seqlens, chunk_offsets, PACKED)
+    start, length, first = sequence_span(i_n, T, NT, NS, L, cu_seqlens, chunk_offsets, C, PACKED)
 
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KP)
@@ -157,7 +161,10 @@ def scan_kernel(
     o_state = o_k[None, :] * V + o_v[:, None]
     dtype = k.dtype.element_ty
 
+    o_x = o_v - NV * BV  # of the columns that follow
     b_Z = tl.zeros([BV, KP], dtype=tl.float32)  # the state, transposed
+    if TRANSITION:
+        b_Z += tl.where(o_x[:, None] == o_k[None, :], 1.0, 0.0)
     if HAS_INITIAL:
         p_state = initial_state + (i_n * HV + i_h) * (K * V)
         b_Z = tl.load(p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
@@ -196,6 +203,10 @@ def scan_kernel(
 
     if WRITE_FINAL:
         tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_state, b_Z, mask=m_vk)
+    if TRANSITION:
+        m_x = (o_x >= 0) & (o_x < K)
+        p_x = transition + (i_n * HV + i_h) * (K * K) + o_k[None, :] * K + o_x[:, None]
+        tl.store(p_x, b_Z, mask=m_x[:, None] & m_k[None, :])
 
 
 def prepare(
@@ -216,16 +227,19 @@ def prepare(
 
 
 def scan(
-    q, k, v, N, P, rows, initial_state, *, o, final_state, h, U, chunks: Chunks, config: Config
+    q, k, v, N, P, rows, initial_state, *, o, final_state, h, U, transition=None, chunks: Chunks,
+    config: Config,
 ):  # fmt: skip
-    """Launch `scan_kernel`: fills whichever of o, final_state and (h, U) are not None."""
+    """Launch `scan_kernel`: fills whichever of o, final_state, transition and (h, U) are not None."""
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     tile = config.scan
-    scan_kernel[(chunks.sequences * HV * -(-V // tile.BV),)](
-        q, k, v, N, P, rows, initial_state, o, final_state, h, U, chunks.cu_seqlens, chunks.offsets,
-        chunks.T, chunks.per_sequence,
+    columns = -(-V // tile.BV) + (0 if transition is None else -(-K // tile.BV))
+    scan_kernel[(chunks.sequences * HV * columns,)](
+        q, k, v, N, P, rows, initial_state, o, final_state, transition, h, U, chunks.cu_seqlens,
+        chunks.offsets, chunks.T, chunks.per_sequence, chunks.segments, chunks.span,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, PACKED=chunks.packed,
         HAS_INITIAL=initial_state is not None, WRITE_O=o is not None, WRITE_FINAL=final_state is not None,
-        WRITE_H=h is not None, WORDS=N.shape[2], DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        WRITE_H=h is not None, TRANSITION=transition is not None, WORDS=N.shape[2], DOT=config.dot,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

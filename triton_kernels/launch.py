@@ -6,9 +6,13 @@ so equal inputs take equal code paths and give equal bits.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from triton import knobs
+
+# of an H100 or H200
+PROCESSORS = 132
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,13 @@ class Config:
 class Chunks:
     """How the time axis is cut. Dense: B sequences of T tokens. Packed: tables on the device, None otherwise.
 
+    Where sequences are cut into segments (see `segments`), sequences, cu_seqlens and offsets are theirs; the
+    chunks stay.
+
     count       chunks of all sequences; packed: an upper bound, T // C + N, since lengths stay on the device
     start       [count] int64, first token;  length [count], tokens in it, <= 0 for an unused slot
     offsets     [N + 1] int64, first chunk of every sequence
+    segments    of every sequence, span tokens each; dense
     """
 
     size: int
@@ -47,10 +55,52 @@ class Chunks:
     T: int
     per_sequence: int
     packed: bool
+    segments: int = 1
+    span: int = 0
     cu_seqlens: Any = None
     offsets: Any = None
     start: Any = None
     length: Any = None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Sequences cut into segments.
+
+    chunks      with segments in place of sequences
+    sequences   that are cut
+    offsets     [sequences + 1] int64, every sequence's first segment; dense: None
+    """
+
+    chunks: Chunks
+    sequences: int
+    offsets: Any = None
+
+
+@lru_cache
+def chunks_per_segment(chunks: int, programs: int, columns: float, processors: int) -> int:
+    """Into how many chunks a segment sequences are to be cut so that the scans end soonest; 0: not at all.
+
+    chunks      of a sequence; packed ones: on average
+    programs    of a scan over whole sequences
+    columns     columns of the pass that gives A and B, over those of V: (K + V) / V
+
+    Counts steps, one chunk in every program that runs at a time. The first pass has no outputs, so its step
+    costs 0.7; a link of the chain costs 1; a segment has four chunks at least. The split must promise 0.6 of
+    the steps, for it costs floating-point operations and bytes too. These numbers are estimates from the
+    counts of operations: no GPU was at hand.
+    """
+
+    def steps(segments: int) -> float:
+        length = -(-chunks // segments)
+        first = -(-int(segments * programs * columns) // processors)
+        second = -(-segments * programs // processors)
+        return (0.7 * first + second) * length + segments
+
+    counts = range(2, chunks // 4 + 1)
+    best = min(counts, key=steps, default=0)
+    whole = -(-programs // processors) * chunks
+    return -(-chunks // best) if best and steps(best) <= 0.6 * whole else 0
 
 
 def power_of_two(size: int) -> int:

@@ -106,16 +106,21 @@ def chunk_span(i_c, T, NT, chunk_start, chunk_length, C: tl.constexpr, PACKED: t
 
 
 @triton.jit
-def sequence_span(i_n, T, NT, cu_seqlens, chunk_offsets, PACKED: tl.constexpr):
-    """First token, number of tokens and first chunk of sequence i_n."""
+def sequence_span(i_n, T, NT, NS, L, cu_seqlens, chunk_offsets, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token, number of tokens and first chunk of sequence i_n; of a segment where sequences are cut.
+
+    Dense: NS segments of L tokens a sequence, 1 of T where sequences are whole. Packed: as the tables say.
+    """
     if PACKED:
         start = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - start
         first = tl.load(chunk_offsets + i_n).to(tl.int64)
     else:
-        start = i_n * T
-        length = start * 0 + T
-        first = i_n * NT
+        b = i_n // NS
+        t = (i_n % NS) * L
+        start = b * T + t
+        length = tl.minimum(T - t, L)
+        first = b * NT + t // C
     return start, length, first
 
 
