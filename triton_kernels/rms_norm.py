@@ -59,7 +59,8 @@ def backward_kernel(
     o_n = tl.arange(0, NP)
     b_w = tl.load(weight + o_n, mask=o_n < N, other=0.0).to(tl.float32)
     b_dw = tl.zeros([NP], dtype=tl.float32)
-    for i in range(i_p, tiles, P):
+    for r in range(0, tl.cdiv(tiles - i_p, P).to(tl.int32)):
+        i = i_p + r * P  # 64 bits, which a loop from i_p on would have only when compiled
         o_m = i * R + tl.arange(0, R)
         o_x = o_m[:, None] * N + o_n[None, :]
         m_x = (o_m < M)[:, None] & (o_n < N)[None, :]

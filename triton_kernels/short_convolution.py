@@ -109,7 +109,8 @@ def backward_kernel(
     m_c = o_c < C
     o_w = tl.arange(0, 8)
     b_dw = tl.zeros([BC, 8], dtype=tl.float32)
-    for i in range(i_p, tiles, P):
+    for r in range(0, tl.cdiv(tiles - i_p, P).to(tl.int32)):
+        i = i_p + r * P  # 64 bits, which a loop from i_p on would have only when compiled
         i_b = i // NT
         t0 = (i % NT).to(tl.int32) * BT
         if PREFIX:
