@@ -4,10 +4,10 @@
     python -m backends.bench --compile-only [--json FILE]
     python -m backends.bench table [FILE ...]       python -m backends.bench chart OUT [FILE ...]
 
-The contenders take turns, one call each, so that whatever slows the machine slows all; a ratio is the median
-over the rounds of (peer's time / ours), with its 20th and 80th percentile. Every call on a GPU starts with a
-cold cache. Memory is what a forward and backward takes beyond the inputs: from CUDA's allocator, or as the
-resident size of a fresh process. A case whose parity fails is not timed, and the exit status is 1.
+The contenders take turns (`backends.timing`); a ratio is the median over the rounds of (peer's time / ours),
+with its 20th and 80th percentile. A floor is the least time that the pass can take on this machine
+(`backends.roofline`). Memory is what a forward and backward takes beyond the inputs: from CUDA's allocator,
+or as the resident size of a fresh process. A case whose parity fails is not timed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from backends import bench_figures
+from backends import bench_figures, bench_step
 from backends import device as platform_facts
-from backends.bench_figures import PASSES
+from backends.bench_figures import PASSES, passes
 from backends.cases import BY_NAME, Case, Inputs, inputs, select
 from backends.facts import facts
 from backends.judge import GRADIENTS, verdicts
@@ -40,28 +38,10 @@ from backends.ops import gated_delta_rule
 from backends.parity import NOT_RUN, Subject, subjects
 from backends.peers import PEERS, Run
 from backends.registry import BackendRefusal
+from backends.roofline import Ceilings, ceilings, work
+from backends.timing import Spread, interleaved, modes, ratios
 
-ROUNDS = (5, 300)
 COMPILER = ("-m", "triton_kernels.compile_only")
-CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU at hand (H200: 60 MB)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and the 20th and 80th percentile."""
-
-    p20: float
-    p50: float
-    p80: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Spread:
-        """Of at least two values."""
-        deciles = statistics.quantiles(values, n=10, method="inclusive")
-        return Spread(deciles[1], statistics.median(values), deciles[7])
-
-    def __str__(self) -> str:
-        return f"{self.p50:.4g} ({self.p20:.3g} - {self.p80:.3g})"
 
 
 @dataclass(frozen=True)
@@ -69,6 +49,7 @@ class Timing:
     """One contender on one pass of one case.
 
     ratio           its time over ours, round by round; None for ourselves
+    floor_ms        the least time that the pass can take here; with ours alone
     memory_bytes    with the pass forward+backward
     worst_error     error over allowed, of the parity that stands before a time of ours
     """
@@ -80,6 +61,7 @@ class Timing:
     ms: Spread
     ratio: Spread | None
     rounds: int
+    floor_ms: float | None
     memory_bytes: int | None
     worst_error: float | None
 
@@ -122,54 +104,6 @@ def prepared(run: Run, given: Inputs, phase: str) -> Callable[[], None]:
     return backward
 
 
-def interleaved(
-    calls: Mapping[str, Callable[[], None]], device: torch.device, seconds: float
-) -> dict[str, list[float]]:
-    """Milliseconds of every contender, one call each in turn, for about `seconds`, after a warm-up."""
-    clock = _cuda_clock if device.type == "cuda" else _cpu_clock
-    for call in calls.values():
-        call()
-    platform_facts.synchronize(device)
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    start, rounds = time.perf_counter(), 0
-    while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - start < seconds):
-        for name, call in calls.items():
-            found[name].append(clock(call, device))
-        rounds += 1
-    return found
-
-
-def _cpu_clock(call: Callable[[], None], device: torch.device) -> float:
-    start = time.perf_counter()
-    call()
-    platform_facts.synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
-
-
-def _cuda_clock(call: Callable[[], None], device: torch.device) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.empty(CACHE_BYTES, dtype=torch.int8, device=device).zero_()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def captured(call: Callable[[], None]) -> Callable[[], None]:
-    """The call as a CUDA graph: what the device alone needs. Raises RuntimeError if it waits for the host."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def peak_bytes(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> int:
     """What one forward and backward takes beyond the inputs, after one that loaded whatever it loads."""
     small = replace(case, B=1, T=min(case.T, 64), lengths=None)
@@ -198,34 +132,39 @@ def memory(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> i
 
 
 def bench(
-    subject: Subject, case: Case, dtype: torch.dtype, peers: Sequence[str], seconds: float
+    subject: Subject,
+    case: Case,
+    dtype: torch.dtype,
+    peers: Sequence[str],
+    seconds: float,
+    machine: Ceilings,
 ) -> list[Timing]:
     """All passes of one case. Raises ParityError, with the failures, unless its parity is green."""
     device = torch.device(subject.device)
-    found = verdicts(case, dtype, subject.backend, subject.device)
+    judge = bench_step.step_verdicts if "step" in case.tags else verdicts
+    found = judge(case, dtype, subject.backend, subject.device)
     failures = [str(verdict) for verdict in found if not verdict.passed]
     if failures:
         raise ParityError("\n".join([f"{case.name} is not timed, its parity is red:", *failures]))
     worst = max(verdict.ratio for verdict in found)
     names = [subject.backend, *peers]
-    taken = {name: memory(name, case, dtype, device) for name in names}
-    given = inputs(case, dtype).to(device)
+    given, least = inputs(case, dtype).to(device), work(case, dtype)
     rows = []
-    for phase in PASSES:
-        calls = {name: prepared(contender(name), given, phase) for name in names}
-        modes = {"": calls}
-        if device.type == "cuda":
-            modes[" (graph)"] = {name: graph for name, call in calls.items() if (graph := _captured(call))}
-        for mode, running in modes.items():
+    for phase in passes(case):
+        taken = dict.fromkeys(names)
+        if phase == "step":
+            calls = {name: bench_step.prepared(name, given) for name in names}
+        else:
+            calls = {name: prepared(contender(name), given, phase) for name in names}
+        if phase == "forward+backward":
+            taken = {name: memory(name, case, dtype, device) for name in names}
+        for mode, running in modes(calls, device).items():
             if subject.backend not in running:
                 continue
             times = interleaved(running, device, seconds)
+            over = ratios(times, subject.backend)
             for name, milliseconds in times.items():
-                mine = times[subject.backend]
-                pairs = zip(milliseconds, mine, strict=True)
-                ratio = (
-                    None if name == subject.backend else Spread.of([theirs / own for theirs, own in pairs])
-                )
+                ours = name == subject.backend
                 rows.append(
                     Timing(
                         case=case.name,
@@ -233,21 +172,14 @@ def bench(
                         phase=phase + mode,
                         contender=name,
                         ms=Spread.of(milliseconds),
-                        ratio=ratio,
+                        ratio=over[name],
                         rounds=len(milliseconds),
-                        memory_bytes=taken[name] if phase == "forward+backward" else None,
-                        worst_error=worst if name == subject.backend else None,
+                        floor_ms=machine.floor_ms(least[phase]) if ours else None,
+                        memory_bytes=taken[name],
+                        worst_error=worst if ours else None,
                     )
                 )
     return rows
-
-
-def _captured(call: Callable[[], None]) -> Callable[[], None] | None:
-    try:
-        return captured(call)
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None
 
 
 class ParityError(RuntimeError):
@@ -255,24 +187,31 @@ class ParityError(RuntimeError):
 
 
 def report(console: Console, rows: Sequence[Timing], cases: Iterable[Case], peers: Mapping[str, str]) -> None:
-    """One line per case and pass: our time, then every peer's and how many times ours; then memory."""
+    """One line per case and pass: our time, the floor and its share of our time, then every peer's time and
+    how many times ours; then memory.
+    """
     table = Table(title="milliseconds, and peer over ours: median (20th - 80th percentile)")
-    for heading in ("case", "pass", "ours", *(x for label in peers.values() for x in (label, "over ours"))):
-        table.add_column(heading)
+    columns = [x for label in peers.values() for x in (label, "over ours")]
+    for heading in ("case", "pass", "ours", "floor", *columns):
+        table.add_column(heading, no_wrap=heading == "pass")
     for case in cases:
         mine = [row for row in rows if row.case == case.name]
         if not mine:
-            table.add_row(str(case), *[NOT_RUN] * (2 + 2 * len(peers)))
+            table.add_row(str(case), *[NOT_RUN] * (3 + 2 * len(peers)))
         for phase in dict.fromkeys(row.phase for row in mine):
             here = {row.contender: row for row in mine if row.phase == phase}
             own = next(row for row in here.values() if row.ratio is None)
             theirs = [here.get(peer) for peer in peers]
             cells = [x for row in theirs for x in ((str(row.ms), str(row.ratio)) if row else (NOT_RUN, ""))]
-            table.add_row(str(case), f"{phase} {own.dtype}", str(own.ms), *cells)
+            table.add_row(str(case), f"{phase} {own.dtype}", str(own.ms), _share(own), *cells)
             if own.memory_bytes is not None and phase == PASSES[-1]:
                 cells = [x for row in theirs for x in _memory_cells(row, own.memory_bytes)]
-                table.add_row(str(case), f"memory {own.dtype}", _mebibytes(own.memory_bytes), *cells)
+                table.add_row(str(case), f"memory {own.dtype}", _mebibytes(own.memory_bytes), "", *cells)
     console.print(table)
+
+
+def _share(row: Timing) -> str:
+    return "" if row.floor_ms is None else f"{row.floor_ms:.3g}, {row.floor_ms / row.ms.p50:.0%}"
 
 
 def _memory_cells(row: Timing | None, own: int) -> tuple[str, str]:
@@ -289,7 +228,7 @@ def line(row: Timing, about: Mapping[str, Any]) -> dict[str, Any]:
     """One JSON object."""
     values = asdict(row)
     return {
-        "op": "gated_delta_rule",
+        "op": bench_step.OPERATION if row.phase.startswith("step") else "gated_delta_rule",
         "backend": values.pop("contender"),
         "pass": values.pop("phase"),
         **values,
@@ -361,10 +300,13 @@ def _main(given: argparse.Namespace, subject: Subject, cases: Sequence[Case]) ->
     wanted = given.peer or list(PEERS)
     absent = {name: reason for name in wanted if (reason := PEERS[name].absent(subject.device))}
     peers = [name for name in wanted if name not in absent]
-    about = facts(torch.device(subject.device))
+    device = torch.device(subject.device)
+    machine = ceilings(device, dtype)
+    about = facts(device) | machine.facts()
     console.print(
         f"{subject.backend} on {about['device']}, {about['threads']} threads, torch {about['torch']}"
     )
+    console.print(f"this machine at its best: {machine}", highlight=False)
     for name, reason in absent.items():
         console.print(f"peer {name}: {NOT_RUN}, {reason}", highlight=False)
     rows: list[Timing] = []
@@ -372,7 +314,7 @@ def _main(given: argparse.Namespace, subject: Subject, cases: Sequence[Case]) ->
     for case in cases:
         able = [name for name in peers if PEERS[name].packed or not case.lengths]
         try:
-            rows += bench(subject, case, dtype, able, given.seconds)
+            rows += bench(subject, case, dtype, able, given.seconds, machine)
         except ParityError as failure:
             red = True
             console.print(str(failure), style="bold red")

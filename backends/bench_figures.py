@@ -24,6 +24,11 @@ TAGS = {"cuda": "bench", "cpu": "bench-cpu"}
 PASSES = ("forward", "backward", "forward+backward")
 
 
+def passes(case: Case) -> tuple[str, ...]:
+    """What is timed of a case."""
+    return ("step",) if "step" in case.tags else PASSES
+
+
 @dataclass(frozen=True)
 class Place:
     """A column: a backend of ours beside a peer, on a kind of device."""
@@ -80,7 +85,7 @@ def _machine(rows: Sequence[Mapping[str, Any]], place: Place) -> str:
 def _cell(rows: Sequence[Mapping[str, Any]], place: Place, case: Case) -> str:
     if not place.takes(case):
         return "-"
-    found = [(phase, ratios(rows, place, case, phase)) for phase in PASSES]
+    found = [(phase, ratios(rows, place, case, phase)) for phase in passes(case)]
     words = [f"{phase} {_span(values)}" for phase, values in found if values]
     return ", ".join(words) or NOT_RUN
 
@@ -91,7 +96,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Forward plus backward: a bar a case, from the lowest run to the highest; a word where there is none."""
+    """Forward plus backward, or a step: a bar a case, a mark a run; a word where there is none."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,7 +105,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     shown = [(place, case) for place in PLACES for case in CASES if place.takes(case)]
     figure, axes = pyplot.subplots(figsize=(9, 0.34 * len(shown) + 1.2))
     for y, (place, case) in enumerate(shown):
-        values = ratios(rows, place, case, PASSES[-1])
+        values = ratios(rows, place, case, passes(case)[-1])
         color = f"C{PLACES.index(place)}"
         if values:
             axes.barh(y, sum(values) / len(values), color=color, alpha=0.7)
@@ -110,7 +115,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_yticks(range(len(shown)), [f"{case} ({place.backend})" for place, case in shown], fontsize=8)
     axes.axvline(1.0, color="gray", linewidth=0.8)
     axes.set_ylim(len(shown) - 0.5, -0.5)
-    axes.set_xlabel("forward plus backward: peer's time over ours (hf on CPU, fla on GPU)")
+    axes.set_xlabel("forward plus backward, or a step: peer's time over ours (hf on CPU, fla on GPU)")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

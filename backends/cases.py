@@ -54,7 +54,8 @@ class Case:
     lengths     packed sequences; T is their sum
     state       an initial state is given, and asked for its gradient
     loss        which outputs the gradient comes from
-    tags        small: for interpreters and simulators; slow: not in default tests; bench, bench-cpu: timed
+    tags        small: for interpreters and simulators; slow: not in default tests; bench, bench-cpu: timed;
+                step: timed as one token of generation
     """
 
     name: str
@@ -97,6 +98,7 @@ SMALL = frozenset({"small"})
 SLOW = frozenset({"slow"})
 BENCH = frozenset({"slow", "bench"})
 TIMED = BENCH | {"bench-cpu"}
+STEP = TIMED | {"step"}
 BOTH: tuple[Literal["o", "final_state"], ...] = ("o", "final_state")
 
 # The error of dg is one number per head where nothing decays: rows about that have 4 heads or 8, so that an
@@ -217,6 +219,14 @@ CASES: tuple[Case, ...] = (
          tags=BENCH, reason="the same, four sequences of 8192 packed"),
     Case("qwen3_quarter",   1, 32768, 4, 128, 128, HV=8, norm="random", gates="plain", tags=BENCH,
          reason="its heads over four devices, one long sequence: whole, it keeps 16 programs busy"),
+    Case("step_paper_512",  1, 1,   6, 64, 128, norm="random", state=True, tags=STEP,
+         reason="generation, one sequence of d = 512: the launch takes longer than the work"),
+    Case("step_qwen3_next", 1, 1,   16, 128, 128, HV=32, norm="random", state=True, tags=STEP,
+         reason="generation, one sequence: 4 MB of states"),
+    Case("step_qwen3_64",   64, 1,  16, 128, 128, HV=32, norm="random", state=True, tags=STEP,
+         reason="the same for 64 sequences: memory bounds it"),
+    Case("step_gdn_1b_32",  32, 1,  6, 256, 512, norm="random", state=True, tags=STEP,
+         reason="the largest heads, 32 sequences"),
 )
 # fmt: on
 

@@ -3,6 +3,8 @@
 hf      Hugging Face transformers' `torch_chunk_gated_delta_rule` (Qwen3-Next): PyTorch, what runs where no
         kernel is installed. Value heads share keys by repetition, as in its model; no packed sequences.
 fla     flash-linear-attention's `chunk_gated_delta_rule`: Triton, CUDA only.
+
+For one token theirs are `torch_recurrent_gated_delta_rule` and `fused_recurrent_gated_delta_rule`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -29,7 +32,7 @@ GATES = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel",
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a peer comes from and what it takes; `load` gives its function."""
+    """Where a peer comes from and what it takes; `load` gives its function, `load_step` its step's."""
 
     name: str
     distribution: str
@@ -37,6 +40,7 @@ class Peer:
     devices: tuple[str, ...]
     packed: bool
     load: Callable[[], Rule]
+    load_step: Callable[[], Rule]
 
     def absent(self, device: str) -> str | None:
         """Why it cannot run on this machine's `device`, or None."""
@@ -51,6 +55,20 @@ class Peer:
         rule = self.load()
         return lambda x: rule(x.q, x.k, x.v, x.g, x.beta, **x.arguments())[0]
 
+    def step(self) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+        """From a case's inputs, of one token, to o and the state."""
+        rule = self.load_step()
+
+        def run(x: Inputs) -> tuple[Tensor, Tensor]:
+            o, state = rule(
+                x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, output_final_state=True,
+                use_qk_l2norm_in_kernel=x.case.normalized_inside,
+            )  # fmt: skip
+            assert state is not None
+            return o[:, 0], state
+
+        return run
+
     def label(self) -> str:
         """Name and version."""
         return f"{self.name} {version(self.distribution)}"
@@ -62,10 +80,10 @@ def _made(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, told: dict[str, Any]) -
     return gate_arguments(q, v.shape[2], **gates).applied(g, beta)
 
 
-def _huggingface() -> Rule:
+def _huggingface(name: str) -> Rule:
     module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     # unwrapped: transformers replaces the function by flash-linear-attention's where that is installed
-    form = inspect.unwrap(module.torch_chunk_gated_delta_rule)
+    form = inspect.unwrap(getattr(module, name))
 
     def rule(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
@@ -98,7 +116,26 @@ def _flash_linear_attention() -> Rule:
     return rule
 
 
+def _flash_linear_attention_step() -> Rule:
+    form = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **told: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        # by name: gates of keys and of values stand between g and beta
+        return form(q=q, k=k, v=v, g=g, beta=beta, **told)
+
+    return rule
+
+
 PEERS = {
-    "hf": Peer("hf", "transformers", "transformers", ("cpu", "cuda"), False, _huggingface),
-    "fla": Peer("fla", "flash-linear-attention", "fla", ("cuda",), True, _flash_linear_attention),
-}
+    "hf": Peer(
+        "hf", "transformers", "transformers", ("cpu", "cuda"), False,
+        partial(_huggingface, "torch_chunk_gated_delta_rule"),
+        partial(_huggingface, "torch_recurrent_gated_delta_rule"),
+    ),
+    "fla": Peer(
+        "fla", "flash-linear-attention", "fla", ("cuda",), True,
+        _flash_linear_attention, _flash_linear_attention_step,
+    ),
+}  # fmt: skip

@@ -7,10 +7,12 @@ import pytest
 import torch
 from faults import FAULTS
 
-from backends import bench, chunked, device
-from backends.bench import Spread, interleaved, prepared
+from backends import bench, bench_step, chunked, device, roofline, timing
+from backends.bench import prepared
 from backends.cases import BY_NAME, inputs, select
 from backends.peers import PEERS
+from backends.roofline import Ceilings, ceilings, work
+from backends.timing import Spread, interleaved
 
 CPU = torch.device("cpu")
 
@@ -23,7 +25,7 @@ def unmeasured_memory(monkeypatch):
 
 @pytest.fixture
 def few_rounds(monkeypatch):
-    monkeypatch.setattr(bench, "ROUNDS", (3, 3))
+    monkeypatch.setattr(timing, "ROUNDS", (3, 3))
 
 
 def test_a_case_is_timed_beside_its_peer(tmp_path, capsys, unmeasured_memory, few_rounds):
@@ -38,8 +40,69 @@ def test_a_case_is_timed_beside_its_peer(tmp_path, capsys, unmeasured_memory, fe
         assert (row["worst_error"] is None) == (row["backend"] == "hf")
         assert row["dtype"] == "float32" and {"torch", "threads", "device", "commit", "dirty"} <= set(row)
         assert (row["memory_bytes"] is None) == (row["pass"] != "forward+backward")
+        assert row["backend"] == "hf" or 0 < row["floor_ms"] < row["ms"]["p50"]
+        assert row["flops_per_s"] > 1e8 and row["bytes_per_s"] > 1e8
     said = capsys.readouterr().out
     assert "peer fla: not yet run, " in said and "forward+backward float32" in said
+
+
+def test_a_step_is_timed_beside_its_peer(tmp_path, few_rounds):
+    file = tmp_path / "bench.jsonl"
+    assert bench.main(["--backend", "chunked", "--case", "step_paper_512", "--json", str(file)]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["op"], row["pass"], row["backend"]) for row in rows] == [
+        ("gated_delta_rule_step", "step", "chunked"),
+        ("gated_delta_rule_step", "step", "hf"),
+    ]
+    assert rows[1]["ratio"]["p50"] > 0 and rows[0]["memory_bytes"] is None
+
+
+def test_no_time_of_a_wrong_step(monkeypatch, capsys):
+    right = bench_step.gated_delta_rule_step
+
+    def late(q, k, v, g, beta, state, *, backend, **named):
+        o, new = right(q, k, v, g, beta, state, backend=backend, **named)
+        return (o, new) if backend == "recurrent" else (o, state)
+
+    monkeypatch.setattr(bench_step, "gated_delta_rule_step", late)
+    assert bench.main(["--backend", "chunked", "--case", "step_paper_512"]) == 1
+    said = capsys.readouterr().out
+    assert "step_paper_512 is not timed, its parity is red" in said and " state: error" in said
+
+
+def test_peers_take_the_same_step():
+    given = inputs(BY_NAME["step_qwen3_next"], torch.float32)
+    for mine, theirs in zip(bench_step.ours("chunked")(given), PEERS["hf"].step()(given), strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
+
+
+def test_floors_count_what_was_published():
+    """gdn at d = 1024, B = 30, T = 1024: 54.9 GFLOP and 285 MB forward, 163 backward with its scan again."""
+    case = BY_NAME["paper_1024"]
+    least = work(case, torch.bfloat16)
+    assert least["forward"].flops == pytest.approx(54.9e9, rel=2e-3)
+    # six bytes of gates, not the eight that the published count has
+    assert least["forward"].bytes + 2 * 30 * 1024 * 6 == pytest.approx(285e6, rel=2e-3)
+    again = 30 * 1024 * 6 * (4 * case.K * case.V + 2 * 64 * case.V)
+    assert least["backward"].flops + again == pytest.approx(163e9, rel=2e-3)
+    assert least["forward+backward"] == least["forward"] + least["backward"]
+    grouped = work(BY_NAME["qwen3_next"], torch.bfloat16)["forward"]
+    assert grouped.flops == pytest.approx(39e9, rel=0.01) and grouped.bytes == pytest.approx(203e6, rel=0.02)
+    step = BY_NAME["step_qwen3_64"]
+    assert work(step, torch.bfloat16)["step"].bytes == pytest.approx(8 * 64 * 32 * 128 * 128, rel=0.01)
+
+
+def test_a_floor_is_the_longer_of_two():
+    machine = Ceilings(flops_per_s=1e12, bytes_per_s=1e9)
+    assert machine.floor_ms(roofline.Work(2e9, 1e6)) == 2.0
+    assert machine.floor_ms(roofline.Work(1e9, 5e6)) == 5.0
+
+
+def test_ceilings_are_measured_here(monkeypatch):
+    monkeypatch.setattr(roofline, "PRODUCT", {"cpu": 256})
+    monkeypatch.setattr(roofline, "COPY_BYTES", {"cpu": 2**22})
+    found = ceilings(CPU, torch.float32, seconds=0.01)
+    assert 1e8 < found.flops_per_s < 1e14 and 1e8 < found.bytes_per_s < 1e13
 
 
 def test_no_time_without_a_green_parity(tmp_path, capsys, monkeypatch, unmeasured_memory, few_rounds):

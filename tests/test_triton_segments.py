@@ -142,16 +142,16 @@ def test_every_element_is_written(cuts, monkeypatch):
 def test_tokens_of_another_sequence_are_never_read():
     split_sequences(1)
     bounds = torch.tensor([0, 70, 112], device=DEVICE)
-    leaves = tensors(N=2)
-    clean = gated_delta_rule(*leaves[:5], cu_seqlens=bounds, backend="triton")[0]
-    dirty = [x.detach().clone() for x in leaves[:5]]
+    leaves = [x.detach() for x in tensors(N=2)[:5]]
+    dirty = [x.clone() for x in leaves]
     for x in dirty:
-        x[:, 70:] = 1e4
+        x[:, 70:] = -1.0
     dirty[4][:, 70:] = 1.0
-    dirty[3][:, 70:] = 0.0
-    assert torch.equal(
-        gated_delta_rule(*dirty, cu_seqlens=bounds, backend="triton")[0][:, :70], clean[:, :70]
+    clean, other = (
+        gated_delta_rule(*x, cu_seqlens=bounds, use_qk_l2norm_in_kernel=True, backend="triton")[0]
+        for x in (leaves, dirty)
     )
+    assert torch.equal(clean[:, :70], other[:, :70]) and not torch.equal(clean[:, 70:], other[:, 70:])
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -265,8 +265,8 @@ def test_grids_of_segments_use_the_first_axis_alone(monkeypatch):
     ]:
         monkeypatch.setattr(module, name, Recorder())
     split_sequences(1)
-    leaves = [x.detach().to("meta") for x in tensors(B=1, T=2**16)]
+    q, k, v, g, beta, state = (x.detach().to("meta") for x in tensors(B=1, T=2**16))
     chosen = triton_options(32)
-    o, state, saved = triton_adapter.forward(*leaves, None, chosen, save=True)
-    triton_adapter.backward(o, state, *leaves, None, saved, chosen)
+    o, final, saved = triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=True)
+    triton_adapter.backward(o, final, q, k, v, g, beta, state, None, saved, chosen)
     assert len(grids) == 8 and all(len(grid) == 1 for grid in grids)

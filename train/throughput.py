@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backends import device as platform
-from backends.bench import Spread
 from backends.cases import BY_NAME
 from backends.judge import verdicts
 from backends.operators import Operator
 from backends.peers import PEERS
+from backends.timing import Spread, ratios
 from models import gated_deltanet
 
 from .config import RunConfig
@@ -170,12 +170,11 @@ def measure(workload: Workload, peers: tuple[str, ...], rounds: int) -> list[Mea
     for _ in range(rounds):
         for name in names:
             seconds[name].append(workload(name))
-    found = []
+    found, over = [], ratios(seconds, OURS)
     for name in names:
         ms = Spread.of([1e3 * x for x in seconds[name]])
-        pairs = zip(seconds[name], seconds[OURS], strict=True)
-        ratio = None if name == OURS else Spread.of([theirs / own for theirs, own in pairs])
-        found.append(Measured(name, ms, ratio, workload.tokens / (ms.p50 / 1e3), peaks[name], losses[name]))
+        speed = workload.tokens / (ms.p50 / 1e3)
+        found.append(Measured(name, ms, over[name], speed, peaks[name], losses[name]))
     return found
 
 

@@ -216,7 +216,15 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
                 gradients | gates | absent,
             )
     tile = segments.tile(K, V)
-    chain = {**loops, "BV": tile.BV, "PACKED": True, "HAS_INITIAL": True, "WRITE_FINAL": True, "DOT": "ieee"}
+    chain = {
+        **loops,
+        "BK": segments.depth(K),
+        "BV": tile.BV,
+        "PACKED": True,
+        "HAS_INITIAL": True,
+        "WRITE_FINAL": True,
+        "DOT": "ieee",
+    }
     chain = {name: value for name, value in chain.items() if name not in ("H", "C")}
     for word, back in {"forward": False, "backward": True}.items():
         yield variant("chain", word, segments.chain_kernel, tile, chain | {"REVERSE": back})

@@ -37,7 +37,7 @@ from triton_kernels.tiles import accumulate
 @triton.jit(do_not_specialize=["NS"])
 def chain_kernel(
     A, B, initial, states, final, offsets, NS,
-    HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, WRITE_FINAL: tl.constexpr, REVERSE: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,6 @@ def chain_kernel(
     states[s] is what segment s starts from; REVERSE: from the last segment to the first, with A^T.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    BK: tl.constexpr = 32 if KP > 32 else KP
     pid = tl.program_id(0).to(tl.int64)
     i_v = (pid % NV).to(tl.int32)
     i_h = (pid // NV) % HV
@@ -95,6 +94,11 @@ def tile(K: int, V: int) -> Tile:
     return Tile(min(16, power_of_two(V)), 4 if K <= 128 else 8, 3)
 
 
+def depth(K: int) -> int:
+    """BK: rows of a state that a product takes at once."""
+    return min(32, power_of_two(K))
+
+
 def chain(A, B, initial, *, states, final, segments: Segments, reverse: bool):
     """Launch `chain_kernel`: fills states, and final unless it is None.
 
@@ -105,7 +109,7 @@ def chain(A, B, initial, *, states, final, segments: Segments, reverse: bool):
     row = tile(K, V)
     chain_kernel[(segments.sequences * HV * -(-V // row.BV),)](
         A, B, initial, states, final, segments.offsets, segments.chunks.segments,
-        HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.BV, PACKED=segments.offsets is not None,
+        HV=HV, K=K, KP=power_of_two(K), BK=depth(K), V=V, BV=row.BV, PACKED=segments.offsets is not None,
         HAS_INITIAL=initial is not None, WRITE_FINAL=final is not None, REVERSE=reverse, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
