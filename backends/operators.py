@@ -8,7 +8,7 @@ An `Operator` is a pair of functions of an adapter's module, made differentiable
 
 Under torch.compile it is the custom operators `delta_trn::NAME` and `delta_trn::NAME_backward`, with the
 backend's name as an argument; otherwise a plain autograd.Function: a custom operator costs a layer 50 us a
-call, and inside one lazy tensors are no longer functionalized (see `backends.lazy_autograd`). Adapters run
+call, and inside one lazy tensors are no longer functionalized (see `backends.autograd`). Adapters run
 with autocast off: an operation computes in the dtype it is given.
 """
 

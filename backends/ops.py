@@ -7,7 +7,7 @@ from operator import index
 import torch
 from torch import Tensor
 
-from backends import autograd, checks, lazy_autograd, registry
+from backends import autograd, checks, registry
 from backends.gates import AS_GIVEN, Gates
 
 
@@ -73,14 +73,7 @@ def gated_delta_rule(
     name = _chosen("gated_delta_rule", q, v, cu_seqlens is not None, gradients, backend)
     g, beta, gates = _made(gates, g, beta, "gated_delta_rule", name)
     factor = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    if q.device.type in ("xla", "neuron"):
-        options = registry.Options(
-            factor, use_qk_l2norm_in_kernel, output_final_state, cu_seqlens is not None
-        )
-        return lazy_autograd.gated_delta_rule(
-            q, k, v, g, beta, initial_state, cu_seqlens, options, gradients, name
-        )
-    o, final_state, _ = autograd.gated_delta_rule(
+    return autograd.gated_delta_rule(
         q,
         k,
         v,
@@ -97,7 +90,6 @@ def gated_delta_rule(
         gradients,
         name,
     )
-    return o, final_state if output_final_state else None
 
 
 def gated_delta_rule_step(

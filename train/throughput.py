@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backends import autograd
 from backends import device as platform
 from backends.cases import BY_NAME
 from backends.judge import verdicts
@@ -210,7 +211,7 @@ def _part(event: Any) -> str:
 
 @contextlib.contextmanager
 def _named_operators() -> Iterator[None]:
-    """Names the layers' operations in the profile: outside of torch.compile they are plain functions."""
+    """Names operations in the profile: outside of torch.compile they are plain functions."""
     right = {name: getattr(Operator, name) for name in ("run", "differentiate")}
 
     def named(function: Any) -> Any:
@@ -220,10 +221,20 @@ def _named_operators() -> Iterator[None]:
 
         return call
 
+    def rule(function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            with torch.profiler.record_function("delta_trn::gated_delta_rule"):
+                return function(*given)
+
+        return call
+
     for name, function in right.items():
         setattr(Operator, name, named(function))
+    plain = autograd.run, autograd.differentiate
+    autograd.run, autograd.differentiate = map(rule, plain)
     try:
         yield
     finally:
+        autograd.run, autograd.differentiate = plain
         for name, function in right.items():
             setattr(Operator, name, function)
