@@ -22,6 +22,9 @@ from triton_kernels import (
     segments,
 )
 from triton_kernels.launch import Chunks, config
+from triton_kernels.launch import Config as Config  # for `backends.tune`
+from triton_kernels.launch import Tile as Tile
+from triton_kernels.launch import adjusted as adjusted
 
 if TYPE_CHECKING:
     from backends.registry import Options

@@ -5,6 +5,8 @@ triton_kernels.compile_only` prints it), not from timings: no GPU was at hand. N
 so equal inputs take equal code paths and give equal bits.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -113,10 +115,25 @@ def arithmetic(dot: str = "ieee") -> str:
     return "interpreted" if knobs.runtime.interpret else dot
 
 
+_change: Callable[[Config], Config] | None = None
+
+
+@contextmanager
+def adjusted(change: Callable[[Config], Config]) -> Iterator[None]:
+    """Within `with`, every row is what `change` makes of it: for tuning, and for tests of other layouts."""
+    global _change
+    outer, _change = _change, change
+    try:
+        yield
+    finally:
+        _change = outer
+
+
 def config(K: int, V: int, *, itemsize: int) -> Config:
     """The row for head sizes K, V and elements of `itemsize` bytes."""
     row = _row(K, V, itemsize)
-    return replace(row, dot=arithmetic(row.dot))
+    row = replace(row, dot=arithmetic(row.dot))
+    return row if _change is None else _change(row)
 
 
 def _row(K: int, V: int, itemsize: int) -> Config:
