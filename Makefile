@@ -4,6 +4,7 @@
 #   make test       the test suite (under 15 minutes on 2 cores, no accelerator)
 #   make lint       ruff and pyright
 #   make bench      parity first, then the clock
+#   make measure    on a GPU: parity, layouts, the clock beside flash-linear-attention, whole steps; lines go to OUT
 #   make test-slow  the checks that take longer
 #   make test-xla   the XLA path on its CPU device, with torch 2.9 in an environment of its own (8 GB)
 
@@ -12,8 +13,9 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 XLA    := .venv-xla
+OUT    ?= runs/measured
 
-.PHONY: train test test-slow test-xla lint bench
+.PHONY: train test test-slow test-xla lint bench measure
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -35,6 +37,17 @@ lint: $(READY)
 
 bench: $(READY)
 	$(RUN) -m backends.bench $(ARGS)
+
+# in the order in which it matters, for a machine that is lent for minutes: nothing is timed before parity is green
+measure: $(READY)
+	mkdir -p $(OUT)
+	$(RUN) -m backends.parity --backend triton --json $(OUT)/parity.jsonl
+	$(RUN) -m pytest -m "not slow" tests/test_triton_parity.py tests/test_triton_segments.py tests/test_triton_gated_delta_rule.py
+	$(RUN) -m backends.bench --backend triton --seconds 1 --json $(OUT)/data.jsonl $(ARGS)
+	for width in 512 1024; do \
+		$(RUN) -m train throughput gdn_mup_adamw model.width=$$width batch.sequences=30 batch.micro=30 \
+			--peer fla --json $(OUT)/throughput.jsonl || exit 1; \
+	done
 
 # torch comes first and alone: on a CUDA machine it brings the triton it was built with, and only a CPU build leaves
 # that to us. 3.7.1 is the triton that belongs to torch 2.13.

@@ -100,6 +100,7 @@ def reverse_scan_kernel(
         b_dZ = tl.load(p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
 
     chunks = tl.cdiv(length, C).to(tl.int32)
+    b_carry = 0.0
     for r in range(0, chunks):
         i = chunks - 1 - r
         t = start + i * C
@@ -111,19 +112,9 @@ def reverse_scan_kernel(
         p_h = tile * (V * K)
         b_last = tl.exp(tl.load(p_rows + C - 1))
         if WRITE:
-            # gam_C <dS', S>, from the unrounded gradient here, and at the first chunk from the unrounded
-            # state; first and one after the other, while nothing else is there: 472 bytes a thread spilled at
-            # 256:512, packed, against 560
-            if HAS_INITIAL:
-                b_S = tl.load(h + p_h + o_vk, mask=m_vk & (i > 0), other=0.0).to(tl.float32)
-            else:
-                b_S = tl.load(h + p_h + o_vk, mask=m_vk, other=0.0).to(tl.float32)
+            # gam_C <dS', S> from the unrounded gradient; first, while nothing else is there
+            b_S = tl.load(h + p_h + o_vk, mask=m_vk, other=0.0).to(tl.float32)
             b_carry = tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
-            if HAS_INITIAL:
-                b_S = tl.load(
-                    initial_state + (i_n * HV + i_h) * (K * V) + o_state, mask=m_vk & (i == 0), other=0.0
-                )
-                b_carry += tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
             tl.store(carry + tile * NV + i_v, b_last * b_carry)
         b_dZd = rounded(b_dZ, dtype, DOT)
         if WRITE:
@@ -154,6 +145,16 @@ def reverse_scan_kernel(
         b_dZ = b_dZ * b_last + product(rounded(b_dOT, dtype, DOT), b_q, DOT)
         b_dZ -= product(rounded(b_dYT, dtype, DOT), b_k, DOT)
 
+    if WRITE and HAS_INITIAL:  # noqa: SIM102 (the compiler decides this, the sequence the other)
+        if chunks > 0:
+            # the first state is known unrounded: what h lacks of it, times dS' as it was rounded
+            tl.debug_barrier()
+            tile = first * HV + i_h
+            b_h = tl.load(h + tile * (V * K) + o_vk, mask=m_vk, other=0.0).to(tl.float32)
+            b_S = tl.load(initial_state + (i_n * HV + i_h) * (K * V) + o_state, mask=m_vk, other=0.0)
+            b_dh = tl.load(dh + tile * (V * K) + o_vk, mask=m_vk, other=0.0).to(tl.float32)
+            b_carry += tl.sum(tl.sum((b_S.to(tl.float32) - b_h) * b_dh, axis=1), axis=0)
+            tl.store(carry + tile * NV + i_v, tl.exp(tl.load(rows + tile * (ROWS * C) + C - 1)) * b_carry)
     if WRITE_INITIAL:
         tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_dZ, mask=m_vk)
 
