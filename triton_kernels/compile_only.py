@@ -200,11 +200,11 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
         reverse = {**loops, "BV": row.reverse.BV, "WORDS": words, "PACKED": packed}
         reverse |= {"HAS_DSTATE": packed, "HAS_INITIAL": packed, "WRITE": True, "WRITE_INITIAL": packed}
         yield variant("reverse_scan", word, bwd.reverse_scan_kernel, row.reverse, reverse)
-        if packed:
-            scan |= {"HAS_INITIAL": False, "WRITE_O": False, "WRITE_H": False, "WRITE_FINAL": True}
-            yield variant("scan", "segments", fwd.scan_kernel, row.scan, scan | {"TRANSITION": True})
-            reverse |= {"HAS_DSTATE": False, "HAS_INITIAL": False, "WRITE": False}
-            yield variant("reverse_scan", "segments", bwd.reverse_scan_kernel, row.reverse, reverse)
+        scan |= {"HAS_INITIAL": False, "WRITE_O": False, "WRITE_H": False, "WRITE_FINAL": True}
+        scan |= {"TRANSITION": True}
+        yield variant("scan", f"{word} segments", fwd.scan_kernel, row.scan, scan)
+        reverse |= {"HAS_DSTATE": False, "HAS_INITIAL": False, "WRITE": False, "WRITE_INITIAL": True}
+        yield variant("reverse_scan", f"{word} segments", bwd.reverse_scan_kernel, row.reverse, reverse)
         gradients = {**loops, "BV": row.gradients.BV, "TILES": 2, "PACKED": packed, "L2NORM": True}
         for form, gates in forms.items():
             absent = {} if form == "made" else {"dgates": None}
