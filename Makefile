@@ -6,6 +6,7 @@
 #   make bench      parity first, then the clock
 #   make measure    on a GPU: parity, layouts, the clock beside flash-linear-attention, whole steps; lines go to OUT
 #   make test-slow  the checks that take longer
+#   make compile    every Triton kernel in every configuration for sm_90, with what it takes there (no GPU, 20 minutes)
 #   make test-xla   the XLA path on its CPU device, with torch 2.9 in an environment of its own (8 GB)
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ READY  := $(VENV)/.ready
 XLA    := .venv-xla
 OUT    ?= runs/measured
 
-.PHONY: train test test-slow test-xla lint bench measure
+.PHONY: train test test-slow test-xla compile lint bench measure
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -29,6 +30,9 @@ test-slow: $(READY)
 
 test-xla: $(XLA)/.ready
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest tests/test_xla.py --timeout=900
+
+compile: $(READY)
+	$(RUN) -m triton_kernels.compile_only
 
 lint: $(READY)
 	$(RUN) -m ruff check .

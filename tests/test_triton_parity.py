@@ -14,24 +14,34 @@ from triton_kernels.launch import adjusted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# Seconds in the interpreter: a seam, ends, the worst inverse, groups, packing, norms, gates.
-QUICK = ["seam_65", "forget", "reflect", "gva_2", "packed_empty", "norm_zero"]
-QUICK += ["gates_wide", "gates_packed"]
-REST = [case.name for case in select(None if DEVICE == "cuda" else sorted(BY_NAME)) if case.name not in QUICK]
-REST = [name for name in REST if DEVICE == "cuda" or BY_NAME[name].tags & SMALL or not BY_NAME[name].tags]
+# The small cases take seconds in the interpreter, the others that are not slow by tag minutes.
+QUICK = [case.name for case in select(tags=SMALL)]
+REST = [case.name for case in select() if case.name not in QUICK]
+# A seam, ends, the worst inverse, groups, packing, gates: the grid's dtypes are float32 and bfloat16.
+HALF = ["seam_65", "forget", "reflect", "gva_2", "packed_empty", "gates_wide"]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in REST]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in REST])
+def failures(name, dtype):
+    return "\n".join(str(v) for v in verdicts(BY_NAME[name], dtype, "triton", DEVICE) if not v.passed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", QUICK + SLOW)
 def test_every_tensor_is_within_twice_the_baselines_error(name, dtype):
-    failed = [str(v) for v in verdicts(BY_NAME[name], dtype, "triton", DEVICE) if not v.passed]
-    assert not failed, "\n".join(failed)
+    assert not failures(name, dtype)
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_so_it_is_in_float16(name):
+    assert not failures(name, torch.float16)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no warps")
 @pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in REST])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", QUICK + SLOW)
 def test_layouts_of_four_and_eight_warps_are_right(name, dtype, warps):
     """A product's layout follows the number of warps: Triton before 3.7.1 was wrong at 4 and right at 2."""
 
@@ -40,8 +50,7 @@ def test_layouts_of_four_and_eight_warps_are_right(name, dtype, warps):
         return replace(row, **{tile: replace(getattr(row, tile), warps=warps) for tile in tiles})
 
     with adjusted(forced):
-        failed = [str(v) for v in verdicts(BY_NAME[name], dtype, "triton", DEVICE) if not v.passed]
-    assert not failed, "\n".join(failed)
+        assert not failures(name, dtype)
 
 
 def test_parity_fails_when_one_term_of_the_decay_gradient_is_rounded(monkeypatch):
