@@ -1,11 +1,32 @@
 """FLA's entry points over `backends.gated_delta_rule` with the Triton backend."""
 
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import backends
 
 
+def _under_its_old_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """state_v_first was transpose_state_layout; its tests want a warning for that, and one name at a time."""
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if "transpose_state_layout" in named:
+            if "state_v_first" in named:
+                raise ValueError("state_v_first and its old name, transpose_state_layout, are both given")
+            warnings.warn("transpose_state_layout is state_v_first now", DeprecationWarning, stacklevel=2)
+            named["state_v_first"] = named.pop("transpose_state_layout")
+        return function(*arguments, **named)
+
+    return call
+
+
+@_under_its_old_name
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -51,6 +72,7 @@ def chunk_gated_delta_rule(
     return o, state.transpose(-1, -2) if state is not None and state_v_first else state
 
 
+@_under_its_old_name
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
