@@ -6,7 +6,7 @@
 #   make bench      parity first, then the clock
 #   make measure    on a GPU: parity, layouts, the clock beside flash-linear-attention, whole steps; lines go to OUT
 #   make test-slow  the checks that take longer
-#   make compile    every Triton kernel in every configuration for sm_90, with what it takes there (no GPU, 20 minutes)
+#   make compile    every Triton kernel in every configuration for sm_90, with what it takes there (no GPU, 13 minutes)
 #   make test-xla   the XLA path on its CPU device, with torch 2.9 in an environment of its own (8 GB)
 
 PYTHON ?= python3
