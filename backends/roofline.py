@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from backends.cases import Case
-from backends.timing import interleaved
+from backends.timing import Spread, interleaved
 
 C = 64
 # sides of the product, and bytes of the copy, by type of device: tenths of a second on any at hand
@@ -85,5 +85,5 @@ def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) 
     target = torch.empty_like(source)
     calls = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
     times = interleaved(calls, device, seconds)  # type: ignore[arg-type]
-    product, copy = (sorted(times[name])[len(times[name]) // 2] for name in ("product", "copy"))
+    product, copy = (Spread.of(times[name]).p50 for name in ("product", "copy"))
     return Ceilings(2 * n**3 / (product / 1e3), 2 * size / (copy / 1e3))

@@ -31,7 +31,6 @@ from backends.triton_adapter import Config, Tile, adjusted, config
 
 # kernel -> the pass that it belongs to
 KERNELS = {"prepare": "forward", "scan": "forward", "reverse": "backward", "gradients": "backward"}
-NOW = "now"
 
 
 @dataclass(frozen=True)

@@ -212,29 +212,20 @@ def _part(event: Any) -> str:
 @contextlib.contextmanager
 def _named_operators() -> Iterator[None]:
     """Names operations in the profile: outside of torch.compile they are plain functions."""
-    right = {name: getattr(Operator, name) for name in ("run", "differentiate")}
+    names = {Operator: lambda given: given[0].name, autograd: lambda given: "gated_delta_rule"}
+    right = {(place, word): getattr(place, word) for place in names for word in ("run", "differentiate")}
 
-    def named(function: Any) -> Any:
-        def call(self: Operator, backend: str, given: Any) -> Any:
-            with torch.profiler.record_function(f"delta_trn::{self.name}"):
-                return function(self, backend, given)
-
-        return call
-
-    def rule(function: Any) -> Any:
+    def named(function: Any, name: Any) -> Any:
         def call(*given: Any) -> Any:
-            with torch.profiler.record_function("delta_trn::gated_delta_rule"):
+            with torch.profiler.record_function(f"delta_trn::{name(given)}"):
                 return function(*given)
 
         return call
 
-    for name, function in right.items():
-        setattr(Operator, name, named(function))
-    plain = autograd.run, autograd.differentiate
-    autograd.run, autograd.differentiate = map(rule, plain)
+    for (place, word), function in right.items():
+        setattr(place, word, named(function, names[place]))
     try:
         yield
     finally:
-        autograd.run, autograd.differentiate = plain
-        for name, function in right.items():
-            setattr(Operator, name, function)
+        for (place, word), function in right.items():
+            setattr(place, word, function)
