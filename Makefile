@@ -29,7 +29,7 @@ test-slow: $(READY)
 	$(RUN) -m pytest -m slow --timeout=7200
 
 test-xla: $(XLA)/.ready
-	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest tests/test_xla.py --timeout=900
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest tests/train/test_xla.py --timeout=900
 
 compile: $(READY)
 	$(RUN) -m triton_kernels.compile_only
@@ -46,7 +46,8 @@ bench: $(READY)
 measure: $(READY)
 	mkdir -p $(OUT)
 	$(RUN) -m backends.parity --backend triton --json $(OUT)/parity.jsonl
-	$(RUN) -m pytest -m "not slow" tests/test_triton_parity.py tests/test_triton_segments.py tests/test_triton_gated_delta_rule.py
+	$(RUN) -m pytest -m "not slow" tests/triton_kernels/test_parity.py tests/triton_kernels/test_segments.py \
+		tests/triton_kernels/test_gated_delta_rule.py
 	$(RUN) -m backends.bench --backend triton --seconds 1 --json $(OUT)/data.jsonl $(ARGS)
 	for width in 512 1024; do \
 		$(RUN) -m train throughput gdn_mup_adamw model.width=$$width batch.sequences=30 batch.micro=30 \

@@ -8,15 +8,15 @@ use, checking                               the backend; whether data is checked
 describe, BackendRefusal                    what runs here and why not
 """
 
-from backends.checks import checking
-from backends.declarations import declare
-from backends.depth import delta_residual
-from backends.device import platforms
-from backends.gates import log_decay, write_strength
-from backends.layers import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
-from backends.ops import gated_delta_rule, gated_delta_rule_step
-from backends.registry import BackendRefusal, Row, use
-from backends.registry import describe as _describe
+from delta_trn.backends.checks import checking
+from delta_trn.backends.declarations import declare
+from delta_trn.backends.delta_residual import delta_residual
+from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from delta_trn.backends.gated_delta_rule.gates import log_decay, write_strength
+from delta_trn.backends.layers import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
+from delta_trn.backends.machine import platforms
+from delta_trn.backends.registry import BackendRefusal, Row, use
+from delta_trn.backends.registry import describe as _describe
 
 __all__ = [
     "BackendRefusal",

@@ -7,7 +7,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from backends import describe, device
+from delta_trn.backends import describe
+from delta_trn.backends import machine as device
 
 
 def main() -> int:

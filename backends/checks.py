@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, finfo, float32, float64, int64
 
-from backends.gates import AS_GIVEN, Gates
+from delta_trn.backends.gated_delta_rule.gates import AS_GIVEN, Gates
 
 _checking = False
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from backends.registry import LAYERS, OPERATIONS, Backend, Capability, register
+from delta_trn.backends.registry import LAYERS, OPERATIONS, Backend, Capability, register
 
 EVERY_FLOAT = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -23,7 +23,7 @@ def _triton_missing(device: str) -> str | None:
 
 def _nki_missing(device: str) -> str | None:
     if device == "neuron":
-        return import_module("backends.neuron_adapter").missing()
+        return import_module("delta_trn.backends.neuron_adapter").missing()
     absent = [name for name in ("torch_xla", "nki") if find_spec(name) is None]
     if absent:
         return f"needs {' and '.join(absent)}, from AWS Neuron's package index: pip install torch-neuronx nki"
@@ -53,7 +53,7 @@ def declare() -> None:
     register(
         Backend(
             name="triton",
-            adapter="backends.triton_adapter",
+            adapter="delta_trn.backends.gated_delta_rule.triton_adapter",
             capabilities={
                 "gated_delta_rule": rule,
                 "gated_delta_rule_step": rule,
@@ -63,7 +63,7 @@ def declare() -> None:
                 "add_rms_norm": row,
                 "linear_cross_entropy": replace(triton, max_k=None),
             },
-            elsewhere=dict.fromkeys(LAYERS, "backends.triton_layers_adapter"),
+            elsewhere=dict.fromkeys(LAYERS, "delta_trn.backends.layers.triton_adapter"),
             unavailable=_triton_missing,
             emulated=frozenset({"cpu"}),
         )
@@ -83,7 +83,7 @@ def declare() -> None:
     register(
         Backend(
             name="nki",
-            adapter="backends.nki_adapter",
+            adapter="delta_trn.backends.gated_delta_rule.nki_adapter",
             capabilities={
                 "gated_delta_rule": kernels,
                 "gated_delta_rule_step": kernels,
@@ -92,19 +92,21 @@ def declare() -> None:
                 "gated_rms_norm": norm,
             },
             unavailable=_nki_missing,
-            elsewhere=dict.fromkeys(("short_convolution", "gated_rms_norm"), "backends.nki_layers_adapter"),
+            elsewhere=dict.fromkeys(
+                ("short_convolution", "gated_rms_norm"), "delta_trn.backends.layers.nki_adapter"
+            ),
         )
     )
     chunked = Capability(dtypes=EVERY_FLOAT, automatic=frozenset({"cpu"}))
     register(
         Backend(
             name="chunked",
-            adapter="backends.chunked",
+            adapter="delta_trn.backends.gated_delta_rule.chunked",
             # after the backends with kernels, since its layers are every device's
             capabilities=dict.fromkeys(OPERATIONS, chunked)
             | dict.fromkeys(LAYERS, replace(chunked, automatic=None)),
-            elsewhere={"delta_residual": "backends.depth_chunked"}
-            | dict.fromkeys(LAYERS, "backends.layers_pytorch"),
+            elsewhere={"delta_residual": "delta_trn.backends.delta_residual.chunked"}
+            | dict.fromkeys(LAYERS, "delta_trn.backends.layers.pytorch"),
         )
     )
     here = {"devices": frozenset({"cpu"}), "automatic": frozenset()}
@@ -112,7 +114,7 @@ def declare() -> None:
     register(
         Backend(
             name="nki-simulator",
-            adapter="backends.nki_adapter",
+            adapter="delta_trn.backends.gated_delta_rule.nki_adapter",
             capabilities={
                 "gated_delta_rule": simulated,
                 "gated_delta_rule_step": simulated,
@@ -122,7 +124,9 @@ def declare() -> None:
             },
             unavailable=_simulator_missing,
             emulated=frozenset({"cpu"}),
-            elsewhere=dict.fromkeys(("short_convolution", "gated_rms_norm"), "backends.nki_layers_adapter"),
+            elsewhere=dict.fromkeys(
+                ("short_convolution", "gated_rms_norm"), "delta_trn.backends.layers.nki_adapter"
+            ),
         )
     )
     # T steps one after the other: right, and slow on purpose, so only by name
@@ -130,8 +134,8 @@ def declare() -> None:
     register(
         Backend(
             name="recurrent",
-            adapter="backends.recurrent",
+            adapter="delta_trn.backends.gated_delta_rule.recurrent",
             capabilities={op: recurrent for op in OPERATIONS if op not in LAYERS},
-            elsewhere={"delta_residual": "backends.depth_recurrent"},
+            elsewhere={"delta_residual": "delta_trn.backends.delta_residual.recurrent"},
         )
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from backends import device as platform_facts
+from delta_trn.backends import machine as platform_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 

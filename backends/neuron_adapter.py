@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from nki_kernels.delta_residual_bwd import delta_residual_bwd
-from nki_kernels.delta_residual_fwd import delta_residual_fwd
-from nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
-from nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
-from nki_kernels.gated_delta_rule_step import gated_delta_rule_step
-from nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
-from nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
+from delta_trn.nki_kernels.delta_residual_bwd import delta_residual_bwd
+from delta_trn.nki_kernels.delta_residual_fwd import delta_residual_fwd
+from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
+from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
+from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
+from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
+from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 
 
 def _rule_forward(

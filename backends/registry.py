@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from backends.gates import AS_GIVEN, Gates
+from delta_trn.backends.gated_delta_rule.gates import AS_GIVEN, Gates
 
 # Every device has PyTorch's form of a layer's small operations, and few backends have kernels for all: here a
 # process's default backend is a first choice, and the tensors' device decides where it has none.

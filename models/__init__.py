@@ -2,10 +2,10 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.cache import DeltaCache
-from models.config import DeltaConfig
-from models.language_model import DeltaForCausalLM
-from models.sizes import named_sizes
+from delta_trn.models.cache import DeltaCache
+from delta_trn.models.config import DeltaConfig
+from delta_trn.models.language_model import DeltaForCausalLM
+from delta_trn.models.sizes import named_sizes
 
 __all__ = ["DeltaCache", "DeltaConfig", "DeltaForCausalLM", "named_sizes"]
 

@@ -1,5 +1,5 @@
 """python -m models: the muP table, as the README has it."""
 
-from models.mup import markdown_table
+from delta_trn.models.mup import markdown_table
 
 print(markdown_table())

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.cache import LayerCache
-from models.config import DeltaConfig
-from models.layers import Linear, RMSNorm, at_least_float32
-from models.mup import TABLES, Role
-from models.sequence import Sequences
+from delta_trn.models.cache import LayerCache
+from delta_trn.models.config import DeltaConfig
+from delta_trn.models.layers import Linear, RMSNorm, at_least_float32
+from delta_trn.models.mup import TABLES, Role
+from delta_trn.models.sequence import Sequences
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from models.mup import TABLES
+from delta_trn.models.mup import TABLES
 
 INITIALIZATIONS = ("delta_trn", "authors")
 READOUTS = ("sqrt_k", "none")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from backends import short_convolution
-from models.cache import LayerCache
-from models.mup import Tag
-from models.sequence import Sequences
+from delta_trn.backends import short_convolution
+from delta_trn.models.cache import LayerCache
+from delta_trn.models.mup import Tag
+from delta_trn.models.sequence import Sequences
 
 if TYPE_CHECKING:
-    from backends.layers import Activation
+    from delta_trn.backends.layers import Activation
 
 
 class ShortConvolution(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import backends
+from delta_trn import backends
 
 
 def linear_cross_entropy(

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backends import gated_delta_rule, gated_delta_rule_step, log_decay, write_strength
-from models.cache import LayerCache
-from models.config import DeltaConfig
-from models.convolution import ShortConvolution
-from models.initialization import decay_rates, taps, time_steps
-from models.layers import Linear, RMSNorm, joint
-from models.mup import Role, Tag
-from models.sequence import Sequences
+from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, log_decay, write_strength
+from delta_trn.models.cache import LayerCache
+from delta_trn.models.config import DeltaConfig
+from delta_trn.models.convolution import ShortConvolution
+from delta_trn.models.initialization import decay_rates, taps, time_steps
+from delta_trn.models.layers import Linear, RMSNorm, joint
+from delta_trn.models.mup import Role, Tag
+from delta_trn.models.sequence import Sequences
 
 
 class GatedDeltaNet(nn.Module):

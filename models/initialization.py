@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.mup import tagged_parameters
+from delta_trn.models.mup import tagged_parameters
 
 if TYPE_CHECKING:
-    from models.language_model import DeltaForCausalLM
+    from delta_trn.models.language_model import DeltaForCausalLM
 
 SMALLEST_A = 1e-4  # of A ~ U(0, 16): log(0) would never learn
 SMALLEST_DT = 1e-4  # of dt ~ logU(0.001, 0.1), as in Mamba2's code

@@ -11,17 +11,17 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from models.attention import Attention
-from models.cache import DeltaCache, LayerCache
-from models.config import DeltaConfig
-from models.cross_entropy import linear_cross_entropy
-from models.gated_deltanet import GatedDeltaNet
-from models.initialization import initialize
-from models.layers import MLPS, NORMS, Embedding, Linear, at_least_float32
-from models.mup import TABLES, Role, Tag
-from models.residual import Additive, make_write
-from models.sequence import Padding, Sequences
-from models.stream import Whole, make_expansion, make_read
+from delta_trn.models.attention import Attention
+from delta_trn.models.cache import DeltaCache, LayerCache
+from delta_trn.models.config import DeltaConfig
+from delta_trn.models.cross_entropy import linear_cross_entropy
+from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.initialization import initialize
+from delta_trn.models.layers import MLPS, NORMS, Embedding, Linear, at_least_float32
+from delta_trn.models.mup import TABLES, Role, Tag
+from delta_trn.models.residual import Additive, make_write
+from delta_trn.models.sequence import Padding, Sequences
+from delta_trn.models.stream import Whole, make_expansion, make_read
 
 
 class Block(GradientCheckpointingLayer):

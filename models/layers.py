@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backends import add_rms_norm, gated_rms_norm
-from models.initialization import ones
-from models.mup import Role, Tag
+from delta_trn.backends import add_rms_norm, gated_rms_norm
+from delta_trn.models.initialization import ones
+from delta_trn.models.mup import Role, Tag
 
 
 class Linear(nn.Linear):

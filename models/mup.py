@@ -39,8 +39,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from models.config import DeltaConfig
-    from models.language_model import DeltaForCausalLM
+    from delta_trn.models.config import DeltaConfig
+    from delta_trn.models.language_model import DeltaForCausalLM
 
 OPTIMIZERS = ("adamw", "sgd")
 

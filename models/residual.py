@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backends import delta_residual
-from models.initialization import constant
-from models.layers import Linear, at_least_float32
-from models.mup import TABLES, Role, Tag
+from delta_trn.backends import delta_residual
+from delta_trn.models.initialization import constant
+from delta_trn.models.layers import Linear, at_least_float32
+from delta_trn.models.mup import TABLES, Role, Tag
 
 if TYPE_CHECKING:
-    from models.config import DeltaConfig
+    from delta_trn.models.config import DeltaConfig
 
 
 class Additive(nn.Module):

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.cache import LayerCache
-from models.convolution import TokenConvolution
-from models.initialization import constant, identity_tap
-from models.mup import Role, Tag
+from delta_trn.models.cache import LayerCache
+from delta_trn.models.convolution import TokenConvolution
+from delta_trn.models.initialization import constant, identity_tap
+from delta_trn.models.mup import Role, Tag
 
 if TYPE_CHECKING:
-    from models.config import DeltaConfig
-    from models.sequence import Sequences
+    from delta_trn.models.config import DeltaConfig
+    from delta_trn.models.sequence import Sequences
 
 
 class Whole(nn.Module):

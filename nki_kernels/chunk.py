@@ -23,8 +23,8 @@ small one keeps its digits, and no exponent is above 0.
 
 from typing import Any
 
-from nki_kernels.language import nisa, nl
-from nki_kernels.tiles import copied, loaded, psum, sbuf, transposed
+from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.tiles import copied, loaded, psum, sbuf, transposed
 
 
 def gates(g, beta, bundle, start, tokens, rows, K, scale, table):

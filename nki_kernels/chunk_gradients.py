@@ -23,9 +23,9 @@ sum over tokens is a product with a triangle of ones. And w is not <k_i, (U dS'^
 for dK anyway: where a later token erases what was written, K dS' is 0 before anything is summed.
 """
 
-from nki_kernels.chunk import key_of, products, scaled_heads, views
-from nki_kernels.language import nisa, nl
-from nki_kernels.tiles import copied, over_lanes, psum, sbuf, transposed
+from delta_trn.nki_kernels.chunk import key_of, products, scaled_heads, views
+from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.tiles import copied, over_lanes, psum, sbuf, transposed
 
 
 def state_transposed(S, bundle, parts, value_parts, K, table):

@@ -12,9 +12,9 @@ The Vector engine does 6 D DV cycles a tile of 128 tokens. `a` would take 4 more
 so it sums dX'_j diag(e_j) - X_j diag(s_j) over the columns j, in float32 like everything else.
 """
 
-from nki_kernels.delta_residual_fwd import add_outer, blocks, check, read_along
-from nki_kernels.language import nisa, nki, nl
-from nki_kernels.partitions import BANK, PARTITIONS, dot, identity, loaded, reciprocal_norm, tile
+from delta_trn.nki_kernels.delta_residual_fwd import add_outer, blocks, check, read_along
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.partitions import BANK, PARTITIONS, dot, identity, loaded, reciprocal_norm, tile
 
 BANKS = 4  # of PSUM's 8 for a block of a
 RESIDENT = 5 * 1024  # numbers of X, and of dX', a partition: 20 of 192 KiB each, and a bf16 copy

@@ -15,8 +15,8 @@ engine needs 4 D DV cycles (2 for X k, 2 for X + k w), the Scalar engine sums ov
 chip between the two passes over D if D DV fits in RESIDENT; if not it is read twice.
 """
 
-from nki_kernels.language import nisa, nki, nl
-from nki_kernels.partitions import PARTITIONS, loaded, reciprocal_norm, row_sum, tile
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.partitions import PARTITIONS, loaded, reciprocal_norm, row_sum, tile
 
 RESIDENT = 8 * 1024  # numbers of X a partition: 32 of 192 KiB, and as much for X k
 MOST_D = 12 * 1024

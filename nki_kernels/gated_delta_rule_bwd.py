@@ -7,7 +7,7 @@ gradients, going backward, have used them. The first state is the call's own ini
 
 import numpy as np
 
-from nki_kernels.chunk import (
+from delta_trn.nki_kernels.chunk import (
     begin,
     combined,
     decay_transposed,
@@ -17,7 +17,7 @@ from nki_kernels.chunk import (
     views,
     writing,
 )
-from nki_kernels.chunk_gradients import (
+from delta_trn.nki_kernels.chunk_gradients import (
     beta_gradient,
     crossing_pairs,
     decay_gradient,
@@ -29,10 +29,10 @@ from nki_kernels.chunk_gradients import (
     through_norm,
     writing_transposed,
 )
-from nki_kernels.examples import inputs
-from nki_kernels.gated_delta_rule_fwd import first_state, store_state
-from nki_kernels.language import nisa, nki, nl
-from nki_kernels.tiles import (
+from delta_trn.nki_kernels.examples import inputs
+from delta_trn.nki_kernels.gated_delta_rule_fwd import first_state, store_state
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.tiles import (
     chunk_rows,
     constants,
     copied,
@@ -44,7 +44,7 @@ from nki_kernels.tiles import (
     transposed,
     waves,
 )
-from nki_kernels.triangular import inverses, pair_masks, workspace
+from delta_trn.nki_kernels.triangular import inverses, pair_masks, workspace
 
 
 def kept_state(initial_state, states, stretch, bundle, parts, V, started):

@@ -10,11 +10,21 @@ do not depend on it.
 arXiv:2412.06464. Value head j reads query and key of head j // (HV / H).
 """
 
-from nki_kernels.chunk import begin, combined, next_state, residual, scaled_heads, views, writing
-from nki_kernels.examples import inputs
-from nki_kernels.language import nisa, nki, nl
-from nki_kernels.tiles import chunk_rows, constants, copied, cut, psum, sbuf, spans, transposed, waves
-from nki_kernels.triangular import identities, level_count, merge, pair_masks, workspace
+from delta_trn.nki_kernels.chunk import begin, combined, next_state, residual, scaled_heads, views, writing
+from delta_trn.nki_kernels.examples import inputs
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.tiles import (
+    chunk_rows,
+    constants,
+    copied,
+    cut,
+    psum,
+    sbuf,
+    spans,
+    transposed,
+    waves,
+)
+from delta_trn.nki_kernels.triangular import identities, level_count, merge, pair_masks, workspace
 
 
 def first_state(states, bundle, parts, V, given):

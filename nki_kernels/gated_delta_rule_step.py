@@ -19,8 +19,8 @@ each k on the partitions of its own state and zeros elsewhere; S^T k and S^T q t
 streams 2 columns a head through S, not V columns of S. k u^T is D^T u, and adds k_h u_h^T alone to S_h.
 """
 
-from nki_kernels.language import nisa, nki, nl
-from nki_kernels.partitions import BANK, PARTITIONS, dot, identity, loaded, reciprocal_norm, tile
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.partitions import BANK, PARTITIONS, dot, identity, loaded, reciprocal_norm, tile
 
 L2NORM_EPS = 1e-6
 GROUP = 32  # rows: by the cost model, in order, 16 are 1% faster at K = 128 and 18% slower at 32, 8 up to 67%

@@ -11,8 +11,8 @@ A partition takes several rows, side by side on its free axis, so that a descrip
 V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 backward.
 """
 
-from nki_kernels.language import nisa, nki, nl
-from nki_kernels.partitions import BANK, PARTITIONS, loaded, row_sum, tile
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.partitions import BANK, PARTITIONS, loaded, row_sum, tile
 
 WIDTH = 2048  # numbers of x a partition
 MOST_V = 8 * BANK

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or find_spec("nki") is None:
-    from nki_kernels.simulator import nisa, nki, nl
+    from delta_trn.nki_kernels.simulator import nisa, nki, nl
 
     RUNTIME = "simulator"
 else:

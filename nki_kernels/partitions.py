@@ -3,7 +3,7 @@
 Plain functions that a kernel inlines.
 """
 
-from nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.language import nisa, nl
 
 PARTITIONS = 128
 BANK = 512  # float32 in one PSUM bank of a partition, the most that one product writes

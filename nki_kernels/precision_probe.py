@@ -8,7 +8,7 @@ does not say float32, the parity of float32 inputs cannot be green there.
 
 import numpy as np
 
-from nki_kernels.language import RUNTIME, nisa, nki, nl
+from delta_trn.nki_kernels.language import RUNTIME, nisa, nki, nl
 
 # worst relative error of an operand, when rounded: 15 2^-12 to 0, and half of 2^-10
 LIMITS = (("float32", 2e-6), ("tfloat32", 2.0**-10), ("bfloat16", 2.0**-7))

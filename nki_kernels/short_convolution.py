@@ -17,8 +17,8 @@ engine is busy alone. Tiles of time overlap by the W - 1 rows (2 W - 2 in backwa
 back, so that no tile waits for another. Backward computes z again: forward leaves nothing but y.
 """
 
-from nki_kernels.language import nisa, nki, nl
-from nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, row_sum, tile
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, row_sum, tile
 
 MOST_W = 32
 ON_VECTOR = 2  # taps of z that the Scalar and Vector engines take

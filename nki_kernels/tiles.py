@@ -10,7 +10,7 @@ decides by the view.
 
 from typing import Any
 
-from nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.language import nisa, nl
 
 PARTITIONS = 128
 FAR_BELOW = -30000.0  # its exponential is 0, and bfloat16 can hold it

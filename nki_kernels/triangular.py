@@ -14,8 +14,8 @@ are C/2 wide, half of what masked C x C products cost. G needs no mask before: r
 the pair are dropped where products leave PSUM.
 """
 
-from nki_kernels.language import nisa, nl
-from nki_kernels.tiles import copied, over_lanes, psum, sbuf
+from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.tiles import copied, over_lanes, psum, sbuf
 
 
 def pair_masks(C):

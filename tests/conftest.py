@@ -10,8 +10,8 @@ if not torch.cuda.is_available():
     # for a test module to set it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from backends.parity import subjects
-from backends.registry import BACKENDS, use
+from delta_trn.backends.parity.__main__ import subjects
+from delta_trn.backends.registry import BACKENDS, use
 
 
 def pytest_addoption(parser):

@@ -6,48 +6,52 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
-from .errors import TrainError
+from delta_trn.train.settings.errors import TrainError
 
 COMMANDS = {
-    "run": ("train.commands.run", "RECIPE [key=value ...]", "train from the start"),
+    "run": ("delta_trn.train.commands.run", "RECIPE [key=value ...]", "train from the start"),
     "resume": (
-        "train.commands.resume",
+        "delta_trn.train.commands.resume",
         "RUN_DIR [key=value ...]",
         "continue from the newest whole checkpoint",
     ),
-    "generate": ("train.commands.generate", "RUN_DIR --prompt TEXT", "continue a text"),
-    "plot": ("train.commands.plot", "RUN_DIR ...", "draw a run's pictures again, also while it goes on"),
+    "generate": ("delta_trn.train.commands.generate", "RUN_DIR --prompt TEXT", "continue a text"),
+    "plot": (
+        "delta_trn.train.commands.plot",
+        "RUN_DIR ...",
+        "draw a run's pictures again, also while it goes on",
+    ),
     "parameters": (
-        "train.commands.parameters",
+        "delta_trn.train.commands.parameters",
         "RECIPE [key=value ...]",
         "what every parameter gets from the muP table",
     ),
     "sweep": (
-        "train.commands.sweep",
+        "delta_trn.train.commands.sweep",
         "RECIPE widths=... lrs=... [key=value ...]",
         "the best learning rate of every width, and how far it moves",
     ),
     "coord-check": (
-        "train.commands.coord_check",
+        "delta_trn.train.commands.coord_check",
         "RECIPE [widths=64,128,...] [key=value ...]",
         "whether what a model computes and learns depends on its width",
     ),
     "plan": (
-        "train.commands.plan",
+        "delta_trn.train.commands.plan",
         "RECIPE [key=value ...]",
         "memory, FLOPs and bytes sent on 1 to 1024 workers, computed",
     ),
     "throughput": (
-        "train.commands.throughput",
+        "delta_trn.train.commands.throughput",
         "RECIPE [--peer fla] [key=value ...]",
         "tokens/s, memory and where the time goes, beside a peer's operator",
     ),
     "warmup": (
-        "train.commands.warmup",
+        "delta_trn.train.commands.warmup",
         "RECIPE|RUN_DIR [key=value ...]",
         "compile every graph of a run before it, and write down that it is done",
     ),
-    "data": ("train.data.cli", "prepare SOURCE | info DIR", "text to token shards"),
+    "data": ("delta_trn.train.commands.data", "prepare SOURCE | info DIR", "text to token shards"),
 }
 
 
@@ -83,17 +87,17 @@ def _is_expected(error: Exception) -> bool:
     """Whether the message says all there is to say, so that a traceback would only hide it."""
     if isinstance(error, TrainError):
         return True
-    from train.data.errors import DataError
+    from delta_trn.train.data.errors import DataError
 
     if isinstance(error, DataError):
         return True
-    from backends import BackendRefusal
+    from delta_trn.backends import BackendRefusal
 
     return isinstance(error, BackendRefusal)
 
 
 def _overview() -> str:
-    from .recipes import RECIPES, summary
+    from delta_trn.train.recipes import RECIPES, summary
 
     usages = {name: f"{name} {usage}" for name, (_, usage, _) in COMMANDS.items()}
     width = max(map(len, usages.values()))

@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from .config import (
+from delta_trn.train.settings.environment import with_environment
+from delta_trn.train.settings.errors import UsageError
+from delta_trn.train.settings.schema import (
     BatchSection,
     CheckpointSection,
     DataSection,
@@ -16,8 +18,6 @@ from .config import (
     SampleSection,
     ScheduleSection,
 )
-from .environment import with_environment
-from .errors import UsageError
 
 
 def quickstart() -> RunConfig:

@@ -31,7 +31,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_kernels import (
+from delta_trn.triton_kernels import (
     cross_entropy,
     delta_residual,
     gated_delta_rule_bwd,
@@ -41,7 +41,7 @@ from triton_kernels import (
     segments,
     short_convolution,
 )
-from triton_kernels.launch import Config, Tile, config, power_of_two
+from delta_trn.triton_kernels.launch import Config, Tile, config, power_of_two
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024

@@ -16,8 +16,8 @@ Layout: z [M, V] contiguous; goal, keep, loss [M].
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import Tile, arithmetic
-from triton_kernels.tiles import rounded
+from delta_trn.triton_kernels.launch import Tile, arithmetic
+from delta_trn.triton_kernels.tiles import rounded
 
 
 @triton.jit

@@ -22,8 +22,8 @@ Layout: x, dx [M, D, DV]; k, dk [M, D]; v, dv [M, DV]; beta, dbeta [M]; M tokens
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import Tile, arithmetic
-from triton_kernels.tiles import rounded
+from delta_trn.triton_kernels.launch import Tile, arithmetic
+from delta_trn.triton_kernels.tiles import rounded
 
 
 @triton.jit

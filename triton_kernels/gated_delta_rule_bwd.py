@@ -48,8 +48,8 @@ and dbeta in bfloat16. dgates [NC, HV, 2]: a chunk's part of dA_log and of ddt_b
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import Chunks, Config, power_of_two
-from triton_kernels.tiles import (
+from delta_trn.triton_kernels.launch import Chunks, Config, power_of_two
+from delta_trn.triton_kernels.tiles import (
     ROWS,
     accumulate,
     chunk_span,

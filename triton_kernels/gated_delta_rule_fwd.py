@@ -34,8 +34,8 @@ which); h [NC, HV, V, K], the states at chunk starts; U [NC, HV, C, V]. A_log, d
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import Chunks, Config, power_of_two
-from triton_kernels.tiles import (
+from delta_trn.triton_kernels.launch import Chunks, Config, power_of_two
+from delta_trn.triton_kernels.tiles import (
     ROWS,
     chunk_span,
     made_gates,

@@ -16,8 +16,8 @@ dt_bias [HV].
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import Tile, arithmetic, power_of_two
-from triton_kernels.tiles import made_gates, rounded
+from delta_trn.triton_kernels.launch import Tile, arithmetic, power_of_two
+from delta_trn.triton_kernels.tiles import made_gates, rounded
 
 
 @triton.jit

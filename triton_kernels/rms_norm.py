@@ -18,8 +18,8 @@ Layout: x, z, a, residual, y, total and gradients [M, N], contiguous; weight [N]
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import Tile, arithmetic
-from triton_kernels.tiles import rounded
+from delta_trn.triton_kernels.launch import Tile, arithmetic
+from delta_trn.triton_kernels.tiles import rounded
 
 
 @triton.jit

@@ -30,8 +30,8 @@ Layout: NS segments of all sequences; A [NS, HV, K, K], B, S, dB, dS [NS, HV, K,
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import Segments, Tile, arithmetic, power_of_two
-from triton_kernels.tiles import accumulate
+from delta_trn.triton_kernels.launch import Segments, Tile, arithmetic, power_of_two
+from delta_trn.triton_kernels.tiles import accumulate
 
 
 @triton.jit(do_not_specialize=["NS"])

@@ -19,8 +19,8 @@ position >= W - 1 - j. All contiguous.
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import Tile, arithmetic
-from triton_kernels.tiles import rounded
+from delta_trn.triton_kernels.launch import Tile, arithmetic
+from delta_trn.triton_kernels.tiles import rounded
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """A strict functional simulator of NKI on NumPy, for hosts without Neuron packages.
 
-    from nki_kernels.language import nki, nisa, nl      # what kernels import; the real nki if installed
+    from delta_trn.nki_kernels.language import nki, nisa, nl  # what kernels import; the real nki if installed
     out = kernel(q, k)                                  # NumPy in (ml_dtypes.bfloat16 for bf16), NumPy out
     out = nki.simulate(kernel, target="trn2")(q, k)
     run = record(kernel, q, k)                          # .outputs .trace .instructions .sbuf_peak .psum_peak
@@ -21,13 +21,13 @@ compiler or the chip would refuse. The default target is trn1. It was never comp
     aliases    `import nki` finds the simulator     errors     ConstraintError, StrictError
 """
 
-from . import isa as nisa
-from . import kernel as nki
-from . import language as nl
-from .errors import ConstraintError, NkiValidationError, StrictError
-from .kernel import Run, record
-from .machine import Numerics
-from .targets import TARGETS, Target
+from delta_trn.nki_kernels.simulator import isa as nisa
+from delta_trn.nki_kernels.simulator import kernel as nki
+from delta_trn.nki_kernels.simulator import language as nl
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, NkiValidationError, StrictError
+from delta_trn.nki_kernels.simulator.kernel import Run, record
+from delta_trn.nki_kernels.simulator.machine import Numerics
+from delta_trn.nki_kernels.simulator.targets import TARGETS, Target
 
 __all__ = [
     "TARGETS",

@@ -1,6 +1,6 @@
 """Make `import nki` find the simulator, so that kernel files written for the real package run unmodified.
 
-from nki_kernels.simulator.aliases import as_nki
+from delta_trn.nki_kernels.simulator.aliases import as_nki
 with as_nki():
     from some_kernel_file import kernel
 """
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from . import isa, kernel, language
-from .dtypes import DType
+from delta_trn.nki_kernels.simulator import isa, kernel, language
+from delta_trn.nki_kernels.simulator.dtypes import DType
 
 
 class _Anything:

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from . import operators as ops
-from .dtypes import DType, dtype_of, float32
-from .errors import ConstraintError, require
-from .isa.activation import activation
-from .isa.elementwise import memset, tensor_copy, tensor_scalar, tensor_tensor
-from .isa.matmul import nc_matmul, nc_transpose
-from .isa.reduction import tensor_reduce
-from .machine import current
-from .memory import PSUM, SBUF, NkiTensor
-from .operators import Operator
+from delta_trn.nki_kernels.simulator import operators as ops
+from delta_trn.nki_kernels.simulator.dtypes import DType, dtype_of, float32
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, require
+from delta_trn.nki_kernels.simulator.isa.activation import activation
+from delta_trn.nki_kernels.simulator.isa.elementwise import memset, tensor_copy, tensor_scalar, tensor_tensor
+from delta_trn.nki_kernels.simulator.isa.matmul import nc_matmul, nc_transpose
+from delta_trn.nki_kernels.simulator.isa.reduction import tensor_reduce
+from delta_trn.nki_kernels.simulator.machine import current
+from delta_trn.nki_kernels.simulator.memory import PSUM, SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.operators import Operator
 
 ALU_UNARY_AS_ACTIVATION = ("abs", "square", "relu", "rsqrt", "reciprocal")
 
@@ -170,7 +170,7 @@ def rms_norm(
 
 def where(condition: NkiTensor, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
     """y + (x - y) * condition is wrong for infinities, so the two sides are selected, not mixed."""
-    from .isa.elementwise import tensor_copy_predicated
+    from delta_trn.nki_kernels.simulator.isa.elementwise import tensor_copy_predicated
 
     kind = _result_dtype(
         (x, y) if isinstance(x, NkiTensor) or isinstance(y, NkiTensor) else (condition,), dtype

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from . import elementwise as _tiles
-from .dtypes import (
+from delta_trn.nki_kernels.simulator import elementwise as _tiles
+from delta_trn.nki_kernels.simulator.dtypes import (
     DType,
     bfloat16,
     bool_,
@@ -28,7 +28,7 @@ from .dtypes import (
     uint16,
     uint32,
 )
-from .elementwise import (
+from delta_trn.nki_kernels.simulator.elementwise import (
     broadcast_to,
     ceil,
     floor,
@@ -41,14 +41,22 @@ from .elementwise import (
     var,
     where,
 )
-from .errors import StrictError, require
-from .isa.dma import dma_copy
-from .isa.elementwise import memset
-from .isa.randomness import dropout as _isa_dropout
-from .isa.search import nc_n_gather
-from .machine import current
-from .memory import HBM, PSUM, SBUF, DynamicSlice, MemoryRegion, NkiTensor, region_of
-from .operators import (
+from delta_trn.nki_kernels.simulator.errors import StrictError, require
+from delta_trn.nki_kernels.simulator.isa.dma import dma_copy
+from delta_trn.nki_kernels.simulator.isa.elementwise import memset
+from delta_trn.nki_kernels.simulator.isa.randomness import dropout as _isa_dropout
+from delta_trn.nki_kernels.simulator.isa.search import nc_n_gather
+from delta_trn.nki_kernels.simulator.machine import current
+from delta_trn.nki_kernels.simulator.memory import (
+    HBM,
+    PSUM,
+    SBUF,
+    DynamicSlice,
+    MemoryRegion,
+    NkiTensor,
+    region_of,
+)
+from delta_trn.nki_kernels.simulator.operators import (
     abs,
     abs_max,
     abs_min,
@@ -105,8 +113,8 @@ from .operators import (
     tan,
     tanh,
 )
-from .operators import sqrt_ as sqrt
-from .targets import PARTITIONS, PSUM_BANK, PSUM_BANKS
+from delta_trn.nki_kernels.simulator.operators import sqrt_ as sqrt
+from delta_trn.nki_kernels.simulator.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS
 
 sbuf, psum = SBUF, PSUM
 private_hbm = hbm = MemoryRegion.private_hbm

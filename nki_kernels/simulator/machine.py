@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from .cores import Pair
-from .dtypes import DType, dtype_of, store
-from .errors import ConstraintError, StrictError, require
-from .memory import (
+from delta_trn.nki_kernels.simulator.cores import Pair
+from delta_trn.nki_kernels.simulator.dtypes import DType, dtype_of, store
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.memory import (
     BY_OTHER,
     ON_CHIP,
     PSUM,
@@ -31,7 +31,7 @@ from .memory import (
     NkiTensor,
     Storage,
 )
-from .targets import PARTITIONS, PSUM_BANK, PSUM_BANKS, Target
+from delta_trn.nki_kernels.simulator.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS, Target
 
 
 class Engine(Enum):

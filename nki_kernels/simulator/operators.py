@@ -44,7 +44,7 @@ class Operator:
         return f"nl.{self.name}"
 
     def __call__(self, *operands: Any, dtype: object = None) -> Any:
-        from .elementwise import apply
+        from delta_trn.nki_kernels.simulator.elementwise import apply
 
         return apply(self, operands, dtype)
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import RunConfig
-from ..errors import UsageError
-from ..overrides import apply, parse
-from ..recipes import recipe
+from delta_trn.train.recipes import recipe
+from delta_trn.train.settings.errors import UsageError
+from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
-    from ..coordinates import Reading
+    from delta_trn.train.studies.coordinates.check import Reading
 
 EPILOG = """keys of its own
   widths=64,128,256,512,1024        parametrizations=sp,mup_original,mup
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     steps, seeds = _numbers("steps", own["steps"])[0], _numbers("seeds", own["seeds"])[0]
     began, cpu = time.monotonic(), time.process_time()
 
-    from ..coordinate_report import table, write
-    from ..coordinates import slopes, verdicts
+    from delta_trn.train.studies.coordinates.check import slopes, verdicts
+    from delta_trn.train.studies.coordinates.report import table, write
 
     found = _read(configs, widths, steps, seeds)
     seconds = round(time.monotonic() - began, 1)
@@ -98,9 +98,9 @@ def _configs(base: RunConfig, given: Mapping[str, str], own: Mapping[str, str]) 
 
 def _read(configs: list[RunConfig], widths: list[int], steps: int, seeds: int) -> "list[Reading]":
     """Every reading, with a line for every configuration on the way."""
-    from ..coordinates import readings
-    from ..data import make_loader
-    from ..subject import subject
+    from delta_trn.train.data import make_loader
+    from delta_trn.train.run.subject import subject
+    from delta_trn.train.studies.coordinates.check import readings
 
     found = []
     for config in configs:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
 
-    from ..generation import Sampling, chosen_step, continue_text, load_for_generation
-    from ..run_folder import RunFolder
+    from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.run.sample import Sampling, chosen_step, continue_text, load_for_generation
 
     sampling = Sampling(
         tokens=given.tokens,
@@ -35,9 +35,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _device(name: str) -> "torch.device":
-    from backends.device import platforms
-
-    from ..network import pick_device
+    from delta_trn.backends.machine import platforms
+    from delta_trn.train.run.model import pick_device
 
     # one token after the other in growing shapes is what XLA devices are slowest at
     automatic = "cuda" if "cuda" in platforms() else "cpu"

@@ -5,12 +5,12 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config import RunConfig
-from ..overrides import apply, parse
-from ..recipes import recipe
+from delta_trn.train.recipes import recipe
+from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
-    from models.mup import ScaledParameter
+    from delta_trn.models.mup import ScaledParameter
 
 COLUMNS = ("name", "shape", "role", "init_std", "multiplier", "lr", "weight_decay")
 
@@ -36,10 +36,9 @@ def scaled(config: RunConfig) -> "list[ScaledParameter]":
     """What every parameter of the run gets, from a model without memory."""
     import torch
 
-    from models import DeltaForCausalLM
-
-    from ..network import model_config, vocabulary
-    from ..optimizers import rows
+    from delta_trn.models import DeltaForCausalLM
+    from delta_trn.train.run.model import model_config, vocabulary
+    from delta_trn.train.run.optimizer import rows
 
     with torch.device("meta"):
         model = DeltaForCausalLM(model_config(config, rows=vocabulary(config)))

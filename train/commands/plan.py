@@ -4,8 +4,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from ..overrides import apply, parse
-from ..recipes import recipe
+from delta_trn.train.recipes import recipe
+from delta_trn.train.settings.overrides import apply, parse
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     config = apply(recipe(given.recipe), parse(given.changes))
 
-    from ..plan import WORKERS, rows, size_of
+    from delta_trn.train.parallel.plan import WORKERS, rows, size_of
 
     size = size_of(config)
     found = rows(config, size)

@@ -17,19 +17,19 @@ def main(arguments: Sequence[str]) -> int:
     )
     given = parser.parse_args(arguments)
 
-    from ..geometry import plot_geometry
-    from ..plots import plot_loss
-    from ..probe_plots import plot_probes, probed
-    from ..run_folder import RunFolder
+    from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.studies.probes.depth import plot_geometry
+    from delta_trn.train.studies.probes.plot import plot_probes, probed
+    from delta_trn.train.watch.loss_plot import plot_loss
 
     first = given.run_dirs[0]
     if len(given.run_dirs) == 1 and (first / "coordinates.json").is_file():
-        from ..coordinate_report import judged_again
+        from delta_trn.train.studies.coordinates.report import judged_again
 
         print("\n".join(map(str, judged_again(first))))
         return 0
     if len(given.run_dirs) == 1 and (first / "sweep.json").is_file():
-        from . import sweep
+        from delta_trn.train.commands import sweep
 
         return sweep.main([str(first), "--report"])
     runs = []

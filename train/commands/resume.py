@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..overrides import parse
+from delta_trn.train.settings.overrides import parse
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,9 +20,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     changes = parse(given.changes)
 
-    from ..assembly import reopened
-    from ..progress import console, leads
-    from .run import drive
+    from delta_trn.train.commands.run import drive
+    from delta_trn.train.run.setup import reopened
+    from delta_trn.train.watch.display import console, leads
 
     out = console(quiet=not leads())
     with reopened(given.run_dir, changes, given.step, lambda text: out.print(text, markup=False)) as run:

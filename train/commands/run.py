@@ -6,13 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import RunConfig, flatten, meaning
-from ..errors import ConfigError
-from ..overrides import apply, parse
-from ..recipes import recipe, summary
+from delta_trn.train.recipes import recipe, summary
+from delta_trn.train.settings.errors import ConfigError
+from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.schema import RunConfig, flatten, meaning
 
 if TYPE_CHECKING:
-    from ..assembly import Run
+    from delta_trn.train.run.setup import Run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str]) -> int:
         print(keys(config))
         return 0
 
-    from ..progress import console, leads
+    from delta_trn.train.watch.display import console, leads
 
     out = console(quiet=not leads())
     # at once: loading torch and transformers takes seconds, in which nothing else could be said
     out.print(f"recipe     {given.recipe}: {summary(given.recipe)}", markup=False)
 
-    from ..assembly import begun, reopened
-    from ..run_folder import RunFolder
+    from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.run.setup import begun, reopened
 
     def tell(text: str) -> None:
         out.print(text, markup=False)
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def drive(run: "Run", asked_backend: str) -> int:
     """Train a run that stands ready, with everything that is printed around it."""
-    from ..assembly import held_out_costs
-    from ..errors import TrainError
-    from ..loop import train
-    from ..plots import plot_loss
-    from ..progress import Display, console
-    from ..summary import closing, opening, result
-    from ..warmup.notice import notice
+    from delta_trn.train.neuron.notice import notice
+    from delta_trn.train.run.loop import train
+    from delta_trn.train.run.setup import held_out_costs
+    from delta_trn.train.settings.errors import TrainError
+    from delta_trn.train.watch.display import Display, console
+    from delta_trn.train.watch.loss_plot import plot_loss
+    from delta_trn.train.watch.summary import closing, opening, result
 
     leads = run.team.leads
     out = console(quiet=not leads)

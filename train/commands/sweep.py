@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import RunFolderError, UsageError
-from ..overrides import parse
-from ..sweep.arms import QUESTIONS, Question
-from ..sweep.definition import Sweep, define
-from ..sweep.results import Results, losses
+from delta_trn.train.settings.errors import RunFolderError, UsageError
+from delta_trn.train.settings.overrides import parse
+from delta_trn.train.studies.sweep.arms import QUESTIONS, Question
+from delta_trn.train.studies.sweep.question import Sweep, define
+from delta_trn.train.studies.sweep.results import Results, losses
 
 EPILOG = """axes
   widths=64,128,256                     model.width
@@ -30,7 +30,7 @@ The same command again, or the folder in place of RECIPE, continues; so do sever
 
 
 def main(arguments: Sequence[str]) -> int:
-    from ..sweep.arms import ARMS
+    from delta_trn.train.studies.sweep.arms import ARMS
 
     parser = argparse.ArgumentParser(
         prog="python -m train sweep",
@@ -72,7 +72,7 @@ def _sweep(name: str, given: Mapping[str, str], out: str | None) -> tuple[Sweep,
 
 
 def _plan(sweep: Sweep, results: Results) -> str:
-    from ..sweep.scheduler import describe, seconds_left, unique
+    from delta_trn.train.studies.sweep.runner import describe, seconds_left, unique
 
     known = results.read()
     wanted = unique(sweep.trials(losses(known)))
@@ -85,10 +85,10 @@ def _plan(sweep: Sweep, results: Results) -> str:
 
 
 def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
-    from ..disk import refusals
-    from ..progress import console, duration
-    from ..sweep.results import SAFE
-    from ..sweep.scheduler import execute
+    from delta_trn.train.checkpoints.files import refusals
+    from delta_trn.train.studies.sweep.results import SAFE
+    from delta_trn.train.studies.sweep.runner import execute
+    from delta_trn.train.watch.display import console, duration
 
     out = console()
 
@@ -118,9 +118,9 @@ def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
 
 def _write(sweep: Sweep, folder: Path) -> None:
     """Print the report, and leave it with the picture in the folder."""
-    from ..sweep import comparison
-    from ..sweep.picture import draw
-    from ..sweep.report import as_json, reports, table
+    from delta_trn.train.studies.sweep import comparison
+    from delta_trn.train.studies.sweep.picture import draw
+    from delta_trn.train.studies.sweep.report import as_json, reports, table
 
     results = Results(folder).read()
     found = reports(sweep, results)
@@ -141,7 +141,7 @@ def _places(sweep: Sweep, own: Mapping[str, str | None]) -> tuple[int, list[str]
 
     import torch
 
-    from ..network import pick_device
+    from delta_trn.train.run.model import pick_device
 
     device = sweep.trials({})[0].config.device
     on_gpu = pick_device(device).type == "cuda"
@@ -176,7 +176,7 @@ def _positive(name: str, text: str, *, whole: bool = False) -> float:
 
 def _prepare(sweep: Sweep) -> None:
     """Tokenize what the trials read before any of them starts: they would wait for the first one's."""
-    from ..subject import data_of
+    from delta_trn.train.run.subject import data_of
 
     for config in {trial.config.data.model_dump_json(): trial.config for trial in sweep.trials({})}.values():
         data_of(config)

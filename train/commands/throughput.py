@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ..errors import ConfigError
-from ..overrides import apply, parse
-from ..recipes import recipe
+from delta_trn.train.recipes import recipe
+from delta_trn.train.settings.errors import ConfigError
+from delta_trn.train.settings.overrides import apply, parse
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,9 +27,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
     config = apply(recipe(given.recipe), parse(given.changes))
 
-    from backends.facts import facts
-
-    from ..throughput import OURS, Workload, measure, require_parity, shares
+    from delta_trn.backends.facts import facts
+    from delta_trn.train.studies.throughput import OURS, Workload, measure, require_parity, shares
 
     workload = Workload(config)
     c = workload.config

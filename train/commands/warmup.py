@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import RunConfig
-from ..errors import ConfigError, TrainError
-from ..overrides import apply, parse
-from ..recipes import recipe
+from delta_trn.train.recipes import recipe
+from delta_trn.train.settings.errors import ConfigError, TrainError
+from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.schema import RunConfig
 
 # what neuron_parallel_compile sets for the processes whose graphs it collects; they compute nothing
 COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
@@ -36,9 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.list:
         return _list(config, max(world, given.processes))
 
-    from backends import device as platform
-
-    from ..network import pick_device
+    from delta_trn.backends import machine as platform
+    from delta_trn.train.run.model import pick_device
 
     command = [given.recipe, *given.changes, "--here"]
     started = given.here or world > 1 or COLLECTING in os.environ
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 def _configuration(name: str) -> RunConfig:
     """A recipe's, or the one that a run's folder was begun with."""
     if (Path(name) / "config.json").is_file():
-        from ..run_folder import RunFolder
+        from delta_trn.train.checkpoints.run_folder import RunFolder
 
         return RunFolder(Path(name)).read()[0]
     return recipe(name)
@@ -64,8 +63,8 @@ def _configuration(name: str) -> RunConfig:
 
 def _list(config: RunConfig, world: int) -> int:
     """Print the graphs without loading data or a model."""
-    from ..team import require_divisible
-    from ..warmup.graphs import Sizes, graphs
+    from delta_trn.train.neuron.graphs import Sizes, graphs
+    from delta_trn.train.parallel.team import require_divisible
 
     require_divisible(config, world)
     xla = _device_type(config.device) == "xla"
@@ -77,7 +76,7 @@ def _list(config: RunConfig, world: int) -> int:
 
 def _device_type(name: str) -> str:
     """Also of one that is not here: what a cluster compiles can be listed on a laptop."""
-    from backends import device as platform
+    from delta_trn.backends import machine as platform
 
     return platform.platforms()[0] if name == "auto" else name.partition(":")[0]
 
@@ -106,12 +105,12 @@ def _neuron_parallel_compile() -> str:
 
 
 def _warm(config: RunConfig) -> int:
-    from ..assembly import begun
-    from ..progress import console, leads
-    from ..warmup.compiling import compile_all
-    from ..warmup.identity import Identity
-    from ..warmup.manifest import place, record
-    from ..warmup.notice import caches, compiles
+    from delta_trn.train.neuron.compiling import compile_all
+    from delta_trn.train.neuron.identity import Identity
+    from delta_trn.train.neuron.manifest import place, record
+    from delta_trn.train.neuron.notice import caches, compiles
+    from delta_trn.train.run.setup import begun
+    from delta_trn.train.watch.display import console, leads
 
     out = console(quiet=not leads())
 

@@ -7,9 +7,9 @@ evaluation_batches(dataset, ...) -> list            the same crops every time
 baselines(dataset)               -> dict            unigram entropy, zlib, lzma on the held-out text
 """
 
-from .dataset import TokenDataset, open_dataset
-from .entropies import Baseline, baselines
-from .errors import (
+from delta_trn.train.data.dataset import TokenDataset, open_dataset
+from delta_trn.train.data.entropies import Baseline, baselines
+from delta_trn.train.data.errors import (
     DataError,
     PositionMismatch,
     SettingsDiffer,
@@ -18,9 +18,9 @@ from .errors import (
     TokenizerError,
     WriteError,
 )
-from .loaders import Loader, cu_seqlens, evaluation_batches, make_loader
-from .preparation import prepare
-from .tokenization import TextTokenizer, load_tokenizer
+from delta_trn.train.data.loader import Loader, cu_seqlens, evaluation_batches, make_loader
+from delta_trn.train.data.preparation import prepare
+from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
     "Baseline",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import WriteError
+from delta_trn.train.data.errors import WriteError
 
 # EFBIG is what a file-size limit (ulimit -f, some network mounts) says instead of ENOSPC.
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -11,9 +11,17 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .errors import ShardError
-from .shards import HEADER_BYTES, HEADER_INTS, MAGIC, VERSION, check_shard, map_tokens, sha256_of
-from .tokenization import TextTokenizer, load_tokenizer
+from delta_trn.train.data.errors import ShardError
+from delta_trn.train.data.shards import (
+    HEADER_BYTES,
+    HEADER_INTS,
+    MAGIC,
+    VERSION,
+    check_shard,
+    map_tokens,
+    sha256_of,
+)
+from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
 
 Split = Literal["train", "val"]
 FORMAT = 1

@@ -16,9 +16,9 @@ from itertools import islice
 
 import numpy as np
 
-from .atomic import write_atomically
-from .dataset import Split, TokenDataset
-from .errors import WriteError
+from delta_trn.train.data.atomic import write_atomically
+from delta_trn.train.data.dataset import Split, TokenDataset
+from delta_trn.train.data.errors import WriteError
 
 UNIGRAM_TOKENS = 2**28  # of each split: a unigram model of more is the same model
 COMPRESSED_BYTES = 2**24  # of held-out text: LZMA at its best takes half a minute for them

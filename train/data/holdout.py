@@ -3,8 +3,8 @@
 import hashlib
 from itertools import islice
 
-from .dataset import Split
-from .sources import Source
+from delta_trn.train.data.dataset import Split
+from delta_trn.train.data.sources import Source
 
 
 def text_hash(text: str, seed: int) -> int:

@@ -17,14 +17,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .atomic import alone_in, write_atomically
-from .dataset import FORMAT, Meta, ShardMeta, Split, SplitMeta, TokenizerMeta, read_meta
-from .errors import DataError, SettingsDiffer, SourceError
-from .holdout import HoldOut
-from .reporting import Report
-from .shards import MAX_TOKENS, ShardWriter, token_dtype
-from .sources import Source, find_source
-from .tokenization import TextTokenizer, load_tokenizer, make_tokenizer, tokenizer_settings
+from delta_trn.train.data.atomic import alone_in, write_atomically
+from delta_trn.train.data.dataset import FORMAT, Meta, ShardMeta, Split, SplitMeta, TokenizerMeta, read_meta
+from delta_trn.train.data.errors import DataError, SettingsDiffer, SourceError
+from delta_trn.train.data.holdout import HoldOut
+from delta_trn.train.data.reporting import Report
+from delta_trn.train.data.shards import MAX_TOKENS, ShardWriter, token_dtype
+from delta_trn.train.data.sources import Source, find_source
+from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer, make_tokenizer, tokenizer_settings
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**22  # what the tokenizer spreads over the cores at once
 COMMIT_SECONDS = 5.0  # of work lost by a kill

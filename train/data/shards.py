@@ -18,8 +18,8 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from .atomic import disk_errors, sync_directory
-from .errors import ShardError
+from delta_trn.train.data.atomic import disk_errors, sync_directory
+from delta_trn.train.data.errors import ShardError
 
 MAGIC = 20240520
 VERSION = 1

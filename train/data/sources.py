@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import SourceError
+from delta_trn.train.data.errors import SourceError
 
 SEPARATOR = "<|endoftext|>"
 SECTION = 2**14  # characters: a file that is the whole source still makes documents to hold out
@@ -78,7 +78,7 @@ def find_source(
     if str(source) == "python-stdlib":
         return python_stdlib()
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(source)):
-        from .hub import HubSource
+        from delta_trn.train.data.hub import HubSource
 
         return HubSource(str(source), subset, split, text_field, revision)
     raise SourceError(

@@ -18,12 +18,11 @@ dma          dma_copy dma_transpose dma_compute                                 
 enums        engine reduce_cmd dge_mode oob_mode matmul_perf_mode nc_version dma_engine; also as `constants`
 """
 
-from ..errors import NkiValidationError
-from ..machine import current
-from . import enums as constants
-from .activation import activation, activation_reduce
-from .dma import dma_compute, dma_copy, dma_transpose
-from .elementwise import (
+from delta_trn.nki_kernels.simulator.errors import NkiValidationError
+from delta_trn.nki_kernels.simulator.isa import enums as constants
+from delta_trn.nki_kernels.simulator.isa.activation import activation, activation_reduce
+from delta_trn.nki_kernels.simulator.isa.dma import dma_compute, dma_copy, dma_transpose
+from delta_trn.nki_kernels.simulator.isa.elementwise import (
     memset,
     nc_stream_shuffle,
     reciprocal,
@@ -33,7 +32,7 @@ from .elementwise import (
     tensor_scalar,
     tensor_tensor,
 )
-from .enums import (
+from delta_trn.nki_kernels.simulator.isa.enums import (
     dge_mode,
     dma_engine,
     engine,
@@ -47,12 +46,26 @@ from .enums import (
     unknown_engine,
     vector_engine,
 )
-from .generate import affine_select, iota
-from .later import activate2, exponential, nc_matmul_mx, quantize_mx, range_select, topk
-from .matmul import nc_matmul, nc_transpose
-from .paired import core_barrier, sendrecv
-from .randomness import dropout, rand2, rand_get_state, rand_set_state, rng, set_rng_seed
-from .reduction import (
+from delta_trn.nki_kernels.simulator.isa.generate import affine_select, iota
+from delta_trn.nki_kernels.simulator.isa.later import (
+    activate2,
+    exponential,
+    nc_matmul_mx,
+    quantize_mx,
+    range_select,
+    topk,
+)
+from delta_trn.nki_kernels.simulator.isa.matmul import nc_matmul, nc_transpose
+from delta_trn.nki_kernels.simulator.isa.paired import core_barrier, sendrecv
+from delta_trn.nki_kernels.simulator.isa.randomness import (
+    dropout,
+    rand2,
+    rand_get_state,
+    rand_set_state,
+    rng,
+    set_rng_seed,
+)
+from delta_trn.nki_kernels.simulator.isa.reduction import (
     bn_aggr,
     bn_stats,
     select_reduce,
@@ -62,8 +75,14 @@ from .reduction import (
     tensor_scalar_reduce,
     tensor_tensor_scan,
 )
-from .registers import VirtualRegister, register_alloc, register_load, register_move, register_store
-from .search import (
+from delta_trn.nki_kernels.simulator.isa.registers import (
+    VirtualRegister,
+    register_alloc,
+    register_load,
+    register_move,
+    register_store,
+)
+from delta_trn.nki_kernels.simulator.isa.search import (
     local_gather,
     max8,
     nc_find_index8,
@@ -72,6 +91,7 @@ from .search import (
     nonzero_with_count,
     sequence_bounds,
 )
+from delta_trn.nki_kernels.simulator.machine import current
 
 
 def get_nc_version() -> nc_version:

@@ -4,14 +4,14 @@ from math import prod
 
 import numpy as np
 
-from ..dtypes import store, to_float32
-from ..errors import ConstraintError, require
-from ..machine import Engine, Handle, Instruction
-from ..memory import HBM, SBUF, NkiTensor
-from ..operators import Operator
-from .enums import dge_mode as dge_modes
-from .enums import engine as engines
-from .enums import oob_mode as oob_modes
+from delta_trn.nki_kernels.simulator.dtypes import store, to_float32
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, require
+from delta_trn.nki_kernels.simulator.isa.enums import dge_mode as dge_modes
+from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
+from delta_trn.nki_kernels.simulator.isa.enums import oob_mode as oob_modes
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.memory import HBM, SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.operators import Operator
 
 DMA_MEMORY = (SBUF, *HBM)
 

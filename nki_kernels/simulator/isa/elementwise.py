@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from ..dtypes import to_float32
-from ..errors import ConstraintError, StrictError, require
-from ..machine import Engine, Handle, Instruction
-from ..memory import ON_CHIP, PSUM, NkiTensor
-from ..operators import Operator, alu_operator
-from .enums import engine as engines
+from delta_trn.nki_kernels.simulator.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.memory import ON_CHIP, PSUM, NkiTensor
+from delta_trn.nki_kernels.simulator.operators import Operator, alu_operator
 
 INT32 = ("int32", "uint32")
 ON_GPSIMD = ("power", "rsqrt")

@@ -4,11 +4,11 @@ from math import prod
 
 import numpy as np
 
-from ..dtypes import to_float32
-from ..errors import ConstraintError, StrictError, require
-from ..machine import Engine, Handle, Instruction
-from ..memory import SBUF, NkiTensor
-from ..operators import Operator, equal
+from delta_trn.nki_kernels.simulator.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.memory import SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.operators import Operator, equal
 
 COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 

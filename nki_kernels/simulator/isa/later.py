@@ -6,13 +6,19 @@ here, and topk, of which the documentation does not say which partitions hold th
 
 import numpy as np
 
-from ..dtypes import to_float32
-from ..errors import ConstraintError, require
-from ..machine import Engine, Handle, Instruction
-from ..memory import NkiTensor
-from ..operators import Operator, activation_function, add, alu_operator, maximum
-from .elementwise import combine, number
-from .enums import reduce_cmd as commands
+from delta_trn.nki_kernels.simulator.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, require
+from delta_trn.nki_kernels.simulator.isa.elementwise import combine, number
+from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.memory import NkiTensor
+from delta_trn.nki_kernels.simulator.operators import (
+    Operator,
+    activation_function,
+    add,
+    alu_operator,
+    maximum,
+)
 
 FP32_MIN = float(np.finfo(np.float32).min)
 RANGE_COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")

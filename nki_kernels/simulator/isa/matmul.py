@@ -2,13 +2,21 @@
 
 import numpy as np
 
-from ..dtypes import FLOAT8, MATMUL, rounded, to_float32
-from ..errors import ConstraintError, StrictError, require
-from ..machine import Engine, Handle, Instruction
-from ..memory import BY_MATMUL, BY_OTHER, ON_CHIP, PSUM, SBUF, UNWRITTEN, NkiTensor
-from ..targets import PARTITIONS, PSUM_BANK
-from .enums import engine as engines
-from .enums import matmul_perf_mode
+from delta_trn.nki_kernels.simulator.dtypes import FLOAT8, MATMUL, rounded, to_float32
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
+from delta_trn.nki_kernels.simulator.isa.enums import matmul_perf_mode
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.memory import (
+    BY_MATMUL,
+    BY_OTHER,
+    ON_CHIP,
+    PSUM,
+    SBUF,
+    UNWRITTEN,
+    NkiTensor,
+)
+from delta_trn.nki_kernels.simulator.targets import PARTITIONS, PSUM_BANK
 
 WIDE = ("float32", "tfloat32")
 ROWS = 32

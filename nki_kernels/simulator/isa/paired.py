@@ -1,10 +1,10 @@
 """Instructions between the two cores of a logical core: core_barrier and sendrecv."""
 
-from ..errors import ConstraintError, require
-from ..machine import Engine, Handle, Instruction
-from ..memory import HBM, SBUF, NkiTensor
-from .enums import dma_engine as dma_engines
-from .enums import engine as engines
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, require
+from delta_trn.nki_kernels.simulator.isa.enums import dma_engine as dma_engines
+from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.memory import HBM, SBUF, NkiTensor
 
 
 def _pair(run: Instruction):

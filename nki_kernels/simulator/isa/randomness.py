@@ -3,11 +3,11 @@
 
 import numpy as np
 
-from ..dtypes import to_float32
-from ..errors import require
-from ..machine import Engine, Handle, Instruction, current
-from ..memory import NkiTensor
-from .enums import engine as engines
+from delta_trn.nki_kernels.simulator.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.errors import require
+from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction, current
+from delta_trn.nki_kernels.simulator.memory import NkiTensor
 
 
 def rng(dst: NkiTensor, engine: engines = engines.vector, name: str | None = None) -> Handle:

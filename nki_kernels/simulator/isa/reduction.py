@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from ..dtypes import to_float32
-from ..errors import ConstraintError, StrictError, require
-from ..machine import Engine, Handle, Instruction
-from ..memory import SBUF, NkiTensor
-from ..operators import Operator, alu_operator
-from .elementwise import bits, combine, number
-from .enums import reduce_cmd as commands
+from delta_trn.nki_kernels.simulator.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.isa.elementwise import bits, combine, number
+from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.memory import SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.operators import Operator, alu_operator
 
 ACCUMULATING = ("add", "multiply", "maximum", "minimum")
 

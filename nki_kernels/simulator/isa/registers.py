@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ..errors import require
-from ..machine import Engine, Handle, Instruction
-from ..memory import HBM, SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.errors import require
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.memory import HBM, SBUF, NkiTensor
 
 
 class VirtualRegister:

@@ -3,10 +3,10 @@
 
 import numpy as np
 
-from ..dtypes import to_float32
-from ..errors import ConstraintError, StrictError, require
-from ..machine import Engine, Handle, Instruction
-from ..memory import SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.memory import SBUF, NkiTensor
 
 LEAST, MOST = 8, 16384
 

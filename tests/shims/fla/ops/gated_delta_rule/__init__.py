@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import backends
+from delta_trn import backends
 
 
 def _under_its_old_name(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-import backends
+from delta_trn import backends
 
 
 def naive_recurrent_gated_delta_rule(

@@ -1,0 +1,141 @@
+"""Other people's implementations, for `backends.bench` to time beside ours. Imported only when asked for.
+
+hf      Hugging Face transformers' `torch_chunk_gated_delta_rule` (Qwen3-Next): PyTorch, what runs where no
+        kernel is installed. Value heads share keys by repetition, as in its model; no packed sequences.
+fla     flash-linear-attention's `chunk_gated_delta_rule`: Triton, CUDA only.
+
+For one token theirs are `torch_recurrent_gated_delta_rule` and `fused_recurrent_gated_delta_rule`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from delta_trn.backends.checks import gate_arguments
+from delta_trn.backends.parity.rule_cases import Inputs
+
+Run = Callable[[Inputs], Tensor]
+# a peer's function under the names and in the order of `backends.gated_delta_rule`
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+# its arguments about gates
+GATES = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a peer comes from and what it takes; `load` gives its function, `load_step` its step's."""
+
+    name: str
+    distribution: str
+    module: str
+    devices: tuple[str, ...]
+    packed: bool
+    load: Callable[[], Rule]
+    load_step: Callable[[], Rule]
+
+    def absent(self, device: str) -> str | None:
+        """Why it cannot run on this machine's `device`, or None."""
+        if find_spec(self.module) is None:
+            return f"{self.distribution} is not installed: pip install {self.distribution}"
+        if device not in self.devices:
+            return f"runs on {', '.join(self.devices)}, not on {device}"
+        return None
+
+    def run(self) -> Run:
+        """From a case's inputs to o."""
+        rule = self.load()
+        return lambda x: rule(x.q, x.k, x.v, x.g, x.beta, **x.arguments())[0]
+
+    def step(self) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+        """From a case's inputs, of one token, to o and the state."""
+        rule = self.load_step()
+
+        def run(x: Inputs) -> tuple[Tensor, Tensor]:
+            o, state = rule(
+                x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, output_final_state=True,
+                use_qk_l2norm_in_kernel=x.case.normalized_inside,
+            )  # fmt: skip
+            assert state is not None
+            return o[:, 0], state
+
+        return run
+
+    def label(self) -> str:
+        """Name and version."""
+        return f"{self.name} {version(self.distribution)}"
+
+
+def _made(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, told: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """g and beta by PyTorch, where `told`, which loses its arguments about gates, has them made."""
+    gates = {name: told.pop(name) for name in GATES if name in told}
+    return gate_arguments(q, v.shape[2], **gates).applied(g, beta)
+
+
+def _huggingface(name: str) -> Rule:
+    module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    # unwrapped: transformers replaces the function by flash-linear-attention's where that is installed
+    form = inspect.unwrap(getattr(module, name))
+
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
+        cu_seqlens: Tensor | None = None, **told: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        if cu_seqlens is not None:
+            raise ValueError("hf takes no packed sequences; leave cu_seqlens out")
+        g, beta = _made(q, v, g, beta, told)
+        group = v.shape[2] // q.shape[2]
+        q, k = (y if group == 1 else y.repeat_interleave(group, dim=2) for y in (q, k))
+        o, state = form(q, k, v, g, beta, **told)
+        # its scale is K^-0.5 always, and o is linear in it
+        return o if scale is None else o * (scale * q.shape[-1] ** 0.5), state
+
+    return rule
+
+
+def _flash_linear_attention() -> Rule:
+    form = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    # its later releases make both gates in kernels, A_log among **kwargs; for the others PyTorch does
+    makes_gates = "use_beta_sigmoid_in_kernel" in inspect.signature(form).parameters
+
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **told: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if not makes_gates:
+            g, beta = _made(q, v, g, beta, told)
+        return form(q, k, v, g, beta, **told)
+
+    return rule
+
+
+def _flash_linear_attention_step() -> Rule:
+    form = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **told: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        # by name: gates of keys and of values stand between g and beta
+        return form(q=q, k=k, v=v, g=g, beta=beta, **told)
+
+    return rule
+
+
+PEERS = {
+    "hf": Peer(
+        "hf", "transformers", "transformers", ("cpu", "cuda"), False,
+        partial(_huggingface, "torch_chunk_gated_delta_rule"),
+        partial(_huggingface, "torch_recurrent_gated_delta_rule"),
+    ),
+    "fla": Peer(
+        "fla", "flash-linear-attention", "fla", ("cuda",), True,
+        _flash_linear_attention, _flash_linear_attention_step,
+    ),
+}  # fmt: skip

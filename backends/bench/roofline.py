@@ -1,0 +1,89 @@
+"""The least time a pass can take: for its floating-point operations or for its bytes, whichever is longer.
+
+Counted per token and value head, R = HV / H value heads to a key, one multiplication and one addition as two
+operations; C = 64, the chunk of the published counts, whatever a backend's is:
+
+    forward     6 K V + 4 C V + 4 C K / R + 2 C^2 / 3        state, chunk and inverse
+    backward    14 K V + 10 C V + 10 C K + 4 C^2             no state is computed again
+    step        6 K V
+
+Bytes are those of inputs, each read once, and outputs, each written once. What can be had is measured on the
+same machine in the same run: a large copy, and a large product in the dtype of q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from delta_trn.backends.bench.timing import Spread, interleaved
+from delta_trn.backends.parity.rule_cases import Case
+
+C = 64
+# sides of the product, and bytes of the copy, by type of device: tenths of a second on any at hand
+PRODUCT = {"cuda": 8192, "cpu": 2048}
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass has to do."""
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a machine can do at best: operations and bytes a second."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def floor_ms(self, work: Work) -> float:
+        """The longer of the two."""
+        return 1e3 * max(work.flops / self.flops_per_s, work.bytes / self.bytes_per_s)
+
+    def facts(self) -> dict[str, Any]:
+        """For a line of results."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"product {self.flops_per_s / 1e12:.3g} TFLOP/s, copy {self.bytes_per_s / 1e9:.4g} GB/s"
+
+
+def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
+    """By pass: forward, backward, forward+backward; step, for T = 1."""
+    H, HV, K, V, s = case.H, case.value_heads, case.K, case.V, dtype.itemsize
+    tokens = case.B * case.T
+    state = 4 * case.sequences * HV * K * V
+    keys, values, gates = 2 * H * K * s, HV * V * s, HV * (4 + s)
+    forward = Work(
+        tokens * HV * (6 * K * V + 4 * C * V + 4 * C * K * H / HV + 2 * C * C / 3),
+        tokens * (keys + 2 * values + gates) + case.state * state,
+    )
+    backward = Work(
+        tokens * HV * (14 * K * V + 10 * C * V + 10 * C * K + 4 * C * C),
+        tokens * 2 * (keys + gates) + tokens * 3 * values + 2 * case.state * state,
+    )
+    step = Work(tokens * HV * 6 * K * V, tokens * (keys + 2 * values + gates) + 2 * state)
+    return {"forward": forward, "backward": backward, "forward+backward": forward + backward, "step": step}
+
+
+def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Ceilings:
+    """Measured now: the medians."""
+    n, size = PRODUCT[device.type], COPY_BYTES[device.type]
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    calls = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
+    times = interleaved(calls, device, seconds)  # type: ignore[arg-type]
+    product, copy = (Spread.of(times[name]).p50 for name in ("product", "copy"))
+    return Ceilings(2 * n**3 / (product / 1e3), 2 * size / (copy / 1e3))

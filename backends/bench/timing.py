@@ -1,0 +1,110 @@
+"""The clock: contenders take turns, one call each, so that whatever slows the machine slows all.
+
+Every call on a GPU starts with a cold cache, and is timed by the device's events; on a CPU by the wall.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from delta_trn.backends import machine as platform_facts
+
+Call = Callable[[], None]
+
+ROUNDS = (5, 300)
+CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU at hand (H200: 60 MB)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and the 20th and 80th percentile."""
+
+    p20: float
+    p50: float
+    p80: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Of at least two values."""
+        deciles = statistics.quantiles(values, n=10, method="inclusive")
+        return Spread(deciles[1], statistics.median(values), deciles[7])
+
+    def __str__(self) -> str:
+        return f"{self.p50:.4g} ({self.p20:.3g} - {self.p80:.3g})"
+
+
+def interleaved(calls: Mapping[str, Call], device: torch.device, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of every contender, one call each in turn, for about `seconds`, after a warm-up."""
+    clock = _cuda_clock if device.type == "cuda" else _cpu_clock
+    for call in calls.values():
+        call()
+    platform_facts.synchronize(device)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    start, rounds = time.perf_counter(), 0
+    while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - start < seconds):
+        for name, call in calls.items():
+            found[name].append(clock(call, device))
+        rounds += 1
+    return found
+
+
+def ratios(times: Mapping[str, Sequence[float]], ours: str) -> dict[str, Spread | None]:
+    """Every contender's time over ours, round by round; None for ourselves."""
+    return {
+        name: None
+        if name == ours
+        else Spread.of([theirs / own for theirs, own in zip(found, times[ours], strict=True)])
+        for name, found in times.items()
+    }
+
+
+def modes(calls: Mapping[str, Call], device: torch.device) -> dict[str, Mapping[str, Call]]:
+    """The calls as they are and, on a GPU, as CUDA graphs, those that can be captured."""
+    found = {"": calls}
+    if device.type == "cuda":
+        found[" (graph)"] = {name: graph for name, call in calls.items() if (graph := _graph(call))}
+    return found
+
+
+def captured(call: Call) -> Call:
+    """The call as a CUDA graph: what the device alone needs. Raises RuntimeError if it waits for the host."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _graph(call: Call) -> Call | None:
+    try:
+        return captured(call)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+
+
+def _cpu_clock(call: Call, device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    platform_facts.synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _cuda_clock(call: Call, device: torch.device) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.empty(CACHE_BYTES, dtype=torch.int8, device=device).zero_()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)

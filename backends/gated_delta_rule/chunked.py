@@ -1,0 +1,268 @@
+"""The gated delta rule in chunks of tokens: matrix products inside a chunk, one product from chunk to chunk.
+
+Forward, for one chunk of C tokens of one value head, S its first state [K, V] and o the elementwise product
+(derived from arXiv:2412.06464 and arXiv:2406.06484); q is times `scale` already:
+
+    b = cumsum(g)   gam_i = exp(b_i)   lam_i = exp(b_C - b_i)   D_ij = exp(b_i - b_j) if i >= j, else 0
+    P = (q k^T) o D     G = strict_lower((k k^T) o D)       N = (I + diag(beta) G)^-1
+    w = -N diag(beta gam) k                     u = N diag(beta) v
+    A = gam_C I + (diag(lam) k)^T w             Z = (diag(lam) k)^T u
+    S' = A S + Z                                U = u + w S                 o = diag(gam) q S + P U
+
+Only S' waits for the chunk before. Backward, with dO the gradient of o and dS' of S':
+
+    dS = A^T dS' + (diag(gam) q)^T dO + w^T P^T dO                          (again all that waits)
+    dU = P^T dO + diag(lam) k dS'               dR = N^T dU                 dv = diag(beta) dR
+    dP = (dO U^T) o D                           dG = strict_lower((dv U^T) o D)
+    dq = diag(gam) dO S^T + dP k
+    dk = diag(lam) U dS'^T - diag(gam) dv S^T + dP^T q - (dG + dG^T) k
+
+dbeta is in `backward`, dg in `log_decay_gradient`. Computed in float32, float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from delta_trn.backends.gated_delta_rule.chunk_layout import Layout, capacity, layout
+from delta_trn.backends.gated_delta_rule.triangular import triangular_inverse
+from delta_trn.backends.registry import Options
+
+L2NORM_EPS = 1e-6
+# elements of the largest tensor of the chunks done at a time, in time and in number
+BLOCK = 1 << 20
+
+
+def chunk_size(K: int, V: int) -> int:
+    """Tokens per chunk: 32 took 82 ms and 64 took 99 at K=32 V=64; at K=128 V=256, 183 and 147."""
+    return 64 if K > 64 else 32
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which all is computed and states are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def saved_shapes(
+    q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, options: Options
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """What forward leaves for backward: q, k, their reciprocal norms, v, D, P, G, N, w, A, U, all states."""
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    C, dtype = chunk_size(K, V), state_dtype(q.dtype)
+    M = capacity(B, T, C, cu_seqlens) * HV
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    norms = (M, C, 1) if options.use_qk_l2norm_in_kernel else (0,)
+    shapes = [(M, C, K), (M, C, K), norms, norms, (M, C, V), *[(M, C, C)] * 4]
+    shapes += [(M, C, K), (M, K, K), (M, C, V), (M + N * HV, K, V)]
+    return [(shape, dtype) for shape in shapes]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    *,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """o, final_state and what `saved_shapes` lists; shapes as in `backends.gated_delta_rule`."""
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
+    at, at_once = layout(B, T, C, cu_seqlens), _at_once(C, K, V)
+    M = at.chunks * HV
+    saved = [
+        q.new_empty(shape, dtype=d) for shape, d in saved_shapes(q, v, initial_state, cu_seqlens, options)
+    ]
+    Q, K_, rq, rk, V_, D, P, G, N, w, A, U = (x[:M] for x in saved[:-1])
+    states = saved[-1][: M + at.N * HV]
+    b, gam, lam = _decays(at, g, HV, dtype)
+    beta_ = at.split(beta, gam.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
+    for x, chunks in ((q, Q), (k, K_)):
+        at.split(x, chunks.unflatten(0, (-1, H, group)))
+    at.split(v, V_.unflatten(0, (-1, HV, 1)))
+    states[: at.N * HV] = 0 if initial_state is None else at.sorted(initial_state).flatten(0, 1)
+    after = states[at.N * HV :]
+    o_ = torch.empty_like(U)
+    for span, steps in at.spans(HV, at_once):
+        for i in _blocks(span, at_once):
+            if options.use_qk_l2norm_in_kernel:
+                for x, r in ((Q[i], rq[i]), (K_[i], rk[i])):
+                    torch.linalg.vecdot(x, x, out=r[..., 0])
+                    x.mul_(r.add_(L2NORM_EPS).rsqrt_())
+            Q[i].mul_(options.scale)
+            k_, be = K_[i], beta_[i]
+            D[i] = decay_matrix(b[i], dtype)
+            torch.bmm(Q[i], k_.mT, out=P[i]).mul_(D[i])
+            torch.bmm(k_, k_.mT, out=G[i]).mul_(D[i]).diagonal(dim1=-2, dim2=-1).zero_()
+            N[i] = triangular_inverse(G[i] * be)
+            torch.bmm(N[i], k_ * (be * -gam[i]), out=w[i])
+            torch.bmm(N[i], V_[i] * be, out=U[i])
+            written = (k_ * lam[i]).mT
+            torch.bmm(written, w[i], out=A[i]).diagonal(dim1=-2, dim2=-1).add_(gam[i, -1])
+            torch.bmm(written, U[i], out=after[i])
+        _scan(A, states, steps)
+        for i in _blocks(span, at_once):
+            S = at.firsts(states, i)
+            U[i].baddbmm_(w[i], S)
+            torch.bmm(Q[i] * gam[i], S, out=o_[i]).baddbmm_(P[i], U[i])
+    o = at.join(o_.view(at.chunks, HV, C, V), v.new_empty(v.shape))
+    final_state = at.lasts(states.unflatten(0, (-1, HV))) if options.output_final_state else None
+    return o, final_state, saved if save else []
+
+
+def backward(
+    do: Tensor,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
+    at, at_once = layout(B, T, C, cu_seqlens), _at_once(C, K, V)
+    M = at.chunks * HV
+    Q, K_, rq, rk, V_, D, P, G, N, w, A, U = (x[:M] for x in saved[:-1])
+    states = saved[-1][: M + at.N * HV]
+    inverse_square = (
+        options.scale**-2 if options.scale else 0.0
+    )  # without scale there is no Q, and no dq either
+    _, gam, lam = _decays(at, g, HV, dtype)
+    beta_ = at.split(beta, gam.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
+    dO = at.split(do, torch.empty_like(U).unflatten(0, (-1, HV, 1))).view(M, C, V)
+    dU, dstates = torch.empty_like(U), torch.empty_like(states)
+    at.put_lasts(dstates.unflatten(0, (-1, HV)), dstate)
+    dafter, dQ, dK = dstates[at.N * HV :], torch.empty_like(Q), torch.empty_like(K_)
+    dg_, dbeta_ = gam.new_empty((M, C)), gam.new_empty((M, C))
+    for span, steps in reversed(at.spans(HV, at_once)):
+        for i in _blocks(span, at_once):
+            torch.bmm(P[i].mT, dO[i], out=dU[i])
+            at.put_firsts(dstates, i, torch.bmm((Q[i] * gam[i]).mT, dO[i]).baddbmm_(w[i].mT, dU[i]))
+        _scan_back(A, dstates, steps)
+        for i in _blocks(span, at_once):
+            k_, be, S = K_[i], beta_[i], at.firsts(states, i)
+            dR = torch.bmm(N[i].mT, dU[i].baddbmm_(k_ * lam[i], dafter[i]))
+            dP, dG = torch.bmm(dO[i], U[i].mT), torch.bmm(dR, U[i].mT)
+            read, undone = dP * P[i], dG * G[i]
+            read.diagonal(dim1=-2, dim2=-1).zero_()  # nothing decays from a token to itself
+            dP.mul_(D[i])
+            dG.mul_(D[i]).mul_(be).diagonal(dim1=-2, dim2=-1).zero_()
+            dq = torch.bmm(dO[i], S.mT, out=dQ[i]).mul_(gam[i])
+            dk_S = torch.bmm(dR, S.mT).mul_(gam[i])
+            dk = torch.bmm(U[i], dafter[i].mT, out=dK[i]).mul_(lam[i])
+            written, predicted = _dot(dk, k_), _dot(dk_S, k_)
+            torch.sub(_dot(dR, V_[i]), predicted, out=dbeta_[i]).sub_(undone.sum(-1))
+            read.addcmul_(undone, be, value=-1)
+            reads = _dot(dq, Q[i]).addcmul_(predicted, be[..., 0], value=-1)
+            carried = gam[i, -1, 0] * _dot(dafter[i].flatten(1), S.flatten(1))
+            dg_[i] = log_decay_gradient(read, reads, written, carried)
+            dq.baddbmm_(dP, k_)
+            dk.addcmul_(dk_S, be, value=-1).baddbmm_(dP.mT, Q[i]).baddbmm_(dG + dG.mT, k_, alpha=-1)
+            if options.use_qk_l2norm_in_kernel:
+                dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-inverse_square).mul_(rq[i])
+                dk.addcmul_(k_, _dot(dk, k_)[..., None], value=-1).mul_(rk[i])
+            torch.mul(dR, be, out=dU[i])
+    dv = at.join(dU.view(at.chunks, HV, C, V), v.new_empty(v.shape))
+    dq, dk = (
+        at.join(_ungrouped(y.view(at.chunks, H, group, C, K)), x.new_empty(x.shape), factor)
+        for y, x, factor in ((dQ, q, options.scale), (dK, k, 1.0))
+    )
+    dg = at.join(dg_.view(at.chunks, HV, C), g.new_empty(g.shape))
+    dbeta = at.join(dbeta_.view(at.chunks, HV, C), beta.new_empty(beta.shape))
+    dfirst = dstates[: at.N * HV].view(at.N, HV, K, V)
+    return dq, dk, dv, dg, dbeta, None if initial_state is None else at.as_given(dfirst)
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
+    B, HV, K, V = state.shape
+    dtype = state.dtype
+    qk = torch.stack((q, k), 2).to(dtype)
+    if options.use_qk_l2norm_in_kernel:
+        qk = qk * (qk.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
+    if q.shape[1] != HV:
+        qk = qk.repeat_interleave(HV // q.shape[1], 1)
+    qk = qk.reshape(B * HV, 2, K)
+    S = state.reshape(B * HV, K, V) * g.to(dtype).exp().reshape(-1, 1, 1)
+    u = torch.baddbmm(v.to(dtype).reshape(-1, 1, V), qk[:, 1:], S, alpha=-1) * beta.to(dtype).reshape(
+        -1, 1, 1
+    )
+    S.baddbmm_(qk[:, 1:].mT, u)
+    o = torch.bmm(qk[:, :1], S).mul_(options.scale)
+    return o.view(B, HV, V).to(v.dtype), S.view(B, HV, K, V)
+
+
+def decay_matrix(b: Tensor, dtype: torch.dtype) -> Tensor:
+    """D [M, C, C] from the sums of log-decays b [M, C]; masked before exp, for exp(20 * 63) is infinite."""
+    # to zero and not to -infinity, whose exponential took 10 times as long
+    return (b[:, :, None] - b[:, None, :]).to(dtype).tril_().exp_().tril_()
+
+
+def log_decay_gradient(pairs: Tensor, reads: Tensor, written: Tensor, carried: Tensor) -> Tensor:
+    """dg [M, C] without a difference of large sums.
+
+    Token t's decay acts on what tokens before t left, as it is found at or after t: by the chunk's tokens
+    (`pairs` [M, C, C]: i reads what j wrote; those with i >= t > j), in the first state (`reads`, i >= t), in
+    the last one (`written`, j < t), and between the two (`carried` [M]). The plain q dq - k dk form
+    subtracts sums that strong decay makes far larger than their difference: rounded to bfloat16, its
+    relative error was 348 at decay rate 16, this one's .0014. So do, in float32, row sums of pairs minus
+    column sums: dA_log, which multiplies what they leave by g, was 32 times as wrong as allowed.
+    """
+    from_t_on = torch.ones_like(pairs[0]).triu_()
+    behind = (from_t_on @ pairs).tril_(-1).sum(-1).add_(reads.flip(-1).cumsum(-1).flip(-1))
+    # shifted, not cumsum - written: the last token's own write is of order 1, those before it e^-20 of that
+    before = torch.nn.functional.pad(written[:, :-1].cumsum(-1), (1, 0))
+    return behind.add_(before).add_(carried[:, None])
+
+
+def _at_once(C: int, K: int, V: int) -> int:
+    """Chunks to do at a time, so that what is only passed on from product to product stays in the cache."""
+    return max(1, BLOCK // (C * max(C, K + V)))
+
+
+def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
+    for start in range(rows.start, rows.stop, at_once):
+        yield slice(start, min(start + at_once, rows.stop))
+
+
+def _decays(at: Layout, g: Tensor, HV: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """b [M, C] float64, and gam, lam [M, C, 1]."""
+    # in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o more than is allowed
+    b = at.split(g, g.new_empty((at.chunks, HV, 1, at.C), dtype=torch.float64)).view(-1, at.C).cumsum(-1)
+    return b, b.exp().to(dtype)[..., None], (b[:, -1:] - b).exp().to(dtype)[..., None]
+
+
+def _scan(A: Tensor, states: Tensor, steps: list[tuple[slice, slice, slice]]) -> None:
+    """states [N HV + M, K, V]: Z after every chunk becomes S'."""
+    for rows, first, last in steps:
+        states[last].baddbmm_(A[rows], states[first])
+
+
+def _scan_back(A: Tensor, dstates: Tensor, steps: list[tuple[slice, slice, slice]]) -> None:
+    """dstates [N HV + M, K, V]: what reads a state by itself becomes its gradient."""
+    for rows, first, last in reversed(steps):
+        dstates[first].baddbmm_(A[rows].mT, dstates[last])
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum(-1)
+
+
+def _ungrouped(x: Tensor) -> Tensor:
+    """[chunks, H, G, C, K] -> [chunks, H, C, K], summed over the value heads of a group."""
+    return x[:, :, 0] if x.shape[2] == 1 else x.sum(2)

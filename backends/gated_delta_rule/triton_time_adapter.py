@@ -1,0 +1,123 @@
+"""How the Triton kernels cut time: chunks, and segments of chunks where heads are few.
+
+Counts come from shapes alone; tables of packed sequences are made by tensor operations where cu_seqlens lies,
+so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from delta_trn.triton_kernels.launch import PROCESSORS, Chunks, Config, Segments, chunks_per_segment
+
+SegmentLength = Literal["auto"] | int | None
+
+_segment: SegmentLength = "auto"
+
+
+def split_sequences(segment: SegmentLength) -> None:
+    """Whether sequences are cut into segments that are scanned side by side, and of how many chunks.
+
+    "auto", the default, cuts where the scans of whole sequences would leave most of the device idle; None
+    never cuts. Backward cuts as forward did. Raises ValueError for other values.
+    """
+    global _segment
+    if segment not in ("auto", None) and not (isinstance(segment, int) and segment > 0):
+        raise ValueError(
+            f"segment={segment!r} is none of 'auto', None and a number of chunks; pass one of them"
+        )
+    _segment = segment
+
+
+def chunk_counts(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
+    """Chunks of C tokens, without tables."""
+    B, T = q.shape[:2]
+    per_sequence = -(-T // C)
+    if cu_seqlens is None:
+        return Chunks(C, B * per_sequence, B, T, per_sequence, packed=False, span=T)
+    sequences = cu_seqlens.shape[0] - 1
+    return Chunks(C, T // C + sequences, sequences, T, per_sequence, packed=True)
+
+
+def chunk_tables(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
+    """The same with the tables of packed sequences."""
+    chunks = chunk_counts(q, cu_seqlens, C)
+    if cu_seqlens is None:
+        return chunks
+    cu_seqlens = cu_seqlens.contiguous()
+    offsets = _first_of_each((cu_seqlens.diff() + C - 1) // C)
+    sequence, place = _slots(offsets, chunks.count)
+    start = cu_seqlens[sequence] + place * C
+    length = (cu_seqlens[sequence + 1] - start).clamp_(max=C)
+    return replace(chunks, cu_seqlens=cu_seqlens, offsets=offsets, start=start, length=length)
+
+
+def segment_count(chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device) -> int:
+    """How many segments, unused slots included; 0: sequences stay whole."""
+    length = _length(chunks, HV, K, V, config, device)
+    return length and _count(chunks, length)
+
+
+def segment_tables(
+    chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device
+) -> Segments | None:
+    """The segments of `chunks`, which has its tables; None: sequences stay whole."""
+    length = _length(chunks, HV, K, V, config, device)
+    if not length:
+        return None
+    count, span = _count(chunks, length), length * chunks.size
+    if not chunks.packed:
+        each = count // chunks.sequences
+        return Segments(replace(chunks, sequences=count, segments=each, span=span), chunks.sequences)
+    bounds = chunks.cu_seqlens
+    offsets = _first_of_each((chunks.offsets.diff() + length - 1) // length)
+    sequence, place = _slots(offsets, count + 1)
+    # a slot that no segment uses begins and ends where the last sequence ends
+    start = torch.minimum(bounds[sequence] + place * span, bounds[-1])
+    first = chunks.offsets[sequence] + place * length
+    cut = replace(chunks, sequences=count, cu_seqlens=start, offsets=first)
+    return Segments(cut, chunks.sequences, offsets)
+
+
+def _count(chunks: Chunks, length: int) -> int:
+    """Segments of `length` chunks; packed: an upper bound, since lengths stay on the device."""
+    if chunks.packed:
+        return chunks.count // length + chunks.sequences
+    return chunks.sequences * -(-chunks.per_sequence // length)
+
+
+def _length(chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device) -> int:
+    """Chunks in a segment; 0: sequences stay whole."""
+    if _segment != "auto":
+        return _segment or 0
+    NV, NK = (-(-size // config.scan.BV) for size in (V, K))
+    average = chunks.per_sequence // (chunks.sequences if chunks.packed else 1)
+    programs, processors = chunks.sequences * HV * NV, _processors(device)
+    # under torch.compile sizes may be symbols, which int() would fix: not before it has to
+    if 2 * programs > processors or average < 8:
+        return 0
+    return chunks_per_segment(int(average), int(programs), (NV + NK) / NV, processors)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return PROCESSORS
+
+
+def _first_of_each(counts: Tensor) -> Tensor:
+    """[n] -> [n + 1]: the running sum from 0."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _slots(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """For slots 0 to count - 1: whose they are, and which of its own; past the last, the last sequence's."""
+    slot = torch.arange(count, device=offsets.device)
+    owner = torch.searchsorted(offsets[1:], slot, right=True).clamp_(max=offsets.shape[0] - 2)
+    return owner, slot - offsets[owner]

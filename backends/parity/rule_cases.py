@@ -1,0 +1,404 @@
+"""The named grid. Parity, benchmark, goldens and tests read the same rows, and every row says why it is
+there.
+
+Inputs are the same on machines that never meet: PCG64 uniforms and IEEE +, -, *, /, sqrt in float64,
+nothing from a mathematics library, then rounded to float32 and to the case's dtype; `digest` is their
+fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from delta_trn.backends.gated_delta_rule.gates import AS_GIVEN, Gates
+
+Array = np.ndarray
+
+# name -> g from uniforms x, y in [0, 1). "plain" has the quantiles of a freshly initialized layer:
+# decays .43, .88, .98 at 5, 50 and 75 percent
+DECAYS: Mapping[str, str] = {
+    "plain": "g = -x^3",
+    "weak": "g = -x^3 / 50: memory of hundreds of tokens",
+    "none": "g = 0",
+    "strong": "g = -20 for every token",
+    "mixed": "g = -20 y for one token in eight, -x / 50 for the others",
+    "heavy": "g = -16 x, the strongest decay rate that initialization draws",
+}
+Decay = Literal["plain", "weak", "none", "strong", "mixed", "heavy"]
+Keys = Literal["random", "equal", "near"]
+Norm = Literal["unit", "random", "tiny", "huge", "zero"]
+# name -> bounds of a and z, uniform between them and their negatives (`backends.gates`); A_log in [-3, 2.75]
+# (A of .05 to 16, as initialization draws it), dt_bias in [-7, -2]
+GATES: Mapping[str, float] = {"plain": 4.0, "wide": 40.0}
+Projected = Literal["plain", "wide"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. Sizes are those of `backends.gated_delta_rule`; the rest says what the inputs are like.
+
+    HV          value heads; None: H
+    decay       see DECAYS
+    beta        a constant, or None: uniform in [0, 1), or with `reflect` in [0, 2)
+    gates       None: g and beta are given; else a and z are, see GATES, and beta is up to 2 with `reflect`
+    keys        random, all equal, or near: pairwise correlation .999
+    norm        unit: q and k are normalized before; else by the operation, from vectors of such norms
+    lengths     packed sequences; T is their sum
+    state       an initial state is given, and asked for its gradient
+    loss        which outputs the gradient comes from
+    tags        small: for interpreters and simulators; slow: not in default tests; bench, bench-cpu: timed;
+                step: timed as one token of generation
+    """
+
+    name: str
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    reason: str
+    HV: int | None = None
+    decay: Decay = "plain"
+    beta: float | None = None
+    reflect: bool = False
+    gates: Projected | None = None
+    keys: Keys = "random"
+    norm: Norm = "unit"
+    lengths: tuple[int, ...] | None = None
+    state: bool = False
+    loss: tuple[Literal["o", "final_state"], ...] = ("o",)
+    tags: frozenset[str] = frozenset()
+
+    @property
+    def value_heads(self) -> int:
+        return self.H if self.HV is None else self.HV
+
+    @property
+    def sequences(self) -> int:
+        return self.B if self.lengths is None else len(self.lengths)
+
+    @property
+    def normalized_inside(self) -> bool:
+        return self.norm != "unit"
+
+    def __str__(self) -> str:
+        heads = f"{self.H}" if self.HV is None else f"{self.H}/{self.HV}"
+        return f"{self.name}: B={self.B} T={self.T} H={heads} {self.K}:{self.V}"
+
+
+SMALL = frozenset({"small"})
+SLOW = frozenset({"slow"})
+BENCH = frozenset({"slow", "bench"})
+TIMED = BENCH | {"bench-cpu"}
+STEP = TIMED | {"step"}
+BOTH: tuple[Literal["o", "final_state"], ...] = ("o", "final_state")
+
+# The error of dg is one number per head where nothing decays: rows about that have 4 heads or 8, so that an
+# error is not a matter of luck (with 2 heads, seeds moved it by a factor of 9; with 8, by 2).
+# fmt: off
+CASES: tuple[Case, ...] = (
+    #    name               B  T    H  K    V
+    Case("one",             8, 1,   2, 32,  16, state=True, loss=BOTH, tags=SMALL,
+         reason="one token: no chunk, no decay product"),
+    Case("one_fresh",       8, 1,   2, 16,  32, loss=BOTH, tags=SMALL,
+         reason="one token from nothing: dg is exactly 0"),
+    Case("two",             8, 2,   2, 32,  32, loss=BOTH, tags=SMALL,
+         reason="the shortest chunk with an off-diagonal element"),
+    Case("three",           8, 3,   2, 16,  32, state=True, loss=BOTH, tags=SMALL,
+         reason="the shortest chunk whose inverse has a product of two"),
+    Case("ragged",          2, 63,  2, 32,  32, tags=SMALL,
+         reason="T is not a multiple of any chunk"),
+    Case("seam_64",         1, 64,  2, 32,  32, state=True, loss=BOTH, tags=SMALL,
+         reason="exactly one chunk: nothing may be read behind it"),
+    Case("seam_65",         1, 65,  2, 32,  32, state=True, loss=BOTH, tags=SMALL,
+         reason="one token past a seam"),
+    Case("seam_129",        2, 129, 2, 32,  64, state=True, loss=BOTH, tags=SMALL,
+         reason="a middle chunk, and one token past it"),
+    Case("seam_192",        1, 192, 2, 64,  64, loss=BOTH,
+         reason="whole chunks only"),
+    Case("no_decay",        1, 130, 4, 32,  32, decay="none", loss=BOTH, tags=SMALL,
+         reason="g = 0 is ungated DeltaNet: nothing fades, errors add up"),
+    Case("forget",          1, 100, 4, 32,  32, decay="strong", state=True, loss=BOTH, tags=SMALL,
+         reason="exp(20 * 64) overflows: exponents are masked before exp"),
+    Case("mixed",           1, 200, 4, 64,  64, decay="mixed", state=True, loss=BOTH,
+         reason="decay sums of -100 and more beside decays of -0.01 that must keep their digits"),
+    Case("heavy",           1, 200, 4, 64,  128, decay="heavy", loss=BOTH,
+         reason="the decay gradient cancels unless it is summed the right way"),
+    Case("collide",         1, 130, 8, 32,  32, keys="equal", beta=1.0, decay="weak", state=True, loss=BOTH,
+         tags=SMALL, reason="all keys equal, beta = 1: every write erases the one before"),
+    Case("reflect",         1, 130, 8, 32,  32, keys="equal", beta=2.0, decay="weak", state=True, loss=BOTH,
+         tags=SMALL, reason="all keys equal, beta = 2: eigenvalue -1, the densest inverse"),
+    Case("near_1",          1, 130, 8, 64,  64, keys="near", beta=1.0, decay="weak", state=True, loss=BOTH,
+         reason="keys correlated .999, beta = 1: a power series for the inverse loses every digit"),
+    Case("near_2",          1, 130, 8, 64,  64, keys="near", beta=2.0, decay="none", state=True, loss=BOTH,
+         reason="keys correlated .999, beta = 2, no decay: the worst conditioned inverse"),
+    Case("reflect_random",  1, 256, 4, 64,  64, reflect=True, decay="weak", loss=BOTH,
+         reason="beta up to 2 with random keys (allow_neg_eigval)"),
+    Case("overwrite",       1, 128, 4, 32,  64, beta=1.0, decay="none", loss=BOTH,
+         reason="beta = 1 with random keys: the plain delta rule"),
+    Case("wide_v",          1, 96,  2, 32,  128, state=True, loss=BOTH,
+         reason="V = 4 K"),
+    Case("wide_k",          1, 96,  2, 128, 32, state=True, loss=BOTH,
+         reason="K = 4 V"),
+    Case("odd",             1, 70,  3, 60,  100, state=True, loss=BOTH,
+         reason="no size is a power of two or a multiple of 8"),
+    Case("k96",             1, 130, 2, 96,  192,
+         reason="the paper's d = 768: K is no power of two"),
+    Case("k192",            1, 130, 1, 192, 384, loss=BOTH,
+         reason="the paper's d = 1536"),
+    Case("k256",            1, 130, 1, 256, 512, state=True, loss=BOTH,
+         reason="the largest heads: d = 2048 and GDN 1.3B"),
+    Case("gva_2",           1, 130, 2, 32,  32, HV=4, state=True, loss=BOTH, tags=SMALL,
+         reason="two value heads share a key: dq, dk are sums"),
+    Case("gva_4",           1, 70,  2, 32,  64, HV=8,
+         reason="four value heads share a key"),
+    Case("gva_8",           2, 65,  1, 64,  32, HV=8, norm="random", loss=BOTH,
+         reason="all eight value heads share one key"),
+    Case("packed",          1, 137, 2, 32,  32, lengths=(1, 63, 64, 9), tags=SMALL,
+         reason="sequences end to end: none may see its neighbor"),
+    Case("packed_empty",    1, 135, 2, 32,  32, lengths=(0, 5, 0, 65, 0, 0, 65, 0), state=True, loss=BOTH,
+         tags=SMALL, reason="empty sequences first, last and between: their state passes through"),
+    Case("packed_single",   1, 5,   2, 32,  16, lengths=(1, 1, 1, 1, 1), state=True, loss=BOTH, tags=SMALL,
+         reason="every sequence is one token"),
+    Case("packed_gva",      1, 300, 2, 64,  64, HV=4, lengths=(100, 129, 0, 71), norm="random", state=True,
+         loss=BOTH, reason="packed, grouped and normalized at once"),
+    Case("carry",           2, 100, 4, 64,  64, state=True, loss=BOTH, decay="weak",
+         reason="an initial state, and a gradient through the final one"),
+    Case("final_only",      2, 100, 4, 32,  32, state=True, loss=("final_state",), decay="weak", tags=SMALL,
+         reason="the gradient comes from the final state alone: dq is exactly 0"),
+    Case("norm",            2, 100, 2, 32,  32, norm="random", state=True, loss=BOTH, tags=SMALL,
+         reason="q and k normalized by the operation"),
+    Case("gates",           1, 100, 4, 32,  32, HV=8, gates="plain", norm="random", state=True, loss=BOTH,
+         tags=SMALL, reason="decay and write strength made by the operation of what a layer projects"),
+    Case("gates_wide",      2, 70,  8, 32,  32, gates="wide", reflect=True, norm="random", loss=BOTH,
+         tags=SMALL, reason="projections of -40 to 40: softplus and sigmoid keep their small values"),
+    Case("gates_packed",    1, 135, 8, 32,  32, gates="plain", norm="random", state=True, loss=BOTH,
+         tags=SMALL, lengths=(0, 5, 0, 65, 0, 0, 65, 0),
+         reason="what lies past a sequence's end must not decay nor write"),
+    Case("norm_tiny",       1, 70,  2, 32,  32, norm="tiny", loss=BOTH, tags=SMALL,
+         reason="norms of 1e-4: the 1e-6 inside the root decides"),
+    Case("norm_huge",       1, 70,  2, 32,  32, norm="huge", loss=BOTH, tags=SMALL,
+         reason="norms of 1e4: gradients of 1e-4 from differences of ones"),
+    Case("norm_zero",       1, 70,  2, 32,  32, norm="zero", loss=BOTH, tags=SMALL,
+         reason="one vector in eight is 0: no division by it"),
+    Case("long",            1, 2048, 1, 128, 128, decay="weak", loss=BOTH,
+         reason="32 state hand-overs: the error must not grow with T"),
+    Case("long_free",       1, 1024, 2, 64, 64, decay="none", reflect=True, loss=BOTH,
+         reason="no decay over 16 chunks, beta up to 2: rounding errors never fade"),
+    Case("longest",         1, 65536, 1, 32, 32, decay="weak", loss=BOTH, tags=SLOW,
+         reason="a thousand chunks: indices, memory and error over 64k tokens"),
+    Case("cpu_train",       8, 512, 6, 32,  64, norm="random", tags=BENCH | {"bench-cpu"},
+         reason="what a CPU user trains (width 256)"),
+    Case("cpu_long",        1, 8192, 6, 32, 64, norm="random", tags=BENCH | {"bench-cpu"},
+         reason="time linear in T"),
+    Case("cpu_qwen",        1, 1024, 4, 128, 128, HV=8, norm="random", tags=BENCH | {"bench-cpu"},
+         reason="Qwen3-Next's heads, a quarter of them"),
+    Case("paper_256",       30, 1024, 6, 32, 64, norm="random", gates="plain", tags=BENCH,
+         reason="arXiv:2606.04048, d = 256, its micro-batch under SGD"),
+    Case("paper_512",       30, 1024, 6, 64, 128, norm="random", gates="plain", tags=BENCH,
+         reason="the same, d = 512"),
+    Case("paper_768",       30, 1024, 6, 96, 192, norm="random", gates="plain", tags=BENCH,
+         reason="the same, d = 768"),
+    Case("paper_1024",      30, 1024, 6, 128, 256, norm="random", gates="plain", tags=BENCH,
+         reason="the same, d = 1024"),
+    Case("paper_2048",      30, 1024, 6, 256, 512, norm="random", gates="plain", tags=BENCH,
+         reason="the same family, d = 2048"),
+    Case("gdn_1b",          8, 2048, 6, 256, 512, norm="random", gates="plain", tags=BENCH,
+         reason="GDN 1.3B (arXiv:2412.06464)"),
+    Case("qwen3_next",      1, 8192, 16, 128, 128, HV=32, norm="random", gates="plain", tags=BENCH,
+         reason="Qwen3-Next: 16 key heads, 32 value heads"),
+    Case("qwen3_packed",    1, 32768, 16, 128, 128, HV=32, lengths=(8192,) * 4, norm="random", gates="plain",
+         tags=BENCH, reason="the same, four sequences of 8192 packed"),
+    Case("qwen3_quarter",   1, 32768, 4, 128, 128, HV=8, norm="random", gates="plain", tags=BENCH,
+         reason="its heads over four devices, one long sequence: whole, it keeps 16 programs busy"),
+    Case("step_paper_512",  1, 1,   6, 64, 128, norm="random", state=True, tags=STEP,
+         reason="generation, one sequence of d = 512: the launch takes longer than the work"),
+    Case("step_qwen3_next", 1, 1,   16, 128, 128, HV=32, norm="random", state=True, tags=STEP,
+         reason="generation, one sequence: 4 MB of states"),
+    Case("step_qwen3_64",   64, 1,  16, 128, 128, HV=32, norm="random", state=True, tags=STEP,
+         reason="the same for 64 sequences: memory bounds it"),
+    Case("step_gdn_1b_32",  32, 1,  6, 256, 512, norm="random", state=True, tags=STEP,
+         reason="the largest heads, 32 sequences"),
+)
+# fmt: on
+
+# of Inputs, what all sequences share
+PER_HEAD = ("A_log", "dt_bias")
+
+BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}
+
+
+def select(
+    names: Sequence[str] | None = None, *, tags: frozenset[str] = frozenset(), slow: bool = False
+) -> list[Case]:
+    """Cases by name, or all that carry every one of `tags`; slow ones only by name, by `slow`, or by tag.
+
+    Raises ValueError that lists the names for one that is not there.
+    """
+    if names:
+        unknown = [name for name in names if name not in BY_NAME]
+        if unknown:
+            raise ValueError(f"no case is named {unknown[0]!r}; there are: {', '.join(BY_NAME)}")
+        return [BY_NAME[name] for name in names]
+    return [case for case in CASES if tags <= case.tags and (slow or tags & TIMED or "slow" not in case.tags)]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A case's tensors. do and dstate are the gradients of o and final_state; None where the loss leaves
+    one out. With Case.gates g holds a, beta holds z; else A_log and dt_bias are None.
+    """
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    do: Tensor | None
+    dstate: Tensor | None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What the operation is to be told besides its tensors of every token."""
+        case = self.case
+        found = {"use_qk_l2norm_in_kernel": case.normalized_inside, "cu_seqlens": self.cu_seqlens}
+        if case.gates is None:
+            return found
+        gates = {"use_gate_in_kernel": True, "A_log": self.A_log, "dt_bias": self.dt_bias}
+        return found | gates | {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect}
+
+    def gates(self) -> Gates:
+        """What g and beta are."""
+        if self.case.gates is None:
+            return AS_GIVEN
+        return Gates(self.A_log, self.dt_bias, 2.0 if self.case.reflect else 1.0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, those that are there."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def digest(self) -> str:
+        """SHA-256 over names, dtypes, shapes and bytes."""
+        fingerprint = hashlib.sha256()
+        for name, x in self.tensors().items():
+            fingerprint.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+            fingerprint.update(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return fingerprint.hexdigest()
+
+    def to(self, device: torch.device | str) -> Inputs:
+        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
+
+    def double(self) -> Inputs:
+        """The same numbers in float64: what the judge reads."""
+        return replace(
+            self, **{name: x.double() for name, x in self.tensors().items() if name != "cu_seqlens"}
+        )
+
+    def rows(self, index: list[int]) -> Inputs:
+        """Some sequences of an unpacked batch."""
+        return replace(self, **{name: x[index] for name, x in self.tensors().items() if name not in PER_HEAD})
+
+
+def inputs(case: Case, dtype: torch.dtype) -> Inputs:
+    """The case's tensors on CPU, equal on every machine: q, k, v, beta and do in `dtype`, g and states in
+    float32.
+    """
+    rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
+    HV, tokens = case.value_heads, (case.B, case.T)
+    q = _vectors(rng, case, equal=False)
+    k = _vectors(rng, case, equal=True)
+    v = _normal(rng, (*tokens, HV, case.V))
+    g = _decay(rng, case.decay, (*tokens, HV))
+    beta = rng.random((*tokens, HV)) * (2.0 if case.reflect else 1.0)
+    if case.beta is not None:
+        beta = np.full_like(beta, case.beta)
+    states = (case.sequences, HV, case.K, case.V)
+    # a state in use has seen many writes: entries of about the size of v / sqrt(K)
+    state = _normal(rng, states) / np.sqrt(case.K)
+    do, dstate = _normal(rng, v.shape), _normal(rng, states)
+    bounds = None if case.lengths is None else np.cumsum((0, *case.lengths))
+    if bounds is not None and (case.B != 1 or bounds[-1] != case.T):
+        raise ValueError(
+            f"case {case.name} packs {bounds[-1]} tokens into B={case.B}, T={case.T}; they must agree"
+        )
+    full = torch.float64 if dtype == torch.float64 else torch.float32
+    A_log = dt_bias = None
+    if case.gates is not None:
+        bound = GATES[case.gates]
+        g, beta = (bound * (2.0 * rng.random((*tokens, HV)) - 1.0) for _ in range(2))
+        A_log = _tensor(5.75 * rng.random(HV) - 3.0, full)
+        dt_bias = _tensor(5.0 * rng.random(HV) - 7.0, full)
+    return Inputs(
+        case=case,
+        q=_tensor(q, dtype),
+        k=_tensor(k, dtype),
+        v=_tensor(v, dtype),
+        g=_tensor(g, full),
+        beta=_tensor(beta, dtype),
+        initial_state=_tensor(state, full) if case.state else None,
+        cu_seqlens=None if bounds is None else torch.from_numpy(bounds.astype(np.int64)),
+        do=_tensor(do, dtype) if "o" in case.loss else None,
+        dstate=_tensor(dstate, full) if "final_state" in case.loss else None,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
+
+
+def _tensor(x: Array, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(x.astype(np.float32)).to(dtype)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Nearly normal, variance 1: the sum of four uniforms. A true normal would need a logarithm, which
+    libraries round
+    differently."""
+    total = rng.random(shape)
+    for _ in range(3):
+        total += rng.random(shape)
+    return (total - 2.0) * np.sqrt(3.0)
+
+
+def _unit(x: Array) -> Array:
+    # summed along the first axis, one row after the other: along the last, the order depends on the
+    # machine's vectors
+    squares = np.ascontiguousarray(np.moveaxis(x * x, -1, 0))
+    return x / np.sqrt(np.add.reduce(squares, axis=0))[..., None]
+
+
+def _vectors(rng: np.random.Generator, case: Case, *, equal: bool) -> Array:
+    """q, or with `equal` k, which the case may want alike."""
+    x = _normal(rng, (case.B, case.T, case.H, case.K))
+    if equal and case.keys != "random":
+        alike = _unit(_normal(rng, (case.B, 1, case.H, case.K)))
+        rho = 1.0 if case.keys == "equal" else 0.999
+        x = np.sqrt(rho) * alike + np.sqrt(1.0 - rho) * _unit(x)
+    if case.norm == "random":
+        return x * (0.25 + 4.0 * rng.random((*x.shape[:-1], 1)))
+    x = _unit(x)
+    if case.norm == "zero":
+        return x * (rng.random((*x.shape[:-1], 1)) >= 0.125)
+    return x * {"unit": 1.0, "tiny": 1e-4, "huge": 1e4}[case.norm]
+
+
+def _decay(rng: np.random.Generator, decay: Decay, shape: tuple[int, ...]) -> Array:
+    x, y, z = (rng.random(shape) for _ in range(3))
+    return {
+        "plain": -(x * x * x),
+        "weak": -(x * x * x) / 50.0,
+        "none": np.zeros(shape),
+        "strong": np.full(shape, -20.0),
+        "mixed": np.where(z < 0.125, -20.0 * y, -x / 50.0),
+        "heavy": -16.0 * x,
+    }[decay]

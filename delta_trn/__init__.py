@@ -1,0 +1,58 @@
+"""Delta-rule language models: Gated DeltaNet and Deep Delta Learning on Trainium, GPUs and CPUs.
+
+    name                                        what it is
+    gated_delta_rule, gated_delta_rule_step     the scan over time, and one token of it
+    delta_residual                              the same rule over depth
+    use, checking, describe, BackendRefusal     which backend runs, whether data is checked, what runs here
+    DeltaConfig, DeltaForCausalLM, DeltaCache   the models; `AutoModelForCausalLM` knows them, too
+
+Importing this package imports neither torch nor transformers: a name is loaded when it is first used, and the
+models are registered with `AutoModelForCausalLM` when transformers is loaded.
+
+    >>> import delta_trn
+    >>> "chunked" in {row.backend for row in delta_trn.describe()}
+    True
+"""
+
+from importlib import import_module
+from pathlib import Path
+
+from delta_trn import registration
+
+# A checkout keeps its packages beside this folder, an installed wheel inside of it.
+_HERE = Path(__file__).resolve().parent
+if not (_HERE / "backends").is_dir():
+    __path__.append(str(_HERE.parent))
+
+_HOMES = {
+    "gated_delta_rule": "delta_trn.backends",
+    "gated_delta_rule_step": "delta_trn.backends",
+    "delta_residual": "delta_trn.backends",
+    "use": "delta_trn.backends",
+    "checking": "delta_trn.backends",
+    "describe": "delta_trn.backends",
+    "BackendRefusal": "delta_trn.backends",
+    "DeltaConfig": "delta_trn.models",
+    "DeltaForCausalLM": "delta_trn.models",
+    "DeltaCache": "delta_trn.models",
+}
+
+__all__ = [*_HOMES]
+
+
+registration.register()
+
+
+def __getattr__(name: str):
+    """Loads a public name from the package that defines it (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module 'delta_trn' has no attribute {name!r}; public names: {', '.join(_HOMES)}"
+        )
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -1,0 +1,1 @@
+"""Tests of delta-trn. Plain `pytest` runs them from the repository root."""

@@ -1,0 +1,205 @@
+"""Everything a person can get wrong: one line says what, what was expected, what to do; nothing is lost."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from delta_trn.train.data import prepare
+from delta_trn.train.data.shards import HEADER_BYTES
+from tests.support import tiny_run
+from tests.support.tiny_run import command, keys, train
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """data/ prepared shards, run/ a finished run. Tests copy it before they damage it."""
+    folder = tmp_path_factory.mktemp("place")
+    tiny_run.prepared(folder)
+    train("run", "tiny", *keys(folder / "data", folder / "run", sample__tokens=0))
+    return folder
+
+
+@pytest.fixture
+def copy(place, tmp_path) -> Path:
+    shutil.copytree(place, tmp_path / "place", symlinks=True)
+    # the copied run belongs to the copied data
+    path = tmp_path / "place" / "run" / "config.json"
+    tree = json.loads(path.read_bytes())
+    tree["data"]["folder"] = str(tmp_path / "place" / "data")
+    path.write_text(json.dumps(tree))
+    return tmp_path / "place"
+
+
+def refused(*arguments: object) -> str:
+    """The one line that a command which must fail ends with."""
+    status, out, err = command(*arguments)
+    assert status == 2, out + err
+    *before, last = err.splitlines()
+    # preparing data says on stderr what it is doing
+    assert last.startswith("error: ") and not any("error" in x or "Traceback" in x for x in before), err
+    return last
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+WRONG_KEYS = {
+    "unknown key": (["stepz=3"], "unknown key 'stepz'; the nearest known: steps"),
+    "unknown section": (["optim.lr=3"], "the nearest known: optimizer.lr"),
+    "not an assignment": (["steps"], "expected key=value, got 'steps'"),
+    "given twice": (["seed=1", "seed=2"], "seed is given twice"),
+    "wrong type": (["steps=ten"], "steps=ten: expected a whole number"),
+    "wrong choice": (["optimizer.name=lion"], "expected 'adamw' or 'sgd'"),
+    "out of range": (["optimizer.lr=0"], "expected more than 0"),
+    "micro-batch": (["batch.micro=3"], "batch.micro=3 does not divide batch.sequences=4"),
+    "no effect": (["optimizer.momentum=0.9"], "belongs to optimizer.name=sgd"),
+    "heads": (["model.heads=0"], "model.heads=0: expected at least 1"),
+    "value heads": (["model.v_heads=3"], "num_v_heads=3 is not a multiple of num_heads=2"),
+    "too narrow": (["model.width=1"], "is too narrow for num_heads=2"),
+    "attention layer": (["model.attention_layers=5"], "attention_layers=[5] must be"),
+    "vocabulary": (["model.vocab_size=100"], "model.vocab_size=100 is below the tokenizer's 259 ids"),
+    "device": (["device=abacus"], "device=abacus"),
+    "device not here": (["device=cuda:77"], "device=cuda:77"),
+    "backend": (["backend=numpy"], "no backend is named 'numpy'"),
+    "backend not here": (["backend=triton"], "triton"),
+    "package": (["log.wandb=true"], "log.wandb=true needs the wandb package: pip install"),
+    "source": (["data.source=no/such/place"], "no/such/place"),
+    "sequence too long": (["batch.length=100000"], "choose a shorter sequence"),
+    "tokenizer": (["data.source=TEXT", "data.tokenizer=no-such.json"], "no tokenizer 'no-such.json'"),
+    "tokenizer size": (["data.source=TEXT", "data.vocab_size=100"], "vocab_size=100"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_KEYS)
+def test_run_refuses(place, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)  # where data/ would be written
+    changes, message = WRONG_KEYS[case]
+    if case == "backend not here":
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    given = {key.partition("=")[0]: key for key in keys(place / "data", tmp_path / "run")}
+    changes = [change.replace("TEXT", str(place / "sums.txt")) for change in changes]
+    for change in changes:
+        given.pop(change.partition("=")[0], None)
+    assert message in refused("run", "tiny", *given.values(), *changes)
+    assert not (tmp_path / "run").exists(), "a run that cannot begin leaves no folder"
+
+
+class TestFolders:
+    def test_an_existing_run_is_not_overwritten(self, place):
+        before = tree(place / "run")
+        said = refused("run", "tiny", *keys(place / "data", place / "run"))
+        assert f"python -m train resume {place / 'run'}" in said and "out=DIR" in said
+        assert tree(place / "run") == before
+
+    def test_nor_is_any_other_folder_with_something_in_it(self, place):
+        before = tree(place / "data")
+        assert "is taken" in refused("run", "tiny", *keys(place / "data", place / "data"))
+        assert tree(place / "data") == before
+
+    def test_a_file_is_no_folder(self, place):
+        assert "is a file" in refused("run", "tiny", *keys(place / "data", place / "sums.txt"))
+
+    def test_a_folder_that_cannot_be_made(self, place):
+        assert "cannot make" in refused("run", "tiny", *keys(place / "data", place / "sums.txt" / "run"))
+
+    @pytest.mark.parametrize("name", ["resume", "generate", "plot"])
+    def test_what_is_no_run(self, place, name):
+        rest = ["--prompt", "x"] if name == "generate" else []
+        assert "is no run's folder" in refused(name, place / "data", *rest)
+        assert "is not a folder" in refused(name, place / "nothing", *rest)
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": 3}'])
+    def test_a_damaged_config_json(self, copy, content):
+        (copy / "run" / "config.json").write_text(content)
+        before = tree(copy / "run")
+        assert "config.json" in refused("resume", copy / "run")
+        assert tree(copy / "run") == before
+
+    def test_an_unknown_recipe(self):
+        assert "did you mean quickstart" in refused("run", "quickstrt")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "meta missing": (lambda d: (d / "meta.json").unlink(), "meta.json"),
+    "meta damaged": (lambda d: (d / "meta.json").write_text("{"), "meta.json cannot be used"),
+    "shard missing": (lambda d: next(d.glob("*_train_*.bin")).unlink(), "_train_"),
+    "shard cut": (lambda d: _cut(next(d.glob("*_val_*.bin"))), "_val_"),
+    "not a shard": (lambda d: next(d.glob("*_train_*.bin")).write_bytes(b"x" * 4096), "_train_"),
+    "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+}
+
+
+class TestData:
+    @pytest.mark.parametrize("case", DAMAGES)
+    def test_damaged_shards(self, copy, tmp_path, case):
+        damage, message = DAMAGES[case]
+        damage(copy / "data")
+        assert message in refused("run", "tiny", *keys(copy / "data", tmp_path / "new"))
+
+    def test_a_token_that_the_model_has_no_row_for(self, copy, tmp_path):
+        path = next((copy / "data").glob("*_train_*.bin"))
+        content = bytearray(path.read_bytes())
+        content[HEADER_BYTES:] = b"\xff" * (len(content) - HEADER_BYTES)
+        path.write_bytes(content)
+        assert "has token id 65535" in refused("run", "tiny", *keys(copy / "data", tmp_path / "new"))
+
+    def test_other_data_than_the_run_began_with(self, copy, tmp_path):
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / "text.txt").write_text(tiny_run.text().replace("1", "3"))
+        prepare(other / "text.txt", other / "data", tokenizer="bytes", show=False)
+        before = tree(copy / "run")
+        said = refused("resume", copy / "run", "steps=20", f"data.folder={other / 'data'}")
+        assert "holds other tokens than the run began with" in said
+        assert tree(copy / "run") == before
+
+
+OTHER_RUNS = {
+    "model": (["model.width=32"], "model.width from 16 to 32"),
+    "two keys": (["optimizer.lr=1", "seed=3"], "seed from 42 to 3, optimizer.lr from 0.01 to 1.0"),
+    "folder": (["out=elsewhere"], "out from"),
+    "crops": (["evaluation.sequences=2"], "evaluation.sequences from 4 to 2"),
+    "fewer steps": (["steps=3"], "steps=3 is below step 12"),
+    "unknown": (["step=3"], "unknown key 'step'"),
+    "no such step": (["--step", "7"], "no checkpoint of step 7"),
+}
+
+
+class TestResume:
+    @pytest.mark.parametrize("case", OTHER_RUNS)
+    def test_changes_that_make_another_run(self, place, case):
+        changes, message = OTHER_RUNS[case]
+        before = tree(place / "run")
+        assert message in refused("resume", place / "run", *changes)
+        assert tree(place / "run") == before
+
+    def test_a_config_json_edited_by_hand(self, copy):
+        path = copy / "run" / "config.json"
+        content = json.loads(path.read_bytes())
+        content["optimizer"]["lr"] = 0.5
+        path.write_text(json.dumps(content))
+        before = tree(copy / "run")
+        said = refused("resume", copy / "run", "steps=20")
+        assert "step-00000012 was saved with another configuration: optimizer.lr was 0.01, is 0.5" in said
+        assert tree(copy / "run") == before
+
+    def test_all_checkpoints_damaged(self, copy):
+        for path in (copy / "run" / "checkpoints").glob("step-*/model.safetensors"):
+            path.write_bytes(path.read_bytes()[:100])
+        before = tree(copy / "run")
+        status, out, err = command("resume", copy / "run", "steps=20")
+        assert status == 2 and "every checkpoint in" in err and "restore one from a backup" in err
+        assert out.count("is damaged") == 3, "each is named"
+        assert tree(copy / "run") == before
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])

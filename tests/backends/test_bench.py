@@ -1,0 +1,194 @@
+"""No time without a green parity; contenders take turns; what was not run says so."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from delta_trn.backends import machine as device
+from delta_trn.backends.bench import __main__ as bench
+from delta_trn.backends.bench import roofline, timing
+from delta_trn.backends.bench import step as bench_step
+from delta_trn.backends.bench.__main__ import prepared
+from delta_trn.backends.bench.peers import PEERS
+from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
+from delta_trn.backends.bench.timing import Spread, interleaved
+from delta_trn.backends.gated_delta_rule import chunked
+from delta_trn.backends.parity.rule_cases import BY_NAME, inputs, select
+from tests.support.faults import FAULTS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def unmeasured_memory(monkeypatch):
+    """Its two fresh processes take seconds, and have a test of their own."""
+    monkeypatch.setattr(bench, "memory", lambda name, case, dtype, device: 1024)
+
+
+@pytest.fixture
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(timing, "ROUNDS", (3, 3))
+
+
+def test_a_case_is_timed_beside_its_peer(tmp_path, capsys, unmeasured_memory, few_rounds):
+    file = tmp_path / "bench.jsonl"
+    assert bench.main(["--backend", "chunked", "--case", "ragged", "--json", str(file)]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    passes = {(row["backend"], row["pass"]) for row in rows}
+    assert passes == {(name, phase) for name in ("chunked", "hf") for phase in bench.PASSES}
+    for row in rows:
+        assert 0 < row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"] and row["rounds"] == 3
+        assert (row["ratio"] is None) == (row["backend"] == "chunked")
+        assert (row["worst_error"] is None) == (row["backend"] == "hf")
+        assert row["dtype"] == "float32" and {"torch", "threads", "device", "commit", "dirty"} <= set(row)
+        assert (row["memory_bytes"] is None) == (row["pass"] != "forward+backward")
+        assert row["backend"] == "hf" or 0 < row["floor_ms"] < row["ms"]["p50"]
+        assert row["flops_per_s"] > 1e8 and row["bytes_per_s"] > 1e8
+    said = capsys.readouterr().out
+    assert "peer fla: not yet run, " in said and "forward+backward float32" in said
+
+
+def test_a_step_is_timed_beside_its_peer(tmp_path, few_rounds):
+    file = tmp_path / "bench.jsonl"
+    assert bench.main(["--backend", "chunked", "--case", "step_paper_512", "--json", str(file)]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["op"], row["pass"], row["backend"]) for row in rows] == [
+        ("gated_delta_rule_step", "step", "chunked"),
+        ("gated_delta_rule_step", "step", "hf"),
+    ]
+    assert rows[1]["ratio"]["p50"] > 0 and rows[0]["memory_bytes"] is None
+
+
+def test_no_time_of_a_wrong_step(monkeypatch, capsys):
+    right = bench_step.gated_delta_rule_step
+
+    def late(q, k, v, g, beta, state, *, backend, **named):
+        o, new = right(q, k, v, g, beta, state, backend=backend, **named)
+        return (o, new) if backend == "recurrent" else (o, state)
+
+    monkeypatch.setattr(bench_step, "gated_delta_rule_step", late)
+    assert bench.main(["--backend", "chunked", "--case", "step_paper_512"]) == 1
+    said = capsys.readouterr().out
+    assert "step_paper_512 is not timed, its parity is red" in said and " state: error" in said
+
+
+def test_peers_take_the_same_step():
+    given = inputs(BY_NAME["step_qwen3_next"], torch.float32)
+    for mine, theirs in zip(bench_step.ours("chunked")(given), PEERS["hf"].step()(given), strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
+
+
+def test_floors_count_what_was_published():
+    """gdn at d = 1024, B = 30, T = 1024: 54.9 GFLOP and 285 MB forward, 163 backward with its scan again."""
+    case = BY_NAME["paper_1024"]
+    least = work(case, torch.bfloat16)
+    assert least["forward"].flops == pytest.approx(54.9e9, rel=2e-3)
+    # six bytes of gates, not the eight that the published count has
+    assert least["forward"].bytes + 2 * 30 * 1024 * 6 == pytest.approx(285e6, rel=2e-3)
+    again = 30 * 1024 * 6 * (4 * case.K * case.V + 2 * 64 * case.V)
+    assert least["backward"].flops + again == pytest.approx(163e9, rel=2e-3)
+    assert least["forward+backward"] == least["forward"] + least["backward"]
+    grouped = work(BY_NAME["qwen3_next"], torch.bfloat16)["forward"]
+    assert grouped.flops == pytest.approx(39e9, rel=0.01) and grouped.bytes == pytest.approx(203e6, rel=0.02)
+    step = BY_NAME["step_qwen3_64"]
+    assert work(step, torch.bfloat16)["step"].bytes == pytest.approx(8 * 64 * 32 * 128 * 128, rel=0.01)
+
+
+def test_a_floor_is_the_longer_of_two():
+    machine = Ceilings(flops_per_s=1e12, bytes_per_s=1e9)
+    assert machine.floor_ms(roofline.Work(2e9, 1e6)) == 2.0
+    assert machine.floor_ms(roofline.Work(1e9, 5e6)) == 5.0
+
+
+def test_ceilings_are_measured_here(monkeypatch):
+    monkeypatch.setattr(roofline, "PRODUCT", {"cpu": 256})
+    monkeypatch.setattr(roofline, "COPY_BYTES", {"cpu": 2**22})
+    found = ceilings(CPU, torch.float32, seconds=0.01)
+    assert 1e8 < found.flops_per_s < 1e14 and 1e8 < found.bytes_per_s < 1e13
+
+
+def test_no_time_without_a_green_parity(tmp_path, capsys, monkeypatch, unmeasured_memory, few_rounds):
+    fault = FAULTS["masked after exp"]
+    monkeypatch.setattr(chunked, fault.function, fault.mistake)
+    file = tmp_path / "bench.jsonl"
+    assert bench.main(["--backend", "chunked", "--case", fault.case, "--json", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert f"{fault.case} is not timed, its parity is red" in said and "not yet run" in said
+    assert file.read_text() == ""
+
+
+def test_what_is_asked_for_and_not_there_is_an_error(capsys):
+    assert bench.main(["--case", "nope"]) == 2
+    assert "no case is named 'nope'" in capsys.readouterr().err
+    assert bench.main(["--backend", "nope"]) == 2
+    assert "no backend is named 'nope'" in capsys.readouterr().err
+
+
+def test_contenders_take_turns_after_a_warm_up(few_rounds):
+    order = []
+    times = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, seconds=0.0)
+    assert order == ["a", "b"] * 4
+    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
+
+
+def test_a_pass_does_what_its_name_says():
+    calls = []
+    given = inputs(BY_NAME["ragged"], torch.float32)
+
+    def run(x):
+        calls.append("forward")
+        y = x.v * 1.0 + 0.0 * (x.q.sum() + x.k.sum() + x.g.sum() + x.beta.sum())
+        y.register_hook(lambda grad: calls.append("backward"))
+        return y
+
+    for phase, expected in {
+        "forward": ["forward"],
+        "backward": ["backward"],
+        "forward+backward": ["forward", "backward"],
+    }.items():
+        call = prepared(run, given, phase)
+        calls.clear()
+        call()
+        assert calls == expected
+
+
+def test_spread():
+    spread = Spread.of([float(x) for x in range(1, 102)])
+    assert (spread.p20, spread.p50, spread.p80) == (21.0, 51.0, 81.0)
+
+
+def test_peers_compute_the_same_thing():
+    """Else their times would compare nothing."""
+    for name in ("ragged", "gva_8", "gates"):
+        given = inputs(BY_NAME[name], torch.float32)
+        ours = bench.contender("chunked")(given)
+        torch.testing.assert_close(PEERS["hf"].run()(given), ours, rtol=1e-4, atol=1e-5)
+
+
+def test_absent_peers_say_why(monkeypatch):
+    assert PEERS["hf"].absent("cpu") is None
+    assert PEERS["hf"].absent("xla") == "runs on cpu, cuda, not on xla"
+    missing = replace(PEERS["fla"], module="no_such_package")
+    assert (
+        missing.absent("cuda")
+        == "flash-linear-attention is not installed: pip install flash-linear-attention"
+    )
+
+
+@pytest.mark.serial
+def test_memory_is_what_a_pass_takes():
+    """T = 2048, H = 1, K = V = 128: q, k, v and their gradients alone are 6 MiB."""
+    case = BY_NAME["long"]
+    ours = bench.memory("chunked", case, torch.float32, CPU)
+    theirs = bench.memory("hf", case, torch.float32, CPU)
+    assert 6 * 2**20 < ours < 400 * 2**20
+    assert 6 * 2**20 < theirs < 400 * 2**20
+    assert device.peak_memory(CPU) > ours
+
+
+@pytest.mark.parametrize("tag, some", [("bench", "paper_1024"), ("bench-cpu", "cpu_train")])
+def test_there_is_something_to_time_without_naming_it(tag, some):
+    """Timed cases are slow ones, which asking for them by tag must not lose."""
+    assert some in [case.name for case in select(tags=frozenset({tag}))]

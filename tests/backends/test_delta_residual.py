@@ -1,0 +1,215 @@
+"""Deep Delta Learning's update on every backend: its algebra exactly, its gradients against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from delta_trn.backends import BackendRefusal, checking, delta_residual
+from delta_trn.backends.delta_residual import OPERATOR, delta_residual
+from delta_trn.backends.parity import judge
+from delta_trn.backends.parity import residual_cases as depth_cases
+from delta_trn.backends.registry import BACKENDS, Call
+
+M, D, DV = 5, 24, 3
+HERE = [
+    name
+    for name, backend in BACKENDS.items()
+    if "delta_residual" in backend.capabilities
+    and not backend.unavailable("cpu")
+    and not backend.refusals(Call("delta_residual", "cpu", torch.float32, 1, 1, D, DV, gradients=True))
+]
+DOUBLE = [name for name in HERE if torch.float64 in BACKENDS[name].capabilities["delta_residual"].dtypes]
+
+
+def precision(backend: str) -> tuple[torch.dtype, float]:
+    """The widest dtype of a backend, and what sums of D terms may err by in it."""
+    dtype = torch.float64 if backend in DOUBLE else torch.float32
+    return dtype, 8 * D**0.5 * torch.finfo(dtype).eps
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, k, v = (torch.randn(shape, generator=generator) for shape in ((M, D, DV), (M, D), (M, DV)))
+    k = k.double()
+    return x.to(dtype), (k / k.norm(dim=-1, keepdim=True)).to(dtype), v.to(dtype)
+
+
+def gates(beta: float, dtype: torch.dtype) -> Tensor:
+    return torch.full((M,), beta, dtype=dtype)
+
+
+def operator(backend: str, k: Tensor, beta: float) -> Tensor:
+    """I - beta k k^T, read off the operation: what it makes of the columns of the identity with v = 0."""
+    X = torch.eye(D, dtype=k.dtype).expand(M, D, D).contiguous()
+    return delta_residual(X, k, torch.zeros(M, D, dtype=k.dtype), gates(beta, k.dtype), backend=backend)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, 1.7, 2.0])
+@pytest.mark.parametrize("backend", HERE)
+def test_the_spectrum_is_one_but_for_one_minus_beta(backend, beta):
+    dtype, allowed = precision(backend)
+    _, k, _ = inputs(dtype)
+    A = operator(backend, k, beta).double()
+    values = torch.linalg.eigvalsh((A + A.mT) / 2).sort().values
+    expected = torch.tensor([1.0] * (D - 1) + [1 - beta], dtype=torch.float64).sort().values
+    assert (values - expected).abs().max() <= allowed
+    assert (torch.linalg.det(A) - (1 - beta)).abs().max() <= D * allowed
+    along = (A @ k.double()[..., None]).squeeze(-1)
+    assert (along - (1 - beta) * k.double()).abs().max() <= allowed, "k is the eigenvector"
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_identity_projector_and_reflection(backend):
+    dtype, allowed = precision(backend)
+    x, k, v = inputs(dtype)
+    assert torch.equal(delta_residual(x, k, v, gates(0.0, dtype), backend=backend), x)
+    P, R, identity = operator(backend, k, 1.0), operator(backend, k, 2.0), torch.eye(D, dtype=dtype)
+    assert (P @ P - P).abs().max() <= allowed
+    assert (R @ R - identity).abs().max() <= allowed and (R @ R.mT - identity).abs().max() <= allowed
+    assert (P @ P - R).abs().max() > 0.01, "a projector is no reflection"
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("backend", HERE)
+def test_the_error_law_and_what_stays(backend, beta):
+    """k^T X' - v^T = (1 - beta)(k^T X - v^T); orthogonal to k nothing moves; the change has rank one."""
+    dtype, allowed = precision(backend)
+    x, k, v = inputs(dtype)
+    out = delta_residual(x, k, v, gates(beta, dtype), backend=backend)
+    before, after = (torch.einsum("md,mdv->mv", k, y) - v for y in (x, out))
+    assert (after - (1 - beta) * before).abs().max() <= 4 * allowed
+    change = (out - x).double()
+    outside = change - k.double()[..., None] * torch.einsum("md,mdv->mv", k.double(), change)[:, None]
+    assert outside.abs().max() <= 4 * allowed
+    values = torch.linalg.svdvals(change)
+    assert values[:, 0].min() > 0.01 and values[:, 1].max() <= 4 * allowed
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_columns_do_not_mix(backend):
+    """The operator on the vectorized state is I (x) A: a column is the vector model's."""
+    dtype, allowed = precision(backend)
+    x, k, v = inputs(dtype)
+    beta = gates(0.7, dtype)
+    whole = delta_residual(x, k, v, beta, backend=backend)
+    for j in range(DV):
+        alone = delta_residual(x[..., j].contiguous(), k, v[..., j].contiguous(), beta, backend=backend)
+        assert (alone - whole[..., j]).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", judge.DTYPES, ids=str)
+@pytest.mark.parametrize("case", depth_cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", HERE)
+def test_parity(backend, case, dtype):
+    for verdict in depth_cases.verdicts(case, dtype, backend):
+        assert verdict.passed, verdict
+
+
+def test_parity_fails_for_a_normalization_of_another_epsilon():
+    """k_eps^2 times D, as a released kernel has it, is found where the epsilon decides."""
+    case = depth_cases.BY_NAME["residual_tiny"]
+    given = depth_cases.inputs(case, torch.float32)
+    right = depth_cases.outcome({n: x.double() for n, x in given.items()}, case.k_eps, "recurrent")
+    assert case.k_eps is not None
+    wrong = depth_cases.outcome(given, case.k_eps * case.D**0.5, "chunked")
+    bounds = {v.tensor: v.allowed for v in depth_cases.verdicts(case, torch.float32, "chunked")}
+    assert all(judge.error(wrong[name], right[name]) > 10 * bounds[name] for name in ("out", "dk", "dv"))
+
+
+@pytest.mark.parametrize("k_eps", [None, 1e-3])
+@pytest.mark.parametrize("backend", DOUBLE)
+def test_gradients_are_finite_differences(backend, k_eps):
+    x, k, v = (y[:2, :5].contiguous() if y.dim() > 2 else y[:2] for y in inputs())
+    leaves = [x, k[:, :5].contiguous(), v, torch.tensor([0.4, 1.9], dtype=torch.float64)]
+    leaves = [y.clone().requires_grad_() for y in leaves]
+    assert torch.autograd.gradcheck(
+        lambda *given: delta_residual(*given, k_eps=k_eps, backend=backend), leaves
+    )
+
+
+@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+def test_shapes_dtypes_and_leading_dimensions(backend):
+    x, k, v = inputs(torch.bfloat16)
+    beta = gates(0.5, torch.float32)
+    out = delta_residual(x, k, v, beta, k_eps=1e-5, backend=backend)
+    assert out.dtype == torch.bfloat16
+    more = delta_residual(*(y.expand(2, *y.shape) for y in (x, k, v, beta)), k_eps=1e-5, backend=backend)
+    assert more.shape == (2, M, D, DV) and torch.equal(more[1], out)
+
+
+def test_it_compiles_whole():
+    x, k, v = (y.float().requires_grad_() for y in inputs())
+    beta = gates(0.5, torch.float32)
+
+    def loss(x):
+        return delta_residual(x, k, v, beta, k_eps=1e-5).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(f(x), x)[0] for f in (compiled, loss))
+    assert torch.equal(found, expected)
+    torch.library.opcheck(
+        torch.ops.delta_trn.delta_residual.default, (x, k, v, beta, 1e-5, "chunked"), test_utils="test_schema"
+    )
+
+
+def test_autocast_changes_nothing():
+    x, k, v = inputs(torch.float32)
+    beta = gates(0.5, torch.float32)
+    plain = delta_residual(x, k, v, beta)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(delta_residual(x, k, v, beta), plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"k": torch.zeros(M, D + 1)}, r"k \[5, 25\] does not fit x \[5, 24, 3\]"),
+        ({"v": torch.zeros(M, DV + 1)}, r"v \[5, 4\] does not fit x .*expected \[5, 3\]"),
+        ({"beta": torch.zeros(M, 1)}, r"beta \[5, 1\] does not fit k .*expected \[5\]"),
+        ({"v": torch.zeros(M, DV, dtype=torch.float64)}, "v is torch.float64, x is torch.float32"),
+        ({"beta": torch.zeros(M, dtype=torch.int64)}, "beta is torch.int64 beside torch.float32 x"),
+        ({"k_eps": 0.0}, "k_eps=0.0 must be above 0"),
+        (dict(zip("xkv", (torch.zeros(0, D, DV), torch.zeros(0, D), torch.zeros(0, DV)), strict=True))
+         | {"beta": torch.zeros(0)}, "is empty; skip the call"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_named(changes, complaint):
+    x, k, v = inputs(torch.float32)
+    given = {"x": x, "k": k, "v": v, "beta": gates(0.5, torch.float32), **changes}
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        delta_residual(**given)
+
+
+def test_data_is_checked_where_asked():
+    x, k, v = inputs(torch.float32)
+    beta = gates(2.5, torch.float32)
+    delta_residual(x, k, v, beta)
+    with checking(), pytest.raises(ValueError, match=r"beta at \(0,\) is 2.5"):
+        delta_residual(x, k, v, beta)
+    with checking(), pytest.raises(ValueError, match=r"the norm of k .* pass k_eps"):
+        delta_residual(x, 3 * k, v, beta / 2)
+
+
+def test_a_second_derivative_and_an_unknown_backend_are_refused():
+    x, k, v = inputs()
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(
+        delta_residual(x, k, v, gates(0.5, x.dtype)).square().sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+    with pytest.raises(BackendRefusal, match="no backend is named"):
+        delta_residual(x, k, v, gates(0.5, x.dtype), backend="chunky")
+
+
+@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+def test_with_the_custom_operator_it_is_the_same(backend):
+    """What torch.compile runs, called directly."""
+    x, k, v = (y.requires_grad_() for y in inputs())
+    beta = gates(0.5, x.dtype).requires_grad_()
+    leaves = [x, k, v, beta]
+    found, _ = OPERATOR.forward(*leaves, 1e-3, backend)
+    expected = delta_residual(*leaves, k_eps=1e-3, backend=backend)
+    assert isinstance(found, Tensor) and torch.equal(found, expected)
+    grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -1,0 +1,258 @@
+"""What callers may pass, what they are told otherwise, and that the backend asked for is the one that runs."""
+# ruff: noqa: E501  the tables of bad arguments are read by column
+
+import re
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from delta_trn.backends import BackendRefusal, checking, gated_delta_rule, gated_delta_rule_step, use
+from delta_trn.backends.registry import adapter
+
+B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5
+
+
+@pytest.fixture(autouse=True)
+def _selection():
+    with use():
+        yield
+
+
+def arguments(**changes):
+    """A valid call's tensors, some of them changed: name=tensor, or name=function of the tensor."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    given = {
+        "q": normalize(normal(B, T, H, K), dim=-1),
+        "k": normalize(normal(B, T, H, K), dim=-1),
+        "v": normal(B, T, HV, V),
+        "g": -normal(B, T, HV).abs(),
+        "beta": normal(B, T, HV).sigmoid(),
+    }
+    for name, change in changes.items():
+        given[name] = change(given[name]) if callable(change) else change
+    return given
+
+
+def set_at(index, value):
+    """Changes one element."""
+
+    def change(x):
+        x = x.clone()
+        x[index] = value
+        return x
+
+    return change
+
+
+def packed(*bounds):
+    return torch.tensor(bounds)
+
+
+one_row = {name: (lambda x: x[:1]) for name in ("q", "k", "v", "g", "beta")}
+
+# fmt: off
+BAD = [
+    # what is wrong                changes                                                       error       message
+    ("rank of q",                  {"q": lambda x: x[0]},                                        ValueError, "q [3, 2, 8] has 3 dimensions, expected [B, T, H, K]"),
+    ("rank of g",                  {"g": lambda x: x[..., None]},                                ValueError, "g [2, 3, 4, 1] has 4 dimensions, expected [B, T, HV]"),
+    ("not a tensor",               {"beta": 0.5},                                                TypeError,  "beta is a float; pass a torch.Tensor"),
+    ("T of v",                     {"v": lambda x: x[:, :2]},                                    ValueError, "v [2, 2, 4, 5] and q [2, 3, 2, 8] differ in B or T"),
+    ("B of beta",                  {"beta": lambda x: x[:1]},                                    ValueError, "beta [1, 3, 4] and q [2, 3, 2, 8] differ in B or T"),
+    ("K of k",                     {"k": lambda x: x[..., :7]},                                  ValueError, "q [2, 3, 2, 8] and k [2, 3, 2, 7] differ; both are [B, T, H, K]"),
+    ("heads of g",                 {"g": lambda x: x[..., :2]},                                  ValueError, "g [2, 3, 2] has 2 heads, v [2, 3, 4, 5] has 4; both are HV"),
+    ("groups",                     {name: (lambda x: x[:, :, :3]) for name in ("v", "g", "beta")}, ValueError, "HV=3 is not a multiple of H=2"),
+    ("no tokens",                  {name: (lambda x: x[:, :0]) for name in one_row},             ValueError, "q [2, 0, 2, 8] has B=2, T=0; both must be at least 1: skip the call for empty input"),
+    ("no sequences",               {name: (lambda x: x[:0]) for name in one_row},                ValueError, "q [0, 3, 2, 8] has B=0, T=3"),
+    ("heads of size 0",            {"v": lambda x: x[..., :0]},                                  ValueError, "H=2, HV=4, K=8, V=0 in q [2, 3, 2, 8], v [2, 3, 4, 0]; all must be at least 1"),
+    ("integers",                   {"q": lambda x: x.long()},                                    TypeError,  "q is torch.int64; pass floating point tensors"),
+    ("dtype of v",                 {"v": lambda x: x.bfloat16()},                                TypeError,  "v is torch.bfloat16, q is torch.float32; cast q, k and v to one dtype"),
+    ("dtype of g",                 {"g": lambda x: x.double()},                                  TypeError,  "g is torch.float64 beside torch.float32 q; it must be float32: cast it"),
+    ("device of k",                {"k": lambda x: x.to("meta")},                                ValueError, "k is on meta, q is on cpu; move all tensors to one device"),
+    ("shape of the state",         {"initial_state": torch.zeros(B, H, K, V)},                   ValueError, "initial_state [2, 2, 8, 5] is not [N, HV, K, V] = [2, 4, 8, 5]"),
+    ("transposed state",           {"initial_state": torch.zeros(B, HV, V, K)},                  ValueError, "initial_state [2, 4, 5, 8] is not [N, HV, K, V] = [2, 4, 8, 5]"),
+    ("dtype of the state",         {"initial_state": torch.zeros(B, HV, K, V).bfloat16()},       TypeError,  "initial_state is torch.bfloat16; with torch.float32 q it is torch.float32: states keep full precision"),
+    ("packed and batched",         {"cu_seqlens": packed(0, T)},                                 ValueError, "B=2 with cu_seqlens; packed sequences lie end to end in one row: reshape to B=1"),
+    ("int32 bounds",               {**one_row, "cu_seqlens": packed(0, T).int()},                TypeError,  "cu_seqlens is torch.int32, not torch.int64; convert it once with .long()"),
+    ("a list of bounds",           {**one_row, "cu_seqlens": [0, T]},                            TypeError,  "cu_seqlens is a list; pass an int64 tensor [N + 1]"),
+    ("no bounds",                  {**one_row, "cu_seqlens": packed(0)},                         ValueError, "cu_seqlens [1] is not [N + 1] with N >= 1"),
+    ("bounds that start late",     {**one_row, "cu_seqlens": packed(1, T)},                      ValueError, "cu_seqlens runs from 1 to 3; it must run from 0 to T=3"),
+    ("bounds that end early",      {**one_row, "cu_seqlens": packed(0, 2)},                      ValueError, "cu_seqlens runs from 0 to 2; it must run from 0 to T=3"),
+    ("bounds that fall",           {**one_row, "cu_seqlens": packed(0, 2, 1, T)},                ValueError, "cu_seqlens falls from 2 at 1 to 1 at 2; pass the running sum of the lengths"),
+    ("states of too few sequences", {**one_row, "cu_seqlens": packed(0, 1, T), "initial_state": torch.zeros(1, HV, K, V)}, ValueError, "initial_state [1, 4, 8, 5] is not [N, HV, K, V] = [2, 4, 8, 5]"),
+]
+BAD_DATA = [
+    ("NaN",                        {"v": set_at((1, 2, 3, 4), float("nan"))},                    "v at (1, 2, 3, 4) is nan, which is not finite"),
+    ("infinity",                   {"q": set_at((0, 0, 1, 7), float("-inf"))},                   "q at (0, 0, 1, 7) is -inf, which is not finite"),
+    ("a state with NaN",           {"initial_state": torch.full((B, HV, K, V), float("nan"))},   "initial_state at (0, 0, 0, 0) is nan"),
+    ("alpha for log(alpha)",       {"g": set_at((1, 0, 2), 0.9)},                                "g at (1, 0, 2) is 0.9, which is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha"),
+    ("beta below 0",               {"beta": set_at((0, 1, 0), -0.25)},                           "beta at (0, 1, 0) is -0.25, which is outside [0, 2]"),
+    ("beta above 2",               {"beta": set_at((0, 1, 3), 2.5)},                             "beta at (0, 1, 3) is 2.5, which is outside [0, 2]"),
+    ("long keys",                  {"k": lambda x: 3 * x},                                       "the norm of k at (0, 0, 0) is 3, which is above 1"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+@pytest.mark.parametrize(
+    ("changes", "error", "message"), [row[1:] for row in BAD], ids=[row[0] for row in BAD]
+)
+def test_bad_arguments_are_named_before_any_work(changes, error, message, backend, monkeypatch):
+    def no_work(*args, **kwargs):
+        raise AssertionError("the backend was called")
+
+    monkeypatch.setattr(adapter(backend), "forward", no_work)
+    with pytest.raises(error, match=re.escape(message)):
+        gated_delta_rule(**arguments(**changes), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [row[1:] for row in BAD_DATA], ids=[row[0] for row in BAD_DATA]
+)
+def test_check_mode_finds_bad_data_and_says_where(changes, message):
+    given = arguments(**changes)
+    with checking(), pytest.raises(ValueError, match=re.escape(message)):
+        gated_delta_rule(**given)
+    gated_delta_rule(
+        **given
+    )  # outside check mode nobody looks: on an accelerator a look waits for the device
+
+
+def test_check_mode_accepts_good_data_and_bounds():
+    generous = arguments(g=lambda x: torch.zeros_like(x), beta=lambda x: torch.full_like(x, 2.0))
+    with checking():
+        gated_delta_rule(**generous)
+        gated_delta_rule(**{name: x.bfloat16() for name, x in generous.items()})
+        # the operation normalizes these itself
+        gated_delta_rule(**arguments(k=lambda x: 3 * x), use_qk_l2norm_in_kernel=True)
+
+
+def test_check_mode_is_for_a_block_and_can_be_passed_a_configuration():
+    bad = arguments(g=lambda x: -x + 1)
+    with checking(False):
+        gated_delta_rule(**bad)
+    with checking():
+        with checking(False), pytest.raises(ValueError, match="is above 0"):
+            gated_delta_rule(**bad)
+        with pytest.raises(ValueError, match="is above 0"):
+            gated_delta_rule(**bad)
+    gated_delta_rule(**bad)
+
+
+def test_check_mode_holds_inside_a_compiled_function():
+    compiled = torch.compile(gated_delta_rule, backend="eager", fullgraph=True)
+    compiled(**arguments())
+    with checking(), pytest.raises(ValueError, match=r"beta at .* is outside"):
+        compiled(**arguments(beta=lambda x: x + 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q": lambda x: x[:, None]}, ValueError, "q [2, 1, 2, 8] has 4 dimensions, expected [B, H, K]"),
+        ({"state": lambda x: x.mT}, ValueError, "state [2, 4, 5, 8] is not [B, HV, K, V] = [2, 4, 8, 5]"),
+        ({"state": lambda x: x.bfloat16()}, TypeError, "state is torch.bfloat16; with torch.float32 q it is"),
+        ({"beta": lambda x: x[:1]}, ValueError, "beta [1, 4] and q [2, 2, 8] differ in B"),
+        ({"state": None}, TypeError, "state is a NoneType; pass a torch.Tensor"),
+    ],
+)
+def test_bad_arguments_of_a_step(changes, error, message):
+    given = {name: x[:, 0] for name, x in arguments().items()} | {"state": torch.zeros(B, HV, K, V)}
+    given |= {name: change(given[name]) if change else None for name, change in changes.items()}
+    with pytest.raises(error, match=re.escape(message)):
+        gated_delta_rule_step(**given)
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(BackendRefusal, match="no backend is named 'fast'"):
+        gated_delta_rule(**arguments(), backend="fast")
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """The names of the adapters whose forward or step ran."""
+    ran = []
+    for name in ("chunked", "recurrent"):
+        for function in ("forward", "step"):
+            inner = getattr(adapter(name), function)
+
+            def wrapped(*args, _inner=inner, _name=name, **kwargs):
+                ran.append(_name)
+                return _inner(*args, **kwargs)
+
+            monkeypatch.setattr(adapter(name), function, wrapped)
+    return ran
+
+
+@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+def test_the_backend_that_was_asked_for_is_the_one_that_ran(backend, spy):
+    gated_delta_rule(**arguments(), backend=backend)
+    with use(backend):
+        gated_delta_rule(**arguments())
+        step = {name: x[:, 0] for name, x in arguments().items()}
+        gated_delta_rule_step(**step, state=torch.zeros(B, HV, K, V))
+    assert spy == [backend] * 3
+
+
+def test_outputs_have_the_promised_shapes_and_dtypes():
+    o, state = gated_delta_rule(**arguments())
+    assert (o.shape, o.dtype, state) == ((B, T, HV, V), torch.float32, None)
+    short = {name: x if name == "g" else x.bfloat16() for name, x in arguments().items()}
+    o, state = gated_delta_rule(**short, output_final_state=True)
+    assert (o.dtype, state.shape, state.dtype) == (torch.bfloat16, (B, HV, K, V), torch.float32)
+    double = {name: x.double() for name, x in arguments().items()}
+    o, state = gated_delta_rule(**double, output_final_state=True)
+    assert (o.dtype, state.dtype) == (torch.float64, torch.float64)
+
+
+def test_scale_defaults_to_the_root_of_k():
+    by_default, _ = gated_delta_rule(**arguments())
+    given, _ = gated_delta_rule(**arguments(), scale=K**-0.5)
+    twice, _ = gated_delta_rule(**arguments(), scale=2 * K**-0.5)
+    assert torch.equal(by_default, given)
+    torch.testing.assert_close(twice, 2 * by_default)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+def test_steps_are_the_sequence_token_by_token(backend):
+    double = {name: x.double() for name, x in arguments(q=lambda x: 3 * x, k=lambda x: 2 * x).items()}
+    first = torch.randn(B, HV, K, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    options = {"use_qk_l2norm_in_kernel": True, "scale": 0.3, "backend": backend}
+    expected, last = gated_delta_rule(**double, initial_state=first, output_final_state=True, **options)
+    state, kept = first, first.clone()
+    for t in range(T):
+        o, state = gated_delta_rule_step(
+            **{name: x[:, t] for name, x in double.items()}, state=state, **options
+        )
+        torch.testing.assert_close(o, expected[:, t], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(state, last, rtol=1e-13, atol=1e-13)
+    assert torch.equal(first, kept), "a step changed its state in place"
+
+
+def test_a_step_is_differentiable_where_gradients_are_wanted():
+    step = {name: x[:, 0].double().requires_grad_() for name, x in arguments().items()}
+    state = torch.randn(B, HV, K, V, dtype=torch.float64, requires_grad=True)
+    o, after = gated_delta_rule_step(**step, state=state)
+    grads = torch.autograd.grad(o.sum() + after.square().sum(), [*step.values(), state])
+    assert all(grad.isfinite().all() and grad.abs().sum() > 0 for grad in grads)
+
+
+def test_keywords_are_those_of_flash_linear_attention():
+    """The call that Hugging Face's Qwen3-Next makes."""
+    x = arguments()
+    o, state = gated_delta_rule(
+        x["q"],
+        x["k"],
+        x["v"],
+        g=x["g"],
+        beta=x["beta"],
+        initial_state=None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=None,
+    )
+    assert o.isfinite().all() and state.isfinite().all()

@@ -1,0 +1,337 @@
+"""Every backend of this machine against the float64 judge over the whole grid; and the judge can say no."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from delta_trn.backends.gated_delta_rule import chunked
+from delta_trn.backends.parity import __main__ as parity
+from delta_trn.backends.parity import goldens, judge
+from delta_trn.backends.parity.judge import (
+    DTYPES,
+    FACTOR,
+    GRADIENTS,
+    TENSORS,
+    Verdict,
+    error,
+    floor,
+    reference,
+    verdicts,
+)
+from delta_trn.backends.parity.rule_cases import BENCH, BY_NAME, CASES, PER_HEAD, SMALL, inputs, select
+from delta_trn.backends.registry import BACKENDS, BackendRefusal
+from tests.support.faults import FAULTS
+
+CPU_CASES = [case for case in CASES if not case.tags & BENCH]
+
+
+def marked(case):
+    return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if "slow" in case.tags else [])
+
+
+def tensors_of(case):
+    absent = {"dh0": not case.state, "dA_log": case.gates is None, "ddt_bias": case.gates is None}
+    return [tensor for tensor in TENSORS if not absent.get(tensor)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [marked(case) for case in CPU_CASES])
+def test_agrees_with_the_judge(parity_subject, case, dtype, poison):
+    """All tensors of a case at once: the judge is the costly part, and is asked once."""
+    if parity_subject.emulated and not case.tags & SMALL:
+        pytest.skip(f"{parity_subject.backend} is emulated on {parity_subject.device}: only small cases")
+    if parity_subject.device == "cuda" and "slow" in case.tags:
+        pytest.skip(
+            "the judge's 65536 steps on a GPU take minutes; python -m backends.parity --slow runs them"
+        )
+    if dtype not in parity_subject.dtypes():
+        pytest.skip(f"{parity_subject.backend} does not compute {dtype}")
+    found = verdicts(case, dtype, parity_subject.backend, parity_subject.device)
+    assert [verdict.tensor for verdict in found] == tensors_of(case)
+    failures = [str(verdict) for verdict in parity.worst_first(found) if not verdict.passed]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_turns_parity_red(fault, monkeypatch):
+    def verdict():
+        found = verdicts(BY_NAME[fault.case], torch.float32, "chunked")
+        return next(verdict for verdict in found if verdict.tensor == fault.tensor)
+
+    assert verdict().passed, f"without the fault: {verdict()}"
+    monkeypatch.setattr(chunked, fault.function, fault.mistake)
+    assert not verdict().passed, f"with it: {verdict()}"
+    assert verdict().ratio > 5.0, "a fault of this kind is not a matter of rounding"
+
+
+def test_bfloat16_parity_cannot_see_a_state_kept_in_bfloat16(monkeypatch):
+    """Why the grid runs in float32 too."""
+    fault = FAULTS["state in bfloat16"]
+    monkeypatch.setattr(chunked, fault.function, fault.mistake)
+    assert all(verdict.passed for verdict in verdicts(BY_NAME["carry"], torch.bfloat16, "chunked"))
+
+
+def test_every_case_has_its_reason_and_a_name_of_its_own():
+    assert len(BY_NAME) == len(CASES)
+    assert all(len(case.reason) > 5 for case in CASES)
+    assert len({case.reason for case in CASES}) == len(CASES)
+
+
+def test_the_grid_has_the_hard_inputs():
+    sizes = {(case.K, case.V) for case in CASES}
+    assert {K for K, _ in sizes} >= {32, 64, 96, 128, 192, 256} and max(V for _, V in sizes) == 512
+    assert {case.T for case in CASES} >= {1, 2, 3, 63, 64, 65, 129, 2048, 65536}
+    assert {case.value_heads // case.H for case in CASES} >= {1, 2, 4, 8}
+    assert {case.decay for case in CASES} == {"plain", "weak", "none", "strong", "mixed", "heavy"}
+    assert {(case.keys, case.beta) for case in CASES} >= {
+        (k, b) for k in ("equal", "near") for b in (1.0, 2.0)
+    }
+    assert any(case.lengths and case.lengths[0] == 0 == case.lengths[-1] for case in CASES)
+    assert any(case.loss == ("final_state",) for case in CASES)
+    assert {case.norm for case in CASES} == {"unit", "random", "tiny", "huge", "zero"}
+
+
+def test_inputs_are_what_the_case_says():
+    strong = inputs(BY_NAME["forget"], torch.float32)
+    assert (strong.g == -20).all()
+    equal = inputs(BY_NAME["collide"], torch.float32)
+    assert (equal.k == equal.k[:, :1]).all() and (equal.beta == 1).all()
+    near = inputs(BY_NAME["near_2"], torch.float64).k[0, :, 0]
+    correlations = (near @ near.T)[~torch.eye(len(near), dtype=torch.bool)]
+    assert (
+        abs(correlations.mean() - 0.999) < 1e-3 and (inputs(BY_NAME["near_2"], torch.float32).beta == 2).all()
+    )
+    mixed = inputs(BY_NAME["mixed"], torch.float32).g
+    assert (mixed < -1).any() and (mixed > -0.02).any() and mixed[:, :64].sum(1).min() < -50
+    zero = inputs(BY_NAME["norm_zero"], torch.float32)
+    assert (zero.k.norm(dim=-1) == 0).any() and not (zero.k.norm(dim=-1) == 0).all()
+    for case in CASES:
+        if case.tags & SMALL:
+            given = inputs(case, torch.bfloat16)
+            assert given.q.dtype == given.v.dtype == given.beta.dtype == torch.bfloat16
+            g, beta = given.gates().applied(given.g, given.beta)
+            assert given.g.dtype == torch.float32 and (g <= 0).all()
+            assert ((beta >= 0) & (beta <= 2)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "digest"),
+    [
+        ("seam_65", torch.float32, "dd8cafaedac68970"),
+        ("packed_empty", torch.bfloat16, "3cdfa77ce7e88a76"),
+        ("mixed", torch.float32, "ebeb43af626c2ae1"),
+    ],
+)
+def test_inputs_are_the_same_on_every_machine(name, dtype, digest):
+    """The fingerprints that goldens carry. Changing an input makes every recorded golden void: see to it."""
+    assert inputs(BY_NAME[name], dtype).digest()[:16] == digest
+
+
+def test_the_digest_sees_every_tensor():
+    given = inputs(BY_NAME["packed_empty"], torch.float32)
+    digests = {given.digest()}
+    for name, x in given.tensors().items():
+        changed = x.clone()
+        changed.view(-1)[-1] += 1
+        digests.add(type(given)(**{**vars(given), name: changed}).digest())
+    assert len(digests) == 1 + len(given.tensors())
+
+
+def test_unknown_cases_are_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"no case is named 'seem_65'; there are: one, one_fresh"):
+        select(["seem_65"])
+
+
+def test_nan_never_passes():
+    nan = float("nan")
+    assert math.isnan(error(torch.tensor([1.0, nan]), torch.ones(2)))
+    assert math.isnan(error(torch.tensor([0.0, nan]), torch.zeros(2)))
+    for found in (nan, math.inf):
+        verdict = Verdict("case", torch.float32, "o", "b", error=found, baseline=1e-7, allowed=2e-7)
+        assert not verdict.passed and verdict.ratio == math.inf
+    good = Verdict("case", torch.float32, "o", "b", error=1e-7, baseline=1e-7, allowed=2e-7)
+    assert good.passed
+    bad = Verdict("case", torch.float32, "o", "b", error=nan, baseline=1e-7, allowed=2e-7)
+    assert parity.worst_first([good, bad]) == [bad, good]
+
+
+def test_where_the_judge_is_zero_only_zero_passes():
+    zero = torch.zeros(3)
+    assert error(zero, zero) == 0.0
+    assert error(torch.full((3,), 1e-30), zero) == math.inf
+    right = reference(BY_NAME["final_only"], torch.float32)
+    outcome = dict(right.judge)
+    assert not right.judge["dq"].any()
+    assert all(verdict.passed for verdict in right.verdicts("judge", outcome))
+    outcome["dq"] = torch.full_like(outcome["dq"], 1e-12)
+    assert [verdict.tensor for verdict in right.verdicts("judge", outcome) if not verdict.passed] == ["dq"]
+
+
+def test_a_missing_or_misshapen_tensor_is_no_pass():
+    right = reference(BY_NAME["one"], torch.float32)
+    with pytest.raises(ValueError, match="b gave no dg, dq for case one"):
+        right.verdicts("b", {name: x for name, x in right.judge.items() if name not in ("dq", "dg")})
+    with pytest.raises(ValueError, match="differs from the judge's"):
+        error(torch.zeros(1, 3), torch.zeros(3))
+
+
+def test_the_criterion_is_the_documented_one():
+    assert FACTOR == 2.0
+    case = BY_NAME["seam_65"]
+    assert floor(case, torch.float32) == pytest.approx(math.sqrt(32 + 32 + 64) * 2**-24)
+    assert floor(case, torch.bfloat16) == pytest.approx(floor(case, torch.float32) + 2**-8)
+    right = reference(case, torch.float32)
+    for verdict in right.verdicts("judge", right.judge):
+        assert verdict.error == 0.0
+        assert verdict.allowed == max(2 * right.baseline[verdict.tensor], floor(case, torch.float32))
+
+
+def test_the_baseline_is_honest():
+    """Were it careless, it would excuse everybody. Its errors are those of rounding, except where the inverse
+    is badly conditioned (equal and nearly equal keys with beta = 2)."""
+    for name in ("one", "seam_129", "forget", "mixed", "gva_2", "packed_empty", "norm", "collide"):
+        for dtype, bound in ((torch.float32, 8.0), (torch.bfloat16, 5.0)):
+            right = reference(BY_NAME[name], dtype)
+            assert all(found < bound * floor(BY_NAME[name], dtype) for found in right.baseline.values())
+
+
+def test_the_command_line_reports_and_writes(tmp_path, capsys):
+    file = tmp_path / "parity.jsonl"
+    assert (
+        parity.main(["--backend", "chunked", "--case", "one", "--case", "ragged", "--json", str(file)]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "chunked float32: 2 cases, all 15 passed" in said
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == 30
+    assert {row["tensor"] for row in rows} == set(tensors_of(BY_NAME["one"]))
+    first = rows[0]
+    assert {"torch", "device", "threads", "commit", "dirty", "error", "baseline", "allowed", "passed"} <= set(
+        first
+    )
+    assert parity.main(["table", str(file)]) == 0
+    table = capsys.readouterr().out
+    assert "`chunked`" in table and "2 cases pass" in table and "`triton`, not yet run" in table
+
+
+def test_the_command_line_fails_on_a_fault(monkeypatch, capsys, tmp_path):
+    fault = FAULTS["masked after exp"]
+    monkeypatch.setattr(chunked, fault.function, fault.mistake)
+    file = tmp_path / "parity.jsonl"
+    assert parity.main(["--backend", "chunked", "--case", fault.case, "--json", str(file)]) == 1
+    assert "failed" in capsys.readouterr().out
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert any(row["error"] is None and not row["passed"] for row in rows)
+    parity.main(["table", str(file)])
+    assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--backend", "nope"], "no backend is named 'nope'"),
+        (["--case", "nope"], "no case is named 'nope'"),
+        (["record"], "0 files given; name the one golden to write or to check"),
+        (["check", "/no/such/file"], "No such file"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(argv, message, capsys):
+    assert parity.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_run_here_is_refused_when_named(monkeypatch):
+    monkeypatch.setitem(
+        BACKENDS, "chunked", replace(BACKENDS["chunked"], unavailable=lambda device: f"no part for {device}")
+    )
+    assert "chunked" not in {subject.backend for subject in parity.subjects()}
+    with pytest.raises(BackendRefusal, match="backend chunked cannot run here:\n  no part for"):
+        parity.subjects(["chunked"])
+
+
+def test_a_case_outside_a_backends_limits_is_reported_not_failed(monkeypatch):
+    capability = replace(BACKENDS["chunked"].capabilities["gated_delta_rule"], max_k=16)
+    monkeypatch.setitem(
+        BACKENDS, "chunked", replace(BACKENDS["chunked"], capabilities={"gated_delta_rule": capability})
+    )
+    refused = {}
+    subject = parity.Subject("chunked", "cpu")
+    found = list(parity.measure(subject, [BY_NAME["one_fresh"], BY_NAME["one"]], refused))
+    assert {verdict.case for verdict in found} == {"one_fresh"}
+    assert "K=32 is above 16" in refused["one"]
+
+
+@pytest.fixture
+def golden(tmp_path):
+    path = tmp_path / "golden.safetensors"
+    goldens.record(path, "chunked", [BY_NAME["one"], BY_NAME["packed_single"]], "cpu")
+    return path
+
+
+def rewritten(path, *, tensors=None, header=None):
+    """The same golden with something changed."""
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["golden"])
+    (header or (lambda about: None))(about)
+    content = load_file(path)
+    (tensors or (lambda content: None))(content)
+    save_file(content, path, metadata={"golden": json.dumps(about)})
+
+
+def test_a_golden_is_judged_again(golden, capsys):
+    found = goldens.check(golden)
+    assert len(found) == 2 * 2 * len(tensors_of(BY_NAME["one"])) and all(verdict.passed for verdict in found)
+    assert parity.main(["check", str(golden)]) == 0
+    assert "chunked float32: 2 cases" in capsys.readouterr().out
+
+
+def test_a_golden_with_other_inputs_is_refused(golden):
+    rewritten(golden, header=lambda about: about["rows"][0].update(inputs="0" * 64))
+    with pytest.raises(
+        goldens.GoldenRefusal, match="other inputs for case one in float32: 000000000000 there"
+    ):
+        goldens.check(golden)
+
+
+def test_a_golden_whose_outputs_were_changed_is_refused(golden):
+    rewritten(golden, tensors=lambda content: content["one/float32/dq"].add_(1.0))
+    with pytest.raises(goldens.GoldenRefusal, match=r"claims error .* the file or the judge was changed"):
+        goldens.check(golden)
+
+
+def test_a_golden_recorded_from_a_faulty_backend_fails(tmp_path, monkeypatch):
+    fault = FAULTS["power series inverse"]
+    path = tmp_path / "golden.safetensors"
+    monkeypatch.setattr(chunked, fault.function, fault.mistake)
+    goldens.record(path, "chunked", [BY_NAME[fault.case]], "cpu")
+    monkeypatch.undo()
+    assert any(not verdict.passed for verdict in goldens.check(path))
+
+
+def test_a_file_that_is_no_golden_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(goldens.GoldenRefusal, match="is 'no golden', not"):
+        goldens.check(path)
+
+
+def test_parity_judges_the_first_and_last_sequence_of_a_large_batch():
+    """For the benchmark's shapes: the same numbers as judging these rows alone; with gates too."""
+    for name in ("ragged", "gates_wide"):
+        large = replace(BY_NAME[name], name="large", B=5, tags=BENCH)
+        right = reference(large, torch.float32)
+        assert right.inputs.q.shape[0] == 2
+        assert torch.equal(right.inputs.q[1], inputs(large, torch.float32).q[4])
+        found = verdicts(large, torch.float32, "chunked")
+        assert all(verdict.passed for verdict in found)
+    assert {"dA_log", "ddt_bias"} <= {verdict.tensor for verdict in found}
+
+
+def test_names_of_gradients_cover_every_differentiable_input():
+    assert set(GRADIENTS.values()) == {"q", "k", "v", "g", "beta", "initial_state", *PER_HEAD}
+    assert judge.TENSORS[:2] == ("o", "final_state")

@@ -1,0 +1,103 @@
+"""Tuning tries every kernel's neighbors, keeps what wins, judges the row, and names what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton extra is not installed")
+
+from delta_trn.backends.bench import timing, tune
+from delta_trn.triton_kernels import gated_delta_rule_fwd
+from delta_trn.triton_kernels.launch import Tile, adjusted, config
+
+CASE = "ragged"
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch):
+    """Times by the row that a call runs under; nothing is run but what tries whether it can."""
+    rows = {}
+
+    def under(row, call):
+        def run():
+            with adjusted(lambda _: row):
+                call()
+
+        rows[run] = row
+        return run
+
+    def interleaved(calls, device, seconds):
+        # eight warps of the scan take half the time, twice the columns five times as long
+        def ms(row):
+            return (0.5 if row.scan.warps == 8 else 1.0) * (5.0 if row.gradients.BV > 16 else 1.0)
+
+        return {name: [ms(rows[call])] * 3 for name, call in calls.items()}
+
+    monkeypatch.setattr(tune, "under", under)
+    monkeypatch.setattr(tune, "interleaved", interleaved)
+    monkeypatch.setattr(tune, "prepared", lambda run, given, phase: lambda: None)
+    monkeypatch.setattr(timing, "ROUNDS", (3, 3))
+
+
+def test_neighbors_stay_within_what_a_kernel_can_be():
+    assert tune.candidates(Tile(0, 4, 1), 128) == [Tile(0, 2, 1), Tile(0, 8, 1), Tile(0, 4, 2)]
+    found = tune.candidates(Tile(64, 4, 2), 100)
+    assert Tile(32, 4, 2) in found and Tile(128, 4, 2) in found and Tile(64, 4, 3) in found
+    assert tune.candidates(Tile(16, 8, 4), 16) == [Tile(16, 4, 4), Tile(16, 8, 3)]
+
+
+def test_what_wins_is_kept_and_judged(stopped_clock, monkeypatch, capsys, tmp_path):
+    judged = []
+    monkeypatch.setattr(tune, "judged", lambda subject, case, dtype, row: judged.append(row) or [])
+    file = tmp_path / "tune.jsonl"
+    assert tune.main([CASE, "--json", str(file)]) == 0
+    (row,) = judged
+    now = config(32, 32, itemsize=2)
+    assert row == replace(now, scan=replace(now.scan, warps=8))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["kernel"] for line in lines} == set(tune.KERNELS)
+    assert {line["gain"]["p50"] for line in lines if line["kernel"] == "scan"} == {1.0, 2.0}
+    assert f"{CASE}: {row}, parity green" in capsys.readouterr().out
+
+
+def test_what_the_device_refuses_is_named(stopped_clock, monkeypatch, capsys):
+    def prepared(run, given, phase):
+        def call():
+            if config(32, 32, itemsize=2).scan.stages == 3:
+                raise RuntimeError("out of resource: shared memory\nsecond line")
+
+        return call
+
+    monkeypatch.setattr(tune, "prepared", prepared)
+    monkeypatch.setattr(tune, "judged", lambda *_: [])
+    assert tune.main([CASE]) == 0
+    said = capsys.readouterr().out
+    assert "stages=3): RuntimeError: out of resource: shared memory\n" in said
+
+
+def test_a_row_that_fails_parity_is_an_error(stopped_clock, monkeypatch, capsys):
+    """A planted fault: a scan that is wrong with eight warps."""
+    right = gated_delta_rule_fwd.scan
+
+    def wrong(*arguments, o, config, **named):
+        right(*arguments, o=o, config=config, **named)
+        if o is not None and config.scan.warps == 8:
+            o.mul_(1.01)
+
+    monkeypatch.setattr(gated_delta_rule_fwd, "scan", wrong)
+    assert tune.main([CASE]) == 1
+    assert "parity red" in capsys.readouterr().out
+
+
+def test_cases_that_start_from_a_state_are_refused(capsys):
+    assert tune.main(["carry"]) == 2
+    assert "carry starts from a state" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says so of the interpreter alone")
+def test_times_of_the_interpreter_are_called_what_they_are(stopped_clock, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "judged", lambda *_: [])
+    tune.main([CASE])
+    assert "in the interpreter: these times say nothing about a GPU" in capsys.readouterr().out

@@ -1,0 +1,250 @@
+"""Deep Delta Learning models: the residual kinds, what they equal at their limits, sizes, caches."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from delta_trn.models import DeltaConfig, DeltaForCausalLM, named_sizes
+from tests.support.tiny_models import assert_same, model, tokens
+
+ATTENTION = {"attention_layers": [0, 1, 2], "expand_v": 1.0, "use_qk_rmsnorm": True}
+MATRIX = {"residual": "ddl", "ddl_value_channels": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "vector": {"residual": "ddl"},
+    "token": {**MATRIX, "ddl_compressor": "token", **ATTENTION},
+    "token-conv": {**MATRIX, "ddl_compressor": "token", "input_embed_shortconv_kernel_size": 4},
+    "channel": {**MATRIX, "ddl_compressor": "channel", "attention_layers": [1]},
+    "channel-conv": {
+        **MATRIX, "ddl_compressor": "channel", "input_embed_shortconv_kernel_size": 3, **ATTENTION,
+    },
+    "write-only": {**MATRIX, "residual": "write_only", "ddl_compressor": "channel"},
+    "context": {"residual": "ddl", "ddl_v_input": "context", "ddl_v_sigmoid": False},
+    "two-maps": {"residual": "ddl", "ddl_beta_single_linear": False, "ddl_beta_hidden_size": 8},
+    "constant": {"residual": "ddl", "ddl_v_constant": True, **ATTENTION},
+    "causal-channel": {**MATRIX, "ddl_compressor": "channel", "ddl_state_dv_shortconv_causal": True},
+    "shifts": {
+        "residual": "ddl", "use_k_shift": True, "use_v_shift": True, "q_activation": "silu",
+        "k_activation": "elu+1", "v_activation": "relu", "rope_ratio": 0.5, **ATTENTION,
+    },
+    "output-gate": {
+        **MATRIX, "ddl_compressor": "token", "use_output_gate": True, "rope_ratio": 0.0,
+        "attention_layers": [0, 2],
+    },
+    "group-norm": {"residual": "ddl", "using_groupnorm": True, "depth_scaled_init": True, **ATTENTION},
+    "lm": {
+        "residual": "ddl_lm", "positions": "learned", "max_position_embeddings": 64, "norm": "layer",
+        "mlp": "gelu", "attention_layers": [0, 1, 2],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return KINDS[request.param]
+
+
+def built(seed: int = 0, **changes: Any) -> DeltaForCausalLM:
+    """With convolutions and reading weights away from where they begin, so that they count."""
+    m = model(seed, **changes)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in m.named_parameters():
+            if "read" in name or "expand" in name:
+                p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return m
+
+
+def blocks(m: DeltaForCausalLM) -> list[Any]:
+    return list(m.blocks)
+
+
+def logits(m: DeltaForCausalLM, ids: Tensor, **given: Any) -> Tensor:
+    return m(ids, **given).logits
+
+
+@pytest.mark.parametrize("attention_layers", [[], [0, 1, 2]], ids=["gdn", "attention"])
+def test_cached_generation_is_the_uncached_forward(kind, attention_layers):
+    """Every residual with either mixer, from prompts shorter and longer than any convolution's taps."""
+    m, ids = built(**{**kind, "attention_layers": attention_layers}), tokens(2, 8)
+    with torch.no_grad():
+        whole = logits(m, ids, use_cache=False)
+        for prompt in (1, 3, 6):
+            first = m(ids[:, :prompt], use_cache=True)
+            parts, cache = [first.logits], first.past_key_values
+            for t in range(prompt, 8):
+                parts.append(logits(m, ids[:, t : t + 1], past_key_values=cache))
+            assert_same(torch.cat(parts, dim=1), whole, what=f"prompt of {prompt}", factor=4)
+
+
+def test_causal_packed_and_padded(kind):
+    """A token sees none after it; packing and padding change nothing."""
+    m, ids = built(**kind), tokens(1, 11)
+    with torch.no_grad():
+        whole = logits(m, ids)
+        assert_same(logits(m, ids[:, :6]), whole[:, :6], what="causal")
+        bounds = torch.tensor([0, 4, 4, 11])
+        parts = torch.cat([logits(m, ids[:, :4]), logits(m, ids[:, 4:])], dim=1)
+        assert_same(logits(m, ids, cu_seqlens=bounds), parts, what="packed", factor=4)
+        padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], dim=1)
+        mask = torch.tensor([[0] * 3 + [1] * 11])
+        assert_same(logits(m, padded, attention_mask=mask)[:, 3:], whole, what="padded", factor=4)
+        assert (whole[:, 4:] - logits(m, ids[:, 4:])).abs().max() > 1e-3, "the past counts"
+
+
+def test_every_parameter_gets_a_gradient(kind):
+    m = built(**kind)
+    ids = tokens(2, 9)
+    m.loss(ids[:, :-1], ids[:, 1:]).backward()
+    dead = [name for name, p in m.named_parameters() if p.grad is None or not p.grad.any()]
+    assert dead == []
+
+
+def test_a_checkpoint_gives_the_same_model(kind, tmp_path):
+    m, ids = built(dtype=torch.float32, **kind), tokens(1, 7)
+    m.save_pretrained(tmp_path)
+    again = DeltaForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(again, DeltaForCausalLM)
+    saved, loaded = m.state_dict(), again.state_dict()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    with torch.no_grad():  # not to the bit: where weights lie in memory decides how products are summed
+        assert_same(logits(again.eval(), ids), logits(m, ids), what="loaded", factor=4)
+
+
+@pytest.mark.parametrize("name", ["vector", "token-conv", "channel", "write-only", "lm"])
+def test_closed_gates_leave_the_embedding(name):
+    """beta = 0: the readout of the embedding, whatever blocks compute."""
+    m, ids = model(**KINDS[name]), tokens(2, 7)
+    with torch.no_grad():
+        for module in m.modules():
+            if type(module).__name__ == "Gate":
+                module.proj.weight.zero_()  # type: ignore[union-attr]
+                module.proj.bias.fill_(-1e4)  # type: ignore[union-attr]
+        x = m.embed(ids)
+        if m.positions is not None:
+            x = x + m.positions(torch.arange(7))
+        expected = m.lm_head(m.norm(x) * m.logits_multiplier)
+        assert_same(logits(m, ids), expected, what="identity")
+
+
+@pytest.mark.parametrize("compressor", ["token", "channel"])
+def test_one_channel_is_the_vector_model(compressor):
+    """With DV = 1 and a compressor at the identity; of a channel convolution one tap reaches."""
+    vector, ids = model(**KINDS["vector"]), tokens(2, 8)
+    matrix = model(residual="ddl", ddl_value_channels=1, ddl_compressor=compressor)
+    shared = vector.state_dict()
+    missing = matrix.load_state_dict(shared, strict=False)
+    assert not missing.unexpected_keys and all("read" in name for name in missing.missing_keys)
+    with torch.no_grad():
+        assert_same(logits(matrix, ids), logits(vector, ids), what=compressor)
+
+
+def test_all_copies_of_the_state_begin_equal_and_part():
+    """At first DV columns are copies, and stay so only where v is one number for all of them."""
+    m, ids = model(**KINDS["channel"]), tokens(1, 6)
+    with torch.no_grad():
+        states = m(ids, output_hidden_states=True).hidden_states
+    first, last = (x.unflatten(-1, (-1, 4)) for x in (states[0], states[-1]))
+    assert torch.equal(first[..., 0], first[..., 3])
+    assert (last[..., 0] - last[..., 3]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["ddl-cc-small", "ddl-tc-small"])
+def test_sublayers_begin_with_inputs_of_size_one(name):
+    """The averaging initialization; the released one leaves 0.11 and 0.17 at this width."""
+    sizes = {**named_sizes[name], "num_hidden_layers": 2, "vocab_size": 64, "attention_layers": (0, 1)}
+    torch.manual_seed(0)
+    m = DeltaForCausalLM(DeltaConfig(**{**sizes, "initializer_range": 0.02}))
+    seen: list[float] = []
+    for block in blocks(m):
+        for norm in (block.mixer_norm, block.mlp_norm):
+            norm.register_forward_hook(lambda _, x, y: seen.append(float(y.square().mean().sqrt())))
+    with torch.no_grad():
+        m(torch.randint(0, 64, (2, 8)))
+        assert len(seen) == 4 and all(abs(x - 1) < 0.1 for x in seen), seen
+        read = blocks(m)[0].read
+        taps = read.weight if name == "ddl-cc-small" else read.conv.weight
+        taps.normal_(0, 0.5 * 768**-0.5)  # the released code's, which the same check finds
+        seen.clear()
+        m(torch.randint(0, 64, (2, 8)))
+    assert seen[0] < 0.5
+
+
+COUNTS = {
+    "mha-small": 123_590_400,
+    "ddl-vdim1-small": 123_590_400 + 36_912,
+    "ddl-tc-small": 123_842_476,
+    "ddl-cc-small": 123_722_668,
+    "ddl-tc-ec-small": 123_842_476 + 12_288,
+    "ddl-cc-ec-small": 123_722_668 + 12_288,
+    "mha-medium": 353_508_352,
+    "ddl-tc-medium": 354_164_052,
+    "ddl-cc-medium": 353_856_852,
+    "ddl-tc-ec-medium": 354_164_052 + 16_384,
+    "ddl-cc-ec-medium": 353_856_852 + 16_384,
+    "ddl-vdim1-medium": 353_508_352 + 98_400,
+    "write-only-small": 123_722_668,
+    "ddl-lm": 34_849_552,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_papers_sizes_to_the_digit(name):
+    """123.59M, 123.84M, 123.72M; 353.51M, 354.16M, 353.86M; and 34.85M of Deep Delta Learning LM."""
+    with torch.device("meta"):
+        m = DeltaForCausalLM(DeltaConfig(**named_sizes[name]))
+    assert sum(p.numel() for p in m.parameters()) == COUNTS[name]
+
+
+def test_the_small_lm_begins_with_gates_of_0238():
+    """beta_init is a gate's value; the released code's own initialization overwrites it and begins at 1."""
+    sizes = {**named_sizes["ddl-lm"], "num_hidden_layers": 2, "attention_layers": (0, 1), "vocab_size": 64}
+    torch.manual_seed(0)
+    m = DeltaForCausalLM(DeltaConfig(**sizes)).eval()
+    gates: list[Tensor] = []
+    for module in m.modules():
+        if type(module).__name__ == "Gate":
+            module.register_forward_hook(lambda _, x, beta: gates.append(cast(Tensor, beta)))
+    with torch.no_grad():
+        m(torch.randint(0, 64, (2, 16)))
+    assert len(gates) == 4
+    assert all((beta - 0.2384).abs().max() < 0.01 for beta in gates)
+    delta = blocks(m)[0].mixer_write
+    assert sum(p.numel() for p in delta.parameters()) == 74_497
+
+
+def test_dropout_is_for_training_alone():
+    m, ids = model(dropout=0.5, residual="ddl"), tokens(1, 8)
+    with torch.no_grad():
+        assert torch.equal(logits(m, ids), logits(m, ids))
+        m.train()
+        assert not torch.equal(m(ids).logits, m(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"residual": "delta"}, "residual='delta' is not one of additive, ddl"),
+        ({"residual": "ddl", "ddl_value_channels": 4}, "ddl_value_channels=4 with ddl_compressor='none'"),
+        ({"ddl_value_channels": 4, "ddl_compressor": "token"}, "residual='additive' has one value a feature"),
+        ({"residual": "ddl", "ddl_beta_init": -2.0}, r"ddl_beta_init=-2.0 must be a beta, in \[0, 2\]"),
+        ({"residual": "ddl", "ddl_k_eps": 0.0}, "ddl_k_eps=0.0 must be a number above 0"),
+        ({"ddl_v_imput": "state"}, "did you mean ddl_v_input"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
+        ({"rope_ratio": 1.5}, "rope_ratio=1.5"),
+        ({"k_activation": "tanh"}, "k_activation='tanh' is not one of identity, silu, relu"),
+        ({"ddl_v_dim1_constant": True}, "did you mean ddl_v_constant"),
+        ({"forgetting": 0.0}, "forgetting=0.0 must be a number above 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        model(**changes)
+
+
+def test_learned_positions_end():
+    m = model(**KINDS["lm"])
+    with pytest.raises(ValueError, match="position 64 has no embedding: max_position_embeddings=64"):
+        m(tokens(1, 65))

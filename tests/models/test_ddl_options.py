@@ -1,0 +1,224 @@
+"""Options of Deep Delta Learning's models, each against its equation or its own definition."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from delta_trn.models.attention import ACTIVATIONS, Shift
+from delta_trn.models.initialization import decay_rates
+from delta_trn.models.mup import Role
+from delta_trn.models.sequence import Sequences
+from delta_trn.models.stream import ChannelRead
+from tests.models.test_ddl import KINDS
+from tests.support.tiny_models import VOCABULARY, assert_same, config, model, tokens
+
+ATTENTION = {"attention_layers": [0, 1, 2], "expand_v": 1.0}
+# one attention layer where options of attention count, and an expanded state
+MODELS = {name: KINDS[name] for name in ("vector", "token-conv", "channel", "write-only", "shifts", "lm")}
+
+
+class TestAttention:
+    @staticmethod
+    def layer(**changes) -> nn.Module:
+        return model(**{**ATTENTION, **changes}).blocks[0].mixer
+
+    def test_rope_turns_the_first_channels_and_leaves_the_rest(self):
+        layer = self.layer(head_dim_k=8, rope_ratio=0.5)
+        x = torch.randn(1, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        cos, sin = layer._rotation(torch.arange(5)[None])
+        y = layer._rotated(x, cos, sin)
+        assert torch.equal(y[..., 4:], x[..., 4:]) and torch.equal(y[:, :, 0], x[:, :, 0])
+        # pairs (0, 2) and (1, 3) of four channels, at angles t and t / 10000^(1/2)
+        t, z = torch.arange(5.0).double(), torch.view_as_complex(torch.stack([x[..., :2], x[..., 2:4]], -1))
+        for pair, speed in ((0, 1.0), (1, 0.01)):
+            turned = z[0, :, :, pair] * torch.exp(1j * t * speed)
+            found = torch.complex(y[0, :, :, pair], y[0, :, :, pair + 2])
+            assert (found - turned).abs().max() < 1e-6  # angles are float32
+        assert (y[..., :4] - x[..., :4]).abs().max() > 0.1
+
+    @pytest.mark.parametrize(("ratio", "turned"), [(0.0, 0), (0.3, 2), (0.5, 4), (0.99, 6), (1.0, 8)])
+    def test_a_share_is_rounded_down_to_pairs(self, ratio: float, turned: int):
+        assert self.layer(head_dim_k=8, rope_ratio=ratio).turned == turned
+
+    def test_a_shift_takes_its_share_of_the_token_before(self):
+        generator = torch.Generator().manual_seed(0)
+        x, u = (torch.randn(1, 5, 6, generator=generator) for _ in range(2))
+        shift = Shift(6, 3, Role.GATE, "last_key")
+        with torch.no_grad():
+            shift.proj.weight.normal_(generator=generator)
+            found = shift(x, u, Sequences.rows(5, torch.device("cpu")), None)[0]
+            a = (u[0] @ shift.proj.weight.T).sigmoid().repeat_interleave(2, dim=1)
+        assert torch.allclose(found[0], (1 - a[0]) * x[0, 0])
+        for t in range(1, 5):
+            assert torch.allclose(found[t], a[t] * x[0, t - 1] + (1 - a[t]) * x[0, t])
+
+    def test_activations_are_those_of_the_names(self):
+        x = torch.linspace(-3, 3, 7)
+        expected = {"identity": x, "silu": x * x.sigmoid(), "relu": x.clamp(min=0)}
+        expected["elu+1"] = torch.where(x > 0, x + 1, x.exp())
+        assert all(torch.allclose(ACTIVATIONS[name](x), y) for name, y in expected.items())
+        assert set(ACTIVATIONS) == set(expected)
+
+    @pytest.mark.parametrize("gate", [False, True])
+    def test_heads_are_normalized_and_gated(self, gate: bool):
+        layer = self.layer(using_groupnorm=not gate, use_output_gate=gate)
+        seen: list[Tensor] = []
+        layer.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        x = torch.randn(1, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            layer(x, Sequences.rows(7, torch.device("cpu"), attention=True))
+            y = seen[0].unflatten(-1, (-1, layer.D))
+            if gate:
+                y = y / F.silu(layer.g_proj(x)).unflatten(-1, (-1, layer.D))
+        assert (y.square().mean(-1) - 1).abs().max() < 1e-3
+
+
+def test_a_causal_channel_convolution_sees_no_later_value():
+    """Value o of the convolution from values up to o: w_eff[v] = sum of w[j] r[v - j + taps - 1]."""
+    sizes = {"residual": "ddl", "ddl_value_channels": 4, "ddl_compressor": "channel"}
+    for causal, left in ((True, 3), (False, 1)):
+        read = ChannelRead(config(**sizes, ddl_state_dv_shortconv_causal=causal))
+        assert read.left == left
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            w, r = read.weight.normal_(generator=generator), read.read.normal_(generator=generator)
+            x = torch.randn(1, 1, 32, 4, generator=generator)
+            padded = F.pad(x[0, 0], (left, 3 - left))
+            convolved = F.conv1d(padded[None], w[:, None], groups=32)[0]
+            assert torch.allclose(read(x.flatten(-2), None, None)[0, 0], convolved @ r, atol=1e-5)
+
+
+def test_the_last_matrices_of_sublayers_begin_smaller():
+    plain, scaled = (dict(model(depth_scaled_init=x).named_parameters()) for x in (False, True))
+    for name, p in plain.items():
+        smaller = name.endswith(("o_proj.weight", "down_proj.weight"))
+        assert torch.allclose(scaled[name], p * 3**-0.5 if smaller else p, rtol=1e-6), name
+
+
+@pytest.mark.parametrize("size", [0.0, 0.1])
+def test_mixers_begin_by_saying_little_or_nothing(size):
+    plain, quiet = (model(mixer_output_init=x) for x in (1.0, size))
+    for (name, p), (_, x) in zip(plain.named_parameters(), quiet.named_parameters(), strict=True):
+        assert torch.allclose(x, p * size if name.endswith("o_proj.weight") else p, rtol=1e-6), name
+    ids = tokens(2, 9)
+    quiet.loss(ids[:, :-1], ids[:, 1:]).backward()
+    outputs = [block.mixer.o_proj.weight.grad for block in quiet.blocks]
+    assert all(grad.abs().max() > 0 for grad in outputs), "a matrix of 0 still learns"
+
+
+@pytest.mark.parametrize("size", [-1.0, float("inf"), float("nan")])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match=r"mixer_output_init=.* must be a finite number from 0 on"):
+        model(mixer_output_init=size)
+
+
+def test_label_smoothing_is_pytorchs_and_for_training_alone():
+    m, ids = model(label_smoothing=0.1), tokens(2, 9)
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    targets[0, 2:5] = -100
+    z = m(inputs, use_cache=False).logits.flatten(0, 1)
+    for training, smoothing in ((True, 0.1), (False, 0.0)):
+        m.train(training)
+        found = m.loss(inputs, targets)
+        expected = F.cross_entropy(z, targets.flatten(), label_smoothing=smoothing)
+        assert_same(found, expected, what="loss")
+        mine, theirs = (
+            torch.autograd.grad(y, m.embed.weight, retain_graph=True)[0] for y in (found, expected)
+        )
+        assert_same(mine, theirs, what="gradient", factor=4)
+    assert (
+        abs(
+            F.cross_entropy(z, targets.flatten()) - F.cross_entropy(z, targets.flatten(), label_smoothing=0.1)
+        )
+        > 1e-3
+    )
+
+
+def test_forgetting_is_a_factor_on_every_decay_rate():
+    draws = [
+        decay_rates(torch.empty(1000), torch.Generator().manual_seed(0), factor=factor).exp()
+        for factor in (1.0, 1 / 16)
+    ]
+    assert torch.allclose(draws[0], (16 * draws[1]).clamp(min=1e-4), atol=2e-3) and draws[0].max() > 15
+
+
+@pytest.mark.parametrize(
+    "name",
+    # ten seconds each, most of it PyTorch's tracing: two that have every module between them, the rest slow
+    [name if name in ("token-conv", "lm") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+)
+def test_one_graph_under_compile_with_the_same_gradients(name: str):
+    """torch.compile(fullgraph=True): any break of the graph would be an error."""
+    attention = [0] if MODELS[name].get("attention_layers") else []
+    sizes = {**MODELS[name], "num_hidden_layers": 1, "attention_layers": attention}
+    m, ids = model(dtype=torch.float32, **sizes).train(), tokens(2, 10)
+
+    def gradients(loss) -> list[Tensor]:
+        m.zero_grad()
+        loss(ids[:, :-1], ids[:, 1:]).backward()
+        return [p.grad.double() for p in m.parameters()]
+
+    torch._dynamo.reset()
+    plain = gradients(m.loss)
+    compiled = gradients(torch.compile(m.loss, fullgraph=True, backend="aot_eager"))
+    torch._dynamo.reset()
+    for p, (found, expected) in zip(m.named_parameters(), zip(compiled, plain, strict=True), strict=True):
+        assert_same(found.float(), expected.float(), what=p[0], factor=16)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_checkpointing_changes_no_gradient(name: str):
+    m, ids = model(**MODELS[name]).train(), tokens(2, 10)
+
+    def gradients() -> list[Tensor]:
+        m.zero_grad()
+        m.loss(ids[:, :-1], ids[:, 1:]).backward()
+        return [p.grad.clone() for p in m.parameters()]
+
+    plain, calls = gradients(), []
+    m.blocks[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    m.gradient_checkpointing_enable()
+    again = gradients()
+    assert len(calls) == 2, "a block runs once more, backward"
+    for p, (found, expected) in zip(m.named_parameters(), zip(again, plain, strict=True), strict=True):
+        assert_same(found, expected, what=p[0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_keeps_the_stream_and_gates_in_float32_and_the_loss_near(name: str):
+    """Matrix products of 2^-9 relative error through three blocks; a stream of bfloat16 would err as much in
+    every sum. Gates' logits are float32 maps of float32 inputs."""
+    m, ids = model(dtype=torch.float32, **MODELS[name]).train(), tokens(4, 16)
+    plain = m.loss(ids[:, :-1], ids[:, 1:])
+    gates: list[Tensor] = []
+    for module in m.modules():
+        if type(module).__name__ == "Gate":
+            module.register_forward_hook(lambda _, x, beta: gates.append(beta))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        streams = m(ids, output_hidden_states=True).hidden_states
+        mixed = m.loss(ids[:, :-1], ids[:, 1:])
+    assert all(x.dtype == torch.float32 for x in (*streams, *gates)) and len(gates) == 12
+    assert mixed.dtype == torch.float32 and mixed != plain
+    assert abs(mixed - plain) < 0.05 * plain
+    mixed.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in m.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_bfloat16_generates_like_its_forward(name: str):
+    """Greedy, a token at a time from a prompt of one and of five, as its own uncached logits have it.
+
+    Where bfloat16's roundings decide between two tokens, either may come: logits then differ by less than
+    they err.
+    """
+    m = model(dtype=torch.bfloat16, **MODELS[name])
+    for prompt in (1, 5):
+        ids = tokens(1, prompt)
+        said = m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        with torch.no_grad():
+            logits = m(said, use_cache=False).logits.float()[0, prompt - 1 : -1]
+        chosen = logits.gather(-1, said[0, prompt:, None]).squeeze(-1)
+        error = 0.05 * logits.abs().amax(-1)
+        assert said.shape[1] == prompt + 8 and (logits.amax(-1) - chosen <= error).all()
+        assert logits.shape[-1] == VOCABULARY

@@ -1,0 +1,277 @@
+"""generate() and the cache: token for token what the uncached forward gives."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, TextStreamer
+
+from delta_trn.models import DeltaCache, DeltaConfig, DeltaForCausalLM
+from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, model, tokens
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+
+
+def greedy_by_hand(m: DeltaForCausalLM, ids: Tensor, steps: int) -> Tensor:
+    """The largest logit of a full forward, again and again, without a cache."""
+    with torch.no_grad():
+        for _ in range(steps):
+            ids = torch.cat([ids, m(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+@kinds
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 63, 64, 65])
+def test_greedy_is_the_uncached_forwards_choice(kind: str, T: int):
+    """Prompts shorter than the convolution, and both sides of a chunk's end."""
+    m, ids = model(**KINDS[kind]), tokens(2, T)
+    output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(output.sequences, greedy_by_hand(m, ids, 12))
+    with torch.no_grad():
+        uncached = m(output.sequences, use_cache=False).logits[:, T - 1 : -1]
+    assert_same(torch.stack(output.logits, dim=1), uncached.float())  # generate() casts logits to float32
+    assert isinstance(output.past_key_values, DeltaCache)
+
+
+@kinds
+def test_in_float32_as_well(kind: str):
+    m, ids = model(dtype=torch.float32, **KINDS[kind]), tokens(2, 7)
+    output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    with torch.no_grad():
+        uncached = m(output.sequences, use_cache=False).logits[:, 6:-1]
+    assert_same(torch.stack(output.logits, dim=1), uncached, factor=10)  # 19 tokens of a recurrence
+
+
+@kinds
+def test_without_a_cache_the_same(kind: str):
+    m, ids = model(**KINDS[kind]), tokens(2, 5)
+    assert torch.equal(m.generate(ids, **GREEDY, use_cache=False), m.generate(ids, **GREEDY))
+
+
+def test_a_stale_cache_would_be_seen():
+    """The companion: a step from a state one token old gives other logits."""
+    m, ids = model(), tokens(2, 9)
+    with torch.no_grad():
+        right = m(ids, use_cache=False).logits[:, -1]
+        stale = m(ids[:, :7], use_cache=True).past_key_values
+        found = m(ids[:, 8:], past_key_values=stale).logits[:, -1]
+    with pytest.raises(AssertionError, match="above"):
+        assert_same(found, right)
+
+
+@kinds
+def test_a_left_padded_batch_generates_what_its_rows_do_alone(kind: str):
+    m = model(**KINDS[kind])
+    rows = [tokens(1, T, seed=T) for T in (1, 3, 8, 5)]
+    ids, mask = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, 8 - row.shape[1] :], mask[i, 8 - row.shape[1] :] = row[0], 1
+    found = m.generate(ids, attention_mask=mask, **GREEDY)
+    for i, row in enumerate(rows):
+        assert torch.equal(found[i, 8:], m.generate(row, **GREEDY)[0, row.shape[1] :]), f"row {i}"
+
+
+@kinds
+def test_rows_that_end_early_do_not_disturb_the_others(kind: str):
+    m, ids = model(**KINDS[kind]), tokens(6, 4)
+    free = m.generate(ids, **GREEDY)[:, 4:]
+    end = int(free[0, 3])
+    found = m.generate(ids, **GREEDY, eos_token_id=end, pad_token_id=0)[:, 4:]
+    for a, b in zip(found, free, strict=True):
+        upto = (b == end).nonzero()
+        stop = int(upto[0]) + 1 if len(upto) else 12
+        assert torch.equal(a[:stop], b[:stop]) and not a[stop:].any()
+
+
+@kinds
+@pytest.mark.parametrize("given", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
+def test_beam_search_reorders_the_cache(kind: str, given: dict[str, Any]):
+    m, ids = model(**KINDS[kind]), tokens(2, 5)
+    mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
+    cached, uncached = (
+        m.generate(ids, attention_mask=mask, **GREEDY, **given, use_cache=use) for use in (True, False)
+    )
+    assert torch.equal(cached, uncached)
+    assert not torch.equal(cached[: len(ids)], m.generate(ids, attention_mask=mask, **GREEDY)), (
+        "beams never crossed"
+    )
+
+
+@kinds
+def test_sampling_draws_the_same_with_and_without_a_cache(kind: str):
+    m, ids = model(**KINDS[kind]), tokens(2, 5)
+    given = {"do_sample": True, "max_new_tokens": 12, "top_k": 20, "top_p": 0.9, "temperature": 0.7}
+    found = []
+    for use in (True, False):
+        torch.manual_seed(3)
+        found.append(m.generate(ids, **given, use_cache=use, repetition_penalty=1.2, num_return_sequences=2))
+    assert torch.equal(*found) and found[0].shape == (4, 17)
+
+
+@kinds
+def test_prompts_read_in_pieces(kind: str):
+    m, ids = model(**KINDS[kind]), tokens(2, 11)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :4] = 0
+    whole = m.generate(ids, attention_mask=mask, **GREEDY)
+    pieces = m.generate(
+        ids,
+        attention_mask=mask,
+        **GREEDY,
+        prefill_chunk_size=3,
+        past_key_values=DeltaCache(m.config.num_hidden_layers),
+    )
+    assert torch.equal(pieces, whole)
+
+
+@kinds
+def test_a_conversation_goes_on_from_its_cache(kind: str):
+    m, ids = model(**KINDS[kind]), tokens(1, 5)
+    first = m.generate(ids, **GREEDY, return_dict_in_generate=True)
+    more = torch.cat([first.sequences, tokens(1, 3, seed=9)], dim=1)
+    cache = copy.deepcopy(first.past_key_values)
+    assert cache.get_seq_length() == 16  # the last token was drawn, not read
+    assert torch.equal(m.generate(more, past_key_values=cache, **GREEDY), greedy_by_hand(m, more, 12))
+    assert first.past_key_values.get_seq_length() == 16, "the copy is a copy"
+
+
+def test_embeddings_as_prompt():
+    m, ids = model(), tokens(2, 5)
+    found = m.generate(inputs_embeds=m.embed(ids), **GREEDY)
+    assert torch.equal(found, m.generate(ids, **GREEDY)[:, 5:])
+
+
+def test_streaming_hands_out_every_token():
+    m, ids, seen = model(), tokens(1, 5), []
+
+    class Collect(TextStreamer):
+        def __init__(self):
+            pass
+
+        def put(self, value):
+            seen.extend(value.flatten().tolist())
+
+        def end(self):
+            seen.append(None)
+
+    found = m.generate(ids, **GREEDY, streamer=Collect())
+    assert seen == [*found[0].tolist(), None]
+
+
+class TestCache:
+    def filled(self, kind: str, B: int = 3) -> tuple[DeltaForCausalLM, Tensor, DeltaCache]:
+        m, ids = model(**KINDS[kind]), tokens(B, 9)
+        mask = torch.ones(B, 9, dtype=torch.long)
+        mask[0, :4] = 0
+        with torch.no_grad():
+            return m, ids, m(ids, attention_mask=mask, use_cache=True).past_key_values
+
+    @kinds
+    def test_rows_move_together(self, kind: str):
+        m, _, cache = self.filled(kind)
+        next_ids = tokens(3, 1, seed=5)
+        with torch.no_grad():
+            expected = m(next_ids, past_key_values=copy.deepcopy(cache)).logits
+            moved = copy.deepcopy(cache)
+            moved.reorder_cache(torch.tensor([2, 2, 0]))
+            assert_same(m(next_ids[[2, 2, 0]], past_key_values=moved).logits, expected[[2, 2, 0]])
+            repeated = copy.deepcopy(cache)
+            repeated.batch_repeat_interleave(2)
+            assert_same(
+                m(next_ids.repeat_interleave(2, 0), past_key_values=repeated).logits,
+                expected.repeat_interleave(2, 0),
+            )
+
+    @kinds
+    def test_reset_is_as_new(self, kind: str):
+        m, ids, cache = self.filled(kind)
+        cache.reset()
+        with torch.no_grad():
+            assert (
+                torch.equal(m(ids, past_key_values=cache).logits, m(ids, use_cache=True).logits)
+                and cache.get_seq_length() == 9
+            )
+
+    def test_its_size_is_that_of_one_token(self):
+        sizes = []
+        m = model()
+        for T in (3, 60):
+            cache = m(tokens(1, T), use_cache=True).past_key_values
+            sizes.append(
+                sum(
+                    x.untyped_storage().nbytes()
+                    for layer in cache.memory
+                    for x in vars(layer).values()
+                    if x is not None
+                )
+            )
+        assert sizes[0] == sizes[1]
+
+    def test_states_keep_full_precision_in_a_bfloat16_model(self):
+        cache = model(dtype=torch.bfloat16)(tokens(1, 5), use_cache=True).past_key_values
+        assert {layer.state.dtype for layer in cache.memory} == {torch.float32}
+
+    def test_cropping_is_refused_and_says_what_to_do(self):
+        with pytest.raises(NotImplementedError, match="cannot forget its last tokens; keep a copy"):
+            DeltaCache(2).crop(-1)
+
+    def test_another_models_cache_is_refused(self):
+        with pytest.raises(ValueError, match="past_key_values is a DynamicCache; pass a DeltaCache"):
+            model()(tokens(1, 2), past_key_values=DynamicCache())
+
+    def test_training_makes_none_unless_asked(self):
+        m = model()
+        assert m(tokens(1, 2)).past_key_values is not None
+        assert m.train()(tokens(1, 2)).past_key_values is None
+        assert model(use_cache=False)(tokens(1, 2)).past_key_values is None
+
+
+class TestSaving:
+    def test_auto_classes_load_what_was_saved(self, tmp_path):
+        for kind, changes in KINDS.items():
+            m = model(dtype=torch.float32, **changes)
+            m.generation_config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+            folder = tmp_path / kind
+            m.save_pretrained(folder)
+            loaded = AutoModelForCausalLM.from_pretrained(folder)
+            assert type(loaded) is DeltaForCausalLM and isinstance(loaded.config, DeltaConfig)
+            for (name, a), b in zip(m.state_dict().items(), loaded.state_dict().values(), strict=True):
+                assert torch.equal(a, b), name
+            tied = loaded.lm_head.weight is loaded.embed.weight
+            assert tied == (kind != "untied")
+            ids = tokens(1, 4)
+            assert torch.equal(loaded.generate(ids), m.generate(ids))
+
+    def test_loading_draws_no_random_numbers_and_fills_what_is_missing(self, tmp_path):
+        from safetensors.torch import load_file, save_file
+
+        m = model(dtype=torch.float32)
+        m.save_pretrained(tmp_path)
+        before = torch.get_rng_state()
+        DeltaForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(before, torch.get_rng_state())
+        path = tmp_path / "model.safetensors"
+        weights = load_file(path)
+        del weights["blocks.1.mixer.A_log"]
+        save_file(weights, path, metadata={"format": "pt"})
+        loaded = DeltaForCausalLM.from_pretrained(tmp_path)
+        A = loaded.blocks[1].mixer.A_log.exp()
+        assert (A > 0).all() and (A < 16).all() and len(A.unique()) == len(A)
+        assert torch.equal(loaded.blocks[1].mixer.dt_bias, m.blocks[1].mixer.dt_bias)
+
+    def test_more_rows_in_the_vocabulary(self):
+        from delta_trn.models.mup import scaled_parameters
+
+        for tied in (True, False):
+            m = model(dtype=torch.float32, tie_word_embeddings=tied)
+            ids = tokens(1, 4)
+            before = m(ids).logits
+            m.resize_token_embeddings(VOCABULARY + 3)
+            assert_same(m(ids).logits[..., :VOCABULARY], before)
+            rows = scaled_parameters(m, optimizer="adamw", lr=1.0, weight_decay=0.0)
+            assert {row.shape for row in rows if row.role.name in ("EMBEDDING", "READOUT")} == {
+                (VOCABULARY + 3, 32)
+            }

@@ -1,0 +1,129 @@
+"""Softmax attention layers among Gated DeltaNet ones: the formula, rotary positions, muP's scale."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from delta_trn.backends.parity.judge import error
+from delta_trn.models.attention import Attention
+from delta_trn.models.sequence import Sequences
+from tests.support.tiny_models import assert_same, model, tokens
+
+# angles are in float32 whatever the weights: at position p they are off by up to p times its epsilon
+ANGLE = torch.finfo(torch.float32).eps
+
+
+def rows(T: int) -> Sequences:
+    return Sequences.rows(T, torch.device("cpu"), attention=True)
+
+
+def attention(dtype: torch.dtype = torch.float64, **changes: object) -> Attention:
+    return model(dtype=dtype, attention_layers=[1], **changes).blocks[1].mixer
+
+
+def inputs(T: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(2, T, 32, dtype=dtype, generator=torch.Generator().manual_seed(T))
+
+
+def literal(layer: Attention, x: Tensor) -> Tensor:
+    """[T, d]: pairs as complex numbers, turned by the distance of query and key and never by a position."""
+    T, D = x.shape[0], layer.D
+    q, k, v = (
+        (x @ p.weight.T).unflatten(1, (-1, D)).unbind(1) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    wavelengths = layer.theta ** -(torch.arange(D // 2, dtype=x.dtype) * 2 / D)
+    heads = []
+    for q_h, k_h, v_h in zip(q, k, v, strict=True):
+        q_c, k_c = (torch.complex(*a.chunk(2, dim=1)) for a in (q_h, k_h))
+        out = []
+        for t in range(T):
+            distance = torch.arange(t, -1, -1, dtype=x.dtype)
+            turned = k_c[: t + 1] * torch.exp(-1j * distance[:, None] * wavelengths)
+            logits = layer.scale * (q_c[t] * turned.conj()).real.sum(1)
+            out.append(torch.softmax(logits, dim=0) @ v_h[: t + 1])
+        heads.append(torch.stack(out))
+    return torch.cat(heads, dim=1) @ layer.o_proj.weight.T
+
+
+@pytest.mark.parametrize("T", [1, 2, 17])
+def test_forward_is_the_formula(T: int):
+    layer, x = attention(), inputs(T)
+    with torch.no_grad():
+        found, expected = layer(x, rows(T)), torch.stack([literal(layer, row) for row in x])
+    assert error(found, expected) < 10 * T * ANGLE
+
+
+def test_a_position_that_is_off_by_one_would_be_seen():
+    """The companion: one key a place too far is far more than the tolerance."""
+    layer, x, sequences = attention(), inputs(17), rows(17)
+    position = sequences.position.clone()
+    position[:, 8:] += 1
+    with torch.no_grad():
+        found, expected = layer(x, replace(sequences, position=position)), layer(x, sequences)
+    assert error(found, expected) > 1000 * 170 * ANGLE
+
+
+@pytest.mark.parametrize("shift", [1, 1000])
+def test_only_distances_matter(shift: int):
+    layer, x, sequences = attention(), inputs(20), rows(20)
+    with torch.no_grad():
+        found = layer(x, replace(sequences, position=sequences.position + shift))
+        assert error(found, layer(x, sequences)) < 10 * (20 + shift) * ANGLE
+
+
+def test_no_layer_but_attention_knows_the_place_of_a_token():
+    """Positions enter by RoPE only, and there only by distance: forty places of padding change nothing."""
+    m, ids = model(attention_layers=[1]), tokens(1, 6)
+    late, mask = torch.cat([tokens(1, 40, seed=2), ids], dim=1), torch.ones(1, 46, dtype=torch.long)
+    mask[:, :40] = 0
+    with torch.no_grad():
+        assert_same(m(late, attention_mask=mask).logits[:, 40:], m(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"parametrization": "mup"}, 12**-0.5 * 2**-0.5),  # 1 / D at m = 1 times a constant, D = 12 at m = 2
+        ({"parametrization": "mup_original"}, 12**-0.5 * 2**-0.5),
+        ({"parametrization": "sp"}, 12**-0.5),
+        ({"parametrization": "mup", "base_width": 32}, 12**-0.5),
+        ({"parametrization": "mup", "scale_by": "heads"}, 12**-0.5),  # heads are added, D stays
+    ],
+    ids=str,
+)
+def test_logits_scale_as_one_over_the_size_of_growing_heads(changes: dict, expected: float):
+    assert attention(**changes).scale == pytest.approx(expected)
+
+
+def test_layers_are_those_that_the_configuration_names():
+    m = model(attention_layers=[0, 2])
+    assert [type(block.mixer).__name__ for block in m.blocks] == ["Attention", "GatedDeltaNet", "Attention"]
+
+
+def test_it_has_as_many_weights_as_the_projections_it_replaces():
+    def weights(layer: torch.nn.Module, *names: str) -> int:
+        return sum(layer.get_parameter(f"{name}_proj.weight").numel() for name in names)
+
+    delta, softmax, _ = (block.mixer for block in model(attention_layers=[1]).blocks)
+    assert weights(softmax, *"qkvo") == sum(p.numel() for p in softmax.parameters())
+    assert weights(softmax, *"qkvo") == weights(delta, *"qkvgo")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotation_is_computed_in_float32_and_returned_in_the_inputs_dtype(dtype: torch.dtype):
+    layer = attention(dtype)
+    assert layer(inputs(5, dtype), rows(5)).dtype == dtype
+    assert all(x.dtype == torch.float32 for x in layer._rotation(rows(5).position))
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 5], [1, 1, 6]], ids=str)
+def test_packed_neighbors_get_no_attention(lengths: list[int]):
+    """Also where every layer is attention, so that nothing else would stop a wrong cu_seqlens."""
+    m, ids = model(attention_layers=[0, 1, 2]), tokens(1, sum(lengths))
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    with torch.no_grad():
+        packed = m(ids, cu_seqlens=bounds).logits
+        parts = [m(part).logits for part in ids.split(lengths, dim=1) if part.shape[1]]
+    assert_same(packed, torch.cat(parts, dim=1))

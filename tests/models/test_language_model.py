@@ -1,0 +1,420 @@
+"""The model as a function: exact identities in float64, independent implementations, sizes, bad input."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from delta_trn.backends.parity.judge import error
+from delta_trn.models import DeltaConfig, DeltaForCausalLM, named_sizes
+from delta_trn.models.convolution import ShortConvolution
+from delta_trn.models.cross_entropy import linear_cross_entropy
+from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.initialization import taps
+from delta_trn.models.layers import RMSNorm
+from delta_trn.models.mup import Role, Tag
+from delta_trn.models.sequence import Sequences
+from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, config, model, tokens
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def rows(T: int, **given: Any) -> Sequences:
+    return Sequences.rows(T, torch.device("cpu"), **given)
+
+
+def parts(lengths: list[int]) -> tuple[Tensor, list[slice]]:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return ends, [slice(int(a), int(b)) for a, b in pairwise(ends)]
+
+
+class TestLayerIsWhatItSays:
+    @staticmethod
+    def literal(layer: GatedDeltaNet, x: Tensor) -> Tensor:
+        """The docstring's equations, a token and a head at a time, with nothing of models or backends."""
+        T, W, K, V = x.shape[0], layer.conv.weight.shape[1], layer.K, layer.V
+        H, HV = layer.sizes[0] // K, layer.sizes[2] // V
+        projected = torch.cat([x @ p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj)], dim=1)
+        mixed = torch.zeros_like(projected)
+        for t in range(T):
+            for j in range(W):
+                if t - j >= 0:
+                    mixed[t] += layer.conv.weight[:, W - 1 - j] * projected[t - j]
+        mixed = mixed / (1 + torch.exp(-mixed))
+        q, k, v = mixed.split(layer.sizes, dim=1)
+        out = []
+        S = [torch.zeros(K, V, dtype=x.dtype) for _ in range(HV)]
+        for t in range(T):
+            heads = []
+            for h in range(HV):
+                i = h // (HV // H)
+                key = k[t, i * K : (i + 1) * K]
+                query = q[t, i * K : (i + 1) * K]
+                key, query = (a / torch.sqrt(a @ a + 1e-6) for a in (key, query))
+                z = layer.a_proj.weight[h] @ x[t] + layer.dt_bias[h]
+                alpha = torch.exp(-torch.exp(layer.A_log[h]) * torch.log1p(torch.exp(z)))
+                beta = layer.beta_max / (1 + torch.exp(-(layer.b_proj.weight[h] @ x[t])))
+                S[h] = alpha * S[h]
+                S[h] = S[h] + torch.outer(key, beta * (v[t, h * V : (h + 1) * V] - S[h].T @ key))
+                o = math.sqrt(K) * S[h].T @ query
+                gate = layer.g_proj.weight[h * V : (h + 1) * V] @ x[t]
+                heads.append(
+                    o / torch.sqrt((o @ o) / V + 1e-6) * layer.o_norm.weight * gate / (1 + torch.exp(-gate))
+                )
+            out.append(layer.o_proj.weight @ torch.cat(heads))
+        return torch.stack(out)
+
+    @pytest.mark.parametrize("kind", ["gdn", "grouped", "untied"])
+    @pytest.mark.parametrize("T", [1, 2, 3, 17])
+    def test_forward_is_the_equations(self, kind: str, T: int):
+        layer = model(**KINDS[kind]).blocks[0].mixer
+        x = torch.randn(1, T, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
+        with torch.no_grad():
+            assert_same(layer(x, rows(T)), self.literal(layer, x[0])[None])
+
+    def test_weights_of_qwen3_next_compute_what_transformers_computes(self):
+        """transformers' own layer, its packed projections unpacked into ours."""
+        c = config(num_v_heads=8, readout="none")
+        d, H, HV, K, V = c.hidden_size, c.num_heads, c.num_v_heads, c.head_dim_k, c.head_dim_v
+        theirs = Qwen3NextGatedDeltaNet(
+            Qwen3NextConfig(
+                hidden_size=d,
+                linear_num_key_heads=H,
+                linear_num_value_heads=HV,
+                linear_key_head_dim=K,
+                linear_value_head_dim=V,
+                linear_conv_kernel_dim=4,
+                rms_norm_eps=c.rms_norm_eps,
+                num_hidden_layers=1,
+            ),
+            layer_idx=0,
+        ).double()
+        generator = torch.Generator().manual_seed(0)
+        for p in theirs.parameters():
+            p.data.normal_(0, 0.5, generator=generator)
+        ours = GatedDeltaNet(c).double()
+        each = HV // H  # value heads of a key head, which in_proj_qkvz keeps together
+        qkvz = theirs.in_proj_qkvz.weight.unflatten(0, (H, -1)).split([K, K, each * V, each * V], dim=1)
+        beta, a = theirs.in_proj_ba.weight.unflatten(0, (H, -1)).split([each, each], dim=1)
+        ours.load_state_dict(
+            {
+                "q_proj.weight": qkvz[0].flatten(0, 1),
+                "k_proj.weight": qkvz[1].flatten(0, 1),
+                "v_proj.weight": qkvz[2].flatten(0, 1),
+                "g_proj.weight": qkvz[3].flatten(0, 1),
+                "a_proj.weight": a.flatten(0, 1),
+                "b_proj.weight": beta.flatten(0, 1),
+                "o_proj.weight": theirs.out_proj.weight,
+                "conv.weight": theirs.conv1d.weight[:, 0],
+                "A_log": theirs.A_log,
+                "dt_bias": theirs.dt_bias,
+                "o_norm.weight": theirs.norm.weight,
+            }
+        )
+        x = torch.randn(2, 70, d, dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            found, expected = ours(x, rows(70)), theirs(x)
+        # transformers computes its delta rule in float32 whatever comes in
+        assert error(found, expected) < 300 * torch.finfo(torch.float32).eps
+
+    def test_convolution_is_conv1d(self):
+        conv = ShortConvolution(5, 4, Tag(Role.VECTOR, law=taps)).double()
+        torch.nn.init.normal_(conv.weight)
+        x = torch.randn(2, 9, 5, dtype=torch.float64, requires_grad=True)
+        y = F.silu(F.conv1d(x.transpose(1, 2), conv.weight[:, None], padding=3, groups=5)[..., :9]).transpose(
+            1, 2
+        )
+        assert_same(conv(x, rows(9)), y)
+
+    def test_derivatives_written_by_hand_are_the_functions_derivatives(self):
+        conv = ShortConvolution(3, 4, Tag(Role.VECTOR, law=taps)).double()
+        norm = RMSNorm(3, 1e-6).double()
+        torch.nn.init.normal_(conv.weight)
+        torch.nn.init.normal_(norm.weight)
+        x = torch.randn(1, 6, 3, dtype=torch.float64, requires_grad=True)
+        packed = Sequences.packed(torch.tensor([0, 2, 2, 6]), 6, attention=False)
+        for sequences in (rows(6), packed):
+            check = torch.autograd.gradcheck
+            assert check(lambda x, w, s=sequences: _with(conv, w)(x, s), (x, conv.weight))
+        assert torch.autograd.gradcheck(lambda x, w: _with(norm, w)(x), (x, norm.weight))
+        targets = torch.tensor([0, 3, -100, 1, 4, 2])
+        weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(
+            lambda h, w: linear_cross_entropy(h, w, targets, 0.7), (x[0].detach().requires_grad_(), weight)
+        )
+
+    def test_a_wrong_tap_would_be_seen(self):
+        """The companion of the checks above: they are not blind to the order of taps."""
+        layer = model().blocks[0].mixer
+        x = torch.randn(1, 17, 32, dtype=torch.float64)
+        expected = self.literal(layer, x[0])[None]
+        layer.conv.weight.data = layer.conv.weight.data.flip(1)
+        with torch.no_grad(), pytest.raises(AssertionError, match="above"):
+            assert_same(layer(x, rows(17)), expected)
+
+
+def _with(module: torch.nn.Module, weight: Tensor) -> Any:
+    return lambda *given: torch.func.functional_call(module, {"weight": weight}, given)
+
+
+class TestTokensSeeWhatTheyShould:
+    @kinds
+    def test_a_changed_token_changes_nothing_before_it(self, kind: str):
+        m, ids = model(**KINDS[kind]), tokens(2, 70)
+        with torch.no_grad():
+            before = m(ids).logits
+            for t in (0, 1, 31, 63, 64, 69):
+                other = ids.clone()
+                other[:, t] = (ids[:, t] + 1) % VOCABULARY
+                after = m(other).logits
+                # the products of other rows of a matrix may be blocked otherwise, so not to the last bit
+                if t:
+                    assert_same(after[:, :t], before[:, :t], what=f"before {t}")
+                assert error(after[:, t:], before[:, t:]) > 1e-6, f"token {t} has no influence"
+
+    @kinds
+    @pytest.mark.parametrize("lengths", [[1, 2, 3, 0, 4], [65, 1, 0, 0, 7], [30]], ids=str)
+    def test_packed_sequences_are_separate_sequences(self, kind: str, lengths: list[int]):
+        m = model(**KINDS[kind])
+        cu_seqlens, places = parts(lengths)
+        ids = tokens(1, sum(lengths))
+        with torch.no_grad():
+            packed = m(ids, cu_seqlens=cu_seqlens).logits
+            for place in places:
+                if place.start < place.stop:
+                    assert_same(packed[:, place], m(ids[:, place]).logits, what=str(place))
+
+    def test_without_boundaries_the_same_tokens_are_not_separate(self):
+        """The companion: what leaks when cu_seqlens is left out is far more than the tolerance."""
+        m, ids = model(), tokens(1, 12)
+        with torch.no_grad():
+            assert error(m(ids).logits[:, 6:], m(ids[:, 6:]).logits) > 1e-3
+
+    @kinds
+    def test_gradients_of_packed_sequences_are_those_of_separate_ones(self, kind: str):
+        m, ids = model(**KINDS[kind]), tokens(1, 41)
+        cu_seqlens, places = parts([5, 0, 35])
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        m.loss(inputs, targets, cu_seqlens=cu_seqlens).backward()
+        together = {name: p.grad.clone() for name, p in m.named_parameters()}
+        m.zero_grad()
+        for place in (places[0], places[2]):
+            share = (place.stop - place.start) / 40
+            (share * m.loss(inputs[:, place], targets[:, place])).backward()
+        for name, p in m.named_parameters():
+            assert_same(together[name], p.grad, what=name, factor=10)
+
+    @kinds
+    @pytest.mark.parametrize("cuts", [[1], [2, 3], [64, 65], [3, 40, 41, 69]], ids=str)
+    def test_a_forward_in_parts_is_the_forward_of_the_whole(self, kind: str, cuts: list[int]):
+        m, ids = model(**KINDS[kind]), tokens(2, 70)
+        with torch.no_grad():
+            whole, cache, found = m(ids, use_cache=False).logits, None, []
+            for part in ids.tensor_split(cuts, dim=1):
+                output = m(part, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                found.append(output.logits)
+        assert_same(torch.cat(found, dim=1), whole)
+        assert cache is not None and cache.get_seq_length() == 70
+
+    @kinds
+    def test_gradients_flow_through_the_cache(self, kind: str):
+        m, ids = model(**KINDS[kind]), tokens(1, 12)
+        m(ids, use_cache=False).logits[:, 6:].square().sum().backward()
+        whole = {name: p.grad.clone() for name, p in m.named_parameters()}
+        m.zero_grad()
+        cache = m(ids[:, :6], use_cache=True).past_key_values
+        m(ids[:, 6:], past_key_values=cache).logits.square().sum().backward()
+        for name, p in m.named_parameters():
+            assert_same(p.grad, whole[name], what=name, factor=10)
+
+
+class TestPadding:
+    MASK = torch.tensor(
+        [
+            [1, 1, 1, 1, 1, 1, 1, 1],
+            [0, 0, 0, 1, 1, 1, 1, 1],  # left
+            [1, 1, 0, 0, 0, 0, 0, 0],  # right
+            [0, 1, 1, 0, 0, 1, 0, 1],  # between
+            [0, 0, 0, 0, 0, 0, 0, 1],
+        ]
+    )
+
+    @kinds
+    def test_padding_is_as_if_it_were_not_there(self, kind: str):
+        m, ids = model(**KINDS[kind]), tokens(5, 8)
+        with torch.no_grad():
+            found = m(ids, attention_mask=self.MASK).logits
+            for row, (given, mask) in enumerate(zip(ids, self.MASK.bool(), strict=True)):
+                alone = m(given[mask][None]).logits[0]
+                assert_same(found[row][mask], alone, what=f"row {row}")
+        assert torch.isfinite(found).all()
+
+    @kinds
+    def test_what_stands_at_padding_changes_nothing(self, kind: str):
+        m, ids = model(**KINDS[kind]), tokens(5, 8)
+        other = torch.where(self.MASK.bool(), ids, (ids + 7) % VOCABULARY)
+        with torch.no_grad():
+            found, same = (m(x, attention_mask=self.MASK).logits[self.MASK.bool()] for x in (ids, other))
+        assert torch.equal(found, same)
+
+    @kinds
+    def test_padding_in_any_part_of_a_forward_in_parts(self, kind: str):
+        """Turns of a conversation of different lengths: whole rows of a part may be padding."""
+        m = model(**KINDS[kind])
+        ids, masks = (
+            tokens(5, 25),
+            torch.cat([self.MASK, self.MASK.flip(0), torch.ones(5, 1).int(), self.MASK], 1),
+        )
+        masks[1, 8:16] = 0
+        masks[2, 16] = 0  # padding where one token is decoded
+        cache, found = None, []
+        with torch.no_grad():
+            for at in (slice(0, 8), slice(8, 16), slice(16, 17), slice(17, 25)):
+                output = m(
+                    ids[:, at], attention_mask=masks[:, : at.stop], past_key_values=cache, use_cache=True
+                )
+                cache = output.past_key_values
+                found.append(output.logits)
+            logits = torch.cat(found, dim=1)
+            for row, (given, mask) in enumerate(zip(ids, masks.bool(), strict=True)):
+                assert_same(logits[row][mask], m(given[mask][None]).logits[0], what=f"row {row}")
+
+    def test_without_the_mask_padding_is_not_harmless(self):
+        m, ids = model(), tokens(5, 8)
+        with torch.no_grad():
+            assert error(m(ids).logits[1, 3:], m(ids[1:2, 3:]).logits[0]) > 1e-3
+
+    def test_gradients_do_not_see_padding(self):
+        m, ids = model(), tokens(5, 8)
+        real = self.MASK.bool()
+        m(ids, attention_mask=self.MASK).logits[real].square().sum().backward()
+        padded = {name: p.grad.clone() for name, p in m.named_parameters()}
+        m.zero_grad()
+        for given, mask in zip(ids, real, strict=True):
+            m(given[mask][None]).logits.square().sum().backward()
+        for name, p in m.named_parameters():
+            assert_same(padded[name], p.grad, what=name, factor=10)
+
+
+class TestShapes:
+    @pytest.mark.parametrize(
+        ("name", "millions", "rest"),
+        [
+            ("gdn-21m", 20.80, 7.92),
+            ("gdn-57m", 57.32, 31.57),
+            ("gdn-105m", 104.86, 66.22),
+            ("gdn-171m", 171.27, 119.75),
+            ("gdn-342m", 341.83, 264.57),
+        ],
+    )
+    def test_parameter_counts_of_the_paper(self, name: str, millions: float, rest: float):
+        with torch.device("meta"):
+            m = DeltaForCausalLM(DeltaConfig(**named_sizes[name]))
+        total = sum(p.numel() for p in m.parameters())
+        assert round(total / 1e6, 2) == millions
+        assert round((total - m.embed.weight.numel()) / 1e6, 2) == rest
+
+    def test_sizes_of_the_heads(self):
+        c = DeltaConfig()
+        assert (c.head_dim_k, c.head_dim_v, c.num_v_heads, c.intermediate_size) == (32, 64, 6, 768)
+        assert DeltaConfig(hidden_size=512, intermediate_multiple=128).intermediate_size == 1408
+
+    def test_only_the_logits_that_are_asked_for(self):
+        m, ids = model(), tokens(2, 9)
+        whole = m(ids).logits
+        assert_same(m(ids, logits_to_keep=2).logits, whole[:, -2:])
+        assert_same(m(ids, logits_to_keep=torch.tensor([0, 4])).logits, whole[:, [0, 4]])
+
+    def test_hidden_states_and_tuples(self):
+        m, ids = model(), tokens(2, 9)
+        output = m(ids, output_hidden_states=True, use_cache=False)
+        assert len(output.hidden_states) == 4
+        assert torch.equal(output.hidden_states[0], m.embed(ids))
+        assert_same(m.lm_head(m.norm(output.hidden_states[-1])) * 0.5, output.logits)
+        assert torch.equal(m(ids, return_dict=False)[0], output.logits)
+
+    def test_embeddings_instead_of_ids(self):
+        m, ids = model(), tokens(2, 9)
+        assert torch.equal(m(inputs_embeds=m.embed(ids)).logits, m(ids).logits)
+
+
+class TestBadConfigurations:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                {"num_heads": 4, "num_v_heads": 6},
+                r"num_v_heads=6 is not a multiple of num_heads=4; nearest: 4 or 8",
+            ),
+            ({"num_heads": 4, "num_v_heads": 3}, r"nearest: 4$"),
+            (
+                {"head_dim_k": 5, "expand_v": 1.5},
+                r"V = 7.5 of K = 5, which must be whole; nearest: 1.4 or 1.6",
+            ),
+            ({"hidden_size": 4, "num_heads": 6}, r"too narrow for num_heads=6.*at most 3 heads"),
+            ({"hidden_size": 256.0}, r"hidden_size=256.0 must be a whole number, at least 1"),
+            ({"num_heads": True}, r"num_heads=True must be a whole number"),
+            ({"vocab_size": 0}, r"vocab_size=0 must be"),
+            ({"conv_size": 0}, r"conv_size=0 must be"),
+            ({"intermediate_size": -1}, r"intermediate_size=-1 must be"),
+            ({"rms_norm_eps": 0.0}, r"rms_norm_eps=0.0 must be a number above 0"),
+            ({"expand_v": float("nan")}, r"expand_v=nan must be a number above 0"),
+            ({"attention_layers": [3]}, r"attention_layers=\[3\] must be different layers of 0 to 2"),
+            ({"attention_layers": [1, 1]}, r"must be different layers"),
+            (
+                {"attention_layers": [0], "head_dim_k": 3, "expand_v": 1},
+                r"V=3 must be even in attention_layers",
+            ),
+            ({"parametrization": "mu"}, r"parametrization='mu' is not one of sp, mup_original, mup"),
+            ({"init": "xavier"}, r"init='xavier' is not one of delta_trn, authors"),
+            ({"readout": "k"}, r"readout='k' is not one of sqrt_k, none"),
+            ({"scale_by": "depth"}, r"scale_by='depth' is not one of head_dim, heads"),
+            ({"eos_token_id": 61}, r"eos_token_id=61 has no row: vocab_size=61"),
+            ({"eos_token_id": [1, -1]}, r"eos_token_id=-1 has no row"),
+            ({"hiden_size": 64}, r"DeltaConfig has no hiden_size=64; did you mean hidden_size"),
+            ({"num_value_heads": 8}, r"did you mean num_v_heads"),
+        ],
+        ids=lambda x: str(x) if isinstance(x, dict) else "",
+    )
+    def test_are_refused_with_what_would_do(self, changes: dict[str, Any], message: str):
+        with pytest.raises(ValueError, match=message):
+            config(**changes)
+
+    def test_what_transformers_adds_is_taken(self):
+        c = DeltaConfig.from_dict({**config().to_dict(), "torch_dtype": "float32", "_name_or_path": "x"})
+        assert c.hidden_size == 32
+
+
+class TestBadCalls:
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({}, "give input_ids or inputs_embeds, one of the two"),
+            ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\), expected \(2, 5\)"),
+            ({"cu_seqlens": torch.tensor([0, 5]), "use_cache": True}, "cu_seqlens packs whole sequences"),
+            ({"cu_seqlens": torch.tensor([0, 5]), "attention_mask": torch.ones(2, 5)}, "leave out"),
+            ({"past_key_values": ((1, 2),)}, "past_key_values is a tuple; pass a DeltaCache"),
+        ],
+        ids=["nothing", "mask", "packed cache", "packed mask", "cache"],
+    )
+    def test_are_refused(self, given: dict[str, Any], message: str):
+        ids = None if not given else tokens(2, 5)
+        with pytest.raises(ValueError, match=message):
+            model()(ids, **given)
+
+    def test_targets_of_another_shape(self):
+        with pytest.raises(ValueError, match=r"targets \(2, 4\) must have the shape of input_ids \(2, 5\)"):
+            model().loss(tokens(2, 5), tokens(2, 4))
+
+    def test_a_cache_while_checkpointing(self):
+        m = model().train()
+        m.gradient_checkpointing_enable()
+        with pytest.raises(ValueError, match="runs blocks twice"):
+            m(tokens(1, 5), use_cache=True)

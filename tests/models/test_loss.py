@@ -1,0 +1,239 @@
+"""The loss, precision and transformations of the model: what it computes, however it is computed."""
+
+import copy
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from delta_trn.backends.layers.pytorch import AT_ONCE
+from delta_trn.backends.parity.judge import error
+from delta_trn.models import DeltaForCausalLM
+from delta_trn.models.cross_entropy import linear_cross_entropy
+from delta_trn.models.sequence import Sequences
+from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, model, tokens
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def rows(T: int, **given: Any) -> Sequences:
+    return Sequences.rows(T, torch.device("cpu"), **given)
+
+
+def parts(lengths: list[int]) -> tuple[Tensor, list[slice]]:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return ends, [slice(int(a), int(b)) for a, b in pairwise(ends)]
+
+
+class TestReadout:
+    @pytest.mark.parametrize(
+        "changes", [{}, {"init": "authors", "initializer_range": 0.02}], ids=["ours", "authors"]
+    )
+    def test_the_length_of_o_is_lost_in_its_norm_but_for_epsilon(self, changes: dict[str, Any]):
+        """With y = RMSNorm(o) gate and c = V eps / (|o|^2 + V eps), exactly o . dL/do = c (y . dL/dy).
+
+        So o . dL/do = 0 wherever epsilon is negligible, which is what sqrt(K) is for. With the released scale
+        and taps the norm is nearly linear instead: c is near 1.
+        """
+        layer = model(**changes).blocks[0].mixer
+        kept: list[Tensor] = []
+        layer.o_norm.register_forward_hook(lambda _, given, y: kept.extend([given[0], y]))
+        x = torch.randn(2, 40, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        y = layer(x, rows(40))
+        o, normed = kept
+        do, dnormed = torch.autograd.grad(y.sin().sum(), kept)
+        c = 12e-6 / (o.square().sum(-1) + 12e-6)
+        assert_same(
+            (o * do).sum(-1), c * (normed * dnormed).sum(-1), factor=100
+        )  # a difference of large terms
+        if changes:
+            assert c.median() > 0.5
+        else:
+            assert c.median() < 1e-3
+
+    @pytest.mark.parametrize(("readout", "scale"), [("sqrt_k", 6**0.5), ("none", 6**-0.5)])
+    def test_its_scale(self, readout: str, scale: float):
+        assert model(readout=readout).blocks[0].mixer.scale == pytest.approx(scale)
+
+
+class TestLoss:
+    def test_is_cross_entropy_and_its_gradients(self):
+        m, ids = model(), tokens(2, 30)
+        inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+        targets[0, :7] = -100
+        found = m.loss(inputs, targets)
+        grads = torch.autograd.grad(found, list(m.parameters()))
+        expected = F.cross_entropy(m(inputs).logits.flatten(0, 1), targets.flatten())
+        assert_same(found, expected)
+        for (name, _), a, b in zip(
+            m.named_parameters(), grads, torch.autograd.grad(expected, list(m.parameters())), strict=True
+        ):
+            assert_same(a, b, what=name, factor=10)
+
+    @pytest.mark.parametrize("tokens_at_once", [1, 3, 1000])
+    def test_chunks_do_not_matter(self, tokens_at_once: int, monkeypatch: pytest.MonkeyPatch):
+        m, ids = model(), tokens(2, 9)
+        whole = m.loss(ids, ids)
+        monkeypatch.setitem(AT_ONCE, "cpu", tokens_at_once * VOCABULARY)
+        assert_same(m.loss(ids, ids), whole)
+
+    def test_labels_follow_transformers_convention(self):
+        m, ids = model(), tokens(2, 30)
+        labels = ids.clone()
+        labels[:, :4] = -100
+        expected = F.cross_entropy(m(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        assert_same(m(ids, labels=labels).loss, expected)
+
+    def test_labels_of_packed_sequences_do_not_cross_their_ends(self):
+        m, ids = model(), tokens(1, 20)
+        cu_seqlens, places = parts([7, 0, 13])
+        separate = [
+            m(ids[:, p], labels=ids[:, p]).loss * (p.stop - p.start - 1) for p in (places[0], places[2])
+        ]
+        assert_same(m(ids, labels=ids, cu_seqlens=cu_seqlens).loss, sum(separate) / 18)
+
+    def test_nothing_to_predict_is_no_loss_and_no_gradient(self):
+        m, ids = model(), tokens(1, 5)
+        loss = m.loss(ids, torch.full_like(ids, -7), ignore_index=-7)
+        loss.backward()
+        assert loss == 0 and all(not p.grad.any() for p in m.parameters())
+
+    def test_no_logits_of_all_tokens_are_kept(self, monkeypatch: pytest.MonkeyPatch):
+        """Nothing that autograd keeps, and nothing made on the way, is as large as all logits."""
+        monkeypatch.setitem(AT_ONCE, "cpu", 64 * VOCABULARY)
+        m, ids = model(dtype=torch.float32), tokens(2, 256)
+        largest = 0
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                nonlocal largest
+                out = func(*args, **(kwargs or {}))
+                for x in out if isinstance(out, (tuple, list)) else [out]:
+                    if isinstance(x, Tensor) and x.dim() and x.shape[-1] == VOCABULARY:
+                        largest = max(largest, x.numel())
+                return out
+
+        with Watch():
+            m.loss(ids, ids).backward()
+        assert 0 < largest <= 64 * VOCABULARY < ids.numel() * VOCABULARY
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_huge_logits_stay_finite(self, dtype: torch.dtype):
+        hidden = torch.tensor([[300.0, -300.0], [0.0, 0.0]], dtype=dtype, requires_grad=True)
+        weight = torch.tensor([[300.0, 0.0], [0.0, 300.0]], dtype=dtype, requires_grad=True)
+        loss = linear_cross_entropy(hidden, weight, torch.tensor([1, 0]), 1.0)
+        loss.backward()
+        assert loss.item() == pytest.approx((180_000 + math.log(2)) / 2, rel=2**-8)
+        assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+
+
+class TestPrecision:
+    def test_gates_and_norms_stay_float32_under_autocast(self, monkeypatch: pytest.MonkeyPatch):
+        seen: dict[str, torch.dtype] = {}
+        m, ids = model(dtype=torch.float32), tokens(2, 20)
+
+        def watch(q, k, v, g, beta, **options):
+            seen.update(q=q.dtype, v=v.dtype, g=g.dtype, beta=beta.dtype)
+            return original(q, k, v, g, beta, **options)
+
+        from delta_trn.models import gated_deltanet as module
+
+        original = module.gated_delta_rule
+        monkeypatch.setattr(module, "gated_delta_rule", watch)
+        norms = []
+        m.norm.register_forward_hook(lambda _, given, out: norms.append((given[0].dtype, out.dtype)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = m.loss(ids, ids)
+        loss.backward()
+        assert seen == {
+            "q": torch.bfloat16,
+            "v": torch.bfloat16,
+            "g": torch.float32,
+            "beta": torch.float32,
+        }
+        assert norms == [(torch.float32, torch.float32)] and loss.dtype == torch.float32
+        assert {p.grad.dtype for p in m.parameters()} == {torch.float32}
+
+    def test_gates_under_autocast_are_those_without(self):
+        layer = model(dtype=torch.float32).blocks[0].mixer
+        x = torch.randn(2, 20, 32)
+        exact = layer.gates(x, rows(20))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = layer.gates(x, rows(20))
+        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+
+    @pytest.mark.parametrize("how", ["autocast", "weights"])
+    def test_bfloat16_is_as_close_as_its_roundings(self, how: str):
+        """Rounding weights is one error a product; with what they multiply and what comes out it is three,
+        sqrt(3) times one at random. Twice that is allowed.
+        """
+        exact, ids = model(dtype=torch.float32), tokens(2, 70)
+        rounded = copy.deepcopy(exact).to(torch.bfloat16)
+        with torch.no_grad():
+            expected = exact(ids).logits
+            of_weights = error(copy.deepcopy(rounded).float()(ids).logits, expected)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+                found = (exact if how == "autocast" else rounded)(ids).logits
+        assert found.dtype == torch.bfloat16
+        assert 0.5 * of_weights < error(found.float(), expected) < 2 * 3**0.5 * of_weights
+
+    def test_loading_keeps_what_bfloat16_would_freeze_in_float32(self, tmp_path: Path):
+        m = model(dtype=torch.float32)
+        m.save_pretrained(tmp_path)
+        loaded = DeltaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        for name, p in loaded.named_parameters():
+            kept = name.endswith(("A_log", "dt_bias"))
+            assert p.dtype == (torch.float32 if kept else torch.bfloat16), name
+            if kept:
+                assert torch.equal(p, m.get_parameter(name))
+        assert torch.isfinite(loaded(tokens(2, 9)).logits).all()
+
+
+class TestTransformations:
+    @kinds
+    def test_checkpointing_gives_the_same_gradients(self, kind: str):
+        m, ids = model(**KINDS[kind]).train(), tokens(2, 20)
+        m.loss(ids, ids).backward()
+        plain = {name: p.grad.clone() for name, p in m.named_parameters()}
+        m.zero_grad()
+        m.gradient_checkpointing_enable()
+        calls = []
+        m.blocks[0].mixer.register_forward_hook(lambda *_: calls.append(1))
+        m.loss(ids, ids).backward()
+        assert len(calls) == 2, "checkpointing runs a block forward twice"
+        assert all(torch.equal(p.grad, plain[name]) for name, p in m.named_parameters())
+
+    def compiled_and_not(self, autocast: bool, **kind: Any) -> list[list[Tensor]]:
+        """[compiled, eager] of the loss and every gradient, of packed sequences."""
+        torch._dynamo.reset()
+        m, ids = model(dtype=torch.float32, **kind).train(), tokens(1, 41)
+        compiled = torch.compile(m.loss, backend="aot_eager", fullgraph=True, dynamic=False)
+        found = []
+        for function in (compiled, m.loss):
+            m.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = function(ids[:, :-1], ids[:, 1:], cu_seqlens=torch.tensor([0, 11, 11, 40]))
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in m.parameters())])
+        return found
+
+    def test_training_compiles_into_one_graph(self):
+        for a, b in zip(
+            *self.compiled_and_not(False, num_hidden_layers=2, attention_layers=[1]), strict=True
+        ):
+            assert_same(a, b, factor=10)
+
+    def test_training_compiles_under_autocast(self):
+        """Both round to bfloat16, at other places: no farther apart than from float32."""
+        kind = {"num_hidden_layers": 1}
+        m, ids = model(dtype=torch.float32, **kind), tokens(1, 41)
+        loss = m.loss(ids[:, :-1], ids[:, 1:], cu_seqlens=torch.tensor([0, 11, 11, 40]))
+        loss.backward()
+        exact = [loss.detach(), *(p.grad for p in m.parameters())]
+        for a, b, right in zip(*self.compiled_and_not(True, **kind), exact, strict=True):
+            assert error(a, b) <= 2 * error(b, right) + 2**-9

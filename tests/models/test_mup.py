@@ -1,0 +1,408 @@
+"""The muP table: its numbers, its tags against shapes, and what it does to activations across widths."""
+
+import copy
+import math
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from delta_trn.models import DeltaConfig, DeltaForCausalLM
+from delta_trn.models.mup import (
+    OPTIMIZERS,
+    TABLES,
+    Role,
+    Rule,
+    ScaledParameter,
+    markdown_table,
+    scaled_parameters,
+    tagged_parameters,
+)
+from tests.support.tiny_models import config, model, tokens
+
+
+def built(width: int, *, scale_by: str = "head_dim", **changes: Any) -> DeltaForCausalLM:
+    """Without memory, at base width 64. Width enlarges 4 heads, or adds heads of size 12."""
+    heads = {"num_heads": 4} if scale_by == "head_dim" else {"num_heads": width // 16, "head_dim_k": 12}
+    sizes = {"hidden_size": width, "base_width": 64, "initializer_range": 0.02, **heads}
+    with torch.device("meta"):
+        return DeltaForCausalLM(config(scale_by=scale_by, **sizes, **changes))
+
+
+def rows(m: DeltaForCausalLM, optimizer: str = "adamw", **given: Any) -> dict[str, ScaledParameter]:
+    given = {"lr": 1.0, "weight_decay": 0.1, **given}
+    return {row.name: row for row in scaled_parameters(m, optimizer=optimizer, **given)}
+
+
+# one parameter of each class of arXiv:2606.04048
+CLASSES = {
+    "embed.weight": "embedding",
+    "lm_head.weight": "head",
+    "blocks.0.mixer.q_proj.weight": "matrix",
+    "blocks.0.mixer.k_proj.weight": "matrix",
+    "blocks.0.mixer.v_proj.weight": "matrix",
+    "blocks.0.mixer.g_proj.weight": "matrix",
+    "blocks.0.mixer.o_proj.weight": "matrix",
+    "blocks.0.mlp.gate_proj.weight": "matrix",
+    "blocks.0.mlp.up_proj.weight": "matrix",
+    "blocks.0.mlp.down_proj.weight": "matrix",
+    "blocks.1.mixer.q_proj.weight": "matrix",
+    "blocks.1.mixer.o_proj.weight": "matrix",
+    "blocks.0.mixer.a_proj.weight": "gate",
+    "blocks.0.mixer.b_proj.weight": "gate",
+    "blocks.0.mixer.A_log": "scalar",
+    "blocks.0.mixer.dt_bias": "scalar",
+    "blocks.0.mixer_norm.weight": "vector",
+    "blocks.0.mlp_norm.weight": "vector",
+    "blocks.0.mixer.o_norm.weight": "vector",
+    "blocks.0.mixer.conv.weight": "vector",
+    "norm.weight": "vector",
+}
+# learning-rate factors at m = n, and of the initial standard deviation and the logits
+SGD = {
+    "sp": {},
+    "mup_original": {"embedding": "n", "head": "n", "vector": "n"},
+    "mup": {"embedding": "n", "head": "n", "vector": "n", "gate": "n**-0.5", "scalar": "n**0.5"},
+    "mup_authors": {"embedding": "n", "head": "n", "gate": "n**-0.5", "scalar": "n**0.5"},
+    "mup_aligned": {"embedding": "n", "head": "n", "vector": "n", "gate": "1/n"},
+}
+ADAMW = {
+    "sp": {},
+    "mup_original": {"matrix": "1/n", "gate": "1/n"},
+    "mup": {"matrix": "1/n", "gate": "1/n"},
+    "mup_authors": {"matrix": "1/n", "gate": "1/n", "vector": "1/n"},
+    "mup_aligned": {"matrix": "1/n", "gate": "1/n"},
+}
+STD = {name: {} if name == "sp" else {"matrix": "n**-0.5", "gate": "n**-0.5"} for name in TABLES}
+MULTIPLIER = {name: {} if name == "sp" else {"embedding": "1/n", "head": "1/n"} for name in TABLES}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_class_gets_exactly_what_the_paper_says(name: str, n: int, tied: bool):
+    def factor(table: dict[str, dict[str, str]], kind: str) -> float:
+        return float(eval(table[name].get(kind, "1"), {"n": n}))
+
+    m = built(64 * n, parametrization=name, tie_word_embeddings=tied, attention_layers=[1])
+    for optimizer, table in (("adamw", ADAMW), ("sgd", SGD)):
+        found = rows(m, optimizer, lr=0.25)
+        for parameter, kind in CLASSES.items():
+            if parameter == "lm_head.weight" and tied:
+                assert parameter not in found
+                continue
+            row = found[parameter]
+            assert row.lr == 0.25 * factor(table, kind), parameter
+            untied_embedding = kind == "embedding" and not tied
+            assert row.multiplier == factor(MULTIPLIER, kind) or untied_embedding, parameter
+            if kind in ("scalar", "vector"):
+                assert row.init_std is None, parameter
+            else:
+                assert row.init_std == 0.02 * factor(STD, kind), parameter
+            assert row.weight_decay == (0.1 if kind in ("matrix", "gate") else 0.0), parameter
+    assert m.logits_multiplier == factor(MULTIPLIER, "head")
+
+
+def test_the_factors_of_hidden_matrices_are_those_of_the_papers_f():
+    """0.32 / sqrt(d), which is 0.02 at d = 256."""
+    for width in (256, 512, 1024, 1536):
+        with torch.device("meta"):
+            m = DeltaForCausalLM(DeltaConfig(hidden_size=width, num_hidden_layers=1))
+        std = rows(m)["blocks.0.mlp.up_proj.weight"].init_std
+        assert std == pytest.approx(0.32 / width**0.5)
+
+
+@pytest.mark.parametrize("scale_by", ["head_dim", "heads"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("attention_layers", [[], [1]], ids=str)
+def test_declared_roles_are_those_that_shapes_imply(scale_by: str, tied: bool, attention_layers: list[int]):
+    """A role says how many dimensions of a parameter grow with width; so do its shapes at two widths."""
+    given = {"scale_by": scale_by, "tie_word_embeddings": tied, "attention_layers": attention_layers}
+    narrow, wide = (tagged_parameters(built(width, **given)) for width in (64, 128))
+    for (name, p, tag), (_, q, _) in zip(narrow, wide, strict=True):
+        grew = sum(a != b for a, b in zip(p.shape, q.shape, strict=True))
+        assert tag.role.growing == grew, f"{name}: declared {tag.role.name}, {grew} dimensions grew"
+
+
+def test_roles_of_the_wrong_growth_are_found():
+    """The companion: roles for larger heads, shapes of more heads."""
+    narrow, wide = built(64), built(128)
+    found = {name: tag.role for name, _, tag in tagged_parameters(narrow)}
+    shapes = {name: p.shape for name, p, _ in tagged_parameters(built(128, scale_by="heads"))}
+    wrong = [
+        name
+        for name, p, _ in tagged_parameters(narrow)
+        if found[name].growing != sum(a != b for a, b in zip(p.shape, shapes[name], strict=True))
+    ]
+    assert {name.rsplit("mixer.")[-1] for name in wrong} == {
+        "a_proj.weight",
+        "b_proj.weight",
+        "A_log",
+        "dt_bias",
+        "o_norm.weight",
+    }
+    assert wide is not narrow
+
+
+@pytest.mark.parametrize("kind", [{}, {"attention_layers": [0, 2]}, {"tie_word_embeddings": False}], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_rows_partition_the_parameters(kind: dict[str, Any], optimizer: str):
+    m = model(**kind)
+    found = scaled_parameters(m, optimizer=optimizer, lr=1e-3, weight_decay=0.1)
+    assert [(row.name, row.parameter) for row in found] == list(m.named_parameters())
+    assert all(row.shape == tuple(row.parameter.shape) for row in found)
+
+
+def test_a_parameter_without_a_role_is_named():
+    m = model()
+    m.blocks[1].mlp.extra = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"blocks.1.mlp.extra \(3, 2\) has no muP role.*tags of SwiGLU"):
+        scaled_parameters(m, optimizer="adamw", lr=1.0, weight_decay=0.0)
+
+
+def test_an_optimizer_without_a_column():
+    with pytest.raises(ValueError, match=r"optimizer='lion' has no column.*adamw, sgd"):
+        scaled_parameters(model(), optimizer="lion", lr=1.0, weight_decay=0.0)
+
+
+def test_tags_outlive_copies_and_moves():
+    m = model()
+    for changed in (copy.deepcopy(m), copy.deepcopy(m).to(torch.bfloat16), built(64).to_empty(device="cpu")):
+        assert len(rows(changed)) == len(list(changed.parameters()))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", TABLES)
+def test_independent_decay_is_the_same_at_every_width(optimizer: str, name: str):
+    """What a step takes off a weight is lr * decay."""
+    per_step = []
+    for n in (1, 2, 4):
+        m = built(64 * n, parametrization=name)
+        found = rows(m, optimizer, lr=0.5, independent_weight_decay=True)
+        per_step.append([row.lr * row.weight_decay for row in found.values()])
+    assert per_step[1] == pytest.approx(per_step[0])
+    assert per_step[2] == pytest.approx(per_step[0])
+    coupled = rows(built(256, parametrization="mup"))["blocks.0.mlp.up_proj.weight"]
+    assert coupled.lr * coupled.weight_decay == pytest.approx(0.1 / 4), "and the default is not"
+
+
+@pytest.mark.parametrize("name", ["mup", "mup_original", "mup_authors", "mup_aligned"])
+def test_at_the_base_width_it_is_the_standard_parametrization_bit_for_bit(name: str):
+    """Same seed: same weights, logits, loss, gradients, and after a step of AdamW."""
+    found = []
+    for parametrization in ("sp", name):
+        m = model(dtype=torch.float32, base_width=32, parametrization=parametrization, attention_layers=[1])
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [r.parameter], "lr": r.lr, "weight_decay": r.weight_decay, "eps": 1e-8 * r.epsilon}
+                for r in rows(m, lr=1e-3).values()
+            ]
+        )
+        ids = tokens(2, 20)
+        loss = m.loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        grads = [p.grad.clone() for p in m.parameters()]
+        optimizer.step()
+        found.append([loss.detach(), *grads, *(p.detach() for p in m.parameters()), m(ids).logits.detach()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_away_from_it_it_is_not():
+    sp, mup = (model(parametrization=name).blocks[0].mlp.up_proj.weight for name in ("sp", "mup"))
+    assert not torch.equal(sp, mup) and torch.allclose(sp * 2**-0.5, mup)
+
+
+class TestInitialValues:
+    def test_they_have_the_standard_deviation_that_the_table_says(self):
+        """The sample deviation of n normal numbers is off by 1 / sqrt(2 n), here five times that at most."""
+        for changes in ({}, {"tie_word_embeddings": False}, {"init": "authors"}):
+            m = DeltaForCausalLM(DeltaConfig(vocab_size=500, hidden_size=128, num_hidden_layers=2, **changes))
+            for row in rows(m).values():
+                if row.init_std is not None:
+                    x = row.parameter
+                    assert x.std().item() == pytest.approx(row.init_std, rel=5 / (2 * x.numel()) ** 0.5), (
+                        row.name
+                    )
+                    assert abs(x.mean().item()) < 5 * row.init_std / x.numel() ** 0.5, row.name
+
+    def test_they_follow_mamba2s_laws(self):
+        m = DeltaForCausalLM(
+            DeltaConfig(vocab_size=9, hidden_size=64, num_heads=1, num_v_heads=4000, head_dim_k=1)
+        )
+        layer = m.blocks[0].mixer
+        A, dt = layer.A_log.exp(), torch.nn.functional.softplus(layer.dt_bias)
+        assert A.min() > 0 and A.max() < 16 and A.mean().item() == pytest.approx(8, rel=0.05)
+        assert dt.min() > 0.99e-3 and dt.max() < 1.01e-1
+        assert dt.log().mean().item() == pytest.approx(math.log(1e-2), rel=0.05)
+        assert (layer.conv.weight.abs() <= 0.5).all()
+        assert layer.conv.weight.std().item() == pytest.approx(12**-0.5, rel=0.05)
+        assert all((norm.weight == 1).all() for norm in (m.norm, layer.o_norm, m.blocks[0].mlp_norm))
+
+    @pytest.mark.parametrize("m", [1, 4])
+    def test_the_authors_draw_taps_and_tied_embedding_like_hidden_matrices(self, m: int):
+        std = 0.02 * m**-0.5
+        found = rows(built(64 * m, init="authors"))
+        assert found["blocks.0.mixer.conv.weight"].init_std == found["embed.weight"].init_std == std
+        assert rows(built(64 * m))["embed.weight"].init_std == 0.02
+        c = config(init="authors")
+        assert c.readout == "none" and config(init="authors", readout="sqrt_k").readout == "sqrt_k"
+
+    def test_a_seed_says_them_and_the_next_model_differs(self):
+        a, b = model(seed=3), model(seed=3)
+        c = DeltaForCausalLM(config())
+        assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+        assert not torch.equal(b.embed.weight, c.double().embed.weight)
+
+    def test_a_parameter_does_not_depend_on_those_made_before_it(self):
+        """More layers, another mixer, untied: what has the same name and shape has the same values."""
+        plain = dict(model().named_parameters())
+        for changes in (
+            {"num_hidden_layers": 5},
+            {"attention_layers": [0]},
+            {"tie_word_embeddings": False},
+            {"conv_size": 2},
+        ):
+            other = dict(model(**changes).named_parameters())
+            shared = [n for n in plain if n in other and plain[n].shape == other[n].shape and "attn" not in n]
+            assert len(shared) > 20
+            for name in shared:
+                if changes.get("attention_layers") and name.startswith("blocks.0.mixer."):
+                    continue  # the same names for other things
+                assert torch.equal(plain[name], other[name]), name
+
+    def test_device_and_default_dtype_do_not_matter(self):
+        torch.manual_seed(0)
+        expected = DeltaForCausalLM(config())
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            m = DeltaForCausalLM(config())
+        m.to_empty(device="cpu").tie_weights()
+        m.initialize_weights()
+        assert all(torch.equal(a, b) for a, b in zip(m.parameters(), expected.parameters(), strict=True))
+
+
+class TestTable:
+    def test_every_table_has_every_role_with_a_source(self):
+        for table in TABLES.values():
+            assert set(table.rules) == set(Role)
+            assert all(rule.source for rule in table.rules.values())
+
+    def test_standard_means_no_powers_at_all(self):
+        assert all(rule == Rule(source="standard") for rule in TABLES["sp"].rules.values())
+        assert TABLES["sp"].attention == 0
+
+    def test_the_printed_table_is_the_table(self):
+        lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown_table().splitlines()]
+        assert lines[0] == ["parameter", "", "sp", "mup_original", "mup"]
+        gate = next(i for i, line in enumerate(lines) if line[0].startswith("width to one number a head"))
+        assert lines[gate + 3] == ["", "lr SGD", "1", "1", "1/√m"]
+        assert lines[gate + 4] == ["", "epsilon", "1", "1/√m", "1/√m"]
+        assert lines[gate + 8] == ["", "lr SGD", "1", "1", "√m"]
+        assert "m^0.25" in _with_power(0.25)
+
+    def test_epsilon_follows_the_gradients(self):
+        """At initialization under muP: measured gradients' entries go as the table says Adam's epsilon does.
+
+        Roots of mean squares of a hidden matrix, of gains and of the embedding, medians of five seeds; a
+        slope of -1 within 0.25 from m = 4 to 16. It is a law of large widths: from m = 1 to 4 it is -1.6.
+        Gates and scalars of 4 heads are too few numbers to measure.
+        """
+        names = ("embed.weight", "blocks.1.mlp.down_proj.weight", "norm.weight")
+        sizes: dict[str, list[float]] = {name: [] for name in names}
+        for width in (128, 512):
+            seeds: dict[str, list[float]] = {name: [] for name in names}
+            for seed in range(5):
+                m = trainable(width, "mup", seed=seed)
+                ids = tokens(8, 33, seed=seed)
+                m.loss(ids[:, :-1], ids[:, 1:]).backward()
+                for name in names:
+                    gradient = m.get_parameter(name).grad
+                    assert gradient is not None
+                    seeds[name].append(gradient.square().mean().sqrt().item())
+            for name in names:
+                sizes[name].append(median(seeds[name]))
+        for name, (narrow, wide) in sizes.items():
+            slope = math.log(wide / narrow) / math.log(4)
+            assert slope == pytest.approx(TABLES["mup"][rows(m)[name].role].epsilon, abs=0.25), name
+
+
+def _with_power(power: float) -> str:
+    from delta_trn.models.mup import _power
+
+    return _power(power)
+
+
+def trainable(width: int, parametrization: str, seed: int = 0) -> DeltaForCausalLM:
+    """Two layers, base width 32; initial weights of a size that matters at that width."""
+    torch.manual_seed(seed)
+    return DeltaForCausalLM(
+        config(
+            hidden_size=width,
+            base_width=32,
+            num_hidden_layers=2,
+            parametrization=parametrization,
+            initializer_range=0.15,
+        )
+    )
+
+
+def changes_of(width: int, parametrization: str, optimizer: str, lr: float, steps: int) -> dict[str, float]:
+    """Root mean square of how much each activation moved in a few steps on one batch, in float32."""
+    m = trainable(width, parametrization)
+    groups = [
+        {"params": [r.parameter], "lr": r.lr, "eps": 1e-12}
+        for r in rows(m, optimizer, lr=lr, weight_decay=0.0).values()
+    ]
+    if optimizer == "sgd":
+        for group in groups:
+            del group["eps"]
+    stepper = torch.optim.AdamW(groups, weight_decay=0.0) if optimizer == "adamw" else torch.optim.SGD(groups)
+    ids = tokens(8, 33)
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+
+    def activations() -> dict[str, Tensor]:
+        kept: dict[str, Tensor] = {}
+        hooks = [
+            module.register_forward_hook(lambda _, given, out, name=name: kept.update({name: out}))
+            for name, module in {
+                "mixer": m.blocks[1].mixer,
+                "mlp": m.blocks[1].mlp,
+                "qkv": m.blocks[1].mixer.conv,
+                "hidden": m.blocks[1],
+            }.items()
+        ]
+        with torch.no_grad():
+            kept["logits"] = m(inputs, use_cache=False).logits
+        for hook in hooks:
+            hook.remove()
+        x = m.blocks[1].mixer_norm(kept["hidden"])
+        kept["a"], kept["b"] = (layer(x) for layer in (m.blocks[1].mixer.a_proj, m.blocks[1].mixer.b_proj))
+        return {name: x.detach() for name, x in kept.items()}
+
+    before = activations()
+    for _ in range(steps):
+        m.zero_grad()
+        m.loss(inputs, targets).backward()
+        stepper.step()
+    after = activations()
+    return {name: (after[name] - x).square().mean().sqrt().item() for name, x in before.items()}
+
+
+def slopes(parametrization: str, optimizer: str, lr: float) -> dict[str, float]:
+    """log-log slope of each activation's change over widths 32, 64, 128, 256, after 3 steps."""
+    widths = [32, 64, 128, 256]
+    found = [changes_of(width, parametrization, optimizer, lr, 3) for width in widths]
+    x = torch.tensor(widths).double().log()
+    x = x - x.mean()
+    return {
+        name: ((x * torch.tensor([f[name] for f in found]).double().log()).sum() / x.square().sum()).item()
+        for name in found[0]
+    }
+
+
+if __name__ == "__main__":
+    for optimizer, lr in (("adamw", 0.01), ("sgd", 0.1)):
+        for p in ("mup", "mup_original", "sp"):
+            print(optimizer, p, {k: round(v, 2) for k, v in slopes(p, optimizer, lr).items()})

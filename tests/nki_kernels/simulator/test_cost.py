@@ -1,0 +1,262 @@
+"""The cost model: instruction costs against the documented formulas, dependencies, bounds, the report."""
+
+import json
+from itertools import pairwise
+from math import isclose
+
+import numpy as np
+import pytest
+
+from delta_trn.nki_kernels import short_convolution
+from delta_trn.nki_kernels.simulator import TARGETS, nisa, nl, record
+from delta_trn.nki_kernels.simulator.__main__ import main
+from delta_trn.nki_kernels.simulator.cost import estimate, instruction_cost
+from tests.support.simulator_harness import F32, ones
+
+TRN1 = TARGETS["trn1"]
+
+
+def traced(body, target="trn1"):
+    def kernel():
+        body()
+        out = nl.ndarray((1, 1), F32, nl.shared_hbm)
+        nisa.dma_copy(dst=out, src=ones(1, 1))
+        return out
+
+    trace = record(kernel, target=target, check_source=False).trace[
+        :-2
+    ]  # without the output that every kernel needs
+    return trace, estimate(trace, TARGETS[target])
+
+
+def busy(body, op, target="trn1"):
+    """Cycles of the last `op` that the body issues."""
+    trace, _ = traced(body, target)
+    record_ = [r for r in trace if r.op == op][-1]
+    clock = getattr(TARGETS[target], f"{record_.engine.name}_ghz")
+    return instruction_cost(record_, TARGETS[target])[0] * clock * 1e3
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "dtype", "onezero", "cycles"),
+    [
+        (128, 512, "bfloat16", False, 512),
+        (128, 16, "bfloat16", False, 64),
+        (16, 8, "bfloat16", False, 16),
+        (128, 512, "float32", False, 2048),
+        (128, 512, "float32", True, 1024),
+        (128, 512, "bfloat16", True, 512),
+    ],
+)
+def test_matmul_cycles(M, N, dtype, onezero, cycles):
+    def body():
+        ps = nl.ndarray((M, N), F32, nl.psum)
+        left, right = ones(64, M, dtype=dtype), ones(64, N, dtype=dtype)
+        nisa.nc_matmul(dst=ps, stationary=left, moving=right, is_stationary_onezero=onezero)
+
+    assert isclose(busy(body, "nc_matmul"), cycles)
+
+
+def test_elementwise_cycles():
+    def body():
+        x, y, column = ones(128, 300), ones(128, 300), ones(128, 1)
+        nisa.tensor_tensor(dst=y, data1=x, data2=y, op=nl.add)
+        nisa.tensor_scalar(dst=y, data=x, op0=nl.add, operand0=1.0)
+        nisa.reciprocal(dst=y, data=x)
+        nisa.activation(
+            dst=y,
+            op=nl.exp,
+            data=x,
+            reduce_op=nl.add,
+            reduce_res=column,
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )
+        nisa.iota(dst=y, pattern=[[1, 300]])
+        nisa.tensor_copy(dst=column, src=x[:, 0:1])
+
+    expected = {
+        "tensor_tensor": 600, "tensor_scalar": 300, "reciprocal": 2400, "activation": 364, "iota": 450,
+        "tensor_copy": 64,
+    }  # fmt: skip
+    for op, cycles in expected.items():
+        assert isclose(busy(body, op), cycles), op
+
+
+def test_dma_time_is_bytes_over_bandwidth_and_small_descriptors_cost_512_bytes():
+    def rows():
+        big = nl.shared_constant(np.zeros((128, 2048), np.float32))
+        nisa.dma_copy(dst=nl.ndarray((128, 2048), F32, nl.sbuf), src=big)
+
+    def column():
+        big = nl.shared_constant(np.zeros((128, 2048), np.float32))
+        nisa.dma_copy(dst=nl.ndarray((128, 1), F32, nl.sbuf), src=big[:, 0:1])
+
+    for body, size in ((rows, 128 * 2048 * 4), (column, 128 * 512)):
+        trace, _ = traced(body)
+        assert isclose(instruction_cost(trace[0], TRN1)[0], size / 272e3)
+
+
+def chain(dependent):
+    def body():
+        a, b = ones(128, 64), ones(128, 64)
+        for i in range(10):
+            tile = a if dependent or i % 2 else b
+            nisa.tensor_scalar(dst=tile, data=tile, op0=nl.add, operand0=1.0)
+
+    return body
+
+
+def test_dependent_instructions_wait_and_independent_ones_do_not():
+    serial, parallel = traced(chain(True))[1], traced(chain(False))[1]
+    assert isclose(serial.engines["vector"], parallel.engines["vector"])
+    assert serial.path > 1.5 * parallel.path
+
+
+def test_two_heads_interleaved_share_the_path():
+    """Independent work adds to the engines, not to the dependency path."""
+
+    def heads(n):
+        def body():
+            state = []
+            for _ in range(n):
+                state.append(ones(64, 64))
+            for _ in range(8):
+                for tile in state:
+                    ps = nl.ndarray((64, 64), F32, nl.psum)
+                    nisa.nc_matmul(dst=ps, stationary=tile, moving=tile)
+                    nisa.tensor_scalar(dst=tile, data=ps, op0=nl.multiply, operand0=0.01)
+
+        return traced(body)[1]
+
+    one, four = heads(1), heads(4)
+    assert isclose(four.path, one.path, rel_tol=1e-6)
+    assert isclose(four.engines["tensor"], 4 * one.engines["tensor"])
+    assert four.tensor_share > 2 * one.tensor_share
+    assert one.binding == "dependency path"
+
+
+def test_accumulation_streams():
+    """Matmuls of one accumulation group do not wait for each other's result."""
+
+    def body(accumulate):
+        def run():
+            x, ps = ones(128, 128, dtype="bfloat16"), nl.ndarray((128, 128), F32, nl.psum)
+            y = nl.ndarray((128, 128), "bfloat16", nl.sbuf)
+            for i in range(6):
+                nisa.nc_matmul(dst=ps, stationary=x, moving=x, accumulate=accumulate and i > 0)
+                if not accumulate:
+                    nisa.tensor_copy(dst=y, src=ps)
+            nisa.tensor_copy(dst=y, src=ps)
+
+        return traced(run)[1]
+
+    latency = 124 / 2.8 / 1e3
+    grouped = body(True)
+    assert body(False).path > grouped.path + 5 * latency
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_bounds_are_ordered(target):
+    for dependent in (True, False):
+        _, e = traced(chain(dependent), target)
+        assert 0 < e.throughput <= e.lower <= e.schedule <= e.upper
+        assert e.lower == max([*e.engines.values(), *e.ports.values(), e.dma, e.path])
+        assert bool(e.ports) == (target == "trn1")
+        assert sum(e.instructions.values()) == len(e.steps)
+
+
+def test_loads_and_stores_share_the_bandwidth():
+    """Copies of tiles that DMA binds: with a bandwidth for each queue they would end in half of `dma`."""
+
+    def body():
+        big = nl.shared_constant(np.zeros((128, 2048), np.float32))
+        for _ in range(4):
+            tile = nl.ndarray((128, 2048), F32, nl.sbuf)
+            nisa.dma_copy(dst=tile, src=big)
+            nisa.dma_copy(dst=nl.ndarray((128, 2048), F32, nl.shared_hbm), src=tile)
+
+    _, e = traced(body)
+    assert isclose(e.dma, 8 * 128 * 2048 * 4 / 272e3)
+    assert e.dma <= e.lower <= e.schedule <= e.upper
+    spans = sorted((s.start, s.start + s.busy) for s in e.steps)
+    assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_a_load_passes_a_store_that_waits():
+    def body():
+        big = nl.shared_constant(np.zeros((128, 512), np.float32))
+        tile = ones(128, 512)
+        for _ in range(10):
+            nisa.tensor_scalar(dst=tile, data=tile, op0=nl.add, operand0=1.0)
+        nisa.dma_copy(dst=nl.ndarray((128, 512), F32, nl.shared_hbm), src=tile)
+        nisa.dma_copy(dst=nl.ndarray((128, 512), F32, nl.sbuf), src=big)
+
+    _, e = traced(body)
+    store, load = e.steps[-2:]
+    assert load.start == 0.0 and store.start > e.engines["vector"]
+
+
+def test_hbm_bytes_and_multiply_adds():
+    def body():
+        big = nl.shared_constant(np.zeros((128, 64), np.float32))
+        tile = nl.ndarray((128, 64), F32, nl.sbuf)
+        nisa.dma_copy(dst=tile, src=big)
+        ps = nl.ndarray((64, 64), F32, nl.psum)
+        nisa.nc_matmul(dst=ps, stationary=tile, moving=tile)
+
+    _, e = traced(body)
+    assert (e.hbm_read, e.hbm_written, e.multiply_adds) == (128 * 64 * 4, 0, 128 * 64 * 64)
+
+
+def test_report_prints_a_labeled_table_and_draws_the_timeline(tmp_path, capsys):
+    picture, numbers = tmp_path / "t.png", tmp_path / "t.json"
+    argv = ["report", "tests.nki_kernels.simulator.test_kernels:matmul_tiled", "256x64,256x600:float32"]
+    assert main([*argv, "--png", str(picture), "--jsonl", str(numbers)]) == 0
+    printed = capsys.readouterr().out
+    assert "ESTIMATE from the instruction trace, not a measurement" in printed
+    assert (
+        "| **lower bound** (set by " in printed
+        and "| tensor |" in printed
+        and "on one core of trn1" in printed
+    )
+    assert picture.stat().st_size > 5000
+    (written,) = map(json.loads, numbers.read_text().splitlines())
+    assert written["label"].startswith("ESTIMATE") and written["lower"] <= written["upper"]
+    assert written["instructions"]["nc_matmul"] == 4
+    assert written["hbm_least"] == 4 * (256 * 64 + 256 * 600 + 64 * 600) <= written["hbm_moved"]
+
+
+def test_report_appends_a_line_per_shape_and_design(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(short_convolution, "ON_VECTOR", short_convolution.ON_VECTOR)
+    argv = ["report", "short_convolution", "T=9,C=8", "T=9,C=9", "--png", str(tmp_path / "t.png")]
+    for design in ([], ["--design", "ON_VECTOR=4"]):
+        assert main([*argv, *design, "--jsonl", str(tmp_path / "n.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "n.jsonl").read_text().splitlines()]
+    assert [(x["shape"], x["design"]) for x in lines] == [
+        (shape, design) for design in ("", "ON_VECTOR=4") for shape in ("T=9,C=8", "T=9,C=9")
+    ]
+    assert lines[0]["instructions"]["nc_matmul"] > lines[2]["instructions"]["nc_matmul"]
+    with pytest.raises(SystemExit, match="short_convolution has no constant ON_PLUTO"):
+        main([*argv, "--design", "ON_PLUTO=1"])
+    capsys.readouterr()
+
+
+def test_report_says_what_a_module_lacks():
+    with pytest.raises(SystemExit, match="no function example"):
+        main(["report", "language", "T=1"])
+
+
+def test_engines_share_ports_on_gen2_only():
+    """Vector and GpSimd take turns at SBUF on Trn1, and run side by side on Trn2."""
+
+    def body():
+        x, y = ones(128, 512), ones(128, 512)
+        for _ in range(4):
+            nisa.tensor_scalar(dst=x, data=x, op0=nl.multiply, operand0=0.5)
+            nisa.iota(dst=y, pattern=[[1, 512]])
+
+    one, two = traced(body)[1], traced(body, "trn2")[1]
+    port = one.ports["vector+gpsimd on SBUF"]
+    assert isclose(port, one.engines["vector"] + one.engines["gpsimd"])
+    assert one.lower == port == one.throughput and one.binding == "vector+gpsimd on SBUF"
+    assert two.ports == {} and two.schedule < 0.8 * (two.engines["vector"] + two.engines["gpsimd"])

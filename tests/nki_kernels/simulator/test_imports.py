@@ -1,0 +1,130 @@
+"""Where kernels get NKI from: the one import site, and files written for the real package."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from delta_trn.nki_kernels.simulator import nisa, nki, nl, record
+from delta_trn.nki_kernels.simulator.aliases import as_nki
+
+ROOT = Path(__file__).parents[3]
+
+TUTORIAL_STYLE = """
+import nki
+import nki.isa as nisa
+import nki.language as nl
+from nki.typing import tensor
+
+@nki.jit
+def scaled(x: tensor, factor):
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    for i in nl.affine_range(x.shape[0] // nl.tile_size.pmax):
+        rows = nl.ds(i * nl.tile_size.pmax, nl.tile_size.pmax)
+        tile = nl.load(x[rows, :])
+        nl.store(out[rows, :], value=nl.multiply(tile, factor))
+    return out
+"""
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_file_that_imports_nki_runs_unmodified(tmp_path):
+    path = tmp_path / "tutorial.py"
+    path.write_text(TUTORIAL_STYLE)
+    x = np.arange(256 * 3, dtype=np.float32).reshape(256, 3)
+    with as_nki():
+        assert (load(path).scaled(x, 2.0) == 2 * x).all()
+    assert "nki" not in sys.modules
+
+
+def test_platform_target_is_the_target_where_a_run_names_none():
+    kernel = nki.jit(platform_target="trn2")(identity_of_generation)
+    assert kernel().item() == 3 and kernel[1]().item() == 3
+    assert nki.simulate(kernel, target="trn1")().item() == 2
+    with pytest.raises(ValueError, match="'trn9' is not one of"):
+        nki.jit(platform_target="trn9")(identity_of_generation)()
+
+
+def identity_of_generation():
+    out = nl.ndarray((1, 1), nl.float32, nl.shared_hbm)
+    tile = nl.full((1, 1), float(nisa.get_nc_version().value), nl.float32)
+    nisa.dma_copy(dst=out, src=tile)
+    return out
+
+
+def test_collectives_can_be_imported_and_are_refused():
+    with as_nki():
+        collectives = importlib.import_module("nki.collectives")
+        constants = importlib.import_module("nki.isa.constants")
+    assert constants.dge_mode is nisa.dge_mode
+    with pytest.raises(NotImplementedError, match=r"nki\.collectives\.all_reduce is not simulated; run the"):
+        _ = collectives.all_reduce
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "target"),
+    [
+        ("nc_matmul_mx", ("dst", "stationary", "moving", "stationary_scale", "moving_scale"), "trn3"),
+        ("quantize_mx", ("dst", "src", "dst_scale"), "trn3"),
+        ("topk", ("val_dst", "idx_dst", "src", "n"), "trn1"),
+    ],
+)
+def test_what_is_known_and_not_simulated_says_so(op, operands, target):
+    def kernel():
+        getattr(nisa, op)(**dict.fromkeys(operands, nl.ones((16, 16), nl.float32)))
+
+    with pytest.raises(NotImplementedError, match=f"{op} is not simulated; "):
+        record(kernel, target=target, check_source=False)
+
+
+def run_import_site(path):
+    code = "from nki_kernels.language import RUNTIME, nki; print(RUNTIME, nki.__name__)"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(path)},
+        timeout=60,
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nki") is not None, reason="the real nki is installed here")
+def test_without_nki_the_import_site_takes_the_simulator(tmp_path):
+    assert run_import_site(tmp_path).stdout.split() == ["simulator", "delta_trn.nki_kernels.simulator.kernel"]
+
+
+def test_with_nki_the_import_site_takes_it(tmp_path):
+    package = tmp_path / "nki"
+    package.mkdir()
+    for name in ("__init__", "isa", "language"):
+        (package / f"{name}.py").touch()
+    assert run_import_site(tmp_path).stdout.split() == ["neuron", "nki"]
+
+
+def test_a_broken_nki_fails_loudly(tmp_path):
+    (tmp_path / "nki.py").write_text(textwrap.dedent("raise ImportError('driver is missing')"))
+    done = run_import_site(tmp_path)
+    assert done.returncode != 0 and "driver is missing" in done.stderr
+
+
+def test_torch_tensors_are_refused_with_the_way_out():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="argument x is a Tensor; pass NumPy arrays"):
+        nki.simulate(identity)(torch.ones(2))
+
+
+def identity(x):
+    return x

@@ -1,0 +1,370 @@
+"""Elementwise, activation and reducing instructions against NumPy."""
+
+import numpy as np
+import pytest
+
+from delta_trn.nki_kernels.simulator import nisa, nl, record
+from tests.support.simulator_harness import F32, R, execute, near, normal, on_chip
+
+BINARY = {
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply,
+    "maximum": np.maximum, "minimum": np.minimum,
+    "equal": np.equal, "not_equal": np.not_equal, "greater": np.greater, "greater_equal": np.greater_equal,
+    "less": np.less, "less_equal": np.less_equal,
+    "logical_and": np.logical_and, "logical_or": np.logical_or, "logical_xor": np.logical_xor,
+    "abs_max": lambda a, b: np.maximum(abs(a), abs(b)), "abs_min": lambda a, b: np.minimum(abs(a), abs(b)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_tensor_tensor(name):
+    a, b = normal(5, 7), normal(5, 7)
+    b[:, 0], a[:, 1] = a[:, 0], 0.0
+
+    def body(out, x, y):
+        nisa.tensor_tensor(dst=out, data1=x, data2=y, op=getattr(nl, name))
+
+    near(execute(body, a, b, shape=(5, 7)), BINARY[name](a, b).astype(np.float64))
+
+
+def test_tensor_tensor_is_exact_for_32_bit_integers():
+    a = np.array([[2**24 + 1, -7]], np.int32)
+    b = np.array([[1, 2**30]], np.int32)
+
+    def body(out, x, y):
+        nisa.tensor_tensor(dst=out, data1=x, data2=y, op=nl.add)
+
+    assert execute(body, a, b, shape=(1, 2), dtype=nl.int32).tolist() == (a + b).tolist()
+
+    def through_float32(out, x, y):
+        nisa.tensor_tensor(dst=out, data1=x, data2=y, op=nl.add, engine=nisa.engine.vector)
+
+    assert execute(through_float32, a, b, shape=(1, 2), dtype=nl.int32).tolist() != (a + b).tolist()
+
+
+def test_bitwise_operators():
+    a, b = np.array([[12, 255, 1]], np.uint8), np.array([[10, 15, 3]], np.uint8)
+    for op, expected in (
+        (nl.bitwise_and, a & b), (nl.bitwise_or, a | b), (nl.bitwise_xor, a ^ b), (nl.left_shift, a << b),
+        (nl.right_shift, a >> b),
+    ):  # fmt: skip
+
+        def body(out, x, y, op=op):
+            nisa.tensor_tensor(dst=out, data1=x, data2=y, op=op)
+
+        assert execute(body, a, b, shape=(1, 3), dtype=nl.uint8).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("reverse0", [False, True])
+@pytest.mark.parametrize("reverse1", [False, True])
+def test_tensor_scalar(reverse0, reverse1):
+    x, column = normal(6, 9), normal(6, 1)
+
+    def body(out, tile, col):
+        nisa.tensor_scalar(
+            dst=out, data=tile, op0=nl.subtract, operand0=col, reverse0=reverse0, op1=nl.subtract,
+            operand1=0.5, reverse1=reverse1,
+        )  # fmt: skip
+
+    first = column - x if reverse0 else x - column
+    near(execute(body, x, column, shape=(6, 9)), 0.5 - first if reverse1 else first - 0.5)
+
+
+@pytest.mark.parametrize("memory", ["sbuf", "psum"])
+def test_scalar_tensor_tensor(memory):
+    x, y, column = normal(4, 6), normal(4, 6), normal(4, 1)
+
+    def kernel(a, b, c):
+        out = nl.ndarray((4, 6), F32, nl.sbuf)
+        nisa.scalar_tensor_tensor(
+            dst=out, data=on_chip(a, memory), op0=nl.multiply, operand0=on_chip(c), op1=nl.subtract,
+            operand1=on_chip(b), reverse1=True,
+        )  # fmt: skip
+        hbm = nl.ndarray((4, 6), F32, nl.shared_hbm)
+        nisa.dma_copy(dst=hbm, src=out)
+        return hbm
+
+    near(record(kernel, x, y, column, check_source=False).outputs, y - x * column)
+
+
+ACTIVATIONS = {
+    "exp": np.exp, "tanh": np.tanh, "square": np.square, "abs": np.abs, "copy": np.asarray, "sign": np.sign,
+    "sin": np.sin, "relu": lambda x: np.maximum(x, 0), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "silu": lambda x: x / (1 + np.exp(-x)), "softplus": lambda x: np.log1p(np.exp(x)),
+    "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
+    "gelu_apprx_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "gelu_apprx_sigmoid": lambda x: x / (1 + np.exp(-1.702 * x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation(name):
+    x = np.linspace(-3, 3, 60, dtype=np.float32).reshape(4, 15)
+
+    def body(out, tile):
+        nisa.activation(dst=out, op=getattr(nl, name), data=tile)
+
+    near(execute(body, x, shape=(4, 15)), ACTIVATIONS[name](x.astype(np.float64)))
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_apprx_sigmoid", "erf"])
+def test_activation_derivatives(name):
+    """f_dx against the central difference of f, both in float32 steps of 2^-6."""
+    x = np.linspace(-3, 3, 61, dtype=np.float32).reshape(1, 61)
+    step = np.float32(2.0**-6)
+
+    def body(out, tile):
+        nisa.activation(dst=out[:, 0:61], op=getattr(nl, name + "_dx"), data=tile)
+        for i, sign in ((1, 1.0), (2, -1.0)):
+            moved = nl.ndarray((1, 61), F32, nl.sbuf)
+            nisa.tensor_scalar(dst=moved, data=tile, op0=nl.add, operand0=float(sign * step))
+            nisa.activation(dst=out[:, 61 * i : 61 * (i + 1)], op=getattr(nl, name), data=moved)
+
+    result = execute(body, x, shape=(1, 183)).reshape(3, 61)
+    near(result[0], (result[1] - result[2]) / (2 * step), 3e-4)
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("log", np.log), ("sqrt", np.sqrt), ("rsqrt", lambda x: x**-0.5), ("reciprocal", lambda x: 1 / x),
+    ("arctan", np.arctan),
+])  # fmt: skip
+def test_activations_of_positive_numbers(name, expected):
+    x = np.linspace(0.01, 1.5, 12, dtype=np.float32).reshape(2, 6)
+
+    def body(out, tile):
+        nisa.activation(dst=out, op=getattr(nl, name), data=tile)
+
+    near(execute(body, x, shape=(2, 6)), expected(x.astype(np.float64)))
+
+
+def test_activation_scales_biases_and_sums():
+    x, bias, scale = normal(4, 8), normal(4, 1), normal(4, 1)
+
+    def body(out, tile, b, s):
+        nisa.activation(
+            dst=out[:, 0:8], op=nl.exp, data=tile, bias=b, scale=s, reduce_op=nl.add,
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )  # fmt: skip
+        nisa.activation(
+            dst=out[:, 8:16], op=nl.copy, data=tile, scale=2.0, reduce_op=nl.add, reduce_res=out[:, 16:17],
+            reduce_cmd=nisa.reduce_cmd.reduce,
+        )  # fmt: skip
+
+    result = execute(body, x, bias, scale, shape=(4, 17))
+    first = np.exp(x * scale + bias)
+    near(result[:, :8], first)
+    near(result[:, 8:16], 2 * x)
+    near(result[:, 16:], first.sum(1, keepdims=True) + 2 * x.sum(1, keepdims=True))
+
+
+def test_activation_reduce():
+    x = normal(4, 8)
+
+    def body(out, tile):
+        nisa.activation_reduce(
+            dst=out[:, 0:8], op=nl.square, data=tile, reduce_op=nl.add, reduce_res=out[:, 8:9]
+        )
+
+    near(execute(body, x, shape=(4, 9))[:, 8], (x**2).sum(1))
+
+
+def test_decay_matrix_in_one_instruction():
+    """exp(b[p] - x[p, j]) with scale -1, followed by a select because the unused half may overflow."""
+    g = np.cumsum(-np.abs(normal(1, 8)), 1).astype(np.float32) * 40
+
+    def body(out, row, column):
+        nisa.activation(dst=out, op=nl.exp, data=row, bias=column, scale=-1.0)
+        nisa.affine_select(
+            dst=out, pattern=[[-1, 8]], channel_multiplier=1, on_true_tile=out, on_false_value=0.0,
+            cmp_op=nl.greater_equal,
+        )  # fmt: skip
+
+    rows = np.repeat(g, 8, 0)
+    with np.errstate(over="ignore"):
+        expected = np.where(np.tri(8) > 0, np.exp(rows.T - rows), 0)
+    result = execute(body, rows, np.ascontiguousarray(g.T), shape=(8, 8))
+    assert np.isfinite(result).all()
+    near(result, expected, 1e-5)
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("add", np.sum), ("maximum", np.max), ("minimum", np.min), ("multiply", np.prod),
+    ("subtract", lambda x, axis: 2 * x[..., :1].sum(axis) - x.sum(axis)),
+])  # fmt: skip
+def test_tensor_reduce(name, expected):
+    x = normal(5, 6)
+
+    def body(out, tile):
+        nisa.tensor_reduce(dst=out, op=getattr(nl, name), data=tile, axis=1, negate=True)
+
+    near(execute(body, x, shape=(5, 1))[:, 0], -expected(x, axis=1))
+
+
+def test_tensor_reduce_over_two_axes():
+    x = normal(3, 4, 5, 6)
+
+    def body(out, tile):
+        nisa.tensor_reduce(dst=out, op=nl.add, data=tile, axis=(2, 3))
+
+    near(execute(body, x, shape=(3, 4)), x.sum((2, 3)))
+
+
+def test_tensor_partition_reduce():
+    x = normal(70, 6)
+
+    def body(out, tile):
+        nisa.tensor_partition_reduce(dst=out, op=nl.add, data=tile)
+
+    near(execute(body, x, shape=(1, 6)), x.sum(0, keepdims=True))
+
+
+@pytest.mark.parametrize("initial", ["number", "tile"])
+def test_scan(initial):
+    a, b, start = np.abs(normal(6, 20)), normal(6, 20), normal(6, 1)
+
+    def body(out, x, y, s):
+        state = 0.5 if initial == "number" else s
+        nisa.tensor_tensor_scan(dst=out, data0=x, data1=y, initial=state, op0=nl.multiply, op1=nl.add)
+
+    state = np.full(6, 0.5) if initial == "number" else start[:, 0].astype(np.float64)
+    expected = np.empty((6, 20))
+    for i in range(20):
+        state = expected[:, i] = a[:, i] * state + b[:, i]
+    near(execute(body, a, b, start, shape=(6, 20)), expected)
+
+
+def test_scan_with_reversed_operands():
+    a, b = normal(2, 5), normal(2, 5)
+
+    def body(out, x, y):
+        nisa.tensor_tensor_scan(
+            dst=out,
+            data0=x,
+            data1=y,
+            initial=0.0,
+            op0=nl.subtract,
+            op1=nl.subtract,
+            reverse0=True,
+            reverse1=True,
+        )
+
+    state, expected = np.zeros(2), np.empty((2, 5))
+    for i in range(5):
+        state = expected[:, i] = b[:, i] - (state - a[:, i])
+    near(execute(body, a, b, shape=(2, 5)), expected)
+
+
+def test_cumulative_and_reducing_vector_instructions():
+    x = normal(3, 10)
+
+    def body(out, tile):
+        nisa.tensor_scalar_cumulative(dst=out[:, 0:10], src=tile, op0=nl.multiply, op1=nl.add, imm0=2.0)
+        nisa.tensor_scalar_reduce(
+            dst=out[:, 10:20],
+            data=tile,
+            op0=nl.add,
+            operand0=1.0,
+            reduce_op=nl.maximum,
+            reduce_res=out[:, 20:21],
+        )
+
+    result = execute(body, x, shape=(3, 21))
+    near(result[:, :10], np.cumsum(2 * x, 1), 1e-6)
+    near(result[:, 10:20], x + 1)
+    near(result[:, 20], (x + 1).max(1))
+
+
+def test_selections():
+    x, mask = normal(4, 6), R.integers(0, 2, (4, 6)).astype(np.uint8)
+
+    def body(out, tile, m):
+        nisa.select_reduce(
+            dst=out[:, 0:6], predicate=m, on_true=tile, on_false=-1.0, reduce_res=out[:, 12:13],
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )  # fmt: skip
+        nisa.memset(dst=out[:, 6:12], value=7.0)
+        nisa.tensor_copy_predicated(dst=out[:, 6:12], src=tile, predicate=m, reverse_pred=True)
+
+    result = execute(body, x, mask, shape=(4, 13))
+    near(result[:, :6], np.where(mask, x, -1))
+    near(result[:, 6:12], np.where(mask, 7, x))
+    near(result[:, 12], np.where(mask, x, -1).max(1))
+
+
+def test_reciprocal_and_memset():
+    x = normal(3, 4)
+
+    def body(out, tile):
+        nisa.memset(dst=out, value=1.5)
+        nisa.reciprocal(dst=out[:, 0:4], data=tile)
+
+    result = execute(body, x, shape=(3, 6))
+    near(result[:, :4], 1 / x)
+    assert (result[:, 4:] == 1.5).all()
+
+
+def test_iota_and_affine_select():
+    def body(out):
+        index = nl.ndarray((4, 2, 3), nl.int32, nl.sbuf)
+        nisa.iota(dst=index, pattern=[[10, 2], [1, 3]], offset=5, channel_multiplier=100)
+        nisa.tensor_copy(dst=out, src=index)
+
+    p, w, x = np.mgrid[0:4, 0:2, 0:3]
+    assert (execute(body, shape=(4, 2, 3)) == 5 + 100 * p + 10 * w + x).all()
+
+    def triangle(out, tile):
+        nisa.affine_select(
+            dst=out, pattern=[[-1, 6]], channel_multiplier=1, on_true_tile=tile, on_false_value=-9.0,
+            cmp_op=nl.greater,
+        )  # fmt: skip
+
+    x = normal(6, 6)
+    assert (execute(triangle, x, shape=(6, 6)) == np.where(np.tri(6, k=-1) > 0, x, np.float32(-9))).all()
+
+
+def test_batch_statistics():
+    x = normal(4, 33)
+
+    def body(out, tile):
+        stats = nl.ndarray((4, 6), F32, nl.sbuf)
+        nisa.bn_stats(dst=stats, data=tile)
+        nisa.bn_aggr(dst=out, data=stats)
+
+    near(execute(body, x, shape=(4, 2)), np.stack([x.mean(1), x.var(1)], 1), 1e-6)
+
+
+def test_range_select_needs_trn2_and_exponential_trn3():
+    x = normal(3, 10)
+
+    def select(out, tile):
+        low, high = nl.full((3, 1), 2, F32), nl.full((3, 1), 5, F32)
+        nisa.range_select(
+            dst=out[:, 0:10], on_true_tile=tile, comp_op0=nl.greater_equal, comp_op1=nl.less, bound0=low,
+            bound1=high, reduce_res=out[:, 10:11],
+        )  # fmt: skip
+
+    result = execute(select, x, shape=(3, 11), target="trn2")
+    assert (result[:, 2:5] == x[:, 2:5]).all() and (result[:, 5:10] < -3e38).all()
+    assert (result[:, 10] == x[:, 2:5].max(1)).all()
+
+    def exponential(out, tile):
+        nisa.exponential(
+            dst=out[:, 0:10], src=tile, max_value=1.0, reduce_res=out[:, 10:11],
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )  # fmt: skip
+        nisa.activate2(
+            dst=out[:, 11:21], op=nl.relu, data=tile, imm0=2.0, imm1=0.5, op0=nl.multiply, op1=nl.add
+        )
+
+    result = execute(exponential, x, shape=(3, 21), target="trn3")
+    near(result[:, 10], np.exp(x - 1).sum(1))
+    near(result[:, 11:], np.maximum(2 * x + 0.5, 0))
+
+
+@pytest.mark.parametrize(("value", "expected"), [(2.5, 2), (3.5, 4), (-0.5, 0), (300.0, 127), (-300.0, -128)])
+def test_float_to_integer_rounds_to_even_and_saturates(value, expected):
+    def body(out):
+        tile = nl.full((1, 1), value, F32)
+        nisa.tensor_copy(dst=out, src=tile)
+
+    assert execute(body, shape=(1, 1), dtype=nl.int8)[0, 0] == expected

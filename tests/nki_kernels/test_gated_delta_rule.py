@@ -1,0 +1,376 @@
+"""The NKI kernels of the gated delta rule on the simulator: parity with the float64 judge, and what only
+they have: the inverse, how calls are cut, what fits on chip, which sources the compilers take."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from delta_trn.backends import BackendRefusal, gated_delta_rule, use
+from delta_trn.backends.declarations import _nki_missing
+from delta_trn.backends.gated_delta_rule import nki_adapter
+from delta_trn.backends.parity.judge import FACTOR, error, floor, outcome, verdicts
+from delta_trn.backends.parity.rule_cases import BY_NAME, SMALL, inputs, select
+from delta_trn.backends.registry import Call, Options, choose
+from delta_trn.nki_kernels import (
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    precision_probe,
+    tiles,
+    triangular,
+)
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.simulator import Numerics, StrictError
+from delta_trn.nki_kernels.simulator.subset import findings
+from tests.support import tiny_models
+from tests.support.nki_judge import array, recorded, run
+
+NAME = "nki-simulator"
+FORWARD = gated_delta_rule_fwd.gated_delta_rule_fwd
+BACKWARD = gated_delta_rule_bwd.gated_delta_rule_bwd
+DTYPES = (torch.float32, torch.bfloat16)
+
+# in the default suite: one row per thing that can go wrong; the other small ones cost as much again
+DEFAULT = (
+    "one", "one_fresh", "two", "ragged", "seam_129", "no_decay", "forget", "mixed", "collide", "reflect",
+    "gva_2", "gva_8", "odd", "packed", "packed_empty", "final_only", "norm", "norm_tiny", "norm_huge",
+    "norm_zero",
+)  # fmt: skip
+SIZES = ("wide_v", "wide_k", "k96", "k192", "k256", "heavy", "near_1", "near_2", "packed_gva", "long_free")
+
+
+def rows():
+    for name in DEFAULT:
+        yield from (pytest.param(name, dtype, id=f"{name}-{dtype}") for dtype in DTYPES)
+    others = [case.name for case in select(tags=SMALL) if case.name not in DEFAULT]
+    for name in (*others, *SIZES):
+        for dtype in DTYPES:
+            yield pytest.param(name, dtype, id=f"{name}-{dtype}", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(rows()))
+def test_agrees_with_the_judge(name, dtype, poison):
+    found = verdicts(BY_NAME[name], dtype, NAME)
+    assert {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"} <= {verdict.tensor for verdict in found}
+    failed = [str(verdict) for verdict in found if not verdict.passed]
+    assert not failed, "\n".join(failed)
+
+
+def no_pairs(pairs, lanes, rows, table):
+    out = tiles.sbuf((rows, lanes, rows))
+    nisa.memset(dst=out, value=0.0)
+    return out
+
+
+def as_it_is(x, total, bundle, rows):
+    return total
+
+
+honest_decay = gated_delta_rule_bwd.decay_transposed
+
+
+def diagonal_too(weights, lanes, rows, table, dropped):
+    return honest_decay(weights, lanes, rows, table, "drop_after")
+
+
+# case, tensor, module, function, mistake
+FAULTS = {
+    "decay gradient without what tokens of a chunk read from each other": (
+        "ragged", "dg", gated_delta_rule_bwd, "crossing_pairs", no_pairs,
+    ),
+    "gradient through the norm left out": ("norm", "dq", gated_delta_rule_bwd, "through_norm", as_it_is),
+    "a token erases itself": ("ragged", "dbeta", gated_delta_rule_bwd, "decay_transposed", diagonal_too),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_turns_parity_red(fault, monkeypatch):
+    name, tensor, module, function, mistake = fault
+    assert findings(FORWARD) == findings(BACKWARD) == ()  # cached, so that the mistake's source is not judged
+    monkeypatch.setattr(module, function, mistake)
+    verdict = {v.tensor: v for v in verdicts(BY_NAME[name], torch.float32, NAME)}
+    assert verdict[tensor].ratio > 5.0, f"{verdict[tensor]}"
+    assert verdict["o"].passed
+
+
+@nki.jit
+def inverse_of(Gt, C, lanes):
+    """The inverse of I - G and its transpose, by the kernels' own function."""
+    table = tiles.constants(C)
+    tile = tiles.sbuf((C, lanes, C))
+    nisa.dma_copy(dst=tile, src=Gt)
+    space = triangular.workspace(C, lanes)
+    T, Tt = triangular.inverses([tile], [space], triangular.pair_masks(C), table, C, True)
+    out = nl.ndarray((2, C, lanes, C), dtype=nl.float32, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out[0], src=T[0])
+    nisa.dma_copy(dst=out[1], src=Tt[0])
+    return out
+
+
+def correlated(C, rho, beta, seed):
+    """-beta strict(K K^T) for unit keys of pairwise correlation rho, float32."""
+    rng = np.random.default_rng(seed)
+    k = np.sqrt(rho) * rng.standard_normal((1, 64)) + np.sqrt(1 - rho) * rng.standard_normal((C, 64))
+    k /= np.linalg.norm(k, axis=1, keepdims=True)
+    return np.tril(-beta * k @ k.T, -1).astype(np.float32)
+
+
+@pytest.mark.parametrize("C", [2, 4, 32, 128])
+@pytest.mark.parametrize("rho", [0.0, 0.9, 1.0])
+def test_the_inverse_keeps_its_digits(C, rho):
+    G = np.stack([correlated(C, rho, 1.0, seed) for seed in range(3)])
+    above = np.triu(np.ones((C, C), np.float32)) * 7  # must be ignored
+    T, Tt = run(inverse_of, torch.from_numpy((G + above).transpose(2, 0, 1)), C, 3).numpy()
+    exact = np.linalg.inv(np.eye(C) - G.astype(np.float64)).transpose(1, 0, 2)
+    # each of the log2(C) levels sums up to C terms of order 1, twice, and rounds
+    allowed = 2 * np.log2(2 * C) * np.sqrt(C) * np.finfo(np.float32).eps / 2
+    assert np.linalg.norm(T - exact) / np.linalg.norm(exact) <= allowed
+    np.testing.assert_allclose(Tt, T.transpose(2, 1, 0), atol=20 * allowed)
+
+
+def test_a_power_series_would_not():
+    """The check above can fail: (I + G)(I + G^2)(I + G^4)... in float32 has no digit left."""
+    G = correlated(128, 0.9, 1.0, 0)
+    exact = np.linalg.inv(np.eye(128) - G.astype(np.float64))
+    series, power = np.eye(128, dtype=np.float32) + G, G
+    for _ in range(6):
+        power = power @ power
+        series = series + series @ power
+    assert np.linalg.norm(series - exact) / np.linalg.norm(exact) > 1.0
+
+
+def test_sources_are_in_the_subset_of_every_release():
+    assert findings(FORWARD, portable=True) == ()
+    assert findings(BACKWARD, portable=True) == ()
+
+
+# the largest of each plan, with bundles full, and the smallest
+@pytest.mark.parametrize(
+    ("K", "V", "H", "HV"),
+    [(32, 64, 4, 4), (64, 128, 8, 8), (128, 256, 6, 6), (128, 256, 1, 4), (256, 512, 2, 2), (256, 512, 1, 4)],
+)
+def test_every_size_fits_on_chip_as_planned(K, V, H, HV):
+    """The simulator refuses what does not; a tenth stays free, since compilers overlap work.
+
+    Two whole stretches: backward, the second holds two chunks beside the state that the first starts from.
+    """
+    how = nki_adapter.plan(1, H, HV, K, V)
+    for module in (gated_delta_rule_fwd, gated_delta_rule_bwd):
+        kernel, arguments = module.example(
+            T=2 * how.every * how.C, H=H, HV=HV, K=K, V=V, every=how.every, C=how.C, lanes=how.lanes,
+            width=how.width,
+        )  # fmt: skip
+        done = recorded(kernel, *arguments, trace=False)
+        assert done.sbuf_peak <= 0.9 * 192 * 1024 and done.psum_peak <= 8
+
+
+def test_more_lanes_than_planned_do_not_fit():
+    """The simulator's budget can refuse."""
+    kernel, arguments = gated_delta_rule_bwd.example(T=128, H=8, K=256, V=512, lanes=8)
+    with pytest.raises(StrictError, match="sbuf capacity exceeded"):
+        recorded(kernel, *arguments, trace=False)
+
+
+@pytest.mark.parametrize(("cut", "parts"), [(2, 3), (8, 2)])
+def test_a_call_that_is_cut_computes_the_same(cut, parts, monkeypatch):
+    """Cut in sequences and in time, the state handed on in float32: only orders of summation may differ."""
+    case = replace(BY_NAME["carry"], T=700, K=32, V=32, H=2)
+    given = inputs(case, torch.float32)
+    whole = outcome(given, NAME)
+    assert len(nki_adapter.pieces(given.q, given.v, None)) == 1
+    monkeypatch.setattr(nki_adapter, "LANE_CHUNKS", cut)
+    groups = nki_adapter.pieces(given.q, given.v, None)
+    assert [len(group) for group in groups] == [parts, parts]
+    in_parts = outcome(given, NAME)
+    assert all(error(in_parts[name], x) <= floor(case, torch.float32) for name, x in whole.items())
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_states_kept_more_or_less_often_give_the_same_gradients(every, monkeypatch):
+    given = inputs(replace(BY_NAME["carry"], T=300, K=32, V=32, H=2), torch.float32)
+    every_second = outcome(given, NAME)
+    monkeypatch.setattr(nki_adapter, "EVERY", every)
+    other = outcome(given, NAME)
+    assert all(error(other[name], x) <= floor(given.case, torch.float32) for name, x in every_second.items())
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 5, 600, 0), (300, 305)])
+@pytest.mark.parametrize("T", [605, 256])
+def test_saved_states_have_the_promised_shape(T, lengths):
+    if lengths is not None:
+        T = sum(lengths)
+    q, v = torch.zeros(1, T, 1, 32), torch.zeros(1, T, 2, 16)
+    gates = torch.zeros(1, T, 2)
+    bounds = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
+    options = Options(1.0, False, True, bounds is not None)
+    _, _, saved = nki_adapter.forward(q, q, v, gates, gates, None, bounds, options, save=True)
+    promised = nki_adapter.saved_shapes(q, v, None, bounds, options)
+    assert [(tuple(x.shape), x.dtype) for x in saved] == promised
+
+
+def test_no_time_at_all():
+    q, v, gates = torch.zeros(1, 0, 1, 16), torch.zeros(1, 0, 1, 16), torch.zeros(1, 0, 1)
+    state = torch.ones(1, 1, 16, 16)
+    options = Options(1.0, False, True, False)
+    o, final, saved = nki_adapter.forward(q, q, v, gates, gates, state, None, options, save=True)
+    assert o.shape == v.shape and torch.equal(final, state)
+    *_, dstate = nki_adapter.backward(o, state, q, q, v, gates, gates, state, None, saved, options)
+    assert torch.equal(dstate, state)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"K": 257}, "K=257 is above 256: .* one bank of 2 KiB of trn1's PSUM"),
+        ({"V": 513}, "V=513 is above 512: .* one bank of 2 KiB of trn1's PSUM"),
+        ({"dtype": torch.float16}, "computes bfloat16, float32"),
+        ({"device": "cuda"}, "runs on cpu; tensors are on cuda"),
+    ],
+)
+def test_refusals(change, reason):
+    call = Call("gated_delta_rule", "cpu", torch.float32, 2, 2, 64, 64)
+    assert choose(call, NAME).name == NAME
+    with pytest.raises(BackendRefusal, match=reason):
+        choose(replace(call, **change), NAME)
+
+
+def test_nki_says_what_it_needs():
+    if _nki_missing("xla"):
+        call = Call("gated_delta_rule", "xla", torch.float32, 2, 2, 64, 64)
+        with pytest.raises(BackendRefusal, match=r"needs .*nki, from AWS Neuron's package index"):
+            choose(call, "nki")
+
+
+def without_states(case, backend, dtype):
+    """o and gradients of packed sequences as a model in training asks for them."""
+    given = inputs(replace(case, state=False, loss=("o",)), torch.float32)
+    leaves = [getattr(given, name).to(dtype).requires_grad_() for name in ("q", "k", "v", "g", "beta")]
+    norm = case.normalized_inside
+    o, state = gated_delta_rule(
+        *leaves, cu_seqlens=given.cu_seqlens, use_qk_l2norm_in_kernel=norm, backend=backend
+    )
+    assert state is None
+    return [o.detach(), *torch.autograd.grad(o, leaves, given.do.to(dtype))]
+
+
+@pytest.mark.parametrize("name", ["packed", "packed_empty", "packed_single", "packed_gva"])
+def test_packed_sequences_without_states_are_one_call(name, monkeypatch):
+    monkeypatch.setattr(nki_adapter, "_bounds", None)  # lengths are not read
+    case = BY_NAME[name]
+    judge = without_states(case, "recurrent", torch.float64)
+    chunked, recurrent, found = (
+        without_states(case, backend, torch.float32) for backend in ("chunked", "recurrent", NAME)
+    )
+    for right, a, b, mine in zip(judge, chunked, recurrent, found, strict=True):
+        honest = max(error(a, right), error(b, right))
+        assert error(mine, right) <= max(FACTOR * honest, floor(case, torch.float32))
+    starts = torch.tensor((0, *case.lengths[:-1])).cumsum(0)
+    assert not found[4][:, starts[starts < case.T]].any()  # nothing was there to decay
+
+
+def test_a_state_that_leaks_into_the_next_sequence_is_seen(monkeypatch):
+    monkeypatch.setattr(nki_adapter, "FAR_BELOW", -1.0)
+    judge = without_states(BY_NAME["packed"], "recurrent", torch.float64)
+    found = without_states(BY_NAME["packed"], NAME, torch.float32)
+    assert error(found[0], judge[0]) > 0.01
+
+
+def test_packed_sequences_with_states_are_refused_where_lengths_are_on_the_device():
+    q, gates = torch.zeros(1, 5, 1, 16, device="meta"), torch.zeros(1, 5, 1, device="meta")
+    bounds = torch.zeros(3, dtype=torch.int64, device="meta")
+    with pytest.raises(BackendRefusal, match=r"packed sequences .cu_seqlens. only without states: .*; leave"):
+        nki_adapter.forward(q, q, q, gates, gates, None, bounds, Options(1.0, False, True, True), save=False)
+
+
+def training_step(name, dtype, kind, rounded=None):
+    """Loss and every gradient; `rounded`: the seed of a rounding of every weight to float32, and back."""
+    model = tiny_models.model(dtype=dtype, **tiny_models.KINDS[kind]).train()
+    tokens = tiny_models.tokens(2, 41)
+    if rounded is not None:
+        generator = torch.Generator().manual_seed(rounded)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 2.0**-24 * torch.randn(p.shape, generator=generator, dtype=dtype))
+    with use(name):
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+    return {"loss": loss.detach()} | {key: p.grad for key, p in model.named_parameters()}
+
+
+def wrong_gradients(kind):
+    """Where the float32 step of a small model on NKI kernels, convolutions and norms included, errs more
+    than it may: twice as much as with chunked or recurrent, as in parity; what `assert_same` grants any order
+    of summation; or sqrt(48) times what it changes to round the weights, for the model's condition: a sum of
+    48 terms, the longest here, errs so many times as much as one rounding.
+    """
+    judge = training_step("chunked", torch.float64, kind)
+    honest = [training_step(name, torch.float32, kind) for name in ("chunked", "recurrent")]
+    rounded = [training_step("chunked", torch.float64, kind, seed) for seed in range(2)]
+    found = training_step(NAME, torch.float32, kind)
+    assert set(found) == set(judge) and len(judge) > 20
+    wrong = []
+    for key, right in judge.items():
+        allowed = max(
+            *(FACTOR * error(x[key], right) for x in honest),
+            *(48**0.5 * error(x[key], right) for x in rounded),
+            300 * torch.finfo(torch.float32).eps / 2,
+        )
+        if not error(found[key], right) <= allowed:
+            wrong.append(f"{key}: error {error(found[key], right):.2g} above {allowed:.2g}")
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["gdn", "grouped"])
+def test_a_training_step_is_the_one_of_chunked(kind):
+    assert not wrong_gradients(kind)
+
+
+def test_a_wrong_training_step_is_seen(monkeypatch):
+    """Keys that are normalized forward and not backward."""
+    assert findings(BACKWARD) == ()
+    monkeypatch.setattr(gated_delta_rule_bwd, "through_norm", as_it_is)
+    wrong = wrong_gradients("gdn")
+    assert any("mixer.k_proj.weight" in line for line in wrong), wrong
+
+
+@pytest.mark.serial
+def test_forward_and_backward_take_seconds():
+    """The budget of the simulator's users: B=1 T=256 H=2 K=64 V=128 within 20 s."""
+    start = time.perf_counter()
+    q = torch.randn(1, 256, 2, 64, requires_grad=True)
+    v = torch.randn(1, 256, 2, 128, requires_grad=True)
+    g, beta = -torch.rand(1, 256, 2), torch.rand(1, 256, 2)
+    o, _ = gated_delta_rule(q, q, v, g, beta, use_qk_l2norm_in_kernel=True, backend=NAME)
+    o.sum().backward()
+    assert time.perf_counter() - start < 20.0
+
+
+def test_bfloat16_arrays_pass_through_unchanged():
+    x = torch.randn(3, 5).to(torch.bfloat16)
+    assert torch.equal(nki_adapter._tensor(nki_adapter._array(x)), x)
+    assert (array(x) == nki_adapter._array(x)).all()
+
+
+@pytest.mark.parametrize("precision", ["float32", "tfloat32", "bfloat16"])
+def test_the_precision_probe_tells_what_products_are(precision):
+    found = recorded(
+        precision_probe.product, *precision_probe.operands(), numerics=Numerics(matmul=precision)
+    ).outputs
+    assert precision_probe.verdict(found)[0] == precision
+    assert findings(precision_probe.product, portable=True) == ()
+
+
+def test_tensors_off_the_host_reach_the_kernel_as_they_are():
+    """What XLA's lazy graph records: the kernel itself, on contiguous tensors, numbers as constants."""
+    seen = []
+
+    def kernel(*args):
+        seen.extend(args)
+        return args[0], args[0]
+
+    x = torch.ones(3, 4, device="meta").T
+    assert len(nki_adapter.run(kernel, x, None, 0.5, True)) == 2
+    assert seen[0].device.type == "meta" and seen[0].is_contiguous() and seen[0].shape == (4, 3)
+    assert seen[1:] == [None, 0.5, True]

@@ -1,0 +1,163 @@
+"""The path to TorchNeuron's tensors (Trn2, Trn3). No such machine was at hand: what is tested is what reaches
+the kernels, with a stand-in for torch_neuronx that registers a plain PyTorch operator."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from delta_trn.backends import BackendRefusal, declarations, delta_residual, neuron_adapter
+from delta_trn.backends.gated_delta_rule import nki_adapter
+from delta_trn.backends.parity.judge import outcome
+from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
+from delta_trn.backends.registry import Call, choose
+
+simulated = nki_adapter.run
+
+
+@pytest.fixture(scope="module")
+def registered():
+    """nki_op as documented: a name, what is written in place, and a function whose types are the schema."""
+    known = {}
+
+    def nki_op(name, mutates_args):
+        def register(function):
+            if name not in known:
+                known[name] = torch.library.custom_op(name, function, mutates_args=mutates_args)
+            return known[name]
+
+        return register
+
+    package = ModuleType("torch_neuronx")
+    package.nki_op = nki_op
+    return package
+
+
+@pytest.fixture
+def neuron(registered, monkeypatch):
+    """CPU tensors take the path of "neuron" ones; at its end kernels are simulated. Yields what ran."""
+    ran = []
+    monkeypatch.setitem(sys.modules, "torch_neuronx", registered)
+    monkeypatch.setattr(nki_adapter, "run", lambda kernel, *args: neuron_adapter.launch(kernel, args))
+    for kernel, _ in neuron_adapter.LAUNCHERS:
+        name = kernel.__name__
+
+        def run(*args, kernel=kernel):
+            ran.append(kernel.__name__)
+            return simulated(kernel, *args)
+
+        monkeypatch.setattr(neuron_adapter, name, run)
+    neuron_adapter._operators.cache_clear()
+    yield ran
+    neuron_adapter._operators.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["carry", "ragged", "packed_empty", "final_only"])
+def test_the_rule_is_the_same_through_operators(name, neuron, monkeypatch):
+    given = inputs(BY_NAME[name], torch.float32)
+    through = outcome(given, "nki-simulator")
+    assert {"gated_delta_rule_fwd", "gated_delta_rule_bwd"} <= set(neuron)
+    monkeypatch.setattr(nki_adapter, "run", simulated)
+    direct = outcome(given, "nki-simulator")
+    assert all(torch.equal(through[key], x) for key, x in direct.items())
+
+
+def test_the_residual_is_the_same_through_operators(neuron, monkeypatch):
+    x, k, v, beta = torch.randn(5, 8, 2), torch.randn(5, 8), torch.randn(5, 2), torch.rand(5)
+    leaves = [y.requires_grad_() for y in (x, k, v, beta)]
+
+    def grads():
+        out = delta_residual(*leaves, k_eps=1e-5, backend="nki-simulator")
+        return out, *torch.autograd.grad(out.sum(), leaves)
+
+    through = grads()
+    assert neuron == ["delta_residual_fwd", "delta_residual_bwd"]
+    monkeypatch.setattr(nki_adapter, "run", simulated)
+    assert all(torch.equal(a, b) for a, b in zip(through, grads(), strict=True))
+
+
+def test_every_kernel_has_a_schema_and_a_stranger_none(neuron):
+    names = [operator._name for operator in neuron_adapter._operators()]
+    assert names == [f"nki{launcher.__name__}" for _, launcher in neuron_adapter.LAUNCHERS]
+    with pytest.raises(LookupError, match="has no launcher; add one to"):
+        neuron_adapter.launch(len, (torch.ones(1),))
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    call = Call("gated_delta_rule", "neuron", torch.float32, 2, 2, 64, 64)
+    monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
+    with pytest.raises(BackendRefusal, match=r"needs torch_neuronx 2\.14 .*: this one has no nki_op"):
+        choose(call)
+    monkeypatch.setitem(sys.modules, "torch_neuronx", None)
+    with pytest.raises(BackendRefusal, match=r"needs torch_neuronx 2\.14 and nki, from AWS Neuron's package"):
+        choose(call)
+
+
+def test_where_it_is_there_it_is_chosen_unasked(registered, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_neuronx", registered)
+    call = Call("gated_delta_rule", "neuron", torch.bfloat16, 2, 4, 128, 256, gradients=True)
+    assert choose(call).name == "nki"
+
+
+THIRD_WAY = """
+import numpy as np
+from delta_trn.backends.registry import Call, choose
+from delta_trn.backends.parity.rule_cases import BY_NAME
+from delta_trn.backends.parity.judge import verdicts
+from delta_trn.nki_kernels.language import RUNTIME
+import nki, torch
+assert RUNTIME == "neuron"
+found = verdicts(BY_NAME["ragged"], torch.float32, "nki-simulator")
+assert all(verdict.passed for verdict in found)
+print(len(found), sorted(set(nki.targets)))
+"""
+
+STAND_IN = """
+import os
+from delta_trn.nki_kernels.simulator import nki as ours
+
+targets = []
+jit = ours.jit
+
+def simulate(kernel):
+    targets.append(os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"])
+    return ours.simulate(kernel)
+"""
+
+
+@pytest.mark.skipif(find_spec("nki") is not None, reason="the real nki is installed here")
+def test_where_nki_is_installed_its_simulator_runs_the_same_parity(tmp_path):
+    """In a process where a package `nki` is installed: ours under its name."""
+    package, record = tmp_path / "nki", tmp_path / "nki-0.3.0.dist-info"
+    package.mkdir()
+    record.mkdir()
+    (package / "__init__.py").write_text(STAND_IN)
+    for module in ("isa", "language"):
+        (package / f"{module}.py").write_text(f"from delta_trn.nki_kernels.simulator.{module} import *\n")
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: nki\nVersion: 0.3.0\n")
+    done = subprocess.run(
+        [sys.executable, "-c", THIRD_WAY],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["7", "['trn1']"]
+
+
+def test_an_nki_without_a_simulator_is_refused(monkeypatch):
+    call = Call("gated_delta_rule", "cpu", torch.float32, 2, 2, 64, 64)
+    monkeypatch.setattr(declarations, "find_spec", lambda name: name)
+    monkeypatch.setattr(declarations.metadata, "version", lambda name: "0.2.0+1")
+    with pytest.raises(
+        BackendRefusal, match=r"nki 0\.2\.0\+1 has no simulator: install 0\.3 or newer, or none"
+    ):
+        choose(call, "nki-simulator")
+    monkeypatch.setattr(declarations.metadata, "version", lambda name: "0.10rc1")
+    assert choose(call, "nki-simulator").name == "nki-simulator"

@@ -1,0 +1,203 @@
+"""The NKI decode step on the simulator against the literal recurrence in float64."""
+
+import pytest
+import torch
+
+from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
+from delta_trn.backends.gated_delta_rule import nki_adapter, recurrent
+from delta_trn.backends.parity.judge import error
+from delta_trn.backends.registry import Options
+from delta_trn.nki_kernels import gated_delta_rule_step as module
+from delta_trn.nki_kernels.gated_delta_rule_step import example
+from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.partitions import reciprocal_norm
+from delta_trn.nki_kernels.simulator.subset import findings
+from tests.support.nki_judge import DTYPES, ROUNDED_PRODUCTS, assert_close, hbm_bytes, normal, recorded, run
+
+# B, H, HV, K, V: one head; every size of the models; sizes that divide nothing; heads that share a tile, the
+# last one half empty; groups of rows of unequal size; key heads shared by 2, 8 and by more than a group
+SHAPES = [
+    (1, 1, 1, 32, 32), (2, 2, 2, 32, 64), (1, 3, 3, 64, 128), (1, 2, 2, 96, 192), (1, 2, 2, 128, 256),
+    (1, 1, 1, 192, 384), (1, 3, 3, 256, 512), (1, 2, 2, 256, 32), (1, 3, 3, 60, 100), (2, 1, 1, 33, 7),
+    (1, 1, 1, 131, 16), (3, 3, 3, 32, 16), (5, 7, 7, 64, 32), (1, 2, 4, 32, 32), (2, 1, 8, 64, 32),
+    (1, 2, 80, 32, 16), (1, 5, 30, 128, 64),
+]  # fmt: skip
+HARD = (
+    "zero keys",
+    "huge keys",
+    "tiny keys",
+    "no decay",
+    "strong decay",
+    "beta 2",
+    "beta 0",
+    "known",
+    "fresh",
+)
+
+
+def inputs(shape, dtype, hard=""):
+    B, H, HV, K, V = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    q, k, v = normal(generator, B, H, K), normal(generator, B, H, K), normal(generator, B, HV, V)
+    g, beta = -torch.rand((B, HV), generator=generator), torch.rand((B, HV), generator=generator)
+    state = normal(generator, B, HV, K, V) / K**0.5
+    k = k * {"zero keys": 0.0, "huge keys": 1e4, "tiny keys": 1e-4}.get(hard, 1.0)
+    g = g * {"no decay": 0.0, "strong decay": 0.0}.get(hard, 1.0) - (20.0 if hard == "strong decay" else 0.0)
+    beta = beta * 0 + {"beta 2": 2.0, "beta 0": 0.0}[hard] if hard.startswith("beta") else beta
+    if hard == "known":  # the state returns k's value already: v - S^T k cancels
+        q = k
+        unit = (k / k.norm(dim=-1, keepdim=True)).repeat_interleave(HV // H, dim=1)
+        state, g = 30 * unit[..., None] * v[..., None, :], g * 0
+        v = 30 * v
+    state = state * (hard != "fresh")
+    return [x.to(dtype) for x in (q, k, v)] + [g, beta.to(dtype), state]
+
+
+def reference(tensors, l2norm, dtype):
+    K = tensors[0].shape[-1]
+    options = Options(K**-0.5, l2norm, True, False)
+    o, state = recurrent.step(*(x.to(dtype) for x in tensors), options)
+    return {"o": o, "state": state}
+
+
+def check(shape, dtype, l2norm, hard="", target="trn1"):
+    tensors = inputs(shape, dtype, hard)
+    o, state = run(module.gated_delta_rule_step, *tensors, shape[3] ** -0.5, l2norm, target=target)
+    assert (o.dtype, state.dtype) == (dtype, torch.float32)
+    judge, honest = (reference(tensors, l2norm, d) for d in (torch.float64, torch.float32))
+    assert_close({"o": o, "state": state}, judge, honest, terms=2 * shape[3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_agrees_with_float64(shape, dtype):
+    check(shape, dtype, l2norm=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8, 6, 6, 128, 256), (2, 16, 32, 128, 128), (4, 6, 6, 256, 512)], ids=str)
+def test_models_agree_with_float64(shape, dtype):
+    check(shape, dtype, l2norm=True)
+
+
+@pytest.mark.parametrize("hard", HARD)
+def test_hard_inputs(hard):
+    check((2, 2, 4, 64, 64), torch.float32, True, hard)
+
+
+@pytest.mark.parametrize("hard", [hard for hard in HARD if hard != "huge keys"])
+def test_hard_inputs_not_normalized(hard):
+    check((2, 2, 4, 64, 64), torch.float32, False, hard)
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_later_generations(target):
+    check((1, 2, 4, 96, 192), torch.bfloat16, True, target=target)
+
+
+def test_the_state_decays_exactly_whatever_products_round_to():
+    """A decay of 0.999 is 1 in bfloat16: rounded once a token, it would never be forgotten."""
+    q, k, v, g, beta, state = inputs((1, 4, 4, 32, 64), torch.float32)
+    _, after = run(
+        module.gated_delta_rule_step, q, k, v, g / 1000, 0 * beta, state, 1.0, True,
+        numerics=ROUNDED_PRODUCTS,
+    )  # fmt: skip
+    assert error(after, (g.double() / 1000).exp()[..., None, None] * state.double()) < 2**-22
+
+
+def _wrong_group(x, start, c, shared):
+    """Value head j reads key head j % H instead of j // (HV // H)."""
+    K, H = x.shape[2], x.shape[1]
+    out = nl.ndarray((c, K), dtype=nl.float32, buffer=nl.sbuf)
+    for i in range(c):
+        nisa.dma_copy(dst=out[i : i + 1, :], src=x[0, (start + i) % H : (start + i) % H + 1, :])
+    return out
+
+
+def _squared_eps(x, factor):
+    r = reciprocal_norm(x, 1e-3)
+    nisa.tensor_scalar(dst=x, data=x, op0=nl.multiply, operand0=r, op1=nl.multiply, operand1=factor)
+
+
+def _no_zeros(x):
+    """Every row's k in every place: states leak into each other."""
+    c, K = x.shape
+    out = nl.ndarray((c, c, K), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=out, src=x.ap(pattern=[[K, c], [0, c], [1, K]]))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [("key_rows", _wrong_group), ("normalize", _squared_eps), ("block_diagonal", _no_zeros)],
+)
+def test_a_planted_fault_is_seen(function, fault, monkeypatch):
+    monkeypatch.setattr(module, function, fault)
+    with pytest.raises(AssertionError, match="above"):
+        check((1, 2, 4, 32, 32), torch.float32, l2norm=True)
+
+
+def test_decoding_equals_prefill():
+    """Token by token through the step, and at once through the chunked kernel, on one backend."""
+    B, T, H, HV, K, V = 2, 37, 2, 4, 32, 64
+    generator = torch.Generator().manual_seed(0)
+    q, k = normal(generator, B, T, H, K), normal(generator, B, T, H, K)
+    v, state = normal(generator, B, T, HV, V), normal(generator, B, HV, K, V) / K**0.5
+    g, beta = -torch.rand((B, T, HV), generator=generator), 2 * torch.rand((B, T, HV), generator=generator)
+
+    def whole(backend, dtype):
+        o, last = gated_delta_rule(
+            *(x.to(dtype) for x in (q, k, v, g, beta)), initial_state=state.to(dtype),
+            output_final_state=True, use_qk_l2norm_in_kernel=True, backend=backend,
+        )  # fmt: skip
+        return {"o": o, "state": last}
+
+    def stepwise():
+        outs, S = [], state
+        for t in range(T):
+            o, S = gated_delta_rule_step(
+                *(x[:, t] for x in (q, k, v, g, beta)),
+                S,
+                use_qk_l2norm_in_kernel=True,
+                backend="nki-simulator",
+            )
+            outs.append(o)
+        return {"o": torch.stack(outs, dim=1), "state": S}
+
+    judge, honest = whole("recurrent", torch.float64), whole("recurrent", torch.float32)
+    for found in (stepwise(), whole("nki-simulator", torch.float32)):
+        assert_close(found, judge, honest, terms=K + V + T)
+
+
+def test_batches_of_many_heads_are_cut(monkeypatch):
+    """More heads than a kernel call takes: the pieces are those of one call, but for the order of sums."""
+    tensors = inputs((5, 1, 2, 32, 16), torch.float32)
+    once = gated_delta_rule_step(*tensors, backend="nki-simulator")
+    monkeypatch.setattr(nki_adapter, "STEP_HEADS", 4)
+    for cut, whole in zip(gated_delta_rule_step(*tensors, backend="nki-simulator"), once, strict=True):
+        assert error(cut, whole) < 2**-20
+
+
+def test_source_is_in_the_subset_of_every_release():
+    assert findings(module.gated_delta_rule_step, portable=True) == ()
+
+
+def test_the_state_travels_once_each_way():
+    """HBM bytes are the inputs and outputs, each once."""
+    for K, V in ((32, 64), (96, 192), (128, 256), (256, 512)):
+        moved, least = hbm_bytes(*example(B=1, H=2, HV=6, K=K, V=V))
+        # a key row goes to each of its value heads
+        assert least <= moved <= 1.02 * least, (K, V, moved, least)
+
+
+def test_bad_sizes_are_refused_before_work():
+    kernel, arguments = example(B=1, H=1, HV=1, K=131, V=512)
+    with pytest.raises(AssertionError, match="K=131 has no divisor"):
+        recorded(kernel, *arguments)
+    kernel, arguments = example(B=1, H=2, HV=2, K=32, V=520)
+    with pytest.raises(AssertionError, match="V=520 exceeds 512"):
+        recorded(kernel, *arguments)
+    kernel, arguments = example(B=1, H=2, HV=3, K=32, V=32)
+    with pytest.raises(AssertionError, match="HV=3 is not a multiple of H=2"):
+        recorded(kernel, *arguments)

@@ -1,0 +1,374 @@
+"""The shape of the tree: imports point one way and never in a circle, kernels are leaves, files and folders are short."""
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Which of our packages a package may import.
+MAY_IMPORT = {
+    "nki_kernels": set(),
+    "triton_kernels": set(),
+    "backends": {"nki_kernels", "triton_kernels"},
+    "models": {"backends"},
+    "train": {"models", "backends"},
+}
+
+# The only files that may import these packages of others.
+ONLY_IN = {
+    "torch_xla": ("backends/machine.py", "backends/nki_runtime_adapter.py"),
+    "torch_neuronx": ("backends/machine.py", "backends/nki_runtime_adapter.py"),
+    "nki": ("nki_kernels/language.py",),
+    "neuronxcc": ("nki_kernels/language.py",),
+    "triton": ("triton_kernels/",),
+}
+
+# Kernels get arrays and know nothing of who calls them.
+NOT_IN_KERNELS = {"torch", "transformers", "pydantic"}
+
+TOP_LEVEL = {
+    *("README.md", "pyproject.toml", "Makefile", "LICENSE"),
+    *(
+        "delta_trn",
+        "backends",
+        "nki_kernels",
+        "triton_kernels",
+        "models",
+        "train",
+        "tests",
+        "results",
+        "docs",
+    ),
+}
+
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "base", "triton", "nki"}
+FILE_LINES = 500
+FUNCTION_LINES = 80
+FOLDER_FILES = 16
+
+
+def tracked(pattern: str) -> list[Path]:
+    """Files of the checkout that match `pattern`; files of the tree, where there is no git."""
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).exists()]
+    return [path for path in ROOT.rglob(pattern) if ".venv" not in path.parts]
+
+
+SOURCES = tracked("*.py")
+OURS = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in MAY_IMPORT]
+
+
+def imports(source: str) -> Iterator[tuple[int, str]]:
+    """Line and module of every absolute import, wherever it stands, import_module("...") included.
+
+    `from package import name` gives `package.name`: whether the name is a module is for the caller to find out.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=str(module), level=0, names=names):
+                yield from ((node.lineno, f"{module}.{alias.name}") for alias in names)
+            case ast.Call(
+                func=ast.Name("import_module") | ast.Attribute(attr="import_module"), args=[first, *_]
+            ):
+                if isinstance(first, ast.Constant):
+                    yield node.lineno, str(first.value)
+
+
+def within(module: str, name: str) -> bool:
+    return module == name or module.startswith(f"{name}.")
+
+
+def complaints(path: Path, source: str) -> list[str]:
+    """What is wrong with the imports of the file at `path`, relative to the root."""
+    package, wrong = path.parts[0], set()
+    for line, module in imports(source):
+        if module.split(".")[0] in MAY_IMPORT:
+            wrong.add(f"{path}:{line} imports {module}: say delta_trn.{module}")
+        module = module.removeprefix("delta_trn.")
+        where, top = f"{path}:{line} imports {module}", module.split(".")[0]
+        if package in MAY_IMPORT and top in MAY_IMPORT and top != package and top not in MAY_IMPORT[package]:
+            wrong.add(
+                f"{where}: {package} may import {sorted(MAY_IMPORT[package]) or 'none of our packages'}"
+            )
+        if top == "tests" and package != "tests":
+            wrong.add(f"{where}: tests are for tests")
+        if package in ("nki_kernels", "triton_kernels") and any(within(module, x) for x in NOT_IN_KERNELS):
+            wrong.add(f"{where}: kernel packages are leaves")
+        allowed = ONLY_IN.get(top)
+        if package != "tests" and allowed and not any(path.as_posix().startswith(place) for place in allowed):
+            wrong.add(f"{where}: {top} is imported only in {', '.join(allowed)}")
+        adapter = path.name.endswith("_adapter.py")
+        if package == "backends" and top in ("nki_kernels", "triton_kernels") and not adapter:
+            wrong.add(f"{where}: only adapters cross into a kernel package")
+        studies = path.as_posix().startswith(("train/studies/", "train/commands/"))
+        if package != "tests" and within(module, "train.studies") and not studies:
+            wrong.add(f"{where}: only studies and commands import studies")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level and package in MAY_IMPORT:
+            wrong.add(f"{path}:{node.lineno}: a relative import; imports are absolute")
+    return sorted(wrong)
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_one_way(package):
+    files = [path.relative_to(ROOT) for path in OURS if path.relative_to(ROOT).parts[0] == package]
+    assert files
+    wrong = [line for path in files for line in complaints(path, (ROOT / path).read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        ("models/layers.py", "import delta_trn.train.recipes", "models may import"),
+        ("models/layers.py", "import backends.registry", "say delta_trn.backends.registry"),
+        ("models/layers.py", "from .mup import Tag", "imports are absolute"),
+        (
+            "backends/checks.py",
+            "def f():\n    from delta_trn.models import DeltaConfig",
+            "backends may import",
+        ),
+        ("triton_kernels/tiles.py", "from delta_trn.backends.registry import Call", "none of our packages"),
+        ("triton_kernels/tiles.py", "import torch", "kernel packages are leaves"),
+        ("nki_kernels/tiles.py", "import torch.nn", "kernel packages are leaves"),
+        ("backends/checks.py", "import torch_xla.core.xla_model as xm", "torch_xla is imported only in"),
+        (
+            "train/run/loop.py",
+            "from importlib import import_module\nimport_module('torch_xla')",
+            "torch_xla is imported",
+        ),
+        ("nki_kernels/tiles.py", "from nki import language", "nki is imported only in"),
+        ("backends/layers/triton_adapter.py", "import triton", "triton is imported only in"),
+        ("backends/checks.py", "from delta_trn.triton_kernels import tiles", "only adapters cross"),
+        ("train/run/loop.py", "from tests.conftest import poison", "tests are for tests"),
+        ("train/run/loop.py", "from delta_trn.train.studies import fits", "only studies and commands"),
+    ],
+)
+def test_a_wrong_import_is_found(path, source, complaint):
+    wrong = complaints(Path(path), source)
+    assert len(wrong) == 1 and complaint in wrong[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "backends/layers/triton_adapter.py",
+            "from delta_trn.triton_kernels import tiles\nfrom delta_trn.backends.registry import Call",
+        ),
+        (
+            "triton_kernels/tiles.py",
+            "import triton.language as tl\nfrom delta_trn.triton_kernels import launch",
+        ),
+        ("nki_kernels/language.py", "import nki"),
+        ("train/commands/sweep.py", "from delta_trn.train.studies import fits"),
+        (
+            "train/run/loop.py",
+            "import torch\nfrom delta_trn.models import DeltaConfig\nfrom delta_trn.backends import describe",
+        ),
+    ],
+)
+def test_a_right_import_is_not_refused(path, source):
+    assert complaints(Path(path), source) == []
+
+
+def module_of(path: Path) -> str:
+    """The import path of a file: models/mup.py is delta_trn.models.mup."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("delta_trn", *parts)).removesuffix(".__init__")
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Every group of modules that import each other in a circle (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for target in arrows.get(module, ()):
+            if target not in index:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in stack:
+                low[module] = min(low[module], index[target])
+        if low[module] == index[module]:
+            cut = stack.index(module)
+            if len(stack) - cut > 1 or module in arrows.get(module, ()):
+                groups.append(sorted(stack[cut:]))
+            del stack[cut:]
+
+    for module in arrows:
+        if module not in index:
+            visit(module)
+    return groups
+
+
+def arrows_of(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Which modules each module imports: in functions and under TYPE_CHECKING, too."""
+    arrows: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        targets = (
+            next((m for m in (module, module.rpartition(".")[0]) if m in sources), None)
+            for _, module in imports(source)
+        )
+        arrows[name] = {target for target in targets if target and target != name}
+    return arrows
+
+
+def test_no_imports_form_a_circle():
+    groups = circles(arrows_of({module_of(path): path.read_text() for path in OURS}))
+    assert not groups, "modules that import each other in a circle:\n" + "\n".join(map(", ".join, groups))
+
+
+def test_a_circle_through_an_annotation_is_found():
+    sources = {
+        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from b import B",
+        "b": "def f():\n    import c",
+        "c": "from a import A",
+        "d": "import a",
+    }
+    assert circles(arrows_of(sources)) == [["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_our_package_is_the_one_that_is_imported(package):
+    """Other projects distribute packages of the same names: triton_kernels is one."""
+    assert Path(import_module(f"delta_trn.{package}").__path__[0]).resolve() == ROOT / package
+
+
+def test_importing_backends_and_models_imports_no_kernels():
+    code = (
+        "import sys, delta_trn.backends, delta_trn.models\n"
+        "kernels = ('delta_trn.nki_kernels', 'delta_trn.triton_kernels', 'torch_xla')\n"
+        "loaded = sorted(x for x in kernels if x in sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_files_stay_short():
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in SOURCES
+        if (lines := len(path.read_text().splitlines())) > FILE_LINES
+    }
+    assert not long, f"over {FILE_LINES} lines, split them: {long}"
+
+
+def long_functions(paths: Iterable[Path]) -> dict[str, int]:
+    """Functions of more than FUNCTION_LINES lines that are no kernels."""
+    long = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and path.relative_to(ROOT).parts[0] not in (
+                "nki_kernels",
+                "triton_kernels",
+            ):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > FUNCTION_LINES:
+                    long[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = lines
+    return long
+
+
+def test_functions_stay_short():
+    long = long_functions(SOURCES)
+    assert not long, f"over {FUNCTION_LINES} lines, split them: {long}"
+
+
+def test_folders_stay_small():
+    files = Counter(
+        str(path.relative_to(ROOT).parent)
+        for path in tracked("*")
+        if path.suffix in (".py", ".sh", ".md") and "results" not in path.parts
+    )
+    large = {folder: count for folder, count in files.items() if count > FOLDER_FILES}
+    assert not large, f"over {FOLDER_FILES} files, group them: {large}"
+
+
+def test_modules_are_named_for_what_they_hold():
+    names = [path.relative_to(ROOT) for path in SOURCES]
+    # tests/shims stands in for other people's packages, under their names
+    bad = [
+        str(name) for name in names if name.stem in FORBIDDEN_NAMES and name.parts[:2] != ("tests", "shims")
+    ]
+    assert not bad
+
+
+def test_nothing_lies_at_the_top_that_was_not_decided():
+    top = {path.relative_to(ROOT).parts[0] for path in tracked("*")}
+    unasked = {name for name in top if not name.startswith(".")} - TOP_LEVEL
+    assert not unasked
+
+
+def test_the_installed_packages_are_those_of_the_tree():
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {f"delta_trn.{path.relative_to(ROOT).parent}".replace("/", ".") for path in OURS}
+    assert sorted(settings["packages"]) == sorted({"delta_trn", *folders})
+    without = [
+        name
+        for name in folders
+        if not (ROOT / name.split(".", 1)[1].replace(".", "/") / "__init__.py").exists()
+    ]
+    assert not without, f"folders without __init__.py: {without}"
+
+
+def documented(path: Path) -> Iterator[tuple[str, str]]:
+    """Place and text of every docstring of a file."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                name = getattr(node, "name", "")
+                yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {name}".rstrip(), text
+
+
+def test_docstrings_are_whole_sentences():
+    """No formatter has split one at a quotation mark, and none is a single letter or word."""
+    broken = []
+    for path in SOURCES:
+        for place, text in documented(path):
+            lines = text.splitlines()
+            if any(line.strip() == '"' or line.startswith('"\n') or line.endswith(' "') for line in lines):
+                broken.append(f"{place}: a stray quotation mark")
+            if len(text.split()) == 1:
+                broken.append(f"{place}: {text!r} is no sentence")
+    assert not broken, "\n".join(broken)
+
+
+def test_public_functions_say_what_they_do():
+    """Every public name of `backends` has a docstring, and no public function takes **kwargs."""
+    bare = []
+    for path in SOURCES:
+        relative = path.relative_to(ROOT)
+        if relative.parts[0] != "backends":
+            continue
+        tree = ast.parse(path.read_text())
+        if not ast.get_docstring(tree):
+            bare.append(f"{relative} has no docstring")
+        for node in tree.body:
+            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+            if public and node.name != "main" and not ast.get_docstring(node):
+                bare.append(f"{relative}:{node.lineno} {node.name} has no docstring")
+            if public and isinstance(node, ast.FunctionDef) and node.args.kwarg:
+                bare.append(f"{relative}:{node.lineno} {node.name} takes **{node.args.kwarg.arg}")
+    assert not bare, "\n".join(bare)

@@ -1,0 +1,101 @@
+"""What the simulator's tests share: tiles in fewer words, one-instruction kernels, a table of refusals."""
+
+import numpy as np
+import pytest
+
+from delta_trn.nki_kernels.simulator import ConstraintError, StrictError, nisa, nl, record
+
+F32 = nl.float32
+R = np.random.default_rng(1)
+
+
+def normal(*shape, dtype=np.float32):
+    return R.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+def near(actual, expected, tolerance=2e-6):
+    """Largest difference relative to the largest expected magnitude."""
+    scale = np.abs(expected).max() + 1e-30
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64) / scale, expected / scale, rtol=0, atol=tolerance
+    )
+
+
+def sbuf(*shape, dtype=F32):
+    return nl.ndarray(shape, dtype, nl.sbuf)
+
+
+def psum(*shape, dtype=F32):
+    return nl.ndarray(shape, dtype, nl.psum)
+
+
+def ones(*shape, dtype=F32):
+    return nl.ones(shape, dtype)
+
+
+def product(*shape):
+    """A PSUM tile that a matmul wrote."""
+    tile = psum(*shape)
+    nisa.nc_matmul(dst=tile, stationary=ones(4, shape[0]), moving=ones(4, shape[1]))
+    return tile
+
+
+def on_chip(array, buffer="sbuf", dtype=None):
+    """The array in a tile."""
+    tile = nl.ndarray(array.shape, dtype or array.dtype, nl.sbuf)
+    nisa.dma_copy(dst=tile, src=array)
+    if buffer == "sbuf":
+        return tile
+    moved = nl.ndarray(array.shape, tile.dtype, nl.psum)
+    nisa.tensor_copy(dst=moved, src=tile)
+    return moved
+
+
+def execute(body, *arrays, shape, dtype=F32, target="trn1"):
+    """Run body(out, *tiles) and return what it left in `out`."""
+
+    def kernel(*args):
+        tiles = [on_chip(a) for a in args]
+        out = nl.ndarray(shape, dtype, nl.sbuf)
+        body(out, *tiles)
+        hbm = nl.ndarray(shape, dtype, nl.shared_hbm)
+        nisa.dma_copy(dst=hbm, src=out)
+        return hbm
+
+    return record(kernel, *arrays, target=target, check_source=False, trace=False).outputs
+
+
+def attempt(body, *args, target="trn1", strict=True):
+    """Run a kernel body as it is."""
+    return record(body, *args, target=target, strict=strict, check_source=False, trace=False).outputs
+
+
+def done():
+    """The output that a kernel must have."""
+    out = nl.ndarray((1, 1), F32, nl.shared_hbm)
+    nisa.dma_copy(dst=out, src=ones(1, 1))
+    return out
+
+
+class Refusals(list):
+    """Kernel bodies, each with the exception and the key phrase that it must meet."""
+
+    def refuses(self, match, error=ConstraintError, target="trn1"):
+        def keep(body):
+            self.append(pytest.param(body, match, error, target, id=body.__name__))
+            return body
+
+        return keep
+
+    def strict(self):
+        """Those that only the strict checks refuse."""
+        return [p for p in self if p.values[2] is StrictError]
+
+
+def assert_refused(body, match, error, target):
+    with pytest.raises(error, match=match) as caught:
+        attempt(body, target=target)
+    if error is ConstraintError:
+        assert not isinstance(caught.value, StrictError), (
+            "AWS's simulator has this check; it is not a strict one"
+        )

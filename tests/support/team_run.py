@@ -1,0 +1,76 @@
+"""Runs of a few processes on this machine: what torchrun does, without its seconds of imports."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.support import tiny_run
+
+
+def start(
+    world: int,
+    arguments: Sequence[object],
+    logs: Path,
+    work: Callable[[list[str], str], None] = tiny_run.child,
+) -> list[BaseProcess]:
+    """`torchrun --nproc_per_node=world -m train ...`: one process a rank, output in logs/rank-N.
+
+    work    what to do instead with (arguments, log)
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    processes = []
+    for rank in range(world):
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        process = tiny_run.WARM.Process(
+            target=_rank, args=(variables, [str(a) for a in arguments], str(logs / f"rank-{rank}"), work)
+        )
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def joined(processes: Sequence[BaseProcess], logs: Path, seconds: float = 120) -> list[int]:
+    """Their exit codes. Processes that wait for each other are ended after `seconds`, and fail the test."""
+    until = time.monotonic() + seconds
+    for process in processes:
+        process.join(timeout=max(0.0, until - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for rank in late:
+        processes[rank].kill()
+        processes[rank].join()
+    assert not late, f"ranks {late} did not end within {seconds:g} s\n{said(logs)}"
+    return [code for process in processes if (code := process.exitcode) is not None]
+
+
+def said(logs: Path) -> str:
+    """What every rank printed."""
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(logs.iterdir()))
+
+
+def train(world: int, arguments: Sequence[object], logs: Path) -> None:
+    """The same, which must succeed on every rank."""
+    assert joined(start(world, arguments, logs), logs) == [0] * world, said(logs)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _rank(
+    variables: dict[str, object], arguments: list[str], log: str, work: Callable[[list[str], str], None]
+) -> None:
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    work(arguments, log)

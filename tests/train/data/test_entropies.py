@@ -1,0 +1,142 @@
+"""Baselines are what they are said to be: recomputed here the slow way, from the text itself."""
+
+import json
+import lzma
+import math
+import random
+import zlib
+from collections import Counter
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from delta_trn.train.data import baselines, entropies, open_dataset, prepare
+from delta_trn.train.data.entropies import documents, leading_text, unigram_nats
+
+WORDS = ["alpha", "beta", "gamma", "delta", "épsilon", "zeta", "eta", "theta"]
+
+
+def write(path, seed=0, count=200):
+    words = random.Random(seed)
+    made = [
+        " ".join(words.choices(WORDS, [2**-i for i in range(8)], k=words.randint(5, 60)))
+        for _ in range(count)
+    ]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in made), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    root = tmp_path_factory.mktemp("entropies")
+    return open_dataset(
+        prepare(
+            write(root / "c.jsonl"),
+            root / "out",
+            tokenizer="bytebpe",
+            vocab_size=280,
+            val_fraction=0.2,
+            show=False,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def found(dataset):
+    return baselines(dataset)
+
+
+def test_unigram_is_the_mean_code_length_of_held_out_tokens(dataset, found):
+    counts = Counter(int(i) for tokens in dataset.shards("train") for i in tokens)
+    total = sum(counts.values())
+    lengths = [
+        -math.log((counts[int(i)] + 1) / (total + dataset.tokenizer.size))
+        for tokens in dataset.shards("val")
+        for i in tokens
+    ]
+    assert found["unigram"].nats_per_token == pytest.approx(math.fsum(lengths) / len(lengths), rel=1e-12)
+    assert found["uniform"].nats_per_token == pytest.approx(math.log(280))
+
+
+def test_unigram_pays_for_a_token_never_seen_and_gains_nothing_from_held_out_counts():
+    train, val = np.array([8, 0]), np.array([0, 3])
+    assert unigram_nats(train, val, 2) == pytest.approx(math.log(10))
+    # fitted on the held-out tokens themselves it would be nearly free
+    assert unigram_nats(val, val, 2) < 0.3
+
+
+def test_compressors_have_the_held_out_text_and_nothing_else(dataset, found):
+    text = b"".join(dataset.tokenizer.decode(ids).encode() for ids in documents(dataset, "val"))
+    assert len(text) == dataset.split("val").bytes == found["zlib"].bytes
+    assert found["zlib"].bits_per_byte == pytest.approx(8 * len(zlib.compress(text, 9)) / len(text))
+    assert len(lzma.compress(text, preset=9)) - 80 < found["lzma"].bits_per_byte * len(text) / 8 <= len(text)
+    assert (found["zlib"].saw, found["lzma"].saw) == ("nothing", "nothing")
+
+
+def test_priming_with_training_text_helps_and_is_said(dataset, found):
+    assert found["lzma_primed"].bits_per_byte < found["lzma"].bits_per_byte
+    assert found["lzma_primed"].saw == f"the first {dataset.split('train').bytes} bytes of training text"
+
+
+def test_priming_with_other_text_would_help_less(dataset, found, monkeypatch):
+    """The companion: what priming gains comes from the training text, not from the subtraction."""
+    noise = random.Random(0).randbytes(dataset.split("train").bytes)
+    original = entropies.leading_text
+    monkeypatch.setattr(
+        entropies, "leading_text", lambda d, split, n: noise if split == "train" else original(d, split, n)
+    )
+    assert entropies._measure(dataset)["lzma_primed"].bits_per_byte > found["lzma_primed"].bits_per_byte
+
+
+def test_nats_and_bits_convert_both_ways(dataset, found):
+    meta = dataset.split("val")
+    for baseline in found.values():
+        total_bits = baseline.nats_per_token * meta.tokens / math.log(2)
+        assert baseline.bits_per_byte == pytest.approx(total_bits / meta.bytes)
+        assert dataset.nats_per_token(baseline.bits_per_byte) == pytest.approx(baseline.nats_per_token)
+        assert dataset.bits_per_byte(baseline.nats_per_token) == pytest.approx(baseline.bits_per_byte)
+
+
+def test_they_are_computed_once(dataset, found, monkeypatch):
+    monkeypatch.setattr(entropies, "_measure", None)  # calling it would raise
+    assert baselines(dataset) == found
+
+
+def test_a_cache_of_other_data_or_another_version_is_not_believed(dataset, found):
+    path = dataset.path / "baselines.json"
+    for content in ("{", "[]", json.dumps({"dataset": "other", "baselines": {}}), '{"dataset": 1}'):
+        path.write_text(content)
+        assert baselines(dataset) == found
+        assert json.loads(path.read_text())["dataset"] == dataset.fingerprint
+
+
+def test_a_folder_that_cannot_be_written_still_answers(dataset, found, monkeypatch):
+    def refuse(*args):
+        raise entropies.WriteError("read-only")
+
+    (dataset.path / "baselines.json").unlink()
+    monkeypatch.setattr(entropies, "write_atomically", refuse)
+    assert baselines(dataset) == found
+    assert not (dataset.path / "baselines.json").exists()
+
+
+def test_a_tokenizer_that_loses_text_has_no_compressors(tmp_path):
+    lossy = Tokenizer(
+        models.WordLevel({"<unk>": 0, **{word: i + 1 for i, word in enumerate(WORDS[:4])}}, unk_token="<unk>")
+    )
+    lossy.pre_tokenizer = pre_tokenizers.Whitespace()
+    lossy.save(str(tmp_path / "tokenizer.json"))
+    out = prepare(
+        write(tmp_path / "c.jsonl"), tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"), show=False
+    )
+    dataset = open_dataset(out)
+    assert not dataset.meta.tokenizer.lossless
+    assert set(baselines(dataset)) == {"uniform", "unigram"}
+
+
+def test_leading_text_keeps_documents_whole(dataset):
+    texts = [dataset.tokenizer.decode(ids) for ids in documents(dataset, "train")]
+    assert leading_text(dataset, "train", 1) == texts[0].encode()
+    assert leading_text(dataset, "train", len(texts[0].encode()) + 1) == (texts[0] + texts[1]).encode()
+    assert leading_text(dataset, "train", 10**9) == "".join(texts).encode()

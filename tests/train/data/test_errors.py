@@ -1,0 +1,192 @@
+"""What can be wrong with a folder of shards: each damage is refused by path, with what to do about it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from delta_trn.train.data import evaluation_batches, make_loader, open_dataset, prepare
+from delta_trn.train.data.errors import ShardError, SourceError
+from delta_trn.train.data.shards import HEADER_BYTES, encode_header
+
+TRAIN, VAL = "corpus_train_000001.bin", "corpus_val_000000.bin"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    root = tmp_path_factory.mktemp("errors")
+    lines = [json.dumps({"text": f"document {i} " * 20}) + "\n" for i in range(60)]
+    (root / "corpus.jsonl").write_text("".join(lines))
+    return prepare(root / "corpus.jsonl", root / "out", tokenizer="bytes", show=False)
+
+
+@pytest.fixture
+def folder(prepared, tmp_path):
+    return Path(shutil.copytree(prepared, tmp_path / "data"))
+
+
+def header(folder: Path, word: int, value: int, file: str = TRAIN):
+    raw = bytearray((folder / file).read_bytes())
+    raw[4 * word : 4 * word + 4] = np.array([value], "<i4").tobytes()
+    (folder / file).write_bytes(raw)
+
+
+def meta(folder: Path, change):
+    content = json.loads((folder / "meta.json").read_text())
+    change(content)
+    (folder / "meta.json").write_text(json.dumps(content))
+
+
+def cut(path: Path, size: int):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def widen(folder: Path):
+    raw = (folder / VAL).read_bytes()
+    (folder / VAL).write_bytes(
+        raw[:HEADER_BYTES] + np.frombuffer(raw[HEADER_BYTES:], "<u2").astype("<u4").tobytes()
+    )
+
+
+def out_of_vocabulary(folder: Path, file: str = TRAIN):
+    tokens = np.fromfile(folder / file, "<u2", offset=HEADER_BYTES)
+    tokens[100:] = 999
+    (folder / file).write_bytes(encode_header(len(tokens)) + tokens.tobytes())
+
+
+def empty(folder: Path):
+    (folder / VAL).write_bytes(encode_header(0))
+    meta(folder, lambda m: m["splits"]["val"].update(tokens=0))
+    meta(folder, lambda m: m["splits"]["val"]["shards"][0].update(tokens=0))
+
+
+def one_more(folder: Path):
+    path = folder / VAL
+    path.write_bytes(path.read_bytes() + b"\0\0")
+
+
+ON_OPENING = [
+    ("no folder", lambda f: shutil.rmtree(f), r"data is not a folder; make it with"),
+    ("no meta", lambda f: (f / "meta.json").unlink(), r"meta\.json is missing; make it with"),
+    (
+        "half prepared",
+        lambda f: (f / "meta.json").rename(f / "progress.json"),
+        r"data is prepared only in part; run the same .* it continues",
+    ),
+    (
+        "meta cut short",
+        lambda f: cut(f / "meta.json", 100),
+        r"meta\.json cannot be used: the file: invalid json.*prepare the data again",
+    ),
+    (
+        "meta lacks",
+        lambda f: meta(f, lambda m: m.pop("bos_id")),
+        r"meta\.json cannot be used: bos_id: field required",
+    ),
+    (
+        "meta of later",
+        lambda f: meta(f, lambda m: m.update(format=2)),
+        r"meta\.json has format 2, this code reads 1",
+    ),
+    ("missing shard", lambda f: (f / TRAIN).unlink(), r"corpus_train_000001\.bin is missing; run .* again"),
+    (
+        "truncated",
+        lambda f: cut(f / TRAIN, 4000),
+        r"train_000001\.bin is truncated: 4000 bytes, but \d+ tokens of uint16 .* make \d+; copy it again",
+    ),
+    ("too long", one_more, r"val_000000\.bin is too long: \d+ bytes"),
+    ("only a header", lambda f: cut(f / TRAIN, 1024), r"train_000001\.bin is truncated: 1024 bytes"),
+    ("half a header", lambda f: cut(f / TRAIN, 1000), r"holds 1000 bytes, less than its header of 1024"),
+    (
+        "wrong magic",
+        lambda f: header(f, 0, 7),
+        r"starts with 7, not with the magic number 20240520; it is not a token shard",
+    ),
+    ("wrong version", lambda f: header(f, 1, 2), r"has version 2, this code reads version 1"),
+    ("negative count", lambda f: header(f, 2, -5), r"gives a count of -5 tokens, expected 0 or more"),
+    ("another count", lambda f: header(f, 2, 9), r"gives 9 tokens, meta\.json gives \d+"),
+    ("another dtype", widen, r"holds 4 bytes a token \(uint32\), meta\.json says uint16"),
+    ("empty split", empty, r"has no tokens in split 'val'"),
+    ("no split", lambda f: meta(f, lambda m: m["splits"].pop("val")), r"has no tokens in split 'val'"),
+    (
+        "sums differ",
+        lambda f: meta(f, lambda m: m["splits"]["train"].update(tokens=1)),
+        r"counts 1 tokens in 'train', its shards \d+",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"), [row[1:] for row in ON_OPENING], ids=[row[0] for row in ON_OPENING]
+)
+def test_damage_is_refused_on_opening(folder, damage, message):
+    open_dataset(folder)
+    damage(folder)
+    with pytest.raises(ShardError, match=message):
+        open_dataset(folder)
+
+
+@pytest.mark.parametrize("kind", ["random_crop", "stream"])
+def test_a_token_out_of_the_vocabulary_is_refused_before_the_model_sees_it(folder, kind):
+    out_of_vocabulary(folder)
+    dataset = open_dataset(folder)  # headers and sizes are right
+    loader = make_loader(dataset, "train", kind=kind, batch=4, sequence=64, seed=0)
+    with pytest.raises(
+        ShardError, match=r"train_000001\.bin has token id 999 at position \d+, but vocab_size is 320"
+    ):
+        for _ in range(50):
+            loader.next_batch()
+
+
+def test_the_place_of_the_token_is_right(folder):
+    out_of_vocabulary(folder, VAL)
+    with pytest.raises(ShardError, match=r"val_000000\.bin has token id 999 at position 100,"):
+        evaluation_batches(open_dataset(folder), batch=8, sequence=32, batches=8)
+    with pytest.raises(ShardError, match=r"val_000000\.bin has token id 999 at position 100,"):
+        open_dataset(folder).check_tokens()
+
+
+def test_a_changed_token_is_found_when_asked(folder):
+    raw = bytearray((folder / TRAIN).read_bytes())
+    raw[HEADER_BYTES + 20] ^= 1
+    (folder / TRAIN).write_bytes(raw)
+    with pytest.raises(ShardError, match=r"changed since it was prepared \(sha256 differs\)"):
+        open_dataset(folder).check_tokens()
+
+
+def test_the_tokenizer_of_other_shards_is_refused(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|pad|>", "<|padding|>"))
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("<|pad|>", "<|padding|>"))
+    with pytest.raises(ShardError, match=r"tokenizer\.json is not the one the shards were made with"):
+        open_dataset(folder).tokenizer.decode([1])
+
+
+def test_a_shard_that_vanishes_in_the_middle_of_a_preparation(tmp_path, monkeypatch):
+    from delta_trn.train.data import preparation
+
+    source = tmp_path / "corpus.jsonl"
+    source.write_text("".join(json.dumps({"text": f"document {i} " * 20}) + "\n" for i in range(60)))
+    monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 8)
+    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+    batches = preparation._batches
+    options = {"tokenizer": "bytes", "shard_tokens": 1000, "show": False}
+
+    def stopping(documents):
+        for number, batch in enumerate(batches(documents)):
+            if number == 5:
+                raise SourceError("the network went away")
+            yield batch
+
+    monkeypatch.setattr(preparation, "_batches", stopping)
+    with pytest.raises(SourceError):
+        prepare(source, tmp_path / "out", **options)
+    monkeypatch.setattr(preparation, "_batches", batches)
+    (tmp_path / "out" / TRAIN).unlink()
+    with pytest.raises(
+        ShardError, match=r"train_000001\.bin was finished and is gone; remove .*/out and prepare again"
+    ):
+        prepare(source, tmp_path / "out", **options)

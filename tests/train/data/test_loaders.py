@@ -1,0 +1,329 @@
+"""Batches are next-token pairs of the shards' tokens; positions are exact; ranks share nothing."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from delta_trn.train.data import cu_seqlens, evaluation_batches, make_loader, open_dataset, prepare
+from delta_trn.train.data.errors import DataError, PositionMismatch, ShardError
+from delta_trn.train.data.loader import Stream, fold, mix64
+
+T = 16
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Seven training shards of at most 2000 bytes, in documents that all differ."""
+    root = tmp_path_factory.mktemp("loaders")
+    (root / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": f"{i:04x}" * 20}) + "\n" for i in range(170))
+    )
+    return open_dataset(
+        prepare(root / "corpus.jsonl", root / "out", tokenizer="bytes", shard_tokens=2000, show=False)
+    )
+
+
+def loader(dataset, kind, **options):
+    return make_loader(dataset, "train", **{"kind": kind, "batch": 4, "sequence": T, "seed": 7, **options})
+
+
+def take(loader, count):
+    return [loader.next_batch() for _ in range(count)]
+
+
+def same(left, right):
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for pair in zip(left, right, strict=True) for a, b in zip(*pair, strict=True)
+    )
+
+
+# -- both kinds --------------------------------------------------------------------------------------------
+
+both = pytest.mark.parametrize("kind", ["random_crop", "stream"])
+
+
+@both
+def test_a_batch_is_inputs_and_what_follows_them(dataset, kind):
+    everything = np.concatenate(dataset.shards("train")).tobytes()
+    for inputs, targets in take(loader(dataset, kind), 10):
+        for x in (inputs, targets):
+            assert (
+                x.shape == (4, T) and x.dtype == torch.int64 and x.device.type == "cpu" and x.is_contiguous()
+            )
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        for row in torch.cat([inputs, targets[:, -1:]], dim=1):
+            if kind == "random_crop":
+                assert row.numpy().astype("<u2").tobytes() in everything
+
+
+@both
+def test_the_same_seed_gives_the_same_batches_and_another_gives_others(dataset, kind):
+    assert same(take(loader(dataset, kind), 20), take(loader(dataset, kind), 20))
+    assert not same(take(loader(dataset, kind), 20), take(loader(dataset, kind, seed=8), 20))
+    assert same(take(loader(dataset, kind, seed=-1), 2), take(loader(dataset, kind, seed=-1), 2))
+
+
+@both
+@pytest.mark.parametrize("stop", [0, 1, 13, 200])  # an epoch of the stream has about 200 batches
+def test_a_loader_continues_where_its_state_was_taken(dataset, kind, stop):
+    first = loader(dataset, kind)
+    take(first, stop)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = loader(dataset, kind)
+    take(second, 3)
+    second.load_state_dict(state)
+    assert same(take(second, 5), take(first, 5))
+    assert second.state_dict() == first.state_dict()
+
+
+@both
+def test_every_rank_has_the_same_state_and_other_samples(dataset, kind):
+    ranks = [loader(dataset, kind, rank=rank, world=3) for rank in range(3)]
+    batches = [take(rank, 5) for rank in ranks]
+    assert ranks[0].state_dict() == ranks[1].state_dict() == ranks[2].state_dict()
+    assert not same(batches[0], batches[1]) and not same(batches[1], batches[2])
+
+
+@both
+def test_a_position_of_other_data_is_refused(dataset, kind, tmp_path):
+    state = loader(dataset, kind).state_dict()
+    cases = {
+        "seed": (dataset, {"seed": 8}),
+        "sequence": (dataset, {"sequence": 8}),
+        "kind": (dataset, {"kind": {"random_crop": "stream", "stream": "random_crop"}[kind]}),
+    }
+    (tmp_path / "c.jsonl").write_text(
+        "".join(json.dumps({"text": f"other {i}" * 20}) + "\n" for i in range(50))
+    )
+    other = open_dataset(prepare(tmp_path / "c.jsonl", tmp_path / "out", tokenizer="bytes", show=False))
+    cases["dataset"] = (other, {})
+    for key, (data, options) in cases.items():
+        with pytest.raises(PositionMismatch, match=rf"{key} was .*, is .*begin a new run"):
+            loader(data, options.pop("kind", kind), **options).load_state_dict(state)
+
+
+def test_train_and_val_positions_are_not_mixed_up(dataset):
+    state = make_loader(dataset, "val", batch=1, sequence=T, seed=7).state_dict()
+    with pytest.raises(PositionMismatch, match="split was 'val', is 'train'"):
+        loader(dataset, "random_crop").load_state_dict(state)
+
+
+# -- random crops ------------------------------------------------------------------------------------------
+
+
+def splitmix64(state: int) -> int:
+    """The reference in plain integers: https://prng.di.unimi.it/splitmix64.c"""
+    mask = 2**64 - 1
+    z = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def test_mixing_is_splitmix64():
+    # the first outputs of the generator seeded with 0 are published constants
+    assert [splitmix64(0), splitmix64(0x9E3779B97F4A7C15)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    states = np.array([0, 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15], np.uint64)
+    assert mix64(states).tolist() == [splitmix64(int(x)) for x in states]
+
+
+def test_crops_are_where_the_documentation_says(dataset):
+    """The documented algorithm once more, in plain integers and lists."""
+    starts = [
+        (shard, offset)
+        for shard, tokens in enumerate(dataset.shards("train"))
+        for offset in range(len(tokens) - T)  # T+1 tokens are left
+    ]
+    world, batch, seed = 3, 4, 7
+    for rank in range(world):
+        ours = loader(dataset, "random_crop", rank=rank, world=world)
+        for b in range(5):
+            inputs, targets = ours.next_batch()
+            for row in range(batch):
+                state = 0
+                for word in (1, seed, (b * world + rank) * batch + row):
+                    state = splitmix64(state ^ word)
+                shard, offset = starts[state % len(starts)]
+                expected = dataset.shards("train")[shard][offset : offset + T + 1].tolist()
+                assert [*inputs[row].tolist(), int(targets[row, -1])] == expected
+
+
+@both
+@pytest.mark.parametrize(("world", "batch"), [(1, 24), (2, 12), (4, 6), (3, 4), (1, 1)])
+def test_a_step_has_the_same_samples_however_it_is_divided(dataset, kind, world, batch):
+    expected = torch.cat([inputs for inputs, _ in take(loader(dataset, kind, batch=24), 2)])
+    ranks = [loader(dataset, kind, rank=rank, world=world, batch=batch) for rank in range(world)]
+    rounds = 48 // (world * batch)
+    got = torch.cat([rank.next_batch()[0] for _ in range(rounds) for rank in ranks])
+    assert torch.equal(got, expected)
+
+
+@both
+def test_another_number_of_ranks_continues_exactly(dataset, kind):
+    one = loader(dataset, kind, batch=8)
+    take(one, 3)
+    two = [loader(dataset, kind, batch=4, rank=rank, world=2) for rank in range(2)]
+    for rank in two:
+        rank.load_state_dict(one.state_dict())
+    assert torch.equal(torch.cat([rank.next_batch()[0] for rank in two]), one.next_batch()[0])
+    with pytest.raises(
+        PositionMismatch, match=r"24 samples .* world=1 x batch=7; choose a product that divides it"
+    ):
+        loader(dataset, kind, batch=7).load_state_dict({**one.state_dict(), "samples": 24})
+
+
+def test_every_start_is_drawn_about_as_often_as_any_other(dataset):
+    starts = sum(len(tokens) - T for tokens in dataset.shards("train"))
+    draws = 64 * starts
+    places = fold(1, 7, np.arange(draws, dtype=np.uint64)) % np.uint64(starts)
+    counts = np.bincount(places.astype(np.int64), minlength=starts)
+    # chi-squared over `starts` cells has mean starts and deviation sqrt(2 starts); five of them
+    chi2 = float(((counts - 64.0) ** 2 / 64.0).sum())
+    assert abs(chi2 - starts) < 5 * (2 * starts) ** 0.5
+
+
+# -- the stream --------------------------------------------------------------------------------------------
+
+
+def windows_of(loader, count):
+    """[count * batch, T + 1]"""
+    return torch.cat([torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in take(loader, count)])
+
+
+def is_whole(windows: torch.Tensor, tokens: np.ndarray) -> bool:
+    """Whether the targets of consecutive windows are tokens 1, 2, 3, ... with none left out or twice."""
+    return windows[:, 1:].flatten().tolist() == tokens[1 : 1 + windows[:, 1:].numel()].tolist()
+
+
+def in_order(dataset, ours, epoch=0):
+    shards = dataset.shards("train")
+    return np.concatenate([shards[i] for i in ours._shards_of(epoch)]).astype(np.int64)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_token_is_a_target_once_an_epoch(dataset, world):
+    total = dataset.split("train").tokens
+    count = (total - 1) // T
+    ranks = [loader(dataset, "stream", batch=1, rank=rank, world=world) for rank in range(world)]
+    windows = torch.cat([windows_of(rank, 1) for _ in range(-(-count // world)) for rank in ranks])[:count]
+    assert is_whole(windows, in_order(dataset, ranks[0]))
+    assert total - 1 - T < windows[:, 1:].numel() <= total - 1
+    assert all(rank.epoch == 1 for rank in ranks)
+
+
+def test_a_stream_that_drops_a_target_between_batches_is_caught(dataset):
+    """The fault of advancing by B*T+1 tokens, planted."""
+
+    class Dropping(Stream):
+        def _windows(self, first):
+            batch, step = first // self.batch, self.batch * self.sequence + 1
+            window = np.empty((1, self.batch * self.sequence + 1), np.int64)
+            self._tokens.read_across(self._shards_of(0), batch * step, window[0])
+            return np.stack([window[0, i * T : i * T + T + 1] for i in range(self.batch)])
+
+    faulty = Dropping(dataset, "train", 4, T, 7, 0, 1)
+    sound = loader(dataset, "stream")
+    tokens = in_order(dataset, sound)
+    assert is_whole(windows_of(sound, 10), tokens)
+    assert not is_whole(windows_of(faulty, 10), tokens)
+
+
+def test_epochs_have_other_orders_and_the_same_tokens(dataset):
+    ours = loader(dataset, "stream")
+    orders = [ours._shards_of(epoch).tolist() for epoch in range(6)]
+    assert len(set(map(tuple, orders))) > 3
+    assert all(sorted(order) == list(range(len(dataset.shards("train")))) for order in orders)
+
+
+def test_a_batch_may_begin_in_one_epoch_and_end_in_the_next(dataset):
+    count = (dataset.split("train").tokens - 1) // T
+    batch = 7
+    while count % batch == 0:
+        batch += 1
+    ours = loader(dataset, "stream", batch=batch)
+    windows = windows_of(ours, count // batch + 1)
+    assert is_whole(windows[:count], in_order(dataset, ours, 0))
+    assert is_whole(windows[count:], in_order(dataset, ours, 1))
+
+
+def test_another_micro_batch_continues_a_stream(dataset):
+    first, second = loader(dataset, "stream", batch=6), loader(dataset, "stream", batch=3)
+    take(first, 2)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(windows_of(second, 2), windows_of(first, 1))
+
+
+# -- evaluation --------------------------------------------------------------------------------------------
+
+
+def test_evaluation_crops_do_not_depend_on_the_micro_batch(dataset):
+    def crops(batch, batches, **options):
+        made = evaluation_batches(dataset, batch=batch, sequence=T, batches=batches, **options)
+        assert len(made) == batches and all(inputs.shape == (batch, T) for inputs, _ in made)
+        return [torch.cat(parts) for parts in zip(*made, strict=True)]
+
+    expected = crops(2, 12)
+    for batch, batches in ((1, 24), (24, 1), (8, 3), (2, 12)):
+        inputs, targets = crops(batch, batches)
+        assert torch.equal(inputs, expected[0]) and torch.equal(targets, expected[1])
+    assert not torch.equal(crops(2, 12, seed=1)[0], expected[0])
+
+
+def test_evaluation_crops_are_spread_over_the_split(dataset):
+    """One in each equal part: with as many parts as starts, every start once."""
+    starts = sum(len(tokens) - T for tokens in dataset.shards("val"))
+    batches = evaluation_batches(dataset, batch=1, sequence=T, batches=starts)
+    expected = [
+        tokens[i : i + T].tolist() for tokens in dataset.shards("val") for i in range(len(tokens) - T)
+    ]
+    assert [inputs[0].tolist() for inputs, _ in batches] == expected
+    more = evaluation_batches(dataset, batch=1, sequence=T, batches=starts + 10)
+    assert len(more) == starts + 10
+
+
+# -- documents within a batch ------------------------------------------------------------------------------
+
+
+def test_cu_seqlens_are_where_documents_and_rows_begin(dataset):
+    inputs, _ = loader(dataset, "stream", batch=3, sequence=200).next_batch()
+    expected = [
+        i for i, token in enumerate(inputs.flatten().tolist()) if token == dataset.meta.bos_id or i % 200 == 0
+    ]
+    found = cu_seqlens(inputs, dataset.meta.bos_id)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [*expected, 600]
+    assert len(expected) > 6
+    # BOS at a row's start begins one sequence, not an empty one besides
+    assert cu_seqlens(torch.tensor([[9, 1, 9], [1, 1, 9]]), 9).tolist() == [0, 2, 3, 5, 6]
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "shuffle"}, r"kind='shuffle', expected one of random_crop, stream"),
+        ({"batch": 0}, r"batch=0, expected at least 1"),
+        ({"sequence": 0}, r"sequence=0, expected at least 1"),
+        ({"rank": 2, "world": 2}, r"rank=2, expected 0 to world - 1 = 1"),
+        (
+            {"sequence": 2000},
+            r"no shard of sequence \+ 1 = 2001 tokens, its longest has \d+; choose a shorter",
+        ),
+        (
+            {"kind": "stream", "sequence": 10**6},
+            r"tokens, too few for sequence=1000000: that needs 1000001",
+        ),
+    ],
+)
+def test_bad_arguments(dataset, options, message):
+    with pytest.raises((DataError, ShardError), match=message):
+        loader(dataset, **{"kind": "random_crop", **options})
+
+
+def test_a_split_that_does_not_exist(dataset):
+    with pytest.raises(ShardError, match="no split 'test'"):
+        make_loader(dataset, "test", batch=1, sequence=T, seed=0)  # pyright: ignore[reportArgumentType]

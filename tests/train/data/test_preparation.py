@@ -1,0 +1,427 @@
+"""Shards hold every document whole and once, on one side; a killed run ends with the same bytes."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from delta_trn.train.data import open_dataset, preparation, prepare
+from delta_trn.train.data.entropies import documents
+from delta_trn.train.data.errors import DataError, SettingsDiffer, SourceError, WriteError
+from delta_trn.train.data.shards import HEADER_BYTES, ShardWriter, check_shard, map_tokens
+
+SHARD = 2000
+
+
+def texts(count: int = 120) -> list[str]:
+    """Documents of 1 to 200 words, with empty ones and copies among them."""
+    words = random.Random(0)
+    made = [
+        " ".join(words.choices(["alpha", "beta", "gamma", "délta"], k=words.randint(1, 200)))
+        for _ in range(count)
+    ]
+    made[10], made[20] = "", " \n"
+    made[7] = made[8] = made[-1]
+    return made
+
+
+def corpus(path: Path, made: list[str] | None = None) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in made or texts()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
+    return corpus(tmp_path / "corpus.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """Commit after every few documents, so that a kill can fall anywhere.
+
+    Without waiting for the disk: what a killed process has written stays, only a power cut could lose it.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 16)
+    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+
+
+def run(source, out, **options):
+    return prepare(source, out, **{"tokenizer": "bytes", "shard_tokens": SHARD, "show": False, **options})
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lock"}
+
+
+def split_texts(dataset, split):
+    return [dataset.tokenizer.decode(ids) for ids in documents(dataset, split)]
+
+
+# -- what comes out ----------------------------------------------------------------------------------------
+
+
+def test_every_document_is_in_one_split_whole_and_in_order(source, tmp_path):
+    dataset = open_dataset(run(source, tmp_path / "out"))
+    train, val = split_texts(dataset, "train"), split_texts(dataset, "val")
+    expected = [text for text in texts() if text.strip()]
+    assert sorted(train + val) == sorted(expected)
+    assert train == [text for text in expected if text in set(train)]
+    assert not set(train) & set(val)
+    assert 0 < len(val) < len(expected) / 5
+    assert dataset.meta.skipped == {"empty documents": 2}
+
+
+def test_counts_in_meta_are_those_of_the_files(source, tmp_path):
+    dataset = open_dataset(run(source, tmp_path / "out"))
+    for split in ("train", "val"):
+        meta, found = dataset.split(split), split_texts(dataset, split)
+        assert meta.documents == len(found)
+        assert meta.bytes == sum(len(text.encode()) for text in found)
+        assert meta.tokens == meta.bytes + 2 * len(found)  # plain bytes: BOS and EOS are all that is added
+        assert meta.tokens == sum(len(tokens) for tokens in dataset.shards(split))
+    dataset.check_tokens()
+
+
+def test_a_shard_is_read_by_the_published_layout(source, tmp_path):
+    out = run(source, tmp_path / "out")
+    names = sorted(path.name for path in out.glob("*.bin"))
+    assert names[0] == "corpus_train_000001.bin" and names[-1].startswith("corpus_val_") and len(names) > 3
+    raw = (out / names[0]).read_bytes()
+    header = np.frombuffer(raw[:1024], "<i4")
+    assert header[:2].tolist() == [20240520, 1] and not header[3:].any()
+    tokens = np.frombuffer(raw[1024:], "<u2")
+    assert len(tokens) == header[2] and tokens[0] == 256 and tokens[-1] == 257
+
+
+def test_documents_never_straddle_shards(source, tmp_path):
+    dataset = open_dataset(run(source, tmp_path / "out"))
+    shards = dataset.shards("train")
+    assert len(shards) > 5
+    for tokens in shards:
+        assert tokens[0] == dataset.meta.bos_id and tokens[-1] == dataset.meta.eos_id
+        assert len(tokens) <= SHARD
+    for first, second in pairwise(shards):
+        next_document = int(np.flatnonzero(second == dataset.meta.eos_id)[0]) + 1
+        assert len(first) + next_document > SHARD  # it did not fit
+
+
+def test_a_document_longer_than_a_shard_has_one_of_its_own(tmp_path):
+    made = [*texts(30), "x" * 3 * SHARD, *texts(30)]
+    dataset = open_dataset(run(corpus(tmp_path / "c.jsonl", made), tmp_path / "out"))
+    split = "train" if "x" * 3 * SHARD in split_texts(dataset, "train") else "val"
+    assert 3 * SHARD + 2 in [len(tokens) for tokens in dataset.shards(split)]
+
+
+def test_a_vocabulary_over_16_bits_takes_uint32(source, tmp_path):
+    out = run(source, tmp_path / "out", vocab_size=2**16 + 1)
+    dataset = open_dataset(out)
+    assert dataset.meta.dtype == "uint32" and dataset.shards("val")[0].dtype == np.uint32
+    assert open_dataset(run(source, tmp_path / "narrow", vocab_size=2**16)).meta.dtype == "uint16"
+
+
+def test_limits(source, tmp_path):
+    by_count = open_dataset(run(source, tmp_path / "a", max_documents=40))
+    expected = [text for text in texts()[:40] if text.strip()]
+    assert sorted(split_texts(by_count, "train") + split_texts(by_count, "val")) == sorted(expected)
+    by_tokens = open_dataset(run(source, tmp_path / "b", max_tokens=5000))
+    lengths = [len(text.encode()) + 2 for text in texts() if text.strip()]
+    first = int(np.searchsorted(np.cumsum(lengths), 5000)) + 1
+    total = sum(by_tokens.split(split).tokens for split in ("train", "val"))
+    assert total == sum(lengths[:first]) and total - lengths[first - 1] < 5000 <= total
+
+
+# -- holding out -------------------------------------------------------------------------------------------
+
+
+def test_held_out_documents_are_those_of_the_seed(source, tmp_path):
+    held_out = [
+        set(split_texts(open_dataset(run(source, tmp_path / str(i), seed=i)), "val")) for i in range(4)
+    ]
+    assert len({frozenset(found) for found in held_out}) == 4
+    assert held_out[0] == set(split_texts(open_dataset(run(source, tmp_path / "again")), "val"))
+
+
+def test_the_share_held_out_is_the_one_asked_for(tmp_path):
+    made = [f"document {i}" for i in range(2000)]
+    dataset = open_dataset(run(corpus(tmp_path / "c.jsonl", made), tmp_path / "out", val_fraction=0.2))
+    # binomial: 400 +- 18; five deviations
+    assert abs(dataset.split("val").documents - 400) < 90
+
+
+def test_a_few_documents_still_hold_one_out(tmp_path):
+    for count in (2, 3, 5):
+        made = [f"document {i}" for i in range(count)]
+        dataset = open_dataset(
+            run(corpus(tmp_path / f"{count}.jsonl", made), tmp_path / str(count), val_fraction=0.01)
+        )
+        assert dataset.split("val").documents == 1
+
+
+def test_held_out_text_of_its_own_is_never_in_training(source, tmp_path):
+    held_out = ["first", texts()[5], "", "second"]
+    other = corpus(tmp_path / "held.jsonl", held_out)
+    dataset = open_dataset(run(source, tmp_path / "out", validation=other))
+    assert split_texts(dataset, "val") == ["first", texts()[5], "second"]
+    assert split_texts(dataset, "train") == [text for text in texts() if text.strip() and text != texts()[5]]
+    assert dataset.meta.skipped == {"documents also held out": 1, "empty documents": 3}
+
+
+def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path, monkeypatch):
+    seen = []
+
+    def make(name, vocab_size, documents):
+        seen.extend(documents)
+        return original(name, vocab_size, iter(seen))
+
+    original = preparation.make_tokenizer
+    monkeypatch.setattr(preparation, "make_tokenizer", make)
+    source = corpus(tmp_path / "c.jsonl")
+    dataset = open_dataset(run(source, tmp_path / "out", tokenizer="bytebpe", vocab_size=300))
+    assert seen == split_texts(dataset, "train")
+
+
+# -- doing it again ----------------------------------------------------------------------------------------
+
+
+def test_the_same_settings_do_nothing_again(source, tmp_path, monkeypatch):
+    out = run(source, tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    monkeypatch.setattr(preparation, "_Job", None)  # calling it would raise
+    assert run(source, tmp_path / "out") == out
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+
+def test_other_settings_are_named(source, tmp_path):
+    out = run(source, tmp_path / "out")
+    with pytest.raises(SettingsDiffer) as error:
+        run(source, out, val_fraction=0.1, shard_tokens=SHARD + 1)
+    assert "shard_tokens: 2000 there, 2001 asked for; val_fraction: 0.05 there, 0.1 asked for" in str(
+        error.value
+    )
+    assert "seed" not in str(error.value) and "choose another --out" in str(error.value)
+    corpus(source, texts(119))
+    with pytest.raises(SettingsDiffer, match=r"source\.sha256: "):
+        run(source, out)
+
+
+def test_without_a_folder_other_settings_have_another_one(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = run(source, None), run(source, None, seed=1)
+    assert first != second and first.parent == second.parent == Path("data")
+    assert first.name.startswith("corpus-bytes-")
+    assert run(source, None) == first
+
+
+def test_shards_of_others_are_left_alone(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "fineweb_train_000001.bin").write_bytes(b"precious")
+    with pytest.raises(SettingsDiffer, match=r"holds fineweb_train_000001\.bin and no progress\.json"):
+        run(source, tmp_path / "out")
+
+
+def test_text_that_cannot_be_split_leaves_the_folder_for_another_try(tmp_path):
+    source = corpus(tmp_path / "c.jsonl", ["the only document", "the only document", ""])
+    with pytest.raises(
+        SourceError, match=r"no document for val: 2 documents .*1 empty documents.*--validation PATH"
+    ):
+        run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(source, tmp_path / "out", validation=corpus(tmp_path / "held.jsonl", ["held out"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val_fraction": 0.0}, r"val_fraction=0\.0, expected a share between 0 and 1"),
+        ({"val_fraction": 5}, r"val_fraction=5, expected a share"),
+        ({"shard_tokens": 2**31}, r"shard_tokens=2147483648, expected 1 to 2147483647"),
+        ({"max_documents": 0}, r"max_documents=0, expected at least 1"),
+        ({"max_tokens": -1}, r"max_tokens=-1, expected at least 1"),
+        ({"validation": "nowhere.txt"}, r"no validation text at nowhere\.txt"),
+        ({"tokenizer": "gpt3"}, r"no tokenizer 'gpt3'"),
+        ({"vocab_size": 100}, r"vocab_size=100 is smaller than the tokenizer's 259 ids"),
+    ],
+)
+def test_bad_settings(source, tmp_path, options, message):
+    with pytest.raises(DataError, match=message):
+        run(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+# -- being killed ------------------------------------------------------------------------------------------
+
+OPTIONS = {"tokenizer": "bytebpe", "vocab_size": 300}
+CALLS = ("fsync", "replace", "unlink", "truncate")
+
+
+def in_child(body) -> int:
+    """Run in a forked process, and return its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def killed_at(call: int, source: Path, out: Path, **options) -> bool:
+    """Prepare in a process that SIGKILLs itself before its call-th change of the disk; True if it did."""
+
+    def body():
+        left = [call]
+
+        def counting(original):
+            def wrapped(*args, **kwargs):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*args, **kwargs)
+
+            return wrapped
+
+        for name in CALLS:
+            setattr(os, name, counting(getattr(os, name)))
+        run(source, out, **OPTIONS, **options)
+
+    status = in_child(body)
+    assert status in (0, signal.SIGKILL), f"the child failed with {status}"
+    return status == signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The bytes a run writes that nobody kills, in large batches."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    return files(run(corpus(root / "corpus.jsonl", texts(60)), root / "out", **OPTIONS))
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_bytes(tmp_path, undisturbed):
+    source = corpus(tmp_path / "corpus.jsonl", texts(60))
+    call = 0
+    while killed_at(call, source, out := tmp_path / str(call)):
+        assert not (out / "meta.json").exists() or not list(out.glob("*.partial"))
+        for shard in out.glob("*.bin"):
+            check_shard(shard, "uint16")  # whatever has its final name is whole
+        assert files(run(source, out, **OPTIONS)) == undisturbed, f"killed before call {call}"
+        call += 1
+    assert call > 40
+    assert files(out) == undisturbed
+
+
+def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, undisturbed):
+    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
+    calls = random.Random(1)
+    kills = 0
+    while killed_at(calls.randint(6, 14), source, out):
+        kills += 1
+        assert kills < 60, "it makes no way"
+    assert kills > 3
+    assert files(out) == undisturbed
+
+
+def test_a_writer_that_forgets_to_cut_back_would_be_caught(tmp_path, undisturbed, monkeypatch):
+    source = corpus(tmp_path / "corpus.jsonl", texts(60))
+
+    def reopen(self):
+        self._file = open(self._partial(), "r+b")  # noqa: SIM115
+        self._file.seek(0, os.SEEK_END)
+
+    monkeypatch.setattr(ShardWriter, "_reopen", reopen)
+    wrong = 0
+    for call in range(14, 40):
+        out = tmp_path / str(call)
+        killed_at(call, source, out)
+        wrong += files(run(source, out, **OPTIONS)) != undisturbed
+    assert wrong > 0
+
+
+SCRIPT = """
+import sys, time
+from delta_trn.train.data import preparation
+from delta_trn.train.data.preparation import prepare
+preparation.BATCH_DOCUMENTS, preparation.COMMIT_SECONDS = 4, 0.0
+batches = preparation._batches
+def slowly(documents):
+    for batch in batches(documents):
+        time.sleep(0.01)
+        yield batch
+preparation._batches = slowly
+prepare(sys.argv[1], sys.argv[2], tokenizer="bytebpe", vocab_size=300, shard_tokens=2000, show=False)
+"""
+
+
+def test_sigkill_from_outside(tmp_path, undisturbed):
+    """A process of its own, killed by another whenever it has come a little further."""
+    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
+    for enough in (8, 30):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(source), str(out)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            progress = out / "progress.json"
+            if progress.exists() and json.loads(progress.read_bytes())["documents"] >= enough:
+                process.kill()
+        assert process.wait() == -signal.SIGKILL
+        assert not (out / "meta.json").exists()
+        with pytest.raises(DataError, match="prepared only in part"):
+            open_dataset(out)
+    assert files(run(source, out, **OPTIONS)) == undisturbed
+
+
+def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed, capfd):
+    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
+    command = [sys.executable, "-c", SCRIPT, str(source), str(out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert files(out) == undisturbed
+    assert "waiting for the process that is preparing" in capfd.readouterr().err
+
+
+# -- a disk that is full -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1500, 20_000, 60_000])
+def test_a_full_disk_leaves_nothing_half_written_and_the_run_continues(tmp_path, limit):
+    """The kernel refuses bytes beyond RLIMIT_FSIZE as a full disk does: in tokenizer.json, in a shard."""
+    source, whole, out = corpus(tmp_path / "corpus.jsonl", texts(200)), tmp_path / "whole", tmp_path / "out"
+    options = {"shard_tokens": 10**9}
+    expected = files(run(source, whole, **options))
+    assert max(map(len, expected.values())) > limit
+
+    def body():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        with pytest.raises(WriteError, match=r"no space left to write .*run the same command again"):
+            run(source, out, **options)
+
+    assert in_child(body) == 0
+    assert not list(out.glob("*.bin")) and not (out / "meta.json").exists() and not list(out.glob("*.tmp"))
+    assert files(run(source, out, **options)) == expected
+
+
+def test_a_folder_that_may_not_be_written(source, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(WriteError, match=r"may not write .*/out \(Permission denied\); choose .* --out DIR"):
+        run(source, tmp_path / "out")
+
+
+def test_map_of_an_empty_shard(tmp_path):
+    (tmp_path / "x.bin").write_bytes(bytes(HEADER_BYTES))
+    assert len(map_tokens(tmp_path / "x.bin", "uint16")) == 0

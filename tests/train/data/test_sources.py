@@ -1,0 +1,386 @@
+"""Text comes out of every kind of source as it went in, in one order; reading continues where it stopped."""
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from delta_trn.train.data import open_dataset, preparation, prepare
+from delta_trn.train.data.entropies import documents
+from delta_trn.train.data.errors import SourceError
+from delta_trn.train.data.hub import HubReader, HubSource
+from delta_trn.train.data.sources import SECTION, FileSource, find_source, path_source, python_stdlib
+
+TEXTS = ["plain", "two\nlines\r\nand a carriage return", "ünïcödé – 漢字 🙂", "", "tab\there", "last"]
+
+
+def source_of(path, **options):
+    return find_source(
+        path, **{"subset": None, "split": "train", "revision": None, "text_field": "text", **options}
+    )
+
+
+def write_jsonl(path: Path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, texts, row_group_size=4):
+    table = pyarrow.table({"text": list(texts), "n": list(range(len(texts)))})
+    pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three kinds of files, a nested one, and four that are to be left alone."""
+    root = tmp_path / "corpus"
+    (root / "sub").mkdir(parents=True)
+    (root / ".git").mkdir()
+    write_jsonl(root / "b.jsonl", [{"text": text} for text in TEXTS])
+    write_parquet(root / "c.parquet", TEXTS)
+    (root / "a.txt").write_text("first file", encoding="utf-8")
+    (root / "sub" / "d.md").write_text("nested", encoding="utf-8")
+    (root / ".git" / "config").write_text("hidden")
+    (root / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0\0\x10JFIF")
+    (root / "latin1.txt").write_bytes(b"text " * 2000 + b"caf\xe9\n")
+    (root / "zero.bin").write_bytes(bytes(100))
+    return root
+
+
+def test_a_folder_is_read_in_the_order_of_names(folder):
+    reader = source_of(folder).reader()
+    assert list(reader) == ["first file", *TEXTS, *TEXTS, "nested"]
+    assert reader.skipped == {"files that are not text": 2, "files that are not UTF-8": 1}
+    assert reader.fraction() == 1.0
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_survive_as_they_are(tmp_path, kind):
+    write = {"jsonl": lambda path: write_jsonl(path, [{"text": t} for t in TEXTS]), "parquet": None}[kind]
+    path = tmp_path / f"rows.{kind}"
+    write(path) if write else write_parquet(path, TEXTS)
+    assert list(source_of(path).reader()) == TEXTS
+
+
+def test_missing_text_is_empty_and_half_a_surrogate_pair_is_replaced(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": null}\n\n{"text": "a\\ud800b"}\n')
+    assert list(source_of(path).reader()) == ["", "a\ufffdb"]
+
+
+def test_separators_make_documents(tmp_path):
+    path = tmp_path / "stories.txt"
+    path.write_text("one\n<|endoftext|>\ntwo\nlines\n<|endoftext|>\nthree")
+    assert list(source_of(path).reader()) == ["one", "two\nlines", "three"]
+
+
+def test_a_file_alone_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+    text = "".join(f"paragraph {i} " + "word " * (i % 40) + "\n" + "\n" * (i % 3) for i in range(2000))
+    path = tmp_path / "book.txt"
+    path.write_text(text)
+    pieces = list(source_of(path).reader())
+    assert "".join(pieces) == text
+    assert len(pieces) > 10
+    assert all(SECTION <= len(piece) < 2 * SECTION + 300 for piece in pieces[:-1])
+    assert all(piece.endswith("\n\n") for piece in pieces[:-1])
+
+
+def test_lines_without_blank_ones_are_cut_by_twice_the_section(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text("x" * 99 + "\n" + ("y" * 99 + "\n") * 2000)
+    pieces = list(source_of(path).reader())
+    assert {len(piece) for piece in pieces[:-1]} == {2 * SECTION + 32}  # the next multiple of 100
+
+
+def test_reading_continues_after_any_document(folder):
+    source = source_of(folder)
+    whole = list(source.reader())
+    for stop in range(len(whole) + 1):
+        reader = source.reader()
+        before = list(islice(reader, stop))
+        position = json.loads(json.dumps(reader.position()))
+        rest = source.reader(position)
+        assert before + list(rest) == whole
+        assert rest.skipped == {"files that are not text": 2, "files that are not UTF-8": 1}
+
+
+def test_settings_follow_the_text_and_not_its_place(folder, tmp_path):
+    import shutil
+
+    before = source_of(folder).settings()
+    elsewhere = tmp_path / "elsewhere" / "corpus"
+    shutil.copytree(folder, elsewhere)
+    assert source_of(elsewhere).settings() == before
+    (elsewhere / "a.txt").write_text("First file")
+    assert source_of(elsewhere).settings() != before
+
+
+def test_a_large_file_is_known_by_its_size_and_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("delta_trn.train.data.sources.WHOLE_HASH_LIMIT", 1000)
+    monkeypatch.setattr("delta_trn.train.data.sources.HASH_BLOCK", 10)
+    path = tmp_path / "large.txt"
+    path.write_bytes(b"a" * 5000)
+    before = source_of(path).settings()
+    path.write_bytes(b"a" * 4999 + b"b")  # the last block is always among those read
+    assert source_of(path).settings() != before
+
+
+# -- python-stdlib -----------------------------------------------------------------------------------------
+
+
+def test_the_standard_library_is_megabytes_of_source_without_tests_and_tables():
+    source = python_stdlib()
+    assert source.names == tuple(sorted(source.names)) and len(source.names) > 300
+    assert sum((source.root / name).stat().st_size for name in source.names) > 5e6
+    parts = {part for name in source.names for part in Path(name).parts}
+    assert not parts & {"test", "tests", "site-packages", "encodings", "__pycache__"}
+    assert {"argparse.py", "json", "asyncio"} <= parts
+    assert not any("_sysconfigdata" in name for name in source.names)
+    assert source.settings() == python_stdlib().settings()
+
+
+def test_a_python_without_its_source_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("delta_trn.train.data.sources.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(SourceError, match=r"0 source files .* pass a folder of text"):
+        python_stdlib()
+
+
+# -- Hugging Face datasets ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A dataset folder as the Hub has it, read by the library's own code for local ones: 3 files, 30 rows."""
+    root = tmp_path / "somebody" / "stories"
+    root.mkdir(parents=True)
+    for i in range(3):
+        write_parquet(root / f"train-{i}.parquet", [f"story {i} {j}" for j in range(10)])
+    write_parquet(root / "validation-0.parquet", ["held out 1", "held out 2"])
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def dataset_info(self, name, revision=None):
+        asked.append((name, revision))
+        return SimpleNamespace(sha="0123abcd")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    return SimpleNamespace(
+        name="somebody/stories", asked=asked, rows=[f"story {i} {j}" for i in range(3) for j in range(10)]
+    )
+
+
+def test_a_dataset_is_streamed_split_by_split(hub):
+    assert list(HubSource(hub.name).reader()) == hub.rows
+    assert list(HubSource(hub.name, split="validation").reader()) == ["held out 1", "held out 2"]
+    assert hub.asked == [(hub.name, None)] * 2
+
+
+@pytest.mark.parametrize("stop", [0, 1, 9, 10, 17, 30])
+def test_streaming_continues_in_the_commit_it_began_in(hub, stop):
+    source = HubSource(hub.name)
+    reader = source.reader()
+    before = list(islice(reader, stop))
+    position = json.loads(json.dumps(reader.position()))
+    reader.close()
+    assert position["revision"] == "0123abcd"
+    rest = HubSource(hub.name).reader(position)
+    assert before + list(rest) == hub.rows
+    assert len(hub.asked) == 1  # continuing does not ask what the branch means today
+
+
+def test_a_name_with_a_slash_is_a_dataset_and_a_path_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = source_of("HuggingFaceFW/fineweb-edu", subset="sample-10BT")
+    assert found == HubSource("HuggingFaceFW/fineweb-edu", "sample-10BT")
+    assert found.name == "fineweb-edu-sample-10bt"
+    (tmp_path / "HuggingFaceFW" / "fineweb-edu").mkdir(parents=True)
+    (tmp_path / "HuggingFaceFW" / "fineweb-edu" / "a.txt").write_text("local")
+    assert isinstance(source_of("HuggingFaceFW/fineweb-edu"), FileSource)
+
+
+def test_without_a_network_the_error_says_what_to_pass_instead(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "delta_trn.train.commands.data",
+        "prepare",
+        "roneneldan/TinyStories",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "cannot reach dataset 'roneneldan/TinyStories'" in done.stderr
+    assert "(HF_HUB_OFFLINE is set)" in done.stderr and "pass the local folder, .parquet" in done.stderr
+
+
+def test_an_unknown_split_names_those_there_are(hub):
+    with pytest.raises(SourceError, match=r"no subset None with split 'test'.*train"):
+        HubSource(hub.name, split="test").reader()
+
+
+def test_an_unknown_dataset_is_told_apart_from_an_unreachable_hub(monkeypatch):
+    import httpx
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    response = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
+
+    def missing(self, name, revision=None):
+        raise RepositoryNotFoundError("404", response=response)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", missing)
+    with pytest.raises(SourceError, match="the Hub has no dataset 'some/body'"):
+        HubSource("some/body").reader()
+
+
+def test_the_library_losing_its_network_is_the_same_error(hub, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("name or service not known")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(SourceError, match=r"cannot reach dataset .*\(ConnectionError\)"):
+        HubSource(hub.name).reader()
+
+
+@pytest.fixture
+def elsewhere(hub, tmp_path, monkeypatch):
+    """The same dataset by its name, where no such path exists."""
+    load = datasets.load_dataset
+    root = str(tmp_path / hub.name)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: load(root, *rest, **options))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return hub
+
+
+def test_a_dataset_brings_its_own_validation_split(elsewhere):
+    out = prepare(elsewhere.name, tokenizer="bytes", validation="validation", show=False)
+    dataset = open_dataset(out)
+    assert out.name.startswith("stories-bytes-")
+    assert [dataset.tokenizer.decode(ids) for ids in documents(dataset, "val")] == [
+        "held out 1",
+        "held out 2",
+    ]
+    assert [dataset.tokenizer.decode(ids) for ids in documents(dataset, "train")] == elsewhere.rows
+    # complete: the Hub is not asked again
+    asked = len(elsewhere.asked)
+    assert prepare(elsewhere.name, tokenizer="bytes", validation="validation", show=False) == out
+    assert len(elsewhere.asked) == asked
+
+
+@pytest.mark.parametrize("rows", [6, 10, 23])
+def test_a_dataset_whose_network_goes_away_is_continued(elsewhere, tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 4)
+    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+    options = {
+        "tokenizer": "bytes",
+        "val_fraction": 0.2,
+        "show": False,
+    }  # held-out text is chosen from 5 rows
+    whole, out = prepare(elsewhere.name, tmp_path / "whole", **options), tmp_path / "out"
+    original = HubReader._next
+
+    def failing(self):
+        if self._rows == rows:
+            self._iterator = (1 / 0 for _ in range(1))
+        return original(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HubReader, "_next", failing)
+        with pytest.raises(SourceError, match=rf"stopped after row {rows} \(ZeroDivisionError.*it continues"):
+            prepare(elsewhere.name, out, **options)
+    progress = json.loads((out / "progress.json").read_bytes())
+    assert progress["documents"] == rows // 4 * 4
+    assert prepare(elsewhere.name, out, **options) == out
+    for path in whole.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+def _not_json(path):
+    (path / "x.jsonl").write_text('{"text": "good"}\nnot json\n')
+    return path / "x.jsonl"
+
+
+def _no_field(path):
+    return write_jsonl(path / "x.jsonl", [{"content": "a", "id": 1}])
+
+
+def _not_text(path):
+    return write_jsonl(path / "x.jsonl", [{"text": ["a"]}])
+
+
+def _a_list(path):
+    return write_jsonl(path / "x.jsonl", [["a"]])
+
+
+def _no_column(path):
+    return write_parquet(path / "x.parquet", ["a"]).rename(path / "y.parquet")
+
+
+def _not_parquet(path):
+    (path / "x.parquet").write_bytes(b"PAR0 and no more")
+    return path / "x.parquet"
+
+
+def _not_utf8(path):
+    (path / "x.txt").write_bytes(b"caf\xe9 au lait\n")
+    return path / "x.txt"
+
+
+def _binaries_only(path):
+    (path / "x.png").write_bytes(b"\x89PNG\0")
+    return path
+
+
+def _shards(path):
+    (path / "meta.json").write_text("{}")
+    (path / "x_val_000000.bin").write_bytes(bytes(1024))
+    return path
+
+
+# fmt: off
+BAD = [
+    (_not_json,      {},                          r"x\.jsonl:2 is not JSON"),
+    (_no_field,      {},                         r"no field 'text'; it has \['content', 'id'\]: choose"),
+    (_not_text,      {},                          r"x\.jsonl:1: field 'text' is list, expected text"),
+    (_a_list,        {},                          r"x\.jsonl:1 has no field 'text'; it has list"),
+    (_no_column,     {"text_field": "body"},      r"y\.parquet has no column 'body'; it has \['text', 'n'\]"),
+    (_not_parquet,   {},                          r"x\.parquet is not a readable parquet file"),
+    (_not_utf8,      {},                          r"x\.txt is not UTF-8: .* near byte 3; convert it"),
+    (_binaries_only, {},                          r"has no text file .*1 other files"),
+    (_shards,        {},                          r"holds prepared shards, not text"),
+    (lambda path: path / "missing.txt", {},       r"no source .*missing\.txt': expected an existing folder"),
+    (lambda path: "tinystories", {},              r"no source 'tinystories': .*roneneldan/TinyStories"),
+    (lambda path: path, {"subset": "sample-10BT"}, r"subset='sample-10BT' belongs to Hugging Face datasets"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("damage", "options", "message"), BAD, ids=lambda x: getattr(x, "__name__", None))
+def test_bad_sources_say_where_and_what_to_do(tmp_path, damage, options, message):
+    with pytest.raises(SourceError, match=message):
+        list(source_of(damage(tmp_path), **options).reader())
+
+
+def test_an_empty_folder_is_no_source(tmp_path):
+    with pytest.raises(SourceError, match="0 other files"):
+        path_source(tmp_path, "text")

@@ -1,0 +1,275 @@
+"""Text survives a round trip, ids mean what is said of them, and training a tokenizer has one result."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from delta_trn.train.data.errors import TokenizerError
+from delta_trn.train.data.tokenizer import (
+    BOS,
+    EOS,
+    PAD,
+    adopt,
+    byte_alphabet,
+    check_gpt2,
+    fetch_gpt2,
+    load_tokenizer,
+    make_tokenizer,
+    plain_bytes,
+    tokenizer_settings,
+    train_byte_bpe,
+)
+
+NASTY = [
+    "",
+    " ",
+    "plain words, twice: plain words",
+    "\r\n\t  trailing spaces   \n\n\n",
+    "ünïcödé 漢字 🙂 e\u0301 \u200d \ufeff \x00\x7f",
+    "text that says <|endoftext|> and <|bos|> and <|pad|> without meaning it",
+    "".join(map(chr, range(1, 600))),
+]
+TRAINING = [f"def function_{i % 7}(argument):\n    return argument + {i}\n" for i in range(200)] + NASTY
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_byte_bpe(iter(TRAINING), 320)
+
+
+@pytest.fixture
+def gpt2_like():
+    """A tokenizer.json with GPT-2's size, its EOS where GPT-2 has it, and no merges."""
+    vocab = {char: i for i, char in enumerate(byte_alphabet())}
+    vocab.update({f"unused{i}": i for i in range(256, 50256)})
+    tokenizer = plain_bytes().tokenizer
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer, made.decoder = tokenizer.pre_tokenizer, tokenizer.decoder
+    made.add_special_tokens([EOS])
+    return made
+
+
+@pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
+@pytest.mark.parametrize("kind", ["bytebpe", "bytes"])
+def test_any_text_survives(bpe, kind, text):
+    tokenizer = bpe if kind == "bytebpe" else plain_bytes()
+    (ids,) = tokenizer.encode_documents([text])
+    assert ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos
+    assert not {tokenizer.bos, tokenizer.eos, tokenizer.pad} & set(ids[1:-1].tolist())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode(text) == ids[:-1].tolist()
+
+
+def test_a_special_token_read_as_such_would_be_seen(bpe):
+    bpe.tokenizer.encode_special_tokens = False
+    try:
+        assert bpe.eos in bpe.encode(NASTY[5])
+    finally:
+        bpe.tokenizer.encode_special_tokens = True
+
+
+def test_ids_of_plain_bytes_are_the_bytes():
+    tokenizer = plain_bytes()
+    data = "aé漢\x00".encode()
+    assert tokenizer.encode(data.decode()) == [256, *data]
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (256, 257, 258)
+    assert (tokenizer.size, tokenizer.vocab_size) == (259, 320)
+
+
+def test_ids_of_a_trained_bpe(bpe):
+    assert (bpe.bos, bpe.eos, bpe.pad) == (0, 1, 2)
+    assert bpe.size == bpe.vocab_size == 320
+    assert len(bpe.encode("def function_3(argument):")) < len("def function_3(argument):") / 2
+
+
+def test_too_little_text_leaves_rows_of_the_vocabulary_unused():
+    tokenizer = train_byte_bpe(iter(["aaaa"]), 4096)
+    assert tokenizer.size < 300 and tokenizer.vocab_size == 4096
+
+
+def test_only_the_first_bytes_train_a_bpe(monkeypatch):
+    monkeypatch.setattr("delta_trn.train.data.tokenizer.TRAINING_BYTES", 100)
+    taken = []
+
+    def documents():
+        for text in ["x" * 60] * 10:
+            taken.append(text)
+            yield text
+
+    train_byte_bpe(documents(), 300)
+    assert len(taken) <= 3
+
+
+SCRIPT = """
+import sys
+from delta_trn.train.data.tokenizer import train_byte_bpe
+from delta_trn.train.data.sources import python_stdlib
+texts = (text for _, text in zip(range(60), python_stdlib().reader()))
+sys.stdout.write(train_byte_bpe(texts, 1024).sha256)
+"""
+
+
+def test_training_has_one_result_on_any_number_of_threads():
+    """Two processes: hash seeds and thread counts differ, as they do between machines."""
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={
+                **os.environ,
+                "RAYON_NUM_THREADS": threads,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+        ).stdout
+        for threads, seed in (("1", "1"), ("4", "2"))
+    ]
+    assert len(found[0]) == 64
+    assert found[0] == found[1]
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def test_saved_files_give_the_same_tokenizer(bpe, tmp_path):
+    bpe.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.bos, loaded.eos, loaded.pad, loaded.vocab_size) == (
+        bpe.bos,
+        bpe.eos,
+        bpe.pad,
+        bpe.vocab_size,
+    )
+    assert loaded.sha256 == bpe.sha256
+    assert [ids.tolist() for ids in loaded.encode_documents(NASTY)] == [
+        ids.tolist() for ids in bpe.encode_documents(NASTY)
+    ]
+
+
+def test_transformers_reads_the_same_files(bpe, tmp_path):
+    bpe.save(tmp_path)
+    for theirs in (
+        AutoTokenizer.from_pretrained(tmp_path),
+        PreTrainedTokenizerFast.from_pretrained(tmp_path),
+    ):
+        text = "def function_1(argument): ünïcödé"
+        assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (bpe.bos, bpe.eos, bpe.pad)
+        assert theirs(text)["input_ids"] == bpe.encode(text)
+        assert theirs.decode(bpe.encode(text), skip_special_tokens=True) == text
+
+
+# -- GPT-2 and others' -------------------------------------------------------------------------------------
+
+
+def test_gpt2_gets_a_bos_of_its_own_and_50304_rows(gpt2_like):
+    check_gpt2(gpt2_like)
+    # GPT-2's own configuration names one token for both ends; a document's start and its end must differ
+    tokenizer = adopt(gpt2_like, {"bos_token": EOS, "eos_token": EOS}, None)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (50257, 50256, 50304)
+    assert tokenizer.pad == 50258
+    assert tokenizer.decode(tokenizer.encode(NASTY[4])) == NASTY[4]
+
+
+def test_another_vocabulary_is_not_gpt2(bpe):
+    with pytest.raises(TokenizerError, match=r"320 ids with <\|endoftext\|> at 1, expected 50257 with 50256"):
+        check_gpt2(bpe.tokenizer)
+
+
+def test_gpt2_out_of_reach_says_what_to_pass_instead(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(TokenizerError, match=r"cannot reach .*gpt2.*--tokenizer PATH.*--tokenizer bytebpe"):
+        fetch_gpt2()
+
+
+def test_gpt2_from_the_hub(gpt2_like, tmp_path, monkeypatch):
+    gpt2_like.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: str(tmp_path / "tokenizer.json"))
+    assert make_tokenizer("gpt2", None, iter([])).vocab_size == 50304
+
+
+def test_a_tokenizer_of_somebody_else_keeps_its_special_tokens(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "word": 2, "<unk>": 3}, unk_token="<unk>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    made = make_tokenizer(str(tmp_path), None, iter([]))
+    assert (made.bos, made.eos) == (0, 1)
+    assert made.pad == 4 and made.tokenizer.id_to_token(4) == PAD
+    assert made.vocab_size == 64
+    assert BOS not in made.tokenizer.get_vocab()
+
+
+def test_what_identifies_a_tokenizer(tmp_path, bpe):
+    assert tokenizer_settings("bytebpe", None)["vocab_size"] == 4096
+    bpe.save(tmp_path)
+    expected = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+    assert tokenizer_settings(str(tmp_path), None) == {"kind": "file", "vocab_size": None, "sha256": expected}
+    assert tokenizer_settings(str(tmp_path / "tokenizer.json"), None)["sha256"] == expected
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_nothing():
+    with pytest.raises(
+        TokenizerError, match="no tokenizer 'gpt3': expected gpt2, bytebpe, bytes, or the path"
+    ):
+        make_tokenizer("gpt3", None, iter([]))
+
+
+def test_vocabularies_that_are_too_small(bpe, tmp_path):
+    with pytest.raises(TokenizerError, match=r"vocab_size=258 is too small .* make 259"):
+        train_byte_bpe(iter(TRAINING), 258)
+    bpe.save(tmp_path)
+    with pytest.raises(TokenizerError, match=r"vocab_size=256 is smaller than the tokenizer's 320 ids"):
+        make_tokenizer(str(tmp_path), 256, iter([]))
+
+
+def _remove(directory):
+    (directory / "tokenizer.json").unlink()
+
+
+def _cut(directory):
+    path = directory / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:500])
+
+
+def _unnamed(directory):
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+
+
+def _absent(directory):
+    path = directory / "tokenizer_config.json"
+    path.write_text(path.read_text().replace(BOS, "<|begin|>"))
+
+
+def _not_json(directory):
+    (directory / "tokenizer_config.json").write_text("{")
+
+
+DAMAGES = [
+    (_remove, r"tokenizer\.json is missing"),
+    (_cut, r"is not a tokenizer\.json"),
+    (_unnamed, r"lacks bos_token, pad_token, model_vocab_size"),
+    (_absent, r"tokenizer\.json lacks a special token"),
+    (_not_json, r"tokenizer_config\.json is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=lambda x: getattr(x, "__name__", None))
+def test_damaged_files_are_named(bpe, tmp_path, damage, message):
+    bpe.save(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,145 @@
+"""Checkpoints of several processes: the same tensors whoever wrote them, and whoever reads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from delta_trn import models  # noqa: F401 - registers the architecture
+from tests.support import team_run, tiny_run
+
+STEP = 4
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "ddp-2": (2, {}),
+    "fsdp-2": (2, {"distribution.mode": "fsdp"}),
+    "fsdp-3": (3, {"distribution.mode": "fsdp"}),  # divides no size of the model
+    "fsdp-4": (4, {"distribution.mode": "fsdp"}),
+    "zero1-2": (2, {"distribution.mode": "zero1"}),
+    "zero1-4": (4, {"distribution.mode": "zero1"}),
+    "tensor-2": (2, {"distribution.tensor": 2}),
+    "tensor-2-fsdp-2": (4, {"distribution.tensor": 2, "distribution.mode": "fsdp"}),
+    "context-2": (2, {"distribution.context": 2, "distribution.mode": "fsdp"}),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+
+
+def keys(data: Path, out: Path, changes: dict[str, Any]) -> list[str]:
+    given = {
+        "steps": STEP,
+        "batch.sequences": 12,
+        "model.heads": 4,
+        "model.width": 32,
+        "model.attention_layers": "" if changes.get("distribution.context") else 1,
+        "checkpoint.every": STEP,
+        **changes,
+    }
+    return tiny_run.keys(data, out, **{key.replace(".", "__"): value for key, value in given.items()})
+
+
+def written_by(way: str, data: Path, out: Path) -> Path:
+    """The last checkpoint of a short run."""
+    world, changes = WAYS[way]
+    team_run.train(world, ["run", "tiny", *keys(data, out, changes)], out.with_name(f"{out.name}-logs"))
+    return out / "checkpoints" / f"step-{STEP:08d}"
+
+
+def resaved(arguments: list[str], log: str) -> None:
+    """On each process: open the run, and at once save what was opened as another checkpoint of it."""
+    from delta_trn.train.checkpoints import contents as checkpoint
+    from delta_trn.train.run.setup import reopened
+    from delta_trn.train.settings.overrides import parse
+
+    tiny_run.into(log)
+    out, step, *changes = arguments
+    with reopened(Path(out), parse(changes), None, print) as run:
+        taken = checkpoint.snapshot(run.parallel, run.optimizer, run.state, copy=True)
+        run.folder.checkpoints.save(
+            int(step),
+            lambda folder: checkpoint.write(
+                folder,
+                taken,
+                config=run.config,
+                model=run.model,
+                tokenizer=run.dataset.tokenizer,
+                team=run.team,
+            ),
+            agreed=run.team.agreed,
+            leads=run.team.leads,
+        )
+
+
+def wholes(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint put together by hand, a part at a time."""
+    parts: dict[str, list[tuple[list[int], Tensor]]] = {}
+    for path in folder.glob("*.safetensors"):
+        if path.name == "random.safetensors":
+            continue
+        with safe_open(path, "pt") as file:
+            places = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                part = file.get_tensor(name)
+                offsets = places[name]["saved_offsets"] if name in places else [0] * part.dim()
+                parts.setdefault(name, []).append((offsets, part))
+    found = {}
+    for name, pieces in parts.items():
+        ends = [torch.tensor(at) + torch.tensor(part.shape) for at, part in pieces]
+        shape = torch.stack(ends).amax(0).int().tolist()
+        whole = torch.full(shape, float("nan"))
+        for offsets, part in pieces:
+            whole[tuple(slice(at, at + n) for at, n in zip(offsets, part.shape, strict=True))] = part
+        assert not whole.isnan().any(), f"{name} has a hole"
+        assert sum(part.numel() for _, part in pieces) == whole.numel(), f"{name} has parts twice"
+        found[name] = whole
+    return found
+
+
+CHAINS = [
+    ["fsdp-3", "alone"],
+    pytest.param(["fsdp-3", "zero1-2", "alone"], marks=pytest.mark.slow),
+    pytest.param(["alone", "fsdp-4", "tensor-2", "tensor-2-fsdp-2", "zero1-4"], marks=pytest.mark.slow),
+    pytest.param(["tensor-2-fsdp-2", "fsdp-3", "ddp-2", "tensor-2"], marks=pytest.mark.slow),
+    pytest.param(["context-2", "zero1-4", "fsdp-2"], marks=pytest.mark.slow),
+    pytest.param(["zero1-4", "fsdp-4", "alone"], marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids="+".join)
+def test_what_one_group_saved_another_opens_and_saves_bit_for_bit(data, tmp_path, chain):
+    out = tmp_path / "run"
+    first = wholes(written_by(chain[0], data, out))
+    assert any(name.endswith("/exp_avg_sq") for name in first)
+    for n, way in enumerate(chain[1:], start=1):
+        world, changes = WAYS[way]
+        reset = {"distribution.mode": "ddp", "distribution.tensor": 1, "distribution.context": 1, **changes}
+        given = [f"{key}={value}" for key, value in reset.items()]
+        logs = tmp_path / f"logs-{n}"
+        processes = team_run.start(world, [out, STEP, *given], logs, resaved)
+        assert team_run.joined(processes, logs) == [0] * world, team_run.said(logs)
+        again = wholes(out / "checkpoints" / f"step-{STEP:08d}")
+        assert again.keys() == first.keys()
+        assert [name for name in first if not torch.equal(first[name], again[name])] == [], way
+
+
+@pytest.mark.parametrize("way", ["fsdp-2", pytest.param("tensor-2-fsdp-2", marks=pytest.mark.slow)])
+def test_transformers_reads_what_several_processes_wrote(data, tmp_path, way):
+    folder = written_by(way, data, tmp_path / "run")
+    alone = written_by("alone", data, tmp_path / "alone")
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    saved = wholes(folder)
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, saved[name]), name
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        assert (folder / name).read_bytes() == (alone / name).read_bytes(), name
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}, "no file needs pickle"
+    assert len(list(folder.glob("shard-*"))) == WAYS[way][0], "each process writes its own"

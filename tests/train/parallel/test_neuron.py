@@ -1,0 +1,74 @@
+"""Heads divided and ZeRO-1 by neuronx_distributed: the same run, on a stand-in over two gloo processes.
+
+The stand-in has the package's names and shapes and computes on the CPU; what this cannot show, because only a
+chip can, is that AWS's own computes it there. Tolerances: tests/test_distributed.py derives them.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_trn.train.neuron import sharding as neuron
+from delta_trn.train.settings.errors import ConfigError
+from delta_trn.train.settings.schema import DistributionSection
+from tests.support import team_run, tiny_run
+from tests.train.parallel.test_distributed import ALLOWED, BATCH, OPTIMIZERS, worst
+
+SHIMS = Path(__file__).parents[2] / "shims"
+WAYS: dict[str, dict[str, Any]] = {
+    "heads": {"distribution.tensor": 2},
+    "zero1": {"distribution.mode": "zero1"},
+}
+
+
+def on_stand_in(arguments: list[str], log: str) -> None:
+    """The run of one rank, as if its CPU were a NeuronCore."""
+    sys.path.insert(0, str(SHIMS))
+    neuron.serves = lambda device: True
+    tiny_run.child(arguments, log)
+
+
+def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list[str]:
+    every = {"evaluation.every": 5, "checkpoint.every": 5, "schedule.decay_steps": 12}
+    given = {**BATCH, **OPTIMIZERS[optimizer], "model.layers": 1, "steps": 10, **every, **changes}
+    return tiny_run.keys(data, out, **{key.replace(".", "__"): value for key, value in given.items()})
+
+
+def run(arguments: list[Any], logs: Path) -> None:
+    codes = team_run.joined(team_run.start(2, arguments, logs, on_stand_in), logs)
+    assert codes == [0, 0], team_run.said(logs)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize(("way", "optimizer"), [("heads", "sgd"), ("zero1", "adamw")])
+def test_it_is_the_run_of_one_process_also_resumed(data, tmp_path, way, optimizer):
+    """Five steps, a checkpoint, five more from it; one process does the ten, and opens the result."""
+    out = tmp_path / "run"
+    run(["run", "tiny", *keys(data, out, optimizer, {**WAYS[way], "steps": 5})], tmp_path / "first")
+    run(["resume", out, "steps=10"], tmp_path / "second")
+    alone = tmp_path / "alone"
+    tiny_run.train("run", "tiny", *keys(data, alone, optimizer, {}))
+    assert worst(out, alone, "loss") <= ALLOWED and worst(out, alone, "grad_norm") <= ALLOWED
+    reset = {"distribution.mode": "ddp", "distribution.tensor": 1}
+    tiny_run.train("resume", out, "steps=12", *(f"{key}={value}" for key, value in reset.items()))
+    tiny_run.train("resume", alone, "steps=12")
+    assert worst(out, alone, "loss") <= ALLOWED
+
+
+@pytest.mark.parametrize("changes", [{"mode": "fsdp"}, {"context": 2}], ids=str)
+def test_what_only_pytorch_divides_is_refused(changes):
+    neuron.require(DistributionSection(mode="zero1", tensor=2))
+    with pytest.raises(ConfigError, match="is not there on Neuron; use mode=ddp or mode=zero1"):
+        neuron.require(DistributionSection(**changes))
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(neuron, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"neuronx-distributed==0\.17\.26814 .* or use mode=ddp"):
+        neuron.initialize(2)

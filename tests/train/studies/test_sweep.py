@@ -1,0 +1,419 @@
+"""Sweeps: what is tried, kills that lose nothing, optima with honest errors, and the transfer verdict."""
+
+import json
+import math
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from delta_trn.train.settings.errors import UsageError
+from delta_trn.train.studies.fits import drift, line, optimum, student_quantile
+from delta_trn.train.studies.sweep.question import Sweep, define, grid
+from delta_trn.train.studies.sweep.report import curve, reports, transfer
+from delta_trn.train.studies.sweep.results import Results
+from delta_trn.train.studies.sweep.runner import seconds_left, unique
+from tests.support.tiny_run import WARM, child, command, prepared, start
+
+AXES = {
+    "widths": "16,32,64",
+    "lrs": "2**-8..2**-4",
+    "parametrizations": "mup,sp",
+    "seeds": "0,1",
+    "refine": "0",
+}
+
+
+def sweep(**changes: str) -> Sweep:
+    return define("tiny", {**AXES, **{name.replace("__", "."): value for name, value in changes.items()}})
+
+
+def losses(of: Sweep, best: dict[tuple[str, int], float], known: dict[str, float] | None = None) -> dict:
+    """Parabolas with their minima at log2 rate = best[parametrization, width]."""
+    return {
+        t.key: 3 + 0.1 * (math.log2(t.lr) - best[t.series.parametrization, t.width]) ** 2 + 0.01 * t.seed
+        for t in of.trials(known or {})
+    }
+
+
+class TestDefinition:
+    def test_grids(self):
+        assert grid("lrs", "2**-3..2**-1") == [0.125, 0.25, 0.5]
+        assert grid("lrs", "1e-3..1e-1:10") == pytest.approx([1e-3, 1e-2, 1e-1])
+        assert grid("lrs", "0.3,0.1") == [0.1, 0.3]
+
+    @pytest.mark.parametrize("text", ["0", "-1,2", "a", "", "1..", "2..1", "1..2:1", "1,1", "nan", "1e400"])
+    def test_a_grid_that_is_none_is_refused_with_its_text(self, text: str):
+        with pytest.raises(UsageError, match="expected different positive rates"):
+            grid("lrs", text)
+
+    def test_every_combination_once_and_base_width_shared(self):
+        """3 widths, 5 rates, 2 parametrizations, 2 seeds; at the base width both tables say the same."""
+        trials = sweep().trials({})
+        assert len(trials) == 60 and len(unique(trials)) == 50
+        assert {t.config.parametrization for t in trials if t.width == 16} == {"sp"}
+
+    def test_a_sweep_cut_short_shows_something_whole(self):
+        """Seeds one after the other, in each the optimizers, in those the widths."""
+        trials = sweep(optimizers="adamw,sgd").trials({})
+        places = [(t.seed, t.series.optimizer, t.width) for t in trials]
+        assert places == sorted(places)
+
+    def test_a_trial_is_known_by_what_its_loss_depends_on(self):
+        def key(**changes: str) -> str:
+            return sweep(widths="32", lrs="0.5", seeds="7", **changes).trials({})[0].key
+
+        assert key() == key(log__every="7", checkpoint__every="3", data__folder="elsewhere")
+        others = {
+            key(steps="13"),
+            key(evaluation__sequences="8"),
+            key(batch__length="64"),
+            key(model__layers="1"),
+        }
+        assert len(others) == 4 and key() not in others
+
+    def test_every_axis_reaches_the_run(self):
+        (t, *_) = sweep(optimizers="sgd", widths="32", lrs="0.5", seeds="7", steps="13").trials({})
+        c = t.config
+        assert (c.model.width, c.optimizer.name, c.optimizer.lr, c.seed, c.steps) == (32, "sgd", 0.5, 7, 13)
+        assert c.optimizer.weight_decay == 0 and c.evaluation.every == 13
+
+    def test_arms(self, tmp_path: Path):
+        of = sweep(arms="model.readout=sqrt_k,none", widths="32", parametrizations="mup")
+        assert {(t.series.arm, t.config.model.readout) for t in of.trials({})} == {
+            ("sqrt_k", "sqrt_k"),
+            ("none", "none"),
+        }
+        file = tmp_path / "arms.json"
+        file.write_text(json.dumps({"deep": {"model.layers": 3}, "shallow": {"model.layers": "1"}}))
+        of = sweep(arms=str(file), widths="32", parametrizations="mup")
+        assert {(t.series.arm, t.config.model.layers) for t in of.trials({})} == {("deep", 3), ("shallow", 1)}
+        of = sweep(arms="sgd_gates", optimizers="sgd", widths="32", parametrizations="mup")
+        assert {t.config.parametrization for t in of.trials({})} == {"mup", "mup_aligned", "mup_original"}
+
+    def test_every_named_set_of_arms_makes_runs(self):
+        from delta_trn.train.studies.sweep.arms import ARMS
+
+        for name in ARMS:
+            optimizer = "sgd" if name == "sgd_gates" else "adamw"
+            trials = sweep(arms=name, optimizers=optimizer, parametrizations="mup", widths="32").trials({})
+            assert len(unique(trials)) == len(ARMS[name]) * 10, name
+
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({"widths": "0"}, "widths=0"),
+            ({"widths": "16,16"}, "different whole numbers"),
+            ({"seeds": "-1"}, "seeds=-1"),
+            ({"parametrizations": "mupp"}, "parametrization=mupp"),
+            ({"optimizers": "adam"}, "optimizer.name=adam"),
+            ({"arms": "redout"}, "did you mean readout"),
+            ({"arms": "model.readout="}, "expected a key and different values"),
+            ({"arms": "model.readot=a,b"}, "model.readout"),
+            ({"arms": "/nowhere.json"}, "cannot be read"),
+            ({"model.width": "32"}, "give widths=32"),
+            ({"lrs.sgd": "0.1"}, "not swept"),
+            ({"stepz": "3"}, "nearest known: steps"),
+        ],
+    )
+    def test_bad_input_is_refused_before_anything_runs(
+        self, given: dict[str, str], says: str, tmp_path: Path
+    ):
+        axes = {**AXES, **given, "out": str(tmp_path / "sweep")}
+        status, _, err = command("sweep", "tiny", *(f"{key}={value}" for key, value in axes.items()))
+        assert status == 2 and says in err
+        assert not (tmp_path / "sweep").exists()
+
+    def test_rates_have_to_be_given(self):
+        status, _, err = command("sweep", "tiny", "widths=16")
+        assert status == 2 and "lrs.adamw=2**-10..2**-4" in err
+
+
+class TestRefinement:
+    def added(self, best: float) -> list[float]:
+        of = sweep(refine="1", widths="32", parametrizations="mup")
+        grid_only = sweep(widths="32", parametrizations="mup")
+        known = losses(grid_only, {("mup", 32): best})
+        before = {t.lr for t in grid_only.trials({})}
+        return sorted(math.log2(t.lr) for t in of.trials(known) if t.lr not in before and t.seed == 0)
+
+    def test_beside_the_best_rate(self):
+        assert self.added(-6.1) == [-6.5, -5.5]
+
+    def test_beyond_an_end_that_is_best(self):
+        assert self.added(-12) == [-9] and self.added(1) == [-3]
+
+    def test_waits_until_all_seeds_are_known(self):
+        of = sweep(refine="1", widths="32", parametrizations="mup")
+        known = losses(of, {("mup", 32): -6.1})
+        known.popitem()
+        assert len(of.trials(known)) == 10
+
+    def test_below_where_everything_diverges(self):
+        of = sweep(refine="1", widths="32", parametrizations="mup")
+        known = dict.fromkeys((t.key for t in of.trials({})), math.inf)
+        assert sorted({math.log2(t.lr) for t in of.trials(known)})[:2] == [-10, -9]
+
+
+class TestFits:
+    def test_students_quantiles(self):
+        for freedom, t in ((1, 12.7062), (2, 4.3027), (5, 2.5706), (30, 2.0423)):
+            assert student_quantile(0.975, freedom) == pytest.approx(t, rel=1e-4)
+
+    def test_line_and_its_error(self):
+        """Against the textbook formula on numbers worked out by hand."""
+        found = line([0, 1, 2], [0, 1, 3])
+        assert (found.slope, found.at_zero) == pytest.approx((1.5, -1 / 6))
+        assert found.stderr == pytest.approx(math.sqrt(1 / 6 / 2))
+
+    def test_scatter_beyond_the_errors_widens_them_and_less_does_not_narrow_them(self):
+        x = [0, 1, 2, 3]
+        calm = line(x, [0, 1, 2, 3], errors=[0.1] * 4)
+        assert calm.stderr == pytest.approx(0.1 / math.sqrt(5))
+        wild = line(x, [0, 2, 1, 3], errors=[0.1] * 4)
+        assert wild.stderr > 3 * calm.stderr
+
+    def test_optimum_covers_the_truth_as_often_as_it_says(self):
+        rng = np.random.default_rng(0)
+        x = np.repeat(np.arange(5.0) - 2, 2)
+        seeds = [0, 1] * 5
+        inside = 0
+        for _ in range(300):
+            y = 0.1 * (x - 0.3) ** 2 + 0.05 * np.array(seeds) + 0.02 * rng.normal(size=10)
+            found = optimum(x.tolist(), y.tolist(), seeds)
+            inside += found is not None and found.low <= 0.3 <= found.high
+        # 95% of 300, less three standard deviations of 3.8; the larger of two variances covers more
+        assert inside >= 274
+
+    def test_what_is_no_parabola_widens_the_interval(self):
+        """Repetitions agree to 1e-6, and yet the minimum of |x - 0.3| is not known to 1e-6."""
+        x, seeds = [float(i) for i in range(-2, 3) for _ in range(2)], [0, 1] * 5
+        y = [abs(a - 0.3) + 1e-6 * s for a, s in zip(x, seeds, strict=True)]
+        found = optimum(x, y, seeds)
+        assert found is not None and found.high - found.low > 0.5
+
+    def test_a_curve_without_a_minimum_has_no_optimum(self):
+        x = [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert optimum(x, [-a * a for a in x], [0] * 5) is None
+        assert optimum(x[:3], [1.0, 0.0, 1.0], [0] * 3) is None
+
+    def test_a_drift_covers_the_truth_as_often_as_it_says(self):
+        """And says something where a single curve's own minimum is not to be told."""
+        rng = np.random.default_rng(0)
+        within, told, alone, draws = 0, 0, 0, 200
+        for _ in range(draws):
+            x, y, seeds, scales = moving(lambda scale: 0.1, -0.5, noise=0.2 * rng.normal(size=30))
+            found, one = drift(x, y, seeds, scales), optimum(x[:10], y[:10], seeds[:10])
+            within += found is None or found.low <= -0.5 <= found.high
+            told += found is not None and math.isfinite(found.stderr)
+            alone += one is not None and math.isfinite(one.stderr)
+        # 95% of 200, less three standard deviations of 3.1
+        assert within >= 181 and told > 1.5 * alone
+
+    def test_curvatures_that_differ_widen_a_drift(self):
+        alike = drift(*moving(lambda scale: 0.2, -0.5))
+        differ = drift(*moving(lambda scale: 0.05 + 0.15 * scale, -0.5))
+        assert alike is not None and differ is not None
+        assert alike.slope == pytest.approx(-0.5, abs=1e-6) and alike.high - alike.low < 1e-6
+        assert differ.high - differ.low > 0.1
+
+    def test_one_scale_has_no_drift(self):
+        x, y, seeds, _ = moving(lambda scale: 0.1, 0.0)
+        assert drift(x[:10], y[:10], seeds[:10], [0.0] * 10) is None
+
+
+def moving(curvature, slope: float, noise=0.0) -> tuple[list[float], list[float], list[int], list[float]]:
+    """x, y, seed and scale of three parabolas, five rates and two seeds each."""
+    rows = [(x, seed, scale) for scale in (0.0, 1.0, 2.0) for x in np.arange(-2.0, 3.0) for seed in (0, 1)]
+    y = [curvature(scale) * (x - slope * scale) ** 2 + 0.1 * seed * scale for x, seed, scale in rows]
+    xs, seeds, scales = zip(*rows, strict=True)
+    return list(map(float, xs)), list(np.asarray(y) + noise), list(seeds), list(scales)
+
+
+class TestVerdict:
+    @staticmethod
+    def curves(optima: list[float], noise: float = 0.002) -> list:
+        rng = np.random.default_rng(1)
+        found = []
+        for width, best in zip((64, 128, 256), optima, strict=True):
+            points = [
+                (x, 3 + 0.1 * (x - best) ** 2 + noise * float(rng.normal()), seed)
+                for x in np.arange(-9.0, -3.0)
+                for seed in (0, 1)
+            ]
+            found.append(curve(width, points))
+        return found
+
+    def test_an_optimum_that_stays_transfers(self):
+        found = transfer(self.curves([-6.2, -6.2, -6.2]))
+        assert found is not None and found.verdict.startswith("transfers")
+        assert found.low <= 0 <= found.high
+
+    def test_one_that_halves_with_every_doubling_does_not(self):
+        found = transfer(self.curves([-5.2, -6.2, -7.2]))
+        assert found is not None and found.verdict == "moves"
+        assert found.octaves == pytest.approx(-1, abs=0.1)
+        # 0.1 nats an octave squared, two octaves off
+        assert found.cost[256] == pytest.approx(0.4, rel=0.2)
+
+    def test_noise_leaves_it_undecided(self):
+        found = transfer(self.curves([-6.2, -6.2, -6.2], noise=0.15))
+        assert found is None or found.verdict == "undecided"
+
+    def test_an_optimum_at_the_end_of_the_rates_is_none(self):
+        (low, high, _) = self.curves([-12, 0, -6.2])
+        assert low.fit is None and "lowest rate" in low.why_not
+        assert high.fit is None and "highest rate" in high.why_not
+        assert transfer([low, high]) is None
+
+    def test_divergence_is_no_loss(self):
+        points = [(x, math.inf if x > -5 else 3 + (x + 6.2) ** 2, 0) for x in np.arange(-9.0, -3.0)]
+        found = curve(64, points)
+        assert found.fit is not None and found.fit.at == pytest.approx(-6.2, abs=1e-6)
+
+    def test_report_groups_series_and_shares_the_base_width(self):
+        of = sweep()
+        best = {("mup", w): -6.0 for w in (16, 32, 64)}
+        best |= {("sp", w): -6.0 - math.log2(w / 16) for w in (16, 32, 64)}
+        results = {k: {"key": k, "loss": v} for k, v in losses(of, best).items()}
+        mup, sp = reports(of, results)
+        assert mup.curves[0] == sp.curves[0] and (mup.done, mup.wanted) == (30, 30)
+        assert mup.transfer is not None and mup.transfer.octaves == pytest.approx(0, abs=0.02)
+
+
+def test_a_line_that_a_kill_cut_short_is_not_read_and_does_not_spoil_the_next(tmp_path: Path):
+    results = Results(tmp_path)
+    results.add({"key": "a", "loss": 1.0})
+    with open(results.path, "ab") as file:
+        file.write(b'{"key": "b", "lo')
+    assert set(results.read()) == {"a"}
+    results.add({"key": "b", "loss": None})
+    results.add({"key": "b", "loss": 5.0})
+    assert results.read() == {"a": {"key": "a", "loss": 1.0}, "b": {"key": "b", "loss": None}}
+
+
+def test_time_left_is_the_median_of_finished_trials_times_those_that_are_not():
+    trials = unique(sweep(widths="32,64", parametrizations="mup", seeds="0").trials({}))
+    known = {t.key: {"loss": 1.0, "width": 32, "optimizer": "adamw", "seconds": 10.0} for t in trials[:2]}
+    # three of width 32 at 10 s, five of width 64 at four times that, two at a time
+    assert seconds_left(trials, known, 2) == pytest.approx((3 * 10 + 5 * 40) / 2)
+    assert seconds_left(trials, {}, 2) is None
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("sweep"))
+
+
+def arguments(data: Path, out: Path, **changes: object) -> list[str]:
+    given = {
+        "widths": "16",
+        "lrs": "2**-7..2**-6",
+        "seeds": 0,
+        "refine": 0,
+        "jobs": 2,
+        "threads": 1,
+        "steps": 6,
+        "checkpoint.every": 2,
+        "batch.length": 16,
+        "device": "cpu",
+        "data.source": data,
+        "out": out,
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }
+    return ["sweep", "tiny", *(f"{key}={value}" for key, value in given.items())]
+
+
+def measured(out: Path) -> dict[str, float]:
+    return {key: result["loss"] for key, result in Results(out).read().items()}
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_results(data: Path, tmp_path: Path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    status, text, err = command(*arguments(data, whole))
+    assert status == 0, err
+    assert "2/2" in text and (whole / "sweep.png").exists() and (whole / "report.json").exists()
+    wait = random.Random(0)
+    said: dict[str, float] = {}
+    for _ in range(2):
+        process = start(arguments(data, killed), tmp_path / "log")
+        # from before the first trial has begun to after it has ended
+        process.join(wait.uniform(1.0, 6.0))
+        process.kill()
+        process.join()
+        assert said.items() <= measured(killed).items(), "a result was lost"
+        said = measured(killed)
+        time.sleep(0.3)  # its trials see that it is gone, and let go of their folders
+    status, _, err = command(*arguments(data, killed))
+    assert status == 0, err
+    assert measured(killed) == measured(whole)
+    assert not list(killed.glob("trials/*/checkpoints"))
+
+
+def test_told_to_stop_it_saves_and_says_how_to_go_on(data: Path, tmp_path: Path):
+    out = tmp_path / "sweep"
+    process = start(
+        arguments(data, out, steps=100_000, lrs="0.01", jobs=1, checkpoint__every=20), tmp_path / "log"
+    )
+    deadline = time.monotonic() + 60
+    while not list(out.glob("trials/*/checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+    assert "the same command continues" in (tmp_path / "log").read_text()
+    assert measured(out) == {} and list(out.glob("trials/*/checkpoints/step-*"))
+
+
+def test_a_rate_that_diverges_is_a_result_and_a_run_that_cannot_be_is_not(data: Path, tmp_path: Path):
+    out = tmp_path / "diverges"
+    given = {"optimizers": "sgd", "lrs": "1e30", "optimizer.clip": "none", "steps": 20}
+    status, text, err = command(*arguments(data, out, **given))
+    assert status == 0, err
+    (result,) = Results(out).read().values()
+    assert result["loss"] is None and "step" in result["diverged"] and "diverged" in text
+    (place,) = out.glob("trials/*/")
+    (place / "result.json").unlink()
+    (place / "config.json").write_text("{")
+    (out / "sweep.jsonl").unlink()
+    status, text, _ = command("sweep", out, "jobs=1")
+    assert status == 1 and "config.json cannot be read" in text
+
+
+def ranked(rank: int, given: list[str], log: str) -> None:
+    """The command as torchrun starts it: told its rank, and that there are two on this machine."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    child(given, log)
+
+
+@pytest.mark.slow  # three schedulers, each with a server of its own to fork trials from
+def test_torchruns_ranks_make_every_trial_once_between_them(data: Path, tmp_path: Path):
+    """They share the folder and nothing else: no port, no collective, and neither waits for the other."""
+    out, logs = tmp_path / "sweep", [tmp_path / "0.txt", tmp_path / "1.txt"]
+    given = arguments(data, out, seeds="0,1", jobs=1)
+    processes = [
+        WARM.Process(target=ranked, args=(rank, [str(x) for x in given], str(log)))
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(240)
+        said = [log.read_text() for log in logs]
+        assert [process.exitcode for process in processes] == [0, 0], said
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    raw = (out / "sweep.jsonl").read_text().splitlines()
+    assert len(raw) == len(measured(out)) == 4 and all(map(math.isfinite, measured(out).values()))
+    # the same trials by one scheduler: who made a trial does not show in it
+    alone = tmp_path / "alone"
+    status, _, err = command(*arguments(data, alone, seeds="0,1"))
+    assert status == 0, err
+    assert measured(alone) == measured(out)

@@ -1,0 +1,102 @@
+"""`python -m train throughput`: a step beside the same model with a peer's operator."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from delta_trn.backends import gated_delta_rule
+from delta_trn.backends.bench.peers import PEERS
+from delta_trn.train.recipes import recipe
+from delta_trn.train.settings.overrides import apply
+from delta_trn.train.studies import throughput
+from delta_trn.train.studies.throughput import OURS, PARTS, REST, Workload, measure, operator_of, shares
+from tests.support.tiny_run import command
+
+TINY = {"batch.sequences": "4", "batch.length": "32", "data.vocab_size": "320", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return Workload(apply(recipe("tiny"), TINY))
+
+
+def replaced(name, rule):
+    peer = PEERS[name]
+    return {**PEERS, name: replace(peer, devices=("cpu",), load=lambda: rule)}
+
+
+def test_it_prints_and_writes_what_it_measured(tmp_path):
+    file = tmp_path / "throughput.jsonl"
+    keys = [f"{key}={value}" for key, value in TINY.items()]
+    status, out, err = command("throughput", "tiny", *keys, "--peer", "hf", "--rounds", "2", "--json", file)
+    assert status == 0, err
+    assert "delta rule by chunked on cpu" in out and "times ours" in out
+    ours, theirs = (json.loads(line) for line in file.read_text().splitlines())
+    assert (ours["contender"], theirs["contender"]) == (OURS, "hf")
+    assert ours["ratio"] is None and theirs["ratio"]["p50"] > 0
+    assert ours["tokens_per_s"] == pytest.approx(4 * 32 / (ours["ms"]["p50"] / 1e3))
+    assert sum(ours["shares"].values()) == pytest.approx(1.0)
+    assert {"commit", "torch", "device", "recipe", "width"} <= set(ours)
+
+
+def test_every_part_of_a_step_is_found(workload):
+    found = shares(workload)
+    assert set(found) >= set(PARTS) - {"delta residual"}
+    assert found[REST] < 0.5
+
+
+def test_a_peer_runs_in_the_layers_and_only_where_asked(workload):
+    called = []
+
+    def counting(*tensors, **told):
+        called.append(told["use_gate_in_kernel"])
+        return gated_delta_rule(*tensors, **told)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput, "PEERS", replaced("hf", counting))
+        with operator_of("hf"):
+            workload.loss_of(OURS)
+        layers = workload.model.config.num_hidden_layers
+        assert called == [True] * layers
+        workload.loss_of(OURS)
+        assert len(called) == layers
+
+
+def test_a_peer_that_computes_something_else_is_not_timed(workload, monkeypatch):
+    def wrong(*tensors, **told):
+        o, state = gated_delta_rule(*tensors, **told)
+        return o.roll(1, dims=1), state
+
+    monkeypatch.setattr(throughput, "PEERS", replaced("hf", wrong))
+    with pytest.raises(throughput.TrainError, match="not timed: with hf's operator the loss is"):
+        measure(workload, ("hf",), 2)
+
+
+def test_a_red_parity_is_not_timed(workload, monkeypatch):
+    from delta_trn.backends.gated_delta_rule import chunked
+
+    right = chunked.log_decay_gradient
+    monkeypatch.setattr(chunked, "log_decay_gradient", lambda *given: 1.01 * right(*given))
+    with pytest.raises(throughput.TrainError, match="parity is red"):
+        throughput.require_parity(workload)
+
+
+def test_timing_leaves_the_weights_as_they_were(workload):
+    before = {name: x.clone() for name, x in workload.model.state_dict().items()}
+    workload(OURS)
+    assert all(torch.equal(x, before[name]) for name, x in workload.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "1"], "--rounds=1: expected at least 2"),
+        (["--peer", "fla"], "peer fla: "),
+    ],
+)
+def test_what_cannot_be_measured_is_said(arguments, message):
+    keys = [f"{key}={value}" for key, value in TINY.items()]
+    status, _, err = command("throughput", "tiny", *keys, *arguments)
+    assert status == 2 and message in err

@@ -1,0 +1,254 @@
+"""Checkpoints are whole or absent: every kind of damage is seen, every refusal of the disk loses nothing."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from delta_trn.train.checkpoints.contents import load_weights, read_state
+from delta_trn.train.checkpoints.store import MANIFEST, CheckpointStore
+from delta_trn.train.settings.errors import CheckpointError, DiskFull
+from tests.support import tiny_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run with checkpoints at 6, 8 and 12. Tests that change it copy it first."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    data = tiny_run.prepared(folder)
+    tiny_run.train("run", "tiny", *tiny_run.keys(data, folder / "run"))
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(run, tmp_path) -> Path:
+    shutil.copytree(run, tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def filled(folder: Path) -> None:
+    (folder / "a.bin").write_bytes(bytes(range(256)) * 40)
+    (folder / "state.json").write_text("{}")
+
+
+@pytest.fixture
+def store(tmp_path) -> CheckpointStore:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for step in (5, 10, 15):
+        store.save(step, filled)
+    return store
+
+
+class TestContent:
+    def test_transformers_reads_the_folder(self, run):
+        folder = run / "checkpoints" / "step-00000012"
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer("1 + 1 = 2", return_tensors="pt")["input_ids"]
+        assert ids[0, 0] == model.config.bos_token_id
+        with torch.no_grad():
+            assert torch.isfinite(model(ids).logits).all()
+        saved = load_file(folder / "model.safetensors")
+        assert {t.dtype for t in saved.values()} == {torch.float32}
+        for name, tensor in model.state_dict().items():
+            if name in saved:
+                assert torch.equal(tensor, saved[name]), name
+
+    def test_no_file_needs_pickle(self, run):
+        names = {path.name for path in (run / "checkpoints" / "step-00000012").iterdir()}
+        assert {path.rpartition(".")[2] for path in names} == {"safetensors", "json"}
+
+    def test_the_state_says_where_the_run_stood(self, run):
+        state, config = read_state(run / "checkpoints" / "step-00000008")
+        assert (state.step, state.tokens) == (8, 8 * 4 * 16)
+        assert state.position["samples"] == 8 * 4
+        assert state.best is not None and state.best[0] == 6
+        assert config.steps == 12 and config.fingerprint()
+
+    def test_weights_of_another_model_are_refused(self, run, tmp_path):
+        model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-00000012")
+        narrow = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 1}))
+        with pytest.raises(CheckpointError, match=r"0 missing, .* unknown"):
+            load_weights(run / "checkpoints" / "step-00000012", narrow)
+        deep = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 3}))
+        with pytest.raises(CheckpointError, match=r"missing, 0 unknown.*blocks.2"):
+            load_weights(run / "checkpoints" / "step-00000012", deep)
+
+
+class TestStore:
+    def test_names_are_the_decided_ones(self, store):
+        names = sorted(path.name for path in store.directory.iterdir())
+        assert names == ["step-00000005", "step-00000010", "step-00000015"]
+        assert store.steps() == [5, 10, 15]
+
+    def test_rotation_keeps_the_newest_and_the_best(self, store):
+        store.point_best(5)
+        store.save(20, filled)
+        store.rotate(2, keep=5)
+        assert store.steps() == [5, 15, 20]
+        assert store.best() == 5
+        assert not list(store.directory.glob(".*"))
+
+    def test_best_is_a_folder_to_load_from(self, store):
+        store.point_best(5)
+        store.point_best(10)
+        assert (store.directory / "best" / "a.bin").read_bytes() == (store.path(10) / "a.bin").read_bytes()
+        shutil.rmtree(store.path(10))
+        assert store.best() is None
+
+    def test_saving_a_step_again_replaces_it(self, store):
+        store.save(10, lambda folder: (folder / "b.bin").write_bytes(b"new") and None)
+        assert [path.name for path in store.path(10).iterdir() if path.name != MANIFEST] == ["b.bin"]
+        assert store.damage(10) is None
+
+    def test_a_process_answers_for_its_own_files_only(self, store):
+        """One that wrote none must not hash those of others, which may not be complete."""
+
+        def part(*names: str):
+            def write(folder: Path) -> list[Path]:
+                filled(folder)
+                return [folder / name for name in names]
+
+            return write
+
+        for names in ((), ("a.bin",)):
+            folder = store.save(20, part(*names))
+            assert list(json.loads((folder / MANIFEST).read_bytes())["files"]) == list(names)
+
+    @pytest.mark.parametrize("name", ["a.bin", "state.json", MANIFEST])
+    def test_every_damage_is_seen(self, store, name):
+        path = store.path(15) / name
+        whole = path.read_bytes()
+        damages = {
+            "missing": lambda: path.unlink(),
+            "empty": lambda: path.write_bytes(b""),
+            "cut": lambda: path.write_bytes(whole[:-9]),
+            "longer": lambda: path.write_bytes(whole + b"}"),
+            "one bit": lambda: path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:]),
+        }
+        assert store.damage(15) is None
+        for what, damage in damages.items():
+            damage()
+            assert store.damage(15) is not None, what
+            with pytest.raises(CheckpointError, match=r"step 15 is damaged.*other steps: 5, 10"):
+                store.require_whole(15)
+            path.write_bytes(whole)
+        assert store.damage(15) is None
+
+    def test_the_newest_whole_one_is_found_and_the_damaged_are_told(self, store):
+        (store.path(15) / "a.bin").write_bytes(b"")
+        (store.path(10) / "state.json").unlink()
+        told: list[str] = []
+        assert store.newest_whole(told.append) == 5
+        assert len(told) == 2 and "step 15" in told[0] and "0 bytes, expected 10240" in told[0]
+
+    def test_none_whole_is_an_error_none_at_all_is_not(self, store, tmp_path):
+        for step in store.steps():
+            (store.path(step) / "a.bin").unlink()
+        with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+            store.newest_whole(lambda text: None)
+        assert CheckpointStore(tmp_path / "none").newest_whole(lambda text: None) is None
+
+    def test_a_missing_step_names_those_there(self, store):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 .* there are: 5, 10, 15"):
+            store.require_whole(7)
+
+
+class TestFullDisk:
+    def test_nothing_is_lost(self, store):
+        def full(folder: Path) -> None:
+            filled(folder)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with pytest.raises(
+            DiskFull, match=r"no space left .*step-00000020.*whole \(step 5, step 10, step 15\)"
+        ):
+            store.save(20, full)
+        assert store.steps() == [5, 10, 15]
+        assert [store.damage(step) for step in store.steps()] == [None] * 3
+        assert not list(store.directory.glob(".*"))
+
+    def test_a_failure_at_any_file_operation_loses_nothing(self, store, monkeypatch):
+        """ENOSPC from the n-th sync or rename, for every n there is."""
+
+        def contents() -> list[list[str]]:
+            return [sorted(path.name for path in store.path(step).iterdir()) for step in (5, 10, 15)]
+
+        before = contents()
+        for n in range(100):
+            # it may be there: the last sync is after the rename
+            shutil.rmtree(store.path(20), ignore_errors=True)
+            calls = 0
+
+            def failing(function, wait=n):
+                def call(*arguments):
+                    nonlocal calls
+                    calls += 1
+                    if calls == wait + 1:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    return function(*arguments)
+
+                return call
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", failing(os.fsync))
+                patch.setattr(os, "rename", failing(os.rename))
+                try:
+                    store.save(20, filled)
+                except DiskFull:
+                    pass
+                else:
+                    break
+            assert contents() == before
+            assert all(store.damage(step) is None for step in store.steps())
+        assert n == 6, "three files, two folders, one rename: otherwise something is not synced"
+        assert store.steps() == [5, 10, 15, 20]
+
+    def test_a_run_that_meets_a_file_limit_stops_and_resumes(self, run, tmp_path):
+        """The limit is the kernel's: safetensors, JSON and metrics meet it as they would a full disk."""
+        data = json.loads((run / "config.json").read_bytes())["data"]["folder"]
+        out, log = tmp_path / "run", tmp_path / "log"
+        limit = 20_000  # metrics.jsonl and JSON fit, weights do not
+        child = tiny_run.start(["run", "tiny", *tiny_run.keys(Path(data), out)], log)
+        assert child.pid is not None
+        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        child.join(60)
+        said = log.read_text()
+        assert child.exitcode == 2, said
+        assert "no space left" in said and "python -m train resume" in said and "Traceback" not in said
+        assert not list((out / "checkpoints").glob("*"))
+        tiny_run.train("resume", out)
+        assert tiny_run.left_by(out) == tiny_run.left_by(run)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="signals of another platform")
+    def test_a_file_limit_kills_no_python(self):
+        assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+
+
+class TestDamagedRun:
+    def test_resuming_goes_back_to_the_newest_whole_one_and_says_so(self, run, copy):
+        weights = copy / "checkpoints" / "step-00000012" / "optimizer.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-10])
+        said = tiny_run.train("resume", copy)
+        assert "checkpoint of step 12 is damaged" in said and "after step 8" in said
+        assert (copy / "checkpoints" / "undone-step-00000012").is_dir(), "set aside, not thrown away"
+        assert tiny_run.left_by(copy) == tiny_run.left_by(run)
+
+    def test_resuming_from_a_step_undoes_the_later_ones(self, run, copy):
+        said = tiny_run.train("resume", copy, "--step", 6)
+        assert "set aside as undone-step-*: 8, 12" in said
+        assert tiny_run.left_by(copy) == tiny_run.left_by(run)
+
+    def test_an_explicit_step_that_is_damaged_is_an_error(self, copy):
+        (copy / "checkpoints" / "step-00000008" / "model.safetensors").unlink()
+        status, _, err = tiny_run.command("resume", copy, "--step", 8)
+        assert status == 2 and "checkpoint of step 8 is damaged" in err and "other steps: 6, 12" in err

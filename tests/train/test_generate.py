@@ -1,0 +1,229 @@
+"""Text from a run's checkpoints: the model's own probabilities, repeatable, streamed in whole characters."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_trn.train.data import prepare
+from delta_trn.train.data.tokenizer import plain_bytes
+from delta_trn.train.run import sample as generation
+from delta_trn.train.run.sample import Sampling, TextStream, continue_text, load_for_generation
+from delta_trn.train.settings.errors import CheckpointError, ConfigError
+from tests.support import tiny_run
+from tests.support.tiny_run import command, keys, train
+
+PROMPT = "7 + 5 ="
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("generation")
+    data = tiny_run.prepared(folder)
+    # past its best at step 30: last and best differ
+    train("run", "tiny", *keys(data, folder / "run", steps=40, evaluation__every=10, checkpoint__every=20))
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(run, tmp_path) -> Path:
+    shutil.copytree(run, tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def loaded(run):
+    return load_for_generation(run / "checkpoints" / "step-00000040", torch.device("cpu"))
+
+
+def generate(run: Path, *options: object) -> str:
+    return train("generate", run, "--prompt", PROMPT, "--tokens", 12, *options)
+
+
+class TestText:
+    def test_greedy_is_the_most_probable_token_of_the_uncached_model(self, run, loaded):
+        model, tokenizer = loaded
+        ids = tokenizer.encode(PROMPT)
+        for _ in range(12):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == tokenizer.eos:
+                break
+        assert generate(run, "--temperature", 0) == tokenizer.decode(ids) + "\n"
+
+    def test_a_seed_repeats_and_another_does_not(self, run):
+        first = generate(run, "--seed", 3)
+        assert first == generate(run, "--seed", 3)
+        assert first.startswith(PROMPT) and first != generate(run, "--seed", 4)
+
+    def test_one_candidate_is_greedy(self, run):
+        greedy = generate(run, "--temperature", 0)
+        assert generate(run, "--top-k", 1) == greedy
+        assert generate(run, "--top-p", 1e-6) == greedy
+        assert generate(run, "--temperature", 100) != greedy
+
+    def test_no_limits_means_all_tokens(self, loaded):
+        """At a huge temperature every id is as likely as the next; transformers' own default is top_k=50."""
+        model, tokenizer = loaded
+        # several, because the end of the document is as likely as the rest too
+        samplings = (Sampling(tokens=60, temperature=1e6, seed=seed) for seed in range(8))
+        text = "".join(continue_text(model, tokenizer, "", sampling) for sampling in samplings)
+        assert len(set(text)) > 60
+
+    def test_a_repetition_penalty_is_obeyed(self, loaded):
+        model, tokenizer = loaded
+        free = Sampling(tokens=40, temperature=0)
+        fined = replace(free, repetition_penalty=1e6)
+        free, fined = (continue_text(model, tokenizer, PROMPT, sampling) for sampling in (free, fined))
+        assert len(set(fined)) > len(set(free))
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            Sampling(tokens=20, temperature=0),
+            Sampling(tokens=20, temperature=0.9, top_k=30, top_p=0.95, repetition_penalty=1.2, seed=5),
+        ],
+        ids=["greedy", "drawn"],
+    )
+    def test_token_by_token_is_what_transformers_generates(self, loaded, monkeypatch, sampling):
+        """XLA's way, whose shapes do not grow, on the CPU: the same tokens, draws, end and stream."""
+        model, tokenizer = loaded
+        pieces: dict[str, list[str]] = {"theirs": [], "ours": []}
+        texts = [continue_text(model, tokenizer, PROMPT, sampling, pieces["theirs"].append)]
+        generate = type(model).generate
+
+        def ours(self, ids, *, streamer, eos_token_id, **options):
+            assert self is model and options["max_new_tokens"] == sampling.tokens
+            return generation.token_by_token(model, ids, sampling, eos_token_id, streamer)
+
+        monkeypatch.setattr(type(model), "generate", ours)
+        texts.append(continue_text(model, tokenizer, PROMPT, sampling, pieces["ours"].append))
+        assert texts[0] == texts[1] != "" and pieces["ours"] == pieces["theirs"]
+        monkeypatch.setattr(type(model), "generate", generate)
+        other = replace(sampling, temperature=1.5, seed=6)
+        assert continue_text(model, tokenizer, PROMPT, other) != texts[0]
+
+    def test_it_ends_with_the_document(self, loaded, monkeypatch):
+        model, tokenizer = loaded
+        forward = type(model).forward
+
+        def ending(self, *arguments, **options):
+            out = forward(self, *arguments, **options)
+            out.logits[..., tokenizer.eos] = 1e9
+            return out
+
+        monkeypatch.setattr(type(model), "forward", ending)
+        assert continue_text(model, tokenizer, PROMPT, Sampling(tokens=40)) == ""
+
+    def test_random_numbers_of_the_process_are_left_alone(self, loaded):
+        model, tokenizer = loaded
+        before = torch.get_rng_state()
+        model.train()
+        continue_text(model, tokenizer, PROMPT, Sampling(tokens=4))
+        assert torch.equal(torch.get_rng_state(), before) and model.training
+        model.eval()
+
+    def test_characters_are_streamed_whole(self):
+        tokenizer = plain_bytes()
+        text = "naïve — 𝛿"
+        pieces: list[str] = []
+        stream = TextStream(tokenizer, pieces.append)
+        stream.put(torch.tensor([[tokenizer.bos, 1, 2]]))  # the prompt, which transformers sends first
+        for byte in text.encode():
+            stream.put(torch.tensor([byte]))
+        stream.end()
+        assert "".join(pieces) == text
+        assert all("\ufffd" not in piece for piece in pieces) and len(pieces) == len(text)
+
+    def test_what_never_becomes_a_character_is_sent_at_the_end(self):
+        pieces: list[str] = []
+        stream = TextStream(plain_bytes(), pieces.append)
+        for ids in ([256], [ord("a")], [0xE2]):
+            stream.put(torch.tensor(ids))
+        stream.end()
+        assert "".join(pieces) == "a\ufffd"
+
+
+class TestCheckpoints:
+    def test_best_last_and_a_step(self, run, loaded):
+        folders = {name: run / "checkpoints" / name for name in ("best", "step-00000020")}
+        by_default = generate(run, "--temperature", 0)
+        assert generate(run, "--temperature", 0, "--checkpoint", "last") == by_default
+        for which, folder in (("best", folders["best"]), ("20", folders["step-00000020"])):
+            model, tokenizer = load_for_generation(folder, torch.device("cpu"))
+            text = continue_text(model, tokenizer, PROMPT, Sampling(tokens=12, temperature=0))
+            assert generate(run, "--temperature", 0, "--checkpoint", which) == f"{PROMPT}{text}\n"
+
+    @pytest.mark.parametrize(
+        ("which", "message"),
+        [
+            ("7", "no checkpoint of step 7 .* there are: 20, 30, 40"),
+            ("newest", "expected best, last, or one of 20, 30, 40"),
+        ],
+    )
+    def test_others_are_refused(self, run, which, message):
+        with pytest.raises(AssertionError, match=message):
+            generate(run, "--checkpoint", which)
+
+    def test_a_damaged_one_is_not_used(self, copy):
+        (copy / "checkpoints" / "step-00000040" / "model.safetensors").write_bytes(b"")
+        status, out, err = command("generate", copy, "--prompt", PROMPT)
+        assert (status, out) == (2, "")
+        assert "step 40 is damaged" in err and "other steps: 20, 30" in err
+        assert generate(copy, "--checkpoint", 20).startswith(PROMPT)
+
+    def test_no_best_is_said(self, copy):
+        (copy / "checkpoints" / "best").unlink()
+        status, _, err = command("generate", copy, "--prompt", PROMPT, "--checkpoint", "best")
+        assert status == 2 and "has no best checkpoint" in err and "20, 30, 40" in err
+
+
+class TestTokenizer:
+    def test_a_larger_one_is_refused(self, copy, tmp_path):
+        folder = copy / "checkpoints" / "step-00000040"
+        source = tmp_path / "text.txt"
+        source.write_text(tiny_run.text())
+        other = prepare(source, tmp_path / "bpe", tokenizer="bytebpe", vocab_size=400, show=False)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(other / name, folder / name)
+        with pytest.raises(CheckpointError, match=r"it has .* ids, the model 320 rows; bos is 0"):
+            load_for_generation(folder, torch.device("cpu"))
+        status, _, err = command("generate", copy, "--prompt", PROMPT)
+        assert status == 2 and "tokenizer.json" in err, "as a file of a run's checkpoint it is seen as damage"
+
+    def test_one_of_the_same_size_with_other_ids_is_refused(self, copy):
+        """Every id has a row and the special tokens agree, but the letters mean something else."""
+        folder = copy / "checkpoints" / "step-00000040"
+        path = folder / "tokenizer.json"
+        tree = json.loads(path.read_bytes())
+        vocabulary = tree["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        path.write_text(json.dumps(tree))
+        with pytest.raises(CheckpointError, match=r"its sha256 is .* the model was trained with"):
+            load_for_generation(folder, torch.device("cpu"))
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("option", "value", "message"),
+        [
+            ("--tokens", 0, "tokens=0: expected at least 1"),
+            ("--temperature", -1, "temperature=-1.0: expected 0 or more"),
+            ("--temperature", "nan", "temperature=nan: expected 0 or more"),
+            ("--top-k", 0, "top_k=0: expected at least 1"),
+            ("--top-p", 0, "top_p=0.0: expected more than 0"),
+            ("--top-p", 1.5, "top_p=1.5: expected more than 0 and at most 1"),
+            ("--repetition-penalty", 0, "repetition_penalty=0.0: expected more than 0"),
+            ("--device", "tpu9", "device=tpu9"),
+        ],
+    )
+    def test_wrong_ones_are_refused_with_what_was_expected(self, run, option, value, message):
+        status, out, err = command("generate", run, "--prompt", PROMPT, option, value)
+        assert (status, out) == (2, "") and message in err and err.count("\n") == 1
+
+    def test_sampling_checks_itself(self):
+        with pytest.raises(ConfigError, match="top_k=-3"):
+            Sampling(top_k=-3)

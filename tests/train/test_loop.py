@@ -1,0 +1,327 @@
+"""The training loop: what it reports and saves, when it stops, and that looking changes nothing."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_trn.train.data import open_dataset
+from delta_trn.train.run import loop, stopping
+from delta_trn.train.run.evaluate import crops_at_once, evaluate, held_out_windows
+from delta_trn.train.run.stopping import StopRequest
+from delta_trn.train.watch.metrics import read
+from tests.support import tiny_run
+from tests.support.tiny_run import keys, lines, train
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train("run", "tiny", *keys(data, out))
+    return out
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(sorted((run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
+
+
+def losses(run: Path, split: str = "train") -> list[float]:
+    return [line["loss"] for line in lines(run) if line["split"] == split]
+
+
+class TestReports:
+    def test_a_line_a_step_and_one_an_evaluation_in_order(self, finished):
+        found = [(line["step"], line["split"]) for line in read(finished / "metrics.jsonl")]
+        expected = [(i, "train") for i in range(1, 13)]
+        expected.insert(6, (6, "val"))
+        assert found == [*expected, (12, "val")]
+
+    def test_lines_have_the_decided_fields(self, finished):
+        train_line, val_line = (
+            next(line for line in read(finished / "metrics.jsonl") if line["split"] == split)
+            for split in ("train", "val")
+        )
+        assert {"step", "split", "loss", "tokens", "tokens_per_s", "lr", "grad_norm"} <= set(train_line)
+        assert {"step", "split", "loss", "tokens", "perplexity", "bits_per_byte"} <= set(val_line)
+        assert train_line["tokens"] == 64 and train_line["lr"] == 0.0 and train_line["tokens_per_s"] > 0
+        assert val_line["perplexity"] == pytest.approx(math.exp(val_line["loss"]))
+        # bytes as tokens, and BOS and EOS paid for by the text's bytes: a little more than the loss in bits
+        assert 1.0 < val_line["bits_per_byte"] / (val_line["loss"] / math.log(2)) < 1.02
+
+    def test_config_json_is_whole_and_resolved(self, finished):
+        tree = json.loads((finished / "config.json").read_bytes())
+        assert tree["device"] == "cpu" and tree["precision"] == "float32" and tree["backend"] == "chunked"
+        assert tree["model"]["vocab_size"] == 320 and Path(tree["data"]["folder"]).is_dir()
+        assert len(tree["fingerprint"]) == 16
+        assert tree["run"]["versions"]["torch"] == torch.__version__
+
+    def test_checkpoints_rotate_and_the_best_is_kept(self, data, tmp_path):
+        out = tmp_path / "run"
+        changes = {"checkpoint.every": 2, "checkpoint.keep_last": 1, "evaluation.every": 3}
+        train("run", "tiny", *keys(data, out, **changes))
+        val = losses(out, "val")
+        best = 3 * (val.index(min(val)) + 1)
+        kept = {path.name for path in (out / "checkpoints").glob("step-*")}
+        assert kept == {f"step-{step:08d}" for step in (best, 12)}
+        assert os.readlink(out / "checkpoints" / "best") == f"step-{best:08d}"
+
+    def test_without_keep_best_there_is_none(self, data, tmp_path):
+        train("run", "tiny", *keys(data, tmp_path / "run", checkpoint__keep_best="false"))
+        assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == [f"step-{s:08d}" for s in (4, 8, 12)]
+
+    def test_it_learns(self, data, tmp_path):
+        out = tmp_path / "run"
+        train("run", "tiny", *keys(data, out, steps=60, batch__length=32, evaluation__every=30))
+        assert losses(out)[0] == pytest.approx(math.log(320), abs=0.1), "at first it knows nothing"
+        assert losses(out, "val")[-1] < 3.0 < losses(out)[0] - 2
+
+    def test_the_end_compares_with_baselines_and_says_how_to_go_on(self, data, tmp_path):
+        out = tmp_path / "run"
+        said = train("run", "tiny", *keys(data, out))
+        for words in ("perplexity", "bits/byte", "token frequencies", "zlib", "lzma", "this model (tiny)"):
+            assert words in said, words
+        assert f"python -m train resume {out} steps=24" in said
+        assert f"python -m train generate {out}" in said
+        assert str(out / "loss.png") in said and (out / "loss.png").stat().st_size > 10_000
+        assert "delta rule by chunked, chosen by device" in said
+
+
+class TestSameMathematics:
+    def test_two_runs_are_equal_bit_for_bit(self, data, finished, tmp_path):
+        train("run", "tiny", *keys(data, tmp_path / "run"))
+        assert tiny_run.left_by(tmp_path / "run") == tiny_run.left_by(finished)
+
+    def test_another_seed_is_another_run(self, data, finished, tmp_path):
+        train("run", "tiny", *keys(data, tmp_path / "run", seed=7))
+        assert losses(tmp_path / "run") != losses(finished)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"evaluation__every": 1, "evaluation__sequences": 8, "sample__tokens": 9},
+            {"sample__tokens": 0},
+            {"checkpoint__every": 1, "log__every": 1},
+            {"log__every": 100},
+            {"deterministic": "true"},
+        ],
+        ids=lambda changes: " ".join(changes),
+    )
+    def test_looking_does_not_change_what_is_computed(self, data, finished, tmp_path, changes):
+        try:
+            train("run", "tiny", *keys(data, tmp_path / "run", **changes))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert losses(tmp_path / "run") == losses(finished)
+        for name, tensor in weights(finished).items():
+            assert torch.equal(weights(tmp_path / "run")[name], tensor), name
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"batch__micro": 1}, {"batch__micro": 2}, {"gradient_checkpointing": "true"}],
+        ids=lambda changes: " ".join(changes),
+    )
+    def test_how_a_step_is_divided_does_not_matter(self, data, finished, tmp_path, changes):
+        train("run", "tiny", *keys(data, tmp_path / "run", **changes))
+        # float32 sums in another order, amplified by twelve steps
+        assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2e-5)
+
+    def test_evaluation_does_not_depend_on_its_batch(self, data, finished, tmp_path):
+        train("run", "tiny", *keys(data, tmp_path / "run", evaluation__batch=1))
+        assert losses(tmp_path / "run", "val") == pytest.approx(losses(finished, "val"), rel=1e-6)
+
+    def test_bf16_learns_too_and_is_not_float32(self, data, finished, tmp_path):
+        train("run", "tiny", *keys(data, tmp_path / "run", precision="bf16"))
+        assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=0.02)
+        assert losses(tmp_path / "run") != losses(finished)
+
+    @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+    @pytest.mark.parametrize("parametrization", ["sp", "mup_original", "mup"])
+    def test_every_arm_of_the_paper_runs(self, data, tmp_path, parametrization, optimizer):
+        arm = {"parametrization": parametrization, "optimizer.name": optimizer, "model.base_width": 8}
+        given = keys(data, tmp_path / "run", steps=3, schedule__warmup=0, **arm)
+        train("run", "tiny", *given)
+        assert len(losses(tmp_path / "run")) == 3
+
+    @pytest.mark.slow
+    def test_compiled_it_computes_the_same(self, data, finished, tmp_path):
+        train("run", "tiny", *keys(data, tmp_path / "run", compile="true"))
+        assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2e-5)
+
+
+class TestEvaluation:
+    def test_the_text_in_order_is_every_token_once(self, data):
+        dataset = open_dataset(data)
+        text = dataset.shards("val")[0].astype("int64")
+        batches = list(held_out_windows(dataset, tokens=10**9, sequence=16, batch=3))
+        inputs = torch.cat([inputs.flatten() for inputs, _ in batches]).numpy()
+        targets = torch.cat([targets.flatten() for _, targets in batches]).numpy()
+        whole = (len(text) - 1) // 16 * 16
+        assert (inputs == text[:whole]).all() and (targets == text[1 : whole + 1]).all()
+        assert sum(len(i) for i, _ in held_out_windows(dataset, tokens=100, sequence=16, batch=4)) == 6
+
+    def test_the_end_can_measure_the_text_itself(self, data, finished, tmp_path):
+        out = tmp_path / "run"
+        said = train("run", "tiny", *keys(data, out, evaluation__final_tokens=10**6))
+        found = json.loads((out / "summary.json").read_bytes())
+        crops = json.loads((finished / "summary.json").read_bytes())
+        assert crops["held_out"] == 4 * 16 and crops["loss"] == losses(finished, "val")[-1]
+        assert found["held_out"] > 256 and f"{found['held_out']:,} held-out tokens after step 12" in said
+        assert found["loss"] == pytest.approx(crops["loss"], abs=0.5) and found["loss"] != crops["loss"]
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+        assert {"unigram", "zlib", "lzma"} <= set(found["baselines"])
+        again = train("resume", out)
+        assert json.loads((out / "summary.json").read_bytes()) == found and f"{found['loss']:.4f}" in again
+
+    def test_it_is_the_mean_over_all_crops(self):
+        batches = [(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(4)]
+        batches.append((torch.full((1, 3), 9.5), torch.zeros(1, 3)))  # half as large: counts half
+        found = evaluate(lambda inputs, targets: inputs.mean(), batches, torch.device("cpu"))
+        assert (found.loss, found.tokens) == ((0 + 1 + 2 + 3 + 9.5 / 2) / 4.5, 27)
+        assert found.perplexity == pytest.approx(math.exp(found.loss))
+
+    def test_batches_divide_the_crops(self):
+        assert [crops_at_once(64, limit) for limit in (1, 8, 10, 100)] == [1, 8, 8, 64]
+        assert crops_at_once(7, 6) == 1
+
+
+class TestNotFinite:
+    def test_a_learning_rate_too_high_is_told_and_nothing_of_it_is_saved(self, data, tmp_path):
+        out = tmp_path / "run"
+        changes = {"optimizer.name": "sgd", "optimizer.lr": 1e30, "optimizer.clip": "none"}
+        given = keys(data, out, schedule__warmup=8, **changes)
+        status, _, err = tiny_run.command("run", "tiny", *given)
+        assert status == 2
+        assert " at step " in err and "lower optimizer.lr" in err and "Traceback" not in err
+        for path in (out / "checkpoints").glob("step-*"):
+            assert path.name < "step-00000004", "the loss was not finite from step 3 on"
+        assert all(math.isfinite(line["loss"]) for line in lines(out))
+
+    def test_the_checkpoint_before_it_stays_and_is_named(self, data, tmp_path, monkeypatch):
+        out = tmp_path / "run"
+        rate = loop.learning_rate
+        monkeypatch.setattr(loop, "learning_rate", lambda config, i: rate(config, i) if i < 9 else 1e38)
+        status, _, err = tiny_run.command("run", "tiny", *keys(data, out, optimizer__clip="none"))
+        assert status == 2 and "the checkpoint of step 8 is intact" in err
+        monkeypatch.undo()
+        assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000008"
+        train("resume", out)
+        assert len(losses(out)) == 12
+
+    def test_infinite_weights_are_never_saved(self, data, tmp_path, monkeypatch):
+        """A finite gradient can still lead to an infinite weight: only the next loss would show it."""
+        out = tmp_path / "run"
+        step = loop.TrainingStep.__call__
+        count = itertools.count(1)
+
+        def poisoned(self, *arguments):
+            result = step(self, *arguments)
+            if next(count) == 8:
+                with torch.no_grad():
+                    self._parameters[-1][0] = math.inf
+            return result
+
+        monkeypatch.setattr(loop.TrainingStep, "__call__", poisoned)
+        status, _, err = tiny_run.command("run", "tiny", *keys(data, out))
+        assert status == 2 and "not finite after step 8" in err
+        assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000006"
+
+
+class TestStopping:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_makes_a_checkpoint_and_says_how_to_continue(self, data, tmp_path, monkeypatch, number):
+        out = tmp_path / "run"
+        whole = tmp_path / "whole"
+        train("run", "tiny", *keys(data, whole))
+        step, count = loop.TrainingStep.__call__, itertools.count(1)
+
+        def interrupted(self, *arguments):
+            if next(count) == 5:
+                os.kill(os.getpid(), number)
+            return step(self, *arguments)
+
+        monkeypatch.setattr(loop.TrainingStep, "__call__", interrupted)
+        status, said, _ = tiny_run.command("run", "tiny", *keys(data, out))
+        monkeypatch.undo()
+        assert status == 128 + number
+        assert f"stopped by {signal.Signals(number).name} after step 5" in said
+        assert f"python -m train resume {out}" in said
+        assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000005"
+        train("resume", out)
+        assert tiny_run.left_by(out) == tiny_run.left_by(whole)
+
+    def test_minutes_are_counted_and_the_run_can_go_on(self, data, finished, tmp_path, monkeypatch):
+        clock = [0.0]
+
+        def ticking() -> float:
+            clock[0] += 1.0
+            return clock[0]
+
+        monkeypatch.setattr(stopping.time, "monotonic", ticking)
+        out = tmp_path / "run"
+        said = train("run", "tiny", *keys(data, out, max_minutes=0.1))
+        assert "stopped by max_minutes=0.1" in said
+        before = len(losses(out))
+        assert 0 < before < 12
+        monkeypatch.undo()
+        train("resume", out, "max_minutes=none")
+        assert tiny_run.left_by(out) == tiny_run.left_by(finished)
+
+    def test_a_second_signal_ends_the_process(self):
+        # a shell starts what it runs in the background with SIGINT ignored
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt), StopRequest(None) as stop:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+                assert stop.reason == "SIGINT"
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_a_signal_of_one_process_stops_all(self):
+        with StopRequest(None) as stop:
+            assert stop.together(lambda mine: max(mine, 1 + signal.SIGTERM)) == "SIGTERM"
+            assert stop.signal == signal.SIGTERM
+
+    def test_a_signal_that_the_others_do_not_know_of_waits(self):
+        """One process stopping alone leaves the others waiting for it, until somebody ends them."""
+
+        def too_late(mine: int) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            return mine
+
+        with StopRequest(None) as stop:
+            assert stop.together(too_late) is None
+            assert stop.reason == "SIGTERM"
+            assert stop.together(lambda mine: mine) == "SIGTERM"
+
+    def test_handlers_are_put_back(self):
+        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        with StopRequest(1.0) as stop:
+            assert stop.reason is None
+            assert signal.getsignal(signal.SIGTERM) != before[0]
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+    def test_a_run_in_use_is_left_alone(self, data, tmp_path):
+        out = tmp_path / "run"
+        train("run", "tiny", *keys(data, out))
+        from delta_trn.train.checkpoints.run_folder import RunFolder
+
+        with RunFolder(out).alone():
+            status, _, err = tiny_run.command("resume", out, "steps=14")
+        assert status == 2 and f"in use by another process (pid {os.getpid()})" in err

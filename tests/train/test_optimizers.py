@@ -1,0 +1,270 @@
+"""Schedule, parameter groups, and the two update rules against the same rules written out in float64."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from delta_trn.models.mup import ScaledParameter
+from delta_trn.train.recipes import recipe
+from delta_trn.train.run.model import make_model, model_config
+from delta_trn.train.run.optimizer import (
+    load_state_tensors,
+    make_optimizer,
+    rows,
+    set_learning_rate,
+    state_tensors,
+)
+from delta_trn.train.run.schedule import learning_rate
+from delta_trn.train.run.step import TrainingStep, loss_function
+from delta_trn.train.settings.errors import CheckpointError
+from delta_trn.train.settings.overrides import apply
+from delta_trn.train.settings.schema import RunConfig
+
+CPU = torch.device("cpu")
+
+
+def config(**changes: object) -> RunConfig:
+    return apply(recipe("tiny"), {k.replace("__", "."): str(v) for k, v in changes.items()})
+
+
+def model_of(c: RunConfig):
+    return make_model(model_config(c, rows=320, bos=256, eos=257, pad=258), seed=c.seed, device=CPU)
+
+
+def batch(seed: int, sequences: int = 4) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 256, (sequences, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def test_epsilon_and_decay_of_every_group_are_the_tables():
+    """At m = 4 (arXiv:2606.04048 leaves epsilon alone): epsilon goes as the gradient's entries, 1/m and, for
+    gates and scalars, 1/sqrt(m); decay touches matrices, and what a step takes off falls with their rate."""
+    c = config(model__width=64, model__base_width=16, optimizer__eps=1e-6, optimizer__weight_decay=0.2)
+    expected = {
+        "embed.weight": (1 / 4, 0.0, 1.0),
+        "blocks.0.mixer.q_proj.weight": (1 / 4, 0.2, 1 / 4),
+        "blocks.0.mlp.down_proj.weight": (1 / 4, 0.2, 1 / 4),
+        "blocks.0.mixer.a_proj.weight": (1 / 2, 0.2, 1 / 4),
+        "blocks.0.mixer.b_proj.weight": (1 / 2, 0.2, 1 / 4),
+        "blocks.0.mixer.dt_bias": (1 / 2, 0.0, 1.0),
+        "blocks.0.mixer.A_log": (1 / 2, 0.0, 1.0),
+        "blocks.0.mixer.conv.weight": (1 / 4, 0.0, 1.0),
+        "norm.weight": (1 / 4, 0.0, 1.0),
+    }
+    model = model_of(c)
+    for independent in (False, True):
+        given = apply(c, {"optimizer.independent_weight_decay": str(independent).lower()})
+        optimizer = make_optimizer(model, given, CPU)
+        groups = {name: group for group in optimizer.param_groups for name in group["names"]}
+        for name, (epsilon, decay, factor) in expected.items():
+            group = groups[name]
+            assert group["eps"] == pytest.approx(1e-6 * epsilon), name
+            assert group["weight_decay"] == pytest.approx(decay / factor if independent else decay), name
+            assert group["factor"] == pytest.approx(factor), name
+    sp = make_optimizer(model_of(c), apply(c, {"parametrization": "sp"}), CPU)
+    assert sp.param_groups[0]["eps"] == pytest.approx(1e-6 * 1 / 4), "the model says which table, not the run"
+
+
+class TestSchedule:
+    C = config(steps=100, schedule__warmup=10, optimizer__lr=0.5, schedule__min_lr=0.1)
+
+    def test_warmup_is_linear_from_zero(self):
+        assert [learning_rate(self.C, i) for i in (0, 1, 5)] == [0.0, 0.05, 0.25]
+
+    def test_the_peak_the_middle_and_the_end_of_the_cosine(self):
+        assert learning_rate(self.C, 10) == pytest.approx(0.5)
+        assert learning_rate(self.C, 55) == pytest.approx(0.3)  # half way down: the mean of both ends
+        assert learning_rate(self.C, 10 + 30) == pytest.approx(0.1 + 0.2 * (1 + math.cos(math.pi / 3)))
+        assert learning_rate(self.C, 100) == learning_rate(self.C, 10_000) == 0.1
+
+    def test_it_never_rises_after_warmup(self):
+        rates = [learning_rate(self.C, i) for i in range(10, 120)]
+        assert all(b <= a for a, b in pairwise(rates))
+
+    def test_decay_steps_replaces_steps(self):
+        c = config(steps=100, schedule__warmup=10, schedule__decay_steps=50, schedule__min_lr=0.01)
+        assert learning_rate(c, 50) == learning_rate(c, 99) == 0.01
+
+    def test_the_papers_values(self):
+        c = recipe("gdn_mup_adamw")
+        assert learning_rate(c, 1000) == pytest.approx(5e-4)
+        assert learning_rate(c, 11_000) == pytest.approx((1e-3 + 5e-5) / 2)
+        assert learning_rate(c, 20_000) == 5e-5
+
+
+class TestGroups:
+    @pytest.mark.parametrize("name", ["adamw", "sgd"])
+    def test_they_partition_the_parameters_and_carry_the_tables_numbers(self, name):
+        c = config(optimizer__name=name, optimizer__weight_decay=0.1)
+        model = model_of(c)
+        optimizer = make_optimizer(model, c, CPU)
+        placed = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len(placed)
+        assert set(placed) == {id(p) for p in model.parameters()}
+        set_learning_rate(optimizer, 0.25)
+        for row in rows(model, c):
+            group = placed[id(row.parameter)]
+            assert group["lr"] == pytest.approx(0.25 * row.lr / c.optimizer.lr)
+            assert group["weight_decay"] == row.weight_decay
+
+    def test_min_lr_is_scaled_like_lr(self):
+        """The floor of the cosine is times a group's factor too, so that width transfer holds to the end."""
+        c = config(model__width=32, model__base_width=16)
+        optimizer = make_optimizer(model_of(c), c, CPU)
+        factors = {group["factor"] for group in optimizer.param_groups}
+        assert len(factors) > 1, "at twice the base width some group must differ"
+        set_learning_rate(optimizer, learning_rate(c, c.steps))
+        for group in optimizer.param_groups:
+            assert group["lr"] == c.schedule.min_lr * group["factor"]
+
+    def test_factors_do_not_depend_on_the_learning_rate(self):
+        names = {}
+        for lr in (1e-3, 0.37):
+            c = config(optimizer__lr=lr)
+            optimizer = make_optimizer(model_of(c), c, CPU)
+            names[lr] = {name: group["factor"] for group in optimizer.param_groups for name in group["names"]}
+        assert names[1e-3] == pytest.approx(names[0.37], rel=1e-12)
+
+
+def by_hand_adamw(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
+    """Loshchilov and Hutter: decay times the learning rate, apart from the moments."""
+    o = c.optimizer
+    p, m, v = p.double(), torch.zeros_like(p).double(), torch.zeros_like(p).double()
+    for t, g in enumerate((g.double() for g in grads), start=1):
+        p = p * (1 - row.lr * row.weight_decay)
+        m = o.beta1 * m + (1 - o.beta1) * g
+        v = o.beta2 * v + (1 - o.beta2) * g * g
+        p = p - row.lr * (m / (1 - o.beta1**t)) / ((v / (1 - o.beta2**t)).sqrt() + row.epsilon * o.eps)
+    return p
+
+
+def by_hand_sgd(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
+    """Nesterov as PyTorch has it: buffer u <- mu u + g, step lr (g + mu u)."""
+    mu = c.optimizer.momentum
+    p, u = p.double(), torch.zeros_like(p).double()
+    for g in (g.double() for g in grads):
+        g = g + row.weight_decay * p
+        u = mu * u + g
+        p = p - row.lr * (g + mu * u)
+    return p
+
+
+@pytest.mark.parametrize(("name", "rule"), [("adamw", by_hand_adamw), ("sgd", by_hand_sgd)])
+def test_updates_are_the_rule_written_out(name, rule):
+    # an epsilon that matters, at twice the base width, so that its factor does too
+    given = {"optimizer.eps": 0.1} if name == "adamw" else {}
+    c = config(optimizer__name=name, optimizer__lr=0.03, optimizer__weight_decay=0.1, **given)
+    model = model_of(c)
+    optimizer = make_optimizer(model, c, CPU)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    grads = {n: [torch.randn(p.shape, generator=generator) for _ in range(4)] for n, p in start.items()}
+    set_learning_rate(optimizer, c.optimizer.lr)
+    for i in range(4):
+        for n, p in model.named_parameters():
+            p.grad = grads[n][i].clone()
+        optimizer.step()
+    moved = 0
+    for row in rows(model, c):
+        expected = rule(start[row.name], grads[row.name], row, c)
+        # float32 rounding of four steps, each a handful of operations
+        scale = max(expected.abs().max().item(), 1.0)
+        assert (row.parameter.double() - expected).abs().max() < 64 * 2**-24 * scale, row.name
+        moved += int(not torch.equal(row.parameter, start[row.name]))
+    assert moved == len(start)
+
+
+class TestStep:
+    def step(self, c: RunConfig, micro: int, clip: float | None = None):
+        model = model_of(c)
+        optimizer = make_optimizer(model, c, CPU)
+        return model, TrainingStep(
+            loss_function(model, c, CPU), optimizer, device=CPU, micro=micro, clip=clip
+        )
+
+    @pytest.mark.parametrize("micro", [1, 2])
+    def test_accumulation_is_the_whole_batch(self, micro):
+        c = config()
+        results = {}
+        for size in (4, micro):
+            model, step = self.step(c, size)
+            loss, norm = step(*batch(0), 0.0)
+            results[size] = (
+                loss.item(),
+                norm.item(),
+                {n: p.grad.clone() for n, p in model.named_parameters()},
+            )
+        (loss, norm, grads), (loss_m, norm_m, grads_m) = results[4], results[micro]
+        assert loss_m == pytest.approx(loss, rel=1e-6)
+        assert norm_m == pytest.approx(norm, rel=1e-5)
+        for n in grads:
+            # sums of the same terms in another order
+            assert (grads[n] - grads_m[n]).abs().max() <= 1e-5 * max(grads[n].abs().max().item(), 1e-3), n
+
+    def test_the_loss_is_the_mean_over_all_micro_batches_not_the_last(self):
+        c = config()
+        model, step = self.step(c, 1)
+        inputs, targets = batch(1)
+        with torch.no_grad():
+            parts = [model.loss(inputs[i : i + 1], targets[i : i + 1]).item() for i in range(4)]
+        loss, _ = step(inputs, targets, 0.0)
+        assert loss.item() == pytest.approx(sum(parts) / 4, rel=1e-6)
+        assert abs(loss.item() - parts[-1]) > 1e-4
+
+    def test_clipping_scales_the_whole_gradient_and_reports_the_norm_before(self):
+        c = config()
+        model, step = self.step(c, 4, clip=0.01)
+        free_model, free = self.step(c, 4)
+        _, norm = step(*batch(2), 0.0)
+        _, free_norm = free(*batch(2), 0.0)
+        assert norm.item() == free_norm.item() > 0.02
+        total = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+        assert total == pytest.approx(0.01, rel=1e-3)
+        for p, q in zip(model.parameters(), free_model.parameters(), strict=True):
+            assert torch.allclose(p.grad, q.grad * (0.01 / norm), rtol=1e-3, atol=1e-9)
+
+    def test_bf16_keeps_weights_gradients_and_memory_in_float32(self):
+        c = config(precision="bf16")
+        model, step = self.step(c, 4, clip=1.0)
+        loss, _ = step(*batch(3), 0.01)
+        assert loss.dtype == torch.float32
+        kept = [*model.parameters(), *(p.grad for p in model.parameters())]
+        kept += [v for s in step.optimizer.state.values() for v in s.values()]
+        assert {t.dtype for t in kept} == {torch.float32}
+
+
+class TestMemory:
+    @pytest.mark.parametrize("name", ["adamw", "sgd"])
+    def test_it_survives_a_round_trip_bit_for_bit(self, name):
+        c = config(optimizer__name=name)
+        model = model_of(c)
+        optimizer = make_optimizer(model, c, CPU)
+        step = TrainingStep(loss_function(model, c, CPU), optimizer, device=CPU, micro=4, clip=1.0)
+        for seed in range(3):
+            step(*batch(seed), 0.01)
+        saved = {k: v.clone() for k, v in state_tensors(optimizer).items()}
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+        other = model_of(c)
+        other.load_state_dict(weights, strict=False)
+        again = make_optimizer(other, c, CPU)
+        load_state_tensors(again, saved)
+        second = TrainingStep(loss_function(other, c, CPU), again, device=CPU, micro=4, clip=1.0)
+        step(*batch(9), 0.01)
+        second(*batch(9), 0.01)
+        for (n, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q), n
+        assert all(torch.equal(v, state_tensors(again)[k]) for k, v in state_tensors(optimizer).items())
+
+    def test_another_models_is_refused(self):
+        c = config()
+        model = model_of(c)
+        optimizer = make_optimizer(model, c, CPU)
+        TrainingStep(loss_function(model, c, CPU), optimizer, device=CPU, micro=4, clip=1.0)(*batch(0), 0.1)
+        saved = state_tensors(optimizer)
+        missing = {k: v for k, v in saved.items() if not k.startswith(next(iter(saved)).rpartition("/")[0])}
+        with pytest.raises(CheckpointError, match="of another model: 1 parameters differ"):
+            load_state_tensors(make_optimizer(model_of(c), c, CPU), missing)

@@ -1,0 +1,246 @@
+"""The configuration tree: strict overrides, what the fingerprint covers, the recipes against the paper."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from delta_trn.train.recipes import RECIPES, recipe, summary
+from delta_trn.train.settings.errors import ConfigError, UsageError
+from delta_trn.train.settings.overrides import annotation, apply, parse
+from delta_trn.train.settings.schema import (
+    NOT_MATHEMATICS,
+    RunConfig,
+    differences,
+    flatten,
+    is_one_of,
+    may_change_on_resume,
+    meaning,
+    validated,
+)
+
+KEYS = [key for key, _ in flatten(RunConfig())]
+
+# these names are fixed: other people's scripts give them
+FIXED = (
+    *("steps", "seed", "out", "device", "backend", "parametrization", "optimizer.name", "optimizer.lr"),
+    *("model.width", "model.base_width", "data.source"),
+)
+
+
+def changed(*given: str, base: str = "tiny") -> RunConfig:
+    return apply(recipe(base), parse(given))
+
+
+def another(key: str, value: Any) -> str:
+    """Some other valid value of a key, as one types it."""
+    special = {
+        "asynchronous": "true",
+        "attention_layers": "1",
+        "name": "sgd" if key.startswith("optimizer") else "other",
+        "parametrization": "sp",
+        "precision": "bf16",
+        "init": "authors",
+        "readout": "none",
+        "scale_by": "heads",
+        "positions": "learned",
+        "norm": "layer",
+        "mlp": "gelu",
+        "residual": "ddl",
+        "ddl_compressor": "channel",
+        "ddl_v_input": "context",
+        **dict.fromkeys(("q_activation", "k_activation", "v_activation"), "silu"),
+        "loader": "stream",
+        "mode": "fsdp",
+        "schedule.decay_steps": "77",
+    }
+    leaf = key.rpartition(".")[2]
+    if key in special or leaf in special:
+        return special.get(key, special.get(leaf, ""))
+    if isinstance(value, bool):
+        return str(not value).lower()
+    if isinstance(value, int):
+        return str(2 * value + 2)
+    if isinstance(value, float):
+        return str(value / 2 or 0.25)
+    if value is None:
+        return "1" if "int" in str(annotation(key)) or "float" in str(annotation(key)) else "other"
+    return "other"
+
+
+class TestOverrides:
+    def test_values_arrive_as_what_they_are(self):
+        config = changed(
+            "steps=7",
+            "optimizer.lr=2**-8",
+            "optimizer.clip=none",
+            "model.attention_layers=0,1",
+            "compile=true",
+            "max_minutes=1.5",
+            "data.subset=sample-10BT",
+        )
+        assert (config.steps, config.optimizer.lr, config.optimizer.clip) == (7, 2**-8, None)
+        assert (config.model.attention_layers, config.compile, config.max_minutes) == ((0, 1), True, 1.5)
+        assert config.data.subset == "sample-10BT"
+
+    def test_the_recipe_is_left_alone(self):
+        before = recipe("tiny")
+        apply(before, {"steps": "999"})
+        assert before == recipe("tiny")
+
+    @pytest.mark.parametrize("key", FIXED)
+    def test_decided_keys_exist(self, key):
+        assert key in KEYS
+
+    @pytest.mark.parametrize(
+        ("given", "nearest"),
+        [
+            ("model.widht=3", "model.width"),
+            ("lr=1", "optimizer.lr"),
+            ("step=3", "steps"),
+            ("batch.sequence=3", "batch.sequences"),
+            ("optimiser.lr=3", "optimizer.lr"),
+        ],
+    )
+    def test_an_unknown_key_names_the_nearest(self, given, nearest):
+        with pytest.raises(ConfigError, match=f"unknown key.*nearest known: .*{nearest}"):
+            changed(given)
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ("steps=x", "steps=x: expected a whole number"),
+            ("steps=1.5", "steps=1.5: expected a whole number"),
+            ("steps=0", "steps=0: expected at least 1"),
+            ("steps=none", "steps=none: expected a whole number"),
+            ("optimizer.lr=-1", "optimizer.lr=-1: expected more than 0"),
+            ("optimizer.lr=inf", "optimizer.lr=inf: expected a finite number"),
+            ("optimizer.lr=nan", "optimizer.lr=nan: expected"),
+            ("optimizer.beta1=1", "optimizer.beta1=1: expected less than 1"),
+            ("optimizer.name=adam", "optimizer.name=adam: expected 'adamw' or 'sgd'"),
+            ("parametrization=mu", "expected 'sp', 'mup_original', 'mup', 'mup_authors' or 'mup_aligned'"),
+            ("compile=perhaps", "compile=perhaps: expected true or false"),
+            ("model.attention_layers=a", "model.attention_layers=a: expected a whole number"),
+            ("name=../x", "name=../x: expected letters, digits"),
+            ("batch.micro=3", "batch.micro=3 does not divide batch.sequences=4"),
+            ("evaluation.batch=3", "evaluation.batch=3 does not divide evaluation.sequences=4"),
+            ("schedule.decay_steps=4", "schedule.decay_steps=4 is not above schedule.warmup=4"),
+            ("optimizer.momentum=0.9", "optimizer.momentum belongs to optimizer.name=sgd"),
+            ("model=3", "model is a section, not a key"),
+            ("steps.x=3", "unknown key 'steps.x'"),
+            ("=3", "unknown key ''"),
+        ],
+    )
+    def test_a_wrong_value_is_shown_with_what_was_expected(self, given, message):
+        with pytest.raises(ConfigError) as error:
+            changed(given)
+        assert message in str(error.value)
+
+    @pytest.mark.parametrize("given", [("steps",), ("steps=1", "steps=2")])
+    def test_what_is_no_assignment_is_refused(self, given):
+        with pytest.raises(UsageError):
+            parse(given)
+
+    def test_an_optimizer_key_is_accepted_where_it_has_an_effect(self):
+        assert changed("optimizer.name=sgd", "optimizer.momentum=0.9").optimizer.momentum == 0.9
+
+
+class TestTree:
+    @pytest.mark.parametrize("key", KEYS)
+    def test_every_key_says_what_it_means(self, key):
+        assert len(meaning(key)) > 3
+
+    def test_it_is_frozen_and_strict(self):
+        with pytest.raises(ValidationError):
+            RunConfig().steps = 3  # type: ignore[misc]
+        with pytest.raises(ConfigError, match="oops=1"):
+            validated({"model": {"oops": 1}})
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_it_survives_json(self, name):
+        config = recipe(name)
+        again = validated(json.loads(json.dumps(config.model_dump(mode="json"))))
+        assert again == config
+        assert again.fingerprint() == config.fingerprint()
+
+    @pytest.mark.parametrize("key", KEYS)
+    def test_the_fingerprint_covers_the_mathematics_and_nothing_else(self, key):
+        before = recipe("tiny")
+        if key.startswith("optimizer.") and key.endswith("momentum"):
+            before = apply(before, {"optimizer.name": "sgd"})
+        if key in ("batch.micro", "evaluation.batch"):
+            after = apply(before, {key: "2"})
+        else:
+            after = apply(before, {key: another(key, dict(flatten(before))[key])})
+        assert list(differences(before, after)) == [key]
+        changes = before.fingerprint() != after.fingerprint()
+        assert changes == (not is_one_of(key, NOT_MATHEMATICS)), key
+
+    def test_what_changes_the_result_cannot_change_on_resume(self):
+        assert may_change_on_resume("steps")
+        assert may_change_on_resume("checkpoint.every")
+        assert may_change_on_resume("device")
+        for key in (
+            "model.width",
+            "optimizer.lr",
+            "seed",
+            "out",
+            "evaluation.sequences",
+            "data.source",
+            "precision",
+        ):
+            assert not may_change_on_resume(key), key
+
+
+class TestRecipes:
+    def test_adamw_is_the_papers(self):
+        r = recipe("gdn_mup_adamw")
+        assert (r.model.layers, r.model.heads, r.model.base_width, r.parametrization) == (8, 6, 256, "mup")
+        assert (r.steps, r.schedule.warmup, r.schedule.min_lr, r.schedule.decay_steps) == (
+            20_000,
+            2000,
+            5e-5,
+            None,
+        )
+        assert (r.batch.sequences, r.batch.length, r.batch.micro) == (480, 1024, 60)
+        o = r.optimizer
+        assert (o.name, o.beta1, o.beta2, o.eps, o.weight_decay, o.clip) == (
+            "adamw",
+            0.9,
+            0.95,
+            1e-8,
+            0.1,
+            1.0,
+        )
+        assert (r.seed, r.precision, r.evaluation.every) == (42, "bf16", 1000)
+        assert (r.data.source, r.data.tokenizer) == ("HuggingFaceFW/fineweb-edu", "gpt2")
+
+    def test_sgd_differs_from_it_in_what_the_paper_says(self):
+        differing = differences(recipe("gdn_mup_adamw"), recipe("gdn_mup_sgd"))
+        assert {key: now for key, (_, now) in differing.items()} == {
+            "name": "gdn_mup_sgd",
+            "optimizer.name": "sgd",
+            "optimizer.lr": 0.4,
+            "optimizer.weight_decay": 0.0,
+            "batch.micro": 30,
+        }
+        assert recipe("gdn_mup_sgd").optimizer.momentum == 0.98
+
+    def test_quickstart_needs_nothing_but_python(self):
+        r = recipe("quickstart")
+        assert (r.data.source, r.data.tokenizer, r.device, r.backend) == (
+            "python-stdlib",
+            "bytebpe",
+            "auto",
+            "auto",
+        )
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_each_has_a_line_about_itself(self, name):
+        assert 20 < len(summary(name)) < 110
+        assert recipe(name).name == name
+
+    def test_an_unknown_one_is_refused_with_the_known(self):
+        with pytest.raises(UsageError, match=r"did you mean quickstart.*gdn_mup_adamw"):
+            recipe("quikstart")

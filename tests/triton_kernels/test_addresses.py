@@ -1,0 +1,186 @@
+"""Tensors of more than 2^31 elements and launches of more than 65,535 programs, on the last of them.
+
+Memory that nobody touches is only reserved, so such tensors fit a small machine: the interpreter runs a
+launch's last program alone, which must find its data behind 2^31 elements and give the bits that it gives in
+a tensor of its own.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton extra is not installed")
+
+from delta_trn.backends.gated_delta_rule import triton_adapter
+from delta_trn.backends.gated_delta_rule.triton_time_adapter import split_sequences
+from delta_trn.backends.registry import Options
+from delta_trn.triton_kernels import delta_residual, rms_norm, short_convolution
+from delta_trn.triton_kernels.launch import arithmetic
+
+interpreter = pytest.importorskip("triton.runtime.interpreter", reason="this Triton has no interpreter")
+
+pytestmark = pytest.mark.skipif(
+    arithmetic() != "interpreted", reason="on a GPU memory is taken, not reserved: 60 GB for one case"
+)
+HALF = torch.bfloat16
+
+
+class Launches:
+    """Runs the programs of a launch's last row alone; `rows` tells how many rows there are."""
+
+    def __init__(self):
+        self.rows, self.sizes = 1, []
+
+    def __call__(self, executor, run, arguments, named):
+        (size,) = executor.grid
+        self.sizes.append(size)
+        count = max(1, size // self.rows)
+        executor.grid = (count,)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def place(x, y, z):
+                self.builder.set_grid_dim(size, 1, 1)
+                index(self.wrap(x + size - count), y, z)
+
+            index = self.builder.set_grid_idx
+            patch.setattr(self.builder, "set_grid_idx", place)
+            return run(executor, *arguments, **named)
+
+    def wrap(self, program):
+        return program
+
+    @property
+    def builder(self):
+        return interpreter.interpreter_builder
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    found, run = Launches(), interpreter.GridExecutor.__call__
+    monkeypatch.setattr(
+        interpreter.GridExecutor, "__call__", lambda self, *a, **named: found(self, run, a, named)
+    )
+    # what it would copy back lies where it was written; copied onto itself, it would be touched
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *arguments: None)
+    return found
+
+
+def reserved(small, rows):
+    """Untouched tensors of so many rows, of which the last is that of `small`."""
+    found = []
+    for one in small:
+        try:
+            found.append(torch.empty((rows, *one.shape[1:]), dtype=one.dtype))
+        except RuntimeError as refusal:
+            pytest.skip(f"this machine reserves no {rows * one.nbytes / 1e9:.1f} GB: {refusal}")
+        found[-1][-1:] = one
+    return found
+
+
+def both(launches, function, small, rows):
+    """What `function` gives for the last of so many rows, and for that row alone, bit by bit the same."""
+    expected = function(*small)
+    launches.rows, launches.sizes = rows, []
+    found = function(*reserved(small, rows))
+    assert max(x.numel() for x in found) > 2**31 and max(launches.sizes) > 65535
+    for x, y in zip(found, expected, strict=True):
+        if len(x) >= rows:
+            assert torch.equal(x[len(x) - len(y) :], y)
+
+
+def normal(*shape, dtype=HALF):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def rule(q, k, v, g, beta, state, do, dstate):
+    """Everything forward and backward give."""
+    options = Options(0.1, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=False)
+    o, final, saved = triton_adapter.forward(q, k, v, g, beta, state, None, options, save=True)
+    grads = triton_adapter.backward(do, dstate, q, k, v, g, beta, state, None, saved, options)
+    return o, final, *saved, *grads
+
+
+@pytest.mark.parametrize(("K", "V"), [(64, 16), (16, 128)], ids=["keys", "values"])
+@pytest.mark.parametrize("segment", [None, 1], ids=["whole", "segments"])
+def test_gated_delta_rule(K, V, segment, launches):
+    """Of 2^17 sequences and more of one chunk the last."""
+    T = 64
+    tensors = [normal(1, T, 1, K), normal(1, T, 1, K), normal(1, T, 1, V)]
+    tensors += [-normal(1, T, 1, dtype=torch.float32).abs(), normal(1, T, 1, dtype=torch.float32).sigmoid()]
+    state = normal(1, 1, K, V, dtype=torch.float32)
+    tensors += [state, normal(1, T, 1, V), state + 1]
+    split_sequences(segment)
+    triton_adapter.keep_states(True)
+    try:
+        both(launches, rule, tensors, 2**31 // (T * max(K, V)) + 1)
+    finally:
+        split_sequences("auto")
+        triton_adapter.keep_states("auto")
+
+
+def test_one_step(launches):
+    options = Options(0.1, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=False)
+    tensors = [normal(1, 1, 128)] * 3
+    tensors += [-normal(1, 1, dtype=torch.float32).abs(), normal(1, 1, dtype=torch.float32).sigmoid()]
+    tensors += [normal(1, 1, 128, 128, dtype=torch.float32)]
+
+    def run(q, k, v, g, beta, state):
+        return triton_adapter.step(q, k, v, g, beta, state, options)
+
+    both(launches, run, tensors, 2**17 + 1)
+
+
+def test_delta_residual(launches):
+    def run(x, k, v, beta, dout):
+        out, dx, dk, dv, dbeta = (torch.empty_like(y) for y in (x, x, k, v, beta))
+        delta_residual.forward(x, k, v, beta, out, k_eps=1e-6)
+        delta_residual.backward(dout, x, k, v, beta, dx=dx, dk=dk, dv=dv, dbeta=dbeta, k_eps=1e-6)
+        return out, dx, dk, dv, dbeta
+
+    x = normal(1, 1024, 4)
+    tensors = [x, normal(1, 1024), normal(1, 4), normal(1, dtype=torch.float32), x + 1]
+    both(launches, run, tensors, 2**19 + 1)
+
+
+def gated_norm(x, gate, dy):
+    y, dx, dgate = (torch.empty_like(z) for z in (x, x, x))
+    weight = normal(1, x.shape[1])[0]
+    rms_norm.forward(x, gate, None, weight, y, None, eps=1e-6)
+    P, _ = rms_norm.parts(*x.shape)
+    dweight = x.new_empty((P, x.shape[1]), dtype=torch.float32)
+    rms_norm.backward(dy, None, x, gate, weight, dx=dx, dgate=dgate, dweight=dweight, eps=1e-6)
+    return y, dx, dgate
+
+
+def norm_tensors():
+    x = normal(1, 8192)
+    return [x, x + 1, x - 1]
+
+
+def test_gated_rms_norm(launches):
+    """Backward deals tiles of one row to 1024 programs in turn: the last row is the last program's."""
+    both(launches, gated_norm, norm_tensors(), 257 * 1024)
+
+
+def test_short_convolution(launches, monkeypatch):
+    def tiles(B, T, *_, prefix):
+        return B * -(-T // 16), B * -(-T // 16)
+
+    def run(x, dy):
+        y, dx = torch.empty_like(x), torch.empty_like(x)
+        weight = normal(64, 4)
+        short_convolution.forward(x, weight, None, None, y, silu=True)
+        dweight = x.new_empty((2 * len(x), 64, 4), dtype=torch.float32)
+        short_convolution.backward(dy, x, weight, None, None, dx=dx, dprefix=None, dweight=dweight, silu=True)
+        return y, dx, dweight
+
+    # backward deals tiles to 1024 programs, thousands to each: here every program has one
+    monkeypatch.setattr(short_convolution, "parts", tiles)
+    x = normal(1, 32, 64)
+    both(launches, run, [x, x + 1], 2**20 + 1)
+
+
+def test_an_address_that_wraps_around_is_seen(launches):
+    """A planted fault: programs past 2^31 elements work on the beginning, as 32 bits would have it."""
+    launches.wrap = lambda program: program * 8192 % 2**31 // 8192
+    with pytest.raises(AssertionError):
+        both(launches, gated_norm, norm_tensors(), 257 * 1024)

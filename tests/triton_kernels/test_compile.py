@@ -1,0 +1,125 @@
+"""Every Triton kernel compiles for Hopper within its bounds. No GPU is needed: the compiler runs here.
+
+The compilations run in a process of their own: under TRITON_INTERPRET=1 a kernel is a Python function.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from delta_trn.backends.bench import __main__ as bench
+
+pytest.importorskip("triton", reason="the triton extra is not installed")
+
+ROOT = Path(__file__).parents[2]
+
+
+def compiler(*arguments, cache, **named):
+    """A Python process in which Triton compiles, with a compilation cache of its own."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, **named)
+
+
+def report(tmp_path, *arguments):
+    path = tmp_path / "rows.json"
+    command = ["-m", "delta_trn.triton_kernels.compile_only", "--json", str(path), *arguments]
+    result = compiler(*command, cache=tmp_path / "cache")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(path.read_text())
+    assert len(result.stdout.splitlines()) == len(rows) + 2
+    return rows
+
+
+def test_a_part_of_the_configurations_compiles_within_its_bounds(tmp_path):
+    rows = report(tmp_path, "--quick")
+    kernels = {row["kernel"] for row in rows}
+    scans = {"prepare", "scan", "reverse_scan", "gradients"}
+    layers = {"short_convolution", "rms_norm", "cross_entropy"}
+    assert kernels == scans | layers | {"step", "delta_residual", "chain"}
+    for row in rows:
+        if row["dtype"] == "bf16" and row["kernel"] in scans:
+            assert row["hgmma"] > 0, f"{row} does not use Hopper's matrix instructions"
+
+
+def test_the_benchmarks_table_of_compilations(tmp_path, monkeypatch, capfd):
+    """From a process whose Triton interprets."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(bench, "COMPILER", (*bench.COMPILER, "--quick"))
+    file = tmp_path / "rows.json"
+    assert bench.main(["--compile-only", "--json", str(file)]) == 0
+    assert "| reverse_scan |" in capfd.readouterr().out
+    assert all(row["registers"] > 0 for row in json.loads(file.read_text()))
+
+
+@pytest.mark.slow
+def test_every_configuration_compiles_within_its_bounds(tmp_path):
+    rows = report(tmp_path)
+    assert {(row["K"], row["V"]) for row in rows} >= {(32, 64), (96, 192), (192, 384), (256, 512)}
+    assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32"}
+
+
+PLANTED = """
+import triton, triton.language as tl
+from triton.compiler import ASTSource
+from triton_kernels.compile_only import HOPPER, transposed_products
+
+@triton.jit
+def of_a_product(x, out):
+    o = tl.arange(0, 64)
+    a = tl.load(x + o[:, None] * 64 + o[None, :])
+    tl.store(out + o[:, None] * 64 + o[None, :], tl.dot(tl.trans((2 * tl.dot(a, a)).to(tl.bfloat16)), a))
+
+@triton.jit
+def of_a_loop(x, out, n):
+    o = tl.arange(0, 64)
+    a = tl.load(x + o[:, None] * 64 + o[None, :])
+    s = tl.zeros([64, 64], tl.float32)
+    for _ in range(n):
+        s = tl.dot(a, a, s)
+    tl.store(out + o[:, None] * 64 + o[None, :], tl.dot(tl.trans(s.to(tl.bfloat16)), a))
+
+@triton.jit
+def of_a_load(x, out):
+    o = tl.arange(0, 64)
+    a = tl.load(x + o[:, None] * 64 + o[None, :])
+    tl.store(out + o[:, None] * 64 + o[None, :], tl.dot(a, tl.trans(a)))
+
+for kernel in (of_a_product, of_a_loop, of_a_load):
+    types = {"x": "*bf16", "out": "*fp32"} | ({"n": "i32"} if kernel is of_a_loop else {})
+    print(transposed_products(triton.compile(ASTSource(kernel, types), HOPPER).asm["ttir"]))
+"""
+
+
+def test_the_search_for_transposed_products_finds_planted_ones(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    result = compiler(str(tmp_path / "planted.py"), cache=tmp_path / "cache")
+    assert result.stdout.split() == ["1", "1", "0"], result.stderr
+
+
+BROKEN = """
+from triton_kernels.compile_only import Row, SHARED_BYTES
+good = Row("scan", 64, 128, "bf16", "dense", 4, 2, 200, 0, 70000, 8, 0)
+print(good.broken())
+print(Row("scan", 64, 128, "bf16", "dense", 4, 2, 255, 5000, SHARED_BYTES + 1, 8, 1).broken())
+"""
+
+
+def test_a_row_beyond_its_bounds_says_which(tmp_path):
+    result = compiler("-c", BROKEN, cache=tmp_path / "cache", check=True)
+    good, bad = result.stdout.splitlines()
+    assert good == "[]"
+    assert all(word in bad for word in ("shared memory 232449", "stack 5000", "1 transposes"))
+
+
+def test_under_the_interpreter_the_report_refuses(tmp_path):
+    command = [sys.executable, "-m", "delta_trn.triton_kernels.compile_only", "--quick"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode != 0 and "TRITON_INTERPRET is set" in result.stderr

@@ -1,0 +1,279 @@
+"""Long sequences with few heads: segments scanned side by side give what whole sequences give."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton extra is not installed")
+
+from delta_trn.backends import gated_delta_rule
+from delta_trn.backends.gated_delta_rule import triton_adapter
+from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
+    chunk_tables,
+    segment_tables,
+    split_sequences,
+)
+from delta_trn.backends.parity.judge import verdicts
+from delta_trn.backends.parity.rule_cases import BY_NAME
+from delta_trn.backends.registry import Options
+from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, segments
+from delta_trn.triton_kernels.launch import chunks_per_segment, config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Seconds in the interpreter: a seam, empty sequences, gradients of the final state alone. The rest is slow.
+QUICK = ["seam_65", "packed_empty", "final_only"]
+
+
+@pytest.fixture(autouse=True)
+def settings_are_reset():
+    yield
+    split_sequences("auto")
+    triton_adapter.keep_states("auto")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """How often the states of segments were chained."""
+    calls = []
+    original = segments.chain
+
+    def counted(*arguments, **named):
+        calls.append(named["reverse"])
+        original(*arguments, **named)
+
+    monkeypatch.setattr(segments, "chain", counted)
+    return calls
+
+
+def failed(name, dtype):
+    return [str(v) for v in verdicts(BY_NAME[name], dtype, "triton", DEVICE) if not v.passed]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", QUICK)
+def test_segments_of_one_chunk_pass_every_backends_criterion(name, dtype, launched):
+    split_sequences(1)
+    assert not failed(name, dtype)
+    assert launched == [False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if not case.tags or name in QUICK])
+@pytest.mark.parametrize("segment", [1, 2])
+def test_the_grid_passes_in_segments(name, segment, dtype):
+    split_sequences(segment)
+    assert not failed(name, dtype)
+
+
+def test_the_criterion_fails_when_segments_pass_on_a_coarse_state(monkeypatch):
+    """A planted fault: A to four bits."""
+    original = segments.chain
+
+    def coarse(A, *arguments, **named):
+        original((A * 16).round() / 16, *arguments, **named)
+
+    monkeypatch.setattr(segments, "chain", coarse)
+    split_sequences(1)
+    assert failed("seam_65", torch.bfloat16)
+
+
+def tensors(*, B=1, T=112, H=1, HV=2, K=32, V=48, N=None, dtype=torch.float32):
+    """q, k, v, g, beta, initial_state, leaves of a graph."""
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    q, k, v = (x.to(dtype) for x in (normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)))
+    g = -torch.nn.functional.softplus(normal(B, T, HV))
+    beta, state = torch.sigmoid(normal(B, T, HV)), normal(N or B, HV, K, V)
+    return [x.to(DEVICE).requires_grad_() for x in (q, k, v, g, beta, state)]
+
+
+def run(leaves, cu_seqlens=None, function=gated_delta_rule):
+    """o, final_state and all gradients of a sum of both."""
+    o, state = function(
+        *leaves[:5],
+        initial_state=leaves[5],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens,
+        backend="triton",
+    )
+    return [o, state, *torch.autograd.grad(o.float().square().sum() + state.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("cuts", [None, [0, 0, 15, 15, 80, 112, 112]], ids=["dense", "packed"])
+def test_equal_bits_from_run_to_run_and_with_states_recomputed(cuts):
+    split_sequences(2)
+    bounds = None if cuts is None else torch.tensor(cuts, device=DEVICE)
+    leaves = tensors(N=None if cuts is None else len(cuts) - 1)
+    first = run(leaves, bounds)
+    triton_adapter.keep_states(False)
+    assert all(torch.equal(x, y) for x, y in zip(first, run(leaves, bounds), strict=True))
+
+
+def test_a_segment_as_long_as_its_sequence_changes_no_output():
+    leaves = tensors()
+    split_sequences(None)
+    whole = run(leaves)
+    split_sequences(100)
+    cut = run(leaves)
+    for name, x, y in zip(["o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"], whole, cut, strict=True):
+        close = torch.equal(x, y) if name == "o" else torch.allclose(x, y, rtol=1e-4, atol=1e-5)
+        assert close, name
+
+
+@pytest.mark.parametrize("cuts", [None, [0, 0, 70, 70, 112]], ids=["dense", "packed"])
+def test_every_element_is_written(cuts, monkeypatch):
+    split_sequences(1)
+    bounds = None if cuts is None else torch.tensor(cuts, device=DEVICE)
+    leaves = tensors(K=48, V=40, N=None if cuts is None else len(cuts) - 1)
+    clean = run(leaves, bounds)
+
+    def poisoned(allocate):
+        def allocated(*arguments, **named):
+            x = allocate(*arguments, **named)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return allocated
+
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    assert all(torch.equal(x, y) for x, y in zip(clean, run(leaves, bounds), strict=True))
+
+
+def test_tokens_of_another_sequence_are_never_read():
+    split_sequences(1)
+    bounds = torch.tensor([0, 70, 112], device=DEVICE)
+    leaves = [x.detach() for x in tensors(N=2)[:5]]
+    dirty = [x.clone() for x in leaves]
+    for x in dirty:
+        x[:, 70:] = -1.0
+    dirty[4][:, 70:] = 1.0
+    clean, other = (
+        gated_delta_rule(*x, cu_seqlens=bounds, use_qk_l2norm_in_kernel=True, backend="triton")[0]
+        for x in (leaves, dirty)
+    )
+    assert torch.equal(clean[:, :70], other[:, :70]) and not torch.equal(clean[:, 70:], other[:, 70:])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_graph_under_torch_compile(dynamic):
+    split_sequences(2)
+    leaves = tensors()
+    compiled = torch.compile(gated_delta_rule, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert all(torch.equal(x, y) for x, y in zip(run(leaves), run(leaves, function=compiled), strict=True))
+
+
+def test_backward_refuses_a_cut_that_forward_did_not_make():
+    leaves = tensors()
+    split_sequences(2)
+    o = gated_delta_rule(*leaves[:5], backend="triton")[0]
+    split_sequences(None)
+    with pytest.raises(RuntimeError, match="cut its sequences into 2 segments and backward expects 0: call"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("segment", [0, -1, "never", 1.5])
+def test_an_unknown_segment_is_named(segment):
+    with pytest.raises(ValueError, match="is none of 'auto', None and a number of chunks"):
+        split_sequences(segment)
+
+
+def test_tables_of_packed_segments_cover_every_chunk_once():
+    cuts = torch.tensor([0, 0, 3, 67, 67, 300, 300], device=DEVICE)
+    row = config(32, 32, itemsize=4)
+    q = torch.empty(1, 300, 1, 32, device=DEVICE)
+    split_sequences(3)
+    chunks = chunk_tables(q, cuts, row.C)
+    found = segment_tables(chunks, 1, 32, 32, row, q.device)
+    assert found is not None
+    spans = [
+        (start, end, first)
+        for start, end, first in zip(
+            found.chunks.cu_seqlens[:-1].tolist(),
+            found.chunks.cu_seqlens[1:].tolist(),
+            found.chunks.offsets.tolist(),
+            strict=False,
+        )
+        if end > start
+    ]
+    # chunks of 32: one, two, and eight in segments of three
+    assert spans == [(0, 3, 0), (3, 67, 1), (67, 163, 3), (163, 259, 6), (259, 300, 9)]
+    assert found.offsets.tolist() == [0, 0, 1, 2, 2, 5, 5]
+
+
+H200 = 132
+
+
+@pytest.mark.parametrize(
+    ("T", "HV", "sequences", "cut"),
+    [
+        (32768, 8, 1, True),  # Qwen3-Next over four devices
+        (32768, 4, 1, True),
+        (2048, 1, 1, True),
+        (32768, 32, 1, False),  # 64 programs: three passes would take as long as one
+        (1024, 6, 30, False),  # the paper's batch fills the device
+        (256, 1, 1, False),  # four chunks
+    ],
+)
+def test_auto_cuts_only_where_most_of_the_device_would_idle(T, HV, sequences, cut, monkeypatch):
+    monkeypatch.setattr(
+        "delta_trn.backends.gated_delta_rule.triton_time_adapter._processors", lambda device: H200
+    )
+    q = torch.empty(sequences, T, 1, 128, dtype=torch.bfloat16, device="meta")
+    row = config(128, 128, itemsize=2)
+    found = segment_tables(chunk_tables(q, None, row.C), HV, 128, 128, row, q.device)
+    assert (found is not None) is cut
+    if found is not None:
+        assert (
+            found.chunks.segments * found.chunks.span >= T > (found.chunks.segments - 1) * found.chunks.span
+        )
+
+
+def test_what_is_saved_in_segments_is_foretold():
+    q, k, v, g, beta, state = (x.detach() for x in tensors(B=2))
+    chosen = triton_options(q.shape[-1])
+    for segment in (None, 1, 3):
+        split_sequences(segment)
+        saved = triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=True)[2]
+        foretold = triton_adapter.saved_shapes(q.to("meta"), v.to("meta"), None, None, chosen)
+        assert [(tuple(x.shape), x.dtype) for x in saved] == foretold
+
+
+def triton_options(K):
+    return Options(K**-0.5, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=False)
+
+
+@pytest.mark.parametrize("processors", [1, 16, 132])
+def test_a_cut_promises_six_tenths_of_the_steps(processors):
+    for chunks in (1, 7, 8, 64, 513):
+        for programs in (1, 8, 60, 200):
+            length = chunks_per_segment(chunks, programs, 2.0, processors)
+            assert length == 0 or (4 <= length < chunks and 2 * programs <= processors)
+
+
+def test_grids_of_segments_use_the_first_axis_alone(monkeypatch):
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    for module, name in [
+        (gated_delta_rule_fwd, "prepare_kernel"),
+        (gated_delta_rule_fwd, "scan_kernel"),
+        (gated_delta_rule_bwd, "reverse_scan_kernel"),
+        (gated_delta_rule_bwd, "gradients_kernel"),
+        (segments, "chain_kernel"),
+    ]:
+        monkeypatch.setattr(module, name, Recorder())
+    split_sequences(1)
+    q, k, v, g, beta, state = (x.detach().to("meta") for x in tensors(B=1, T=2**16))
+    chosen = triton_options(32)
+    o, final, saved = triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=True)
+    triton_adapter.backward(o, final, q, k, v, g, beta, state, None, saved, chosen)
+    assert len(grids) == 8 and all(len(grid) == 1 for grid in grids)

@@ -1,0 +1,332 @@
+"""What is in a checkpoint, and how a run is put back into the state it was saved in.
+
+config.json, model.safetensors, generation_config.json    the model as transformers' from_pretrained reads it
+tokenizer.json, tokenizer_config.json, ...                the tokenizer, so that the folder stands alone
+optimizer.safetensors                                     NAME/SLOT -> tensor
+random.safetensors                                        generator states
+state.json                                                step, data position, best so far, configuration
+manifest.json                                             sizes and hashes of the others
+
+Of N processes each writes its part at once, by torch.distributed.checkpoint in its Hugging Face layout:
+
+model-0000i-of-0000N.safetensors, model.safetensors.index.json    whole matrices, dealt out by size
+shard-0000i-model-....safetensors                                 the optimizer's parts, each with its offsets
+
+The weights are put together when the snapshot is taken, because from_pretrained wants whole matrices. That
+is one more gathering of what every forward pass of FSDP gathers, a matrix at a time; doing it afterwards from
+files of parts would read and write all of them once more. The optimizer, twice as large, is never gathered.
+
+torch.distributed.checkpoint's reader sees one set of tensors in either layout, and gives each process the
+parts that it has now: any number of processes, divided in any way, goes on from any other.
+"""
+
+import contextlib
+import json
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers.utils import logging as transformers_logging
+
+from delta_trn.train.neuron.sharding import whole_shape
+from delta_trn.train.parallel.sharding import Parallel
+from delta_trn.train.parallel.team import Team
+from delta_trn.train.run.optimizer import load_state_tensors, state_tensors, updated_here
+from delta_trn.train.settings.errors import CheckpointError, Diverged
+from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, validated
+
+if TYPE_CHECKING:
+    from delta_trn.models import DeltaForCausalLM
+    from delta_trn.train.data import TextTokenizer
+
+FORMAT = 1
+REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"
+_RANDOM = "random.safetensors"
+_GENERATORS = ("cpu", "cuda")  # the names in it
+_PART = re.compile(r"(?:model|shard)-(\d+)-.*\.safetensors")
+
+
+@dataclass
+class State:
+    """Where a run stands between two steps.
+
+    tokens      trained on so far, by all devices
+    seconds     of training so far, over all processes
+    position    the loader's state_dict
+    best        [step, validation loss] of the lowest so far
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    position: dict[str, Any] = field(default_factory=dict)
+    best: tuple[int, float] | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where a run stood, and this process's part of what it had, in the host's memory.
+
+    weights     whole matrices by name, those that this process writes
+    owners      name -> process that writes it, of all weights
+    optimizer   NAME/SLOT -> part, or the whole
+    """
+
+    state: State
+    weights: dict[str, Tensor]
+    owners: dict[str, int]
+    optimizer: dict[str, Tensor]
+    generators: dict[str, Tensor]
+
+
+def snapshot(parallel: Parallel, optimizer: Optimizer, state: State, *, copy: bool) -> Snapshot:
+    """What `write` needs. All processes must call.
+
+    copy    also what is in the host's memory already, so that training may go on while it is written
+    """
+    parallel.at_rest()
+    # a tied matrix has two names, and is saved under the first
+    once = {id(p): (name, p) for name, p in reversed(parallel.model.state_dict(keep_vars=True).items())}
+    named = dict(reversed(once.values()))
+    slots = state_tensors(optimizer)
+    slots |= {key: parallel.whole(key, x) for key, x in slots.items() if parallel.saved_whole(key)}
+    shared = dict(named)  # what all have whole, one writes
+    if parallel.optimizer_shared_by is None:
+        shared |= {key: x for key, x in slots.items() if not isinstance(x, DTensor)}
+    owners = _dealt({name: x.numel() for name, x in shared.items()}, parallel.team.world)
+
+    def mine(name: str) -> bool:
+        return owners.get(name, parallel.team.rank) == parallel.team.rank
+
+    weights = {}
+    for name, p in named.items():
+        whole = parallel.whole(name, p)
+        if mine(name):
+            weights[name] = _on_host(whole, copy=copy)
+    return Snapshot(
+        replace(state),
+        weights,
+        {name: owners[name] for name in named},
+        {key: _on_host(x, copy=copy) for key, x in slots.items() if mine(key)},
+        _random_states(),
+    )
+
+
+def write(
+    folder: Path,
+    taken: Snapshot,
+    *,
+    config: RunConfig,
+    model: "DeltaForCausalLM",
+    tokenizer: "TextTokenizer",
+    team: Team,
+) -> list[Path]:
+    """Fill a folder; all processes must call. Returns the files that this one has to answer for.
+
+    Diverged if a weight is not finite: that would rotate good checkpoints out.
+    """
+    if bad := [name for name, p in taken.weights.items() if not bool(torch.isfinite(p).all())]:
+        raise Diverged(
+            f"{len(bad)} parameters are not finite after step {taken.state.step}, {bad[0]} first; {REMEDY}"
+        )
+    if team.world == 1:
+        with _without_bars():
+            model.save_pretrained(folder, state_dict=taken.weights)
+        # an optimizer without memory is written as an empty file: safetensors has no trouble with that
+        save_file(taken.optimizer, folder / "optimizer.safetensors")
+    else:
+        _write_parts(folder, taken, team)
+    if team.leads:
+        if team.world > 1:
+            _describe(folder, model)
+        tokenizer.save(folder)
+        save_file(taken.generators, folder / _RANDOM)
+        content = {
+            "format": FORMAT,
+            **asdict(taken.state),
+            "tokenizer": tokenizer.sha256,
+            "fingerprint": config.fingerprint(),
+            "config": config.model_dump(mode="json"),
+        }
+        (folder / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return [path for path in folder.iterdir() if _writer(path) == team.rank]
+
+
+def _write_parts(folder: Path, taken: Snapshot, team: Team) -> None:
+    files = {name: 1 + owner for name, owner in taken.owners.items()}
+    with _own_errors():
+        weights = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files)
+        state_dict_saver.save(taken.weights, storage_writer=weights, process_group=team.files)
+        parts = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        state_dict_saver.save(taken.optimizer, storage_writer=parts, process_group=team.files)
+
+
+def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
+    """What save_pretrained writes beside weights. FSDP has made the model's class one of its own."""
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+
+
+def _writer(path: Path) -> int:
+    """The process that wrote a file: its number is in the name of a part, the rest is the leader's."""
+    part = _PART.fullmatch(path.name)
+    return int(part[1]) - 1 if part else 0
+
+
+def _dealt(sizes: Mapping[str, int], hands: int) -> dict[str, int]:
+    """Who gets what, so that all have about as much: the largest first, to whom has least."""
+    loads, dealt = [0] * hands, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        dealt[name] = loads.index(min(loads))
+        loads[dealt[name]] += sizes[name]
+    return dealt
+
+
+def _on_host(x: Tensor, *, copy: bool) -> Tensor:
+    return x.detach().to("cpu", copy=copy).contiguous()
+
+
+def read_state(folder: Path) -> tuple[State, RunConfig]:
+    """Where the run stood, and the configuration it had. CheckpointError if this code cannot read it."""
+    path = folder / "state.json"
+    content = json.loads(path.read_bytes())
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {content.get('format')}, this code reads {FORMAT}")
+    best = content["best"]
+    state = State(
+        content["step"],
+        content["tokens"],
+        content["seconds"],
+        content["position"],
+        (best[0], best[1]) if best else None,
+    )
+    return state, validated(content["config"], where=f"{path}: ")
+
+
+def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
+    """CheckpointError naming every differing key that may not change between saving and resuming."""
+    differing = {k: pair for k, pair in differences(saved, now).items() if not may_change_on_resume(k)}
+    if differing:
+        listed = ", ".join(f"{key} was {old}, is {new}" for key, (old, new) in differing.items())
+        raise CheckpointError(
+            f"{where} was saved with another configuration: {listed}; put that back in config.json, or begin "
+            "a new run"
+        )
+
+
+def restore(folder: Path, parallel: Parallel, optimizer: Optimizer) -> None:
+    """Put weights, optimizer and generators into the saved state, however many processes saved it."""
+    load_weights(folder, parallel)
+    saved = defaultdict(list)
+    for key, (size, dtype) in _sizes(folder).items():
+        name, slot, _ = key.rpartition("/")
+        if slot:
+            saved[name].append((key, size, dtype))
+    slots: dict[str, Tensor] = {}
+    for name, parameter in updated_here(optimizer):
+        for key, size, dtype in saved[name]:
+            if not size or parallel.saved_whole(name):
+                slots[key] = torch.empty(size, dtype=dtype)
+            else:
+                slots[key] = torch.empty_like(parameter.detach(), dtype=dtype)
+    _read(folder, slots)
+    for key, whole in slots.items():
+        if parallel.saved_whole(key):
+            slots[key] = parallel.part(key, whole)
+    load_state_tensors(optimizer, slots)
+    _set_random_states(load_file(folder / _RANDOM))
+
+
+def load_weights(folder: Path, into: "DeltaForCausalLM | Parallel") -> None:
+    """Put saved weights into a model, or each process's part. CheckpointError unless they are its own."""
+    parallel = into if isinstance(into, Parallel) else None
+    model = into.model if isinstance(into, Parallel) else into
+    own = model.state_dict(keep_vars=True)
+    saved = {k: size for k, (size, _) in _sizes(folder).items() if "/" not in k and k not in _GENERATORS}
+    wrong = [
+        f"{name} {tuple(size)}"
+        for name, size in saved.items()
+        if name not in own or whole_shape(own[name]) != size
+    ]
+    given = {id(own[name]) for name in saved if name in own}
+    # a tied matrix has two names and is saved under one
+    missing = [name for name, parameter in own.items() if name not in saved and id(parameter) not in given]
+    if wrong or missing:
+        raise CheckpointError(
+            f"the weights in {folder} are not this model's: {len(missing)} missing, {len(wrong)} unknown or "
+            f"of another shape, {(missing + wrong)[0]} first; begin a new run"
+        )
+    targets = {name: own[name].detach() for name in saved}
+    if parallel is None:
+        _read(folder, targets)
+        return
+    wholes = {name: torch.empty(saved[name]) for name in saved if parallel.saved_whole(name)}
+    _read(folder, targets | wholes)
+    for name, whole in wholes.items():
+        targets[name].copy_(parallel.part(name, whole))
+
+
+def _sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor of a checkpoint, by name."""
+    known = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: (meta.size, meta.properties.dtype)
+        for name, meta in known.items()
+        if isinstance(meta, TensorStorageMetadata)
+    }
+
+
+def _read(folder: Path, into: dict[str, Tensor]) -> None:
+    """Fill tensors, or this process's parts of them, by name. Nobody waits for the others."""
+    with _own_errors(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is done by one process: it is meant to be
+        state_dict_loader.load(into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """In place of what torch.distributed.checkpoint packs them into, the first process's error itself."""
+    try:
+        yield
+    except CheckpointException as packed:
+        raise packed.failures[min(packed.failures)][0] from packed
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Transformers draws a bar for every file it writes, through the run's own."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

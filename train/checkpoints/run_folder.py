@@ -1,0 +1,186 @@
+"""A run's folder: where its files are, whose it is at the moment, and the configuration it was begun with."""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+
+from delta_trn.train.checkpoints.files import refusals, sync_file
+from delta_trn.train.checkpoints.store import CheckpointStore
+from delta_trn.train.settings.errors import RunFolderError
+from delta_trn.train.settings.schema import RunConfig, validated
+from delta_trn.train.watch.metrics import MetricsFile
+
+RUNS = Path("runs")
+_SAMPLE = "======== step {} ========"
+_HEADING = re.compile(r"^======== step (\d+) ========$", re.MULTILINE)
+_VERSIONS = ("delta-trn", "torch", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What config.json holds beside the configuration.
+
+    id     names the run where names are shared, as at Weights & Biases
+    data   fingerprint of the tokens
+    """
+
+    id: str
+    data: str
+    versions: dict[str, str]
+
+
+class RunFolder:
+    """config.json  metrics.jsonl  checkpoints/  samples.txt  baselines.json  summary.json  loss.png"""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = CheckpointStore(path / "checkpoints")
+        self.metrics = MetricsFile(path / "metrics.jsonl")
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def samples_path(self) -> Path:
+        return self.path / "samples.txt"
+
+    @property
+    def baselines_path(self) -> Path:
+        return self.path / "baselines.json"
+
+    @property
+    def plot_path(self) -> Path:
+        return self.path / "loss.png"
+
+    def is_taken(self) -> bool:
+        """Whether more than a lock is in it. A run killed before its first file leaves it free."""
+        return self.path.exists() and any(not name.startswith(".") for name in os.listdir(self.path))
+
+    def read(self) -> tuple[RunConfig, Origin]:
+        """Configuration and origin of the run begun here. RunFolderError if there is none to be read."""
+        if not self.path.is_dir():
+            raise RunFolderError(f"{self.path} is not a folder; a run's folder is what `run` printed")
+        try:
+            tree = json.loads(self.config_path.read_bytes())
+            origin = Origin(**tree.pop("run"))
+            tree.pop("fingerprint")
+        except FileNotFoundError:
+            raise RunFolderError(
+                f"{self.config_path} is missing: {self.path} is no run's folder; that is what `run` printed"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunFolderError(
+                f"{self.config_path} cannot be read ({type(error).__name__}: {error}); every checkpoint's "
+                "state.json holds the same configuration"
+            ) from None
+        return validated(tree, where=f"{self.config_path}: "), origin
+
+    def write(self, config: RunConfig, origin: Origin) -> None:
+        """Write config.json: the tree, `fingerprint`, and the origin under `run`."""
+        tree = {**config.model_dump(mode="json"), "fingerprint": config.fingerprint(), "run": vars(origin)}
+        self.write_file(self.config_path, json.dumps(tree, indent=2) + "\n")
+
+    def write_file(self, path: Path, text: str) -> None:
+        """Replace one of the folder's files, or leave it as it was."""
+        beside = path.with_name(f".{path.name}.tmp")
+        with refusals(
+            path, "everything written before is whole: free some space and run the same command again"
+        ):
+            try:
+                beside.write_text(text, encoding="utf-8")
+                sync_file(beside)
+                os.replace(beside, path)
+            except BaseException:
+                beside.unlink(missing_ok=True)
+                raise
+            sync_file(path.parent)
+
+    def write_summary(self, found: dict[str, float], baselines: dict[str, dict[str, float]]) -> None:
+        """Write summary.json: what the end of a run prints, for programs."""
+        self.write_file(
+            self.path / "summary.json", json.dumps({**found, "baselines": baselines}, indent=1) + "\n"
+        )
+
+    def rewind(self, step: int) -> None:
+        """Take back everything that was reported about later steps."""
+        self.metrics.truncate_after(step)
+        if self.samples_path.exists():
+            text = self.samples_path.read_text(encoding="utf-8", errors="replace")
+            kept = "".join(block for at, block in _blocks(text) if at <= step)
+            if kept != text:
+                self.write_file(self.samples_path, kept)
+
+    def add_sample(self, step: int, text: str) -> None:
+        """Append a sample to samples.txt. The file is replaced, so that a kill leaves no half of one."""
+        before = self.samples_path.read_text(encoding="utf-8") if self.samples_path.exists() else ""
+        self.write_file(self.samples_path, f"{before}{_SAMPLE.format(step)}\n{text}\n\n")
+
+    def last_sample(self) -> str:
+        """The newest text of samples.txt; empty if there is none."""
+        if not self.samples_path.exists():
+            return ""
+        blocks = [block for _, block in _blocks(self.samples_path.read_text(encoding="utf-8"))]
+        return blocks[-1].partition("\n")[2] if blocks else ""
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the folder until this process ends, however it ends. RunFolderError if another holds it."""
+        with refusals(self.path, "choose another folder with out=DIR"):
+            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller works
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
+                raise RunFolderError(
+                    f"{self.path} is in use by another process (pid {holder}); wait for it, or end it"
+                ) from None
+            lock.truncate(0)
+            lock.write(f"{os.getpid()}\n")
+            lock.flush()
+            yield
+
+
+def _blocks(text: str) -> Iterator[tuple[int, str]]:
+    """(step, text with its heading) of every sample."""
+    starts = [*(match.start() for match in _HEADING.finditer(text)), len(text)]
+    for start, end in pairwise(starts):
+        yield int(_HEADING.match(text, start)[1]), text[start:end]  # type: ignore[index]
+
+
+def place_for(config: RunConfig) -> Path:
+    """The folder that a new run will have: `out`, or the first free one. RunFolderError if `out` is not."""
+    if config.out is not None:
+        path = Path(config.out).expanduser()
+        if path.exists() and not path.is_dir():
+            raise RunFolderError(f"out={path} is a file; choose a folder that does not exist")
+        if RunFolder(path).is_taken():
+            raise RunFolderError(
+                f"out={path} is taken; `python -m train resume {path}` continues the run in it, another "
+                "out=DIR begins one"
+            )
+        return path
+    number = 1
+    while RunFolder(path := RUNS / (config.name if number == 1 else f"{config.name}-{number}")).is_taken():
+        number += 1
+    return path
+
+
+def new_origin(config: RunConfig, data: str) -> Origin:
+    """The origin of a run begun now, here."""
+    versions = {"python": platform.python_version()}
+    for package in _VERSIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return Origin(id=f"{config.name}-{secrets.token_hex(4)}", data=data, versions=versions)

@@ -1,0 +1,289 @@
+"""Batches of next-token pairs from shards. A position is a few integers, and returning to one is exact.
+
+Both loaders are functions of (seed, how many samples came before): there is no generator state to save. Batch
+b of rank r takes samples (b * world + r) * batch + row: ranks never share a sample, and into how many ranks
+and micro-batches a step is divided does not change its data.
+
+    random_crop   Sample n starts at fold(1, seed, n) mod W, where W counts the starts there are: shard by
+                  shard, every place with T+1 tokens left.
+    stream        Sample n is window n mod W of epoch n // W: the tokens in order, the shards shuffled anew
+                  each epoch. Window j is tokens jT to jT+T, its last the next one's first: but for an
+                  epoch's first, and fewer than T+1 at its end, every token is a target once.
+
+fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): h = 0; for each word w: h = mix64(h xor w).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from delta_trn.train.data.dataset import Split, TokenDataset, check_ids
+from delta_trn.train.data.errors import DataError, PositionMismatch, ShardError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["random_crop", "stream"]
+Batch = tuple["Tensor", "Tensor"]
+
+# first word of every fold, so that no two uses of a seed meet
+_CROP, _SHARD_ORDER, _EVALUATION = 1, 2, 3
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """One step of SplitMix64 from state x. uint64 -> uint64"""
+    with np.errstate(over="ignore"):
+        z = x + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def fold(*words: "int | np.ndarray") -> np.ndarray:
+    """A 64-bit hash of the words; arrays broadcast. uint64"""
+    state = np.zeros(1, np.uint64)
+    for word in words:
+        value = np.array([word & (2**64 - 1)], np.uint64) if isinstance(word, int) else word.astype(np.uint64)
+        state = mix64(state ^ value)
+    return state
+
+
+class Loader(ABC):
+    """Endless batches of one split. `state_dict` is the same on every rank: one copy serves all."""
+
+    kind: Kind
+
+    def __init__(
+        self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
+    ):
+        self.dataset, self.split = dataset, split
+        self.batch, self.sequence, self.seed = batch, sequence, seed
+        self.rank, self.world = rank, world
+        self._tokens = _Tokens(dataset, split)
+        self._samples = 0  # of all ranks, before the next batch
+
+    @abstractmethod
+    def _windows(self, first: int) -> np.ndarray:
+        """Samples first to first + batch, T+1 tokens each. int64 [batch, T+1]"""
+
+    def next_batch(self) -> Batch:
+        """inputs, targets: int64 [batch, sequence] on the CPU; targets[b, t] follows inputs[b, t]."""
+        windows = self._windows(self._samples + self.rank * self.batch)
+        self._samples += self.world * self.batch
+        return as_tensors(windows)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield self.next_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch comes from, as JSON."""
+        return {**self._identity(), "samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken, on any number of ranks. PositionMismatch if it does not fit."""
+        mine = self._identity()
+        differing = [
+            f"{key} was {state.get(key)!r}, is {mine[key]!r}" for key in mine if state.get(key) != mine[key]
+        ]
+        if differing:
+            raise PositionMismatch(
+                f"the saved position does not fit this loader: {'; '.join(differing)}; continue with what it "
+                "was saved with, or begin a new run"
+            )
+        step, samples = self.world * self.batch, state.get("samples")
+        if not isinstance(samples, int) or samples % step:
+            raise PositionMismatch(
+                f"{samples} samples were drawn, which is no whole number of batches of "
+                f"world={self.world} x batch={self.batch}; choose a product that divides it"
+            )
+        self._samples = samples
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "dataset": self.dataset.fingerprint,
+            "split": self.split,
+            "sequence": self.sequence,
+            "seed": self.seed,
+        }
+
+
+class RandomCrops(Loader):
+    """Independent crops, with replacement."""
+
+    kind: Kind = "random_crop"
+
+    def __init__(
+        self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
+    ):
+        super().__init__(dataset, split, batch, sequence, seed, rank, world)
+        self._crops = _Crops(self._tokens, sequence)
+
+    def _windows(self, first: int) -> np.ndarray:
+        samples = np.arange(first, first + self.batch, dtype=np.uint64)
+        return self._crops.at(fold(_CROP, self.seed, samples) % np.uint64(self._crops.starts))
+
+
+class Stream(Loader):
+    """Every token in turn."""
+
+    kind: Kind = "stream"
+
+    def __init__(
+        self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
+    ):
+        super().__init__(dataset, split, batch, sequence, seed, rank, world)
+        self._in_epoch = (self._tokens.total - 1) // sequence
+        if self._in_epoch < 1:
+            raise ShardError(
+                f"split {split!r} of {dataset.path} has {self._tokens.total} tokens, too few for "
+                f"sequence={sequence}: that needs {sequence + 1}; choose a shorter sequence, or prepare more "
+                "text"
+            )
+        self._order = -1, np.zeros(0, np.int64)
+
+    def _windows(self, first: int) -> np.ndarray:
+        windows = np.empty((self.batch, self.sequence + 1), np.int64)
+        for row in range(self.batch):
+            epoch, place = divmod(first + row, self._in_epoch)
+            self._tokens.read_across(self._shards_of(epoch), place * self.sequence, windows[row])
+        return windows
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes over the split so far, of all ranks together."""
+        return self._samples // self._in_epoch
+
+    def _shards_of(self, epoch: int) -> np.ndarray:
+        if self._order[0] != epoch:
+            keys = fold(_SHARD_ORDER, self.seed, epoch, np.arange(len(self._tokens.shards), dtype=np.uint64))
+            self._order = epoch, np.argsort(keys, kind="stable")
+        return self._order[1]
+
+
+def make_loader(
+    dataset: TokenDataset,
+    split: Split,
+    *,
+    kind: Kind = "random_crop",
+    batch: int,
+    sequence: int,
+    seed: int,
+    rank: int = 0,
+    world: int = 1,
+) -> Loader:
+    """A loader of `batch` sequences of `sequence` tokens a call, for one of `world` ranks.
+
+    Raises ShardError if the split is shorter than a sequence, DataError for a number out of range.
+    """
+    kinds = {"random_crop": RandomCrops, "stream": Stream}
+    if kind not in kinds:
+        raise DataError(f"kind={kind!r}, expected one of {', '.join(kinds)}")
+    _check_sizes(batch=batch, sequence=sequence, world=world)
+    if not 0 <= rank < world:
+        raise DataError(f"rank={rank}, expected 0 to world - 1 = {world - 1}")
+    return kinds[kind](dataset, split, batch, sequence, seed, rank, world)
+
+
+def evaluation_batches(
+    dataset: TokenDataset, *, batch: int, sequence: int, batches: int, seed: int = 0, split: Split = "val"
+) -> list[Batch]:
+    """The same crops at every call: batches x batch of them, one at random in each equal part of the split.
+
+    Which crops they are depends on seed, sequence and batches x batch only: another micro-batch that makes as
+    many evaluates the same tokens. inputs, targets: int64 [batch, sequence].
+    """
+    _check_sizes(batch=batch, sequence=sequence, batches=batches)
+    crops = _Crops(_Tokens(dataset, split), sequence)
+    count = batch * batches
+    edges = np.arange(count + 1, dtype=np.uint64) * np.uint64(crops.starts) // np.uint64(count)
+    widths = np.maximum(edges[1:] - edges[:-1], np.uint64(1))  # fewer starts than parts: some are taken twice
+    places = edges[:-1] + fold(_EVALUATION, seed, np.arange(count, dtype=np.uint64)) % widths
+    return [as_tensors(crops.at(places[i : i + batch])) for i in range(0, count, batch)]
+
+
+def cu_seqlens(inputs: "Tensor", bos_id: int) -> "Tensor":
+    """Where documents begin in a batch laid out as one row, for `gated_delta_rule(..., cu_seqlens=)`.
+
+    inputs [batch, sequence] int64, to be used as inputs.view(1, -1); returns int64 [N+1]. A row's start
+    counts as a document's: the rows of a batch do not continue each other.
+    """
+    import torch
+
+    starts = inputs.eq(bos_id)
+    starts[:, 0] = True
+    places = starts.flatten().nonzero().flatten()
+    return torch.cat([places, places.new_tensor([inputs.numel()])])
+
+
+class _Tokens:
+    """A split's shards side by side, read with a check of every id."""
+
+    def __init__(self, dataset: TokenDataset, split: Split):
+        self.dataset = dataset
+        self.split: Split = split
+        self.shards = dataset.shards(split)
+        self.lengths = np.array([len(tokens) for tokens in self.shards], np.int64)
+        self.total = int(self.lengths.sum())
+
+    def read(self, shard: int, start: int, out: np.ndarray) -> None:
+        """Copy tokens [start, start + len(out)) of one shard."""
+        tokens = self.shards[shard][start : start + len(out)]
+        check_ids(tokens, self.dataset.vocab_size, self._path(shard), start)
+        out[:] = tokens
+
+    def read_across(self, order: np.ndarray, start: int, out: np.ndarray) -> None:
+        """The same from the shards laid end to end in an order; it may begin in one and end in another."""
+        ends = np.cumsum(self.lengths[order])
+        place = int(np.searchsorted(ends, start, side="right"))
+        offset = start - (int(ends[place - 1]) if place else 0)
+        filled = 0
+        while filled < len(out):
+            shard = int(order[place])
+            take = min(len(out) - filled, int(self.lengths[shard]) - offset)
+            self.read(shard, offset, out[filled : filled + take])
+            filled, place, offset = filled + take, place + 1, 0
+
+    def _path(self, shard: int) -> Path:
+        return self.dataset.path / self.dataset.split(self.split).shards[shard].file
+
+
+class _Crops:
+    """The W places of a split where sequence + 1 tokens of one shard begin, numbered from 0."""
+
+    def __init__(self, tokens: _Tokens, sequence: int):
+        self._tokens, self._sequence = tokens, sequence
+        self._ends = np.cumsum(np.maximum(tokens.lengths - sequence, 0))
+        self.starts = int(self._ends[-1])
+        if self.starts < 1:
+            raise ShardError(
+                f"split {tokens.split!r} of {tokens.dataset.path} has no shard of sequence + 1 = "
+                f"{sequence + 1} tokens, its longest has {int(tokens.lengths.max())}; choose a shorter "
+                "sequence, or prepare more text"
+            )
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The crops that begin at these places. [n] -> int64 [n, sequence + 1]"""
+        windows = np.empty((len(places), self._sequence + 1), np.int64)
+        shards = np.searchsorted(self._ends, places.astype(np.int64), side="right")
+        for row, (shard, place) in enumerate(zip(shards.tolist(), places.tolist(), strict=True)):
+            before = int(self._ends[shard - 1]) if shard else 0
+            self._tokens.read(shard, place - before, windows[row])
+        return windows
+
+
+def as_tensors(windows: np.ndarray) -> Batch:
+    """int64 [n, T+1] -> inputs, targets, each contiguous, so that the caller may pin them."""
+    import torch  # a second or more to import, and preparing data needs none of it
+
+    return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise DataError(f"{name}={value}, expected at least 1")

@@ -1,0 +1,296 @@
+"""Text to token ids and back: GPT-2, byte-level BPE trained on the spot, plain bytes, or any tokenizer.json.
+
+Every tokenizer here ends up with three ids of its own: BOS before a document, EOS after it, PAD never in one.
+They are ids only: text that happens to contain "<|endoftext|>" is spelled out like any other.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from delta_trn.train.data.atomic import write_atomically
+from delta_trn.train.data.errors import TokenizerError
+
+BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
+GPT2_VOCAB, GPT2_EOS = 50257, 50256
+GPT2_REPOSITORY = "openai-community/gpt2"
+VOCAB_MULTIPLE = 64  # 50257 + BOS becomes 50304: matrix units like it, and the papers' models have it
+TRAINING_BYTES = 2**26  # of text is enough for merges to settle, and takes a minute rather than an hour
+DEFAULT_BPE_VOCAB = 4096
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer and what a model has to know of it.
+
+    vocab_size   rows of the embedding; ids from `size` on never occur
+    size         ids there are, specials included
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    bos: int
+    eos: int
+    pad: int
+
+    @property
+    def size(self) -> int:
+        return self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """BOS and the text's ids: what a prompt is. No EOS follows."""
+        return [self.bos, *self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """BOS, ids, EOS for each text, on all cores. uint32 [n_i]"""
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([self.bos, *encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids. Bytes that do not form UTF-8, as at a cut, become U+FFFD."""
+        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def decode_documents(self, documents: Sequence[Sequence[int]]) -> list[str]:
+        return self.tokenizer.decode_batch([list(ids) for ids in documents], skip_special_tokens=True)
+
+    def save(self, directory: Path) -> None:
+        """Write what `transformers.AutoTokenizer.from_pretrained(directory)` reads, and `load_tokenizer`."""
+        names = {
+            "bos_token": self.tokenizer.id_to_token(self.bos),
+            "eos_token": self.tokenizer.id_to_token(self.eos),
+            "pad_token": self.tokenizer.id_to_token(self.pad),
+        }
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**30,
+            "model_vocab_size": self.vocab_size,
+            **names,
+        }
+        write_atomically(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+        write_atomically(directory / "special_tokens_map.json", json.dumps(names, indent=2) + "\n")
+        write_atomically(directory / "tokenizer.json", self.tokenizer.to_str(pretty=True) + "\n")
+
+
+def load_tokenizer(directory: str | Path) -> TextTokenizer:
+    """The tokenizer that `TextTokenizer.save` wrote into the directory."""
+    directory = Path(directory)
+    tokenizer = _read(directory / "tokenizer.json")
+    config = _read_config(directory / "tokenizer_config.json")
+    missing = [
+        key for key in ("bos_token", "eos_token", "pad_token", "model_vocab_size") if config.get(key) is None
+    ]
+    if missing:
+        raise TokenizerError(
+            f"{directory / 'tokenizer_config.json'} lacks {', '.join(missing)}; it was not written by "
+            "`python -m train data prepare`: prepare the data again with --tokenizer and this folder"
+        )
+    bos, eos, pad = (tokenizer.token_to_id(config[f"{name}_token"]) for name in ("bos", "eos", "pad"))
+    if bos is None or eos is None or pad is None:
+        raise TokenizerError(
+            f"{directory}: tokenizer.json lacks a special token that tokenizer_config.json names; prepare "
+            "again"
+        )
+    return _finish(tokenizer, bos, eos, pad, config["model_vocab_size"])
+
+
+def tokenizer_settings(name: str, vocab_size: int | None) -> dict[str, str | int | None]:
+    """What identifies the tokenizer among a preparation's settings, before anything is trained or fetched."""
+    settings: dict[str, str | int | None] = {"kind": name, "vocab_size": vocab_size, "sha256": None}
+    if name == "bytebpe":
+        settings["vocab_size"] = vocab_size or DEFAULT_BPE_VOCAB
+    elif name not in ("gpt2", "bytes"):
+        path = _tokenizer_file(name)
+        settings["kind"] = "file"
+        settings["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return settings
+
+
+def make_tokenizer(name: str, vocab_size: int | None, documents: Iterator[str]) -> TextTokenizer:
+    """The tokenizer called gpt2, bytebpe, bytes, or lying at a path.
+
+    vocab_size   rows of the embedding; None: 4096 for bytebpe, else the tokenizer's ids, to a multiple of 64
+    documents    what bytebpe is trained on; the others do not touch it
+    """
+    if name == "bytebpe":
+        return train_byte_bpe(documents, vocab_size or DEFAULT_BPE_VOCAB)
+    if name == "bytes":
+        return plain_bytes(vocab_size)
+    if name == "gpt2":
+        return adopt(fetch_gpt2(), {"eos_token": EOS}, vocab_size)
+    path = _tokenizer_file(name)
+    return adopt(_read(path), _read_config(path.with_name("tokenizer_config.json")), vocab_size)
+
+
+def train_byte_bpe(documents: Iterator[str], vocab_size: int) -> TextTokenizer:
+    """Byte-level BPE in GPT-2's manner, from the first 64 MiB of the documents; the same text, the same
+    merges.
+
+    Ids: BOS 0, EOS 1, PAD 2, the 256 bytes, merges. Any text survives a round trip.
+    """
+    if vocab_size < 256 + 3:
+        raise TokenizerError(
+            f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and 3 special tokens make "
+            "259; for no merges at all choose --tokenizer bytes"
+        )
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first_bytes(documents, TRAINING_BYTES), trainer)
+    return _finish(tokenizer, 0, 1, 2, vocab_size)
+
+
+def plain_bytes(vocab_size: int | None = None) -> TextTokenizer:
+    """One token a byte: id = byte, then BOS 256, EOS 257, PAD 258."""
+    tokenizer = _byte_level(
+        models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[])
+    )
+    tokenizer.add_special_tokens([BOS, EOS, PAD])
+    return _finish(tokenizer, 256, 257, 258, vocab_size)
+
+
+def byte_alphabet() -> list[str]:
+    """GPT-2's printable stand-in of every byte: itself where printable, else the next from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    stand_ins = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
+
+
+def fetch_gpt2() -> Tokenizer:
+    """GPT-2's tokenizer from the Hub or its local cache."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        path = hf_hub_download(GPT2_REPOSITORY, "tokenizer.json")
+    except Exception as error:  # the client's exceptions vary by version; all mean that there is no file
+        raise TokenizerError(
+            f"cannot reach {GPT2_REPOSITORY} on the Hugging Face Hub ({type(error).__name__}); copy its "
+            "tokenizer.json here and pass --tokenizer PATH, or train one on your text with --tokenizer "
+            "bytebpe"
+        ) from error
+    tokenizer = _read(Path(path))
+    check_gpt2(tokenizer)
+    return tokenizer
+
+
+def check_gpt2(tokenizer: Tokenizer) -> None:
+    """TokenizerError unless the ids are GPT-2's: with another vocabulary, shards would be other text."""
+    size, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
+    if (size, eos) != (GPT2_VOCAB, GPT2_EOS):
+        raise TokenizerError(
+            f"this is not GPT-2's tokenizer: {size} ids with {EOS} at {eos}, expected {GPT2_VOCAB} with "
+            f"{GPT2_EOS}; pass the right one with --tokenizer PATH"
+        )
+
+
+def adopt(tokenizer: Tokenizer, config: dict, vocab_size: int | None) -> TextTokenizer:
+    """Somebody else's tokenizer, taken over: the special tokens that it lacks are appended to it.
+
+    A BOS that is also the EOS, as GPT-2 has it, does not count: a document's start and its end must differ.
+    """
+    eos = _known(tokenizer, config.get("eos_token"), (EOS, "</s>", "<eos>", "<|end_of_text|>"))
+    bos = _known(tokenizer, config.get("bos_token"), (BOS, "<s>", "<bos>", "<|begin_of_text|>"))
+    pad = _known(tokenizer, config.get("pad_token"), (PAD, "<pad>"))
+    if bos == eos:
+        bos = None
+    if pad in (bos, eos):
+        pad = None
+
+    def added(content: str) -> int:
+        tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+        made = tokenizer.token_to_id(content)
+        assert made is not None
+        return made
+
+    bos = added(BOS) if bos is None else bos
+    eos = added(EOS) if eos is None else eos
+    pad = added(PAD) if pad is None else pad
+    return _finish(tokenizer, bos, eos, pad, vocab_size)
+
+
+def _finish(tokenizer: Tokenizer, bos: int, eos: int, pad: int, vocab_size: int | None) -> TextTokenizer:
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if vocab_size is None:
+        vocab_size = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if vocab_size < size:
+        raise TokenizerError(
+            f"vocab_size={vocab_size} is smaller than the tokenizer's {size} ids; leave it out, or give "
+            f"{size} or more"
+        )
+    name = tokenizer.id_to_token(bos)
+    # so that transformers' tokenizer(prompt) starts like a document does
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A", pair=f"{name} $A $B:1", special_tokens=[(name, bos)]
+    )
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True  # text that spells a special token is text
+    return TextTokenizer(tokenizer, vocab_size, bos, eos, pad)
+
+
+def _byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _first_bytes(documents: Iterator[str], limit: int) -> Iterator[str]:
+    taken = 0
+    for text in documents:
+        if taken >= limit:
+            return
+        taken += len(text.encode())
+        yield text
+
+
+def _known(tokenizer: Tokenizer, named: object, usual: tuple[str, ...]) -> int | None:
+    content = named.get("content") if isinstance(named, dict) else named
+    candidates = (content,) if isinstance(content, str) else usual
+    ids = (tokenizer.token_to_id(candidate) for candidate in candidates)
+    return next((i for i in ids if i is not None), None)
+
+
+def _tokenizer_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise TokenizerError(
+            f"no tokenizer {name!r}: expected gpt2, bytebpe, bytes, or the path of a tokenizer.json or of "
+            "its folder"
+        )
+    return file
+
+
+def _read(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise TokenizerError(f"{path} is missing; prepare the data again")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the binding raises bare Exception
+        raise TokenizerError(
+            f"{path} is not a tokenizer.json ({error}); copy it again, or prepare again"
+        ) from error
+
+
+def _read_config(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON ({error}); copy it again, or prepare again") from error
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,120 @@
+"""Goes through every graph of a run once, with the run's own model, optimizer, data and code."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from delta_trn.backends import machine as platform
+from delta_trn.train.data import evaluation_batches
+from delta_trn.train.neuron.graphs import Sizes, crops, graphs, tail
+from delta_trn.train.neuron.manifest import Compiled
+from delta_trn.train.neuron.notice import caches
+from delta_trn.train.run.evaluate import evaluate, held_out_windows
+from delta_trn.train.run.sample import Sampling, continue_text
+from delta_trn.train.run.schedule import learning_rate
+from delta_trn.train.run.setup import Run
+from delta_trn.train.run.step import TrainingStep, loss_function
+from delta_trn.train.studies.probes.mixer import Probes
+
+Tell = Callable[[str], None]
+# From the third step on nothing new is compiled: AdamW's memory is there from the second on, and a rate of 0
+# is behind (tests/test_xla.py counts it).
+STEPS = 2
+# The first batch adds to a constant, later ones to a tensor.
+BATCHES = 2
+# One token ends the prompt's pass, the next is the first to be made from a state.
+TOKENS = 3
+
+
+def compile_all(run: Run, tell: Tell) -> list[Compiled]:
+    """Every graph in the order of the run. The run's weights move; it is not to be continued."""
+    work, found = _work(run), []
+    kept = caches(run.config, run.device)
+    for graph in graphs(run.config, world=run.team.world, xla=run.device.type == "xla", sizes=sizes(run)):
+        before, count = [cache.keys() for cache in kept], _programs(run)
+        began = time.monotonic()
+        for _ in range(STEPS if graph.name == "step" else 1):
+            work[graph.name]()
+        platform.synchronize(run.device)
+        seconds = time.monotonic() - began
+        keys = sorted(set().union(*(c.keys() - old for c, old in zip(kept, before, strict=True))))
+        programs = _programs(run) - count if run.device.type == "xla" else len(keys)
+        found.append(Compiled(graph.name, graph.inputs, programs, seconds, tuple(keys)))
+        tell(f"{graph}  {programs} compiled, {seconds:.1f} s")
+    return found
+
+
+def sizes(run: Run) -> Sizes:
+    """What the data tells."""
+    ids = run.dataset.tokenizer.encode(run.config.sample.prompt)
+    return Sizes(prompt=len(ids), held_out=run.dataset.split("val").tokens)
+
+
+def _programs(run: Run) -> int:
+    return platform.compilations() if run.device.type == "xla" else 0
+
+
+def _work(run: Run) -> dict[str, Callable[[], None]]:
+    """What to do for each graph, by its name."""
+    c, device = run.config, run.device
+    mine = c.batch.sequences // run.team.data_world
+    micro = min(c.batch.micro or mine, mine)
+    loss = loss_function(run.parallel, c, device)
+    plain = loss_function(run.parallel, c.model_copy(update={"compile": False}), device)
+    step = TrainingStep(
+        loss, run.optimizer, device=device, micro=micro, clip=c.optimizer.clip, parallel=run.parallel
+    )
+    counter = itertools.count()
+
+    def train() -> None:
+        step(*run.loader.next_batch(), learning_rate(c, next(counter)))
+
+    def measure(with_loss: Callable[[Tensor, Tensor], Tensor], batches: list[tuple[Tensor, Tensor]]) -> None:
+        run.model.eval()
+        evaluate(with_loss, batches, device, run.team)
+        run.model.train()
+
+    def drawn() -> list[tuple[Tensor, Tensor]]:
+        size = crops(c, micro)
+        count = min(c.evaluation.sequences // size, BATCHES)
+        seed, length = c.evaluation.seed, c.batch.length
+        return evaluation_batches(run.dataset, batch=size, sequence=length, batches=count, seed=seed)
+
+    def held_out() -> None:
+        measure(loss, drawn())
+
+    def probe() -> None:
+        by_itself = loss_function(run.model, c.model_copy(update={"compile": False}), device)
+        probes = Probes(run.model, run.optimizer, by_itself, drawn()[0], device)
+        probes.before_step()
+        train()
+        probes.measure()
+
+    def generate() -> None:
+        s = c.sample
+        sampling = Sampling(min(TOKENS, s.tokens), s.temperature, s.top_k, s.top_p, seed=c.seed)
+        continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
+
+    work = {"first step": train, "step": train, "evaluate": held_out, "probes": probe, "decode": generate}
+    for name, rows in tail(c, run.dataset.split("val").tokens):
+        work[name] = lambda rows=rows: measure(plain, list(_windows(run, rows or 0)))
+    work["prefill"] = _first_token(run)
+    return work
+
+
+def _first_token(run: Run) -> Callable[[], None]:
+    s = run.config.sample
+
+    def work() -> None:
+        sampling = Sampling(1, s.temperature, s.top_k, s.top_p, seed=run.config.seed)
+        continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
+
+    return work
+
+
+def _windows(run: Run, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One batch of so many windows; values do not matter to a compiler."""
+    length = run.config.batch.length
+    return held_out_windows(run.dataset, tokens=rows * length, sequence=length, batch=rows)

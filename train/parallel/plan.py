@@ -1,0 +1,178 @@
+"""What a step costs on many workers, computed from sizes and data sheets. Nothing here was measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from delta_trn.train.settings.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process's device. FLOP/s dense bf16; bytes; bytes/s of a ring inside a node, and between nodes.
+
+    A ring over nodes enters and leaves each once, so that the whole node's network carries it.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    near: float
+    far: float
+    node: int
+    source: str
+
+
+# Trn1 counts NeuronCores, two a chip.
+WORKERS = (
+    Worker(
+        "trn1",
+        95e12,
+        16 * 2**30,
+        96e9,
+        100e9,
+        32,
+        "trn1.32xlarge: 190 TFLOP/s a chip; one NeuronLink of four, one way, of 768 GB/s; EFA 800 Gb/s",
+    ),
+    Worker(
+        "h100", 989e12, 80e9, 450e9, 400e9, 8, "H100 SXM: 989 TFLOP/s, NVLink 450 GB/s one way; 8 x 400 Gb/s"
+    ),
+)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+CHUNK = 64  # tokens of a chunk, as the accelerators' kernels have it
+
+
+@dataclass(frozen=True)
+class Size:
+    """parameters: all; matrices: those that every token is multiplied by, the readout among them."""
+
+    parameters: int
+    matrices: int
+    layers: int
+    width: int
+    inner: int
+    HV: int
+    K: int
+    V: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of workers. FLOPs and bytes of one worker in one step; seconds at the data sheet's peaks.
+
+    limit   what keeps a step from being shorter: compute, network, or why there is no such run
+    """
+
+    worker: str
+    workers: int
+    sequences: int
+    flops: float
+    state_bytes: float
+    activation_bytes: float
+    collective_bytes: float
+    compute_s: float
+    network_s: float
+    efficiency: float
+    limit: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def size_of(config: RunConfig) -> Size:
+    """Sizes of a run's model, from its parameters' shapes. No weights are made."""
+    from delta_trn.train.commands.parameters import scaled
+    from delta_trn.train.run.model import model_config, vocabulary
+
+    shapes = {row.name: tuple(row.shape) for row in scaled(config)}
+    rows = vocabulary(config)
+    c = model_config(config, rows=rows)
+    count = sum(_product(shape) for shape in shapes.values())
+    taps = sum(_product(s) for n, s in shapes.items() if n.endswith("conv.weight"))
+    matrices = sum(_product(s) for s in shapes.values() if len(s) == 2) - taps
+    if not config.model.tie_word_embeddings:
+        matrices -= rows * config.model.width  # looked up, not multiplied
+    assert c.head_dim_k is not None and c.intermediate_size is not None and c.num_v_heads is not None
+    return Size(
+        count,
+        matrices,
+        config.model.layers,
+        config.model.width,
+        c.intermediate_size,
+        c.num_v_heads,
+        c.head_dim_k,
+        c.head_dim_v,
+    )
+
+
+def step_flops(size: Size, tokens: int) -> float:
+    """Forward and backward: 6 FLOPs a matrix element and token, and three times the chunked delta rule's.
+
+    A chunk of C tokens of a head: q k^T and k k^T (2 C^2 K each), the inverse (2 C^3 / 3), its products with
+    k and v (2 C^2 (K + V)), the state read twice and written (6 C K V), P u (2 C^2 V).
+    """
+    C, K, V = CHUNK, size.K, size.V
+    chunk = 4 * C * C * K + 2 * C**3 / 3 + 2 * C * C * (K + V) + 6 * C * K * V + 2 * C * C * V
+    return tokens * (6 * size.matrices + 3 * size.layers * size.HV * chunk / C)
+
+
+def state_bytes(size: Size, mode: str, n: int) -> float:
+    """Weights, gradients and AdamW's two moments in float32: 16 bytes a parameter, or the part of `mode`."""
+    kept = {"ddp": 16.0, "zero1": 8 + 8 / n, "fsdp": 16 / n}[mode]
+    return size.parameters * kept
+
+
+def collective_bytes(size: Size, mode: str, n: int, micro_batches: int) -> float:
+    """Bytes that one worker sends in a step, by rings: an all-reduce is 2 (n - 1) / n of the data.
+
+    fsdp gathers the weights for every micro-batch's forward and backward, and scatters gradients once;
+    ZeRO-1 all-reduces gradients (DDP's way) and then sends everybody its part of the weights.
+    """
+    turns = {"ddp": 2, "zero1": 3, "fsdp": 2 * micro_batches + 1}[mode]
+    return turns * 4 * size.parameters * (n - 1) / n
+
+
+def activation_bytes(size: Size, config: RunConfig, micro: int) -> float:
+    """What backward reads of one micro-batch: bf16 or float32 a channel that a block keeps; estimated.
+
+    A block keeps about 4 d, q k v g o of the mixer twice, and 3 inner; checkpointing keeps d.
+    """
+    element = 4 if config.precision == "float32" else 2
+    mixer = 2 * size.HV * (2 * size.K + 3 * size.V)
+    kept = size.width if config.gradient_checkpointing else 4 * size.width + mixer + 3 * size.inner
+    return float(micro * config.batch.length * size.layers * kept * element)
+
+
+def rows(config: RunConfig, size: Size) -> list[Row]:
+    """Every worker kind at every count, data parallel at the recipe's global batch (strong scaling)."""
+    return [_row(config, size, worker, n) for worker in WORKERS for n in COUNTS]
+
+
+def _row(config: RunConfig, size: Size, worker: Worker, n: int) -> Row:
+    mode, batch = config.distribution.mode, config.batch
+    used = min(n, batch.sequences)
+    mine = -(-batch.sequences // n)
+    micro = min(batch.micro or mine, mine)
+    flops = step_flops(size, mine * batch.length)
+    sent = collective_bytes(size, mode, n, -(-mine // micro))
+    state, activations = state_bytes(size, mode, n), activation_bytes(size, config, micro)
+    compute = flops / worker.flops
+    network = sent / (worker.near if n <= worker.node else min(worker.near, worker.far))
+    # reductions overlap with backward at best: the longer of the two
+    alone = step_flops(size, batch.sequences * batch.length) / worker.flops
+    efficiency = alone / (n * max(compute, network))
+    if state + activations > worker.memory:
+        limit = "memory: fsdp, a smaller batch.micro, checkpointing or tensor parallelism"
+    elif used < n:
+        limit = f"{n - used} workers without a sequence: context parallelism or a larger batch"
+    else:
+        limit = "network" if network > compute else "compute"
+    return Row(worker.name, n, mine, flops, state, activations, sent, compute, network, efficiency, limit)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count

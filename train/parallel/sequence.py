@@ -1,0 +1,125 @@
+"""Exact context parallelism: one sequence over several processes, joined at the delta rule's states.
+
+A segment of tokens maps the state that it begins with to the one that it ends with, S -> A S + B, since each
+step is S <- exp(g) (I - beta k k^T) S + beta k v^T. Every process computes A [K, K] and B [K, V] of its own
+segment, all A and B are gathered, and each composes those before its own. Nothing is approximated, and
+nothing waits for the segment before: two scans instead of one, and one gather.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from delta_trn.backends import gated_delta_rule
+from delta_trn.models.cache import LayerCache
+from delta_trn.models.convolution import ShortConvolution
+from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.sequence import Sequences
+
+if TYPE_CHECKING:
+    from delta_trn.models import DeltaForCausalLM
+
+
+def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:
+    """Have every layer continue from the segment before. With a cache, layers work as they did."""
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            module._scan = _Scan(module, mesh)  # type: ignore[method-assign]
+        elif isinstance(module, ShortConvolution):
+            module.forward = _Convolution(module, mesh)  # type: ignore[method-assign]
+
+
+def gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """[n, *x.shape]: everybody's x. The gradient of a process's x is the sum of all processes' gradients."""
+    parts = DTensor.from_local(x[None].contiguous(), mesh, [Shard(0)], run_check=False)
+    return parts.full_tensor(grad_placements=[Partial()])
+
+
+def segment_map(
+    q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Any], *, l2norm: bool
+) -> tuple[Tensor, Tensor]:
+    """A [B, HV, K, K] and B [B, HV, K, V] of the segment: it ends in A S + B if it begins with S.
+
+    `gates` are the operation's arguments g and beta, and how they are to be read if they are not themselves.
+    One scan with values [v, 0] from state [0, I]: the two do not meet, because a state's columns do not.
+    """
+    K, V = q.shape[-1], v.shape[-1]
+    wide = F.pad(v, (0, K))
+    full = torch.float64 if v.dtype == torch.float64 else torch.float32
+    begin = F.pad(torch.eye(K, dtype=full, device=v.device), (V, 0)).expand(v.shape[0], v.shape[2], K, V + K)
+    _, end = gated_delta_rule(
+        q,
+        k,
+        wide,
+        initial_state=begin.contiguous(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=l2norm,
+        **gates,
+    )
+    assert end is not None
+    return end[..., V:], end[..., :V]
+
+
+def state_before(A: Tensor, B: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The state with which this process's segment begins; zero on the first."""
+    both = gathered(torch.cat([A, B], dim=-1), mesh)
+    K = A.shape[-1]
+    # the gather's gradient needs every process's part in the sum: 0 * both ties the first one's in too
+    S = torch.zeros_like(B) + 0 * both[-1, ..., K:]
+    for segment in both[: mesh.get_local_rank()]:
+        S = segment[..., :K] @ S + segment[..., K:]
+    return S
+
+
+class _Scan:
+    def __init__(self, module: GatedDeltaNet, mesh: DeviceMesh):
+        self.module, self.mesh = module, mesh
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: dict[str, Any],
+        cu_seqlens: Tensor | None,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        if cache is not None:
+            return GatedDeltaNet._scan(self.module, q, k, v, gates, cu_seqlens, cache)
+        assert cu_seqlens is None
+        with torch.autocast(v.device.type, enabled=False):
+            S = state_before(*segment_map(q, k, v, gates, l2norm=True), self.mesh)
+        o, _ = gated_delta_rule(
+            q,
+            k,
+            v,
+            scale=self.module.scale,
+            initial_state=S,
+            use_qk_l2norm_in_kernel=True,
+            **gates,
+        )
+        return o
+
+
+class _Convolution:
+    """The last W - 1 inputs of the segment before stand where alone there are zeros."""
+
+    def __init__(self, module: ShortConvolution, mesh: DeviceMesh):
+        self.module, self.mesh = module, mesh
+
+    def __call__(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
+        if cache is not None:
+            return ShortConvolution.forward(self.module, x, sequences, cache)
+        before = self.module.weight.shape[1] - 1
+        ends = gathered(x[:, x.shape[1] - before :], self.mesh)
+        me = self.mesh.get_local_rank()
+        tail = ends[me - 1] * (me > 0)
+        memory: Any = LayerCache()
+        memory.convolution = tail
+        return ShortConvolution.forward(self.module, x, sequences, memory)

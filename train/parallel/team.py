@@ -1,0 +1,238 @@
+"""The processes that torchrun started, as one team: who leads, who has which data, what all agree on."""
+
+import contextlib
+import pickle
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from delta_trn.backends import machine as platform
+from delta_trn.train.parallel.rendezvous import join
+from delta_trn.train.settings.errors import ConfigError, ProcessLost
+from delta_trn.train.settings.schema import RunConfig
+
+T = TypeVar("T")
+
+# The others wait so long while the leader prepares a corpus; for all else distribution.timeout_minutes.
+PATIENCE = timedelta(hours=12)
+
+_ABOUT_OTHERS = re.compile(
+    r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|[Ww]ait timeout|TCPStore"
+)
+_SOURCE = re.compile(r"^\[[^]]*\] ")  # gloo's own file and line
+_HERE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among `world`; alone, every method is the identity.
+
+    data_rank, data_world   which of how many shares of a step's sequences this process has. The processes of
+                            one tensor or context group have the same share.
+    mesh                    [replica, tensor]; None alone. Gradients are averaged over `replica`, which counts
+                            the context groups' processes too: each has its own tokens.
+    context                 [data, context, tensor]; None where sequences are whole
+    files                   for those who write files, on any thread, while the others' collectives go on
+    patient                 for `leader_first`
+    hosts                   for what is in the hosts' memory, where the default group has only XLA's
+    """
+
+    rank: int = 0
+    world: int = 1
+    data_rank: int = 0
+    data_world: int = 1
+    mesh: DeviceMesh | None = None
+    context: DeviceMesh | None = None
+    files: ProcessGroup | None = None
+    patient: ProcessGroup | None = None
+    hosts: ProcessGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes the run's folder and speaks."""
+        return self.rank == 0
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over all processes, the same on each; on the device, without waiting for it."""
+        if self.world == 1:
+            return x
+        x = x.clone()
+        dist.all_reduce(x)
+        return x / self.world
+
+    def largest(self, number: int) -> int:
+        """The largest of all processes' numbers. Waits for all."""
+        if self.world == 1:
+            return number
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.hosts)
+        return int(found)
+
+    def told(self, what: T) -> T:
+        """What the leader has. Waits for it."""
+        return self._told(what, self.hosts)
+
+    def agreed(self, work: Callable[[], T]) -> list[T]:
+        """What work() returns on each process, by rank. Waits for all.
+
+        What it raises on one, it raises on all: nobody goes on without the others, or waits for them.
+        """
+        if self.world == 1:
+            return [work()]
+        found: T | None = None
+        failure: Exception | None = None
+        try:
+            found = work()
+        except Exception as error:
+            failure = error
+        everybody: list[Any] = [None] * self.world
+        dist.all_gather_object(everybody, (found, failure and _to_be_sent(failure)), group=self.files)
+        if failure is not None:
+            raise failure
+        for _, others in everybody:
+            if others is not None:
+                raise others
+        return [result for result, _ in everybody]
+
+    @contextlib.contextmanager
+    def leader_first(self) -> Iterator[None]:
+        """The leader goes through the block before the others enter it: it makes files, they find them."""
+        if not self.leads:
+            self._told(None, self.patient)
+        yield
+        if self.leads:
+            self._told(None, self.patient)
+
+    def _told(self, what: T, group: ProcessGroup | None) -> T:
+        if self.world == 1:
+            return what
+        box = [what]
+        dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+
+def _to_be_sent(error: Exception) -> Exception:
+    """The error, or one of the same words where another process could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+@contextlib.contextmanager
+def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
+    """The team of this run, joined for as long as the block lasts. See `require_divisible`.
+
+    ProcessLost where a collective fails because another process has ended, or does not answer.
+    """
+    here = platform.processes()
+    if here.world == 1:
+        yield Team()
+        return
+    d = config.distribution
+    timeout = timedelta(minutes=d.timeout_minutes)
+    # over XLA's devices a mesh has no groups (torch 2.9); over the hosts it has the default group's kind
+    kind = "cpu" if device.type == "xla" else device.type
+    try:
+        join(platform.collectives(device), timeout)
+        replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
+        mesh = init_device_mesh(kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
+        context = None
+        if d.context > 1:
+            shape, names = (shares, d.context, d.tensor), ("data", "context", "tensor")
+            context = init_device_mesh(kind, shape, mesh_dim_names=names)
+        share = here.rank // (d.tensor * d.context)
+        files, patient = _hosts(timeout), _hosts(PATIENCE)
+        hosts = _hosts(timeout) if device.type == "xla" else None
+        yield Team(here.rank, here.world, share, shares, mesh, context, files, patient, hosts)
+    # what gloo and NCCL raise has no class of its own everywhere
+    except (RuntimeError, TimeoutError) as error:
+        if not _ABOUT_OTHERS.search(str(error)):
+            raise
+        raise ProcessLost(
+            f"{_collective(error)} failed: another of the {here.world} processes has ended, which its own "
+            f"output explains, or did not answer for distribution.timeout_minutes={d.timeout_minutes:g} "
+            f"({_first_line(error)}); checkpoints on the disk are whole: resume the run, or have torchrun "
+            "--max-restarts=N restart `run --or-resume`"
+        ) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _collective(error: Exception) -> str:
+    """What was waited for, and by whom: `all_reduce in train.team.largest`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    called = [f.name for f in frames if hasattr(dist, f.name) or f.name in ("backward", "full_tensor")]
+    ours = [f"{Path(f.filename).stem}.{f.name}" for f in frames if Path(f.filename).parent == _HERE]
+    return " in train.".join([*called[-1:], *ours[-1:]]) or "a collective"
+
+
+def _first_line(error: Exception) -> str:
+    return _SOURCE.sub("", str(error).splitlines()[0])
+
+
+def _hosts(timeout: timedelta) -> ProcessGroup:
+    """All processes once more, over the hosts' own network."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, ProcessGroup)  # the other is for those left out
+    return group
+
+
+def require_divisible(config: RunConfig, world: int) -> None:
+    """ConfigError unless `world` processes can share this run, naming what does not divide what."""
+    d, m, b = config.distribution, config.model, config.batch
+    group = d.tensor * d.context
+    if world % group:
+        raise ConfigError(
+            f"distribution.tensor={d.tensor} x distribution.context={d.context} does not divide {world} "
+            f"processes; start a multiple of {group} with torchrun --nproc_per_node, or change them"
+        )
+    shares = world // group
+    if b.sequences % shares:
+        raise ConfigError(
+            f"batch.sequences={b.sequences} cannot be shared by {shares} data-parallel processes; give a "
+            f"multiple of {shares}"
+        )
+    mine = b.sequences // shares
+    if mine % min(b.micro or mine, mine):
+        raise ConfigError(
+            f"batch.micro={b.micro} does not divide the {mine} sequences that each of {shares} "
+            "data-parallel processes has in a step; give a divisor"
+        )
+    if b.length % d.context:
+        raise ConfigError(
+            f"distribution.context={d.context} does not divide batch.length={b.length}; give a divisor"
+        )
+    if d.context > 1 and b.length // d.context < m.conv_size:
+        raise ConfigError(
+            f"distribution.context={d.context} leaves {b.length // d.context} tokens to a process, and a "
+            f"convolution of {m.conv_size} taps reaches further than one neighbor; lower it"
+        )
+    if d.context > 1 and m.attention_layers:
+        raise ConfigError(
+            "distribution.context divides sequences at states, which softmax attention does not have; set "
+            "model.attention_layers= to none, or distribution.context=1"
+        )
+    for name, heads in (("model.heads", m.heads), ("model.v_heads", m.v_heads or m.heads)):
+        if heads % d.tensor:
+            raise ConfigError(
+                f"distribution.tensor={d.tensor} does not divide {name}={heads}: every process has whole "
+                "heads; give a divisor"
+            )
+    if d.tensor > 1 and shares * d.context > 1 and d.mode != "fsdp":
+        raise ConfigError(
+            f"distribution.mode={d.mode} does not go with distribution.tensor={d.tensor} on {world} "
+            f"processes; use distribution.mode=fsdp, or distribution.tensor={world}"
+        )

@@ -1,0 +1,1 @@
+"""One training run: its model, optimizer, step, loop, evaluation and samples."""

@@ -1,0 +1,313 @@
+"""The training loop: which step does what besides stepping. One for every device."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from delta_trn.backends import machine as platform
+from delta_trn.train.checkpoints import contents as checkpoint
+from delta_trn.train.checkpoints.saver import Saving
+from delta_trn.train.data import evaluation_batches
+from delta_trn.train.run.evaluate import Evaluation, crops_at_once, evaluate
+from delta_trn.train.run.sample import Sampling, continue_text
+from delta_trn.train.run.schedule import learning_rate
+from delta_trn.train.run.setup import Run
+from delta_trn.train.run.step import TrainingStep, loss_function
+from delta_trn.train.run.stopping import StopRequest
+from delta_trn.train.settings.errors import Diverged, OutOfMemory
+from delta_trn.train.studies.probes.mixer import Probes
+from delta_trn.train.watch.display import Display
+from delta_trn.train.watch.metrics import Line
+from delta_trn.train.watch.trackers import open_trackers
+
+_FAILED = 1 << 20  # above every number that StopRequest has for a reason
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended. `stopped`: why before the last step, None at it; `signal`: the one that asked."""
+
+    step: int
+    stopped: str | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A finished step whose numbers are still on the device."""
+
+    step: int
+    tokens: int
+    lr: float
+    loss: Tensor
+    norm: Tensor
+
+
+def train(run: Run, display: Display) -> Outcome:
+    """Train from where the run stands to its last step, or until asked to stop; then there is a checkpoint.
+
+    Raises Diverged when a loss or a gradient is not finite, DiskFull when something cannot be written; the
+    checkpoints from before stay as they are.
+    """
+    with StopRequest(run.config.max_minutes) as stop:
+        loop = _Loop(run, display)
+        try:
+            return loop.until_the_end(stop)
+        except torch.OutOfMemoryError as error:
+            size = f"{loop.step.micro} x {run.config.batch.length} tokens at once"
+            raise OutOfMemory(
+                f"{run.device} has too little memory for {size} ({str(error).splitlines()[0]}); resume with "
+                "a smaller batch.micro or gradient_checkpointing=true"
+            ) from error
+        finally:
+            loop.close()
+
+
+class _Loop:
+    def __init__(self, run: Run, display: Display):
+        self.run, self.display = run, display
+        c = run.config
+        mine = c.batch.sequences // run.team.data_world
+        micro = min(c.batch.micro or mine, mine)
+        self.loss = loss_function(run.parallel, c, run.device)
+        self.step = TrainingStep(
+            self.loss,
+            run.optimizer,
+            device=run.device,
+            micro=micro,
+            clip=c.optimizer.clip,
+            parallel=run.parallel,
+        )
+        crops = c.evaluation.batch or crops_at_once(c.evaluation.sequences, micro)
+        self.crops = evaluation_batches(
+            run.dataset,
+            batch=crops,
+            sequence=c.batch.length,
+            batches=c.evaluation.sequences // crops,
+            seed=c.evaluation.seed,
+        )
+        leads = run.team.leads
+        self.trackers = open_trackers(c, run.origin, run.folder, run.state.step) if leads else []
+        self.probes: Probes | None = None
+        if c.log.probes:
+            plain = loss_function(run.model, c.model_copy(update={"compile": False}), run.device)
+            self.probes = Probes(run.model, run.optimizer, plain, self.crops[0], run.device)
+        given = c.checkpoint.asynchronous
+        self.saving = Saving(run.device.type != "cpu" if given is None else given)
+        self.pending: list[_Pending] = []
+        self.clock = self.counted = time.monotonic()
+
+    def until_the_end(self, stop: StopRequest) -> Outcome:
+        c, state = self.run.config, self.run.state
+        last, reason = state.step == c.steps, None
+        while state.step < c.steps:
+            self._one_step()
+            at = state.step
+            last, reason = at == c.steps, self._reason(stop)
+            evaluating = at % c.evaluation.every == 0 or last
+            saving = at % c.checkpoint.every == 0 or last or reason is not None
+            if evaluating or saving or at % c.log.every == 0:
+                # before anything is saved: a loss that is not finite must not get into a checkpoint
+                self._fetch()
+            if evaluating:
+                saving |= self._evaluate()
+            if saving:
+                self._save()
+            if evaluating or saving:
+                self.clock = time.monotonic()  # tokens/s is of training alone
+            if reason is not None and not last:
+                break
+        self.saving.settle()  # nothing is reported as saved before it is on the disk
+        return Outcome(state.step, None if last else reason, None if last else stop.signal)
+
+    def _reason(self, stop: StopRequest) -> str | None:
+        """Why to stop now; what went wrong with a checkpoint is raised.
+
+        Processes decide together, after the same step, where they wait anyway.
+        """
+        team, state = self.run.team, self.run.state
+        if team.world == 1:
+            if self.saving.failed:
+                self.saving.settle()
+            return stop.reason
+        if state.step % self.run.config.log.every:
+            return None
+        return stop.together(self._largest)
+
+    def _largest(self, number: int) -> int:
+        found = self.run.team.largest(_FAILED if self.saving.failed else number)
+        if found == _FAILED:
+            self.saving.settle()  # raises on all, because what is wrong with one's part is wrong with all's
+        return found
+
+    def close(self) -> None:
+        self.saving.wait()
+        self.run.folder.metrics.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _one_step(self) -> None:
+        state = self.run.state
+        inputs, targets = self.run.loader.next_batch()
+        lr = learning_rate(self.run.config, state.step)
+        following = state.step + 1
+        if self.probes and (
+            following % self.run.config.evaluation.every == 0 or following == self.run.config.steps
+        ):
+            self.probes.before_step()
+        loss, norm = self.step(inputs, targets, lr)
+        state.step += 1
+        state.tokens += self._tokens_in_a_step()
+        self.pending.append(_Pending(state.step, state.tokens, lr, loss, norm))
+
+    def _fetch(self) -> None:
+        """Wait for the device, and report every step since the last fetch."""
+        if not self.pending:
+            return
+        steps, self.pending = self.pending, []
+        # the first item() waits for all of them; the others find their numbers done
+        numbers = [(p.loss.item(), p.norm.item()) for p in steps]
+        self._count_seconds()
+        before = steps[0].tokens - self._tokens_in_a_step()
+        rate = (steps[-1].tokens - before) / max(time.monotonic() - self.clock, 1e-9)
+        self.clock = time.monotonic()
+        good = [self._line(p, *pair, rate) for p, pair in zip(steps, numbers, strict=True) if _finite(pair)]
+        bad = next(((p, pair) for p, pair in zip(steps, numbers, strict=True) if not _finite(pair)), None)
+        if bad is not None:
+            self._report([line for line in good if line.step < bad[0].step])
+            raise self._diverged(bad[0], *bad[1])
+        self._report(good)
+        self.display.update(steps[-1].step, good[-1].loss, rate, steps[-1].lr)
+
+    def _line(self, p: _Pending, loss: float, norm: float, rate: float) -> Line:
+        return Line(
+            step=p.step,
+            split="train",
+            loss=loss,
+            tokens=p.tokens,
+            seconds=round(self.run.state.seconds, 3),
+            lr=p.lr,
+            grad_norm=norm,
+            tokens_per_s=round(rate, 1),
+        )
+
+    def _evaluate(self) -> bool:
+        """Report the loss on held-out crops, and a sample. Whether this is to be kept as the best so far."""
+        run, state = self.run, self.run.state
+        run.model.eval()
+        found = evaluate(self.loss, self.crops, run.device, run.team)
+        run.model.train()
+        if not math.isfinite(found.loss):
+            raise Diverged(f"validation loss at step {state.step} is {found.loss}; {self._way_back()}")
+        self._count_seconds()
+        bits = run.dataset.bits_per_byte(found.loss)
+        self._report(
+            [
+                Line(
+                    step=state.step,
+                    split="val",
+                    loss=found.loss,
+                    tokens=state.tokens,
+                    seconds=round(state.seconds, 3),
+                    perplexity=found.perplexity,
+                    bits_per_byte=bits,
+                    memory=platform.peak_memory(run.device),
+                    probes=self.probes.measure() if self.probes else None,
+                )
+            ]
+        )
+        better = state.best is None or found.loss < state.best[1]
+        if better:
+            state.best = state.step, found.loss
+        self._tell_evaluation(found, bits, better)
+        self._sample()
+        return better and run.config.checkpoint.keep_best
+
+    def _tell_evaluation(self, found: Evaluation, bits: float, better: bool) -> None:
+        self.display.tell(
+            f"step {self.run.state.step}/{self.run.config.steps}  val loss {found.loss:.4f}  "
+            f"perplexity {found.perplexity:,.2f}  bits/byte {bits:.4f}{'  best' if better else ''}"
+        )
+
+    def _sample(self) -> None:
+        run, s = self.run, self.run.config.sample
+        if not s.tokens:
+            return
+        sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, seed=run.config.seed)
+        # divided models compute it together, and draw the same; one process writes it down
+        text = s.prompt + continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
+        if run.team.leads:
+            run.folder.add_sample(run.state.step, text)
+
+    def _save(self) -> None:
+        run = self.run
+        self.saving.settle()  # it uses the same group of processes
+        self._count_seconds()
+        run.state.position = run.loader.state_dict()
+        taken = checkpoint.snapshot(run.parallel, run.optimizer, run.state, copy=self.saving.asynchronous)
+        # a checkpoint promises that its lines are there
+        run.team.agreed(run.folder.metrics.sync)
+        self.saving.begin(lambda: self._write(taken))
+
+    def _write(self, taken: checkpoint.Snapshot) -> None:
+        run, team, store = self.run, self.run.team, self.run.folder.checkpoints
+        store.save(
+            taken.state.step,
+            lambda folder: checkpoint.write(
+                folder,
+                taken,
+                config=run.config,
+                model=run.model,
+                tokenizer=run.dataset.tokenizer,
+                team=team,
+            ),
+            agreed=team.agreed,
+            leads=team.leads,
+        )
+        team.agreed(lambda: self._tidy(taken.state) if team.leads else None)
+
+    def _tidy(self, state: checkpoint.State) -> None:
+        store, keep = self.run.folder.checkpoints, None
+        if self.run.config.checkpoint.keep_best and state.best is not None:
+            keep = state.best[0]
+            if keep == state.step:
+                store.point_best(keep)
+        store.rotate(self.run.config.checkpoint.keep_last, keep)
+
+    def _report(self, lines: Sequence[Line]) -> None:
+        if not self.run.team.leads:
+            return
+        self.run.folder.metrics.append(lines)
+        for tracker in self.trackers:
+            for line in lines:
+                tracker.log(line)
+
+    def _count_seconds(self) -> None:
+        now = time.monotonic()
+        self.run.state.seconds += now - self.counted
+        self.counted = now
+
+    def _tokens_in_a_step(self) -> int:
+        return self.run.config.batch.sequences * self.run.config.batch.length
+
+    def _diverged(self, p: _Pending, loss: float, norm: float) -> Diverged:
+        what = (
+            f"loss is {loss}"
+            if not math.isfinite(loss)
+            else f"gradient norm is {norm} at a loss of {loss:.4f}"
+        )
+        return Diverged(f"{what} at step {p.step} (lr {p.lr:.3g}); {self._way_back()}")
+
+    def _way_back(self) -> str:
+        self.saving.wait()
+        steps = self.run.folder.checkpoints.steps()
+        state = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no checkpoint yet"
+        return f"{state}: {checkpoint.REMEDY} in a new run"
+
+
+def _finite(pair: tuple[float, float]) -> bool:
+    return math.isfinite(pair[0]) and math.isfinite(pair[1])

@@ -1,0 +1,166 @@
+"""The model that a configuration asks for, and who computes its delta rule."""
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from delta_trn.train.settings.errors import ConfigError
+from delta_trn.train.settings.schema import RunConfig
+
+if TYPE_CHECKING:
+    from delta_trn.models import DeltaConfig, DeltaForCausalLM
+
+# rows that `train.data` gives a tokenizer whose vocab_size is not set
+_KNOWN_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name, or the machine's preferred one for auto. ConfigError if it is not here."""
+    from delta_trn.backends import machine as platform
+
+    try:
+        return platform.pick(name)
+    except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: PyTorch does not know the word
+        raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
+
+
+def vocabulary(config: RunConfig) -> int:
+    """Rows of the embedding before any data is looked at. ConfigError where only the tokenizer can tell."""
+    known = (
+        config.model.vocab_size or config.data.vocab_size or _KNOWN_VOCABULARIES.get(config.data.tokenizer)
+    )
+    if known is None:
+        raise ConfigError(
+            f"only the tokenizer {config.data.tokenizer!r} knows its vocabulary; give model.vocab_size=N"
+        )
+    return known
+
+
+def model_config(
+    config: RunConfig, *, rows: int, bos: int | None = None, eos: int | None = None, pad: int | None = None
+) -> "DeltaConfig":
+    """The model's own configuration for `rows` of vocabulary. ConfigError if sizes do not go together."""
+    from delta_trn.models import DeltaConfig
+
+    m = config.model
+    try:
+        return DeltaConfig(
+            vocab_size=rows,
+            hidden_size=m.width,
+            base_width=m.base_width,
+            num_hidden_layers=m.layers,
+            num_heads=m.heads,
+            num_v_heads=m.v_heads,
+            head_dim_k=m.head_dim_k,
+            expand_v=m.expand_v,
+            conv_size=m.conv_size,
+            intermediate_size=m.intermediate_size,
+            intermediate_multiple=m.intermediate_multiple,
+            attention_layers=list(m.attention_layers),
+            allow_neg_eigval=m.allow_neg_eigval,
+            rms_norm_eps=m.rms_norm_eps,
+            parametrization=config.parametrization,
+            init=m.init,
+            scale_by=m.scale_by,
+            readout=None if m.readout == "auto" else m.readout,
+            initializer_range=m.initializer_range,
+            forgetting=m.forgetting,
+            depth_scaled_init=m.depth_scaled_init,
+            mixer_output_init=m.mixer_output_init,
+            label_smoothing=m.label_smoothing,
+            rope_theta=m.rope_theta,
+            rope_ratio=m.rope_ratio,
+            tie_word_embeddings=m.tie_word_embeddings,
+            positions=m.positions,
+            max_position_embeddings=m.max_position_embeddings,
+            use_qk_rmsnorm=m.use_qk_rmsnorm,
+            q_activation=m.q_activation,
+            k_activation=m.k_activation,
+            v_activation=m.v_activation,
+            use_k_shift=m.use_k_shift,
+            use_v_shift=m.use_v_shift,
+            using_groupnorm=m.using_groupnorm,
+            use_output_gate=m.use_output_gate,
+            norm=m.norm,
+            mlp=m.mlp,
+            dropout=m.dropout,
+            residual=m.residual,
+            ddl_value_channels=m.ddl_value_channels,
+            ddl_compressor=m.ddl_compressor,
+            ddl_state_shortconv_kernel_size=m.ddl_state_shortconv_kernel_size,
+            ddl_state_dv_shortconv_causal=m.ddl_state_dv_shortconv_causal,
+            ddl_state_read_init=m.ddl_state_read_init,
+            input_embed_shortconv_kernel_size=m.input_embed_shortconv_kernel_size,
+            ddl_k_eps=m.ddl_k_eps,
+            ddl_beta_init=m.ddl_beta_init,
+            ddl_beta_single_linear=m.ddl_beta_single_linear,
+            ddl_beta_hidden_size=m.ddl_beta_hidden_size,
+            ddl_v_sigmoid=m.ddl_v_sigmoid,
+            ddl_v_sigmoid_scale=m.ddl_v_sigmoid_scale,
+            ddl_v_constant=m.ddl_v_constant,
+            ddl_v_constant_value=m.ddl_v_constant_value,
+            ddl_v_input=m.ddl_v_input,
+            bos_token_id=bos,
+            eos_token_id=eos,
+            pad_token_id=pad,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+
+
+def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device) -> "DeltaForCausalLM":
+    """The model with its initial weights, float32. They are drawn on the CPU: the same for every device."""
+    from delta_trn.models import DeltaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DeltaForCausalLM(configuration)
+    cast(nn.Module, model).to(device=device, dtype=torch.float32)
+    if configuration.tie_word_embeddings:
+        # moving to XLA makes new parameters, one for each name: the matrix would be two, and train apart
+        model.lm_head.weight = model.embed.weight
+    return model
+
+
+def choose_backend(
+    configuration: "DeltaConfig", config: RunConfig, device: torch.device, precision: str
+) -> str:
+    """The name of the backend that will compute the delta rule, for the whole process from here on.
+
+    Raises BackendRefusal with every reason if none can, or not the one that was asked for.
+    """
+    from delta_trn.backends import use
+    from delta_trn.backends.registry import Call, choose
+
+    assert configuration.head_dim_k is not None  # None is for it to derive, and it has
+    named = None if config.backend == "auto" else config.backend
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with use(named):
+        chosen = choose(
+            Call(
+                "gated_delta_rule",
+                device.type,
+                dtype,
+                H=configuration.num_heads,
+                HV=configuration.num_v_heads,
+                K=configuration.head_dim_k,
+                V=configuration.head_dim_v,
+                gradients=True,
+            )
+        )
+    if configuration.residual in ("ddl", "ddl_lm"):
+        # the residual stream is float32 beside bf16 products
+        depth = Call(
+            "delta_residual",
+            device.type,
+            torch.float32,
+            H=1,
+            HV=1,
+            K=configuration.hidden_size,
+            V=configuration.ddl_value_channels,
+            gradients=True,
+        )
+        choose(depth, chosen.name)
+    use(chosen.name)
+    return chosen.name

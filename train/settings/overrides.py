@@ -1,0 +1,95 @@
+"""`key=value` on the command line: strict, with the nearest known key where one is unknown."""
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+from delta_trn.train.settings.errors import ConfigError, UsageError
+from delta_trn.train.settings.schema import RunConfig, Section, flatten, validated
+
+_POWER = re.compile(r"(-?\d+(?:\.\d+)?)\*\*(-?\d+)")  # 2**-8, as learning rate grids are written
+
+
+def parse(arguments: Sequence[str]) -> dict[str, str]:
+    """key -> value of each `key=value`. UsageError for anything else, and for a key given twice."""
+    found: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise UsageError(f"expected key=value, got {argument!r}, as in steps=100")
+        if key in found:
+            raise UsageError(f"{key} is given twice: {found[key]!r} and {value!r}")
+        found[key] = value
+    return found
+
+
+def apply(config: RunConfig, changes: dict[str, str]) -> RunConfig:
+    """The configuration with these keys changed. ConfigError: unknown key, wrong value, or no effect."""
+    tree = config.model_dump()
+    for key, text in changes.items():
+        section, name = _locate(tree, key)
+        section[name] = _value(annotation(key), text)
+    changed = validated(tree)
+    for key in changes:
+        _require_effect(key, changed)
+    return changed
+
+
+def annotation(key: str) -> Any:
+    """The declared type of a leaf key."""
+    section: type[Section] = RunConfig
+    *path, name = key.split(".")
+    for part in path:
+        section = section.model_fields[part].annotation  # type: ignore[assignment]
+    return section.model_fields[name].annotation
+
+
+def _locate(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    section, name = tree, key
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            raise ConfigError(_unknown(key))
+        section, name, tree = tree, part, tree[part]
+    if isinstance(tree, dict):
+        keys = ", ".join(f"{key}.{leaf}" for leaf in tree)
+        raise ConfigError(f"{key} is a section, not a key; its keys are {keys}")
+    return section, name
+
+
+def _unknown(key: str) -> str:
+    known = [name for name, _ in flatten(RunConfig())]
+    # a forgotten section is commoner than a misspelled name: lr for optimizer.lr
+    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = same_name or get_close_matches(key, known, n=3, cutoff=0.5)
+    if not near:
+        leaves: dict[str, list[str]] = {}
+        for name in known:
+            leaves.setdefault(name.rpartition(".")[2], []).append(name)
+        matches = get_close_matches(key.rpartition(".")[2], list(leaves), n=1, cutoff=0.5)
+        near = [name for match in matches for name in leaves[match]]
+    hint = f"the nearest known: {', '.join(near)}" if near else "none is near"
+    return f"unknown key {key!r}; {hint} (`python -m train run RECIPE --keys` prints all)"
+
+
+def _value(kind: Any, text: str) -> Any:
+    """What pydantic should see: None, a list, or the text, which it converts and checks."""
+    if text.lower() in ("none", "null") and type(None) in get_args(kind):
+        return None
+    if get_origin(kind) is tuple:
+        return [part.strip() for part in text.strip("()[]").split(",") if part.strip()]
+    if power := _POWER.fullmatch(text):
+        return float(power[1]) ** int(power[2])
+    return text
+
+
+def _require_effect(key: str, config: RunConfig) -> None:
+    only = dict.fromkeys(
+        (f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "independent_weight_decay")), "adamw"
+    )
+    only["optimizer.momentum"] = "sgd"
+    name = config.optimizer.name
+    if key in only and only[key] != name:
+        raise ConfigError(
+            f"{key} belongs to optimizer.name={only[key]}, but this run has {name}; leave it out"
+        )

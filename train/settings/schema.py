@@ -1,0 +1,460 @@
+"""The configuration of a run: one frozen tree, every key documented where it is declared, nothing outside it.
+
+A key is a dotted path such as `optimizer.lr`. `python -m train run RECIPE --keys` prints all. Importing this
+costs a tenth of a second, so that a mistyped key is reported before torch is loaded.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from delta_trn.train.settings.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+CountOrNone = Count | None
+NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Activation = Literal["identity", "silu", "relu", "elu+1"]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class ModelSection(Section):
+    """The language model: Gated DeltaNet (arXiv:2412.06464) or attention over time, a residual over depth."""
+
+    width: Count = 256
+    """channels of the residual stream, d"""
+    base_width: Count = 256
+    """width at which all parametrizations agree and learning rates are tuned; m = width / base_width"""
+    layers: Count = 8
+    """blocks of token mixer and SwiGLU"""
+    heads: Count = 6
+    """query and key heads, H"""
+    v_heads: CountOrNone = None
+    """value heads, a multiple of heads; none: heads"""
+    head_dim_k: CountOrNone = None
+    """key size K; none: int(0.75 width / heads)"""
+    expand_v: Positive = 2.0
+    """value size V as a multiple of K"""
+    conv_size: Count = 4
+    """taps of the short convolutions on q, k and v"""
+    intermediate_size: CountOrNone = None
+    """inner size of SwiGLU; none: int(8 width / 3) up to a multiple of intermediate_multiple"""
+    intermediate_multiple: Count = 256
+    """what intermediate_size is rounded up to"""
+    attention_layers: tuple[NotNegative, ...] = ()
+    """indices of layers that are softmax attention with RoPE instead, such as 3,7"""
+    allow_neg_eigval: bool = False
+    """beta in (0, 2) instead of (0, 1): reflections"""
+    forgetting: Positive = 1.0
+    """initial decay rates as a multiple of Mamba2's; at 1/16 heads remember 16 times as long"""
+    rms_norm_eps: Positive = 1e-6
+    """epsilon of every RMSNorm"""
+    init: Literal["delta_trn", "authors"] = "delta_trn"
+    """convolution taps independent of width, or as the paper's released code has them"""
+    readout: Literal["auto", "sqrt_k", "none"] = "auto"
+    """factor on the delta rule's output: sqrt_k keeps its norm's epsilon negligible; auto: as init has it"""
+    scale_by: Literal["head_dim", "heads"] = "head_dim"
+    """what grows with width; for heads give heads and head_dim_k at every width"""
+    initializer_range: Positive = 0.02
+    """standard deviation of initial weights at base_width"""
+    mixer_output_init: Real = 1.0
+    """the last matrix of each mixer begins so many times as large; 0: mixers begin by saying nothing"""
+    depth_scaled_init: bool = False
+    """the last matrix of each sublayer begins 1 / sqrt(layers) as large"""
+    rope_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """share of a head's channels that RoPE turns in attention layers"""
+    rope_theta: Positive = 10_000.0
+    """base of the wavelengths of RoPE in attention_layers"""
+    tie_word_embeddings: bool = True
+    """one matrix for embedding and logits"""
+    positions: Literal["rope", "learned"] = "rope"
+    """of attention_layers: rotations, or max_position_embeddings rows that are added to the embedding"""
+    max_position_embeddings: Count = 512
+    """longest sequence of learned positions"""
+    use_qk_rmsnorm: bool = False
+    """RMSNorm on q and k of attention_layers, after RoPE"""
+    q_activation: Activation = "identity"
+    """on the query projection of attention_layers"""
+    k_activation: Activation = "identity"
+    """on the key projection of attention_layers"""
+    v_activation: Activation = "identity"
+    """on the value projection of attention_layers"""
+    use_k_shift: bool = False
+    """keys of attention_layers take a learned share of the key before"""
+    use_v_shift: bool = False
+    """values of attention_layers take a learned share of the value before"""
+    using_groupnorm: bool = False
+    """RMSNorm on each head's output of attention_layers"""
+    use_output_gate: bool = False
+    """RMSNorm on each head's output of attention_layers, times SiLU of a projection"""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm or LayerNorm before sublayers"""
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    """the second sublayer: SwiGLU, or W GELU(W x)"""
+    dropout: Fraction = 0.0
+    """share of the embedding and of sublayers' outputs that training drops"""
+    label_smoothing: Fraction = 0.0
+    """share of the target that training gives to all tokens alike; held-out losses have none"""
+    residual: Literal["additive", "ddl", "write_only", "ddl_lm"] = "additive"
+    """x + y; Deep Delta Learning's X + beta k (v - k^T X)^T; its write-only control; k from the stream"""
+    ddl_value_channels: Count = 1
+    """values a feature of the stream has"""
+    ddl_compressor: Literal["none", "token", "channel"] = "none"
+    """how sublayers read such a stream: convolution over time, or over its values"""
+    ddl_state_shortconv_kernel_size: Count = 4
+    """taps of ddl_compressor"""
+    ddl_state_dv_shortconv_causal: bool = False
+    """ddl_compressor=channel: a value is made of those before it alone"""
+    ddl_state_read_init: float | None = None
+    """initial reading weights; none: 1 / ddl_value_channels"""
+    input_embed_shortconv_kernel_size: NotNegative = 0
+    """taps of the convolution that begins the stream; 0: copies of the embedding"""
+    ddl_k_eps: Positive = 1e-5
+    """k / sqrt(|k|^2 + k_eps^2)"""
+    ddl_beta_init: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """beta at first"""
+    ddl_beta_single_linear: bool = True
+    """one map to beta, or two with tanh between"""
+    ddl_beta_hidden_size: Count = 128
+    """between those two"""
+    ddl_v_sigmoid: bool = True
+    """v = scale * sigmoid(W x + b) instead of W x + b"""
+    ddl_v_sigmoid_scale: Positive = 4.0
+    """that scale"""
+    ddl_v_constant: bool = False
+    """v is ddl_v_constant_value"""
+    ddl_v_constant_value: float = 2.0
+    """that number"""
+    ddl_v_input: Literal["state", "context"] = "state"
+    """what v is made of: the stream as read (released code), or normalized (paper)"""
+    vocab_size: CountOrNone = None
+    """rows of the embedding; none: what the data's tokenizer says"""
+
+
+class OptimizerSection(Section):
+    """The rule that updates parameters. Per-parameter factors come from models.mup's table."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or SGD with Nesterov momentum"""
+    lr: Positive = 1e-3
+    """highest learning rate at base_width; a parameter's own is this times its factor"""
+    weight_decay: Real = 0.1
+    """decoupled for AdamW, times the learning rate; models.mup's table says which parameters decay"""
+    independent_weight_decay: bool = False
+    """adamw: weight decay without a parameter's own factor, so that wide matrices decay as fast as narrow"""
+    memory: Positive = 1.0
+    """sgd: how long heads remember, over the base model's: rates of what they store are divided by it"""
+    beta1: Fraction = 0.9
+    """adamw: decay of the gradient's mean"""
+    beta2: Fraction = 0.95
+    """adamw: decay of the gradient's second moment"""
+    eps: Positive = 1e-8
+    """adamw: added to the root of the second moment at base_width; models.mup's table scales it"""
+    momentum: Fraction = 0.98
+    """sgd: Nesterov momentum, without dampening"""
+    clip: Positive | None = 1.0
+    """largest global gradient norm, after accumulation and reduction; none: no clipping"""
+
+
+class ScheduleSection(Section):
+    """lr(i) = lr i / warmup for i < warmup, then half a cosine down to min_lr. i counts finished steps."""
+
+    warmup: NotNegative = 0
+    """steps of linear warmup; the first step's learning rate is 0 if there are any"""
+    min_lr: Real = 0.0
+    """learning rate at the end, before a parameter's own factor"""
+    decay_steps: CountOrNone = None
+    """step at which min_lr is reached; none: steps"""
+
+
+class BatchSection(Section):
+    """What one optimizer step sees."""
+
+    sequences: Count = 8
+    """sequences in a step, over all devices and accumulation"""
+    length: Count = 512
+    """tokens in a sequence"""
+    micro: CountOrNone = None
+    """sequences in one forward pass of a device; none: all of a step at once"""
+
+
+class DataSection(Section):
+    """The text, and how it becomes tokens. The same settings find what was prepared before."""
+
+    source: str = "python-stdlib"
+    """folder, .txt, .jsonl or .parquet file, python-stdlib, Hugging Face dataset, or a prepared folder"""
+    folder: str | None = None
+    """where prepared shards are written or found; none: data/NAME-TOKENIZER-HASH"""
+    tokenizer: str = "bytebpe"
+    """gpt2, bytebpe (trained on the training documents), bytes, or the path of a tokenizer.json"""
+    vocab_size: CountOrNone = None
+    """rows for the tokenizer; none: 4096 for bytebpe, else its size up to a multiple of 64"""
+    subset: str | None = None
+    """of a Hugging Face dataset, such as sample-10BT"""
+    split: str = "train"
+    """of a Hugging Face dataset"""
+    revision: str | None = None
+    """commit or tag of a Hugging Face dataset"""
+    text_field: str = "text"
+    """field or column with the text"""
+    validation: str | None = None
+    """held-out text: a path, or a split of the same dataset; none: val_fraction of the documents"""
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """share of documents held out where validation is none"""
+    shard_tokens: Count = 100_000_000
+    """tokens in a shard"""
+    max_documents: CountOrNone = None
+    """read so many documents of the source; none: all"""
+    max_tokens: CountOrNone = None
+    """stop after the document that makes so many tokens; none: never"""
+    seed: int = 0
+    """of the choice of held-out documents"""
+    loader: Literal["random_crop", "stream"] = "random_crop"
+    """crops drawn with replacement, or every token in turn"""
+
+
+class EvaluationSection(Section):
+    """Loss on fixed crops of held-out text: the same at every evaluation and for every batch size."""
+
+    every: Count = 1000
+    """steps between evaluations; there is always one after the last step"""
+    sequences: Count = 64
+    """crops"""
+    batch: CountOrNone = None
+    """crops in one forward pass, a divisor of sequences; none: the largest up to a step's micro-batch"""
+    seed: int = 0
+    """of the choice of crops"""
+    final_tokens: NotNegative = 0
+    """after the last step also measure so many held-out tokens, in order; 0: the summary shows the crops"""
+
+
+class SampleSection(Section):
+    """Text written to samples.txt at every evaluation. Does not touch the run's random numbers."""
+
+    tokens: NotNegative = 64
+    """tokens to generate; 0: no samples"""
+    prompt: str = ""
+    """text to continue"""
+    temperature: Real = 0.8
+    """0: the most probable token each time"""
+    top_k: CountOrNone = 50
+    """draw from the k most probable tokens; none: all"""
+    top_p: Share | None = None
+    """draw from the most probable tokens that make up this probability; none: all"""
+
+
+class CheckpointSection(Section):
+    """Whole folders checkpoints/step-XXXXXXXX."""
+
+    every: Count = 1000
+    """steps between checkpoints; there is always one after the last step and when a run is told to stop"""
+    keep_last: Count = 3
+    """newest checkpoints to keep"""
+    keep_best: bool = True
+    """also save and keep the one with the lowest validation loss"""
+    asynchronous: bool | None = None
+    """write while training goes on, from a copy in the host's memory; none: unless the device is a CPU"""
+
+
+class DistributionSection(Section):
+    """How the processes that torchrun started share the work. One process needs none of it."""
+
+    mode: Literal["ddp", "fsdp", "zero1"] = "ddp"
+    """what a process has a part of, not all: nothing (ddp), the optimizer (zero1), weights too (fsdp)"""
+    tensor: Count = 1
+    """processes that divide each layer's heads and inner sizes among them; a divisor of the heads"""
+    context: Count = 1
+    """processes that divide each sequence among them, passing the delta rule's states on"""
+    timeout_minutes: Positive = 30.0
+    """a process that waits so long for another ends with a message"""
+
+
+class LogSection(Section):
+    """metrics.jsonl has a line a step whatever stands here."""
+
+    every: Count = 10
+    """steps between fetches of the losses from the device: each fetch waits for it"""
+    probes: bool = False
+    """measure sizes, gradients and updates inside the model at every evaluation, for `plot`"""
+    wandb: bool = False
+    """send metrics to Weights & Biases too"""
+    wandb_project: str = "delta-trn"
+    """project there"""
+    tensorboard: bool = False
+    """write TensorBoard events into the run's folder too"""
+
+
+class RunConfig(Section):
+    """Everything a run is. Recipes are functions that return one."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "run"
+    """what the run is called"""
+    out: str | None = None
+    """folder of the run; none: runs/NAME, or the first free runs/NAME-2, runs/NAME-3, ..."""
+    steps: Count = 1000
+    """optimizer steps"""
+    epochs: Positive | None = None
+    """passes over the training tokens, which then say how many steps there are; none: steps"""
+    seed: int = 42
+    """of initial weights and training batches"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    backend: str = "auto"
+    """who computes the delta rule: a name (`python -m backends` lists them), or auto: chosen by device"""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """of matrix products; weights are float32 always; auto: bf16 on accelerators, float32 on a CPU"""
+    parametrization: Literal["sp", "mup_original", "mup", "mup_authors", "mup_aligned"] = "mup"
+    """how initialization, multipliers and learning rates scale with width"""
+    compile: bool = False
+    """torch.compile the model"""
+    gradient_checkpointing: bool = False
+    """recompute activations in backward instead of keeping them"""
+    deterministic: bool = False
+    """refuse operations whose result varies from run to run"""
+    max_minutes: Positive | None = None
+    """stop with a checkpoint after so many minutes of training in this process; none: never"""
+    model: ModelSection = ModelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    batch: BatchSection = BatchSection()
+    data: DataSection = DataSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    sample: SampleSection = SampleSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+    distribution: DistributionSection = DistributionSection()
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "RunConfig":
+        micro, batch = self.batch.micro, self.batch.sequences
+        if micro is not None and batch % micro:
+            raise ValueError(f"batch.micro={micro} does not divide batch.sequences={batch}")
+        crops, size = self.evaluation.sequences, self.evaluation.batch
+        if size is not None and crops % size:
+            raise ValueError(f"evaluation.batch={size} does not divide evaluation.sequences={crops}")
+        m, d = self.model, self.distribution
+        if m.positions == "learned" and self.batch.length > m.max_position_embeddings:
+            raise ValueError(
+                f"batch.length={self.batch.length} is above "
+                f"model.max_position_embeddings={m.max_position_embeddings}"
+            )
+        if self.out is not None and "://" in self.out:
+            raise ValueError(
+                f"out={self.out}: a run's folder is on this machine; give out=DIR, and copy it when it has "
+                "ended, such as with aws s3 sync DIR s3://BUCKET"
+            )
+        alone = ("use_qk_rmsnorm", "use_k_shift", "use_v_shift", "using_groupnorm", "use_output_gate")
+        if d.tensor > 1 and m.attention_layers and (given := [name for name in alone if getattr(m, name)]):
+            raise ValueError(
+                f"model.{given[0]}=true is not divided among processes; leave distribution.tensor at 1"
+            )
+        if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
+            raise ValueError(
+                f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
+                "distribution.context at 1"
+            )
+        decay = self.schedule.decay_steps
+        if decay is not None and decay <= self.schedule.warmup:
+            raise ValueError(
+                f"schedule.decay_steps={decay} is not above schedule.warmup={self.schedule.warmup}"
+            )
+        return self
+
+    def fingerprint(self) -> str:
+        """16 hex digits of the keys that determine what is learned: equal fingerprints, the same curve."""
+        mathematics = {key: value for key, value in flatten(self) if not is_one_of(key, NOT_MATHEMATICS)}
+        return hashlib.sha256(json.dumps(mathematics, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# Keys and sections that change where, how fast and how visibly a run happens, not what it computes.
+NOT_MATHEMATICS = frozenset(
+    (
+        *("name", "out", "device", "backend", "compile", "gradient_checkpointing", "deterministic"),
+        *("max_minutes", "batch.micro", "data.folder", "evaluation", "sample", "checkpoint", "log"),
+        "distribution",
+    )
+)
+# What `resume` lets through. With other crops the validation losses of one run could not be compared.
+RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs"}) - {"name", "out"}
+NOT_RESUMABLE = frozenset(("evaluation.sequences", "evaluation.seed"))
+
+
+def is_one_of(key: str, keys: frozenset[str]) -> bool:
+    """Whether the key or one of its sections is listed."""
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in keys for n in range(1, len(parts) + 1))
+
+
+def may_change_on_resume(key: str) -> bool:
+    return is_one_of(key, RESUMABLE) and key not in NOT_RESUMABLE
+
+
+def flatten(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value as JSON has it) of every leaf, in order of declaration."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, list(value) if isinstance(value, tuple) else value
+
+
+def meaning(key: str) -> str:
+    """What a key is for."""
+    section: Any = RunConfig
+    *path, name = key.split(".")
+    for part in path:
+        section = section.model_fields[part].annotation
+    return section.model_fields[name].description or ""
+
+
+def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Key -> (saved, now) wherever two configurations differ."""
+    mine = dict(flatten(now))
+    return {key: (value, mine[key]) for key, value in flatten(saved) if mine[key] != value}
+
+
+def validated(tree: dict[str, Any], where: str = "") -> RunConfig:
+    """The configuration of a nested dictionary. ConfigError names every wrong key with its value."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(where + "; ".join(_explain(problem) for problem in error.errors())) from None
+
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "letters, digits, '.', '-' and '_'",
+}
+
+
+def _explain(problem: Any) -> str:
+    """One of pydantic's complaints as `key=value: expected ...`."""
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return message
+    key = ".".join(str(part) for part in problem["loc"] if not isinstance(part, int))
+    kind = problem["type"]
+    template = _EXPECTED.get(kind) or _EXPECTED.get(kind.split("_")[0])
+    if template:
+        return f"{key}={problem['input']}: expected {template.format(**problem.get('ctx', {}))}"
+    return f"{key}={problem['input']}: {message[0].lower()}{message[1:]}"

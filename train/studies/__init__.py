@@ -1,0 +1,1 @@
+"""Studies: coordinate checks, probes, sweeps, fits and throughput. Only commands import this package."""

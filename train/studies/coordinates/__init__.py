@@ -1,0 +1,1 @@
+"""Coordinate checks: how the size of every tensor's update changes with width."""

@@ -1,0 +1,1 @@
+"""Probes: what a model's mixers and residual streams do, measured during training."""

@@ -1,0 +1,159 @@
+"""probes.png from metrics.jsonl: what goes on inside a model over steps, of one run or of several widths.
+
+Of arXiv:2606.04048 these are the quantities of appendices C (SGD) and D (AdamW): sizes of q and k (C.1, D.1),
+the gradients of the block's input, q and k (C.2, D.2), beta, strong writes and the spread of W_a x and W_b x
+(C.3, D.3), and the cosine of q and k at nine places of the sequence (C.4, D.4), a panel for each run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from delta_trn.train.checkpoints.files import refusals
+from delta_trn.train.checkpoints.run_folder import RunFolder
+from delta_trn.train.settings.errors import RunFolderError
+from delta_trn.train.watch import metrics
+
+PANELS = (
+    ("k", "size of k before normalization"),
+    ("q", "size of q before normalization"),
+    ("v", "size of v"),
+    ("o", "size of S^T q"),
+    ("hidden", "size of the block's input"),
+    ("grad_q", "gradient of q, times width"),
+    ("grad_k", "gradient of k, times width"),
+    ("grad_hidden", "gradient of the block's input, times width"),
+    ("beta_mean", "mean of beta"),
+    ("beta_strong", "share of strong writes"),
+    ("alpha_mean", "mean of alpha"),
+    ("memory", "tokens that a head remembers"),
+    ("gate_decay_std", "spread of W_a x"),
+    ("gate_beta_std", "spread of W_b x"),
+    ("qk_mean", "mean cosine of q and k"),
+    ("Sk", "|S k| sqrt(K) / |S|, last"),
+)
+PLACES = (("qk", "cosine of q and k, by token"), ("Sk", "|S k| sqrt(K) / |S|, by token"))
+GROUP_PANELS = (("fraction", "last update over weight"), ("grad", "norm of the gradient"))
+TIMES_WIDTH = frozenset(("grad_q", "grad_k", "grad_hidden"))  # theory says 1/d: times d it is one curve
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The probes of one run: (step, name -> value) of every evaluation."""
+
+    label: str
+    width: int
+    series: tuple[tuple[int, dict[str, float]], ...]
+
+    def layers(self) -> list[str]:
+        """Names of the layers probed, first to last."""
+        names = {
+            key.split("/")[1] for _, values in self.series for key in values if key.startswith("layers/")
+        }
+        return sorted(names, key=int)
+
+    def over_steps(self, layer: str, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one layer's probe; of Sk the one at the latest token."""
+        if name == "Sk" and (places := self.places(layer, name)):
+            name = f"Sk/{places[-1]}"
+        key = f"layers/{layer}/{name}"
+        factor = self.width if name in TIMES_WIDTH else 1
+        found = [(step, values[key] * factor) for step, values in self.series if key in values]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def places(self, layer: str, name: str) -> list[int]:
+        """Tokens at which a layer's qk or Sk is measured."""
+        start = f"layers/{layer}/{name}/"
+        keys = {key for _, values in self.series for key in values if key.startswith(start)}
+        return sorted(int(key.removeprefix(start)) for key in keys)
+
+
+def probed(folder: RunFolder) -> Probed | None:
+    """The probes of a run; None if it has none."""
+    config, _ = folder.read()
+    lines = metrics.read(folder.metrics.path)
+    series = tuple((line["step"], line["probes"]) for line in lines if line.get("probes"))
+    if not series:
+        return None
+    return Probed(f"{folder.path.resolve().name} (d = {config.model.width})", config.model.width, series)
+
+
+def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
+    """One panel a probe: with one run a line a layer, with several a line a run, of its middle layer.
+
+    Raises RunFolderError if there is no run, or nothing of a token mixer to draw.
+    """
+    if not runs or not any(run.layers() for run in runs):
+        raise RunFolderError("there are no probes to draw; train with log.probes=true")
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    alone = runs[0] if len(runs) == 1 else None
+    # (label, run, layer)
+    if alone is not None:
+        lines = [(f"layer {layer}", alone, layer) for layer in alone.layers()]
+    else:
+        ordered = sorted(runs, key=lambda run: run.width)
+        lines = [(r.label, r, layers[len(layers) // 2]) for r in ordered if (layers := r.layers())]
+    middle = lines if alone is None else [lines[len(lines) // 2]]
+    by_place = [(line, name, title) for line in middle for name, title in PLACES]
+    columns, count = 4, len(PANELS) + len(GROUP_PANELS) + len(by_place)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(3.2 * columns, 2.3 * rows), dpi=110)
+    FigureCanvasAgg(figure)
+    figure.subplots_adjust(left=0.04, right=0.99, bottom=0.03, top=0.97, wspace=0.22, hspace=0.35)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
+    for axes, (name, title) in zip(panels, PANELS, strict=False):
+        for i, (label, run, layer) in enumerate(lines):
+            color = colormaps["viridis"](0.85 * i / max(len(lines) - 1, 1))
+            steps, values = run.over_steps(layer, name)
+            axes.plot(steps, values, color=color, linewidth=1.3, marker=".", markersize=3, label=label)
+        _dress(axes, title)
+    after = panels[len(PANELS) + len(GROUP_PANELS) :]
+    for axes, ((label, run, layer), name, title) in zip(after, by_place, strict=False):
+        _places(axes, run, layer, name)
+        _dress(axes, f"{title}, {label}")
+        axes.legend(fontsize=5, frameon=False, ncols=3)
+    for axes, (name, title) in zip(panels[len(PANELS) :], GROUP_PANELS, strict=False):
+        _groups(axes, lines[-1][1], name)
+        _dress(axes, title if alone is not None else f"{title}, {lines[-1][0]}")
+        axes.set_yscale("log")
+        axes.legend(fontsize=5, frameon=False, ncols=2)
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    panels[0].legend(fontsize=6, frameon=False)
+    beside = path.with_name(f".{path.name}")
+    with refusals(path, "everything else of the run is whole: free some space and plot again"):
+        figure.savefig(beside, format="png")
+        beside.replace(path)
+    return path
+
+
+def _places(axes: Any, run: Probed, layer: str, name: str) -> None:
+    from matplotlib import colormaps
+
+    places = run.places(layer, name)
+    for i, place in enumerate(places):
+        steps, values = run.over_steps(layer, f"{name}/{place}")
+        color = colormaps["viridis"](0.85 * i / max(len(places) - 1, 1))
+        axes.plot(steps, values, color=color, linewidth=1.1, marker=".", markersize=3, label=f"t = {place}")
+
+
+def _groups(axes: Any, run: Probed, name: str) -> None:
+    groups = sorted(
+        {key.split("/")[1] for _, values in run.series for key in values if key.startswith("groups/")}
+    )
+    for group in groups:
+        key = f"groups/{group}/{name}"
+        found = [(step, values[key]) for step, values in run.series if values.get(key)]
+        axes.plot([s for s, _ in found], [v for _, v in found], linewidth=1.1, label=group)
+
+
+def _dress(axes: Any, title: str) -> None:
+    axes.set_title(title, fontsize=7, loc="left", fontweight="bold")
+    axes.tick_params(labelsize=6)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

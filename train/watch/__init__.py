@@ -1,0 +1,1 @@
+"""Watching a run: metrics, trackers, progress, the summary and the loss plot."""

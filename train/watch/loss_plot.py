@@ -1,0 +1,103 @@
+"""loss.png from a run's files, and from nothing else."""
+
+import json
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from delta_trn.train.checkpoints.files import refusals
+from delta_trn.train.checkpoints.run_folder import RunFolder
+from delta_trn.train.settings.errors import RunFolderError
+from delta_trn.train.watch import metrics
+
+TRAIN, VAL, GRAY = "#3b6fb6", "#c8553d", "#6b7280"
+BASELINES = {
+    "unigram": "token frequencies",
+    "zlib": "zlib",
+    "lzma": "lzma",
+    "lzma_primed": "lzma after the training text",
+}
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Mean over the `window` values around each; near the ends over those that are there.
+
+    Centred: an exponential mean is late, and would show training worse than it is wherever it falls fast.
+    """
+    sums = [0.0, *accumulate(values)]
+    half, n = window // 2, len(values)
+    edges = [(max(i - half, 0), min(i + half + 1, n)) for i in range(n)]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in edges]
+
+
+def spread(levels: Sequence[float], gap: float) -> list[float]:
+    """Places at least `gap` apart, as near to the ascending levels as going upwards allows."""
+    places: list[float] = []
+    for level in levels:
+        places.append(max(level, places[-1] + gap) if places else level)
+    return places
+
+
+def plot_loss(folder: RunFolder) -> Path:
+    """Draw training and validation loss over steps, and what the baselines pay as dashed lines.
+
+    Raises RunFolderError where there is no metrics.jsonl with a training step.
+    """
+    lines = list(metrics.read(folder.metrics.path))
+    train = [line for line in lines if line["split"] == "train"]
+    if not train:
+        raise RunFolderError(f"{folder.metrics.path} has no training step yet; train first")
+    val = [line for line in lines if line["split"] == "val"]
+    costs = json.loads(folder.baselines_path.read_text()) if folder.baselines_path.exists() else {}
+    figure = _figure(folder.path.resolve().name, train, val, costs)
+    beside = folder.plot_path.with_name(".loss.png")
+    with refusals(folder.plot_path, "everything else of the run is whole: free some space and plot again"):
+        figure.savefig(beside, format="png")
+        beside.replace(folder.plot_path)
+    return folder.plot_path
+
+
+def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dict[str, float]]) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, losses = [line["step"] for line in train], [line["loss"] for line in train]
+    end = steps[-1]
+    axes.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smoothed(losses, len(losses) // 40), color=TRAIN, linewidth=1.6, label="training")
+    if val:
+        at, loss = [line["step"] for line in val], [line["loss"] for line in val]
+        label = f"validation, {loss[-1]:.3f} at the end"
+        axes.plot(at, loss, color=VAL, linewidth=1.6, marker="o", markersize=4, label=label, clip_on=False)
+    known = sorted(
+        (costs[name]["nats_per_token"], words) for name, words in BASELINES.items() if name in costs
+    )
+    lowest = min(losses + [line["loss"] for line in val] + [level for level, _ in known])
+    highest = max(losses + [level for level, _ in known])
+    bottom = max(0.0, lowest - 0.08 * (highest - lowest))
+    top = highest + 0.03 * (highest - bottom)
+    places = spread([level for level, _ in known], 0.045 * (top - bottom))
+    for (level, words), place in zip(known, places, strict=True):
+        axes.axhline(level, color=GRAY, linewidth=0.9, linestyle=(0, (5, 4)), zorder=1)
+        axes.annotate(
+            f"{words} {level:.2f}",
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            color=GRAY,
+            fontsize=8,
+        )
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel(f"steps of {train[-1]['tokens'] // end:,} tokens")
+    axes.set_ylabel("loss, nats a token")
+    axes.set_xlim(0, end)
+    axes.set_ylim(bottom, top)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    return figure

@@ -1,0 +1,107 @@
+"""metrics.jsonl: one object a line, a line for each step and each evaluation.
+
+    every line     step, split ("train" or "val"), loss in nats a token, tokens trained on so far, seconds
+    train          lr before per-parameter factors, grad_norm before clipping, tokens_per_s
+    val            perplexity, bits_per_byte; with log.probes also probes, by the names in probes.py
+
+All but MEASURED repeats bit for bit when a run is repeated, or killed and resumed, on a CPU.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from delta_trn.train.checkpoints.files import refusals
+
+MEASURED = frozenset(("seconds", "tokens_per_s", "memory"))
+"""Fields that a clock or the operating system gave: different every time."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measurement. None where the split has no such number."""
+
+    step: int
+    split: Literal["train", "val"]
+    loss: float
+    tokens: int
+    seconds: float
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_s: float | None = None
+    memory: int | None = None
+    perplexity: float | None = None
+    bits_per_byte: float | None = None
+    probes: dict[str, float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict()) + "\n"
+
+
+class MetricsFile:
+    """Appends lines. What a kill left half-written is cut off by `truncate_after`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = None
+
+    def append(self, lines: Iterable[Line]) -> None:
+        """Write lines at once; after a kill of this process they are in the file."""
+        safe = "the checkpoints are whole: free some space and resume the run"
+        with refusals(self.path, safe):
+            if self._file is None:
+                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
+            self._file.write("".join(line.to_json() for line in lines))
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Have every line on the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def truncate_after(self, step: int) -> None:
+        """Cut the file before the first line that is not whole, or is of a later step."""
+        self.close()
+        if not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        end = 0
+        for raw in content.splitlines(keepends=True):
+            line = _parsed(raw)
+            if line is None or line["step"] > step:
+                break
+            end += len(raw)
+        if end < len(content):
+            os.truncate(self.path, end)  # needs no space, and leaves what is kept untouched
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a metrics.jsonl; a last one that a kill cut short is left out."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for raw in file:
+            line = _parsed(raw)
+            if line is not None:
+                yield line
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) and "split" in line else None

@@ -1,0 +1,158 @@
+"""What is printed before a run, and after it."""
+
+import math
+import shlex
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from delta_trn.backends import machine as platform
+from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_windows, windows_at_once
+from delta_trn.train.run.setup import Run
+from delta_trn.train.run.step import loss_function
+from delta_trn.train.settings.schema import RunConfig
+from delta_trn.train.watch import metrics
+from delta_trn.train.watch.display import duration
+
+BASELINES = {
+    "lzma_primed": "lzma, after training text",
+    "lzma": "lzma",
+    "zlib": "zlib",
+    "unigram": "token frequencies",
+    "uniform": "all tokens alike",
+}
+
+
+def opening(run: Run, asked_backend: str) -> list[str]:
+    """What is about to happen, a line each."""
+    c, meta = run.config, run.dataset.meta
+    parameters = list(run.model.parameters())
+    total = sum(p.numel() for p in parameters)
+    embedding = (c.model.vocab_size or 0) * c.model.width * (1 if c.model.tie_word_embeddings else 2)
+    per_step = c.batch.sequences * c.batch.length
+    passes = per_step * c.steps / run.dataset.split("train").tokens
+    o, s = c.optimizer, c.schedule
+    mine = c.batch.sequences // run.team.data_world
+    micro = min(c.batch.micro or mine, mine)
+    accumulation = f" in {mine // micro} parts" if micro < mine else ""
+    ratio = c.model.width / c.model.base_width
+    lines = [
+        f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
+        f"data       {meta.name}: {run.dataset.split('train').tokens:,} training tokens, "
+        f"{run.dataset.split('val').tokens:,} held out; {meta.tokenizer.kind}, {c.model.vocab_size:,} rows",
+        f"model      Gated DeltaNet, {c.model.layers} layers, width {c.model.width} ({ratio:g} x base), "
+        f"{total:,} parameters, {embedding:,} of them for the vocabulary",
+        f"training   {c.steps:,} steps of {c.batch.sequences} x {c.batch.length} tokens{accumulation}: "
+        f"{per_step * c.steps:,} tokens, {passes:.2g} passes",
+        f"optimizer  {o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}, {c.parametrization}",
+        f"device     {c.device} ({_device(run)}), {c.precision}; delta rule by {c.backend}"
+        + (", chosen by device" if asked_backend == "auto" else ", as asked"),
+    ]
+    if run.team.world > 1:
+        d = c.distribution
+        split = "".join(
+            f", {name} {n}" for name, n in (("tensor", d.tensor), ("context", d.context)) if n > 1
+        )
+        lines.append(f"processes  {run.team.world}, {d.mode}{split}")
+    if s.warmup >= c.steps:
+        lines.append(f"note       warmup of {s.warmup} steps is not over when the run ends after {c.steps}")
+    return lines
+
+
+def _device(run: Run) -> str:
+    name = platform.describe(run.device)
+    return f"{name}, {platform.threads()} threads" if run.device.type == "cpu" else name
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has come to: cost of `held_out` tokens after training on `tokens`."""
+
+    step: int
+    tokens: int
+    seconds: float
+    held_out: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+
+
+def result(run: Run) -> Result | None:
+    """Loss on held-out text: of a finished run on final_tokens in order, else the last one on the crops.
+
+    None before the first evaluation.
+    """
+    config, state = run.config, run.state
+    last = [line for line in metrics.read(run.folder.metrics.path) if line["split"] == "val"]
+    if not last:
+        return None
+    crops = config.evaluation.sequences * config.batch.length
+    at, loss, tokens = last[-1]["step"], last[-1]["loss"], crops
+    if config.evaluation.final_tokens and state.step == config.steps:
+        found = _in_order(run)
+        at, loss, tokens = state.step, found.loss, found.tokens
+    return Result(
+        step=at,
+        tokens=last[-1]["tokens"],
+        seconds=round(last[-1]["seconds"], 3),
+        held_out=tokens,
+        loss=loss,
+        perplexity=Evaluation(loss, tokens).perplexity,
+        bits_per_byte=run.dataset.bits_per_byte(loss),
+    )
+
+
+def _in_order(run: Run) -> Evaluation:
+    config = run.config
+    windows = held_out_windows(
+        run.dataset,
+        tokens=config.evaluation.final_tokens,
+        sequence=config.batch.length,
+        batch=windows_at_once(config),
+    )
+    run.model.eval()
+    # one pass over a few shapes: compiling would take longer
+    loss = loss_function(run.parallel, config.model_copy(update={"compile": False}), run.device)
+    return evaluate(loss, windows, run.device, run.team)
+
+
+def closing(
+    run: Run, found: Result | None, costs: dict[str, dict[str, float]], console: Console, plot: str | None
+) -> None:
+    """The result beside the baselines, a sample, the picture, and how to go on."""
+    if found is not None:
+        console.print(_table(run.config, found, costs))
+    if sample := run.folder.last_sample().strip("\n"):
+        console.print("sample", style="bold")
+        console.print(sample, markup=False)
+        console.print()
+    if plot:
+        console.print(f"curve      {plot}", markup=False)
+    where = shlex.quote(str(run.folder.path))
+    prompt = shlex.quote(run.config.sample.prompt or "The")
+    finished = run.state.step >= run.config.steps
+    more = f" steps={2 * run.config.steps}" if finished else ""
+    console.print(f"continue   python -m train resume {where}{more}", markup=False)
+    if run.folder.checkpoints.steps():
+        console.print(f"generate   python -m train generate {where} --prompt {prompt}", markup=False)
+
+
+def _table(config: RunConfig, found: Result, costs: dict[str, dict[str, float]]) -> Table:
+    trained = f"{found.tokens:,} tokens in {duration(found.seconds)}"
+    title = f"{found.held_out:,} held-out tokens after step {found.step} ({trained})"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in ("nats/token", "perplexity", "bits/byte"):
+        table.add_column(heading, justify="right")
+    rows = [
+        (costs[name]["nats_per_token"], costs[name]["bits_per_byte"], words)
+        for name, words in BASELINES.items()
+        if name in costs
+    ]
+    mine = (found.loss, found.bits_per_byte, f"this model ({config.name})")
+    for row in sorted([*rows, mine], reverse=True):
+        loss, bits, words = row
+        style = "bold" if row is mine else None
+        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{bits:.4f}", style=style)
+    return table
