@@ -1,8 +1,8 @@
 """Registers the models with transformers, without importing transformers for it.
 
-`AutoModelForCausalLM` must know our models once `delta_trn` is imported, but a kernel package or the simulator
-must load without torch and transformers. So the registration waits for transformers' own module of model names:
-if it is loaded already, the models are registered at once; otherwise when it is loaded.
+`AutoModelForCausalLM` must know our models once `delta_trn` is imported, but a kernel package or the
+simulator must load without torch and transformers. So the registration waits for transformers' module of
+model names. If it is loaded already, the models are registered at once; otherwise as soon as it is.
 """
 
 import sys

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_trn.backends import BackendRefusal, checking, delta_residual
+from delta_trn.backends import BackendRefusal, checking
 from delta_trn.backends.delta_residual import OPERATOR, delta_residual
 from delta_trn.backends.parity import judge
 from delta_trn.backends.parity import residual_cases as depth_cases

@@ -1,4 +1,4 @@
-"""The shape of the tree: imports point one way and never in a circle, kernels are leaves, files and folders are short."""
+"""The shape of the tree: imports point one way, never in a circle; kernels are leaves; files are short."""
 
 import ast
 import subprocess
@@ -74,7 +74,7 @@ OURS = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in MAY_IMPOR
 def imports(source: str) -> Iterator[tuple[int, str]]:
     """Line and module of every absolute import, wherever it stands, import_module("...") included.
 
-    `from package import name` gives `package.name`: whether the name is a module is for the caller to find out.
+    `from package import name` gives `package.name`; the caller finds out whether that is a module.
     """
     for node in ast.walk(ast.parse(source)):
         match node:

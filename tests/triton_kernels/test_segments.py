@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends import gated_delta_rule
-from delta_trn.backends.gated_delta_rule import triton_adapter
+from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     chunk_tables,
     segment_tables,
@@ -220,9 +220,7 @@ H200 = 132
     ],
 )
 def test_auto_cuts_only_where_most_of_the_device_would_idle(T, HV, sequences, cut, monkeypatch):
-    monkeypatch.setattr(
-        "delta_trn.backends.gated_delta_rule.triton_time_adapter._processors", lambda device: H200
-    )
+    monkeypatch.setattr(triton_time_adapter, "_processors", lambda device: H200)
     q = torch.empty(sequences, T, 1, 128, dtype=torch.bfloat16, device="meta")
     row = config(128, 128, itemsize=2)
     found = segment_tables(chunk_tables(q, None, row.C), HV, 128, 128, row, q.device)
