@@ -87,10 +87,6 @@ def _is_expected(error: Exception) -> bool:
     """Whether the message says all there is to say, so that a traceback would only hide it."""
     if isinstance(error, TrainError):
         return True
-    from delta_trn.train.data.errors import DataError
-
-    if isinstance(error, DataError):
-        return True
     from delta_trn.backends import BackendRefusal
 
     return isinstance(error, BackendRefusal)

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from delta_trn.train.data.dataset import TokenDataset, open_dataset
 from delta_trn.train.data.entropies import baselines, documents
-from delta_trn.train.data.errors import DataError
 from delta_trn.train.data.preparation import prepare
+from delta_trn.train.settings.errors import TrainError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
-    except DataError as error:
+    except TrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -63,6 +63,7 @@ def drive(run: "Run", asked_backend: str) -> int:
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import held_out_costs
     from delta_trn.train.settings.errors import TrainError
+    from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import Display, console
     from delta_trn.train.watch.loss_plot import plot_loss
     from delta_trn.train.watch.summary import closing, opening, result
@@ -75,7 +76,7 @@ def drive(run: "Run", asked_backend: str) -> int:
     with out.status("measuring what zlib and lzma make of the held-out text"):
         costs = held_out_costs(run)
     with Display(run.config.steps, run.state.step, show=leads) as display:
-        outcome = train(run, display)
+        outcome = train(run, display, observers(run))
     if outcome.stopped:
         why = f"stopped by {outcome.stopped} after step {outcome.step}; its checkpoint is written"
         out.print(why, markup=False)

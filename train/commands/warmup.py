@@ -64,7 +64,7 @@ def _configuration(name: str) -> RunConfig:
 def _list(config: RunConfig, world: int) -> int:
     """Print the graphs without loading data or a model."""
     from delta_trn.train.neuron.graphs import Sizes, graphs
-    from delta_trn.train.parallel.team import require_divisible
+    from delta_trn.train.parallel.layout import require_divisible
 
     require_divisible(config, world)
     xla = _device_type(config.device) == "xla"
@@ -110,6 +110,7 @@ def _warm(config: RunConfig) -> int:
     from delta_trn.train.neuron.manifest import place, record
     from delta_trn.train.neuron.notice import caches, compiles
     from delta_trn.train.run.setup import begun
+    from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import console, leads
 
     out = console(quiet=not leads())
@@ -120,7 +121,7 @@ def _warm(config: RunConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="delta-trn-warmup-") as folder:
         given = config.model_copy(update={"out": str(Path(folder) / "run")})
         with begun(given, tell) as run:
-            found = compile_all(run, tell)
+            found = compile_all(run, tell, observers(run))
             kept = caches(run.config, run.device)
             if not compiles(run.config, run.device):
                 tell(f"nothing to compile: on {run.device} operators run one by one unless compile=true")

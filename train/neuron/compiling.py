@@ -2,21 +2,20 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from delta_trn.backends import machine as platform
-from delta_trn.train.data import evaluation_batches
-from delta_trn.train.neuron.graphs import Sizes, crops, graphs, tail
+from delta_trn.train.neuron.graphs import Sizes, graphs, tail
 from delta_trn.train.neuron.manifest import Compiled
 from delta_trn.train.neuron.notice import caches
-from delta_trn.train.run.evaluate import evaluate, held_out_windows
+from delta_trn.train.run.evaluate import evaluate, held_out_crops, held_out_windows
+from delta_trn.train.run.loop import Observer
 from delta_trn.train.run.sample import Sampling, continue_text
 from delta_trn.train.run.schedule import learning_rate
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import TrainingStep, loss_function
-from delta_trn.train.studies.probes.mixer import Probes
 
 Tell = Callable[[str], None]
 # From the third step on nothing new is compiled: AdamW's memory is there from the second on, and a rate of 0
@@ -28,9 +27,9 @@ BATCHES = 2
 TOKENS = 3
 
 
-def compile_all(run: Run, tell: Tell) -> list[Compiled]:
+def compile_all(run: Run, tell: Tell, observers: Sequence[Observer] = ()) -> list[Compiled]:
     """Every graph in the order of the run. The run's weights move; it is not to be continued."""
-    work, found = _work(run), []
+    work, found = _work(run, observers), []
     kept = caches(run.config, run.device)
     for graph in graphs(run.config, world=run.team.world, xla=run.device.type == "xla", sizes=sizes(run)):
         before, count = [cache.keys() for cache in kept], _programs(run)
@@ -56,11 +55,10 @@ def _programs(run: Run) -> int:
     return platform.compilations() if run.device.type == "xla" else 0
 
 
-def _work(run: Run) -> dict[str, Callable[[], None]]:
+def _work(run: Run, observers: Sequence[Observer]) -> dict[str, Callable[[], None]]:
     """What to do for each graph, by its name."""
     c, device = run.config, run.device
-    mine = c.batch.sequences // run.team.data_world
-    micro = min(c.batch.micro or mine, mine)
+    micro = run.layout.micro
     loss = loss_function(run.parallel, c, device)
     plain = loss_function(run.parallel, c.model_copy(update={"compile": False}), device)
     step = TrainingStep(
@@ -76,21 +74,15 @@ def _work(run: Run) -> dict[str, Callable[[], None]]:
         evaluate(with_loss, batches, device, run.team)
         run.model.train()
 
-    def drawn() -> list[tuple[Tensor, Tensor]]:
-        size = crops(c, micro)
-        count = min(c.evaluation.sequences // size, BATCHES)
-        seed, length = c.evaluation.seed, c.batch.length
-        return evaluation_batches(run.dataset, batch=size, sequence=length, batches=count, seed=seed)
-
     def held_out() -> None:
-        measure(loss, drawn())
+        measure(loss, held_out_crops(c, run.dataset, micro, at_most=BATCHES))
 
     def probe() -> None:
-        by_itself = loss_function(run.model, c.model_copy(update={"compile": False}), device)
-        probes = Probes(run.model, run.optimizer, by_itself, drawn()[0], device)
-        probes.before_step()
+        for observer in observers:
+            observer.before_step(c.steps)  # an evaluation always follows the last step
         train()
-        probes.measure()
+        for observer in observers:
+            observer.after_evaluation()
 
     def generate() -> None:
         s = c.sample

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from delta_trn.train.parallel.layout import layout_of
+from delta_trn.train.run.evaluate import crops_at_once, windows_at_once
 from delta_trn.train.settings.schema import RunConfig
 
 
@@ -42,19 +44,18 @@ def graphs(config: RunConfig, *, world: int, xla: bool, sizes: Sizes) -> list[Gr
     micro-batch is the graph, however many follow. A step's first graph differs on XLA: the optimizer has no
     memory yet, and a learning rate of 0 is a constant.
     """
-    b, d = config.batch, config.distribution
-    mine = b.sequences // (world // (d.tensor * d.context))
-    micro = min(b.micro or mine, mine)
-    length = b.length // d.context
+    layout = layout_of(config, world)
+    micro, length = layout.micro, layout.length
+    step = ((layout.sequences, config.batch.length),) * 2
     found = []
     if xla:
-        parts = mine // micro
+        parts = layout.micro_batches
         note = f"{parts} micro-batches of {micro} in it" if parts > 1 else ""
-        found.append(Graph("first step", ((mine, b.length),) * 2, "the optimizer's memory is made in it"))
-        found.append(Graph("step", ((mine, b.length),) * 2, note))
+        found.append(Graph("first step", step, "the optimizer's memory is made in it"))
+        found.append(Graph("step", step, note))
     else:
         found.append(Graph("step", ((micro, length),) * 2, "forward and backward"))
-    crop = ((crops(config, micro), length),) * 2
+    crop = ((crops_at_once(config, micro), length),) * 2
     found.append(Graph("evaluate", crop))
     if config.log.probes:
         found.append(Graph("probes", crop, "with small ones: numbers are read one after another"))
@@ -66,17 +67,8 @@ def graphs(config: RunConfig, *, world: int, xla: bool, sizes: Sizes) -> list[Gr
     return found
 
 
-def crops(config: RunConfig, micro: int) -> int:
-    """Held-out crops in one forward pass."""
-    from delta_trn.train.run.evaluate import crops_at_once
-
-    return config.evaluation.batch or crops_at_once(config.evaluation.sequences, micro)
-
-
 def tail(config: RunConfig, held_out: int | None) -> list[tuple[str, int | None]]:
     """Rows of the batches that read held-out text in order after the last step: whole ones, and the rest."""
-    from delta_trn.train.run.evaluate import windows_at_once
-
     e, length = config.evaluation, config.batch.length
     if not e.final_tokens:
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from delta_trn.train.parallel.layout import micro_batch
 from delta_trn.train.settings.schema import RunConfig
 
 
@@ -153,7 +154,7 @@ def _row(config: RunConfig, size: Size, worker: Worker, n: int) -> Row:
     mode, batch = config.distribution.mode, config.batch
     used = min(n, batch.sequences)
     mine = -(-batch.sequences // n)
-    micro = min(batch.micro or mine, mine)
+    micro = micro_batch(batch, mine)
     flops = step_flops(size, mine * batch.length)
     sent = collective_bytes(size, mode, n, -(-mine // micro))
     state, activations = state_bytes(size, mode, n), activation_bytes(size, config, micro)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from delta_trn.backends import machine as platform
 from delta_trn.train.parallel.rendezvous import join
-from delta_trn.train.settings.errors import ConfigError, ProcessLost
+from delta_trn.train.settings.errors import ProcessLost
 from delta_trn.train.settings.schema import RunConfig
 
 T = TypeVar("T")
@@ -188,51 +188,3 @@ def _hosts(timeout: timedelta) -> ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, ProcessGroup)  # the other is for those left out
     return group
-
-
-def require_divisible(config: RunConfig, world: int) -> None:
-    """ConfigError unless `world` processes can share this run, naming what does not divide what."""
-    d, m, b = config.distribution, config.model, config.batch
-    group = d.tensor * d.context
-    if world % group:
-        raise ConfigError(
-            f"distribution.tensor={d.tensor} x distribution.context={d.context} does not divide {world} "
-            f"processes; start a multiple of {group} with torchrun --nproc_per_node, or change them"
-        )
-    shares = world // group
-    if b.sequences % shares:
-        raise ConfigError(
-            f"batch.sequences={b.sequences} cannot be shared by {shares} data-parallel processes; give a "
-            f"multiple of {shares}"
-        )
-    mine = b.sequences // shares
-    if mine % min(b.micro or mine, mine):
-        raise ConfigError(
-            f"batch.micro={b.micro} does not divide the {mine} sequences that each of {shares} "
-            "data-parallel processes has in a step; give a divisor"
-        )
-    if b.length % d.context:
-        raise ConfigError(
-            f"distribution.context={d.context} does not divide batch.length={b.length}; give a divisor"
-        )
-    if d.context > 1 and b.length // d.context < m.conv_size:
-        raise ConfigError(
-            f"distribution.context={d.context} leaves {b.length // d.context} tokens to a process, and a "
-            f"convolution of {m.conv_size} taps reaches further than one neighbor; lower it"
-        )
-    if d.context > 1 and m.attention_layers:
-        raise ConfigError(
-            "distribution.context divides sequences at states, which softmax attention does not have; set "
-            "model.attention_layers= to none, or distribution.context=1"
-        )
-    for name, heads in (("model.heads", m.heads), ("model.v_heads", m.v_heads or m.heads)):
-        if heads % d.tensor:
-            raise ConfigError(
-                f"distribution.tensor={d.tensor} does not divide {name}={heads}: every process has whole "
-                "heads; give a divisor"
-            )
-    if d.tensor > 1 and shares * d.context > 1 and d.mode != "fsdp":
-        raise ConfigError(
-            f"distribution.mode={d.mode} does not go with distribution.tensor={d.tensor} on {world} "
-            f"processes; use distribution.mode=fsdp, or distribution.tensor={world}"
-        )

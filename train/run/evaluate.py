@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import machine as platform
-from delta_trn.train.data import TokenDataset, make_loader
+from delta_trn.train.data import TokenDataset, evaluation_batches, make_loader
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.schema import RunConfig
 
@@ -59,9 +59,26 @@ def held_out_windows(
         yield torch.cat([inputs for inputs, _ in pairs]), torch.cat([targets for _, targets in pairs])
 
 
-def crops_at_once(sequences: int, limit: int) -> int:
-    """The largest divisor of `sequences` that is at most `limit`."""
-    return max(n for n in range(1, min(sequences, limit) + 1) if sequences % n == 0)
+def is_due(config: RunConfig, step: int) -> bool:
+    """Whether an evaluation follows this step."""
+    return step % config.evaluation.every == 0 or step == config.steps
+
+
+def held_out_crops(
+    config: RunConfig, dataset: TokenDataset, micro: int, *, at_most: int | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """The fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
+    e, size = config.evaluation, crops_at_once(config, micro)
+    batches = evaluation_batches(
+        dataset, batch=size, sequence=config.batch.length, batches=e.sequences // size, seed=e.seed
+    )
+    return batches[:at_most]
+
+
+def crops_at_once(config: RunConfig, micro: int) -> int:
+    """Crops in one forward pass: evaluation.batch, or their largest divisor that is at most `micro`."""
+    e = config.evaluation
+    return e.batch or max(n for n in range(1, min(e.sequences, micro) + 1) if e.sequences % n == 0)
 
 
 def windows_at_once(config: RunConfig) -> int:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,15 +12,13 @@ from torch import Tensor
 from delta_trn.backends import machine as platform
 from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.checkpoints.saver import Saving
-from delta_trn.train.data import evaluation_batches
-from delta_trn.train.run.evaluate import Evaluation, crops_at_once, evaluate
+from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_crops, is_due
 from delta_trn.train.run.sample import Sampling, continue_text
 from delta_trn.train.run.schedule import learning_rate
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.run.stopping import StopRequest
 from delta_trn.train.settings.errors import Diverged, OutOfMemory
-from delta_trn.train.studies.probes.mixer import Probes
 from delta_trn.train.watch.display import Display
 from delta_trn.train.watch.metrics import Line
 from delta_trn.train.watch.trackers import open_trackers
@@ -47,14 +46,25 @@ class _Pending:
     norm: Tensor
 
 
-def train(run: Run, display: Display) -> Outcome:
+class Observer(Protocol):
+    """Looks into a model while it trains, and changes nothing."""
+
+    def before_step(self, step: int) -> None:
+        """Called before each step, with the number that the step will have."""
+
+    def after_evaluation(self) -> dict[str, float]:
+        """Called after each evaluation. Returns what the line in metrics.jsonl is to have, by name."""
+        ...
+
+
+def train(run: Run, display: Display, observers: Sequence[Observer] = ()) -> Outcome:
     """Train from where the run stands to its last step, or until asked to stop; then there is a checkpoint.
 
     Raises Diverged when a loss or a gradient is not finite, DiskFull when something cannot be written; the
     checkpoints from before stay as they are.
     """
     with StopRequest(run.config.max_minutes) as stop:
-        loop = _Loop(run, display)
+        loop = _Loop(run, display, observers)
         try:
             return loop.until_the_end(stop)
         except torch.OutOfMemoryError as error:
@@ -68,34 +78,21 @@ def train(run: Run, display: Display) -> Outcome:
 
 
 class _Loop:
-    def __init__(self, run: Run, display: Display):
-        self.run, self.display = run, display
+    def __init__(self, run: Run, display: Display, observers: Sequence[Observer]):
+        self.run, self.display, self.observers = run, display, observers
         c = run.config
-        mine = c.batch.sequences // run.team.data_world
-        micro = min(c.batch.micro or mine, mine)
         self.loss = loss_function(run.parallel, c, run.device)
         self.step = TrainingStep(
             self.loss,
             run.optimizer,
             device=run.device,
-            micro=micro,
+            micro=run.layout.micro,
             clip=c.optimizer.clip,
             parallel=run.parallel,
         )
-        crops = c.evaluation.batch or crops_at_once(c.evaluation.sequences, micro)
-        self.crops = evaluation_batches(
-            run.dataset,
-            batch=crops,
-            sequence=c.batch.length,
-            batches=c.evaluation.sequences // crops,
-            seed=c.evaluation.seed,
-        )
+        self.crops = held_out_crops(c, run.dataset, run.layout.micro)
         leads = run.team.leads
         self.trackers = open_trackers(c, run.origin, run.folder, run.state.step) if leads else []
-        self.probes: Probes | None = None
-        if c.log.probes:
-            plain = loss_function(run.model, c.model_copy(update={"compile": False}), run.device)
-            self.probes = Probes(run.model, run.optimizer, plain, self.crops[0], run.device)
         given = c.checkpoint.asynchronous
         self.saving = Saving(run.device.type != "cpu" if given is None else given)
         self.pending: list[_Pending] = []
@@ -108,7 +105,7 @@ class _Loop:
             self._one_step()
             at = state.step
             last, reason = at == c.steps, self._reason(stop)
-            evaluating = at % c.evaluation.every == 0 or last
+            evaluating = is_due(c, at)
             saving = at % c.checkpoint.every == 0 or last or reason is not None
             if evaluating or saving or at % c.log.every == 0:
                 # before anything is saved: a loss that is not finite must not get into a checkpoint
@@ -154,11 +151,8 @@ class _Loop:
         state = self.run.state
         inputs, targets = self.run.loader.next_batch()
         lr = learning_rate(self.run.config, state.step)
-        following = state.step + 1
-        if self.probes and (
-            following % self.run.config.evaluation.every == 0 or following == self.run.config.steps
-        ):
-            self.probes.before_step()
+        for observer in self.observers:
+            observer.before_step(state.step + 1)
         loss, norm = self.step(inputs, targets, lr)
         state.step += 1
         state.tokens += self._tokens_in_a_step()
@@ -216,7 +210,7 @@ class _Loop:
                     perplexity=found.perplexity,
                     bits_per_byte=bits,
                     memory=platform.peak_memory(run.device),
-                    probes=self.probes.measure() if self.probes else None,
+                    probes=self._observations(),
                 )
             ]
         )
@@ -226,6 +220,13 @@ class _Loop:
         self._tell_evaluation(found, bits, better)
         self._sample()
         return better and run.config.checkpoint.keep_best
+
+    def _observations(self) -> dict[str, float] | None:
+        """Returns what all observers have seen; None where there are none."""
+        values: dict[str, float] = {}
+        for observer in self.observers:
+            values |= observer.after_evaluation()
+        return values or None
 
     def _tell_evaluation(self, found: Evaluation, bits: float, better: bool) -> None:
         self.display.tell(

@@ -27,8 +27,9 @@ from delta_trn.train.data import (
     open_dataset,
     prepare,
 )
+from delta_trn.train.parallel.layout import Layout, layout_of, require_divisible
 from delta_trn.train.parallel.sharding import Parallel
-from delta_trn.train.parallel.team import Team, assembled, require_divisible
+from delta_trn.train.parallel.team import Team, assembled
 from delta_trn.train.run.model import choose_backend, make_model, model_config, pick_device
 from delta_trn.train.run.optimizer import make_optimizer
 from delta_trn.train.run.schedule import learning_rate
@@ -64,6 +65,10 @@ class Run:
     @property
     def team(self) -> Team:
         return self.parallel.team
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.config, self.team.world)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""What can go wrong around a run, one class a remedy. A message says what was found, expected, to do.
+"""What can go wrong around a run and its data: one class per remedy.
 
-The command line prints it on one line and exits with 2. Nothing here imports anything: it must be cheap.
+A message says what was found, what was expected and what to do. The command line prints it on one line and
+exits with 2. Nothing here imports anything: it must be cheap.
 """
 
 
@@ -25,7 +26,7 @@ class CheckpointError(TrainError):
 
 
 class DiskFull(TrainError):
-    """The disk refused. What was whole before is whole still."""
+    """The disk is full or forbidden. What was whole before is whole still."""
 
 
 class Diverged(TrainError):
@@ -38,3 +39,27 @@ class ProcessLost(TrainError):
 
 class OutOfMemory(TrainError):
     """The device cannot hold a step. What was saved before it is intact."""
+
+
+class DataError(TrainError):
+    """Text, tokenizer, shards or a position in them are not what they should be."""
+
+
+class SourceError(DataError):
+    """The text cannot be read, or yields nothing to train or to validate on."""
+
+
+class TokenizerError(DataError):
+    """The tokenizer cannot be had, or does not fit the data."""
+
+
+class ShardError(DataError):
+    """A token file or its meta.json is not what it says it is."""
+
+
+class SettingsDiffer(DataError):
+    """The folder holds a preparation with other settings."""
+
+
+class PositionMismatch(DataError):
+    """A saved loader position belongs to other data, or to another arrangement of ranks."""

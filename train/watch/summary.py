@@ -33,9 +33,8 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     per_step = c.batch.sequences * c.batch.length
     passes = per_step * c.steps / run.dataset.split("train").tokens
     o, s = c.optimizer, c.schedule
-    mine = c.batch.sequences // run.team.data_world
-    micro = min(c.batch.micro or mine, mine)
-    accumulation = f" in {mine // micro} parts" if micro < mine else ""
+    parts = run.layout.micro_batches
+    accumulation = f" in {parts} parts" if parts > 1 else ""
     ratio = c.model.width / c.model.base_width
     lines = [
         f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",

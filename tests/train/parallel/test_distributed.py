@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from delta_trn.train.parallel.team import require_divisible
+from delta_trn.train.parallel.layout import require_divisible
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig

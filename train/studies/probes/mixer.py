@@ -41,11 +41,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from delta_trn.train.run.evaluate import held_out_crops, is_due
+from delta_trn.train.run.step import loss_function
 from delta_trn.train.studies.probes import depth as geometry
 from delta_trn.train.studies.probes.hooks import MixerView, ModelView, normalized, observed, rms
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
+    from delta_trn.train.run.loop import Observer
+    from delta_trn.train.run.setup import Run
     from delta_trn.train.run.step import Loss
 
 GROUPS = ("embedding", "main_proj", "gate_proj", "scalar", "conv", "norm", "mlp", "residual")
@@ -127,6 +131,28 @@ class Probes:
         hidden = view.hidden[:1].float()  # one sequence: all logits of a batch may not fit
         logits = F.linear(hidden, self.model.lm_head.weight.float()) * self.model.logits_multiplier
         return float(logits.std(-1).mean())
+
+
+class ProbeObserver:
+    """Measures the probes of a run at every evaluation (see `train.run.loop.Observer`)."""
+
+    def __init__(self, run: Run):
+        self.config = run.config
+        plain = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
+        batch = held_out_crops(run.config, run.dataset, run.layout.micro, at_most=1)[0]
+        self.probes = Probes(run.model, run.optimizer, plain, batch, run.device)
+
+    def before_step(self, step: int) -> None:
+        if is_due(self.config, step):
+            self.probes.before_step()
+
+    def after_evaluation(self) -> dict[str, float]:
+        return self.probes.measure()
+
+
+def observers(run: Run) -> list[Observer]:
+    """Returns what is to look into this run's model: the probes, where log.probes asks for them."""
+    return [ProbeObserver(run)] if run.config.log.probes else []
 
 
 def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:

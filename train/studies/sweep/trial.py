@@ -28,6 +28,7 @@ def run_trial(config: RunConfig, folder: Path) -> dict[str, Any]:
     """
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import begun, reopened
+    from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import Display
     from delta_trn.train.watch.metrics import read
 
@@ -38,7 +39,7 @@ def run_trial(config: RunConfig, folder: Path) -> dict[str, Any]:
         opened = begun(config, print)
     with opened as run:
         try:
-            outcome = train(run, Display(config.steps, run.state.step, show=False))
+            outcome = train(run, Display(config.steps, run.state.step, show=False), observers(run))
             if outcome.stopped:
                 raise Stopped(outcome.signal)
             diverged = None
