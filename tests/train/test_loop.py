@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from delta_trn.train.data import open_dataset
+from delta_trn.train.recipes import recipe
 from delta_trn.train.run import loop, stopping
 from delta_trn.train.run.evaluate import crops_at_once, evaluate, held_out_windows
 from delta_trn.train.run.stopping import StopRequest
+from delta_trn.train.settings.overrides import apply
 from delta_trn.train.watch.metrics import read
 from tests.support import tiny_run
 from tests.support.tiny_run import keys, lines, train
@@ -193,8 +195,12 @@ class TestEvaluation:
         assert found.perplexity == pytest.approx(math.exp(found.loss))
 
     def test_batches_divide_the_crops(self):
-        assert [crops_at_once(64, limit) for limit in (1, 8, 10, 100)] == [1, 8, 8, 64]
-        assert crops_at_once(7, 6) == 1
+        def sizes(sequences: str, *micros: int) -> list[int]:
+            config = apply(recipe("tiny"), {"evaluation.sequences": sequences})
+            return [crops_at_once(config, micro) for micro in micros]
+
+        assert sizes("64", 1, 8, 10, 100) == [1, 8, 8, 64]
+        assert sizes("7", 6) == [1]
 
 
 class TestNotFinite:
