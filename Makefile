@@ -14,6 +14,8 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 XLA    := .venv-xla
+LINKS  := $(VENV)/links/delta_trn
+FOLDERS := backends models nki_kernels triton_kernels train
 OUT    ?= runs/measured
 
 .PHONY: train test test-slow test-xla compile lint bench measure
@@ -37,6 +39,10 @@ compile: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	mkdir -p $(LINKS)
+	for name in $(FOLDERS) $$(cd delta_trn && ls *.py | sed 's|^|delta_trn/|'); do \
+		ln -sfn ../../../$$name $(LINKS)/$$(basename $$name); \
+	done
 	$(RUN) -m pyright
 
 bench: $(READY)

@@ -248,7 +248,7 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(data, undisturbed, tmp_
 def test_torchrun_goes_on_with_the_node_that_is_left(data, tmp_path):
     """Two agents of one process each stand for two nodes; one is lost with all it has, and world becomes 1.
 
-    SGD, and the tolerance of tests/test_distributed.py: gradients are then sums in another order.
+    SGD, and the tolerance of test_distributed.py: gradients are then sums in another order.
     """
     given = {"steps": 40, "log__every": 1, "checkpoint__every": 5, "evaluation__every": 20}
     given |= {"optimizer__name": "sgd", "optimizer__lr": 0.05, "optimizer__momentum": 0.5}

@@ -1,7 +1,7 @@
 """Heads divided and ZeRO-1 by neuronx_distributed: the same run, on a stand-in over two gloo processes.
 
 The stand-in has the package's names and shapes and computes on the CPU; what this cannot show, because only a
-chip can, is that AWS's own computes it there. Tolerances: tests/test_distributed.py derives them.
+chip can, is that AWS's own computes it there. Tolerances: test_distributed.py derives them.
 """
 
 import sys
@@ -14,7 +14,14 @@ from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
 from tests.support import team_run, tiny_run
-from tests.train.parallel.test_distributed import ALLOWED, BATCH, OPTIMIZERS, worst
+from tests.train.parallel.test_distributed import (
+    BATCH,
+    OPTIMIZERS,
+    ORDERS,
+    above,
+    distances,
+    tolerances,
+)
 
 SHIMS = Path(__file__).parents[2] / "shims"
 WAYS: dict[str, dict[str, Any]] = {
@@ -54,11 +61,17 @@ def test_it_is_the_run_of_one_process_also_resumed(data, tmp_path, way, optimize
     run(["resume", out, "steps=10"], tmp_path / "second")
     alone = tmp_path / "alone"
     tiny_run.train("run", "tiny", *keys(data, alone, optimizer, {}))
-    assert worst(out, alone, "loss") <= ALLOWED and worst(out, alone, "grad_norm") <= ALLOWED
+    controls = []
+    for micro in ORDERS:
+        control = tmp_path / f"micro-{micro}"
+        tiny_run.train("run", "tiny", *keys(data, control, optimizer, {"batch.micro": micro}))
+        controls.append(distances(control, alone))
+    allowed = tolerances(controls)
+    assert not above(distances(out, alone), allowed)
     reset = {"distribution.mode": "ddp", "distribution.tensor": 1}
     tiny_run.train("resume", out, "steps=12", *(f"{key}={value}" for key, value in reset.items()))
     tiny_run.train("resume", alone, "steps=12")
-    assert worst(out, alone, "loss") <= ALLOWED
+    assert not above(distances(out, alone), allowed)
 
 
 @pytest.mark.parametrize("changes", [{"mode": "fsdp"}, {"context": 2}], ids=str)
