@@ -41,7 +41,7 @@ from delta_trn.triton_kernels import (
     segments,
     short_convolution,
 )
-from delta_trn.triton_kernels.launch import Config, Tile, config, power_of_two
+from delta_trn.triton_kernels.launch import Config, Tile, config, power_of_two, tile
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -167,9 +167,9 @@ def variants(*, quick: bool = False) -> Iterator[Variant]:
         for N in [2048] if quick else ROWS:
             yield from _norm(N, dtype, quick)
         for V in VOCABULARIES[1:2] if quick else VOCABULARIES:
-            tile = cross_entropy.tile(V)
-            constants = {"BV": tile.BV, "GRADIENT": True, "DOT": "ieee"}
-            yield Variant("cross_entropy", 0, V, dtype, "", cross_entropy.softmax_kernel, constants, tile)
+            row = tile("cross_entropy", V)
+            constants = {"BV": row.columns, "GRADIENT": True, "DOT": "ieee"}
+            yield Variant("cross_entropy", 0, V, dtype, "", cross_entropy.softmax_kernel, constants, row)
     if quick:
         yield from _head_size(64, 128, "fp32", config(64, 128, itemsize=4), quick)
 
@@ -191,13 +191,13 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
             yield variant(
                 "prepare", f"{word}, gates {form}", fwd.prepare_kernel, row.prepare, prepare | gates
             )
-        scan = {**loops, "BV": row.scan.BV, "WORDS": words, "PACKED": packed, "HAS_INITIAL": packed}
+        scan = {**loops, "BV": row.scan.columns, "WORDS": words, "PACKED": packed, "HAS_INITIAL": packed}
         for kind, out, keep in [("train", True, True), ("infer", True, False), ("recompute", False, True)]:
             if quick and kind != "train":
                 continue
             constants = {**scan, "WRITE_O": out, "WRITE_H": keep, "WRITE_FINAL": packed, "TRANSITION": False}
             yield variant("scan", f"{word} {kind}", fwd.scan_kernel, row.scan, constants)
-        reverse = {**loops, "BV": row.reverse.BV, "WORDS": words, "PACKED": packed}
+        reverse = {**loops, "BV": row.reverse.columns, "WORDS": words, "PACKED": packed}
         reverse |= {"HAS_DSTATE": packed, "HAS_INITIAL": packed, "WRITE": True, "WRITE_INITIAL": packed}
         yield variant("reverse_scan", word, bwd.reverse_scan_kernel, row.reverse, reverse)
         scan |= {"HAS_INITIAL": False, "WRITE_O": False, "WRITE_H": False, "WRITE_FINAL": True}
@@ -205,7 +205,7 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
         yield variant("scan", f"{word} segments", fwd.scan_kernel, row.scan, scan)
         reverse |= {"HAS_DSTATE": False, "HAS_INITIAL": False, "WRITE": False, "WRITE_INITIAL": True}
         yield variant("reverse_scan", f"{word} segments", bwd.reverse_scan_kernel, row.reverse, reverse)
-        gradients = {**loops, "BV": row.gradients.BV, "TILES": 2, "PACKED": packed, "L2NORM": True}
+        gradients = {**loops, "BV": row.gradients.columns, "TILES": 2, "PACKED": packed, "L2NORM": True}
         for form, gates in forms.items():
             absent = {} if form == "made" else {"dgates": None}
             yield variant(
@@ -215,11 +215,11 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
                 row.gradients,
                 gradients | gates | absent,
             )
-    tile = segments.tile(K, V)
+    link = tile("chain", V, K)
     chain = {
         **loops,
-        "BK": segments.depth(K),
-        "BV": tile.BV,
+        "BK": link.rows,
+        "BV": link.columns,
         "PACKED": True,
         "HAS_INITIAL": True,
         "WRITE_FINAL": True,
@@ -227,25 +227,24 @@ def _head_size(K: int, V: int, dtype: str, row: Config, quick: bool) -> Iterator
     }
     chain = {name: value for name, value in chain.items() if name not in ("H", "C")}
     for word, back in {"forward": False, "backward": True}.items():
-        yield variant("chain", word, segments.chain_kernel, tile, chain | {"REVERSE": back})
-    tile = gated_delta_rule_step.tile(V)
-    step = {**sizes, "V": V, "BV": tile.BV, "L2NORM": True, "DOT": "ieee"}
+        yield variant("chain", word, segments.chain_kernel, link, chain | {"REVERSE": back})
+    token = tile("step", V)
+    step = {**sizes, "V": V, "BV": token.columns, "L2NORM": True, "DOT": "ieee"}
     for form, gates in forms.items():
-        yield variant("step", f"gates {form}", gated_delta_rule_step.step_kernel, tile, step | gates)
+        yield variant("step", f"gates {form}", gated_delta_rule_step.step_kernel, token, step | gates)
 
 
 def _stream(D: int, DV: int, dtype: str) -> Iterator[Variant]:
-    tile = delta_residual.tile(D, DV)
-    columns = 1 << (DV - 1).bit_length()
-    constants = {"D": D, "DV": DV, "BD": tile.BV, "DVP": columns, "NORMALIZE": True, "DOT": "ieee"}
+    row = tile("delta_residual", DV, D)
+    constants = {"D": D, "DV": DV, "BD": row.rows, "DVP": row.columns, "NORMALIZE": True, "DOT": "ieee"}
     for kind in ("forward", "backward"):
         function = getattr(delta_residual, f"{kind}_kernel")
-        yield Variant("delta_residual", D, DV, dtype, kind, function, constants, tile)
+        yield Variant("delta_residual", D, DV, dtype, kind, function, constants, row)
 
 
 def _convolution(C: int, W: int, dtype: str, quick: bool) -> Iterator[Variant]:
-    tile = short_convolution.tile(C)
-    sizes = {"W": W, "BT": short_convolution.tokens(tile), "BC": tile.BV, "DOT": "ieee"}
+    row = tile("short_convolution", C)
+    sizes = {"W": W, "BT": row.rows, "BC": row.columns, "DOT": "ieee"}
     forms = {"dense": (False, False), "packed": (False, True), "prefix": (True, False)}
     for form, (prefix, packed) in forms.items():
         if quick and form != "packed":
@@ -258,22 +257,22 @@ def _convolution(C: int, W: int, dtype: str, quick: bool) -> Iterator[Variant]:
             constants |= {} if packed else {"position": None}
             constants |= {"P": 21} if kind == "backward" else {}
             function = getattr(short_convolution, f"{kind}_kernel")
-            yield Variant("short_convolution", C, W, dtype, f"{kind} {form}", function, constants, tile)
+            yield Variant("short_convolution", C, W, dtype, f"{kind} {form}", function, constants, row)
 
 
 def _norm(N: int, dtype: str, quick: bool) -> Iterator[Variant]:
-    tile = rms_norm.tile(N)
-    sizes = {"N": N, "NP": tile.BV, "R": rms_norm.rows(tile), "DOT": "ieee"}
+    row = tile("rms_norm", N)
+    sizes = {"N": N, "NP": row.columns, "R": row.rows, "DOT": "ieee"}
     for form in ("gated", "sum") if quick else ("plain", "gated", "sum"):
         flags = {"GATED": form == "gated", "SUM": form == "sum"}
         gate = {} if form == "gated" else {"gate": None}
         total = {} if form == "sum" else {"residual": None, "total": None}
         constants = {**sizes, **flags, **gate, **total}
-        yield Variant("rms_norm", N, 0, dtype, f"forward {form}", rms_norm.forward_kernel, constants, tile)
+        yield Variant("rms_norm", N, 0, dtype, f"forward {form}", rms_norm.forward_kernel, constants, row)
         gate |= {} if form == "gated" else {"dgate": None}
         total = {} if form == "sum" else {"dtotal": None}
         constants = {**sizes, **flags, **gate, **total, "P": 1024}
-        yield Variant("rms_norm", N, 0, dtype, f"backward {form}", rms_norm.backward_kernel, constants, tile)
+        yield Variant("rms_norm", N, 0, dtype, f"backward {form}", rms_norm.backward_kernel, constants, row)
 
 
 def compile_variant(variant: Variant) -> Row:

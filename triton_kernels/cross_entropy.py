@@ -16,7 +16,7 @@ Layout: z [M, V] contiguous; goal, keep, loss [M].
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import Tile, arithmetic
+from delta_trn.triton_kernels.launch import arithmetic, tile
 from delta_trn.triton_kernels.tiles import rounded
 
 
@@ -52,16 +52,11 @@ def softmax_kernel(
             tl.store(p_z + o_v, rounded(b_dz, z.dtype.element_ty, DOT), mask=o_v < V)
 
 
-def tile(V):
-    """BV logits a turn, 16 a thread at most."""
-    return Tile(min(4096, max(128, 1 << (V - 1).bit_length())), 8, 1)
-
-
 def softmax_(z, goal, keep, loss, *, gradient):
     """Launch `softmax_kernel`: fills loss, and where `gradient` puts dz in place of z."""
     M, V = z.shape
-    row = tile(V)
+    row = tile("cross_entropy", V)
     softmax_kernel[(M,)](
-        z, goal, keep, loss, V, BV=row.BV, GRADIENT=gradient, DOT=arithmetic(),
+        z, goal, keep, loss, V, BV=row.columns, GRADIENT=gradient, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip

@@ -22,7 +22,7 @@ Layout: x, dx [M, D, DV]; k, dk [M, D]; v, dv [M, DV]; beta, dbeta [M]; M tokens
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import Tile, arithmetic
+from delta_trn.triton_kernels.launch import arithmetic, tile
 from delta_trn.triton_kernels.tiles import rounded
 
 
@@ -111,18 +111,13 @@ def backward_kernel(
         tl.store(dk + i_m * D + o_d, rounded(r * (b_dy - b_y * ydy), dk.dtype.element_ty, DOT), mask=m_d)
 
 
-def tile(D: int, DV: int) -> Tile:
-    """BV here is BD: 4096 numbers of X a turn, 32 a thread."""
-    return Tile(max(16, min(1 << (D - 1).bit_length(), 4096 // (1 << (DV - 1).bit_length()))), 4, 1)
-
-
 def forward(x, k, v, beta, out, *, k_eps):
     """Launch `forward_kernel`: fills out. k_eps None: k is taken as it is."""
     M, D, DV = x.shape
-    row = tile(D, DV)
+    row = tile("delta_residual", DV, D)
     forward_kernel[(M,)](
         x, k, v, beta, out, 0.0 if k_eps is None else k_eps * k_eps,
-        D=D, DV=DV, BD=row.BV, DVP=1 << (DV - 1).bit_length(), NORMALIZE=k_eps is not None, DOT=arithmetic(),
+        D=D, DV=DV, BD=row.rows, DVP=row.columns, NORMALIZE=k_eps is not None, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
@@ -130,9 +125,9 @@ def forward(x, k, v, beta, out, *, k_eps):
 def backward(dout, x, k, v, beta, *, dx, dk, dv, dbeta, k_eps):
     """Launch `backward_kernel`: fills dx, dk, dv, dbeta."""
     M, D, DV = x.shape
-    row = tile(D, DV)
+    row = tile("delta_residual", DV, D)
     backward_kernel[(M,)](
         dout, x, k, v, beta, dx, dk, dv, dbeta, 0.0 if k_eps is None else k_eps * k_eps,
-        D=D, DV=DV, BD=row.BV, DVP=1 << (DV - 1).bit_length(), NORMALIZE=k_eps is not None, DOT=arithmetic(),
+        D=D, DV=DV, BD=row.rows, DVP=row.columns, NORMALIZE=k_eps is not None, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip

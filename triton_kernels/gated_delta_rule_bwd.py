@@ -48,7 +48,8 @@ and dbeta in bfloat16. dgates [NC, HV, 2]: a chunk's part of dA_log and of ddt_b
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import Chunks, Config, power_of_two
+from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.launch import Config, power_of_two
 from delta_trn.triton_kernels.tiles import (
     ROWS,
     accumulate,
@@ -324,11 +325,11 @@ def reverse_scan(
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     tile = config.reverse
-    reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.BV),)](
+    reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
         q, k, v, do, N, P, rows, h, initial_state, dstate, dY, dh, dv, vdY, carry, dinitial_state,
-        chunks.cu_seqlens, chunks.offsets, chunks.T, chunks.per_sequence, chunks.segments,
+        chunks.cu_seqlens, chunks.offsets, chunks.tokens, chunks.per_sequence, chunks.segments,
         chunks.span,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, PACKED=chunks.packed,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, PACKED=chunks.packed,
         HAS_DSTATE=dstate is not None, HAS_INITIAL=initial_state is not None, WRITE=dY is not None,
         WRITE_INITIAL=dinitial_state is not None, WORDS=N.shape[2], DOT=config.dot, num_warps=tile.warps,
         num_stages=tile.stages,
@@ -345,8 +346,8 @@ def gradients(
     tile = config.gradients
     gradients_kernel[(chunks.count * HV,)](
         q, k, do, g, beta, A_log, dt_bias, rows, h, U, dY, dh, vdY, carry, dq, dk, dg, dbeta, dgates,
-        chunks.start, chunks.length, scale, beta_max, chunks.T, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, TILES=vdY.shape[2],
+        chunks.start, chunks.length, scale, beta_max, chunks.tokens, chunks.per_sequence,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, TILES=vdY.shape[2],
         L2NORM=l2norm, GATE=A_log is not None, BIAS=dt_bias is not None, SIGMOID=beta_max > 0,
         PACKED=chunks.packed, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

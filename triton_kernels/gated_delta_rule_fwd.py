@@ -34,7 +34,8 @@ which); h [NC, HV, V, K], the states at chunk starts; U [NC, HV, C, V]. A_log, d
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import Chunks, Config, power_of_two
+from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.launch import Config, power_of_two
 from delta_trn.triton_kernels.tiles import (
     ROWS,
     chunk_span,
@@ -218,8 +219,8 @@ def prepare(
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
     prepare_kernel[(chunks.count * HV,)](
-        q, k, g, beta, A_log, dt_bias, N, P, rows, chunks.start, chunks.length, scale, beta_max, chunks.T,
-        chunks.per_sequence,
+        q, k, g, beta, A_log, dt_bias, N, P, rows, chunks.start, chunks.length, scale, beta_max,
+        chunks.tokens, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, GATE=A_log is not None,
         BIAS=dt_bias is not None, SIGMOID=beta_max > 0, PACKED=chunks.packed, WORDS=N.shape[2],
         DOT=config.dot, num_warps=config.prepare.warps, num_stages=config.prepare.stages,
@@ -234,11 +235,11 @@ def scan(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     tile = config.scan
-    columns = -(-V // tile.BV) + (0 if transition is None else -(-K // tile.BV))
+    columns = -(-V // tile.columns) + (0 if transition is None else -(-K // tile.columns))
     scan_kernel[(chunks.sequences * HV * columns,)](
         q, k, v, N, P, rows, initial_state, o, final_state, transition, h, U, chunks.cu_seqlens,
-        chunks.offsets, chunks.T, chunks.per_sequence, chunks.segments, chunks.span,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.BV, C=chunks.size, PACKED=chunks.packed,
+        chunks.offsets, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, PACKED=chunks.packed,
         HAS_INITIAL=initial_state is not None, WRITE_O=o is not None, WRITE_FINAL=final_state is not None,
         WRITE_H=h is not None, TRANSITION=transition is not None, WORDS=N.shape[2], DOT=config.dot,
         num_warps=tile.warps, num_stages=tile.stages,

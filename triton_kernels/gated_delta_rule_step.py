@@ -16,7 +16,7 @@ dt_bias [HV].
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import Tile, arithmetic, power_of_two
+from delta_trn.triton_kernels.launch import arithmetic, power_of_two, tile
 from delta_trn.triton_kernels.tiles import made_gates, rounded
 
 
@@ -55,19 +55,14 @@ def step_kernel(
     tl.store(new_state + p_state, rounded(b_S, new_state.dtype.element_ty, DOT), mask=m_kv)
 
 
-def tile(V: int) -> Tile:
-    """BV = 32 at most: small models decode with a handful of heads, and only V / BV makes programs."""
-    return Tile(min(32, power_of_two(V)), 4, 1)
-
-
 def step(q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm, beta_max):
     """Launch `step_kernel`: fills o and new_state, which may be state itself."""
     B, H, K = q.shape
     HV, V = v.shape[1:]
-    row = tile(V)
-    step_kernel[(B * HV * -(-V // row.BV),)](
+    row = tile("step", V)
+    step_kernel[(B * HV * -(-V // row.columns),)](
         q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.BV, L2NORM=l2norm, GATE=A_log is not None,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm, GATE=A_log is not None,
         BIAS=dt_bias is not None, SIGMOID=beta_max > 0, DOT=arithmetic(), num_warps=row.warps,
         num_stages=row.stages,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How every kernel is launched: chunk size, tile widths, warps and pipeline stages, as one table.
+"""How every kernel is launched: tile extents, warps and pipeline stages, as one table.
 
 The rows were chosen from what the compiler reports for sm_90 (registers, stack, shared memory; `python -m
 triton_kernels.compile_only` prints it), not from timings: no GPU was at hand. Nothing is tuned at run time,
@@ -9,26 +9,114 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from math import inf
 
 from triton import knobs
 
-# of an H100 or H200
-PROCESSORS = 132
+ANY = inf
+
+# how many programs backward of rms_norm and short_convolution launches at most: partial sums are that many
+PROGRAMS = 1024
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of TABLE. The first row of a kernel whose three conditions hold is the one that counts.
+
+    itemsize, height, width     the conditions: bytes of an element, height and width of `tile`, at most
+    warps, stages               as Triton understands them
+    columns                     least and most; between them, power_of_two(width) / turns
+    turns                       how many turns the kernel's loops over the width shall take at least
+    elements                    rows x columns, where a tile has rows
+    rows                        least rows
+    """
+
+    kernel: str
+    itemsize: float
+    height: float
+    width: float
+    warps: int
+    stages: int
+    columns: tuple[int, float] = (0, 0)
+    turns: int = 1
+    elements: int = 0
+    rows: int = 16
+
+
+# In float32, products run on the ordinary cores with their operands in registers: short chunks, narrow tiles,
+# or they spill. In 16 bits, a state of [64, 256] float32 fills the registers of four warps, and two stages of
+# backward's tiles would exceed the 227 KiB of shared memory.
+# fmt: off
+TABLE = (
+    #    kernel            itemsize height width  warps stages  columns
+    #                               (K)    (V)
+    Row("prepare",                2,  ANY,  ANY,     4,     1),
+    Row("prepare",                4,  128,  ANY,     4,     1),
+    Row("prepare",                4,  ANY,  ANY,     8,     1),
+    Row("scan",                   2,  128,  ANY,     4,     2,  (16, 64)),
+    Row("scan",                   2,  ANY,  ANY,     8,     2,  (16, 64)),
+    Row("scan",                   4,   64,  ANY,     4,     1,  (16, 32)),
+    Row("scan",                   4,  128,  ANY,     4,     1,  (16, 16)),
+    Row("scan",                   4,  ANY,  ANY,     8,     1,  (16, 16)),
+    Row("reverse",                2,  128,  ANY,     4,     2,  (16, 64)),
+    Row("reverse",                2,  ANY,  ANY,     8,     1,  (16, 64)),
+    Row("reverse",                4,   64,  ANY,     4,     1,  (16, 32)),
+    Row("reverse",                4,  128,  ANY,     4,     1,  (16, 16)),
+    Row("reverse",                4,  ANY,  ANY,     8,     1,  (16, 16)),
+    # unrolled into one turn, the loops over V spill: 424 bytes per thread at K = V = 64
+    Row("gradients",              2,  128,  ANY,     8,     2,  (16, 64), turns=2),
+    Row("gradients",              2,  ANY,  ANY,     8,     1,  (16, 64)),
+    Row("gradients",              4,   64,  ANY,     4,     1,  (16, 32)),
+    Row("gradients",              4,  128,  ANY,     4,     1,  (16, 16)),
+    Row("gradients",              4,  ANY,  ANY,     8,     1,  (16, 16)),
+    # 16 columns, the shortest side of a product: only the heads and V / 16 make programs
+    Row("chain",                ANY,  128,  ANY,     4,     3,  (16, 16), elements=512),
+    Row("chain",                ANY,  ANY,  ANY,     8,     3,  (16, 16), elements=512),
+    # small models decode with a handful of heads, so only V / 32 makes programs
+    Row("step",                 ANY,  ANY,  ANY,     4,     1,  (16, 32)),
+
+    #                               (D)    (DV): 32 elements per thread
+    Row("delta_residual",       ANY,  ANY,  ANY,     4,     1,  (1, ANY), elements=4096),
+
+    #                                      (C): 8 elements per thread. With 16, backward of four packed taps
+    #                                      spills 568 bytes; with 8 it spills none, and eight taps 376.
+    Row("short_convolution",    ANY,  ANY,  ANY,     4,     1,  (16, 64), elements=1024),
+
+    #                                      (N): whole rows, 16 elements per thread
+    Row("rms_norm",             ANY,  ANY, 2048,     4,     1,  (16, ANY), elements=2048, rows=1),
+    Row("rms_norm",             ANY,  ANY, 4096,     8,     1,  (16, ANY), elements=2048, rows=1),
+    Row("rms_norm",             ANY,  ANY,  ANY,    16,     1,  (16, ANY), elements=2048, rows=1),
+
+    #                                      (V): 16 elements per thread at most
+    Row("cross_entropy",        ANY,  ANY,  ANY,     8,     1,  (128, 4096)),
+)
+
+# itemsize and K at most -> tokens in a chunk, and Triton's input_precision, which only float32 operands heed
+CHUNKS = (
+    (2, ANY, 64, "tf32"),
+    (4,  64, 32, "ieee"),
+    (4, ANY, 16, "ieee"),
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
 class Tile:
-    """BV: columns of V a program works on at once; 0 where the kernel has no such loop."""
+    """One launch: the extents that a program works on at once, its warps and its pipeline stages.
 
-    BV: int
+    columns     along the last axis: V, DV, C or N; 0 where the kernel does not cut it
+    rows        along the axis before: K, D, tokens, or rows of a norm; 0 where the kernel does not cut it
+    """
+
+    columns: int
     warps: int
     stages: int
+    rows: int = 0
 
 
 @dataclass(frozen=True)
 class Config:
-    """One launch of all four kernels. `dot` goes to tiles.product; only float32 operands heed it."""
+    """The launches of the four kernels over a sequence: C tokens in a chunk, `dot` for tiles.product."""
 
     C: int
     dot: str
@@ -38,89 +126,47 @@ class Config:
     gradients: Tile
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """How the time axis is cut. Dense: B sequences of T tokens. Packed: tables on the device, None otherwise.
-
-    Where sequences are cut into segments (see `segments`), sequences, cu_seqlens and offsets are theirs; the
-    chunks stay.
-
-    count       chunks of all sequences; packed: an upper bound, T // C + N, since lengths stay on the device
-    start       [count] int64, first token;  length [count], tokens in it, <= 0 for an unused slot
-    offsets     [N + 1] int64, first chunk of every sequence
-    segments    of every sequence, span tokens each; dense
-    """
-
-    size: int
-    count: int
-    sequences: int
-    T: int
-    per_sequence: int
-    packed: bool
-    segments: int = 1
-    span: int = 0
-    cu_seqlens: Any = None
-    offsets: Any = None
-    start: Any = None
-    length: Any = None
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Sequences cut into segments.
-
-    chunks      with segments in place of sequences
-    sequences   that are cut
-    offsets     [sequences + 1] int64, every sequence's first segment; dense: None
-    """
-
-    chunks: Chunks
-    sequences: int
-    offsets: Any = None
+def power_of_two(size: int, least: int = 16) -> int:
+    """Returns the tile extent that holds `size`: a power of two, by default at least a product's 16."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 @lru_cache
-def chunks_per_segment(chunks: int, programs: int, columns: float, processors: int) -> int:
-    """Into how many chunks a segment sequences are to be cut so that the scans end soonest; 0: not at all.
+def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 2) -> Tile:
+    """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
 
-    chunks      of a sequence; packed ones: on average
-    programs    of a scan over whole sequences
-    columns     columns of the pass that gives A and B, over those of V: (K + V) / V
-
-    Counts steps, one chunk in every program that runs at a time. The first pass has no outputs, so its step
-    costs 0.7; a link of the chain costs 1; a segment has four chunks at least. The split must promise 0.6 of
-    the steps, for it costs floating-point operations and bytes too. These numbers are estimates from the
-    counts of operations: no GPU was at hand.
+    >>> tile("step", 128)
+    Tile(columns=32, warps=4, stages=1, rows=0)
     """
-
-    def steps(segments: int) -> float:
-        length = -(-chunks // segments)
-        first = -(-int(segments * programs * columns) // processors)
-        second = -(-segments * programs // processors)
-        return (0.7 * first + second) * length + segments
-
-    counts = range(2, chunks // 4 + 1)
-    best = min(counts, key=steps, default=0)
-    whole = -(-programs // processors) * chunks
-    return -(-chunks // best) if best and steps(best) <= 0.6 * whole else 0
-
-
-def power_of_two(size: int) -> int:
-    """The tile extent that holds `size`: a power of two, and 16 at least, the shortest side of a product."""
-    return max(16, 1 << (size - 1).bit_length())
+    row = next(
+        row
+        for row in TABLE
+        if row.kernel == kernel
+        and itemsize <= row.itemsize
+        and width <= row.width
+        and (height or 0) <= row.height
+    )
+    least, most = row.columns
+    columns = int(min(most, max(least, power_of_two(width, 1) // row.turns)))
+    rows = 0
+    if row.elements:
+        rows = row.elements // columns
+        rows = max(row.rows, rows if height is None else min(rows, power_of_two(height)))
+    return Tile(columns, row.warps, row.stages, rows)
 
 
 def arithmetic(dot: str = "ieee") -> str:
-    """The kernels' DOT: `dot`, unless Triton says that its interpreter will run them."""
+    """Returns the kernels' DOT: `dot`, or "interpreted" where Triton's interpreter will run them."""
     return "interpreted" if knobs.runtime.interpret else dot
 
 
+# global, not a context variable: autograd runs backward on CUDA in a thread with a context of its own
 _change: Callable[[Config], Config] | None = None
 
 
 @contextmanager
 def adjusted(change: Callable[[Config], Config]) -> Iterator[None]:
-    """Within `with`, every row is what `change` makes of it: for tuning, and for tests of other layouts."""
+    """Within `with`, applies `change` to every Config: for tuning, and for tests of other layouts."""
     global _change
     outer, _change = _change, change
     try:
@@ -129,28 +175,15 @@ def adjusted(change: Callable[[Config], Config]) -> Iterator[None]:
         _change = outer
 
 
+@lru_cache
+def _config(K: int, V: int, itemsize: int) -> Config:
+    C, dot = next((C, dot) for bytes_, height, C, dot in CHUNKS if itemsize <= bytes_ and height >= K)
+    kernels = ("prepare", "scan", "reverse", "gradients")
+    return Config(C, dot, *(tile(kernel, V, K, itemsize=itemsize) for kernel in kernels))
+
+
 def config(K: int, V: int, *, itemsize: int) -> Config:
-    """The row for head sizes K, V and elements of `itemsize` bytes."""
-    row = _row(K, V, itemsize)
+    """Returns the launches for head sizes K and V and elements of `itemsize` bytes."""
+    row = _config(int(K), int(V), itemsize)
     row = replace(row, dot=arithmetic(row.dot))
     return row if _change is None else _change(row)
-
-
-def _row(K: int, V: int, itemsize: int) -> Config:
-    KP = power_of_two(K)
-    wide = min(64, power_of_two(V))
-    if itemsize == 4:
-        # float32 products run on the ordinary cores, operands in registers: small chunks, or they spill
-        C = 32 if KP <= 64 else 16
-        tile = Tile(min(C, power_of_two(V)), 4 if KP <= 128 else 8, 1)
-        return Config(C, "ieee", Tile(0, tile.warps, 1), tile, tile, tile)
-    prepare = Tile(0, 4, 1)
-    if KP > 128:
-        # a state of [64, 256] float32 fills the registers of four warps, and in both kernels of backward two
-        # stages of the tiles pass the 227 KiB of shared memory that there are
-        scan = Tile(wide, 8, 2)
-        return Config(64, "tf32", prepare, scan, replace(scan, stages=1), replace(scan, stages=1))
-    # two turns at least around the loops over V: unrolled into one, they spill (424 bytes a thread at 64:64)
-    gradients = Tile(64 if V > 64 else max(16, wide // 2), 8, 2)
-    scan = Tile(wide, 4, 2)
-    return Config(64, "tf32", prepare, scan, scan, gradients)

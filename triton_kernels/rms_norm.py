@@ -18,7 +18,7 @@ Layout: x, z, a, residual, y, total and gradients [M, N], contiguous; weight [N]
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import Tile, arithmetic
+from delta_trn.triton_kernels.launch import PROGRAMS, arithmetic, tile
 from delta_trn.triton_kernels.tiles import rounded
 
 
@@ -83,30 +83,19 @@ def backward_kernel(
     tl.store(dweight + i_p * N + o_n, b_dw, mask=o_n < N)
 
 
-def tile(N):
-    """BV here is NP, whole rows; `rows` says how many of them. A warp has 512 numbers, 16 a thread."""
-    NP = max(16, 1 << (N - 1).bit_length())
-    return Tile(NP, min(16, max(4, NP // 512)), 1)
-
-
-def rows(row):
-    """R."""
-    return max(1, 2048 // row.BV)
-
-
 def parts(M, N):
-    """(P, tiles of rows): as many programs as fill a large GPU twice, or as there are tiles."""
-    tiles = -(-M // rows(tile(N)))
-    return min(tiles, 1024), tiles
+    """Returns P and the number of tiles of rows: PROGRAMS fill a large GPU several times."""
+    tiles = -(-M // tile("rms_norm", N).rows)
+    return min(tiles, PROGRAMS), tiles
 
 
 def forward(x, gate, residual, weight, y, total, *, eps):
     """Launch `forward_kernel`: fills y, and with a residual total. gate, residual: a tensor or None."""
     M, N = x.shape
-    row = tile(N)
-    forward_kernel[(-(-M // rows(row)),)](
+    row = tile("rms_norm", N)
+    forward_kernel[(-(-M // row.rows),)](
         x, gate, residual, weight, y, total, M, eps,
-        N=N, NP=row.BV, R=rows(row), GATED=gate is not None, SUM=residual is not None, DOT=arithmetic(),
+        N=N, NP=row.columns, R=row.rows, GATED=gate is not None, SUM=residual is not None, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
@@ -114,10 +103,10 @@ def forward(x, gate, residual, weight, y, total, *, eps):
 def backward(dy, dtotal, x, gate, weight, *, dx, dgate, dweight, eps):
     """Launch `backward_kernel`: fills dx, dgate and dweight [P, N], P from `parts`. dtotal: None, no sum."""
     M, N = x.shape
-    row = tile(N)
+    row = tile("rms_norm", N)
     P, tiles = parts(M, N)
     backward_kernel[(P,)](
         dy, dtotal, x, gate, weight, dx, dgate, dweight, M, eps, tiles,
-        N=N, NP=row.BV, R=rows(row), P=P, GATED=gate is not None, SUM=dtotal is not None, DOT=arithmetic(),
-        num_warps=row.warps, num_stages=row.stages,
+        N=N, NP=row.columns, R=row.rows, P=P, GATED=gate is not None, SUM=dtotal is not None,
+        DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip

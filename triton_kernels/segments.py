@@ -30,7 +30,8 @@ Layout: NS segments of all sequences; A [NS, HV, K, K], B, S, dB, dS [NS, HV, K,
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import Segments, Tile, arithmetic, power_of_two
+from delta_trn.triton_kernels.chunks import Segments
+from delta_trn.triton_kernels.launch import arithmetic, power_of_two, tile
 from delta_trn.triton_kernels.tiles import accumulate
 
 
@@ -89,16 +90,6 @@ def chain_kernel(
         tl.store(final + (i_n * HV + i_h) * (K * V) + o_kv, b_S, mask=m_kv)
 
 
-def tile(K: int, V: int) -> Tile:
-    """BV = 16, the shortest side of a product: only the heads and V / BV make programs."""
-    return Tile(min(16, power_of_two(V)), 4 if K <= 128 else 8, 3)
-
-
-def depth(K: int) -> int:
-    """BK: rows of a state that a product takes at once."""
-    return min(32, power_of_two(K))
-
-
 def chain(A, B, initial, *, states, final, segments: Segments, reverse: bool):
     """Launch `chain_kernel`: fills states, and final unless it is None.
 
@@ -106,10 +97,10 @@ def chain(A, B, initial, *, states, final, segments: Segments, reverse: bool):
     its first.
     """
     HV, K, V = B.shape[1:]
-    row = tile(K, V)
-    chain_kernel[(segments.sequences * HV * -(-V // row.BV),)](
+    row = tile("chain", V, K)
+    chain_kernel[(segments.sequences * HV * -(-V // row.columns),)](
         A, B, initial, states, final, segments.offsets, segments.chunks.segments,
-        HV=HV, K=K, KP=power_of_two(K), BK=depth(K), V=V, BV=row.BV, PACKED=segments.offsets is not None,
+        HV=HV, K=K, KP=power_of_two(K), BK=row.rows, V=V, BV=row.columns, PACKED=segments.offsets is not None,
         HAS_INITIAL=initial is not None, WRITE_FINAL=final is not None, REVERSE=reverse, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip

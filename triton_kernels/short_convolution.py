@@ -19,7 +19,7 @@ position >= W - 1 - j. All contiguous.
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import Tile, arithmetic
+from delta_trn.triton_kernels.launch import PROGRAMS, arithmetic, tile
 from delta_trn.triton_kernels.tiles import rounded
 
 
@@ -152,34 +152,21 @@ def backward_kernel(
     tl.store(p_dw, b_dw, mask=m_c[:, None] & (o_w < W)[None, :])
 
 
-def tile(C):
-    """BV here is BC, and a tile is 1024 numbers, 8 a thread; `tokens` says how many tokens that is.
-
-    With 16 a thread, backward of four packed taps spilled 568 bytes; with 8 it spills none, eight taps 376.
-    """
-    return Tile(min(64, max(16, 1 << (C - 1).bit_length())), 4, 1)
-
-
-def tokens(row):
-    """BT."""
-    return 1024 // row.BV
-
-
 def parts(B, T, C, W, *, prefix):
-    """(P, tiles of time): 1024 programs at least where there are tiles for so many, and few partial sums."""
-    row = tile(C)
-    tiles = B * -(-(T + (W - 1 if prefix else 0)) // tokens(row))
-    return min(tiles, max(1, 1024 // -(-C // row.BV))), tiles
+    """Returns P and the number of tiles of time: PROGRAMS in all, where there are so many tiles."""
+    row = tile("short_convolution", C)
+    tiles = B * -(-(T + (W - 1 if prefix else 0)) // row.rows)
+    return min(tiles, max(1, PROGRAMS // -(-C // row.columns))), tiles
 
 
 def forward(x, weight, prefix, position, y, *, silu):
     """Launch `forward_kernel`: fills y. prefix, position: None where there is none."""
     B, T, C = x.shape
-    row = tile(C)
-    NT = -(-T // tokens(row))
-    forward_kernel[(B * NT * -(-C // row.BV),)](
+    row = tile("short_convolution", C)
+    NT = -(-T // row.rows)
+    forward_kernel[(B * NT * -(-C // row.columns),)](
         x, weight, prefix, position, y, T, C, NT,
-        W=weight.shape[1], BT=tokens(row), BC=row.BV, SILU=silu, PREFIX=prefix is not None,
+        W=weight.shape[1], BT=row.rows, BC=row.columns, SILU=silu, PREFIX=prefix is not None,
         PACKED=position is not None, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
@@ -188,10 +175,10 @@ def backward(dy, x, weight, prefix, position, *, dx, dprefix, dweight, silu):
     """Launch `backward_kernel`: fills dx, dprefix (or None) and dweight [P, C, W], P from `parts`."""
     B, T, C = x.shape
     W = weight.shape[1]
-    row = tile(C)
+    row = tile("short_convolution", C)
     P, tiles = parts(B, T, C, W, prefix=prefix is not None)
-    backward_kernel[(P * -(-C // row.BV),)](
+    backward_kernel[(P * -(-C // row.columns),)](
         dy, x, weight, prefix, position, dx, dprefix, dweight, T, C, tiles // B, tiles,
-        W=W, BT=tokens(row), BC=row.BV, P=P, SILU=silu, PREFIX=prefix is not None,
+        W=W, BT=row.rows, BC=row.columns, P=P, SILU=silu, PREFIX=prefix is not None,
         PACKED=position is not None, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip

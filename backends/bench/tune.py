@@ -48,9 +48,9 @@ class Trial:
 def candidates(tile: Tile, V: int) -> list[Tile]:
     """A step from `tile` in each direction: half and twice the columns, the other warps, stages beside."""
     found = []
-    if tile.BV:
-        widths = (tile.BV // 2, tile.BV * 2)
-        found += [replace(tile, BV=BV) for BV in widths if 16 <= BV < 2 * V]
+    if tile.columns:
+        widths = (tile.columns // 2, tile.columns * 2)
+        found += [replace(tile, columns=columns) for columns in widths if 16 <= columns < 2 * V]
     found += [replace(tile, warps=warps) for warps in (tile.warps // 2, tile.warps * 2) if 2 <= warps <= 8]
     found += [replace(tile, stages=tile.stages + step) for step in (-1, 1) if 1 <= tile.stages + step <= 4]
     return found

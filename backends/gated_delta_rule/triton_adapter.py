@@ -26,10 +26,11 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_step,
     segments,
 )
-from delta_trn.triton_kernels.launch import Chunks, config
+from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import Config as Config
 from delta_trn.triton_kernels.launch import Tile as Tile
 from delta_trn.triton_kernels.launch import adjusted as adjusted
+from delta_trn.triton_kernels.launch import config
 
 if TYPE_CHECKING:
     from delta_trn.backends.registry import Options
@@ -185,7 +186,7 @@ def backward(
             o=None, final_state=None, h=h, U=U, chunks=scanned, config=row,
         )  # fmt: skip
     dY, dh, dv = torch.empty_like(U), torch.empty_like(h), torch.empty_like(v)
-    tiles = -(-V // row.reverse.BV)
+    tiles = -(-V // row.reverse.columns)
     vdY = q.new_empty((chunks.count, HV, tiles, chunks.size), dtype=torch.float32)
     carry = q.new_empty((chunks.count, HV, tiles), dtype=torch.float32)
     gated_delta_rule_bwd.reverse_scan(

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from delta_trn.triton_kernels.launch import PROCESSORS, Chunks, Config, Segments, chunks_per_segment
+from delta_trn.triton_kernels.chunks import PROCESSORS, Chunks, Segments, chunks_per_segment
+from delta_trn.triton_kernels.launch import Config
 
 SegmentLength = Literal["auto"] | int | None
 
@@ -95,7 +96,7 @@ def _length(chunks: Chunks, HV: int, K: int, V: int, config: Config, device: tor
     """Chunks in a segment; 0: sequences stay whole."""
     if _segment != "auto":
         return _segment or 0
-    NV, NK = (-(-size // config.scan.BV) for size in (V, K))
+    NV, NK = (-(-size // config.scan.columns) for size in (V, K))
     average = chunks.per_sequence // (chunks.sequences if chunks.packed else 1)
     programs, processors = chunks.sequences * HV * NV, _processors(device)
     # under torch.compile sizes may be symbols, which int() would fix: not before it has to

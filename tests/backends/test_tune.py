@@ -31,7 +31,7 @@ def stopped_clock(monkeypatch):
     def interleaved(calls, device, seconds):
         # eight warps of the scan take half the time, twice the columns five times as long
         def ms(row):
-            return (0.5 if row.scan.warps == 8 else 1.0) * (5.0 if row.gradients.BV > 16 else 1.0)
+            return (0.5 if row.scan.warps == 8 else 1.0) * (5.0 if row.gradients.columns > 16 else 1.0)
 
         return {name: [ms(rows[call])] * 3 for name, call in calls.items()}
 
@@ -74,7 +74,7 @@ def test_what_the_device_refuses_is_named(stopped_clock, monkeypatch, capsys):
     monkeypatch.setattr(tune, "judged", lambda *_: [])
     assert tune.main([CASE]) == 0
     said = capsys.readouterr().out
-    assert "stages=3): RuntimeError: out of resource: shared memory\n" in said
+    assert "stages=3, rows=0): RuntimeError: out of resource: shared memory\n" in said
 
 
 def test_a_row_that_fails_parity_is_an_error(stopped_clock, monkeypatch, capsys):

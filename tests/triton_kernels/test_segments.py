@@ -16,7 +16,8 @@ from delta_trn.backends.parity.judge import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.backends.registry import Options
 from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, segments
-from delta_trn.triton_kernels.launch import chunks_per_segment, config
+from delta_trn.triton_kernels.chunks import chunks_per_segment
+from delta_trn.triton_kernels.launch import config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,0 +1,73 @@
+"""The launch table: every size has a row, and the rows taken are the ones that the table documents."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="the triton extra is not installed")
+
+from delta_trn.triton_kernels.launch import TABLE, Config, Tile, adjusted, arithmetic, config, tile
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_head_size_has_a_launch(itemsize):
+    for K in range(1, 257):
+        row = config(K, 512, itemsize=itemsize)
+        assert row.C in (16, 32, 64)
+        assert min(x.columns for x in (row.scan, row.reverse, row.gradients)) >= 16
+
+
+def test_launches_over_a_sequence_in_sixteen_bits():
+    dot, four = arithmetic("tf32"), Tile(0, 4, 1)
+    for K, V, expected in [
+        (128, 128, Config(64, dot, four, Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 8, 2))),
+        (64, 64, Config(64, dot, four, Tile(64, 4, 2), Tile(64, 4, 2), Tile(32, 8, 2))),
+        (256, 512, Config(64, dot, four, Tile(64, 8, 2), Tile(64, 8, 1), Tile(64, 8, 1))),
+    ]:
+        assert config(K, V, itemsize=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("K", "C", "columns", "warps"), [(64, 32, 32, 4), (128, 16, 16, 4), (129, 16, 16, 8)]
+)
+def test_launches_over_a_sequence_in_float32(K, C, columns, warps):
+    one = Tile(columns, warps, 1)
+    assert config(K, 256, itemsize=4) == Config(C, arithmetic(), Tile(0, warps, 1), one, one, one)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "width", "height", "expected"),
+    [
+        ("chain", 128, 128, Tile(16, 4, 3, rows=32)),
+        ("chain", 512, 256, Tile(16, 8, 3, rows=32)),
+        ("step", 128, None, Tile(32, 4, 1)),
+        ("delta_residual", 1, 768, Tile(1, 4, 1, rows=1024)),
+        ("delta_residual", 4, 2048, Tile(4, 4, 1, rows=1024)),
+        ("delta_residual", 512, 64, Tile(512, 4, 1, rows=16)),
+        ("short_convolution", 3072, None, Tile(64, 4, 1, rows=16)),
+        ("short_convolution", 24, None, Tile(32, 4, 1, rows=32)),
+        ("rms_norm", 128, None, Tile(128, 4, 1, rows=16)),
+        ("rms_norm", 4096, None, Tile(4096, 8, 1, rows=1)),
+        ("rms_norm", 4097, None, Tile(8192, 16, 1, rows=1)),
+        ("cross_entropy", 50, None, Tile(128, 8, 1)),
+        ("cross_entropy", 50257, None, Tile(4096, 8, 1)),
+    ],
+)
+def test_launch_of_each_other_kernel(kernel, width, height, expected):
+    assert tile(kernel, width, height) == expected
+
+
+def test_no_row_of_the_table_is_unreachable():
+    """A row is dead where an earlier one of its kernel holds wherever it does."""
+    for i, row in enumerate(TABLE):
+        for other in TABLE[:i]:
+            assert other.kernel != row.kernel or not (
+                other.itemsize >= row.itemsize and other.height >= row.height and other.width >= row.width
+            ), f"{row} comes after {other}"
+
+
+def test_adjusted_launches_hold_within_the_block_alone():
+    row = config(64, 64, itemsize=2)
+    with adjusted(lambda row: replace(row, C=16)):
+        assert config(64, 64, itemsize=2) == replace(row, C=16)
+    assert config(64, 64, itemsize=2) == row
