@@ -328,6 +328,6 @@ class TestStopping:
         train("run", "tiny", *keys(data, out))
         from delta_trn.train.checkpoints.run_folder import RunFolder
 
-        with RunFolder(out).alone():
+        with RunFolder(out).hold():
             status, _, err = tiny_run.command("resume", out, "steps=14")
         assert status == 2 and f"in use by another process (pid {os.getpid()})" in err

@@ -1,7 +1,6 @@
 """A run's folder: where its files are, whose it is at the moment, and the configuration it was begun with."""
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -13,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 
-from delta_trn.train.checkpoints.files import refusals, sync_file
 from delta_trn.train.checkpoints.store import CheckpointStore
+from delta_trn.train.files import hold_folder, write_file
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig, validated
 from delta_trn.train.watch.metrics import MetricsFile
@@ -88,28 +87,11 @@ class RunFolder:
     def write(self, config: RunConfig, origin: Origin) -> None:
         """Write config.json: the tree, `fingerprint`, and the origin under `run`."""
         tree = {**config.model_dump(mode="json"), "fingerprint": config.fingerprint(), "run": vars(origin)}
-        self.write_file(self.config_path, json.dumps(tree, indent=2) + "\n")
-
-    def write_file(self, path: Path, text: str) -> None:
-        """Replace one of the folder's files, or leave it as it was."""
-        beside = path.with_name(f".{path.name}.tmp")
-        with refusals(
-            path, "everything written before is whole: free some space and run the same command again"
-        ):
-            try:
-                beside.write_text(text, encoding="utf-8")
-                sync_file(beside)
-                os.replace(beside, path)
-            except BaseException:
-                beside.unlink(missing_ok=True)
-                raise
-            sync_file(path.parent)
+        write_file(self.config_path, json.dumps(tree, indent=2) + "\n")
 
     def write_summary(self, found: dict[str, float], baselines: dict[str, dict[str, float]]) -> None:
         """Write summary.json: what the end of a run prints, for programs."""
-        self.write_file(
-            self.path / "summary.json", json.dumps({**found, "baselines": baselines}, indent=1) + "\n"
-        )
+        write_file(self.path / "summary.json", json.dumps({**found, "baselines": baselines}, indent=1) + "\n")
 
     def rewind(self, step: int) -> None:
         """Take back everything that was reported about later steps."""
@@ -118,12 +100,12 @@ class RunFolder:
             text = self.samples_path.read_text(encoding="utf-8", errors="replace")
             kept = "".join(block for at, block in _blocks(text) if at <= step)
             if kept != text:
-                self.write_file(self.samples_path, kept)
+                write_file(self.samples_path, kept)
 
     def add_sample(self, step: int, text: str) -> None:
         """Append a sample to samples.txt. The file is replaced, so that a kill leaves no half of one."""
         before = self.samples_path.read_text(encoding="utf-8") if self.samples_path.exists() else ""
-        self.write_file(self.samples_path, f"{before}{_SAMPLE.format(step)}\n{text}\n\n")
+        write_file(self.samples_path, f"{before}{_SAMPLE.format(step)}\n{text}\n\n")
 
     def last_sample(self) -> str:
         """The newest text of samples.txt; empty if there is none."""
@@ -132,24 +114,14 @@ class RunFolder:
         blocks = [block for _, block in _blocks(self.samples_path.read_text(encoding="utf-8"))]
         return blocks[-1].partition("\n")[2] if blocks else ""
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the folder until this process ends, however it ends. RunFolderError if another holds it."""
-        with refusals(self.path, "choose another folder with out=DIR"):
-            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller works
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                holder = lock.read().strip() or "unknown"
-                raise RunFolderError(
-                    f"{self.path} is in use by another process (pid {holder}); wait for it, or end it"
-                ) from None
-            lock.truncate(0)
-            lock.write(f"{os.getpid()}\n")
-            lock.flush()
-            yield
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """Holds the folder against other processes. RunFolderError if another one holds it."""
+        return hold_folder(
+            self.path,
+            lambda pid: RunFolderError(
+                f"{self.path} is in use by another process (pid {pid}); wait for it, or end it"
+            ),
+        )
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from delta_trn.train.checkpoints.files import refusals, sync_file
+from delta_trn.train.files import disk_errors, sync
 from delta_trn.train.settings.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -75,7 +75,7 @@ class CheckpointStore:
         whole = [f"step {other}" for other in self.steps() if other != step]
         safe = f"checkpoints already there are whole ({', '.join(whole) or 'none yet'})"
         todo = f"free some space and run `python -m train resume {self.directory.parent}`"
-        with refusals(final, f"{safe}: {todo}"):
+        with disk_errors(final, f"{safe}: {todo}"):
             try:
                 agreed(lambda: self._begin(beside) if leads else None)
                 parts = agreed(lambda: _on_disk(beside, write(beside)))
@@ -97,13 +97,13 @@ class CheckpointStore:
         files = {name: part[name] for part in parts for name in part}
         manifest = {"format": 1, "files": dict(sorted(files.items()))}
         (beside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        sync_file(beside / MANIFEST)
-        sync_file(beside)
+        sync(beside / MANIFEST)
+        sync(beside)
         if final.exists():
             # left from before a resume that began further back
             self._remove(final)
         os.rename(beside, final)
-        sync_file(self.directory)
+        sync(self.directory)
 
     def damage(self, step: int) -> str | None:
         """What is wrong with a checkpoint's files, or None. Reads all of them."""
@@ -163,7 +163,7 @@ class CheckpointStore:
         beside.unlink(missing_ok=True)
         beside.symlink_to(self.path(step).name, target_is_directory=True)
         os.replace(beside, self.directory / "best")
-        sync_file(self.directory)
+        sync(self.directory)
 
     def best(self) -> int | None:
         """The step that `best` leads to; None if it leads nowhere."""
@@ -200,7 +200,7 @@ def _on_disk(folder: Path, mine: Iterable[Path] | None) -> Described:
     """Sync files, and say of each by name what the manifest will. None of one's own is not all there are."""
     found: Described = {}
     for path in folder.iterdir() if mine is None else mine:
-        sync_file(path)
+        sync(path)
         found[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     return found
 

@@ -85,7 +85,7 @@ def _plan(sweep: Sweep, results: Results) -> str:
 
 
 def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
-    from delta_trn.train.checkpoints.files import refusals
+    from delta_trn.train.files import disk_errors
     from delta_trn.train.studies.sweep.results import SAFE
     from delta_trn.train.studies.sweep.runner import execute
     from delta_trn.train.watch.display import console, duration
@@ -98,7 +98,7 @@ def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
 
     jobs, devices, threads = _places(sweep, own)
     _prepare(sweep)
-    with refusals(folder, SAFE):
+    with disk_errors(folder, SAFE):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "sweep.json").write_text(json.dumps(sweep.as_dict(), indent=1) + "\n")
     minutes = None if own["max_minutes"] is None else _positive("max_minutes", own["max_minutes"])

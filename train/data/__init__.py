@@ -9,31 +9,15 @@ baselines(dataset)               -> dict            unigram entropy, zlib, lzma 
 
 from delta_trn.train.data.dataset import TokenDataset, open_dataset
 from delta_trn.train.data.entropies import Baseline, baselines
-from delta_trn.train.data.errors import (
-    DataError,
-    PositionMismatch,
-    SettingsDiffer,
-    ShardError,
-    SourceError,
-    TokenizerError,
-    WriteError,
-)
 from delta_trn.train.data.loader import Loader, cu_seqlens, evaluation_batches, make_loader
 from delta_trn.train.data.preparation import prepare
 from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
     "Baseline",
-    "DataError",
     "Loader",
-    "PositionMismatch",
-    "SettingsDiffer",
-    "ShardError",
-    "SourceError",
     "TextTokenizer",
     "TokenDataset",
-    "TokenizerError",
-    "WriteError",
     "baselines",
     "cu_seqlens",
     "evaluation_batches",

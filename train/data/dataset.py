@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from delta_trn.train.data.errors import ShardError
 from delta_trn.train.data.shards import (
     HEADER_BYTES,
     HEADER_INTS,
@@ -22,6 +21,7 @@ from delta_trn.train.data.shards import (
     sha256_of,
 )
 from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
+from delta_trn.train.settings.errors import ShardError
 
 Split = Literal["train", "val"]
 FORMAT = 1

@@ -16,9 +16,9 @@ from itertools import islice
 
 import numpy as np
 
-from delta_trn.train.data.atomic import write_atomically
 from delta_trn.train.data.dataset import Split, TokenDataset
-from delta_trn.train.data.errors import WriteError
+from delta_trn.train.files import write_file
+from delta_trn.train.settings.errors import DiskFull
 
 UNIGRAM_TOKENS = 2**28  # of each split: a unigram model of more is the same model
 COMPRESSED_BYTES = 2**24  # of held-out text: LZMA at its best takes half a minute for them
@@ -68,8 +68,8 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
         "dataset": dataset.fingerprint,
         "baselines": {name: asdict(value) for name, value in found.items()},
     }
-    with suppress(WriteError):  # a shared, read-only folder: they are computed again next time
-        write_atomically(path, json.dumps(content, indent=2) + "\n")
+    with suppress(DiskFull):  # a shared, read-only folder: they are computed again next time
+        write_file(path, json.dumps(content, indent=2) + "\n")
     return found
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from delta_trn.train.data.errors import SourceError
 from delta_trn.train.data.sources import text_of
+from delta_trn.train.settings.errors import SourceError
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from delta_trn.train.data.dataset import Split, TokenDataset, check_ids
-from delta_trn.train.data.errors import DataError, PositionMismatch, ShardError
+from delta_trn.train.settings.errors import DataError, PositionMismatch, ShardError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,14 +17,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.data.atomic import alone_in, write_atomically
 from delta_trn.train.data.dataset import FORMAT, Meta, ShardMeta, Split, SplitMeta, TokenizerMeta, read_meta
-from delta_trn.train.data.errors import DataError, SettingsDiffer, SourceError
 from delta_trn.train.data.holdout import HoldOut
 from delta_trn.train.data.reporting import Report
 from delta_trn.train.data.shards import MAX_TOKENS, ShardWriter, token_dtype
 from delta_trn.train.data.sources import Source, find_source
 from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer, make_tokenizer, tokenizer_settings
+from delta_trn.train.files import hold_folder, write_file
+from delta_trn.train.settings.errors import DataError, SettingsDiffer, SourceError
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**22  # what the tokenizer spreads over the cores at once
 COMMIT_SECONDS = 5.0  # of work lost by a kill
@@ -68,7 +68,7 @@ def prepare(
     in `validation`. A folder already complete with the same settings is returned as it is, without any
     network.
 
-    Raises SourceError, TokenizerError, WriteError; SettingsDiffer if `out` holds another preparation.
+    Raises SourceError, TokenizerError, DiskFull; SettingsDiffer if `out` holds another preparation.
     """
     _check_numbers(val_fraction, shard_tokens, max_documents, max_tokens)
     text = find_source(source, subset=subset, split=split, revision=revision, text_field=text_field)
@@ -89,7 +89,7 @@ def prepare(
     directory = Path(out).expanduser() if out is not None else _default_folder(text.name, tokenizer, settings)
     if _is_complete(directory, settings):
         return directory
-    with alone_in(directory):
+    with hold_folder(directory):
         if _is_complete(directory, settings):  # by whoever held the folder until now
             return directory
         job = _Job(directory, settings, text, held_out)
@@ -251,7 +251,7 @@ class _Job:
         self.committed = time.monotonic()
 
     def _save(self) -> None:
-        write_atomically(self.path, json.dumps(vars(self.progress), indent=1) + "\n")
+        write_file(self.path, json.dumps(vars(self.progress), indent=1) + "\n")
 
     def _saved(self, what: str, split: str) -> dict:
         return (getattr(self.progress, what) or {}).get(split, {})
@@ -287,7 +287,7 @@ class _Job:
             skipped={reason: count for reason, count in sorted(self.skipped.items()) if count},
             settings=self.progress.settings,
         )
-        write_atomically(self.directory / "meta.json", meta.to_json())
+        write_file(self.directory / "meta.json", meta.to_json())
         self.path.unlink()
 
     def _clear(self) -> None:

@@ -18,8 +18,8 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from delta_trn.train.data.atomic import disk_errors, sync_directory
-from delta_trn.train.data.errors import ShardError
+from delta_trn.train.files import disk_errors, sync
+from delta_trn.train.settings.errors import ShardError
 
 MAGIC = 20240520
 VERSION = 1
@@ -183,7 +183,7 @@ class ShardWriter:
                 raise ShardError(
                     f"{final} was finished and is gone; remove {self._directory} and prepare again"
                 )
-        sync_directory(self._directory)
+        sync(self._directory)
 
     def abandon(self) -> None:
         """Let go of the file without finishing it: after an error, the last commit is what counts."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from delta_trn.train.data.errors import SourceError
+from delta_trn.train.settings.errors import SourceError
 
 SEPARATOR = "<|endoftext|>"
 SECTION = 2**14  # characters: a file that is the whole source still makes documents to hold out

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from delta_trn.train.data.atomic import write_atomically
-from delta_trn.train.data.errors import TokenizerError
+from delta_trn.train.files import write_file
+from delta_trn.train.settings.errors import TokenizerError
 
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
 GPT2_VOCAB, GPT2_EOS = 50257, 50256
@@ -76,9 +76,9 @@ class TextTokenizer:
             "model_vocab_size": self.vocab_size,
             **names,
         }
-        write_atomically(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-        write_atomically(directory / "special_tokens_map.json", json.dumps(names, indent=2) + "\n")
-        write_atomically(directory / "tokenizer.json", self.tokenizer.to_str(pretty=True) + "\n")
+        write_file(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+        write_file(directory / "special_tokens_map.json", json.dumps(names, indent=2) + "\n")
+        write_file(directory / "tokenizer.json", self.tokenizer.to_str(pretty=True) + "\n")
 
 
 def load_tokenizer(directory: str | Path) -> TextTokenizer:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from delta_trn.backends.machine import ProgramCache
-from delta_trn.train.data.atomic import alone_in, write_atomically
+from delta_trn.train.files import hold_folder, write_file
 from delta_trn.train.neuron.identity import Identity
 from delta_trn.train.settings.errors import TrainError
 
@@ -73,7 +73,7 @@ def record(path: Path, identity: Identity, compiled: list[Compiled]) -> None:
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "graphs": [graph.as_dict() for graph in compiled],
     }
-    with alone_in(path.parent):
+    with hold_folder(path.parent):
         entries = {**read(path), identity.fingerprint(): entry}
         newest = sorted(entries, key=lambda name: entries[name].get("made", ""))[-KEPT:]
         _write(path, {name: entries[name] for name in newest})
@@ -85,4 +85,4 @@ def nearest(entries: dict[str, dict[str, Any]], identity: Identity) -> list[str]
 
 
 def _write(path: Path, entries: dict[str, dict[str, Any]]) -> None:
-    write_atomically(path, json.dumps({"format": FORMAT, "entries": entries}, indent=1) + "\n")
+    write_file(path, json.dumps({"format": FORMAT, "entries": entries}, indent=1) + "\n")

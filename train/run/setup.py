@@ -19,7 +19,6 @@ from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.checkpoints.contents import State
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder, new_origin, place_for
 from delta_trn.train.data import (
-    DataError,
     Loader,
     TokenDataset,
     baselines,
@@ -27,13 +26,14 @@ from delta_trn.train.data import (
     open_dataset,
     prepare,
 )
+from delta_trn.train.files import write_file
 from delta_trn.train.parallel.layout import Layout, layout_of, require_divisible
 from delta_trn.train.parallel.sharding import Parallel
 from delta_trn.train.parallel.team import Team, assembled
 from delta_trn.train.run.model import choose_backend, make_model, model_config, pick_device
 from delta_trn.train.run.optimizer import make_optimizer
 from delta_trn.train.run.schedule import learning_rate
-from delta_trn.train.settings.errors import ConfigError, RunFolderError
+from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderError
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume
 from delta_trn.train.watch import trackers
@@ -167,7 +167,7 @@ def held_out_costs(run: Run) -> dict[str, dict[str, float]]:
     if not run.team.leads:
         return {}
     found = {name: asdict(cost) for name, cost in baselines(run.dataset).items()}
-    run.folder.write_file(run.folder.baselines_path, json.dumps(found, indent=1) + "\n")
+    write_file(run.folder.baselines_path, json.dumps(found, indent=1) + "\n")
     return found
 
 
@@ -220,7 +220,7 @@ def _teamed(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]
 
 def _held(folder: RunFolder, team: Team) -> contextlib.AbstractContextManager[None]:
     """The folder held by the process that writes to it."""
-    return folder.alone() if team.leads else contextlib.nullcontext()
+    return folder.hold() if team.leads else contextlib.nullcontext()
 
 
 def _same_data(dataset: TokenDataset, origin: Origin) -> None:

@@ -6,12 +6,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.checkpoints.files import refusals
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.watch import metrics
+from delta_trn.train.watch.figure import BLUE, GRAY, RED, dress, new_figure, save_figure
 
-TRAIN, VAL, GRAY = "#3b6fb6", "#c8553d", "#6b7280"
 BASELINES = {
     "unigram": "token frequencies",
     "zlib": "zlib",
@@ -51,28 +50,20 @@ def plot_loss(folder: RunFolder) -> Path:
     val = [line for line in lines if line["split"] == "val"]
     costs = json.loads(folder.baselines_path.read_text()) if folder.baselines_path.exists() else {}
     figure = _figure(folder.path.resolve().name, train, val, costs)
-    beside = folder.plot_path.with_name(".loss.png")
-    with refusals(folder.plot_path, "everything else of the run is whole: free some space and plot again"):
-        figure.savefig(beside, format="png")
-        beside.replace(folder.plot_path)
-    return folder.plot_path
+    return save_figure(figure, folder.plot_path)
 
 
 def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dict[str, float]]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.4, 4.8)
     axes = figure.add_subplot()
     steps, losses = [line["step"] for line in train], [line["loss"] for line in train]
     end = steps[-1]
-    axes.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smoothed(losses, len(losses) // 40), color=TRAIN, linewidth=1.6, label="training")
+    axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smoothed(losses, len(losses) // 40), color=BLUE, linewidth=1.6, label="training")
     if val:
         at, loss = [line["step"] for line in val], [line["loss"] for line in val]
         label = f"validation, {loss[-1]:.3f} at the end"
-        axes.plot(at, loss, color=VAL, linewidth=1.6, marker="o", markersize=4, label=label, clip_on=False)
+        axes.plot(at, loss, color=RED, linewidth=1.6, marker="o", markersize=4, label=label, clip_on=False)
     known = sorted(
         (costs[name]["nats_per_token"], words) for name, words in BASELINES.items() if name in costs
     )
@@ -91,13 +82,10 @@ def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dic
             color=GRAY,
             fontsize=8,
         )
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    dress(axes, title)
     axes.set_xlabel(f"steps of {train[-1]['tokens'] // end:,} tokens")
     axes.set_ylabel("loss, nats a token")
     axes.set_xlim(0, end)
     axes.set_ylim(bottom, top)
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="upper right")
     return figure

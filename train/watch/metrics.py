@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from delta_trn.train.checkpoints.files import refusals
+from delta_trn.train.files import disk_errors
 
 MEASURED = frozenset(("seconds", "tokens_per_s", "memory"))
 """Fields that a clock or the operating system gave: different every time."""
@@ -54,7 +54,7 @@ class MetricsFile:
     def append(self, lines: Iterable[Line]) -> None:
         """Write lines at once; after a kill of this process they are in the file."""
         safe = "the checkpoints are whole: free some space and resume the run"
-        with refusals(self.path, safe):
+        with disk_errors(self.path, safe):
             if self._file is None:
                 self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
             self._file.write("".join(line.to_json() for line in lines))

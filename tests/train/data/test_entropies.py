@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from delta_trn.train.data import baselines, entropies, open_dataset, prepare
 from delta_trn.train.data.entropies import documents, leading_text, unigram_nats
+from delta_trn.train.settings.errors import DiskFull
 
 WORDS = ["alpha", "beta", "gamma", "delta", "épsilon", "zeta", "eta", "theta"]
 
@@ -113,10 +114,10 @@ def test_a_cache_of_other_data_or_another_version_is_not_believed(dataset, found
 
 def test_a_folder_that_cannot_be_written_still_answers(dataset, found, monkeypatch):
     def refuse(*args):
-        raise entropies.WriteError("read-only")
+        raise DiskFull("read-only")
 
     (dataset.path / "baselines.json").unlink()
-    monkeypatch.setattr(entropies, "write_atomically", refuse)
+    monkeypatch.setattr(entropies, "write_file", refuse)
     assert baselines(dataset) == found
     assert not (dataset.path / "baselines.json").exists()
 

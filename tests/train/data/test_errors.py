@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from delta_trn.train.data import evaluation_batches, make_loader, open_dataset, prepare
-from delta_trn.train.data.errors import ShardError, SourceError
 from delta_trn.train.data.shards import HEADER_BYTES, encode_header
+from delta_trn.train.settings.errors import ShardError, SourceError
 
 TRAIN, VAL = "corpus_train_000001.bin", "corpus_val_000000.bin"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from delta_trn.train.data import cu_seqlens, evaluation_batches, make_loader, open_dataset, prepare
-from delta_trn.train.data.errors import DataError, PositionMismatch, ShardError
 from delta_trn.train.data.loader import Stream, fold, mix64
+from delta_trn.train.settings.errors import DataError, PositionMismatch, ShardError
 
 T = 16
 

@@ -16,8 +16,8 @@ import pytest
 
 from delta_trn.train.data import open_dataset, preparation, prepare
 from delta_trn.train.data.entropies import documents
-from delta_trn.train.data.errors import DataError, SettingsDiffer, SourceError, WriteError
 from delta_trn.train.data.shards import HEADER_BYTES, ShardWriter, check_shard, map_tokens
+from delta_trn.train.settings.errors import DataError, DiskFull, SettingsDiffer, SourceError
 
 SHARD = 2000
 
@@ -60,7 +60,7 @@ def run(source, out, **options):
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".lock")}
 
 
 def split_texts(dataset, split):
@@ -389,7 +389,7 @@ def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed, capfd
     processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait(60) for process in processes] == [0, 0]
     assert files(out) == undisturbed
-    assert "waiting for the process that is preparing" in capfd.readouterr().err
+    assert "waiting for the process that holds" in capfd.readouterr().err
 
 
 # -- a disk that is full -----------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_run_continues(tmp_path,
 
     def body():
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        with pytest.raises(WriteError, match=r"no space left to write .*run the same command again"):
+        with pytest.raises(DiskFull, match=r"no space left to write .*run the same command again"):
             run(source, out, **options)
 
     assert in_child(body) == 0
@@ -418,7 +418,7 @@ def test_a_folder_that_may_not_be_written(source, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(WriteError, match=r"may not write .*/out \(Permission denied\); choose .* --out DIR"):
+    with pytest.raises(DiskFull, match=r"may not write .*/out \(permission denied\); .*choose another"):
         run(source, tmp_path / "out")
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from delta_trn.train.data import open_dataset, preparation, prepare
 from delta_trn.train.data.entropies import documents
-from delta_trn.train.data.errors import SourceError
 from delta_trn.train.data.hub import HubReader, HubSource
 from delta_trn.train.data.sources import SECTION, FileSource, find_source, path_source, python_stdlib
+from delta_trn.train.settings.errors import SourceError
 
 TEXTS = ["plain", "two\nlines\r\nand a carriage return", "ünïcödé – 漢字 🙂", "", "tab\there", "last"]
 

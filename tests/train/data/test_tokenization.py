@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from delta_trn.train.data.errors import TokenizerError
 from delta_trn.train.data.tokenizer import (
     BOS,
     EOS,
@@ -25,6 +24,7 @@ from delta_trn.train.data.tokenizer import (
     tokenizer_settings,
     train_byte_bpe,
 )
+from delta_trn.train.settings.errors import TokenizerError
 
 NASTY = [
     "",

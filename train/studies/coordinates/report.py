@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.checkpoints.files import refusals
+from delta_trn.train.files import disk_errors
 from delta_trn.train.studies.coordinates.check import TENSORS, Reading, Slope, Verdict, slopes, verdicts
 
 COLUMNS = 12
@@ -120,7 +120,7 @@ def draw(found: Sequence[Reading], found_verdicts: Sequence[Verdict], optimizer:
     panels[0][0].legend(fontsize=4.5, frameon=False)
     figure.suptitle(f"change of what the model computes, against width, {optimizer}", fontsize=10)
     beside = path.with_name(f".{path.name}")
-    with refusals(path, SAFE):
+    with disk_errors(path, SAFE):
         figure.savefig(beside, format="png")
         beside.replace(path)
     return path
@@ -139,7 +139,7 @@ def write(folder: Path, about: dict[str, Any], found: Sequence[Reading]) -> list
     """coordinates.json, coordinates.md and a picture for every optimizer."""
     judged = slopes(found)
     said = verdicts(judged)
-    with refusals(folder, SAFE):
+    with disk_errors(folder, SAFE):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "coordinates.json").write_text(as_json(about, found, judged))
         (folder / "coordinates.md").write_text(table(said) + "\n")

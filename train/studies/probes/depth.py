@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.models.residual import DeepDelta, LatentUpdate, WriteOnly
-from delta_trn.train.checkpoints.files import refusals
+from delta_trn.train.files import disk_errors
 from delta_trn.train.watch import metrics
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def plot_geometry(folder: RunFolder) -> Path | None:
     path = folder.path / "geometry.png"
     figure = _figure(folder.path.resolve().name, series)
     beside = path.with_name(".geometry.png")
-    with refusals(path, "everything else of the run is whole: free some space and plot again"):
+    with disk_errors(path, "everything else of the run is whole: free some space and plot again"):
         figure.savefig(beside, format="png")
         beside.replace(path)
     return path

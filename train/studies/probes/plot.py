@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.checkpoints.files import refusals
 from delta_trn.train.checkpoints.run_folder import RunFolder
+from delta_trn.train.files import disk_errors
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.watch import metrics
 
@@ -125,7 +125,7 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
         axes.set_visible(False)
     panels[0].legend(fontsize=6, frameon=False)
     beside = path.with_name(f".{path.name}")
-    with refusals(path, "everything else of the run is whole: free some space and plot again"):
+    with disk_errors(path, "everything else of the run is whole: free some space and plot again"):
         figure.savefig(beside, format="png")
         beside.replace(path)
     return path

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.checkpoints.files import refusals
+from delta_trn.train.files import disk_errors
 from delta_trn.train.studies.sweep.question import Series
 from delta_trn.train.studies.sweep.report import Curve, Report
 
@@ -142,7 +142,7 @@ def draw(rows: Sequence[Compared], path: Path) -> Path | None:
     for axes, width in zip(figure.subplots(1, len(widths), squeeze=False)[0], widths, strict=True):
         _panel(axes, [row for row in shown if row.width == width], width)
     beside = path.with_name(f".{path.name}")
-    with refusals(path, "the results are whole: free some space and run the same command again"):
+    with disk_errors(path, "the results are whole: free some space and run the same command again"):
         figure.savefig(beside, format="png")
         beside.replace(path)
     return path

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.checkpoints.files import refusals
+from delta_trn.train.files import disk_errors
 from delta_trn.train.studies.sweep.report import Report
 
 GRAY = "#6b7280"
@@ -32,7 +32,7 @@ def draw(found: Sequence[Report], path: Path) -> Path | None:
     for axes, report in zip(panels, shown, strict=False):
         _panel(axes, report, shades)
     beside = path.with_name(f".{path.name}")
-    with refusals(path, "the results are whole: free some space and run the same command again"):
+    with disk_errors(path, "the results are whole: free some space and run the same command again"):
         figure.savefig(beside, format="png")
         beside.replace(path)
     return path

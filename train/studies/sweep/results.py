@@ -1,6 +1,5 @@
 """sweep.jsonl: a line a finished trial, whoever finished it."""
 
-import fcntl
 import json
 import math
 import os
@@ -8,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.checkpoints.files import refusals
+from filelock import FileLock
+
+from delta_trn.train.files import disk_errors
 
 Result = Mapping[str, Any]
 SAFE = "every finished trial is kept: free some space and run the same command again"
@@ -32,8 +33,8 @@ class Results:
 
     def add(self, result: Result) -> None:
         """Append a line, on the disk when this returns. Nothing if its trial has one."""
-        with refusals(self.path, SAFE), open(self.path, "a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        with disk_errors(self.path, SAFE), lock, open(self.path, "a+b") as file:
             if result["key"] in self.read():
                 return
             file.seek(0, os.SEEK_END)

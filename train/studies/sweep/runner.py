@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from delta_trn.train.checkpoints.files import refusals
+from delta_trn.train.files import disk_errors
 from delta_trn.train.run.stopping import StopRequest
 from delta_trn.train.settings.errors import RunFolderError, TrainError
 from delta_trn.train.settings.schema import RunConfig, validated
@@ -138,7 +138,7 @@ class _Scheduler:
         config = trial.config
         if slot.device is not None:
             config = config.model_copy(update={"device": slot.device})
-        with refusals(place, SAFE):
+        with disk_errors(place, SAFE):
             place.mkdir(parents=True, exist_ok=True)
         slot.trial = trial
         slot.process = _CONTEXT.Process(

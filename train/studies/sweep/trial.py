@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import Diverged
 from delta_trn.train.settings.schema import RunConfig
 
@@ -65,7 +66,7 @@ def run_trial(config: RunConfig, folder: Path) -> dict[str, Any]:
             "backend": run.config.backend,
             "versions": run.origin.versions,
         }
-        run.folder.write_file(folder / RESULT, json.dumps(result) + "\n")
+        write_file(folder / RESULT, json.dumps(result) + "\n")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return result
 

@@ -1,0 +1,106 @@
+"""Files that are whole or absent, disk errors that say what to do, and locks on folders."""
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from delta_trn.train.settings.errors import DiskFull
+
+ADVICE = "what is there is whole: free some space or choose another folder, and run the same command again"
+
+# EFBIG is what a file-size limit (ulimit -f, some network mounts) says instead of ENOSPC.
+_PROBLEMS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "no space left to write"),
+    **dict.fromkeys((errno.EACCES, errno.EROFS, errno.EPERM), "may not write"),
+}
+# safetensors writes from Rust and raises its own class, whose text carries the number.
+_RUST = re.compile(r"os error (\d+)")
+
+
+def error_number(error: BaseException) -> int | None:
+    """Returns the errno of an OSError, or of one that safetensors wrapped."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = _RUST.search(str(error))
+    return int(match[1]) if match else None
+
+
+@contextmanager
+def disk_errors(path: Path, advice: str = ADVICE) -> Iterator[None]:
+    """Maps full-disk and permission errors to DiskFull, which names the file and the advice."""
+    try:
+        yield
+    except Exception as error:
+        number = error_number(error)
+        if number is None or number not in _PROBLEMS:
+            raise
+        raise DiskFull(f"{_PROBLEMS[number]} {path} ({os.strerror(number).lower()}); {advice}") from error
+
+
+def sync(path: Path) -> None:
+    """Flushes a file's content, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replace_file(path: Path, advice: str = ADVICE) -> Iterator[Path]:
+    """Yields a path to write to, and renames that file to `path` once it is on the disk.
+
+    After an error, `path` is as it was and nothing lies beside it.
+    """
+    beside = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path, advice):
+        try:
+            yield beside
+            sync(beside)
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+
+
+def write_file(path: Path, content: bytes | str, advice: str = ADVICE) -> None:
+    """Replaces a file by the content, or leaves it as it was."""
+    with replace_file(path, advice) as beside:
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def hold_folder(folder: Path, refuse: Callable[[str], Exception] | None = None) -> Iterator[None]:
+    """Makes a folder and holds it against other processes. The kernel releases it when the holder dies.
+
+    If another process holds it, raises what `refuse` returns for that process's id; without `refuse`, waits.
+    """
+    is_new = not folder.exists()
+    lock, holder = FileLock(folder / ".lock"), folder / ".lock.pid"
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            pid = holder.read_text().strip() if holder.exists() else "unknown"
+            if refuse is not None:
+                raise refuse(pid) from None
+            print(f"waiting for the process that holds {folder} (pid {pid})", file=sys.stderr)
+            lock.acquire()
+    try:
+        with disk_errors(folder):
+            holder.write_text(f"{os.getpid()}\n")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        if is_new and os.listdir(folder) == [".lock"]:  # a mistyped name leaves no folder behind
+            (folder / ".lock").unlink()
+            folder.rmdir()
+        lock.release()
