@@ -1,4 +1,4 @@
-"""Softmax attention with rotary positions (arXiv:2104.09864), for hybrid models and Deep Delta Learning's."""
+"""Softmax attention with rotary positions (arXiv:2104.09864), for hybrid and Deep Delta Learning models."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Attention(nn.Module):
-    """H heads of size D = V, so that the layer has as many weights as the Gated DeltaNet layer it replaces.
+    """Attends with H heads of size D = V, so that a hybrid's layers have about the same number of weights.
 
     Logits are q.k / sqrt(D), times m ** attention of the parametrization where D grows with width: 1 / D in
     muP, equal to SP's at m = 1. With use_qk_rmsnorm, q and k pass an RMSNorm with gains of their own after
-    RoPE; then a head's size no longer shows in them, and D grows in 1 / sqrt(D) alone.
+    RoPE, which makes their size independent of D.
     """
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
         d, H, self.D = config.hidden_size, config.num_heads, config.head_dim_v
         self.theta = config.rope_theta
-        self.turned = int(self.D * config.rope_ratio) // 2 * 2 if config.positions == "rope" else 0
+        # How many channels of a head RoPE rotates.
+        self.rotated = int(self.D * config.rope_ratio) // 2 * 2 if config.positions == "rope" else 0
         grows = config.scale_by == "head_dim"
         power = TABLES[config.parametrization].attention if grows else 0.0
         self.scale = self.D**-0.5 * config.width_ratio**power
@@ -54,22 +55,22 @@ class Attention(nn.Module):
             self.o_norm = RMSNorm(self.D, config.rms_norm_eps, gain)
         if config.use_output_gate:
             self.g_proj = Linear(d, H * self.D)
-        self.o_proj = Linear(H * self.D, d)
+        self.o_proj = Linear(H * self.D, d, scale=config.mixer_output_scale)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
-        """x [B, T, d] -> [B, T, d]."""
+        """Maps x [B, T, d] to [B, T, d]."""
         k, v = self.k_proj(x), self.v_proj(x)
         if self.k_shift is not None:
             k = self.k_shift(k, x, sequences, cache)
         if self.v_shift is not None:
             v = self.v_shift(v, x, sequences, cache)
         q, k, v = (
-            act(y).unflatten(-1, (-1, self.D)).transpose(1, 2)
+            act(y).unflatten(-1, (-1, self.D)).transpose(1, 2)  # [B, H, T, D]
             for act, y in zip(self.activations, (self.q_proj(x), k, v), strict=True)
         )
-        if self.turned:
-            cos, sin = self._rotation(sequences.position)
-            q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+        if self.rotated:
+            cos, sin = self._angles(sequences.position)
+            q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if cache is not None:
@@ -84,27 +85,27 @@ class Attention(nn.Module):
             y = self.o_norm(y, z)
         return self.o_proj(y.flatten(-2))
 
-    def _rotation(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every pair's angle, [B or 1, 1, T, pairs] float32."""
-        pairs = torch.arange(0, self.turned, 2, device=position.device)
-        angles = position[:, None, :, None].float() * self.theta ** (-pairs.float() / self.turned)
+    def _angles(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosine and sine of every pair's angle, [B or 1, 1, T, pairs] float32."""
+        pairs = torch.arange(0, self.rotated, 2, device=position.device)
+        angles = position[:, None, :, None].float() * self.theta ** (-pairs.float() / self.rotated)
         return angles.cos(), angles.sin()
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Each pair (x_i, x_{i + turned/2}) turned by its angle; what lies beyond `turned` as it is."""
-        a, b, rest = x.split([self.turned // 2, self.turned // 2, self.D - self.turned], dim=-1)
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates each pair (x_i, x_{i + rotated/2}) by its angle; channels from `rotated` on stay."""
+        a, b, rest = x.split([self.rotated // 2, self.rotated // 2, self.D - self.rotated], dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
 
 class Shift(nn.Module):
-    """y_t = a_t x_{t-1} + (1 - a_t) x_t, a [B, T, H] = sigmoid(W u) one number a head; x_{-1} = 0."""
+    """Computes y_t = a_t x_{t-1} + (1 - a_t) x_t, with a [B, T, H] = sigmoid(W u) and x_{-1} = 0."""
 
     def __init__(self, width: int, heads: int, role: Role, slot: str) -> None:
         super().__init__()
         self.proj, self.slot = Linear(width, heads, role), slot
 
     def forward(self, x: Tensor, u: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
-        """x [B, T, H D], the layer's input u [B, T, d]; the cache's slot is moved on."""
+        """Maps x [B, T, H D] and the layer's input u [B, T, d] to y; the cache's slot is replaced."""
         if sequences.real is not None:
             x = x * sequences.real
         last = None if cache is None else getattr(cache, self.slot)

@@ -196,13 +196,23 @@ class DeltaConfig(PretrainedConfig):
 
     @property
     def head_dim_v(self) -> int:
-        """V."""
+        """The value size V = K expand_v."""
         return round(self.head_dim_k * self.expand_v)
 
     @property
     def width_ratio(self) -> float:
-        """m = width / base_width."""
+        """The ratio m = width / base_width."""
         return self.hidden_size / self.base_width
+
+    @property
+    def mlp_output_scale(self) -> float:
+        """A factor on the initial std of each MLP's output projection."""
+        return self.num_hidden_layers**-0.5 if self.depth_scaled_init else 1.0
+
+    @property
+    def mixer_output_scale(self) -> float:
+        """A factor on the initial std of each mixer's output projection."""
+        return self.mlp_output_scale * self.mixer_output_init
 
     def _check(self, tokens: dict[str, int | list[int] | None]) -> None:
         for name in ("num_v_heads", "head_dim_k", "intermediate_size"):

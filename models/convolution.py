@@ -1,4 +1,4 @@
-"""The short convolution: causal, depthwise, over time, then SiLU; and one without."""
+"""The short convolution over time: causal, depthwise, followed by SiLU or by nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from delta_trn.backends import short_convolution
 from delta_trn.models.cache import LayerCache
-from delta_trn.models.mup import Tag
+from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ShortConvolution(nn.Module):
-    """y_t = SiLU( sum_j w_j * x_{t - W + 1 + j} ), W taps; before a sequence there are zeros."""
+    """Computes y_t = SiLU( sum_j w_j * x_{t - W + 1 + j} ) with W taps; zeros stand before a sequence."""
 
     activation: Activation = "silu"
 
@@ -29,7 +29,10 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None, slot: str = "convolution"
     ) -> Tensor:
-        """x [B, T, C] -> [B, T, C] in x's dtype, computed in float32; the cache's `slot` is moved on."""
+        """Maps x [B, T, C] to [B, T, C] in x's dtype, computed in float32.
+
+        The attribute `slot` of the cache holds the last W - 1 inputs; it is replaced.
+        """
         T, before = x.shape[1], self.weight.shape[1] - 1
         if sequences.real is not None:
             x = x * sequences.real
@@ -51,6 +54,6 @@ class ShortConvolution(nn.Module):
 
 
 class TokenConvolution(ShortConvolution):
-    """y_t = sum_j w_j * x_{t - W + 1 + j}: no activation."""
+    """Computes y_t = sum_j w_j * x_{t - W + 1 + j}, without an activation."""
 
     activation = "linear"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,32 @@ from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.initialization import decay_rates, taps, time_steps
 from delta_trn.models.layers import Linear, RMSNorm, joint
-from delta_trn.models.mup import Role, Tag
+from delta_trn.models.mup import Role
+from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
+
+# What the gates' projections are set to at padding: softplus and sigmoid are 0 there, in every precision.
+CLOSED = -1e4
 
 
 class GatedDeltaNet(nn.Module):
-    """The gated delta rule between projections; d width, H heads of size K, HV value heads of size V.
+    """The gated delta rule between projections; width d, H heads of size K, HV value heads of size V.
 
-    q, k, v = SiLU(conv( W_q x, W_k x, W_v x ))     [B, T, H, K] twice, [B, T, HV, V]
-    g       = -exp(A_log) softplus(W_a x + dt_bias) [B, T, HV] float32, the logarithm of the decay
-    beta    = sigmoid(W_b x)                        [B, T, HV] float32; twice that with allow_neg_eigval
-    o       = the gated delta rule of these, q and k normalized, times sqrt(K)
-    y       = W_o ( RMSNorm(o) * SiLU(W_g x) )
+        q, k, v = SiLU(conv( W_q x, W_k x, W_v x ))         [B, T, H, K] twice, [B, T, HV, V]
+        g       = -exp(A_log) softplus(W_a x + dt_bias)     [B, T, HV] float32, the logarithm of the decay
+        beta    = sigmoid(W_b x)                            [B, T, HV] float32; doubled with allow_neg_eigval
+        o       = gated_delta_rule(q, k, v, g, beta)        [B, T, HV, V], q and k normalized, scale sqrt(K)
+        y       = W_o ( RMSNorm(o) * SiLU(W_g x) )          [B, T, d]
+
+    The scale is sqrt(K) here, while the operation's default is K**-0.5, as in softmax attention. The norm
+    after the readout cancels any scale, but for its epsilon. With K**-0.5 and taps drawn like hidden
+    matrices, as in the released code (`init`="authors"), o is so small that epsilon is 1700 times o^2 at
+    width 1536: the norm no longer normalizes, it multiplies by 1000. sqrt(K) keeps epsilon negligible at
+    every width.
+
+    scan    computes o for whole sequences. It is meant to be replaced: a function with the arguments and
+            results of `backends.gated_delta_rule`, such as another implementation, or one that passes states
+            between processes. A single token that continues a cache goes through `gated_delta_rule_step`.
     """
 
     def __init__(self, config: DeltaConfig) -> None:
@@ -35,104 +49,88 @@ class GatedDeltaNet(nn.Module):
         K, V = config.head_dim_k, config.head_dim_v
         self.K, self.V, self.sizes = K, V, (H * K, H * K, HV * V)
         self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
-        # sqrt(K) keeps the output norm's epsilon negligible at every width. With K**-0.5 and taps like hidden
-        # matrices, as released, epsilon is 1700 times o^2 at width 1536 and the norm a mere factor of 1000
         self.scale = K**0.5 if config.readout == "sqrt_k" else K**-0.5
-        # where width adds heads, a gate's projection is a matrix like others, and a head's number one of many
+        self.scan: Callable[..., tuple[Tensor, Tensor | None]] = gated_delta_rule
+        # Where width adds heads, a gate's projection is a matrix like the others, and a number per head is
+        # one of many.
         grow = config.scale_by == "heads"
         gate, scalar, gain = (
             (Role.HIDDEN, Role.VECTOR, Role.CONSTANT) if grow else (Role.GATE, Role.SCALAR, Role.VECTOR)
         )
-        self.q_proj, self.k_proj, self.v_proj = Linear(d, H * K), Linear(d, H * K), Linear(d, HV * V)
-        self.g_proj, self.o_proj = Linear(d, HV * V), Linear(HV * V, d)
-        self.a_proj, self.b_proj = Linear(d, HV, gate), Linear(d, HV, gate)
-        released = config.init == "authors"
-        tap = Tag(Role.VECTOR, like=Role.HIDDEN) if released else Tag(Role.VECTOR, law=taps)
+        self.q_proj = Linear(d, H * K)
+        self.k_proj, self.v_proj = Linear(d, H * K, stored=True), Linear(d, HV * V, stored=True)
+        self.g_proj, self.o_proj = Linear(d, HV * V), Linear(HV * V, d, scale=config.mixer_output_scale)
+        self.a_proj, self.b_proj = (Linear(d, HV, gate, stored=True) for _ in range(2))
+        like, law = (Role.HIDDEN, None) if config.init == "authors" else (None, taps)
+        tap = Tag(Role.VECTOR, law=law, like=like, stored=True)
         self.conv = ShortConvolution(sum(self.sizes), config.conv_size, tap)
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(HV)), nn.Parameter(torch.empty(HV))
         rates = partial(decay_rates, factor=config.forgetting)
-        self.tags = {"A_log": Tag(scalar, law=rates), "dt_bias": Tag(scalar, law=time_steps)}
+        self.tags = {
+            "A_log": Tag(scalar, law=rates, stored=True),
+            "dt_bias": Tag(scalar, law=time_steps, stored=True),
+        }
         self.o_norm = RMSNorm(V, config.rms_norm_eps, gain)
-        for part in (self, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.conv):
-            part.tags = {name: replace(tag, stored=True) for name, tag in part.tags.items()}
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
-        """x [B, T, d], zero at padding -> [B, T, d]."""
+        """Maps x [B, T, d], zero at padding, to [B, T, d]."""
         qkv = self.conv(joint(x, self.q_proj, self.k_proj, self.v_proj), sequences, cache)
         q, k, v = qkv.split(self.sizes, dim=-1)
-        o = self._scan(
-            q.unflatten(-1, (-1, self.K)),
-            k.unflatten(-1, (-1, self.K)),
-            v.unflatten(-1, (-1, self.V)),
-            self._gate_arguments(x, sequences),
-            sequences.cu_seqlens,
-            cache,
-        )
+        q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
+        v = v.unflatten(-1, (-1, self.V))
+        o = self._read_out(q, k, v, *self._gate_inputs(x, sequences), sequences.cu_seqlens, cache)
         y = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
         return self.o_proj(y.flatten(-2))
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """g and beta [B, T, HV] in float32, under autocast too: a decay of 0.999 is 1 in bfloat16."""
-        za, zb = self._projected(x)
+        """Returns g and beta [B, T, HV] in float32, under autocast too: in bfloat16 a decay of 0.999 is 1."""
+        a, z = self._gate_inputs(x, sequences)
         with torch.autocast(x.device.type, enabled=False):
-            g = log_decay(za, self.A_log, self.dt_bias)
-            beta = write_strength(zb, self.beta_max)
-        if (real := sequences.real) is not None:
-            g, beta = g * real, beta * real  # padding neither forgets nor writes
-        return g, beta
+            return log_decay(a, self.A_log, self.dt_bias), write_strength(z, self.beta_max)
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """W_a x and W_b x [B, T, HV]."""
+    def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Returns W_a x and W_b x [B, T, HV]; padding gets values that neither forget nor write."""
         with torch.autocast(x.device.type, enabled=False):
-            za, zb = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj).chunk(2, dim=-1)
-        return za, zb
-
-    def _gate_arguments(self, x: Tensor, sequences: Sequences) -> dict[str, Any]:
-        """The operation's g and beta: what they are made of, or with padding themselves."""
+            both = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj)
         if sequences.real is not None:
-            return dict(zip(("g", "beta"), self.gates(x, sequences), strict=True))
-        za, zb = self._projected(x)
-        return {
-            "g": za,
-            "beta": zb,
+            both = both.masked_fill(~sequences.real, CLOSED)
+        a, z = both.chunk(2, dim=-1)
+        return a, z
+
+    def _read_out(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        z: Tensor,
+        cu_seqlens: Tensor | None,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        """Returns o [B, T, HV, V]; the cache's state is replaced by the final one."""
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
             "use_beta_sigmoid_in_kernel": True,
             "allow_neg_eigval": self.beta_max == 2.0,
         }
-
-    def _scan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: dict[str, Any],
-        cu_seqlens: Tensor | None,
-        cache: LayerCache | None,
-    ) -> Tensor:
         if cache is not None and cache.state is not None and q.shape[1] == 1:
-            gates = gates | {name: gates[name][:, 0] for name in ("g", "beta")}
-            o, cache.state = gated_delta_rule_step(
-                q[:, 0],
-                k[:, 0],
-                v[:, 0],
-                state=cache.state,
-                scale=self.scale,
-                use_qk_l2norm_in_kernel=True,
-                **gates,
-            )
+            token = (y[:, 0] for y in (q, k, v, a, z))
+            o, cache.state = gated_delta_rule_step(*token, state=cache.state, **options)
             return o[:, None]
-        o, state = gated_delta_rule(
+        o, state = self.scan(
             q,
             k,
             v,
-            **gates,
-            scale=self.scale,
+            a,
+            z,
             initial_state=None if cache is None else cache.state,
             output_final_state=cache is not None,
-            use_qk_l2norm_in_kernel=True,
             cu_seqlens=cu_seqlens,
+            **options,
         )
         if cache is not None:
             cache.state = state

@@ -1,8 +1,7 @@
-"""The language model: embedding, blocks, readout, loss; a `transformers` model in every respect."""
+"""The language model: embedding, blocks, readout and loss, as a `transformers` model."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,21 +10,20 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from delta_trn import backends
 from delta_trn.models.attention import Attention
 from delta_trn.models.cache import DeltaCache, LayerCache
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.cross_entropy import linear_cross_entropy
 from delta_trn.models.gated_deltanet import GatedDeltaNet
-from delta_trn.models.initialization import initialize
 from delta_trn.models.layers import MLPS, NORMS, Embedding, Linear, at_least_float32
-from delta_trn.models.mup import TABLES, Role, Tag
-from delta_trn.models.residual import Additive, make_write
+from delta_trn.models.mup import TABLES, Role
+from delta_trn.models.parameters import Tag, initialize
+from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
 from delta_trn.models.sequence import Padding, Sequences
-from delta_trn.models.stream import Whole, make_expansion, make_read
 
 
 class Block(GradientCheckpointingLayer):
-    """x + Mixer(Norm(x)), then x + MLP(Norm(x)); or another residual than +, see `models.residual`."""
+    """Computes x + Mixer(Norm(x)), then x + MLP(Norm(x)); `models.residual` has other residuals than +."""
 
     def __init__(self, config: DeltaConfig, index: int) -> None:
         super().__init__()
@@ -35,20 +33,14 @@ class Block(GradientCheckpointingLayer):
         self.mixer = Attention(config) if index in config.attention_layers else GatedDeltaNet(config)
         self.mixer_write = make_write(config)
         self.mlp_norm = norm(d, config.rms_norm_eps)
-        self.mlp = MLPS[config.mlp](d, config.intermediate_size)
+        self.mlp = MLPS[config.mlp](d, config.intermediate_size, config.mlp_output_scale)
         self.mlp_write = make_write(config)
-        depth = config.num_hidden_layers**-0.5 if config.depth_scaled_init else 1.0
-        for last, scale in (
-            (self.mixer.o_proj, depth * config.mixer_output_init),
-            (self.mlp.down_proj, depth),
-        ):
-            last.tags = {"weight": replace(last.tags["weight"], scale=scale)}
         self.dropout = nn.Dropout(config.dropout)
-        # a sum that is read as it is: the norm after it makes it
+        # Where the residual is a sum that is read whole, the norm that follows computes it.
         self.sums = isinstance(self.mixer_write, Additive) and isinstance(self.read, Whole)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
-        """The residual stream [B, T, d DV], DV = 1 but for expanded states."""
+        """Maps the residual stream [B, T, d DV] to the next one; DV = 1 except for expanded states."""
         h = self.read(x, sequences, cache, "mixer_read")
         c = self.mixer_norm(h)
         y = self.dropout(self.mixer(c, sequences, cache))
@@ -63,7 +55,13 @@ class Block(GradientCheckpointingLayer):
 
 
 class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
-    """logits = multiplier * E RMSNorm( blocks( E[token] ) ), E tied unless the configuration says not."""
+    """Computes logits = multiplier * E Norm( blocks( E[token] ) ), E tied unless the configuration says not.
+
+    >>> from delta_trn.models import DeltaConfig
+    >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
+    >>> model.eval().generate(torch.tensor([[65, 66]]), max_new_tokens=3, do_sample=False).shape
+    torch.Size([1, 5])
+    """
 
     config: DeltaConfig
     config_class = DeltaConfig
@@ -72,14 +70,14 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["Block"]  # noqa: RUF012 - instance variables to transformers
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # noqa: RUF012
-    # rounded to bfloat16 they would not move: its steps are 0.4% of a value, an update of theirs is less
+    # In bfloat16 they would not move: one step of that dtype is 0.4% of a value, and their updates are less.
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
-    _is_stateful = True  # a state cannot be rolled back, so no assisted decoding
+    _is_stateful = True  # a state cannot be rolled back, so there is no assisted decoding
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config)
         d, tied = config.hidden_size, config.tie_word_embeddings
-        # the paper's code ties before it draws, and what it draws is the head: to it, a hidden matrix
+        # The paper's code ties before it draws, so it draws the embedding as the head: like a hidden matrix.
         like = Role.HIDDEN if tied and config.init == "authors" else None
         self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING, like=like))
         self.positions = None
@@ -110,22 +108,22 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits, and with `labels` the loss.
+        """Returns the logits, and with `labels` the loss.
 
             input_ids       [B, T] int64; or inputs_embeds [B, T, d]
-            attention_mask  [B, past + T] or [B, T], 0 at padding: it may lie anywhere, and counts for nothing
-            labels          [B, T]: position t is scored against label t + 1, transformers' way; -100: ignored
+            attention_mask  [B, past + T] or [B, T], 0 at padding, which may lie anywhere and changes nothing
+            labels          [B, T]: position t is scored against label t + 1; -100 is ignored
             past_key_values what an earlier call with use_cache=True returned; it is updated in place
             use_cache       None: as the configuration says, and not while training
             cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without padding or cache
-            logits_to_keep  only the last so many positions, or those of an index tensor; 0: all
+            logits_to_keep  compute only the last n positions, or those of an index tensor; 0: all
             returns logits  [B, T, vocabulary]
-                    hidden_states   L + 1 of [B, T, d DV]: the stream at first, then what each block returns
+                    hidden_states   L + 1 of [B, T, d DV]: the stream before each block and after the last
 
         Raises ValueError for arguments that do not go together.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, one of the two")
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(x.shape[0], past_key_values, use_cache, attention_mask, cu_seqlens)
         streams: list[Tensor] | None = [] if output_hidden_states else None
@@ -140,7 +138,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
             if cu_seqlens is not None:
                 targets = targets.clone()
                 ends = cu_seqlens[1:-1] - 1
-                targets[:, ends[ends >= 0]] = -100  # the next token is another sequence's
+                targets[:, ends[ends >= 0]] = -100  # the next token belongs to another sequence
             loss = self._cross_entropy(hidden[:, :-1], targets, -100)
         output = CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
@@ -158,7 +156,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor:
-        """Mean cross-entropy in nats, float32: position t of `input_ids` [B, T] predicts targets[:, t].
+        """Returns the mean cross-entropy in nats, float32; input_ids[:, t] predicts targets[:, t].
 
         The logits of all tokens are never in memory together; see `linear_cross_entropy`.
         """
@@ -178,9 +176,10 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         cache: DeltaCache | None = None,
         streams: list[Tensor] | None = None,
     ) -> Tensor:
-        """x [B, T, d], embedded tokens -> [B, T, d], normalized for the readout.
+        """Maps embedded tokens x [B, T, d] to [B, T, d], normalized for the readout.
 
-        `cache` is moved on by T tokens; `streams` gets the residual stream before each block and after all.
+        `cache` advances by T tokens. The residual stream is appended to `streams` before each block and after
+        the last.
         """
         B, T = x.shape[:2]
         if cu_seqlens is not None and B != 1:
@@ -193,7 +192,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None:
             cache.extend(B, T, real)
             real = cache.real
-        # learned positions need a token's place among those before it, as attention does
+        # Learned positions need a token's index in its own sequence, as attention does.
         attention = bool(self.config.attention_layers) or self.positions is not None
         if cu_seqlens is None:
             sequences = Sequences.rows(
@@ -215,7 +214,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         return self.norm(x if padding is None else padding.restore(x))
 
     def _position(self, position: Tensor) -> Tensor:
-        """Learned positions [B or 1, T, d]. Raises ValueError past the last."""
+        """Returns learned positions [B or 1, T, d]. Raises ValueError for a position beyond the last."""
         assert self.positions is not None
         most = self.positions.weight.shape[0]
         readable = position.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -232,7 +231,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         loss = linear_cross_entropy(hidden, weight, targets, multiplier, ignore_index)
         if not (smoothing and self.training):
             return loss
-        # a share s of the target on all tokens alike adds s (z_y - mean z): one more row to read a token
+        # A share s of the target spread over all tokens adds s (z_y - mean z): one more row of W per token.
         counted = targets != ignore_index
         rows = weight[targets.where(counted, 0)] - weight.mean(0)
         above = (at_least_float32(hidden) * rows).sum(-1) * multiplier
@@ -241,57 +240,77 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
     def _cache(
         self,
         B: int,
-        given: DeltaCache | None,
+        past: DeltaCache | None,
         use_cache: bool | None,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> DeltaCache | None:
-        """The cache to use: the one given, a new one, or none. Raises ValueError where there can be none."""
-        if given is not None and not isinstance(given, DeltaCache):
+        """Returns the cache to use: `past`, a new one, or none. Raises ValueError where there can be none."""
+        if past is not None and not isinstance(past, DeltaCache):
             raise ValueError(
-                f"past_key_values is a {type(given).__name__}; pass a DeltaCache, as use_cache=True returns"
+                f"past_key_values is a {type(past).__name__}; pass a DeltaCache, as use_cache=True returns"
             )
-        if given is not None and (len(given) != len(self.blocks) or given.rows not in (None, B)):
+        if past is not None and (len(past) != len(self.blocks) or past.rows not in (None, B)):
             raise ValueError(
-                f"past_key_values is of {len(given)} layers and {given.rows} rows, but the model has "
+                f"past_key_values has {len(past)} layers and {past.rows} rows, but the model has "
                 f"{len(self.blocks)} layers and the input {B} rows; pass what this model returned for them"
             )
-        if cu_seqlens is not None and (given is not None or use_cache or attention_mask is not None):
+        if cu_seqlens is not None and (past is not None or use_cache or attention_mask is not None):
             raise ValueError(
                 "cu_seqlens packs whole sequences: leave out past_key_values, use_cache and attention_mask"
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
-        if given is None and not use_cache:
+        if past is None and not use_cache:
             return None
         if self.training and self.is_gradient_checkpointing:
             raise ValueError(
                 "gradient checkpointing runs blocks twice, which a cache cannot follow; pass use_cache=False"
             )
-        return DeltaCache(self.config.num_hidden_layers) if given is None else given
+        return DeltaCache(self.config.num_hidden_layers) if past is None else past
 
     def initialize_weights(self) -> None:
-        """What transformers calls once the model is built, and again where a checkpoint lacks parameters."""
+        """Draws initial values; transformers calls this after building a model and after loading weights."""
         initialize(self)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # generate() would hand in its own kind; ours is made in forward
+        return False  # generate() would pass its own kind of cache; forward makes ours
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed = _retagged(value, self.embed)
+        self.embed = _retag(value, self.embed)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = _retagged(new_embeddings, self.lm_head)
+        self.lm_head = _retag(new_embeddings, self.lm_head)
 
 
-def _retagged(new: Any, old: Any) -> Any:
-    """transformers resizes by putting in a plain module: it is what the old one was."""
+def _retag(new: Any, old: Any) -> Any:
+    """Gives `new`, the plain module that transformers puts in place of a resized one, the tags of `old`."""
     new.tags = old.tags
     return new
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, multiplier: float, ignore_index: int = -100
+) -> Tensor:
+    """Returns `backends.linear_cross_entropy` of the logits multiplier W h, without keeping all of them.
+
+        hidden      [N, d]
+        weight      [vocabulary, d]
+        targets     [N] int64
+        returns     [] float32 (float64 for float64), nats; 0 if every target is ignored
+
+    Products are in the dtype of `hidden`, or in autocast's under autocast; everything else is in float32.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        hidden = hidden * multiplier
+    return backends.linear_cross_entropy(hidden, weight, targets, ignore_index=ignore_index)

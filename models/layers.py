@@ -1,4 +1,4 @@
-"""The small parts: linear maps and norms that know their muP role, SwiGLU."""
+"""Linear maps, norms and MLPs whose parameters know their muP role."""
 
 from __future__ import annotations
 
@@ -8,35 +8,45 @@ from torch import Tensor, nn
 
 from delta_trn.backends import add_rms_norm, gated_rms_norm
 from delta_trn.models.initialization import ones
-from delta_trn.models.mup import Role, Tag
+from delta_trn.models.mup import Role
+from delta_trn.models.parameters import Tag
 
 
 class Linear(nn.Linear):
-    """y = W x, W [outputs, inputs]."""
+    """Computes y = W x, W [outputs, inputs]; `scale` and `stored` are those of `Tag`."""
 
-    def __init__(self, inputs: int, outputs: int, role: Role = Role.HIDDEN) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        role: Role = Role.HIDDEN,
+        *,
+        scale: float = 1.0,
+        stored: bool = False,
+    ) -> None:
         super().__init__(inputs, outputs, bias=False)
-        self.tags = {"weight": Tag(role)}
+        self.tags = {"weight": Tag(role, scale=scale, stored=stored)}
 
     def reset_parameters(self) -> None:
-        """Nothing: `initialize` fills the whole model."""
+        """Leaves the weight as it is: `initialize` fills the whole model."""
 
 
 class Embedding(nn.Embedding):
-    """Token id -> row."""
+    """Maps a token id to a row of the weight."""
 
     def __init__(self, rows: int, width: int, tag: Tag) -> None:
         super().__init__(rows, width)
         self.tags = {"weight": tag}
 
     def reset_parameters(self) -> None:
-        """Nothing: `initialize` fills the whole model."""
+        """Leaves the weight as it is: `initialize` fills the whole model."""
 
 
 def joint(x: Tensor, *maps: Linear) -> Tensor:
-    """The maps' outputs side by side, [B, T, sum of outputs]: one product, unless tokens are few.
+    """Returns the maps' outputs side by side, [B, T, sum of outputs].
 
-    With fewer tokens than inputs, putting the weights side by side would cost more than it saves.
+    This is one product, unless there are fewer tokens than inputs: then putting the weights side by side
+    would cost more than it saves.
     """
     if x.shape[0] * x.shape[1] < x.shape[2]:
         return torch.cat([m(x) for m in maps], dim=-1)
@@ -44,7 +54,7 @@ def joint(x: Tensor, *maps: Linear) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in float32, returned in x's dtype."""
+    """Computes y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in float32; y has x's dtype."""
 
     def __init__(self, size: int, eps: float, role: Role = Role.VECTOR) -> None:
         super().__init__()
@@ -52,16 +62,19 @@ class RMSNorm(nn.Module):
         self.tags = {"weight": Tag(role, law=ones)}
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """x [..., size]; with z of its shape, y * SiLU(z)."""
+        """Returns y of x [..., size], or y * SiLU(z) with z of the same shape."""
         return gated_rms_norm(x, z, self.weight, eps=self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and that sum: one operation. residual's dtype is no narrower than x's."""
+        """Returns the norm of residual + x, and that sum, by one operation.
+
+        The dtype of `residual` must be no narrower than x's.
+        """
         return add_rms_norm(x, residual, self.weight, eps=self.eps)
 
 
 class LayerNorm(nn.Module):
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * w over the last dimension, computed in float32."""
+    """Computes y = (x - mean(x)) / sqrt(var(x) + eps) * w over the last dimension, in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -69,12 +82,12 @@ class LayerNorm(nn.Module):
         self.tags = {"weight": Tag(Role.VECTOR, law=ones)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., size]."""
+        """Returns y of x [..., size], in x's dtype."""
         full = at_least_float32(x)
         return F.layer_norm(full, self.weight.shape, self.weight.to(full.dtype), None, self.eps).to(x.dtype)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As `RMSNorm.of_sum`."""
+        """Returns the norm of residual + x, and that sum, as `RMSNorm.of_sum` does."""
         total = residual + x
         return self(total), total
 
@@ -83,27 +96,27 @@ NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": La
 
 
 class SwiGLU(nn.Module):
-    """y = W_down( SiLU(W_gate x) * W_up x )."""
+    """Computes y = W_down( SiLU(W_gate x) * W_up x ); `scale` multiplies the initial std of W_down."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, scale: float = 1.0) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = Linear(width, inner), Linear(width, inner)
-        self.down_proj = Linear(inner, width)
+        self.down_proj = Linear(inner, width, scale=scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., width]."""
+        """Maps x [..., width] to the same shape."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class GeluMLP(nn.Module):
-    """y = W_down GELU(W_up x)."""
+    """Computes y = W_down GELU(W_up x); `scale` multiplies the initial std of W_down."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, scale: float = 1.0) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = Linear(width, inner), Linear(inner, width)
+        self.up_proj, self.down_proj = Linear(width, inner), Linear(inner, width, scale=scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., width]."""
+        """Maps x [..., width] to the same shape."""
         return self.down_proj(F.gelu(self.up_proj(x)))
 
 
@@ -111,5 +124,5 @@ MLPS: dict[str, type[SwiGLU] | type[GeluMLP]] = {"swiglu": SwiGLU, "gelu": GeluM
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it is that already."""
+    """Returns x in float32, or in float64 if it has that dtype already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.models.gated_deltanet import GatedDeltaNet
-from delta_trn.models.mup import scaled_parameters, tagged_parameters
+from delta_trn.models.parameters import scaled_parameters, tagged_parameters
 from delta_trn.models.sequence import Sequences
 from delta_trn.train.studies.fits import Line, line
 from delta_trn.train.studies.probes.hooks import rms

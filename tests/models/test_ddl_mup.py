@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from delta_trn.models import DeltaForCausalLM
-from delta_trn.models.mup import TABLES, tagged_parameters
+from delta_trn.models.mup import TABLES
+from delta_trn.models.parameters import tagged_parameters
 from delta_trn.models.residual import Value
 from tests.models.test_ddl import KINDS
 from tests.support.tiny_models import config

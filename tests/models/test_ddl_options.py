@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from delta_trn.models.attention import ACTIVATIONS, Shift
 from delta_trn.models.initialization import decay_rates
 from delta_trn.models.mup import Role
+from delta_trn.models.residual import ChannelRead
 from delta_trn.models.sequence import Sequences
-from delta_trn.models.stream import ChannelRead
 from tests.models.test_ddl import KINDS
 from tests.support.tiny_models import VOCABULARY, assert_same, config, model, tokens
 
@@ -26,8 +26,8 @@ class TestAttention:
     def test_rope_turns_the_first_channels_and_leaves_the_rest(self):
         layer = self.layer(head_dim_k=8, rope_ratio=0.5)
         x = torch.randn(1, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        cos, sin = layer._rotation(torch.arange(5)[None])
-        y = layer._rotated(x, cos, sin)
+        cos, sin = layer._angles(torch.arange(5)[None])
+        y = layer._rotate(x, cos, sin)
         assert torch.equal(y[..., 4:], x[..., 4:]) and torch.equal(y[:, :, 0], x[:, :, 0])
         # pairs (0, 2) and (1, 3) of four channels, at angles t and t / 10000^(1/2)
         t, z = torch.arange(5.0).double(), torch.view_as_complex(torch.stack([x[..., :2], x[..., 2:4]], -1))
@@ -37,9 +37,9 @@ class TestAttention:
             assert (found - turned).abs().max() < 1e-6  # angles are float32
         assert (y[..., :4] - x[..., :4]).abs().max() > 0.1
 
-    @pytest.mark.parametrize(("ratio", "turned"), [(0.0, 0), (0.3, 2), (0.5, 4), (0.99, 6), (1.0, 8)])
-    def test_a_share_is_rounded_down_to_pairs(self, ratio: float, turned: int):
-        assert self.layer(head_dim_k=8, rope_ratio=ratio).turned == turned
+    @pytest.mark.parametrize(("ratio", "rotated"), [(0.0, 0), (0.3, 2), (0.5, 4), (0.99, 6), (1.0, 8)])
+    def test_rope_ratio_is_rounded_down_to_pairs(self, ratio: float, rotated: int):
+        assert self.layer(head_dim_k=8, rope_ratio=ratio).rotated == rotated
 
     def test_a_shift_takes_its_share_of_the_token_before(self):
         generator = torch.Generator().manual_seed(0)

@@ -263,7 +263,7 @@ class TestSaving:
         assert torch.equal(loaded.blocks[1].mixer.dt_bias, m.blocks[1].mixer.dt_bias)
 
     def test_more_rows_in_the_vocabulary(self):
-        from delta_trn.models.mup import scaled_parameters
+        from delta_trn.models.parameters import scaled_parameters
 
         for tied in (True, False):
             m = model(dtype=torch.float32, tie_word_embeddings=tied)

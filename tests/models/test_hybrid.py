@@ -115,7 +115,7 @@ def test_it_has_as_many_weights_as_the_projections_it_replaces():
 def test_rotation_is_computed_in_float32_and_returned_in_the_inputs_dtype(dtype: torch.dtype):
     layer = attention(dtype)
     assert layer(inputs(5, dtype), rows(5)).dtype == dtype
-    assert all(x.dtype == torch.float32 for x in layer._rotation(rows(5).position))
+    assert all(x.dtype == torch.float32 for x in layer._angles(rows(5).position))
 
 
 @pytest.mark.parametrize("lengths", [[3, 0, 5], [1, 1, 6]], ids=str)

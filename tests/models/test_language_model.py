@@ -14,11 +14,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from delta_trn.backends.parity.judge import error
 from delta_trn.models import DeltaConfig, DeltaForCausalLM, named_sizes
 from delta_trn.models.convolution import ShortConvolution
-from delta_trn.models.cross_entropy import linear_cross_entropy
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.initialization import taps
+from delta_trn.models.language_model import linear_cross_entropy
 from delta_trn.models.layers import RMSNorm
-from delta_trn.models.mup import Role, Tag
+from delta_trn.models.mup import Role
+from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
 from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, config, model, tokens
 
@@ -396,7 +397,7 @@ class TestBadCalls:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({}, "give input_ids or inputs_embeds, one of the two"),
+            ({}, "give either input_ids or inputs_embeds, and not both"),
             ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\), expected \(2, 5\)"),
             ({"cu_seqlens": torch.tensor([0, 5]), "use_cache": True}, "cu_seqlens packs whole sequences"),
             ({"cu_seqlens": torch.tensor([0, 5]), "attention_mask": torch.ones(2, 5)}, "leave out"),

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.layers.pytorch import AT_ONCE
 from delta_trn.backends.parity.judge import error
 from delta_trn.models import DeltaForCausalLM
-from delta_trn.models.cross_entropy import linear_cross_entropy
+from delta_trn.models.language_model import linear_cross_entropy
 from delta_trn.models.sequence import Sequences
 from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, model, tokens
 
@@ -133,18 +134,16 @@ class TestLoss:
 
 
 class TestPrecision:
-    def test_gates_and_norms_stay_float32_under_autocast(self, monkeypatch: pytest.MonkeyPatch):
+    def test_gates_and_norms_stay_float32_under_autocast(self):
         seen: dict[str, torch.dtype] = {}
         m, ids = model(dtype=torch.float32), tokens(2, 20)
 
         def watch(q, k, v, g, beta, **options):
             seen.update(q=q.dtype, v=v.dtype, g=g.dtype, beta=beta.dtype)
-            return original(q, k, v, g, beta, **options)
+            return gated_delta_rule(q, k, v, g, beta, **options)
 
-        from delta_trn.models import gated_deltanet as module
-
-        original = module.gated_delta_rule
-        monkeypatch.setattr(module, "gated_delta_rule", watch)
+        for block in m.blocks:
+            block.mixer.scan = watch
         norms = []
         m.norm.register_forward_hook(lambda _, given, out: norms.append((given[0].dtype, out.dtype)))
         with torch.autocast("cpu", dtype=torch.bfloat16):

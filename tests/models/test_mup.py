@@ -10,16 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from delta_trn.models import DeltaConfig, DeltaForCausalLM
-from delta_trn.models.mup import (
-    OPTIMIZERS,
-    TABLES,
-    Role,
-    Rule,
-    ScaledParameter,
-    markdown_table,
-    scaled_parameters,
-    tagged_parameters,
-)
+from delta_trn.models.mup import OPTIMIZERS, TABLES, Role, Rule, markdown_table
+from delta_trn.models.parameters import ScaledParameter, scaled_parameters, tagged_parameters
 from tests.support.tiny_models import config, model, tokens
 
 
@@ -296,7 +288,7 @@ class TestTable:
     def test_the_printed_table_is_the_table(self):
         lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown_table().splitlines()]
         assert lines[0] == ["parameter", "", "sp", "mup_original", "mup"]
-        gate = next(i for i, line in enumerate(lines) if line[0].startswith("width to one number a head"))
+        gate = next(i for i, line in enumerate(lines) if line[0].startswith("width to one number per head"))
         assert lines[gate + 3] == ["", "lr SGD", "1", "1", "1/√m"]
         assert lines[gate + 4] == ["", "epsilon", "1", "1/√m", "1/√m"]
         assert lines[gate + 8] == ["", "lr SGD", "1", "1", "√m"]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from delta_trn.models import DeltaConfig, DeltaForCausalLM
-from delta_trn.models.mup import OPTIMIZERS, TABLES, ScaledParameter, scaled_parameters
+from delta_trn.models.mup import OPTIMIZERS, TABLES
+from delta_trn.models.parameters import ScaledParameter, scaled_parameters
 from delta_trn.models.sequence import Sequences
 from tests.support.tiny_models import VOCABULARY, tokens
 

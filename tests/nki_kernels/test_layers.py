@@ -9,7 +9,8 @@ from delta_trn.backends import gated_rms_norm as gated_rms_norm_of_layers
 from delta_trn.backends import short_convolution as short_convolution_of_layers
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.layers import RMSNorm
-from delta_trn.models.mup import Role, Tag
+from delta_trn.models.mup import Role
+from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
 from delta_trn.nki_kernels import gated_rms_norm, short_convolution
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd

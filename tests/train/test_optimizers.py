@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_trn.models.mup import ScaledParameter
+from delta_trn.models.parameters import ScaledParameter
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config
 from delta_trn.train.run.optimizer import (

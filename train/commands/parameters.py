@@ -10,7 +10,7 @@ from delta_trn.train.settings.overrides import apply, parse
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
-    from delta_trn.models.mup import ScaledParameter
+    from delta_trn.models.parameters import ScaledParameter
 
 COLUMNS = ("name", "shape", "role", "init_std", "multiplier", "lr", "weight_decay")
 

@@ -30,7 +30,7 @@ def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:
     """Have every layer continue from the segment before. With a cache, layers work as they did."""
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
-            module._scan = _Scan(module, mesh)  # type: ignore[method-assign]
+            module.scan = _Scan(mesh)
         elif isinstance(module, ShortConvolution):
             module.forward = _Convolution(module, mesh)  # type: ignore[method-assign]
 
@@ -42,25 +42,19 @@ def gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def segment_map(
-    q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Any], *, l2norm: bool
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """A [B, HV, K, K] and B [B, HV, K, V] of the segment: it ends in A S + B if it begins with S.
+    """Returns A [B, HV, K, K] and B [B, HV, K, V]: a segment that starts with the state S ends with A S + B.
 
-    `gates` are the operation's arguments g and beta, and how they are to be read if they are not themselves.
-    One scan with values [v, 0] from state [0, I]: the two do not meet, because a state's columns do not.
+    Arguments and options are those of `gated_delta_rule`. One scan with values [v, 0] from the state [0, I]
+    computes both: the two do not meet, because the columns of a state do not.
     """
     K, V = q.shape[-1], v.shape[-1]
     wide = F.pad(v, (0, K))
     full = torch.float64 if v.dtype == torch.float64 else torch.float32
     begin = F.pad(torch.eye(K, dtype=full, device=v.device), (V, 0)).expand(v.shape[0], v.shape[2], K, V + K)
     _, end = gated_delta_rule(
-        q,
-        k,
-        wide,
-        initial_state=begin.contiguous(),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=l2norm,
-        **gates,
+        q, k, wide, g, beta, initial_state=begin.contiguous(), output_final_state=True, **options
     )
     assert end is not None
     return end[..., V:], end[..., :V]
@@ -78,33 +72,40 @@ def state_before(A: Tensor, B: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class _Scan:
-    def __init__(self, module: GatedDeltaNet, mesh: DeviceMesh):
-        self.module, self.mesh = module, mesh
+    """Computes `gated_delta_rule` of this process's segment; stands in a layer's `scan`."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
 
     def __call__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        gates: dict[str, Any],
+        g: Tensor,
+        beta: Tensor,
+        *,
+        initial_state: Tensor | None,
+        output_final_state: bool,
         cu_seqlens: Tensor | None,
-        cache: LayerCache | None,
-    ) -> Tensor:
-        if cache is not None:
-            return GatedDeltaNet._scan(self.module, q, k, v, gates, cu_seqlens, cache)
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if output_final_state:  # a cache is filled: every process has the whole text
+            return gated_delta_rule(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                initial_state=initial_state,
+                output_final_state=True,
+                cu_seqlens=cu_seqlens,
+                **options,
+            )
         assert cu_seqlens is None
         with torch.autocast(v.device.type, enabled=False):
-            S = state_before(*segment_map(q, k, v, gates, l2norm=True), self.mesh)
-        o, _ = gated_delta_rule(
-            q,
-            k,
-            v,
-            scale=self.module.scale,
-            initial_state=S,
-            use_qk_l2norm_in_kernel=True,
-            **gates,
-        )
-        return o
+            S = state_before(*segment_map(q, k, v, g, beta, **options), self.mesh)
+        return gated_delta_rule(q, k, v, g, beta, initial_state=S, **options)
 
 
 class _Convolution:

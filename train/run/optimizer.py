@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from delta_trn.models.mup import ScaledParameter, scaled_parameters
+from delta_trn.models.parameters import ScaledParameter, scaled_parameters
 from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.settings.errors import CheckpointError
 from delta_trn.train.settings.schema import RunConfig

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from delta_trn.backends import machine as platform
 from delta_trn.backends.bench.peers import PEERS
@@ -26,7 +27,7 @@ from delta_trn.backends.gated_delta_rule import autograd
 from delta_trn.backends.operator import Operator
 from delta_trn.backends.parity.judge import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
-from delta_trn.models import gated_deltanet
+from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.run.optimizer import make_optimizer
 from delta_trn.train.run.step import TrainingStep, loss_function
@@ -101,7 +102,7 @@ class Workload:
 
     def __call__(self, contender: str) -> float:
         """One step; its seconds. A rate of 0 leaves the weights, so that steps are alike."""
-        with operator_of(contender):
+        with operator_of(self.model, contender):
             platform.synchronize(self.device)
             begun = time.perf_counter()
             self.step(*self.batch, 0.0)
@@ -111,7 +112,7 @@ class Workload:
     def loss_of(self, contender: str) -> float:
         """At the weights as they are, over one micro-batch."""
         parts = (x[: self.step.micro].to(self.device) for x in self.batch)
-        with operator_of(contender), torch.no_grad():
+        with operator_of(self.model, contender), torch.no_grad():
             return float(self.loss(*parts))
 
     def peak_bytes(self, contender: str) -> int:
@@ -122,17 +123,19 @@ class Workload:
 
 
 @contextlib.contextmanager
-def operator_of(contender: str) -> Iterator[None]:
+def operator_of(model: nn.Module, contender: str) -> Iterator[None]:
     """Within `with`, every layer's delta rule over sequences is the contender's."""
-    if contender == OURS:
-        yield
-        return
-    right = gated_deltanet.gated_delta_rule
-    gated_deltanet.gated_delta_rule = PEERS[contender].load()  # type: ignore[assignment]
+    layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+    ours = [layer.scan for layer in layers]
+    if contender != OURS:
+        theirs = PEERS[contender].load()
+        for layer in layers:
+            layer.scan = theirs
     try:
         yield
     finally:
-        gated_deltanet.gated_delta_rule = right
+        for layer, scan in zip(layers, ours, strict=True):
+            layer.scan = scan
 
 
 def require_parity(workload: Workload) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from delta_trn.models.mup import scaled_parameters
+from delta_trn.models.parameters import scaled_parameters
 from delta_trn.models.sequence import Sequences
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.studies.fits import Line, line

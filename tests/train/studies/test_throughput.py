@@ -56,7 +56,7 @@ def test_a_peer_runs_in_the_layers_and_only_where_asked(workload):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(throughput, "PEERS", replaced("hf", counting))
-        with operator_of("hf"):
+        with operator_of(workload.model, "hf"):
             workload.loss_of(OURS)
         layers = workload.model.config.num_hidden_layers
         assert called == [True] * layers

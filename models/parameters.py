@@ -1,0 +1,173 @@
+"""Tags say what each parameter is; initial values and optimizer factors follow from them.
+
+>>> import torch
+>>> from delta_trn.models import DeltaConfig, DeltaForCausalLM
+>>> with torch.device("meta"):
+...     model = DeltaForCausalLM(DeltaConfig(hidden_size=512, base_width=256))
+>>> row = scaled_parameters(model, optimizer="adamw", lr=4e-3, weight_decay=0.1)[1]
+>>> row.name, row.role.name, row.lr
+('blocks.0.mixer_norm.weight', 'VECTOR', 0.004)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from delta_trn.models.config import DeltaConfig
+from delta_trn.models.mup import DECAYING, TABLES, Role
+
+Law = Callable[[Tensor, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What the module that makes a parameter knows about it.
+
+    role    how the parameter scales with width
+    law     fills a float32 tensor; None: normal, with the std of a role
+    like    the role whose std is used, if it is not the parameter's own
+    scale   a factor on that std
+    stored  whether the gradient comes through Gated DeltaNet's state, from all tokens that remember the value
+    """
+
+    role: Role
+    law: Law | None = None
+    like: Role | None = None
+    scale: float = 1.0
+    stored: bool = False
+
+
+def initial_std(tag: Tag, config: DeltaConfig) -> float | None:
+    """Returns the standard deviation of a parameter's normal law, or None if its law is another one."""
+    if tag.law is not None:
+        return None
+    power = TABLES[config.parametrization][tag.like or tag.role].init_std
+    return tag.scale * config.initializer_range * config.width_ratio**power
+
+
+def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag]]:
+    """Yields (name, parameter, tag), each parameter once. Raises ValueError for a parameter without a tag.
+
+    A module that makes parameters has an attribute `tags`, a dict from attribute name to Tag. Tags are there
+    and not on the tensor, because so they survive loading, `to_empty` and `deepcopy`.
+    """
+    seen: set[nn.Parameter] = set()
+    for prefix, module in model.named_modules():
+        tags = getattr(module, "tags", {})
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                continue
+            seen.add(parameter)
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if not isinstance(tag := tags.get(attribute), Tag):
+                owner = type(module).__name__
+                raise ValueError(
+                    f"{name} {tuple(parameter.shape)} has no muP role; give it one in the tags of {owner}"
+                )
+            yield name, parameter, tag
+
+
+@torch.no_grad()
+def initialize(model: PreTrainedModel) -> None:
+    """Draws initial values for every parameter that no checkpoint has filled; skips meta parameters.
+
+    A parameter's numbers depend on its name and on one draw from torch's global generator, not on what was
+    made before it: models that share a layer start with the same one. They are drawn in float32 on the CPU,
+    so neither device nor dtype changes them.
+    """
+    missing = [
+        (name, parameter, tag)
+        for name, parameter, tag in tagged_parameters(model)
+        # the mark that transformers leaves on a parameter it has loaded
+        if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False))
+    ]
+    if not missing:
+        return
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    for name, parameter, tag in missing:
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        std = initial_std(tag, model.config)
+        if tag.law is not None:
+            values = tag.law(values, generator)
+        elif std is not None:
+            values.normal_(0.0, std, generator=generator)
+        parameter.copy_(values)
+
+
+@dataclass(frozen=True)
+class ScaledParameter:
+    """One parameter and what it gets.
+
+    init_std    None where the initial law is not normal
+    epsilon     a factor on Adam's epsilon
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    init_std: float | None
+    multiplier: float
+    lr: float
+    weight_decay: float
+    epsilon: float
+    parameter: nn.Parameter
+
+
+def scaled_parameters(
+    model: PreTrainedModel,
+    *,
+    optimizer: str,
+    lr: float,
+    weight_decay: float,
+    independent_weight_decay: bool = False,
+    memory: float = 1.0,
+) -> list[ScaledParameter]:
+    """Returns what every parameter gets, one row per parameter, in the order of `model.parameters()`.
+
+    optimizer                   "adamw" or "sgd"
+    lr                          learning rate at base_width
+    weight_decay                coefficient at base_width, for the roles that decay
+    independent_weight_decay    optimizers multiply the coefficient by a parameter's learning rate, so under
+                                muP AdamW decays hidden matrices m times slower; True divides m out again
+    memory                      divides SGD's learning rates of stored values (`Tag.stored`)
+
+    Raises ValueError for an optimizer without a column, a parameter without a role, or a memory not above 0.
+    """
+    if not memory > 0:
+        raise ValueError(
+            f"memory={memory} must be above 0: how long heads remember, relative to the base model's"
+        )
+    config = model.config
+    m, table = config.width_ratio, TABLES[config.parametrization]
+    rows = []
+    for name, parameter, tag in tagged_parameters(model):
+        rule = table[tag.role]
+        factor = m ** rule.lr(optimizer)
+        if optimizer == "sgd" and tag.stored:
+            factor /= memory
+        # a table gives the embedding its multiplier as the readout, which it is only if tied
+        reads_out = tag.role is not Role.EMBEDDING or config.tie_word_embeddings
+        decay = weight_decay if tag.role in DECAYING else 0.0
+        rows.append(
+            ScaledParameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                role=tag.role,
+                init_std=initial_std(tag, config),
+                multiplier=m**rule.multiplier if reads_out else 1.0,
+                lr=lr * factor,
+                weight_decay=decay / factor if independent_weight_decay else decay,
+                epsilon=m**rule.epsilon,
+                parameter=parameter,
+            )
+        )
+    assert [id(row.parameter) for row in rows] == [id(p) for p in model.parameters()], "not a partition"
+    return rows
