@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +13,9 @@ from delta_trn.backends import describe
 from delta_trn.backends import machine as device
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints one row per operation and backend; takes no arguments but --help."""
+    argparse.ArgumentParser(prog="delta-trn backends", description=__doc__).parse_args(arguments)
     devices = device.platforms()
     models = ", ".join(f"{kind} ({device.describe(device.pick(kind))})" for kind in devices)
     console = Console(width=None if sys.stdout.isatty() else 130)

@@ -161,7 +161,7 @@ def test_describe_says_what_runs_here_and_why_not():
 
 
 def test_the_command_prints_every_backend_and_every_reason(capsys):
-    assert command.main() == 0
+    assert command.main([]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("devices here: ")
     assert all(name in said for name in (*BACKENDS, *registry.OPERATIONS))

@@ -1,0 +1,147 @@
+"""README and docs show what runs: commands and examples are executed, tables are what the code prints."""
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from delta_trn.__main__ import main
+from delta_trn.backends.bench import figures
+from delta_trn.models.mup import markdown_table
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# `python -m X` is the console script's command Y
+MODULES = {"train": [], "backends": ["backends"], "backends.parity": ["parity"], "backends.bench": ["bench"]}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: its language, its lines, and the line of the page where it starts."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def needs(self) -> str | None:
+        """What the block's first line says that it needs; None if it runs anywhere."""
+        first = self.text.splitlines()[0] if self.text else ""
+        return first.removeprefix("# needs:").strip() if first.startswith("# needs:") else None
+
+    def commands(self) -> Iterator[list[str]]:
+        """The words of each command, comments and line continuations resolved."""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                yield words
+
+
+def blocks(page: Path, text: str) -> list[Block]:
+    fence = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [Block(page, text[: m.start()].count("\n") + 1, m[1], m[2].strip()) for m in fence.finditer(text)]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page, page.read_text())]
+
+
+def our_words(words: list[str]) -> list[str] | None:
+    """The arguments of delta-trn that a command stands for; None if it is no command of ours."""
+    if words[0] == "delta-trn":
+        return words[1:]
+    if words[0] == "torchrun":
+        return our_words(["python", *words[words.index("-m") :]])
+    if words[:2] == ["python", "-m"] and words[2] in MODULES:
+        return [*MODULES[words[2]], *words[3:]]
+    return None
+
+
+def run(words: list[str]) -> tuple[int, str]:
+    """Exit status and output of delta-trn with these arguments."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            status = main(words)
+        except SystemExit as stop:  # argparse's --help and usage errors
+            status = int(stop.code or 0)
+    return status, output.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch):
+    """In the order of the page, in one folder. The next test has the blocks that need more than a CPU."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in BLOCKS:
+        if block.page != page or block.needs is not None or page.stem == "extending":
+            continue
+        where = f"{page.name}:{block.line}"
+        if block.language == "python":
+            exec(compile(block.text, where, "exec"), names)
+        elif block.language == "sh":
+            for words in block.commands():
+                ours = our_words(words)
+                assert ours is not None, f"{where}: {words} cannot run here; say what it needs"
+                status, output = run(ours)
+                assert status == 0, f"{where}: {shlex.join(words)}\n{output}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_that_need_more_are_well_formed(page):
+    """Their command and recipe exist and their keys are keys: `--keys` resolves a run without starting it."""
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for block in BLOCKS:
+        if block.page != page or block.language != "sh" or not block.needs:
+            continue
+        for words in block.commands():
+            ours = our_words(words)
+            if words[0] == "make":
+                assert words[1] in targets, f"{page.name}:{block.line}: make has no target {words[1]}"
+            elif ours and ours[0] == "run":
+                recipe = [word for word in ours if word != "--or-resume"]
+                status, output = run([*recipe, "--keys"])
+                assert status == 0, f"{page.name}:{block.line}: {shlex.join(words)}\n{output}"
+            elif ours:
+                assert run([ours[0], "--help"])[0] == 0, f"{page.name}:{block.line}: no command {ours[0]}"
+
+
+def test_a_block_that_says_what_it_needs_is_told_from_one_that_does_not():
+    text = "```sh\n# needs: a GPU\nmake measure\n```\n\n```sh\ndelta-trn run \\\n  tiny  # quick\n```\n"
+    first, second = blocks(Path("page.md"), text)
+    assert first.needs == "a GPU" and second.needs is None and second.line == 6
+    assert list(second.commands()) == [["delta-trn", "run", "tiny"]]
+    assert our_words(shlex.split("torchrun --nproc_per_node=2 -m train run tiny")) == ["run", "tiny"]
+    assert our_words(["git", "clone"]) is None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files(page):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    missing = [
+        target
+        for target in targets
+        if "://" not in target and not (page.parent / target.replace("\\", "")).exists()
+    ]
+    assert not missing
+
+
+def test_the_readme_takes_five_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_mup_table_is_the_one_that_the_optimizers_read():
+    assert markdown_table() in (ROOT / "docs" / "mup.md").read_text()
+
+
+def test_the_speeds_are_those_of_the_files():
+    page = (ROOT / "docs" / "operation.md").read_text()
+    rows = figures.read()
+    assert figures.markdown(rows) in page
+    faster = [row | {"ratio": row["ratio"] and {"p50": 2 * row["ratio"]["p50"]}} for row in rows]
+    assert figures.markdown(faster) not in page
