@@ -24,10 +24,10 @@ compiler or the chip would refuse. The default target is trn1. It was never comp
 from delta_trn.nki_kernels.simulator import isa as nisa
 from delta_trn.nki_kernels.simulator import kernel as nki
 from delta_trn.nki_kernels.simulator import language as nl
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, NkiValidationError, StrictError
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, NkiValidationError, StrictError
+from delta_trn.nki_kernels.simulator.core.machine import Numerics
+from delta_trn.nki_kernels.simulator.core.targets import TARGETS, Target
 from delta_trn.nki_kernels.simulator.kernel import Run, record
-from delta_trn.nki_kernels.simulator.machine import Numerics
-from delta_trn.nki_kernels.simulator.targets import TARGETS, Target
 
 __all__ = [
     "TARGETS",

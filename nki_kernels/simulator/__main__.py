@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from delta_trn.nki_kernels.simulator.core.dtypes import BY_NAME
+from delta_trn.nki_kernels.simulator.core.targets import TARGETS
 from delta_trn.nki_kernels.simulator.cost import Estimate, estimate
-from delta_trn.nki_kernels.simulator.dtypes import BY_NAME
 from delta_trn.nki_kernels.simulator.kernel import Run, record
 from delta_trn.nki_kernels.simulator.report import LABEL, table, timeline, traffic
-from delta_trn.nki_kernels.simulator.targets import TARGETS
 
 
 def main(argv: list[str] | None = None) -> int:

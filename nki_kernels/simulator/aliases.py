@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from delta_trn.nki_kernels.simulator import isa, kernel, language
-from delta_trn.nki_kernels.simulator.dtypes import DType
+from delta_trn.nki_kernels.simulator.core.dtypes import DType
 
 
 class _Anything:

@@ -25,9 +25,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from delta_trn.nki_kernels.simulator.machine import Engine, Operand, Record
-from delta_trn.nki_kernels.simulator.memory import HBM, PSUM, SBUF
-from delta_trn.nki_kernels.simulator.targets import Target
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Operand, Record
+from delta_trn.nki_kernels.simulator.core.memory import HBM, PSUM, SBUF
+from delta_trn.nki_kernels.simulator.core.targets import Target
 
 TENSOR_LATENCY = 64 + 60
 VECTOR_LATENCY = 100

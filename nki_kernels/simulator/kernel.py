@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from delta_trn.nki_kernels.simulator import isa, language, subset
-from delta_trn.nki_kernels.simulator.cores import Pair, run_both
-from delta_trn.nki_kernels.simulator.errors import NkiValidationError, StrictError
-from delta_trn.nki_kernels.simulator.machine import EXACT, Machine, Numerics, Record, running
-from delta_trn.nki_kernels.simulator.memory import UNWRITTEN, MemoryRegion, NkiTensor
-from delta_trn.nki_kernels.simulator.targets import Target, resolve
+from delta_trn.nki_kernels.simulator.core.cores import Pair, run_both
+from delta_trn.nki_kernels.simulator.core.errors import NkiValidationError, StrictError
+from delta_trn.nki_kernels.simulator.core.machine import EXACT, Machine, Numerics, Record, running
+from delta_trn.nki_kernels.simulator.core.memory import UNWRITTEN, MemoryRegion, NkiTensor
+from delta_trn.nki_kernels.simulator.core.targets import Target, resolve
 
 
 @dataclass(frozen=True)

@@ -1,53 +1,19 @@
-"""nki.language: dtypes, buffers, operators, tensors and tile functions. Names are NKI's; imported as `nl`."""
+"""nki.language, imported as `nl`: dtypes, buffers, operators, tensors and tile functions, named as in NKI."""
 
 # ruff: noqa: F401 (a namespace: every imported name is part of nl)
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator import elementwise as _tiles
-from delta_trn.nki_kernels.simulator.dtypes import (
-    DType,
-    bfloat16,
-    bool_,
-    dtype_of,
-    float8_e4m3,
-    float8_e4m3fn,
-    float8_e5m2,
-    float8_e8m0fnu,
-    float16,
-    float32,
-    int8,
-    int16,
-    int32,
-    tfloat32,
-    uint8,
-    uint16,
-    uint32,
-)
-from delta_trn.nki_kernels.simulator.elementwise import (
-    broadcast_to,
-    ceil,
-    floor,
-    matmul,
-    mean,
-    rms_norm,
-    softmax,
-    transpose,
-    trunc,
-    var,
-    where,
-)
-from delta_trn.nki_kernels.simulator.errors import StrictError, require
-from delta_trn.nki_kernels.simulator.isa.dma import dma_copy
-from delta_trn.nki_kernels.simulator.isa.elementwise import memset
-from delta_trn.nki_kernels.simulator.isa.randomness import dropout as _isa_dropout
-from delta_trn.nki_kernels.simulator.isa.search import nc_n_gather
-from delta_trn.nki_kernels.simulator.machine import current
-from delta_trn.nki_kernels.simulator.memory import (
+from delta_trn.nki_kernels.simulator.core import dtypes as _dtypes
+from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of
+from delta_trn.nki_kernels.simulator.core.errors import StrictError, require
+from delta_trn.nki_kernels.simulator.core.machine import current
+from delta_trn.nki_kernels.simulator.core.memory import (
     HBM,
     PSUM,
     SBUF,
@@ -56,81 +22,59 @@ from delta_trn.nki_kernels.simulator.memory import (
     NkiTensor,
     region_of,
 )
-from delta_trn.nki_kernels.simulator.operators import (
-    abs,
-    abs_max,
-    abs_min,
-    add,
-    arctan,
-    average,
-    bitwise_and,
-    bitwise_or,
-    bitwise_xor,
-    bypass,
-    copy,
-    cos,
-    divide,
-    equal,
-    erf,
-    erf_dx,
-    exp,
-    fmod,
-    gelu,
-    gelu_apprx_sigmoid,
-    gelu_apprx_sigmoid_dx,
-    gelu_apprx_tanh,
-    gelu_dx,
-    greater,
-    greater_equal,
-    invert,
-    left_shift,
-    less,
-    less_equal,
-    log,
-    logical_and,
-    logical_not,
-    logical_or,
-    logical_xor,
-    maximum,
-    minimum,
-    mish,
-    mod,
-    multiply,
-    not_equal,
-    power,
-    reciprocal,
-    relu,
-    right_shift,
-    rsqrt,
-    sigmoid,
-    sign,
-    silu,
-    silu_dx,
-    sin,
-    softplus,
-    square,
-    subtract,
-    tan,
-    tanh,
+from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS
+from delta_trn.nki_kernels.simulator.isa import operators as _operators
+from delta_trn.nki_kernels.simulator.isa.dma import dma_copy
+from delta_trn.nki_kernels.simulator.isa.elementwise import memset
+from delta_trn.nki_kernels.simulator.isa.operators import Operator
+from delta_trn.nki_kernels.simulator.isa.randomness import dropout as _isa_dropout
+from delta_trn.nki_kernels.simulator.isa.search import nc_n_gather
+from delta_trn.nki_kernels.simulator.tile_functions import (
+    apply,
+    broadcast_to,
+    ceil,
+    floor,
+    matmul,
+    mean,
+    reduce,
+    rms_norm,
+    softmax,
+    transpose,
+    trunc,
+    var,
+    where,
 )
-from delta_trn.nki_kernels.simulator.operators import sqrt_ as sqrt
-from delta_trn.nki_kernels.simulator.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS
 
 sbuf, psum = SBUF, PSUM
 private_hbm = hbm = MemoryRegion.private_hbm
 shared_hbm = MemoryRegion.shared_hbm
 
 
-class NKIObject:
-    """Base of a kernel's configuration classes; fields become constructor arguments, as in NKI.
+class TileOperator(Operator):
+    """An operator that is also a function of tiles, as in nl.add(x, y)."""
 
-    The compiler takes class attributes without annotations for fields too, so they are annotated here
-    before a @dataclass decorator looks.
+    def __init__(self, operator: Operator) -> None:
+        vars(self).update(vars(operator))
+
+    def __call__(self, *operands: Any, dtype: object = None) -> Any:
+        return apply(self, operands, dtype)
+
+
+# nl.float32, nl.add and so on: every dtype and every operator under its own name.
+globals().update({str(dtype): dtype for dtype in _dtypes.ALL})
+globals().update({operator.name: TileOperator(operator) for operator in _operators.OPERATORS})
+
+
+class NKIObject:
+    """Base of a kernel's configuration classes, whose fields become constructor arguments as in NKI.
+
+    To the compiler, class attributes without annotations are fields too. They get annotations here, so that a
+    @dataclass decorator sees them.
     """
 
     def __init_subclass__(cls) -> None:
         notes = inspect.get_annotations(cls)
-        fields = {name: kind for name, kind in notes.items() if name not in vars(cls)}
+        fields = {name: note for name, note in notes.items() if name not in vars(cls)}
         for name, default in vars(cls).items():
             if not (name.startswith("__") or callable(default) or hasattr(default, "__get__")):
                 fields[name] = notes.get(name, Any)
@@ -140,12 +84,12 @@ class NKIObject:
         declared: dict[str, Any] = {}
         for cls in reversed(type(self).__mro__[:-1]):
             declared.update({name: vars(cls).get(name) for name in inspect.get_annotations(cls)})
-        given = dict(zip(declared, values, strict=False)) | fields
-        unknown = sorted(set(given) - set(declared))
+        arguments = dict(zip(declared, values, strict=False)) | fields
+        unknown = sorted(set(arguments) - set(declared))
         if unknown or len(values) > len(declared):
             raise TypeError(f"{type(self).__name__} has no field {', '.join(unknown) or len(values)}")
         for name, default in declared.items():
-            setattr(self, name, given.get(name, default))
+            setattr(self, name, arguments.get(name, default))
         self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -153,13 +97,13 @@ class NKIObject:
 
 
 class _TileSize:
-    """Hardware maxima of one tile."""
+    """The hardware's maxima for one tile."""
 
     pmax = PARTITIONS
     psum_fmax = psum_bank_fmax = PSUM_BANK // 4
     psum_bank_fmax_bytes = PSUM_BANK
     gemm_stationary_fmax = 128
-    gemm_moving_fmax = 512  # nc_matmul takes more on gen4, where one output may span banks
+    gemm_moving_fmax = 512  # gen4 takes more, where one output may span banks
     bn_stats_fmax = 512
     psum_min_align = 4
     sbuf_min_align = 1
@@ -189,7 +133,7 @@ tile_size = _TileSize()
 def ndarray(
     shape: Any, dtype: Any, buffer: Any = SBUF, name: str = "", address: tuple[int, int] | None = None
 ) -> NkiTensor:
-    """A tensor with undefined contents (poison: NaN, or 4 for integers)."""
+    """Return a tensor with undefined contents (poison: NaN, or 4 for integers)."""
     return current().allocate(shape, dtype, region_of(buffer), name, address)
 
 
@@ -220,20 +164,20 @@ def empty_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = 
 
 
 def shared_constant(constant: Any) -> NkiTensor:
-    """A compile-time array in HBM."""
+    """Return a compile-time array as a tensor in HBM."""
     array = np.load(constant) if isinstance(constant, str) else np.array(constant)
     return current().argument(array.astype(dtype_of(array.dtype).numpy), "constant")
 
 
-def shared_identity_matrix(n: int, dtype: Any = uint8, dst: NkiTensor | None = None) -> NkiTensor:
-    """The n x n identity in SBUF; the default dtype is uint8, as in NKI."""
+def shared_identity_matrix(n: int, dtype: Any = "uint8", dst: NkiTensor | None = None) -> NkiTensor:
+    """Return the n x n identity in SBUF; the default dtype is uint8, as in NKI."""
     out = ndarray((n, n), dtype, SBUF, "identity") if dst is None else dst
     dma_copy(dst=out, src=shared_constant(np.eye(n, dtype=out.dtype.numpy)))
     return out
 
 
 def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
-    """HBM to a fresh SBUF tile."""
+    """Copy a tensor in HBM to a new SBUF tile."""
     require(src.buffer in HBM, f"load reads HBM, got {src.buffer.value}")
     shape = src.shape if src.ndim > 1 else (1, *src.shape)
     out = ndarray(shape, dtype or src.dtype, SBUF)
@@ -242,7 +186,7 @@ def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
 
 
 def store(dst: NkiTensor, value: Any) -> NkiTensor:
-    """An SBUF tile to HBM; returns dst."""
+    """Copy an SBUF tile to HBM and return dst."""
     require(dst.buffer in HBM, f"store writes HBM, got {dst.buffer.value}")
     if isinstance(value, NkiTensor) and value.buffer is PSUM:
         raise StrictError("store cannot read psum; copy the tile to sbuf first")
@@ -251,11 +195,11 @@ def store(dst: NkiTensor, value: Any) -> NkiTensor:
 
 
 def load_transpose2d(src: NkiTensor, dtype: Any = None) -> NkiTensor:
-    return _tiles.transpose(load(src), dtype or src.dtype)
+    return transpose(load(src), dtype or src.dtype)
 
 
 def gather_flattened(data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: Any = None) -> NkiTensor:
-    """data[p, indices[p, i]], free axes of data flattened."""
+    """Return data[p, indices[p, i]] with the free axes of data flattened."""
     require(axis == 0, f"gather_flattened flattens the free axes, axis must be 0, got {axis}")
     out = ndarray(indices.shape, dtype or data.dtype, SBUF)
     nc_n_gather(dst=out, data=data, indices=indices)
@@ -263,7 +207,7 @@ def gather_flattened(data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: 
 
 
 def dropout(x: NkiTensor, rate: Any, dtype: Any = None) -> NkiTensor:
-    """Zero elements with probability rate; survivors are not rescaled."""
+    """Zero elements with probability rate; the others are not rescaled."""
     out = ndarray(x.shape, dtype or x.dtype, SBUF)
     _isa_dropout(dst=out, data=x, prob=rate)
     return out
@@ -297,34 +241,34 @@ def is_on_chip(buffer: Any) -> bool:
 
 
 def sum(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
-    return _tiles.reduce(add, x, axis, dtype, keepdims)
+    return reduce(_operators.add, x, axis, dtype, keepdims)
 
 
 def prod(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
-    return _tiles.reduce(multiply, x, axis, dtype, keepdims)
+    return reduce(_operators.multiply, x, axis, dtype, keepdims)
 
 
 def max(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
-    return _tiles.reduce(maximum, x, axis, dtype, keepdims)
+    return reduce(_operators.maximum, x, axis, dtype, keepdims)
 
 
 def min(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
-    return _tiles.reduce(minimum, x, axis, dtype, keepdims)
+    return reduce(_operators.minimum, x, axis, dtype, keepdims)
 
 
 def all(x: NkiTensor, axis: Any, dtype: Any = None) -> NkiTensor:
-    return _tiles.reduce(logical_and, x, axis, dtype)
+    return reduce(_operators.logical_and, x, axis, dtype)
 
 
 def negative(x: NkiTensor, dtype: Any = None) -> NkiTensor:
-    return multiply(x, -1.0, dtype=dtype or x.dtype)
+    return apply(_operators.multiply, (x, -1.0), dtype or x.dtype)
 
 
 # Control
 
 
 def affine_range(start: int, stop: int | None = None, step: int = 1) -> range:
-    """A fully unrolled loop; the other range names mean the same."""
+    """Return the range of a fully unrolled loop; the other range names mean the same."""
     return range(start) if stop is None else range(start, stop, step)
 
 
@@ -332,29 +276,26 @@ sequential_range = static_range = affine_range
 
 
 def dynamic_range(start: int, stop: int | None = None, step: int = 1) -> range:
-    """A hardware loop of NKI 0.3 to 0.6; gone in 0.7."""
-    bounds = [None if x is None else int(getattr(x, "value", x)) for x in (start, stop, step)]
-    return affine_range(bounds[0] or 0, bounds[1], bounds[2] or 1)
+    """Return the range of a hardware loop of NKI 0.3 to 0.6; it is gone in 0.7."""
+    return affine_range(int(start), None if stop is None else int(stop), int(step))
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[[int], None], step: int = 1) -> None:
-    """A hardware loop (NKI 0.6 and newer)."""
-    for i in range(int(getattr(lower, "value", lower)), int(getattr(upper, "value", upper)), step):
+    """Run a hardware loop (NKI 0.6 and newer)."""
+    for i in range(int(lower), int(upper), step):
         body_fun(i)
 
 
 def while_loop(init: Any, body_fun: Callable[[Any], Any]) -> Any:
-    """A hardware loop that runs while its register is not zero (NKI 0.6 and newer)."""
+    """Run a hardware loop while its register is not zero (NKI 0.6 and newer)."""
     state = init
-    while int(getattr(state, "value", state)) != 0:
+    while int(state) != 0:
         state = body_fun(state)
     return state
 
 
 def no_reorder() -> Any:
-    """A scheduling hint; instructions run in program order here anyway."""
-    import contextlib
-
+    """Return a context that changes nothing: instructions run in program order here anyway."""
     return contextlib.nullcontext()
 
 
@@ -379,7 +320,7 @@ def random_seed(seed: int) -> None:
 
 
 def rand(shape: Any, dtype: Any, buffer: Any = SBUF, name: str = "") -> NkiTensor:
-    """Uniform in [0, 1); not the chip's generator."""
+    """Return uniform numbers in [0, 1), not from the chip's generator."""
     out = ndarray(shape, dtype, buffer, name)
     dma_copy(dst=out, src=shared_constant(current().rng.random(out.shape, dtype=np.float32)))
     return out

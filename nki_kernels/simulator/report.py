@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from delta_trn.nki_kernels.simulator.core.memory import HBM
 from delta_trn.nki_kernels.simulator.cost import Estimate
 from delta_trn.nki_kernels.simulator.kernel import Run
-from delta_trn.nki_kernels.simulator.memory import HBM
 
 LABEL = "ESTIMATE from the instruction trace, not a measurement"
 ROWS = ("tensor", "vector", "scalar", "gpsimd", "dma")

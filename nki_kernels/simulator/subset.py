@@ -17,7 +17,7 @@ from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
-from delta_trn.nki_kernels.simulator.errors import StrictError
+from delta_trn.nki_kernels.simulator.core.errors import StrictError
 
 
 class SubsetError(StrictError):

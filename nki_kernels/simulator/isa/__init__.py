@@ -18,7 +18,10 @@ dma          dma_copy dma_transpose dma_compute                                 
 enums        engine reduce_cmd dge_mode oob_mode matmul_perf_mode nc_version dma_engine; also as `constants`
 """
 
-from delta_trn.nki_kernels.simulator.errors import NkiValidationError
+# ruff: noqa: F401 (a namespace: every imported name is part of nisa)
+
+from delta_trn.nki_kernels.simulator.core.errors import NkiValidationError
+from delta_trn.nki_kernels.simulator.core.machine import current
 from delta_trn.nki_kernels.simulator.isa import enums as constants
 from delta_trn.nki_kernels.simulator.isa.activation import activation, activation_reduce
 from delta_trn.nki_kernels.simulator.isa.dma import dma_compute, dma_copy, dma_transpose
@@ -91,7 +94,6 @@ from delta_trn.nki_kernels.simulator.isa.search import (
     nonzero_with_count,
     sequence_bounds,
 )
-from delta_trn.nki_kernels.simulator.machine import current
 
 
 def get_nc_version() -> nc_version:
@@ -102,74 +104,3 @@ def get_nc_version() -> nc_version:
 def get_nc_sub_version() -> int:
     """The revision of the silicon within its generation: the first."""
     return 0
-
-
-__all__ = [
-    "NkiValidationError",
-    "VirtualRegister",
-    "activate2",
-    "activation",
-    "activation_reduce",
-    "affine_select",
-    "bn_aggr",
-    "bn_stats",
-    "constants",
-    "core_barrier",
-    "dge_mode",
-    "dma_compute",
-    "dma_copy",
-    "dma_engine",
-    "dma_transpose",
-    "dropout",
-    "engine",
-    "exponential",
-    "get_nc_sub_version",
-    "get_nc_version",
-    "gpsimd_engine",
-    "iota",
-    "local_gather",
-    "matmul_perf_mode",
-    "max8",
-    "memset",
-    "nc_find_index8",
-    "nc_match_replace8",
-    "nc_matmul",
-    "nc_matmul_mx",
-    "nc_n_gather",
-    "nc_stream_shuffle",
-    "nc_transpose",
-    "nc_version",
-    "nonzero_with_count",
-    "oob_mode",
-    "quantize_mx",
-    "rand2",
-    "rand_get_state",
-    "rand_set_state",
-    "range_select",
-    "reciprocal",
-    "reduce_cmd",
-    "register_alloc",
-    "register_load",
-    "register_move",
-    "register_store",
-    "rng",
-    "scalar_engine",
-    "scalar_tensor_tensor",
-    "select_reduce",
-    "sendrecv",
-    "sequence_bounds",
-    "set_rng_seed",
-    "tensor_copy",
-    "tensor_copy_predicated",
-    "tensor_engine",
-    "tensor_partition_reduce",
-    "tensor_reduce",
-    "tensor_scalar",
-    "tensor_scalar_cumulative",
-    "tensor_scalar_reduce",
-    "tensor_tensor",
-    "tensor_tensor_scan",
-    "topk",
-    "unknown_engine",
-    "vector_engine",
-]

@@ -1,17 +1,18 @@
 """The DMA engines: copies between HBM and SBUF, with casts, gathers and scatters."""
 
+from functools import reduce
 from math import prod
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.dtypes import store, to_float32
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, require
+from delta_trn.nki_kernels.simulator.core.dtypes import store, to_float32
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, require
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.memory import BY_OTHER, HBM, SBUF, UNWRITTEN, NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import dge_mode as dge_modes
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import oob_mode as oob_modes
-from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
-from delta_trn.nki_kernels.simulator.memory import HBM, SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.operators import Operator
+from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
 DMA_MEMORY = (SBUF, *HBM)
 
@@ -25,7 +26,7 @@ def dma_copy(
     engine: engines = engines.unknown,
     name: str | None = None,
 ) -> Handle:
-    """dst = src between HBM and SBUF; dtypes that differ are cast through float32."""
+    """Copy src to dst between HBM and SBUF; different dtypes are cast through float32."""
     run = Instruction("dma_copy", Engine.dma)
     _check_memory(dst, src)
     if priority is not None:
@@ -34,7 +35,7 @@ def dma_copy(
         run.needs_generation(3, "dma_copy dge_mode.hwdge")
     out = run.dst("dst", dst, DMA_MEMORY)
     if isinstance(src, NkiTensor) and src.indirection is not None:
-        keep = _in_bounds(run, src, oob_mode)
+        keep = _in_bounds(src, oob_mode)
         flat, where = src.indirection
         src.indirection = (flat, np.where(keep, where, 0))
         values = run.read("src", src, DMA_MEMORY)
@@ -44,8 +45,7 @@ def dma_copy(
         values = run.read("src", src, DMA_MEMORY)
     require(
         out.size == src.size,
-        f"dma_copy requires src and dst to have the same number of elements, got src={src.shape}, "
-        f"dst={out.shape}",
+        f"dma_copy requires src and dst to have the same number of elements, got {src.shape} and {out.shape}",
     )
     if out.dtype != src.dtype:
         values = to_float32(values)
@@ -66,7 +66,8 @@ def _check_memory(dst: object, src: object) -> None:
         )
 
 
-def _in_bounds(run: Instruction, tensor: NkiTensor, oob_mode: oob_modes) -> np.ndarray:
+def _in_bounds(tensor: NkiTensor, oob_mode: oob_modes) -> np.ndarray:
+    """Return which indices of a gather or scatter are inside; refuse others unless they are skipped."""
     assert tensor.indirection is not None
     flat, where = tensor.indirection
     inside = (where >= 0) & (where < flat.size)
@@ -79,24 +80,19 @@ def _in_bounds(run: Instruction, tensor: NkiTensor, oob_mode: oob_modes) -> np.n
 
 
 def _scatter(run: Instruction, out: NkiTensor, values: np.ndarray, oob_mode: oob_modes) -> None:
-    keep = _in_bounds(run, out, oob_mode)
+    keep = _in_bounds(out, oob_mode)
     assert out.indirection is not None
     flat, where = out.indirection
     rounded = np.empty(values.shape, out.array.dtype)
     store(rounded, out.dtype, values)
     flat[where[keep]] = rounded.reshape(where.shape)[keep]
-    storage = out.storage
-    life = storage.life
+    storage, life = out.storage, out.storage.life
     life.first = run.index if life.first is None else life.first
     life.last = run.index
-    if not (isinstance(storage.writer, int) and storage.writer):
-        marks = (
-            np.full(storage.base.size, storage.writer, np.uint8)
-            if isinstance(storage.writer, int)
-            else storage.writer
-        )
-        marks[where[keep]] = 2
-        storage.writer = marks
+    if storage.writer is UNWRITTEN:
+        storage.writer = np.zeros(storage.base.size, np.uint8)
+    if not isinstance(storage.writer, int):
+        storage.writer[where[keep]] = BY_OTHER
 
 
 def dma_transpose(
@@ -108,7 +104,7 @@ def dma_transpose(
     oob_mode: oob_modes = oob_modes.error,
     name: str | None = None,
 ) -> Handle:
-    """dst = src with its axes permuted (2D: swapped); exact destination shape required."""
+    """Copy src with its axes permuted to dst, which must have the permuted shape; None swaps two axes."""
     run = Instruction("dma_transpose", Engine.dma)
     if dge_mode is dge_modes.hwdge:
         run.needs_generation(3, "dma_transpose dge_mode.hwdge")
@@ -133,7 +129,7 @@ def dma_compute(
     oob_mode: oob_modes = oob_modes.error,
     name: str | None = None,
 ) -> Handle:
-    """dst = reduce_op over scaled srcs, computed in float32 by the DMA engines."""
+    """Reduce the scaled srcs to dst, computed in float32 by the DMA engines."""
     run = Instruction("dma_compute", Engine.dma)
     require(
         isinstance(reduce_op, Operator) and reduce_op.name in ("add", "multiply", "maximum", "minimum"),
@@ -141,12 +137,11 @@ def dma_compute(
     )
     factors = [1.0] * len(srcs) if scales is None else scales
     out = run.dst("dst", dst, DMA_MEMORY)
-    total = None
+    terms = []
     for i, (src, factor) in enumerate(zip(srcs, factors, strict=True)):
         require(src.size == out.size, f"dma_compute srcs[{i}] has shape {src.shape}, dst has {out.shape}")
-        term = to_float32(run.read(f"srcs[{i}]", src, DMA_MEMORY)).reshape(out.shape) * np.float32(factor)
-        assert reduce_op.alu is not None
-        total = term if total is None else reduce_op.alu(total, term)
-    assert total is not None
-    run.write(out, total)
+        values = to_float32(run.read(f"srcs[{i}]", src, DMA_MEMORY))
+        terms.append(values.reshape(out.shape) * np.float32(factor))
+    assert reduce_op.alu is not None
+    run.write(out, reduce(reduce_op.alu, terms))
     return run.done(bytes=sum(prod(s.shape) * s.dtype.itemsize for s in srcs))

@@ -2,60 +2,18 @@
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.dtypes import to_float32
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.memory import ON_CHIP, PSUM, NkiTensor
+from delta_trn.nki_kernels.simulator.isa.arithmetic import VG, VSG, bits, combine, pick
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
-from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
-from delta_trn.nki_kernels.simulator.memory import ON_CHIP, PSUM, NkiTensor
-from delta_trn.nki_kernels.simulator.operators import Operator, alu_operator
+from delta_trn.nki_kernels.simulator.isa.operators import Operator, alu_operator
 
 INT32 = ("int32", "uint32")
 ON_GPSIMD = ("power", "rsqrt")
 # On Trn2 the Scalar engine's tensor_scalar knows these pairs only; Trn1's list is not published.
 SCALAR_PAIRS = {("multiply", "add"), ("multiply", None), ("add", None)}
-
-
-def _in_psum(*tensors: object) -> bool:
-    return any(isinstance(t, NkiTensor) and t.buffer is PSUM for t in tensors)
-
-
-def _pick(instruction: str, engine: engines, default: engines, allowed: tuple[engines, ...]) -> engines:
-    if engine is engines.unknown:
-        return default
-    if not isinstance(engine, engines):
-        raise TypeError(f"{instruction} engine must be a member of nisa.engine, got {engine!r}")
-    if engine not in allowed:
-        names = ", ".join(e.name for e in allowed)
-        raise ConstraintError(f"{instruction} engine must be one of {names}, got {engine.name}")
-    return engine
-
-
-VSG = (engines.vector, engines.scalar, engines.gpsimd)
-VG = (engines.vector, engines.gpsimd)
-
-
-def bits(run: Instruction, op: Operator, *tensors: NkiTensor) -> None:
-    """Bitwise operators take integers and cast nothing."""
-    for t in tensors:
-        if isinstance(t, NkiTensor) and not t.dtype.integer:
-            raise ConstraintError(f"{run.op} with {op!r} needs integer tensors, got {t.dtype}")
-
-
-def combine(op: Operator, a, b, reverse: bool = False):
-    """a op b (b op a if reversed), unary operators ignoring b."""
-    assert op.alu is not None
-    if op.arity == 1:
-        return op.alu(a)
-    return op.alu(b, a) if reverse else op.alu(a, b)
-
-
-def as_engine(op: Operator, values: np.ndarray) -> np.ndarray:
-    return values if op.bitvec else to_float32(values)
-
-
-def number(values):
-    """Comparisons give booleans in NumPy; the engines give 1.0 and 0.0."""
-    return values.astype(np.float32) if values.dtype == np.bool_ else values
 
 
 def tensor_tensor(
@@ -66,14 +24,16 @@ def tensor_tensor(
     engine: engines = engines.unknown,
     name: str | None = None,
 ) -> Handle:
-    """dst = data1 op data2. Nothing broadcasts; not both inputs in PSUM; float32 math, exact for "
-    "all-int32."""
+    """Compute dst = data1 op data2 in float32, or in integers where all three tensors are int32.
+
+    Nothing broadcasts, and the inputs are not both in PSUM.
+    """
     alu = alu_operator("tensor_tensor", op)
     dtypes = [t.dtype for t in (dst, data1, data2) if isinstance(t, NkiTensor)]
     exact = all(d in INT32 for d in dtypes)
-    psum = _in_psum(dst, data1, data2)
+    psum = any(isinstance(t, NkiTensor) and t.buffer is PSUM for t in (dst, data1, data2))
     default = engines.gpsimd if alu.name in ON_GPSIMD or (exact and not psum) else engines.vector
-    chosen = _pick("tensor_tensor", engine, default, VG)
+    chosen = pick("tensor_tensor", engine, default, VG)
     run = Instruction("tensor_tensor", chosen)
     if alu.arity != 2:
         raise TypeError(f"tensor_tensor op must be a binary operator, got {alu!r}")
@@ -88,7 +48,7 @@ def tensor_tensor(
         a, b = to_float32(a), to_float32(b)
     if b.shape != a.shape:
         b = b.reshape(a.shape)
-    run.write(out, number(combine(alu, a, b)))
+    run.write(out, combine(alu, a, b))
     return run.done()
 
 
@@ -104,11 +64,11 @@ def tensor_scalar(
     engine: engines = engines.unknown,
     name: str | None = None,
 ) -> Handle:
-    """dst = (data op0 operand0) op1 operand1; operands are numbers or float32 (P, 1) tiles."""
+    """Compute dst = (data op0 operand0) op1 operand1; operands are numbers or float32 (P, 1) tiles."""
     first = alu_operator("tensor_scalar", op0, "op0")
     second = None if op1 is None else alu_operator("tensor_scalar", op1, "op1")
     slow = first.name in ON_GPSIMD or (second is not None and second.name in ON_GPSIMD)
-    chosen = _pick("tensor_scalar", engine, engines.gpsimd if slow else engines.vector, VSG)
+    chosen = pick("tensor_scalar", engine, engines.gpsimd if slow else engines.vector, VSG)
     run = Instruction("tensor_scalar", chosen)
     if second is not None and first.bitvec != second.bitvec:
         raise ConstraintError(
@@ -120,11 +80,13 @@ def tensor_scalar(
             raise StrictError(
                 f"tensor_scalar on the Scalar engine knows multiply, add and multiply-add, got {pair}"
             )
-    values = as_engine(first, run.read("data", data))
+    values = run.read("data", data)
     if first.bitvec:
         bits(run, first, data, dst)
+    else:
+        values = to_float32(values)
     P = data.shape[0]
-    free = values.reshape(P, -1)
+    values = values.reshape(P, -1)
     for op, operand, reverse, role in (
         (first, operand0, reverse0, "operand0"),
         (second, operand1, reverse1, "operand1"),
@@ -132,10 +94,8 @@ def tensor_scalar(
         if op is None:
             continue
         scalar = None if op.arity == 1 else run.scalar_operand(role, operand, P, bitvec=op.bitvec)
-        free = number(combine(op, free, scalar, reverse))
-    out = run.dst("dst", dst)
-    run.same_elements(out, data, "dst", "data")
-    run.write(out, free)
+        values = combine(op, values, scalar, reverse)
+    run.write_like(dst, values, data, "data")
     return run.done()
 
 
@@ -150,7 +110,7 @@ def scalar_tensor_tensor(
     reverse1: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """dst = (data op0 operand0) op1 operand1 with operand0 a number or (P, 1), operand1 a full tile."""
+    """Compute dst = (data op0 operand0) op1 operand1: a number or (P, 1) tile, then a full tile."""
     first = alu_operator("scalar_tensor_tensor", op0, "op0")
     second = alu_operator("scalar_tensor_tensor", op1, "op1")
     run = Instruction("scalar_tensor_tensor", Engine.vector)
@@ -158,75 +118,67 @@ def scalar_tensor_tensor(
         raise ConstraintError(
             f"scalar_tensor_tensor takes arithmetic operators, got {first!r} and {second!r}"
         )
-    P = data.shape[0]
-    values = to_float32(run.read("data", data)).reshape(P, -1)
-    scalar = run.scalar_operand("operand0", operand0, P)
-    full = to_float32(run.read("operand1", operand1)).reshape(operand1.shape[0], -1)
+    values = run.rows("data", data)
+    scalar = run.scalar_operand("operand0", operand0, data.shape[0])
+    full = run.rows("operand1", operand1)
     run.not_both_in_psum("data", data, "operand1", operand1)
     run.same_elements(data, operand1, "data", "operand1")
-    out = run.dst("dst", dst)
-    run.same_elements(out, data, "dst", "data")
-    partial = number(combine(first, values, scalar, reverse0))
-    run.write(out, number(combine(second, partial, full, reverse1)))
+    partial = combine(first, values, scalar, reverse0)
+    run.write_like(dst, combine(second, partial, full, reverse1), data, "data")
     return run.done()
 
 
 def tensor_copy(
     dst: NkiTensor, src: NkiTensor, engine: engines = engines.unknown, name: str | None = None
 ) -> Handle:
-    """dst = src, bit-exact where dtypes agree, through float32 otherwise."""
-    chosen = _pick("tensor_copy", engine, engines.vector, VSG)
+    """Copy src to dst, bit for bit where dtypes agree, through float32 otherwise."""
+    chosen = pick("tensor_copy", engine, engines.vector, VSG)
     run = Instruction("tensor_copy", chosen)
     if chosen is engines.scalar:
         run.needs_generation(3, "tensor_copy on the Scalar engine (use activation with op=nl.copy)")
     values = run.read("src", src)
-    out = run.dst("dst", dst)
-    run.same_elements(out, src, "dst", "src")
-    run.write(out, values if out.dtype == src.dtype else to_float32(values))
+    if isinstance(dst, NkiTensor) and dst.dtype != src.dtype:
+        values = to_float32(values)
+    run.write_like(dst, values, src, "src")
     return run.done()
 
 
 def memset(
     dst: NkiTensor, value: float, engine: engines = engines.unknown, name: str | None = None
 ) -> Handle:
-    """Fill dst; a float for float tiles, an int for integer tiles."""
-    chosen = _pick("memset", engine, engines.vector, VG)
+    """Fill dst with a float if its dtype is a float, with an int if that is an integer."""
+    chosen = pick("memset", engine, engines.vector, VG)
     run = Instruction("memset", chosen)
     out = run.dst("dst", dst)
-    # 0 and 0.0 have the same bits in every dtype, and AWS's own kernels write 0 into float tiles
+    # 0 and 0.0 have the same bits in every dtype, and AWS's own kernels write 0 into float tiles.
     if out.dtype.integer:
         fits = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     else:
         fits = isinstance(value, (float, np.floating)) or value == 0
     if not fits:
-        wanted = "an int" if out.dtype.integer else "a float"
-        raise ConstraintError(f"memset value must match the dtype: {out.dtype} needs {wanted}, got {value!r}")
-    run.write(
-        out, np.broadcast_to(np.asarray(value, np.int64 if out.dtype.integer else np.float32), out.shape)
-    )
+        expected = "an int" if out.dtype.integer else "a float"
+        raise ConstraintError(
+            f"memset value must match the dtype: {out.dtype} needs {expected}, got {value!r}"
+        )
+    fill = np.asarray(value, np.int64 if out.dtype.integer else np.float32)
+    run.write(out, np.broadcast_to(fill, out.shape))
     return run.done()
 
 
 def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> Handle:
-    """dst = 1 / data on the Vector engine."""
+    """Compute dst = 1 / data on the Vector engine."""
     run = Instruction("reciprocal", Engine.vector)
-    values = to_float32(run.read("data", data))
-    out = run.dst("dst", dst)
-    run.same_elements(out, data, "dst", "data")
-    run.write(out, np.float32(1) / values)
+    run.write_like(dst, np.float32(1) / run.rows("data", data), data, "data")
     return run.done()
 
 
 def tensor_copy_predicated(
     dst: NkiTensor, src: object, predicate: NkiTensor, reverse_pred: bool = False, name: str | None = None
 ) -> Handle:
-    """dst = where(predicate, src, dst); src a tile of dst's dtype or a number."""
+    """Copy src, a number or a tile of dst's dtype, to dst where the predicate is not zero."""
     run = Instruction("tensor_copy_predicated", Engine.vector)
     mask = run.read("predicate", predicate)
-    require(
-        predicate.dtype in ("uint8", "uint16", "uint32", "bool_"),
-        f"tensor_copy_predicated predicate dtype must be uint8, uint16 or uint32, got {predicate.dtype}",
-    )
+    run.has_dtype("predicate", predicate, "uint8", "uint16", "uint32", "bool_")
     out = run.dst("dst", dst)
     run.same_elements(out, predicate, "dst", "predicate")
     if isinstance(src, NkiTensor):
@@ -246,7 +198,7 @@ def tensor_copy_predicated(
 def nc_stream_shuffle(
     dst: NkiTensor, src: NkiTensor, shuffle_mask: list[int], name: str | None = None
 ) -> Handle:
-    """Within each quadrant of 32 partitions dst[i] = src[mask[i]]; 255 leaves dst[i] as it is."""
+    """Copy dst[i] = src[mask[i]] within each quadrant of 32 partitions; 255 leaves dst[i] as it is."""
     run = Instruction("nc_stream_shuffle", Engine.vector)
     values = run.read("src", src, ON_CHIP)
     out = run.dst("dst", dst)

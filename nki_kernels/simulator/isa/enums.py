@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from delta_trn.nki_kernels.simulator.machine import Engine as engine
+from delta_trn.nki_kernels.simulator.core.machine import Engine as engine
 
 tensor_engine = engine.tensor
 vector_engine = engine.vector

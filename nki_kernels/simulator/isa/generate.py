@@ -1,19 +1,20 @@
-"""GpSimd: affine patterns (iota, affine_select)."""
+"""The GpSimd engine's affine patterns: iota and affine_select."""
 
 from math import prod
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.dtypes import to_float32
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
-from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
-from delta_trn.nki_kernels.simulator.memory import SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.operators import Operator, equal
+from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.isa.operators import Operator, equal
 
 COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 
 
 def _affine(run: Instruction, pattern, offset: int, channel_multiplier: int, dst: NkiTensor) -> np.ndarray:
+    """Return offset + p * channel_multiplier + sum(step_d * i_d) for each element, a row per partition."""
     pairs = [(int(step), int(count)) for step, count in pattern]
     P, free = dst.shape[0], dst.size // dst.shape[0]
     require(len(pairs) <= 4, f"{run.op} pattern has {len(pairs)} dimensions, the limit is 4")
@@ -33,7 +34,7 @@ def _affine(run: Instruction, pattern, offset: int, channel_multiplier: int, dst
 def iota(
     dst: NkiTensor, pattern, offset: int = 0, channel_multiplier: int = 0, name: str | None = None
 ) -> Handle:
-    """dst[p, i...] = offset + p * channel_multiplier + sum(step_d * i_d), cast to dst's dtype."""
+    """Compute dst[p, i...] = offset + p * channel_multiplier + sum(step_d * i_d), cast to dst's dtype."""
     run = Instruction("iota", Engine.gpsimd)
     out = run.dst("dst", dst, (SBUF,))
     run.write(out, _affine(run, pattern, offset, channel_multiplier, out))
@@ -50,8 +51,10 @@ def affine_select(
     offset: int = 0,
     name: str | None = None,
 ) -> Handle:
-    """dst = on_true_tile where cmp_op(offset + p * channel_multiplier + sum(step_d * i_d), 0), else "
-    "on_false_value."""
+    """Copy on_true_tile where cmp_op(n, 0) with iota's n, and write on_false_value elsewhere.
+
+    n = offset + p * channel_multiplier + sum(step_d * i_d)
+    """
     run = Instruction("affine_select", Engine.gpsimd)
     if not isinstance(cmp_op, Operator) or cmp_op.name not in COMPARISONS:
         raise ConstraintError(
@@ -66,6 +69,5 @@ def affine_select(
     keep = cmp_op.alu(_affine(run, pattern, offset, channel_multiplier, out), 0)
     if out.dtype != on_true_tile.dtype:
         values = to_float32(values)
-    picked = np.where(keep, values.reshape(keep.shape), np.float32(on_false_value))
-    run.write(out, picked)
+    run.write(out, np.where(keep, values.reshape(keep.shape), np.float32(on_false_value)))
     return run.done()

@@ -1,18 +1,17 @@
 """Instructions that Trn1 does not have: range_select (gen3), exponential and activate2 (gen4).
 
-Known and not simulated: nc_matmul_mx and quantize_mx (gen4), whose packed 4 and 8 bit tiles have no dtype
-here, and topk, of which the documentation does not say which partitions hold the result.
+Three are refused: nc_matmul_mx and quantize_mx (gen4), whose packed tiles of 4 and 8 bits have no dtype here,
+and topk, because the documentation does not say which partitions hold its result.
 """
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.dtypes import to_float32
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, require
-from delta_trn.nki_kernels.simulator.isa.elementwise import combine, number
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
+from delta_trn.nki_kernels.simulator.isa.arithmetic import combine, read_registers
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
-from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
-from delta_trn.nki_kernels.simulator.memory import NkiTensor
-from delta_trn.nki_kernels.simulator.operators import (
+from delta_trn.nki_kernels.simulator.isa.operators import (
     Operator,
     activation_function,
     add,
@@ -28,8 +27,8 @@ PIPELINES = {
 }  # fmt: skip
 
 
-def _accumulate(run, registers, op: Operator, result, command, reduce_res, initial=None) -> None:
-    """Fold result along the free axis into the engine's registers and read them out."""
+def _accumulate(run, registers, op: Operator, result, command, reduce_res, initial=None) -> Handle:
+    """Fold result along the free axis into the engine's registers, read them out, and finish."""
     if command is not commands.idle:
         if command is commands.load_reduce:
             registers[:] = initial
@@ -41,13 +40,8 @@ def _accumulate(run, registers, op: Operator, result, command, reduce_res, initi
             for i in range(1, result.shape[1]):
                 folded = op.alu(folded, result[:, i : i + 1])
             registers[:] = op.alu(registers, folded)
-    if reduce_res is not None:
-        out = run.dst("reduce_res", reduce_res)
-        require(
-            out.size == out.shape[0] == len(registers),
-            f"{run.op} reduce_res must have shape ({len(registers)}, 1), got {out.shape}",
-        )
-        run.write(out, registers)
+    read_registers(run, reduce_res, registers)
+    return run.done(reduces=reduce_res is not None)
 
 
 def range_select(
@@ -64,8 +58,10 @@ def range_select(
     on_false_value: float = FP32_MIN,
     name: str | None = None,
 ) -> Handle:
-    """dst = on_true_tile where index comp_op0 bound0 and index comp_op1 bound1, else the least float32; "
-    "row maximum."""
+    """Keep on_true_tile where index comp_op0 bound0 and index comp_op1 bound1; reduce to the row maximum.
+
+    Elsewhere dst = on_false_value, the least float32 unless the kernel says otherwise.
+    """
     run = Instruction("range_select", Engine.vector)
     run.needs_generation(3, "range_select")
     for role, op in (("comp_op0", comp_op0), ("comp_op1", comp_op1)):
@@ -76,16 +72,14 @@ def range_select(
     if reduce_op.name != "maximum":
         raise ConstraintError(f"range_select reduce_op must be nl.maximum, got {reduce_op!r}")
     P = on_true_tile.shape[0]
-    values = to_float32(run.read("on_true_tile", on_true_tile)).reshape(P, -1)
+    values = run.rows("on_true_tile", on_true_tile)
     index = range_start + np.arange(values.shape[1], dtype=np.float32)[None, :]
     low, high = run.scalar_operand("bound0", bound0, P), run.scalar_operand("bound1", bound1, P)
-    keep = combine(comp_op0, index, low) & combine(comp_op1, index, high)
-    result = np.where(keep, values, np.float32(on_false_value))
-    out = run.dst("dst", dst)
-    run.same_elements(out, on_true_tile, "dst", "on_true_tile")
-    run.write(out, result)
-    _accumulate(run, run.machine.vector_registers[:P], reduce_op, result, reduce_cmd, reduce_res)
-    return run.done(reduces=reduce_res is not None)
+    keep = combine(comp_op0, index, low) * combine(comp_op1, index, high)
+    result = np.where(keep != 0, values, np.float32(on_false_value))
+    run.write_like(dst, result, on_true_tile, "on_true_tile")
+    registers = run.machine.vector_registers[:P]
+    return _accumulate(run, registers, reduce_op, result, reduce_cmd, reduce_res)
 
 
 def exponential(
@@ -97,18 +91,16 @@ def exponential(
     reduce_init: object = 0.0,
     name: str | None = None,
 ) -> Handle:
-    """dst = exp(src - max_value) on the Vector engine, optionally with the row sum."""
+    """Compute dst = exp(src - max_value) on the Vector engine, optionally with the row sum."""
     run = Instruction("exponential", Engine.vector)
     run.needs_generation(4, "exponential")
     P = src.shape[0]
-    values = to_float32(run.read("src", src)).reshape(P, -1)
+    values = run.rows("src", src)
     result = np.exp(values - run.scalar_operand("max_value", max_value, P))
-    out = run.dst("dst", dst)
-    run.same_elements(out, src, "dst", "src")
-    run.write(out, result)
+    run.write_like(dst, result, src, "src")
     initial = run.scalar_operand("reduce_init", reduce_init, P)
-    _accumulate(run, run.machine.vector_registers[:P], add, result, reduce_cmd, reduce_res, initial)
-    return run.done(reduces=reduce_res is not None)
+    registers = run.machine.vector_registers[:P]
+    return _accumulate(run, registers, add, result, reduce_cmd, reduce_res, initial)
 
 
 def activate2(
@@ -127,7 +119,7 @@ def activate2(
     reduce_cmd: commands = commands.idle,
     name: str | None = None,
 ) -> Handle:
-    """dst = op((data op0 imm0) op1 imm1) on the Scalar engine."""
+    """Compute dst = op((data op0 imm0) op1 imm1) on the Scalar engine."""
     run = Instruction("activate2", Engine.scalar)
     run.needs_generation(4, "activate2")
     function = activation_function("activate2", op)
@@ -135,17 +127,15 @@ def activate2(
     if (first.name, second.name) not in PIPELINES:
         raise ConstraintError(f"activate2 does not support op0 {first!r} with op1 {second!r}")
     P = data.shape[0]
-    values = to_float32(run.read("data", data)).reshape(P, -1)
+    values = run.rows("data", data)
     for alu, imm, reverse, role in ((first, imm0, reverse0, "imm0"), (second, imm1, reverse1, "imm1")):
         if alu.name != "bypass":
-            values = number(combine(alu, values, run.scalar_operand(role, imm, P), reverse))
+            values = combine(alu, values, run.scalar_operand(role, imm, P), reverse)
     assert function.activation is not None
     result = function.activation(values)
-    out = run.dst("dst", dst)
-    run.same_elements(out, data, "dst", "data")
-    run.write(out, result)
-    _accumulate(run, run.machine.scalar_registers[:P], reduce_op or add, result, reduce_cmd, reduce_res)
-    return run.done(reduces=reduce_res is not None)
+    run.write_like(dst, result, data, "data")
+    registers = run.machine.scalar_registers[:P]
+    return _accumulate(run, registers, reduce_op or add, result, reduce_cmd, reduce_res)
 
 
 def nc_matmul_mx(
@@ -159,17 +149,17 @@ def nc_matmul_mx(
     accumulate: bool | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Refused: see the module."""
+    """Refuse: the module says why."""
     Instruction("nc_matmul_mx", Engine.tensor).needs_generation(4, "nc_matmul_mx")
     raise NotImplementedError("nc_matmul_mx is not simulated; multiply bfloat16 tiles with nc_matmul")
 
 
 def quantize_mx(dst: NkiTensor, src: NkiTensor, dst_scale: NkiTensor, name: str | None = None) -> Handle:
-    """Refused: see the module."""
+    """Refuse: the module says why."""
     Instruction("quantize_mx", Engine.vector).needs_generation(4, "quantize_mx")
     raise NotImplementedError("quantize_mx is not simulated; keep bfloat16 tiles")
 
 
 def topk(val_dst: NkiTensor, idx_dst: NkiTensor, src: NkiTensor, n: int, name: str | None = None) -> Handle:
-    """Refused: see the module."""
+    """Refuse: the module says why."""
     raise NotImplementedError("topk is not simulated; take max8 and nc_match_replace8 in turn")

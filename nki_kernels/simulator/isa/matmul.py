@@ -2,12 +2,10 @@
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.dtypes import FLOAT8, MATMUL, rounded, to_float32
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
-from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
-from delta_trn.nki_kernels.simulator.isa.enums import matmul_perf_mode
-from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
-from delta_trn.nki_kernels.simulator.memory import (
+from delta_trn.nki_kernels.simulator.core.dtypes import FLOAT8, MATMUL, rounded, to_float32
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.memory import (
     BY_MATMUL,
     BY_OTHER,
     ON_CHIP,
@@ -16,7 +14,9 @@ from delta_trn.nki_kernels.simulator.memory import (
     UNWRITTEN,
     NkiTensor,
 )
-from delta_trn.nki_kernels.simulator.targets import PARTITIONS, PSUM_BANK
+from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK
+from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
+from delta_trn.nki_kernels.simulator.isa.enums import matmul_perf_mode
 
 WIDE = ("float32", "tfloat32")
 ROWS = 32
@@ -35,10 +35,10 @@ def nc_matmul(
     perf_mode: matmul_perf_mode = matmul_perf_mode.none,
     name: str | None = None,
 ) -> Handle:
-    """dst[M, N] (+)= stationary[K, M].T @ moving[K, N], float32 accumulation.
+    """Compute dst[M, N] = stationary[K, M].T @ moving[K, N], or add it to dst, in float32.
 
-    K is the partition axis of both inputs (SBUF), dst is in PSUM. accumulate: False overwrites, True adds
-    to what a matmul wrote, None overwrites the first time and adds afterwards.
+    K is the partition axis of both inputs in SBUF; dst is in PSUM. accumulate=False overwrites, True adds to
+    what a matmul wrote, None overwrites the first time and adds afterwards.
     """
     run = Instruction("nc_matmul", Engine.tensor)
     K = stationary.shape[0] if isinstance(stationary, NkiTensor) else 0
@@ -54,8 +54,7 @@ def nc_matmul(
         require(
             stationary.shape[1] == 2 and moving.shape[1] == 2,
             "nc_matmul double_row splits the contraction over a first free axis of 2, got "
-            f"{stationary.shape} "
-            f"and {moving.shape}",
+            f"{stationary.shape} and {moving.shape}",
         )
         s_values = np.concatenate([s_values[:, 0], s_values[:, 1]])
         m_values = np.concatenate([m_values[:, 0], m_values[:, 1]])
@@ -92,11 +91,11 @@ def nc_matmul(
 
 
 def _down_the_rows(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """lhs.T @ rhs, rows added in their order, 32 at a time.
+    """Return lhs.T @ rhs, adding the rows in their order, 32 at a time.
 
-    Partial sums move down the array from row to row. A BLAS adds the rows in several sums at once, which
-    ones depends on the host's processor, and where terms cancel neighbors (keys that repeat) its result has
-    three times the error of the array's order.
+    On the chip, partial sums move down the array from row to row. A BLAS adds the rows in several sums at
+    once; in which ones depends on the host's processor. Where terms cancel their neighbors, as with keys
+    that repeat, its error is three times that of the array's order.
     """
     product = lhs[:ROWS].T @ rhs[:ROWS]
     for start in range(ROWS, lhs.shape[0], ROWS):
@@ -117,7 +116,7 @@ def _check_shapes(run, K, K_moving, M, N, tile_position, tile_size) -> None:
             f"nc_matmul tile_size {tile_size} must be of {', '.join(map(str, sizes))} on {run.target.name}",
         )
         require(
-            all(0 <= at < 128 and at % size == 0 for at, size in zip(tile_position, tile_size, strict=True)),
+            all(0 <= p < 128 and p % size == 0 for p, size in zip(tile_position, tile_size, strict=True)),
             f"nc_matmul tile_position {tile_position} must be multiples of tile_size {tile_size} below 128",
         )
     require(
@@ -130,19 +129,16 @@ def _check_shapes(run, K, K_moving, M, N, tile_position, tile_size) -> None:
 
 
 def _check_dtypes(run: Instruction, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor) -> None:
+    generation = run.target.generation
     for role, t in (("stationary", stationary), ("moving", moving)):
-        require(
-            t.dtype in MATMUL, f"nc_matmul {role} dtype must be one of {', '.join(MATMUL)}, got {t.dtype}"
-        )
+        run.has_dtype(role, t, *MATMUL)
+        if t.dtype == "float8_e4m3fn":
+            run.needs_generation(4, f"nc_matmul {role} dtype float8_e4m3fn")
     if (stationary.dtype in WIDE) != (moving.dtype in WIDE):
         raise ConstraintError(
             f"nc_matmul operands must both be float32/tfloat32 or neither, got stationary {stationary.dtype} "
             f"and moving {moving.dtype}"
         )
-    generation = run.target.generation
-    if generation < 4:
-        for role, t in (("stationary", stationary), ("moving", moving)):
-            require(t.dtype != "float8_e4m3fn", f"nc_matmul {role} dtype float8_e4m3fn needs gen4")
     allowed = ("float32",) if generation < 4 else ("float32", "bfloat16")
     if isinstance(dst, NkiTensor) and dst.buffer is PSUM and dst.dtype not in allowed:
         raise ConstraintError(
@@ -188,25 +184,22 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
     if accumulate is False:
         return False
     codes = out.storage.writers(out.array)
-    kinds = {int(codes)} if isinstance(codes, int) else {int(c) for c in np.unique(codes)}
-    if accumulate is None and kinds == {UNWRITTEN}:
+    writers = {int(code) for code in np.unique(codes)}
+    if accumulate is None and writers == {UNWRITTEN}:
         return False
     if not run.strict:
-        return accumulate is True or kinds != {BY_OTHER}
-    if UNWRITTEN in kinds:
-        what = "uninitialized PSUM" if kinds == {UNWRITTEN} else "PSUM that is only partly written"
+        return accumulate is True or writers != {BY_OTHER}
+    if UNWRITTEN in writers:
+        what = "uninitialized PSUM" if writers == {UNWRITTEN} else "PSUM that is only partly written"
         raise StrictError(
             f"nc_matmul accumulates onto {what} in `{out.name}` {out.shape}; start with accumulate=False"
         )
-    if accumulate is None and kinds == {BY_OTHER} and not out.array.any():
-        return (
-            False  # zeros from a memset: whether the compiler overwrites or adds, the result is the product
-        )
-    if BY_OTHER in kinds and run.target.generation < 4:
+    if accumulate is None and writers == {BY_OTHER} and not out.array.any():
+        return False  # on zeros of a memset, overwriting and adding give the same
+    if BY_OTHER in writers and run.target.generation < 4:
         raise StrictError(
-            f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote last, "
-            "undefined on "
-            f"gen{run.target.generation}; pass accumulate=False or add on the Vector engine"
+            f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote last; on "
+            f"gen{run.target.generation} that is undefined, pass accumulate=False or add on the Vector engine"
         )
     return True
 
@@ -214,9 +207,10 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
 def nc_transpose(
     dst: NkiTensor, data: NkiTensor, engine: engines = engines.unknown, name: str | None = None
 ) -> Handle:
-    """dst[F, P] = data[P, F].T, free axes flattened.
+    """Transpose data[P, F], its free axes flattened, to dst[F, P].
 
-    Tensor engine: up to 128 x 128, SBUF to PSUM; Vector engine: up to 32 x 32, any on-chip memory.
+    The Tensor engine takes up to 128 x 128 from SBUF to PSUM, the Vector engine up to 32 x 32 in any on-chip
+    memory.
     """
     chosen = engine
     shape = data.shape if isinstance(data, NkiTensor) else (0,)
@@ -237,10 +231,7 @@ def nc_transpose(
         shape[0] <= limit and limit >= F,
         f"nc_transpose on the {chosen.name} engine takes up to {limit} x {limit}, got {shape[0]} x {F}",
     )
-    require(
-        out.dtype == data.dtype,
-        f"nc_transpose dst dtype must equal data dtype, got {out.dtype} and {data.dtype}",
-    )
+    run.has_dtype("dst", out, data.dtype)
     flat = values.reshape(shape[0], F).T
     _check_output(out, flat)
     if tensor and run.strict:
@@ -255,14 +246,12 @@ def _check_tensor_transpose(run: Instruction, out: NkiTensor, data: NkiTensor, v
         return
     if data.dtype != "float32":
         raise StrictError(
-            f"nc_transpose of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a "
-            "matmul's output "
-            "must be float32 on gen2; transpose float32, or use nc_matmul with an identity"
+            f"nc_transpose of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a matmul's "
+            "output must be float32 on gen2; transpose float32, or use nc_matmul with an identity"
         )
     if not np.isfinite(values).all():
         where = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
         raise StrictError(
             f"nc_transpose data `{data.name}` holds {values[tuple(where)]} at {where}; on gen2 the Tensor "
-            "engine "
-            "multiplies by an identity, and NaN or Inf poison whole rows"
+            "engine multiplies by an identity, and NaN or Inf poison whole rows"
         )

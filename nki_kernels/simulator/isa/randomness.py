@@ -1,17 +1,19 @@
-"""Random numbers. The generator is NumPy's, seeded per kernel call: distributions agree with the chip, "
-"bits do not."""
+"""Random numbers. The generator is NumPy's, seeded for each kernel call.
+
+Distributions agree with the chip, bits do not.
+"""
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.dtypes import to_float32
-from delta_trn.nki_kernels.simulator.errors import require
+from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.core.errors import require
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction, current
+from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
-from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction, current
-from delta_trn.nki_kernels.simulator.memory import NkiTensor
 
 
 def rng(dst: NkiTensor, engine: engines = engines.vector, name: str | None = None) -> Handle:
-    """32 random bits per element, truncated to dst's integer dtype."""
+    """Draw 32 random bits per element, truncated to dst's integer dtype."""
     run = Instruction("rng", engine)
     if engine is engines.gpsimd:
         run.needs_generation(3, "rng on the GpSimd engine")
@@ -23,21 +25,21 @@ def rng(dst: NkiTensor, engine: engines = engines.vector, name: str | None = Non
 
 
 def dropout(dst: NkiTensor, data: NkiTensor, prob: object, name: str | None = None) -> Handle:
-    """Zero each element with probability prob; survivors are not rescaled."""
+    """Zero each element with probability prob; the others are not rescaled."""
     run = Instruction("dropout", Engine.vector)
     values = run.read("data", data)
     P = data.shape[0]
     rate = run.scalar_operand("prob", prob, P)
     out = run.dst("dst", dst)
     run.same_elements(out, data, "dst", "data")
-    require(out.dtype == data.dtype, f"dropout dst dtype must be {data.dtype}, got {out.dtype}")
+    run.has_dtype("dst", out, data.dtype)
     drawn = run.machine.rng.random((P, data.size // P), dtype=np.float32)
     run.write(out, np.where((drawn < rate).reshape(values.shape), np.zeros((), values.dtype), values))
     return run.done()
 
 
 def rand2(dst: NkiTensor, min: object, max: object, name: str | None = None) -> Handle:
-    """Uniform in [min, max]."""
+    """Draw uniformly from [min, max]."""
     run = Instruction("rand2", Engine.vector)
     run.needs_generation(4, "rand2")
     out = run.dst("dst", dst)
@@ -65,7 +67,7 @@ def rand_set_state(src_seeds: NkiTensor, engine: engines = engines.gpsimd, name:
 
 
 def rand_get_state(dst: NkiTensor, engine: engines = engines.gpsimd, name: str | None = None) -> Handle:
-    """Write words to dst from which `rand_set_state` resumes here: what is drawn next is drawn again."""
+    """Write words to dst. `rand_set_state` with them makes the generator repeat what it draws next."""
     run = Instruction("rand_get_state", engine)
     _needs_xorwow(run, engine, "dst", dst)
     words = current().rng.integers(0, 2**32, dst.shape, dtype=np.uint32)
@@ -75,6 +77,7 @@ def rand_get_state(dst: NkiTensor, engine: engines = engines.gpsimd, name: str |
 
 
 def _needs_xorwow(run: Instruction, engine: engines, role: str, state: NkiTensor) -> None:
+    """Require a generation that has the XORWOW generator on this engine, and a state of its size."""
     run.needs_generation(4 if engine is engines.vector else 3, f"{run.op} on the {engine.name} engine")
     words = 24 if engine is engines.vector else 6
     require(

@@ -2,31 +2,15 @@
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.dtypes import to_float32
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
-from delta_trn.nki_kernels.simulator.isa.elementwise import bits, combine, number
+from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.isa.arithmetic import bits, combine, fold, read_registers
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
-from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
-from delta_trn.nki_kernels.simulator.memory import SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.operators import Operator, alu_operator
+from delta_trn.nki_kernels.simulator.isa.operators import Operator, alu_operator
 
 ACCUMULATING = ("add", "multiply", "maximum", "minimum")
-
-
-def _reduce(op: Operator, values: np.ndarray, axis) -> np.ndarray:
-    """Fold `op` over trailing axes; differences subtract every later element from the first."""
-    assert op.alu is not None
-    axes = tuple(axis)
-    if op.name == "add":
-        return values.sum(axis=axes, dtype=values.dtype)
-    if op.name in ("maximum", "minimum", "multiply", "bitwise_and", "bitwise_or", "bitwise_xor"):
-        return op.alu.reduce(values, axis=axes)  # pyright: ignore[reportFunctionMemberAccess]
-    lead = values.shape[: len(values.shape) - len(axes)]
-    flat = values.reshape(*lead, -1)
-    result = flat[..., 0]
-    for i in range(1, flat.shape[-1]):
-        result = number(op.alu(result, flat[..., i]))
-    return result
 
 
 def tensor_reduce(
@@ -38,8 +22,7 @@ def tensor_reduce(
     keepdims: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """dst = op over the trailing free axes of data; add, subtract, multiply, maximum, minimum, logical, "
-    "bitwise."""
+    """Reduce data over its trailing free axes by arithmetic, logical or bitwise operators."""
     alu = alu_operator("tensor_reduce", op)
     run = Instruction("tensor_reduce", Engine.vector)
     if not alu.reduce:
@@ -56,7 +39,7 @@ def tensor_reduce(
         require(not negate, "tensor_reduce negate needs an arithmetic operator")
     else:
         values = to_float32(values)
-    result = _reduce(alu, values, axes)
+    result = fold(alu, values, tuple(axes))
     out = run.dst("dst", dst)
     require(
         out.shape[0] == data.shape[0] and out.size == result.size,
@@ -68,7 +51,7 @@ def tensor_reduce(
 
 
 def tensor_partition_reduce(dst: NkiTensor, op: Operator, data: NkiTensor, name: str | None = None) -> Handle:
-    """dst[1, F] = op over the partitions of data; slow, on GpSimd."""
+    """Reduce data over its partitions to dst[1, F], on the slow GpSimd engine."""
     run = Instruction("tensor_partition_reduce", Engine.gpsimd)
     names = ("add", "average", "maximum", "max", "bitwise_or", "bitwise_and")
     if not isinstance(op, Operator) or op.name not in names:
@@ -76,8 +59,7 @@ def tensor_partition_reduce(dst: NkiTensor, op: Operator, data: NkiTensor, name:
     values = run.read("data", data, (SBUF,))
     if op.bitvec:
         bits(run, op, data, dst)
-        assert op.alu is not None
-        result = op.alu.reduce(values, axis=0)  # pyright: ignore[reportFunctionMemberAccess]
+        result = fold(op, values.T, (values.ndim - 1,)).T
     else:
         wide = to_float32(values)
         result = wide.max(axis=0) if op.name.startswith("max") else wide.sum(axis=0, dtype=np.float32)
@@ -102,19 +84,16 @@ def tensor_tensor_scan(
     reverse1: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """r[i] = (data0[i] op0 r[i-1]) op1 data1[i] along the free axis, r[-1] = initial; float32 state."""
-    first, second = (
-        alu_operator("tensor_tensor_scan", op0, "op0"),
-        alu_operator("tensor_tensor_scan", op1, "op1"),
-    )
+    """Scan the free axis in float32: r[i] = (data0[i] op0 r[i-1]) op1 data1[i], with r[-1] = initial."""
+    first = alu_operator("tensor_tensor_scan", op0, "op0")
+    second = alu_operator("tensor_tensor_scan", op1, "op1")
     run = Instruction("tensor_tensor_scan", Engine.vector)
     if first.bitvec or second.bitvec or first.arity != 2 or second.arity != 2:
         raise ConstraintError(
             f"tensor_tensor_scan takes binary arithmetic operators, got {first!r} and {second!r}"
         )
     P = data0.shape[0]
-    a = to_float32(run.read("data0", data0)).reshape(P, -1)
-    b = to_float32(run.read("data1", data1)).reshape(data1.shape[0], -1)
+    a, b = run.rows("data0", data0), run.rows("data1", data1)
     run.not_both_in_psum("data0", data0, "data1", data1)
     run.same_elements(data0, data1, "data0", "data1")
     out = run.dst("dst", dst)
@@ -124,8 +103,7 @@ def tensor_tensor_scan(
     columns = np.empty((a.shape[1], P), np.float32)
     aT, bT = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
     for i in range(columns.shape[0]):
-        state = combine(second, number(combine(first, aT[i], state, reverse0)), bT[i], reverse1)
-        columns[i] = state
+        columns[i] = combine(second, combine(first, aT[i], state, reverse0), bT[i], reverse1)
         state = columns[i]
     run.write(out, columns.T)
     return run.done()
@@ -141,7 +119,7 @@ def tensor_scalar_cumulative(
     reduce_cmd: commands = commands.reset_reduce,
     name: str | None = None,
 ) -> Handle:
-    """reg = op1(op0(src[i], imm0), reg), written for every element along the free axis."""
+    """Scan the free axis: reg = op1(op0(src[i], imm0), reg), written for every element."""
     first = alu_operator("tensor_scalar_cumulative", op0, "op0")
     second = alu_operator("tensor_scalar_cumulative", op1, "op1")
     run = Instruction("tensor_scalar_cumulative", Engine.vector)
@@ -153,23 +131,23 @@ def tensor_scalar_cumulative(
         if isinstance(t, NkiTensor) and t.dtype in ("int32", "uint32"):
             raise ConstraintError(f"tensor_scalar_cumulative {role} dtype cannot be {t.dtype}")
     P = src.shape[0]
-    values = to_float32(run.read("src", src)).reshape(P, -1)
-    terms = number(combine(first, values, run.scalar_operand("imm0", imm0, P)))
-    reg = _open(run, second, P, imm1, reduce_cmd, "imm1").reshape(P)
-    out = run.dst("dst", dst)
-    run.same_elements(out, src, "dst", "src")
+    values = run.rows("src", src)
+    terms = combine(first, values, run.scalar_operand("imm0", imm0, P))
+    reg = _registers(run, second, P, imm1, reduce_cmd, "imm1").reshape(P)
     result = np.empty_like(terms)
     assert second.alu is not None
     for i in range(terms.shape[1]):
         reg = second.alu(terms[:, i], reg)
         result[:, i] = reg
     run.machine.vector_registers[:P, 0] = reg
-    run.write(out, result)
+    run.write_like(dst, result, src, "src")
     return run.done()
 
 
-def _open(run: Instruction, op: Operator, P: int, init: object, command: object, role: str) -> np.ndarray:
-    """The Vector engine's registers, reset, loaded or as they are."""
+def _registers(
+    run: Instruction, op: Operator, P: int, init: object, command: object, role: str
+) -> np.ndarray:
+    """Reset or load the Vector engine's registers as the command says, and return those of P partitions."""
     if not isinstance(command, commands):
         raise TypeError(f"{run.op} reduce_cmd must be a member of nisa.reduce_cmd, got {command!r}")
     registers = run.machine.vector_registers
@@ -198,40 +176,26 @@ def tensor_scalar_reduce(
     reduce_res_negate: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """dst = data op0 operand0 and reduce_res[P, 1] = reduce_op of dst along the free axes."""
+    """Compute dst = data op0 operand0, and reduce_res[P, 1] = reduce_op of dst along the free axes."""
     first = alu_operator("tensor_scalar_reduce", op0, "op0")
-    fold = alu_operator("tensor_scalar_reduce", reduce_op, "reduce_op")
+    second = alu_operator("tensor_scalar_reduce", reduce_op, "reduce_op")
     run = Instruction("tensor_scalar_reduce", Engine.vector)
-    if first.bitvec or fold.name not in ACCUMULATING:
+    if first.bitvec or second.name not in ACCUMULATING:
         raise ConstraintError(
             f"tensor_scalar_reduce takes an arithmetic op0 and add, multiply, max or min, got {first!r} and "
-            f"{fold!r}"
+            f"{second!r}"
         )
     if reverse0 and run.strict:
         raise StrictError("tensor_scalar_reduce reverse0 is not supported by the compiler")
     P = data.shape[0]
-    values = to_float32(run.read("data", data)).reshape(P, -1)
+    values = run.rows("data", data)
     scalar = None if first.arity == 1 else run.scalar_operand("operand0", operand0, P)
-    result = number(combine(first, values, scalar, reverse0))
-    out = run.dst("dst", dst)
-    run.same_elements(out, data, "dst", "data")
-    registers = _open(run, fold, P, reduce_init, reduce_cmd, "reduce_init")
-    assert fold.alu is not None
-    registers[:] = fold.alu(registers, _reduce(fold, result, (1,)).reshape(P, 1))
-    run.write(out, result)
-    _read_registers(run, reduce_res, -registers if reduce_res_negate else registers)
+    result = combine(first, values, scalar, reverse0)
+    registers = _registers(run, second, P, reduce_init, reduce_cmd, "reduce_init")
+    registers[:] = combine(second, registers, fold(second, result, (1,)).reshape(P, 1))
+    run.write_like(dst, result, data, "data")
+    read_registers(run, reduce_res, -registers if reduce_res_negate else registers)
     return run.done(reduces=reduce_res is not None)
-
-
-def _read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray) -> None:
-    if reduce_res is None:
-        return
-    out = run.dst("reduce_res", reduce_res)
-    require(
-        out.shape[0] == registers.shape[0] and out.size == registers.shape[0],
-        f"{run.op} reduce_res must have shape ({registers.shape[0]}, 1), got {out.shape}",
-    )
-    run.write(out, registers)
 
 
 def select_reduce(
@@ -245,22 +209,17 @@ def select_reduce(
     reverse_pred: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """dst = where(predicate, on_true, on_false), optionally with the maximum along the free axis."""
+    """Compute dst = where(predicate, on_true, on_false), optionally with the maximum along the free axis."""
     run = Instruction("select_reduce", Engine.vector)
-    require(
-        predicate.dtype in ("int8", "uint8", "int16", "uint16", "bool_"),
-        f"select_reduce predicate dtype must be an integer of 8 or 16 bits, got {predicate.dtype}",
-    )
+    run.has_dtype("predicate", predicate, "int8", "uint8", "int16", "uint16", "bool_")
     P = on_true.shape[0]
     mask = run.read("predicate", predicate).reshape(predicate.shape[0], -1) != 0
-    values = to_float32(run.read("on_true", on_true)).reshape(P, -1)
+    values = run.rows("on_true", on_true)
     run.not_both_in_psum("on_true", on_true, "predicate", predicate)
     run.same_elements(on_true, predicate, "on_true", "predicate")
     other = run.scalar_operand("on_false", on_false, P)
     result = np.where(~mask if reverse_pred else mask, values, other)
-    out = run.dst("dst", dst)
-    run.same_elements(out, on_true, "dst", "on_true")
-    run.write(out, result)
+    run.write_like(dst, result, on_true, "on_true")
     if reduce_cmd is not commands.idle:
         if reduce_op is not None and reduce_op.name != "maximum":
             raise ConstraintError(f"select_reduce reduce_op must be nl.maximum, got {reduce_op!r}")
@@ -268,7 +227,7 @@ def select_reduce(
         if reduce_cmd is commands.reset_reduce:
             registers[:] = -np.inf
         registers[:] = np.maximum(registers, result.max(axis=1, keepdims=True))
-        _read_registers(run, reduce_res, registers)
+        read_registers(run, reduce_res, registers)
     return run.done(reduces=reduce_res is not None)
 
 
@@ -276,18 +235,16 @@ BN_STATS_FMAX = 512
 
 
 def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> Handle:
-    """dst[P, 6] = (count, mean, count * variance) of the even and of the odd elements of each partition."""
+    """Write (count, mean, count * variance) of each partition's even, then odd elements to dst[P, 6]."""
     run = Instruction("bn_stats", Engine.vector)
     P = data.shape[0]
-    values = to_float32(run.read("data", data)).reshape(P, -1)
+    values = run.rows("data", data)
     require(
         values.shape[1] <= BN_STATS_FMAX,
         f"bn_stats takes up to {BN_STATS_FMAX} elements per partition, got {values.shape[1]}",
     )
     out = run.dst("dst", dst)
-    require(
-        out.shape[0] == P and out.size == 6 * P, f"bn_stats dst must have shape ({P}, 6), got {out.shape}"
-    )
+    run.has_columns("dst", out, P, 6)
     columns = []
     for part in (values[:, 0::2], values[:, 1::2]):
         n = part.shape[1]
@@ -299,13 +256,13 @@ def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> Handle
 
 
 def bn_aggr(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> Handle:
-    """dst[P, 2] = mean and variance from any number of (count, mean, count * variance) triples."""
+    """Write mean and variance to dst[P, 2], from any number of (count, mean, count * variance) triples."""
     run = Instruction("bn_aggr", Engine.vector)
     P = data.shape[0]
-    triples = to_float32(run.read("data", data)).reshape(P, -1, 3)
+    triples = run.rows("data", data).reshape(P, -1, 3)
     count, mean, spread = triples[..., 0], triples[..., 1], triples[..., 2]
     out = run.dst("dst", dst)
-    require(out.shape[0] == P and out.size == 2 * P, f"bn_aggr dst must have shape ({P}, 2), got {out.shape}")
+    run.has_columns("dst", out, P, 2)
     total = count.sum(axis=1)
     center = (count * mean).sum(axis=1) / total
     variance = (spread + count * (mean - center[:, None]) ** 2).sum(axis=1) / total

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.errors import require
-from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
-from delta_trn.nki_kernels.simulator.memory import HBM, SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.core.errors import require
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.memory import HBM, SBUF, NkiTensor
 
 
 class VirtualRegister:
-    """A scalar that the chip holds; usable as scalar_offset in .ap and as a loop bound."""
+    """A scalar that the chip holds: a scalar_offset of .ap, or a loop bound."""
 
     def __init__(self, value: int | None) -> None:
         self._value = value
@@ -31,17 +31,17 @@ class VirtualRegister:
 
 
 def register_alloc(x: int | None = None) -> VirtualRegister:
-    """A register, holding x if that is given."""
+    """Return a new register, which holds x if x is not None."""
     return VirtualRegister(x)
 
 
 def register_move(dst: VirtualRegister, src: int | VirtualRegister) -> None:
-    """dst = a constant or another register."""
+    """Copy a constant or another register to dst."""
     dst.value = src.value if isinstance(src, VirtualRegister) else int(src)
 
 
 def register_load(dst: VirtualRegister, src: NkiTensor) -> Handle:
-    """dst = the one element of an HBM or SBUF tensor."""
+    """Copy the one element of an HBM or SBUF tensor to dst."""
     run = Instruction("register_load", Engine.sync)
     values = run.read("src", src, (SBUF, *HBM))
     require(src.size == 1, f"register_load src must have one element, got {src.shape}")
@@ -50,7 +50,7 @@ def register_load(dst: VirtualRegister, src: NkiTensor) -> Handle:
 
 
 def register_store(dst: NkiTensor, src: VirtualRegister) -> Handle:
-    """The one element of dst = src."""
+    """Copy a register to the one element of dst."""
     run = Instruction("register_store", Engine.sync)
     out = run.dst("dst", dst, (SBUF, *HBM))
     require(out.size == 1, f"register_store dst must have one element, got {out.shape}")

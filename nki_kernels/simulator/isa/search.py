@@ -1,18 +1,17 @@
-"""Instructions that search and gather within partitions: the eight largest, where they are, gathers by "
-"index."""
+"""Instructions that search and gather within partitions."""
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.dtypes import to_float32
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
-from delta_trn.nki_kernels.simulator.machine import Engine, Handle, Instruction
-from delta_trn.nki_kernels.simulator.memory import SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
 
 LEAST, MOST = 8, 16384
 
 
-def _rows(run: Instruction, role: str, tensor: NkiTensor) -> np.ndarray:
-    values = to_float32(run.read(role, tensor)).reshape(tensor.shape[0], -1)
+def _searchable(run: Instruction, role: str, tensor: NkiTensor) -> np.ndarray:
+    """Check an input operand and its length, and return its rows in float32."""
+    values = run.rows(role, tensor)
     count = values.shape[1]
     require(
         LEAST <= count <= MOST,
@@ -21,35 +20,30 @@ def _rows(run: Instruction, role: str, tensor: NkiTensor) -> np.ndarray:
     return values
 
 
-def _eight(run: Instruction, role: str, tensor: NkiTensor) -> None:
-    require(
-        tensor.size == 8 * tensor.shape[0],
-        f"{run.op} {role} must have 8 elements per partition, got {tensor.shape}",
-    )
-
-
 def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> Handle:
-    """dst[P, 8] = the eight largest elements of each partition, descending."""
+    """Write the eight largest elements of each partition to dst[P, 8], largest first."""
     run = Instruction("max8", Engine.vector)
-    values = _rows(run, "src", src)
+    values = _searchable(run, "src", src)
     out = run.dst("dst", dst)
-    _eight(run, "dst", out)
+    run.has_columns("dst", out, out.shape[0], 8)
     run.write(out, -np.sort(-values, axis=1)[:, :8])
     return run.done()
 
 
+def _eight(run: Instruction, vals: NkiTensor) -> np.ndarray:
+    """Check the eight values per partition that an instruction looks for, and return them."""
+    run.has_columns("vals", vals, vals.shape[0], 8)
+    return run.rows("vals", vals)
+
+
 def nc_find_index8(dst: NkiTensor, data: NkiTensor, vals: NkiTensor, name: str | None = None) -> Handle:
-    """dst[P, 8] = where each of vals[P, 8] occurs first in data; duplicates take successive places."""
+    """Write to dst[P, 8] where each of vals[P, 8] occurs first in data; equal vals get successive places."""
     run = Instruction("nc_find_index8", Engine.vector)
-    values = _rows(run, "data", data)
-    _eight(run, "vals", vals)
-    wanted = to_float32(run.read("vals", vals)).reshape(vals.shape[0], 8)
+    values = _searchable(run, "data", data)
+    wanted = _eight(run, vals)
     out = run.dst("dst", dst)
-    _eight(run, "dst", out)
-    require(
-        out.dtype in ("uint16", "uint32"),
-        f"nc_find_index8 dst dtype must be uint16 or uint32, got {out.dtype}",
-    )
+    run.has_columns("dst", out, out.shape[0], 8)
+    run.has_dtype("dst", out, "uint16", "uint32")
     missing = (1 << (8 * out.dtype.itemsize)) - 1
     result = np.full((values.shape[0], 8), missing, np.int64)
     for p, row in enumerate(values):
@@ -72,39 +66,35 @@ def nc_match_replace8(
     dst_idx: NkiTensor | None = None,
     name: str | None = None,
 ) -> Handle:
-    """dst = data with the first occurrence of each of vals[P, 8] replaced by imm; vals are taken from the "
-    "last."""
+    """Copy data to dst with the first occurrence of each of vals[P, 8], the last val first, set to imm."""
     run = Instruction("nc_match_replace8", Engine.vector)
-    result = _rows(run, "data", data).copy()
-    _eight(run, "vals", vals)
-    wanted = to_float32(run.read("vals", vals)).reshape(vals.shape[0], 8)
-    found = np.full(wanted.shape, -1, np.int64)
+    result = _searchable(run, "data", data).copy()
+    wanted = _eight(run, vals)
+    positions = np.full(wanted.shape, -1, np.int64)
     taken = np.zeros(result.shape, bool)
     for p in range(result.shape[0]):
         for i in range(7, -1, -1):
             places = np.flatnonzero((result[p] == wanted[p, i]) & ~taken[p])
             if len(places):
-                found[p, i] = places[0]
+                positions[p, i] = places[0]
                 taken[p, places[0]] = True
     result[taken] = imm
-    out = run.dst("dst", dst)
-    run.same_elements(out, data, "dst", "data")
-    run.write(out, result)
+    run.write_like(dst, result, data, "data")
     if dst_idx is not None:
         index = run.dst("dst_idx", dst_idx)
-        _eight(run, "dst_idx", index)
-        run.write(index, found.astype(index.array.dtype))
+        run.has_columns("dst_idx", index, index.shape[0], 8)
+        run.write(index, positions.astype(index.array.dtype))
     return run.done()
 
 
 def nc_n_gather(dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name: str | None = None) -> Handle:
-    """dst[p, i] = data[p, indices[p, i]], free axes flattened."""
+    """Gather dst[p, i] = data[p, indices[p, i]], free axes flattened."""
     run = Instruction("nc_n_gather", Engine.gpsimd)
     values = run.read("data", data, (SBUF,)).reshape(data.shape[0], -1)
     where = run.read("indices", indices, (SBUF,)).reshape(indices.shape[0], -1)
-    require(indices.dtype == "uint32", f"nc_n_gather indices dtype must be uint32, got {indices.dtype}")
+    run.has_dtype("indices", indices, "uint32")
     out = run.dst("dst", dst, (SBUF,))
-    require(out.dtype == data.dtype, f"nc_n_gather dst dtype must be {data.dtype}, got {out.dtype}")
+    run.has_dtype("dst", out, data.dtype)
     run.same_elements(out, indices, "dst", "indices")
     require(
         int(where.max()) < values.shape[1],
@@ -122,8 +112,10 @@ def local_gather(
     num_valid_indices: int | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Every group of 16 partitions gathers free offsets of src_buffer, listed partition-first in its slice "
-    "of index."""
+    """Gather free offsets of src_buffer in every group of 16 partitions.
+
+    The group's slice of index lists the offsets, partition by partition first.
+    """
     run = Instruction("local_gather", Engine.gpsimd)
     values = run.read("src_buffer", src_buffer, (SBUF,)).reshape(src_buffer.shape[0], -1)
     where = run.read("index", index, (SBUF,)).reshape(index.shape[0], -1)
@@ -133,7 +125,7 @@ def local_gather(
         f"local_gather src_buffer and index must share a multiple of 16 partitions, got {P} and "
         f"{index.shape[0]}",
     )
-    require(index.dtype == "uint16", f"local_gather index dtype must be uint16, got {index.dtype}")
+    run.has_dtype("index", index, "uint16")
     require(
         num_elem_per_idx in (1, 2, 4, 8, 16, 32),
         f"local_gather num_elem_per_idx must be 1, 2, 4, 8, 16 or 32, got {num_elem_per_idx}",
@@ -149,9 +141,7 @@ def local_gather(
             )
         parts.append(values[start : start + 16][:, columns])
     out = run.dst("dst", dst, (SBUF,))
-    require(
-        out.dtype == src_buffer.dtype, f"local_gather dst dtype must be {src_buffer.dtype}, got {out.dtype}"
-    )
+    run.has_dtype("dst", out, src_buffer.dtype)
     gathered = np.concatenate(parts)
     require(out.size == gathered.size, f"local_gather dst must hold {gathered.shape}, got {out.shape}")
     run.write(out, gathered)
@@ -159,8 +149,10 @@ def local_gather(
 
 
 def sequence_bounds(dst: NkiTensor, segment_ids: NkiTensor, name: str | None = None) -> Handle:
-    """dst[1, 2, n] = first index and end of the run of equal ids around each element; padding (0) gives n "
-    "and -1."""
+    """Write begin and end of the run of equal ids around each element to dst[1, 2, n].
+
+    Padding, whose id is 0, gets n and -1.
+    """
     run = Instruction("sequence_bounds", Engine.gpsimd)
     require(segment_ids.shape[0] == 1, f"sequence_bounds works on one partition, got {segment_ids.shape[0]}")
     ids = run.read("segment_ids", segment_ids, (SBUF,)).reshape(-1)
@@ -179,8 +171,10 @@ def sequence_bounds(dst: NkiTensor, segment_ids: NkiTensor, name: str | None = N
 def nonzero_with_count(
     dst: NkiTensor, src: NkiTensor, index_offset: int = 0, padding_val: int = -1, name: str | None = None
 ) -> Handle:
-    """Partitions 0, 16, 32, ...: indices of nonzero elements, padding, and their count as the last "
-    "element."""
+    """Write the indices of nonzero elements, padding, and their count to partitions 0, 16, 32, ...
+
+    The count is the last element of a partition.
+    """
     run = Instruction("nonzero_with_count", Engine.gpsimd)
     run.needs_generation(3, "nonzero_with_count")
     values = run.read("src", src, (SBUF,)).reshape(src.shape[0], -1)

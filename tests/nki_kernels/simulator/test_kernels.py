@@ -1,5 +1,4 @@
-"""Whole kernels on the simulator against NumPy: the kinds of kernel that the NKI tutorials and library "
-"consist of."""
+"""Whole kernels on the simulator against NumPy: the kinds of kernel that NKI's tutorials and library have."""
 
 import ml_dtypes
 import numpy as np

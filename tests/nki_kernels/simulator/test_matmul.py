@@ -189,12 +189,12 @@ def float32_with_bfloat16():
     nisa.nc_matmul(dst=psum(4, 4), stationary=ones(4, 4), moving=ones(4, 4, dtype=nl.bfloat16))
 
 
-@CASES.refuses("dtype must be one of")
+@CASES.refuses("stationary dtype must be float8_e4m3, .* or float32, got int8")
 def integer_matmul():
     nisa.nc_matmul(dst=psum(4, 4), stationary=ones(4, 4, dtype=nl.int8), moving=ones(4, 4, dtype=nl.int8))
 
 
-@CASES.refuses("float8_e4m3fn needs gen4", target="trn2")
+@CASES.refuses("float8_e4m3fn needs NeuronCore-v4", target="trn2")
 def ocp_float8_before_gen4():
     eight = nl.float8_e4m3fn
     nisa.nc_matmul(dst=psum(4, 4), stationary=ones(4, 4, dtype=eight), moving=ones(4, 4, dtype=eight))
@@ -286,7 +286,7 @@ def large_transposition_on_the_vector_engine():
     nisa.nc_transpose(dst=sbuf(64, 64), data=ones(64, 64), engine=nisa.engine.vector)
 
 
-@CASES.refuses("dst dtype must equal data dtype")
+@CASES.refuses("nc_transpose dst dtype must be bfloat16, got float32")
 def transposition_with_a_cast():
     nisa.nc_transpose(dst=psum(64, 64), data=ones(64, 64, dtype=nl.bfloat16))
 

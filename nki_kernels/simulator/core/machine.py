@@ -1,11 +1,12 @@
-"""One run of a kernel: its memory, its instruction counter, and the checks that operands pass.
+"""The state of one run of a kernel, and the checks that every operand of every instruction passes.
 
-`Instruction` is what each function of nki.isa drives:
+Each function of nki.isa drives one `Instruction`:
 
-    run = Instruction("tensor_copy", engine)     # opens it on the current machine
+    run = Instruction("tensor_copy", engine)     # counts it on the machine of this thread
     values = run.read("src", src)                # checks the operand, returns its NumPy view
     out = run.dst("dst", dst)                    # checks the destination
     run.write(out, values)                       # rounds, stores, marks who wrote
+    return run.done()                            # appends the instruction to the trace
 """
 
 import threading
@@ -17,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.cores import Pair
-from delta_trn.nki_kernels.simulator.dtypes import DType, dtype_of, store
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, StrictError, require
-from delta_trn.nki_kernels.simulator.memory import (
+from delta_trn.nki_kernels.simulator.core.cores import Pair
+from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of, store, to_float32
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
+from delta_trn.nki_kernels.simulator.core.memory import (
     BY_OTHER,
     ON_CHIP,
     PSUM,
@@ -31,10 +32,12 @@ from delta_trn.nki_kernels.simulator.memory import (
     NkiTensor,
     Storage,
 )
-from delta_trn.nki_kernels.simulator.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS, Target
+from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS, Target
 
 
 class Engine(Enum):
+    """The engines of a NeuronCore, under NKI's names and numbers."""
+
     unknown = 0
     tensor = 1
     scalar = 2
@@ -46,7 +49,7 @@ class Engine(Enum):
 
 @dataclass(frozen=True)
 class Region:
-    """Which part of which storage an operand touches: partitions and bytes within a partition, half open."""
+    """The part of a storage that an operand touches: half-open ranges of partitions and of bytes in each."""
 
     storage: int
     partitions: tuple[int, int]
@@ -55,16 +58,19 @@ class Region:
 
 @dataclass(frozen=True)
 class Operand:
+    """One operand of an executed instruction."""
+
     role: str
     name: str
     shape: tuple[int, ...]
     dtype: DType
     buffer: MemoryRegion
     region: Region
-    run: int  # contiguous bytes at a time, what one DMA descriptor can move
+    run: int  # length in bytes of its contiguous pieces; one DMA descriptor moves one piece
 
     @property
     def free(self) -> int:
+        """Elements per partition."""
         return prod(self.shape[1:])
 
     @property
@@ -86,12 +92,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Numerics:
-    """How exact the engines are; settings other than the default show what a kernel is sensitive to.
+    """How exact the engines are. Settings other than the default show how sensitive a kernel is.
 
-    matmul            "bfloat16" or "tfloat32" rounds float32 operands before they are multiplied: public
-                      measurements disagree on whether the Tensor engine's float32 products are exact
-    activation_ulps   activation functions are off by up to so many units of 2^-23 relative, at random: on
-                      the chip they are piecewise polynomials
+    matmul            "bfloat16" or "tfloat32" rounds float32 operands before they are multiplied. Public
+                      measurements disagree on whether the Tensor engine's float32 products are exact.
+    activation_ulps   largest relative error of activation functions in units of 2^-23, drawn at random.
+                      On the chip they are piecewise polynomials.
     """
 
     matmul: str = "float32"
@@ -127,11 +133,12 @@ class Machine:
         dtype: object,
         buffer: MemoryRegion,
         name: str = "",
-        address: object = None,
+        address: tuple[int, int] | None = None,
     ) -> NkiTensor:
+        """Return a new tensor whose elements are unwritten; refuse one that is larger than its memory."""
         shape = tuple(int(n) for n in shape)
-        kind = dtype_of(dtype)
-        require(all(n > 0 for n in shape), f"tensor shape {shape} has an axis that is not positive")
+        element = dtype_of(dtype)
+        require(all(n > 0 for n in shape), f"tensor shape {shape} must have positive sizes only")
         if buffer in ON_CHIP:
             require(
                 len(shape) >= 2,
@@ -139,47 +146,47 @@ class Machine:
                 f"got shape {shape}",
             )
             limit = self.target.sbuf if buffer is SBUF else self.target.psum
-            size = prod(shape[1:]) * kind.itemsize
+            size = prod(shape[1:]) * element.itemsize
             if self.strict and size > limit:
                 raise StrictError(
-                    f"{buffer.value} capacity exceeded: tensor `{name}` of shape {shape} {kind} takes "
-                    f"{size} bytes "
-                    f"per partition, {self.target.name} has {limit}"
+                    f"{buffer.value} capacity exceeded: tensor `{name}` of shape {shape} {element} takes "
+                    f"{size} bytes per partition, {self.target.name} has {limit}"
                 )
-        number = len(self.lives)
 
         def make(number: int) -> Storage:
-            fresh = np.full(shape, kind.poison, kind.numpy)
-            return Storage(fresh, kind, buffer, name or f"t{number}", number)
+            unwritten = np.full(shape, element.poison, element.numpy)
+            return Storage(unwritten, element, buffer, name or f"t{number}", number)
 
         if self.pair is not None and buffer is MemoryRegion.shared_hbm:
-            # below zero, so that no private tensor of either core has the same number
+            # Shared tensors have negative numbers, so that no private tensor of either core has the same one.
             storage = self.pair.storage(self._shared, lambda: make(-1 - self._shared))
             self._shared += 1
         else:
-            storage = make(number)
+            storage = make(len(self.lives))
         tensor = NkiTensor(storage.base, storage)
         if address is not None:
-            tensor.storage.address = address  # pyright: ignore[reportAttributeAccessIssue]
-            tensor.partition = int(address[0])  # pyright: ignore[reportIndexIssue]
+            storage.address = address
+            tensor.partition = int(address[0])
         self.lives.append(storage.life)
         return tensor
 
     def argument(self, array: np.ndarray, name: str) -> NkiTensor:
+        """Return `array`, not copied, as a written tensor in shared HBM."""
         number = len(self.lives)
         storage = Storage(array, dtype_of(array.dtype), MemoryRegion.shared_hbm, name, number, True)
         self.lives.append(storage.life)
         return NkiTensor(array, storage)
 
     def peaks(self) -> tuple[int, int]:
-        """Peak live bytes per partition of SBUF and peak live banks of PSUM, over the program order.
+        """Return the largest number of live bytes per partition of SBUF, and of live banks of PSUM.
 
-        A tile lives from the first instruction that writes it to the last that touches it. Tiles that share
-        partitions are not packed side by side.
+        A tile lives from the first instruction that writes it to the last that touches it, in program order.
+        Tiles that use different partitions still count one beside the other.
         """
         return self._peak(SBUF)[0], self._peak(PSUM)[0]
 
     def check_capacity(self) -> None:
+        """Refuse a run whose live tiles do not fit into SBUF or PSUM."""
         for buffer, limit, unit in (
             (SBUF, self.target.sbuf, "bytes per partition"),
             (PSUM, PSUM_BANKS, "banks of 2 KiB per partition"),
@@ -194,21 +201,22 @@ class Machine:
                 )
 
     def _peak(self, buffer: MemoryRegion) -> tuple[int, int, list[Life]]:
+        """Return the peak, the instruction where it is reached, and the tiles that are live there."""
         tiles = [s for s in self.lives if s.buffer is buffer and s.first is not None]
-        weigh = (lambda s: -(-s.free_bytes // PSUM_BANK)) if buffer is PSUM else (lambda s: s.free_bytes)
-        events = sorted(
-            [(s.first or 0, 0, weigh(s)) for s in tiles] + [(s.last, 1, -weigh(s)) for s in tiles]
-        )
-        live = peak = at = 0
-        for index, _, change in events:
+        unit = PSUM_BANK if buffer is PSUM else 1
+        sizes = [-(-s.free_bytes // unit) for s in tiles]
+        begins = [(s.first or 0, 0, size) for s, size in zip(tiles, sizes, strict=True)]
+        ends = [(s.last, 1, -size) for s, size in zip(tiles, sizes, strict=True)]
+        live = peak = busiest = 0
+        for index, _, change in sorted(begins + ends):
             live += change
             if live > peak:
-                peak, at = live, index
-        return peak, at, [s for s in tiles if (s.first or 0) <= at <= s.last]
+                peak, busiest = live, index
+        return peak, busiest, [s for s in tiles if (s.first or 0) <= busiest <= s.last]
 
 
 class _Running(threading.local):
-    """The machine of this thread, if a kernel is running."""
+    """Holds the machine of each thread that runs a kernel."""
 
     machine: Machine | None = None
 
@@ -217,37 +225,23 @@ running = _Running()
 
 
 def current() -> Machine:
+    """Return the machine of the kernel that runs in this thread."""
     machine = running.machine
     if machine is None:
-        raise RuntimeError("nki instructions run inside a kernel: call it, or nki.simulate(kernel)(...)")
+        raise RuntimeError("NKI instructions run inside a kernel: call it, or nki.simulate(kernel)(...)")
     return machine
 
 
-# Instructions that cannot write where they read: they carry state, or move elements.
+# These cannot write where they read: they carry state from element to element, or move elements.
 NOT_IN_PLACE = (
-    "tensor_tensor_scan",
-    "nc_transpose",
-    "dma_transpose",
-    "tensor_partition_reduce",
-    "nc_n_gather",
-)
+    "tensor_tensor_scan", "nc_transpose", "dma_transpose", "tensor_partition_reduce", "nc_n_gather",
+)  # fmt: skip
 
 
 class Instruction:
-    """One instruction being executed: checks operands, stores results, and writes itself into the trace."""
+    """One instruction while it runs: checks operands, stores results, and appends itself to the trace."""
 
-    __slots__ = (
-        "_latched",
-        "_reads",
-        "_writes",
-        "engine",
-        "index",
-        "machine",
-        "name",
-        "op",
-        "strict",
-        "target",
-    )
+    __slots__ = ("_latched", "_reads", "_writes", "engine", "index", "machine", "op", "strict", "target")
 
     def __init__(self, op: str, engine: Engine) -> None:
         machine = current()
@@ -262,8 +256,6 @@ class Instruction:
         self._writes: list[tuple[str, NkiTensor]] = []
         self._latched: tuple[str, ...] = ("bias",)  # (P, 1) operands, read before the engine streams
 
-    # Operands
-
     def read(self, role: str, tensor: object, regions: tuple[MemoryRegion, ...] = ON_CHIP) -> np.ndarray:
         """Check an input operand and return its values."""
         t = self._operand(role, tensor, regions)
@@ -277,8 +269,13 @@ class Instruction:
             return flat[where]
         return t.array
 
+    def rows(self, role: str, tensor: NkiTensor) -> np.ndarray:
+        """Check an input operand and return its values in float32, one row per partition."""
+        values = self.read(role, tensor)
+        return to_float32(values).reshape(tensor.shape[0], -1)
+
     def dst(self, role: str, tensor: object, regions: tuple[MemoryRegion, ...] = ON_CHIP) -> NkiTensor:
-        """Check an output operand."""
+        """Check an output operand and return it."""
         t = self._operand(role, tensor, regions)
         if 0 in t.array.strides and t.indirection is None:
             for stride, count in zip(t.array.strides, t.shape, strict=True):
@@ -290,13 +287,10 @@ class Instruction:
         return t
 
     def write(self, dst: NkiTensor, values: np.ndarray, code: int = BY_OTHER) -> None:
-        """Round values to dst's dtype, store them, and remember who wrote."""
+        """Round values to the dtype of `dst`, store them, and mark who wrote them."""
         if values.shape != dst.array.shape:
             values = values.reshape(dst.array.shape)
         store(dst.array, dst.dtype, values)
-        self.wrote(dst, code)
-
-    def wrote(self, dst: NkiTensor, code: int = BY_OTHER) -> None:
         storage = dst.storage
         if self.strict:
             for role, source in self._reads:
@@ -308,7 +302,15 @@ class Instruction:
         life.last = self.index
         storage.mark(dst.array, code)
 
+    def write_like(self, tensor: NkiTensor, values: np.ndarray, source: NkiTensor, role: str) -> NkiTensor:
+        """Check that `dst` has the shape of the operand `source`, and write values there."""
+        out = self.dst("dst", tensor)
+        self.same_elements(out, source, "dst", role)
+        self.write(out, values)
+        return out
+
     def done(self, **flags: Any) -> "Handle":
+        """Append the instruction to the trace, with what the cost model needs as `flags`."""
         trace = self.machine.trace
         if trace is not None:
             reads = tuple(_operand(role, t) for role, t in self._reads)
@@ -316,17 +318,30 @@ class Instruction:
             trace.append(Record(self.index, self.op, self.engine, reads, writes, flags))
         return HANDLE
 
-    # Checks shared by instructions
+    # Checks that instructions share
 
     def same_elements(self, a: NkiTensor, b: NkiTensor, role_a: str, role_b: str) -> None:
-        """Same partitions and same number of elements per partition: nothing broadcasts by itself."""
+        """Require the same partitions and the same number of elements per partition: nothing broadcasts."""
         if a.shape == b.shape:
             return
         if a.shape[0] != b.shape[0] or a.size != b.size:
             raise ConstraintError(
                 f"{self.op} requires {role_a} and {role_b} to have the same partitions and elements per "
-                "partition, "
-                f"got {a.shape} and {b.shape}; broadcast explicitly with .broadcast or a stride-0 .ap"
+                f"partition, got {a.shape} and {b.shape}; broadcast with .broadcast or a stride-0 .ap"
+            )
+
+    def has_dtype(self, role: str, tensor: NkiTensor, *dtypes: str) -> None:
+        """Require one of the dtypes."""
+        if tensor.dtype not in dtypes:
+            *first, last = dtypes
+            names = f"{', '.join(first)} or {last}" if first else last
+            raise ConstraintError(f"{self.op} {role} dtype must be {names}, got {tensor.dtype}")
+
+    def has_columns(self, role: str, tensor: NkiTensor, partitions: int, columns: int = 1) -> None:
+        """Require so many partitions, with so many elements in each."""
+        if tensor.shape[0] != partitions or tensor.size != columns * partitions:
+            raise ConstraintError(
+                f"{self.op} {role} must have shape ({partitions}, {columns}), got {tensor.shape}"
             )
 
     def not_both_in_psum(self, role_a: str, a: NkiTensor, role_b: str, b: NkiTensor) -> None:
@@ -337,6 +352,7 @@ class Instruction:
             )
 
     def needs_generation(self, generation: int, what: str) -> None:
+        """Require a target of this generation or a later one for what the message names."""
         if self.target.generation < generation:
             raise ConstraintError(
                 f"{what} needs NeuronCore-v{generation} or newer, the target is {self.target.name} "
@@ -344,7 +360,7 @@ class Instruction:
             )
 
     def scalar_operand(self, role: str, value: object, partitions: int, *, bitvec: bool = False) -> Any:
-        """A number, or the (P, 1) tile that broadcasts along the free axis."""
+        """Return a number as it is, and a (P, 1) tile so that it broadcasts along the free axis."""
         if not isinstance(value, NkiTensor):
             if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
                 raise TypeError(
@@ -431,7 +447,7 @@ class Instruction:
 
 
 class Handle:
-    """What an instruction returns: a name for scheduling hints, which change nothing here."""
+    """What an instruction returns. NKI schedules by it; here instructions run in program order anyway."""
 
     def depends_on(self, *producers: object) -> "Handle":
         return self
@@ -441,22 +457,19 @@ HANDLE = Handle()
 
 
 def _operand(role: str, tensor: NkiTensor) -> Operand:
+    """Describe an operand for the trace; what a gather or scatter touches counts as the whole storage."""
     array, unit = tensor.array, tensor.array.itemsize
-    shape = array.shape
-    start = (
-        (array.__array_interface__["data"][0] - tensor.storage.pointer) if tensor.indirection is None else 0
-    )
+    shape, number = array.shape, tensor.storage.number
+    start = tensor.offset * unit if tensor.indirection is None else 0
     first = 1 if tensor.on_chip else 0
     reach = sum(s * (n - 1) for s, n in zip(array.strides[first:], shape[first:], strict=True)) + unit
     if tensor.on_chip:
         low = start % tensor.storage.free_bytes
-        region = Region(
-            tensor.storage.number, (tensor.partition, tensor.partition + shape[0]), (low, low + reach)
-        )
+        region = Region(number, (tensor.partition, tensor.partition + shape[0]), (low, low + reach))
     elif tensor.indirection is not None:
-        region = Region(tensor.storage.number, (0, 1), (0, tensor.storage.base.nbytes))
+        region = Region(number, (0, 1), (0, tensor.storage.base.nbytes))
     else:
-        region = Region(tensor.storage.number, (0, 1), (start, start + reach))
+        region = Region(number, (0, 1), (start, start + reach))
     run = unit
     for axis in range(array.ndim - 1, first - 1, -1):
         if shape[axis] > 1 and array.strides[axis] != run:

@@ -13,8 +13,8 @@ from math import prod
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from delta_trn.nki_kernels.simulator.dtypes import DType, dtype_of
-from delta_trn.nki_kernels.simulator.errors import StrictError, require
+from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of
+from delta_trn.nki_kernels.simulator.core.errors import StrictError, require
 
 UNWRITTEN, BY_MATMUL, BY_OTHER = 0, 1, 2
 

@@ -1,55 +1,59 @@
-"""The nl functions on whole tiles: each allocates its result in SBUF and issues the instructions for it.
+"""The functions of nki.language on whole tiles.
 
-They are conveniences, as in NKI: elementwise functions broadcast along free axes, reductions keep the
-partition axis. Kernels that care which engine runs what call nisa.
+Each allocates its result in SBUF and issues the instructions for it. They are conveniences, as in NKI:
+elementwise functions broadcast along free axes, reductions keep the partition axis. A kernel that must
+decide which engine runs what calls nisa.
 """
 
 from typing import Any
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator import operators as ops
-from delta_trn.nki_kernels.simulator.dtypes import DType, dtype_of, float32
-from delta_trn.nki_kernels.simulator.errors import ConstraintError, require
+from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of, float32
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, require
+from delta_trn.nki_kernels.simulator.core.machine import current
+from delta_trn.nki_kernels.simulator.core.memory import PSUM, SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.isa import operators as ops
 from delta_trn.nki_kernels.simulator.isa.activation import activation
-from delta_trn.nki_kernels.simulator.isa.elementwise import memset, tensor_copy, tensor_scalar, tensor_tensor
+from delta_trn.nki_kernels.simulator.isa.elementwise import (
+    memset,
+    tensor_copy,
+    tensor_copy_predicated,
+    tensor_scalar,
+    tensor_tensor,
+)
 from delta_trn.nki_kernels.simulator.isa.matmul import nc_matmul, nc_transpose
+from delta_trn.nki_kernels.simulator.isa.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.reduction import tensor_reduce
-from delta_trn.nki_kernels.simulator.machine import current
-from delta_trn.nki_kernels.simulator.memory import PSUM, SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.operators import Operator
-
-ALU_UNARY_AS_ACTIVATION = ("abs", "square", "relu", "rsqrt", "reciprocal")
 
 
-def tile(shape: Any, dtype: Any, name: str = "") -> NkiTensor:
-    return current().allocate(shape, dtype, SBUF, name)
+def tile(shape: Any, dtype: Any) -> NkiTensor:
+    """Return a new tile in SBUF."""
+    return current().allocate(shape, dtype, SBUF)
 
 
 def _result_dtype(operands: tuple[Any, ...], dtype: object) -> DType:
+    """Return `dtype`, or without one the widest dtype of the tiles, floats before integers."""
     if dtype is not None:
         return dtype_of(dtype)
-    kinds = [x.dtype for x in operands if isinstance(x, NkiTensor)]
-    floats = [k for k in kinds if not k.integer]
-    if not floats:
-        return max(kinds, key=lambda k: k.itemsize)
-    return max(floats, key=lambda k: k.itemsize)
+    dtypes = [x.dtype for x in operands if isinstance(x, NkiTensor)]
+    return max(dtypes, key=lambda dtype: (not dtype.integer, dtype.itemsize))
 
 
 def apply(op: Operator, operands: tuple[Any, ...], dtype: object) -> Any:
-    """op on tiles and numbers."""
+    """Apply an operator to tiles and numbers."""
     if not any(isinstance(x, NkiTensor) for x in operands):
         raise TypeError(f"{op!r} needs a tile, got {', '.join(type(x).__name__ for x in operands)}")
-    kind = _result_dtype(operands, dtype)
-    return (
-        _unary(op, operands[0], kind) if len(operands) == 1 else _binary(op, operands[0], operands[1], kind)
-    )
+    result = _result_dtype(operands, dtype)
+    return _unary(op, *operands, result) if len(operands) == 1 else _binary(op, *operands, result)
 
 
-def _unary(op: Operator, x: NkiTensor, kind: DType) -> NkiTensor:
-    out = tile(x.shape, kind)
-    if op.activation is not None:
-        activation(dst=out, op=op, data=x) if op not in ops.HOST_ONLY else _host(op, out, x)
+def _unary(op: Operator, x: NkiTensor, dtype: DType) -> NkiTensor:
+    out = tile(x.shape, dtype)
+    if op.composed:
+        _cos_or_tan(op, out, x)
+    elif op.activation is not None:
+        activation(dst=out, op=op, data=x)
     elif op.name == "logical_not":
         tensor_scalar(dst=out, data=x, op0=ops.equal, operand0=0.0)
     else:
@@ -57,8 +61,8 @@ def _unary(op: Operator, x: NkiTensor, kind: DType) -> NkiTensor:
     return out
 
 
-def _host(op: Operator, out: NkiTensor, x: NkiTensor) -> None:
-    """cos and tan from sin, as one would on the chip: cos x = sin(pi/2 - |x|) for x in [-pi, pi]."""
+def _cos_or_tan(op: Operator, out: NkiTensor, x: NkiTensor) -> None:
+    """Compute cos or tan from sin, as on the chip: cos x = sin(pi/2 - |x|) for x in [-pi, pi]."""
     wide = tile(x.shape, float32)
     activation(dst=wide, op=ops.abs, data=x)
     tensor_scalar(dst=wide, data=wide, op0=ops.subtract, operand0=np.pi / 2, reverse0=True)
@@ -72,27 +76,27 @@ def _host(op: Operator, out: NkiTensor, x: NkiTensor) -> None:
     tensor_tensor(dst=out, data1=sine, data2=wide, op=ops.multiply)
 
 
-def _binary(op: Operator, x: Any, y: Any, kind: DType) -> NkiTensor:
+def _binary(op: Operator, x: Any, y: Any, dtype: DType) -> NkiTensor:
     if op.name == "divide":
         if isinstance(y, NkiTensor):
-            return _binary(ops.multiply, x, _unary(ops.reciprocal, y, float32), kind)
-        return _binary(ops.multiply, x, 1.0 / y, kind)
+            return _binary(ops.multiply, x, _unary(ops.reciprocal, y, float32), dtype)
+        return _binary(ops.multiply, x, 1.0 / y, dtype)
     if op.name in ("mod", "fmod"):
         whole = (floor if op.name == "mod" else trunc)(_binary(ops.divide, x, y, float32))
-        return _binary(ops.subtract, x, _binary(ops.multiply, whole, y, float32), kind)
+        return _binary(ops.subtract, x, _binary(ops.multiply, whole, y, float32), dtype)
     if not isinstance(x, NkiTensor) or not isinstance(y, NkiTensor):
         data, scalar, reverse = (x, y, False) if isinstance(x, NkiTensor) else (y, x, True)
-        out = tile(data.shape, kind)
+        out = tile(data.shape, dtype)
         tensor_scalar(dst=out, data=data, op0=op, operand0=scalar, reverse0=reverse)
         return out
     shape = np.broadcast_shapes(x.shape, y.shape)
-    out = tile(shape, kind)
+    out = tile(shape, dtype)
     tensor_tensor(dst=out, data1=stretch(x, shape), data2=stretch(y, shape), op=op)
     return out
 
 
 def stretch(x: NkiTensor, shape: Any) -> NkiTensor:
-    """Broadcast along free axes; the partition axis must agree already."""
+    """Broadcast a tile along its free axes; its partitions must agree already."""
     if x.shape == tuple(shape):
         return x
     require(
@@ -107,7 +111,7 @@ def stretch(x: NkiTensor, shape: Any) -> NkiTensor:
 
 
 def floor(x: NkiTensor, dtype: Any = None) -> NkiTensor:
-    """Round to nearest through int32, then subtract 1 where that went up."""
+    """Round down: to nearest through int32, minus 1 where that rounded up."""
     nearest, wide = tile(x.shape, "int32"), tile(x.shape, float32)
     tensor_copy(dst=nearest, src=x)
     tensor_copy(dst=wide, src=nearest)
@@ -156,58 +160,56 @@ def rms_norm(
     x: NkiTensor, w: NkiTensor | None, axis: int, n: int, epsilon: float = 1e-6, dtype: Any = None,
     compute_dtype: Any = None,
 ) -> NkiTensor:  # fmt: skip
-    """x / sqrt(sum(x^2) / n + epsilon) * w along a free axis."""
+    """Return x / sqrt(sum(x^2) / n + epsilon) * w along a free axis."""
     squares = _unary(ops.square, x, float32)
     total = reduce(ops.add, squares, axis, float32, keepdims=True)
     scaled = tile(total.shape, float32)
     tensor_scalar(
         dst=scaled, data=total, op0=ops.multiply, operand0=1.0 / n, op1=ops.add, operand1=float(epsilon)
     )
-    kind = dtype_of(dtype or x.dtype)
-    out = _binary(ops.multiply, x, _unary(ops.rsqrt, scaled, float32), kind)
-    return out if w is None else _binary(ops.multiply, out, stretch(w, x.shape), kind)
+    result = dtype_of(dtype or x.dtype)
+    out = _binary(ops.multiply, x, _unary(ops.rsqrt, scaled, float32), result)
+    return out if w is None else _binary(ops.multiply, out, stretch(w, x.shape), result)
 
 
 def where(condition: NkiTensor, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
-    """y + (x - y) * condition is wrong for infinities, so the two sides are selected, not mixed."""
-    from delta_trn.nki_kernels.simulator.isa.elementwise import tensor_copy_predicated
-
-    kind = _result_dtype(
-        (x, y) if isinstance(x, NkiTensor) or isinstance(y, NkiTensor) else (condition,), dtype
-    )
-    out, mask = tile(condition.shape, kind), tile(condition.shape, "uint8")
+    """Select x where the condition is not zero and y elsewhere; y + (x - y) * c would spoil infinities."""
+    sides = (x, y) if isinstance(x, NkiTensor) or isinstance(y, NkiTensor) else (condition,)
+    result = _result_dtype(sides, dtype)
+    out, mask = tile(condition.shape, result), tile(condition.shape, "uint8")
     tensor_scalar(dst=mask, data=condition, op0=ops.not_equal, operand0=0.0)
     if isinstance(y, NkiTensor):
         tensor_copy(dst=out, src=stretch(y, condition.shape))
     else:
-        memset(dst=out, value=int(y) if kind.integer else float(y))
+        memset(dst=out, value=int(y) if result.integer else float(y))
     source = x
     if isinstance(x, NkiTensor):
-        source = tile(condition.shape, kind)
+        source = tile(condition.shape, result)
         tensor_copy(dst=source, src=stretch(x, condition.shape))
     tensor_copy_predicated(dst=out, src=source, predicate=mask)
     return out
 
 
 def broadcast_to(x: NkiTensor, shape: Any, dtype: Any = None) -> NkiTensor:
-    """Free axes by a view; one partition to many by a matmul with ones, as the chip has no other way."""
+    """Broadcast free axes by a view, and one partition to many by a matmul with ones.
+
+    The chip has no other way to broadcast a partition.
+    """
     shape = tuple(shape)
+    out = tile(shape, dtype or x.dtype)
     if x.shape[0] == shape[0]:
-        out = tile(shape, dtype or x.dtype)
         tensor_copy(dst=out, src=stretch(x, shape))
         return out
     if x.shape[0] != 1:
         raise ConstraintError(f"broadcast_to cannot turn {x.shape[0]} partitions into {shape[0]}")
-    out = tile(shape, dtype or x.dtype)
     row = stretch(x, (1, *shape[1:]))
     wide = tile(row.shape, float32)
     tensor_copy(dst=wide, src=row)
     ones = tile((1, shape[0]), float32)
     memset(dst=ones, value=1.0)
     flat_in, flat_out = wide.reshape((1, wide.size)), out.reshape((shape[0], wide.size))
-    step = 512
-    for start in range(0, wide.size, step):
-        stop = min(start + step, wide.size)
+    for start in range(0, wide.size, 512):
+        stop = min(start + 512, wide.size)
         ps = current().allocate((shape[0], stop - start), float32, PSUM)
         nc_matmul(dst=ps, stationary=ones, moving=flat_in[:, start:stop], is_stationary_onezero=True)
         tensor_copy(dst=flat_out[:, start:stop], src=ps)
@@ -228,7 +230,7 @@ def transpose(x: NkiTensor, dtype: Any = None) -> NkiTensor:
 
 
 def matmul(x: NkiTensor, y: NkiTensor, transpose_x: bool = False) -> NkiTensor:
-    """x @ y in PSUM; transpose_x says that x is stored as its transpose already."""
+    """Return x @ y in PSUM; transpose_x says that x is its own transpose already."""
     left = x if transpose_x else transpose(x)
     ps = current().allocate((left.size // left.shape[0], y.size // y.shape[0]), float32, PSUM)
     nc_matmul(dst=ps, stationary=left, moving=y)

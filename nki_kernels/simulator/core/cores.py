@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.memory import Storage
+from delta_trn.nki_kernels.simulator.core.memory import Storage
 
 
 class Pair:

@@ -1,14 +1,13 @@
-"""The operators that instructions take as `op`: tokens that are functions on tiles too.
+"""The operators that instructions take as `op`, and how an instruction applies them.
 
-`alu` is the Vector/GpSimd engine's binary (or unary) function, `activation` the Scalar engine's function
-of one float32 argument; an operator may have both (copy, square) or only one. Activations here are as
-exact as float32 allows; the chip's are piecewise polynomials.
+`alu` is the function of the Vector and GpSimd engines, of two arguments or one. `activation` is the Scalar
+engine's function of one float32 argument. An operator has one of them or both (square has both).
+Activations are as exact here as float32 allows; the chip's are piecewise polynomials.
 """
 
+import math
 from collections.abc import Callable
-from math import erf as _erf_of_float
-from math import pi, sqrt
-from typing import Any
+from math import pi
 
 import numpy as np
 
@@ -16,7 +15,7 @@ _F32 = np.float32
 
 
 class Operator:
-    """An operator token. Calling it on tiles runs the nl function of the same name."""
+    """One operator; `name` is its name in nki.language."""
 
     def __init__(
         self,
@@ -29,6 +28,7 @@ class Operator:
         activation: Callable | None = None,
         valid: tuple[float, float] | None = None,
         identity: float | None = None,
+        composed: bool = False,
     ) -> None:
         self.name = name
         self.__name__ = name
@@ -38,15 +38,11 @@ class Operator:
         self.reduce = reduce
         self.activation = activation
         self.valid = valid  # the inputs for which the Scalar engine's result is right
-        self.identity = identity
+        self.identity = identity  # what a reduction starts from
+        self.composed = composed  # no single instruction computes it; nl.cos on a tile issues several
 
     def __repr__(self) -> str:
         return f"nl.{self.name}"
-
-    def __call__(self, *operands: Any, dtype: object = None) -> Any:
-        from delta_trn.nki_kernels.simulator.elementwise import apply
-
-        return apply(self, operands, dtype)
 
 
 def _logical(function: Callable) -> Callable:
@@ -57,7 +53,7 @@ def _abs_extreme(function: Callable) -> Callable:
     return lambda a, b: function(np.abs(a), np.abs(b))
 
 
-_erf_object = np.frompyfunc(_erf_of_float, 1, 1)
+_erf_object = np.frompyfunc(math.erf, 1, 1)
 
 
 def _erf(x: np.ndarray) -> np.ndarray:
@@ -70,19 +66,19 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def _normal_density(x: np.ndarray) -> np.ndarray:
-    return np.exp(-_F32(0.5) * x * x) * _F32(1 / sqrt(2 * pi))
+    return np.exp(-_F32(0.5) * x * x) * _F32(1 / math.sqrt(2 * pi))
 
 
 def _gelu(x: np.ndarray) -> np.ndarray:
-    return _F32(0.5) * x * (1 + _erf(x * _F32(1 / sqrt(2))))
+    return _F32(0.5) * x * (1 + _erf(x * _F32(1 / math.sqrt(2))))
 
 
 def _gelu_dx(x: np.ndarray) -> np.ndarray:
-    return _F32(0.5) * (1 + _erf(x * _F32(1 / sqrt(2)))) + x * _normal_density(x)
+    return _F32(0.5) * (1 + _erf(x * _F32(1 / math.sqrt(2)))) + x * _normal_density(x)
 
 
 def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return _F32(0.5) * x * (1 + np.tanh(_F32(sqrt(2 / pi)) * (x + _F32(0.044715) * x * x * x)))
+    return _F32(0.5) * x * (1 + np.tanh(_F32(math.sqrt(2 / pi)) * (x + _F32(0.044715) * x * x * x)))
 
 
 def _gelu_sigmoid(x: np.ndarray) -> np.ndarray:
@@ -170,10 +166,10 @@ reciprocal = Operator("reciprocal", _reciprocal, arity=1, activation=_reciprocal
 copy = Operator("copy", arity=1, activation=_identity)
 exp = Operator("exp", arity=1, activation=np.exp)
 log = Operator("log", arity=1, activation=np.log, valid=(2.0**-64, 2.0**64))
-sqrt_ = Operator("sqrt", arity=1, activation=np.sqrt, valid=(2.0**-116, 2.0**118))
+sqrt = Operator("sqrt", arity=1, activation=np.sqrt, valid=(2.0**-116, 2.0**118))
 sin = Operator("sin", arity=1, activation=np.sin, valid=(-pi, pi))
-cos = Operator("cos", arity=1, activation=np.cos)
-tan = Operator("tan", arity=1, activation=np.tan)
+cos = Operator("cos", arity=1, activation=np.cos, composed=True)
+tan = Operator("tan", arity=1, activation=np.tan, composed=True)
 arctan = Operator("arctan", arity=1, activation=np.arctan, valid=(-pi / 2, pi / 2))
 tanh = Operator("tanh", arity=1, activation=np.tanh)
 sigmoid = Operator("sigmoid", arity=1, activation=_sigmoid)
@@ -187,23 +183,24 @@ gelu_apprx_sigmoid_dx = Operator("gelu_apprx_sigmoid_dx", arity=1, activation=_g
 softplus = Operator("softplus", arity=1, activation=_softplus)
 mish = Operator("mish", arity=1, activation=_mish)
 erf = Operator("erf", arity=1, activation=_erf)
-erf_dx = Operator("erf_dx", arity=1, activation=lambda x: _F32(2 / sqrt(pi)) * np.exp(-x * x))
+erf_dx = Operator("erf_dx", arity=1, activation=lambda x: _F32(2 / math.sqrt(pi)) * np.exp(-x * x))
 sign = Operator("sign", arity=1, activation=np.sign)
 # fmt: on
 
-HOST_ONLY = (cos, tan)  # nl functions that no single Scalar-engine instruction computes
+OPERATORS = tuple(value for value in vars().values() if isinstance(value, Operator))
 
 
-def alu_operator(instruction: str, op: object, name: str = "op") -> Operator:
-    """The ALU operator, or the reason why `op` is none."""
+def alu_operator(instruction: str, op: object, role: str = "op") -> Operator:
+    """Return `op` if it is an ALU operator; raise TypeError otherwise."""
     if not isinstance(op, Operator):
-        raise TypeError(f"{instruction} {name} must be an nl operator such as nl.add, got {op!r}")
+        raise TypeError(f"{instruction} {role} must be an nl operator such as nl.add, got {op!r}")
     if op.alu is None:
-        raise TypeError(f"{instruction} {name} must be an ALU operator, which {op!r} is not")
+        raise TypeError(f"{instruction} {role} must be an ALU operator, which {op!r} is not")
     return op
 
 
 def activation_function(instruction: str, op: object) -> Operator:
-    if not isinstance(op, Operator) or op.activation is None or op in HOST_ONLY:
+    """Return `op` if one Scalar instruction computes it; raise TypeError otherwise."""
+    if not isinstance(op, Operator) or op.activation is None or op.composed:
         raise TypeError(f"{instruction} op must be an activation function such as nl.exp, got {op!r}")
     return op

@@ -1,0 +1,68 @@
+"""What several instructions do alike: apply and fold an operator, choose an engine, read registers."""
+
+from typing import Any
+
+import numpy as np
+
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError
+from delta_trn.nki_kernels.simulator.core.machine import Instruction
+from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
+from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
+from delta_trn.nki_kernels.simulator.isa.operators import Operator
+
+VSG = (engines.vector, engines.scalar, engines.gpsimd)
+VG = (engines.vector, engines.gpsimd)
+
+
+def bits(run: Instruction, op: Operator, *tensors: NkiTensor) -> None:
+    """Require integer tensors: bitwise operators cast nothing."""
+    for t in tensors:
+        if isinstance(t, NkiTensor) and not t.dtype.integer:
+            raise ConstraintError(f"{run.op} with {op!r} needs integer tensors, got {t.dtype}")
+
+
+def number(values: np.ndarray) -> np.ndarray:
+    """Turn NumPy's booleans into what comparisons give on the engines, 1.0 and 0.0."""
+    return values.astype(np.float32) if values.dtype == np.bool_ else values
+
+
+def combine(op: Operator, a: Any, b: Any, reverse: bool = False) -> np.ndarray:
+    """Return a op b, or b op a if reversed; unary operators ignore b."""
+    assert op.alu is not None
+    if op.arity == 1:
+        return number(op.alu(a))
+    return number(op.alu(b, a) if reverse else op.alu(a, b))
+
+
+def fold(op: Operator, values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Fold `op` over trailing axes. Differences subtract every later element from the first."""
+    assert op.alu is not None
+    if op.name == "add":
+        return values.sum(axis=axes, dtype=values.dtype)
+    if op.name in ("maximum", "minimum", "multiply", "bitwise_and", "bitwise_or", "bitwise_xor"):
+        return op.alu.reduce(values, axis=axes)  # pyright: ignore[reportFunctionMemberAccess]
+    flat = values.reshape(*values.shape[: values.ndim - len(axes)], -1)
+    result = flat[..., 0]
+    for i in range(1, flat.shape[-1]):
+        result = number(op.alu(result, flat[..., i]))
+    return result
+
+
+def pick(instruction: str, engine: engines, default: engines, allowed: tuple[engines, ...]) -> engines:
+    """Return the engine that runs the instruction: the default unless the kernel names an allowed one."""
+    if engine is engines.unknown:
+        return default
+    if not isinstance(engine, engines):
+        raise TypeError(f"{instruction} engine must be a member of nisa.engine, got {engine!r}")
+    if engine not in allowed:
+        names = ", ".join(e.name for e in allowed)
+        raise ConstraintError(f"{instruction} engine must be one of {names}, got {engine.name}")
+    return engine
+
+
+def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray) -> None:
+    """Write an engine's (P, 1) reduction registers to `reduce_res`, if the kernel wants them."""
+    if reduce_res is not None:
+        out = run.dst("reduce_res", reduce_res)
+        run.has_columns("reduce_res", out, len(registers))
+        run.write(out, registers)
