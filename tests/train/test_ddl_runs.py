@@ -17,8 +17,7 @@ from delta_trn.train.settings.environment import with_environment
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import ConfigError
 from delta_trn.train.studies.probes import depth as geometry
-from delta_trn.train.studies.sweep.arms import QUESTIONS
-from delta_trn.train.studies.sweep.question import define
+from delta_trn.train.studies.sweep.question import QUESTIONS, define
 
 SMALL = [
     "model.width=32", "model.base_width=32", "model.layers=2", "model.heads=2", "model.head_dim_k=16",

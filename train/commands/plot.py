@@ -29,9 +29,11 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(map(str, judged_again(first))))
         return 0
     if len(given.run_dirs) == 1 and (first / "sweep.json").is_file():
-        from delta_trn.train.commands import sweep
+        from delta_trn.train.studies.sweep.output import write_report
+        from delta_trn.train.studies.sweep.question import load
 
-        return sweep.main([str(first), "--report"])
+        print(write_report(load(first, {}), first))
+        return 0
     runs = []
     for path in given.run_dirs:
         folder = RunFolder(path)

@@ -2,69 +2,72 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import RunFolderError, UsageError
-from delta_trn.train.settings.overrides import parse
-from delta_trn.train.studies.sweep.arms import QUESTIONS, Question
-from delta_trn.train.studies.sweep.question import Sweep, define
-from delta_trn.train.studies.sweep.results import Results, losses
+from delta_trn.train.settings.overrides import parse, whole_number
+from delta_trn.train.studies.sweep.question import ARMS, QUESTIONS, Question, Sweep, define, load
+from delta_trn.train.studies.sweep.results import SAFE, Results, losses
 
-EPILOG = """axes
+EPILOG = f"""axes
   widths=64,128,256                     model.width
   lrs=2**-10..2**-4                     learning rates at the base width: doubling, or 1e-3,2e-3,4e-3;
-  lrs.adamw=...  lrs.sgd=...            each optimizer its own
+  lrs.adamw=...  lrs.sgd=...            one grid per optimizer
   parametrizations=sp,mup               optimizers=adamw,sgd               seeds=0,1
-  arms=NAME | KEY=V1,V2 | FILE.json     anything else to compare; named sets: {arms}
+  arms=NAME | KEY=V1,V2 | FILE.json     anything else to compare; named sets: {", ".join(ARMS)}
   refine=2                              rounds of rates added around the best of each curve
 
-questions, in place of RECIPE, with axes of their own, ten to twenty minutes on two idle cores: {questions}
+questions, in place of RECIPE, with axes of their own, take ten to twenty minutes on two idle cores:
+  {", ".join(QUESTIONS)}
 
 and  jobs=N  trials at a time   threads=N  CPU threads of each   max_minutes=N   out=DIR
      any key=value of `run`, such as steps=500 data.source=PATH
 
-The same command again, or the folder in place of RECIPE, continues; so do several at once, and torchrun.
+The same command again, or the folder in place of RECIPE, continues.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    from delta_trn.train.studies.sweep.arms import ARMS
-
     parser = argparse.ArgumentParser(
         prog="python -m train sweep",
         description="The best learning rate of every width, and how far it moves.",
-        epilog=EPILOG.format(arms=", ".join(ARMS), questions=", ".join(QUESTIONS)),
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run, a question, or the folder of a sweep")
-    parser.add_argument("given", nargs="*", metavar="key=value", help="axes, and keys to change")
-    parser.add_argument("--plan", action="store_true", help="list the trials that are to be made, and stop")
-    parser.add_argument("--report", action="store_true", help="say what is known so far, and stop")
+    parser.add_argument("options", nargs="*", metavar="key=value", help="axes, and keys to change")
+    parser.add_argument(
+        "--plan", action="store_true", help="list the trials that are still to be made, and stop"
+    )
+    parser.add_argument("--report", action="store_true", help="print what is known so far, and stop")
     asked = parser.parse_intermixed_args(arguments)
-    given = parse(asked.given)
-    own = {key: given.pop(key, None) for key in ("jobs", "threads", "max_minutes", "out")}
-    sweep, folder = _sweep(asked.recipe, given, own["out"])
+    options = parse(asked.options)
+    own = {key: options.pop(key, None) for key in ("jobs", "threads", "max_minutes", "out")}
+    sweep, folder = _sweep(asked.recipe, options, own["out"])
     if asked.plan:
         print(_plan(sweep, Results(folder)))
         return 0
     if not asked.report:
         return _execute(sweep, folder, own)
-    _write(sweep, folder)
+    from delta_trn.train.studies.sweep.output import write_report
+
+    print(write_report(sweep, folder))
     return 0
 
 
-def _sweep(name: str, given: Mapping[str, str], out: str | None) -> tuple[Sweep, Path]:
-    """The sweep of a recipe, or the one of a folder with changes, and its folder."""
+def _sweep(name: str, options: Mapping[str, str], out: str | None) -> tuple[Sweep, Path]:
+    """Returns the sweep of a recipe, or that of a folder with changes, and its folder."""
     folder = Path(name)
     if (folder / "sweep.json").is_file():
         if out is not None:
-            raise UsageError(f"{folder} is the sweep's folder already; leave out={out} out")
-        asked = json.loads((folder / "sweep.json").read_text())
-        return define(asked["recipe"], {**asked["axes"], **asked["changes"], **given}), folder
+            raise UsageError(f"out={out}: {folder} is the sweep's folder already; leave out=... out")
+        return load(folder, options), folder
     question = QUESTIONS.get(name, Question(name, {}))
-    sweep = define(question.recipe, {**question.axes, **given})
+    sweep = define(question.recipe, {**question.axes, **options})
     folder = Path(out) if out else Path("runs") / f"sweep-{name}"
     if (folder / "config.json").exists():
         raise RunFolderError(f"{folder} is a run's folder; choose another out=DIR for the sweep")
@@ -72,11 +75,11 @@ def _sweep(name: str, given: Mapping[str, str], out: str | None) -> tuple[Sweep,
 
 
 def _plan(sweep: Sweep, results: Results) -> str:
-    from delta_trn.train.studies.sweep.runner import describe, seconds_left, unique
+    from delta_trn.train.studies.sweep.runner import seconds_left
 
     known = results.read()
-    wanted = unique(sweep.trials(losses(known)))
-    lines = [f"{'done' if t.key in known else 'open'}  {t.key}  {describe(t)}" for t in wanted]
+    wanted = sweep.trials(losses(known))
+    lines = [f"{'done' if t.key in known else 'open'}  {t.key}  {t}" for t in wanted]
     left = seconds_left(wanted, known, 1)
     lines.append(f"{len(wanted)} trials, {sum(t.key in known for t in wanted)} done")
     if left is not None:
@@ -85,8 +88,9 @@ def _plan(sweep: Sweep, results: Results) -> str:
 
 
 def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
-    from delta_trn.train.files import disk_errors
-    from delta_trn.train.studies.sweep.results import SAFE
+    from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.run.subject import data_of
+    from delta_trn.train.studies.sweep.output import write_report
     from delta_trn.train.studies.sweep.runner import execute
     from delta_trn.train.watch.display import console, duration
 
@@ -97,86 +101,52 @@ def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
         out.file.flush()
 
     jobs, devices, threads = _places(sweep, own)
-    _prepare(sweep)
-    with disk_errors(folder, SAFE):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "sweep.json").write_text(json.dumps(sweep.as_dict(), indent=1) + "\n")
-    minutes = None if own["max_minutes"] is None else _positive("max_minutes", own["max_minutes"])
-    tell(f"{folder}  {jobs} at a time on {', '.join(devices) if devices else 'cpu'}")
-    begun, before = time.monotonic(), len(Results(folder).read())
-    ended = execute(
-        sweep, folder, jobs=jobs, devices=devices, threads=threads, max_minutes=minutes, tell=tell
-    )
-    _write(sweep, folder)
-    tell(f"time     {duration(time.monotonic() - begun)} for {len(Results(folder).read()) - before} trials")
+    minutes = None if own["max_minutes"] is None else _minutes(own["max_minutes"])
+    configs = {t.config.data.model_dump_json(): t.config for t in sweep.trials({})}
+    for config in configs.values():
+        data_of(config)  # tokenized before any trial starts: the others would wait for the first one
+    with RunFolder(folder).hold():
+        write_file(folder / "sweep.json", json.dumps(sweep.as_dict(), indent=1) + "\n", SAFE)
+        tell(f"{folder}  {jobs} at a time on {', '.join(devices) if devices else 'cpu'}")
+        start, before = time.monotonic(), len(Results(folder).read())
+        ended = execute(
+            sweep, folder, jobs=jobs, devices=devices, threads=threads, max_minutes=minutes, tell=tell
+        )
+        print(write_report(sweep, folder))
+    tell(f"time     {duration(time.monotonic() - start)} for {len(Results(folder).read()) - before} trials")
     if ended.stopped:
         tell(f"stopped by {ended.stopped}; the same command continues")
     if ended.failed:
-        tell(f"{len(ended.failed)} trials failed, as said above; the same command tries them again")
+        tell(f"{len(ended.failed)} trials failed, see above; the same command tries them again")
     return 128 + ended.signal if ended.signal is not None else 1 if ended.failed else 0
 
 
-def _write(sweep: Sweep, folder: Path) -> None:
-    """Print the report, and leave it with the picture in the folder."""
-    from delta_trn.train.studies.sweep import comparison
-    from delta_trn.train.studies.sweep.picture import draw
-    from delta_trn.train.studies.sweep.report import as_json, reports, table
-
-    results = Results(folder).read()
-    found = reports(sweep, results)
-    text = table(found)
-    if arms := comparison.compared(found):
-        text += "\n\n" + comparison.table(arms)
-        comparison.draw(arms, folder / "comparison.png")
-    (folder / "report.md").write_text(text + "\n")
-    (folder / "report.json").write_text(as_json(found))
-    picture = draw(found, folder / "sweep.png")
-    print(text)
-    print(f"\nresults  {folder / 'sweep.jsonl'}   picture  {picture or '-'}")
-
-
 def _places(sweep: Sweep, own: Mapping[str, str | None]) -> tuple[int, list[str], int]:
-    """How many trials at a time, on which devices, with how many threads each."""
-    import os
-
+    """Returns how many trials run at a time, on which GPUs, and with how many CPU threads each."""
     import torch
 
     from delta_trn.train.run.model import pick_device
 
     device = sweep.trials({})[0].config.device
-    on_gpu = pick_device(device).type == "cuda"
     devices = []
-    if on_gpu:
-        devices = (
-            [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-            if device in ("auto", "cuda")
-            else [device]
-        )
-        if (local := os.environ.get("LOCAL_RANK")) is not None:
-            devices = [devices[int(local) % len(devices)]]  # torchrun's other ranks have the others
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or 1
-    jobs = len(devices) if on_gpu else cores
+    if pick_device(device).type == "cuda":
+        everywhere = device in ("auto", "cuda")
+        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if everywhere else [device]
+    cores = len(os.sched_getaffinity(0))
+    jobs = len(devices) or cores
     if own["jobs"] is not None:
-        jobs = int(_positive("jobs", own["jobs"], whole=True))
+        jobs = whole_number("jobs", own["jobs"])
     threads = max(cores // jobs, 1)
     if own["threads"] is not None:
-        threads = int(_positive("threads", own["threads"], whole=True))
+        threads = whole_number("threads", own["threads"])
     return jobs, devices, threads
 
 
-def _positive(name: str, text: str, *, whole: bool = False) -> float:
+def _minutes(text: str) -> float:
     try:
-        value = int(text) if whole else float(text)
+        minutes = float(text)
     except ValueError:
-        value = 0
-    if value <= 0:
-        raise UsageError(f"{name}={text}: expected a {'whole ' if whole else ''}number above 0")
-    return value
-
-
-def _prepare(sweep: Sweep) -> None:
-    """Tokenize what the trials read before any of them starts: they would wait for the first one's."""
-    from delta_trn.train.run.subject import data_of
-
-    for config in {trial.config.data.model_dump_json(): trial.config for trial in sweep.trials({})}.values():
-        data_of(config)
+        minutes = 0
+    if minutes <= 0:
+        raise UsageError(f"max_minutes={text}: expected a number above 0")
+    return minutes

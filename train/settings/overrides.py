@@ -1,5 +1,7 @@
 """`key=value` on the command line: strict, with the nearest known key where one is unknown."""
 
+import contextlib
+import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -8,7 +10,7 @@ from typing import Any, get_args, get_origin
 from delta_trn.train.settings.errors import ConfigError, UsageError
 from delta_trn.train.settings.schema import RunConfig, Section, flatten, validated
 
-_POWER = re.compile(r"(-?\d+(?:\.\d+)?)\*\*(-?\d+)")  # 2**-8, as learning rate grids are written
+_POWER = re.compile(r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?")  # 2**-8.5, as learning rate grids are written
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
@@ -34,6 +36,34 @@ def apply(config: RunConfig, changes: dict[str, str]) -> RunConfig:
     for key in changes:
         _require_effect(key, changed)
     return changed
+
+
+def number(text: str) -> float:
+    """Reads a number such as `0.01`, or a power such as `2**-8.5`. Raises ValueError or OverflowError."""
+    base, power, exponent = text.partition("**")
+    return math.pow(float(base), float(exponent)) if power else float(base)
+
+
+def whole_numbers(key: str, text: str, *, least: int = 1, count: int = 1) -> list[int]:
+    """Reads `count` or more different whole numbers, such as `1,2`. Raises UsageError for anything else."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) < count or min(numbers) < least or len(set(numbers)) < len(numbers):
+        several = f"{count} or more " if count > 1 else ""
+        raise UsageError(
+            f"{key}={text}: expected {several}different whole numbers of at least {least}, such as 1,2"
+        )
+    return numbers
+
+
+def whole_number(key: str, text: str, *, least: int = 1) -> int:
+    """Reads one whole number. Raises UsageError for anything else."""
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= least:
+            return value
+    raise UsageError(f"{key}={text}: expected one whole number of at least {least}")
 
 
 def annotation(key: str) -> Any:
@@ -78,8 +108,9 @@ def _value(kind: Any, text: str) -> Any:
         return None
     if get_origin(kind) is tuple:
         return [part.strip() for part in text.strip("()[]").split(",") if part.strip()]
-    if power := _POWER.fullmatch(text):
-        return float(power[1]) ** int(power[2])
+    if _POWER.fullmatch(text):
+        with contextlib.suppress(ValueError, OverflowError):
+            return number(text)
     return text
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import signal
 import time
@@ -11,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.studies.fits import drift, line, optimum, student_quantile
-from delta_trn.train.studies.sweep.question import Sweep, define, grid
+from delta_trn.train.studies.sweep.question import ARMS, Sweep, define, grid
 from delta_trn.train.studies.sweep.report import curve, reports, transfer
 from delta_trn.train.studies.sweep.results import Results
-from delta_trn.train.studies.sweep.runner import seconds_left, unique
-from tests.support.tiny_run import WARM, child, command, prepared, start
+from delta_trn.train.studies.sweep.runner import seconds_left
+from tests.support.tiny_run import command, prepared, start
 
 AXES = {
     "widths": "16,32,64",
@@ -41,29 +41,28 @@ def losses(of: Sweep, best: dict[tuple[str, int], float], known: dict[str, float
 
 
 class TestDefinition:
-    def test_grids(self):
+    def test_grid_reads_lists_and_ranges(self):
         assert grid("lrs", "2**-3..2**-1") == [0.125, 0.25, 0.5]
         assert grid("lrs", "1e-3..1e-1:10") == pytest.approx([1e-3, 1e-2, 1e-1])
         assert grid("lrs", "0.3,0.1") == [0.1, 0.3]
 
     @pytest.mark.parametrize("text", ["0", "-1,2", "a", "", "1..", "2..1", "1..2:1", "1,1", "nan", "1e400"])
-    def test_a_grid_that_is_none_is_refused_with_its_text(self, text: str):
+    def test_a_grid_that_cannot_be_read_is_refused_with_its_text(self, text: str):
         with pytest.raises(UsageError, match="expected different positive rates"):
             grid("lrs", text)
 
-    def test_every_combination_once_and_base_width_shared(self):
+    def test_trials_are_every_combination_and_parametrizations_share_the_base_width(self):
         """3 widths, 5 rates, 2 parametrizations, 2 seeds; at the base width both tables say the same."""
         trials = sweep().trials({})
-        assert len(trials) == 60 and len(unique(trials)) == 50
+        assert len(trials) == len({t.key for t in trials}) == 50
         assert {t.config.parametrization for t in trials if t.width == 16} == {"sp"}
 
-    def test_a_sweep_cut_short_shows_something_whole(self):
-        """Seeds one after the other, in each the optimizers, in those the widths."""
+    def test_trials_are_ordered_by_seed_then_optimizer_then_width(self):
         trials = sweep(optimizers="adamw,sgd").trials({})
         places = [(t.seed, t.series.optimizer, t.width) for t in trials]
         assert places == sorted(places)
 
-    def test_a_trial_is_known_by_what_its_loss_depends_on(self):
+    def test_the_key_of_a_trial_hashes_what_its_loss_depends_on(self):
         def key(**changes: str) -> str:
             return sweep(widths="32", lrs="0.5", seeds="7", **changes).trials({})[0].key
 
@@ -82,7 +81,7 @@ class TestDefinition:
         assert (c.model.width, c.optimizer.name, c.optimizer.lr, c.seed, c.steps) == (32, "sgd", 0.5, 7, 13)
         assert c.optimizer.weight_decay == 0 and c.evaluation.every == 13
 
-    def test_arms(self, tmp_path: Path):
+    def test_arms_come_from_a_key_a_file_or_a_named_set(self, tmp_path: Path):
         of = sweep(arms="model.readout=sqrt_k,none", widths="32", parametrizations="mup")
         assert {(t.series.arm, t.config.model.readout) for t in of.trials({})} == {
             ("sqrt_k", "sqrt_k"),
@@ -96,12 +95,10 @@ class TestDefinition:
         assert {t.config.parametrization for t in of.trials({})} == {"mup", "mup_aligned", "mup_original"}
 
     def test_every_named_set_of_arms_makes_runs(self):
-        from delta_trn.train.studies.sweep.arms import ARMS
-
         for name in ARMS:
             optimizer = "sgd" if name == "sgd_gates" else "adamw"
             trials = sweep(arms=name, optimizers=optimizer, parametrizations="mup", widths="32").trials({})
-            assert len(unique(trials)) == len(ARMS[name]) * 10, name
+            assert len(trials) == len(ARMS[name]) * 10, name
 
     @pytest.mark.parametrize(
         ("given", "says"),
@@ -109,6 +106,7 @@ class TestDefinition:
             ({"widths": "0"}, "widths=0"),
             ({"widths": "16,16"}, "different whole numbers"),
             ({"seeds": "-1"}, "seeds=-1"),
+            ({"refine": "2,9"}, "expected one whole number"),
             ({"parametrizations": "mupp"}, "parametrization=mupp"),
             ({"optimizers": "adam"}, "optimizer.name=adam"),
             ({"arms": "redout"}, "did you mean readout"),
@@ -128,56 +126,47 @@ class TestDefinition:
         assert status == 2 and says in err
         assert not (tmp_path / "sweep").exists()
 
-    def test_rates_have_to_be_given(self):
+    def test_a_sweep_without_learning_rates_is_refused(self):
         status, _, err = command("sweep", "tiny", "widths=16")
         assert status == 2 and "lrs.adamw=2**-10..2**-4" in err
 
 
 class TestRefinement:
-    def added(self, best: float) -> list[float]:
+    def added_rates(self, best: float) -> list[float]:
         of = sweep(refine="1", widths="32", parametrizations="mup")
         grid_only = sweep(widths="32", parametrizations="mup")
         known = losses(grid_only, {("mup", 32): best})
         before = {t.lr for t in grid_only.trials({})}
         return sorted(math.log2(t.lr) for t in of.trials(known) if t.lr not in before and t.seed == 0)
 
-    def test_beside_the_best_rate(self):
-        assert self.added(-6.1) == [-6.5, -5.5]
+    def test_refinement_adds_rates_beside_the_best(self):
+        assert self.added_rates(-6.1) == [-6.5, -5.5]
 
-    def test_beyond_an_end_that_is_best(self):
-        assert self.added(-12) == [-9] and self.added(1) == [-3]
+    def test_refinement_goes_beyond_an_end_that_is_best(self):
+        assert self.added_rates(-12) == [-9] and self.added_rates(1) == [-3]
 
-    def test_waits_until_all_seeds_are_known(self):
+    def test_refinement_waits_until_all_seeds_are_known(self):
         of = sweep(refine="1", widths="32", parametrizations="mup")
         known = losses(of, {("mup", 32): -6.1})
         known.popitem()
         assert len(of.trials(known)) == 10
 
-    def test_below_where_everything_diverges(self):
+    def test_refinement_goes_below_rates_that_all_diverge(self):
         of = sweep(refine="1", widths="32", parametrizations="mup")
         known = dict.fromkeys((t.key for t in of.trials({})), math.inf)
         assert sorted({math.log2(t.lr) for t in of.trials(known)})[:2] == [-10, -9]
 
 
 class TestFits:
-    def test_students_quantiles(self):
+    def test_student_quantiles_match_the_tables(self):
         for freedom, t in ((1, 12.7062), (2, 4.3027), (5, 2.5706), (30, 2.0423)):
             assert student_quantile(0.975, freedom) == pytest.approx(t, rel=1e-4)
 
-    def test_line_and_its_error(self):
-        """Against the textbook formula on numbers worked out by hand."""
-        found = line([0, 1, 2], [0, 1, 3])
-        assert (found.slope, found.at_zero) == pytest.approx((1.5, -1 / 6))
-        assert found.stderr == pytest.approx(math.sqrt(1 / 6 / 2))
+    def test_slope_and_its_error_match_the_textbook_formula(self):
+        fit = line([0, 1, 2], [0, 1, 3])
+        assert (fit.slope, fit.stderr) == pytest.approx((1.5, math.sqrt(1 / 6 / 2)))
 
-    def test_scatter_beyond_the_errors_widens_them_and_less_does_not_narrow_them(self):
-        x = [0, 1, 2, 3]
-        calm = line(x, [0, 1, 2, 3], errors=[0.1] * 4)
-        assert calm.stderr == pytest.approx(0.1 / math.sqrt(5))
-        wild = line(x, [0, 2, 1, 3], errors=[0.1] * 4)
-        assert wild.stderr > 3 * calm.stderr
-
-    def test_optimum_covers_the_truth_as_often_as_it_says(self):
+    def test_the_interval_of_an_optimum_covers_the_truth_in_95_percent(self):
         rng = np.random.default_rng(0)
         x = np.repeat(np.arange(5.0) - 2, 2)
         seeds = [0, 1] * 5
@@ -189,7 +178,7 @@ class TestFits:
         # 95% of 300, less three standard deviations of 3.8; the larger of two variances covers more
         assert inside >= 274
 
-    def test_what_is_no_parabola_widens_the_interval(self):
+    def test_misfit_of_the_parabola_widens_the_interval_of_an_optimum(self):
         """Repetitions agree to 1e-6, and yet the minimum of |x - 0.3| is not known to 1e-6."""
         x, seeds = [float(i) for i in range(-2, 3) for _ in range(2)], [0, 1] * 5
         y = [abs(a - 0.3) + 1e-6 * s for a, s in zip(x, seeds, strict=True)]
@@ -201,27 +190,27 @@ class TestFits:
         assert optimum(x, [-a * a for a in x], [0] * 5) is None
         assert optimum(x[:3], [1.0, 0.0, 1.0], [0] * 3) is None
 
-    def test_a_drift_covers_the_truth_as_often_as_it_says(self):
-        """And says something where a single curve's own minimum is not to be told."""
+    def test_the_interval_of_a_drift_covers_the_truth_in_95_percent(self):
+        """It is finite far more often than the interval of a single curve's own minimum."""
         rng = np.random.default_rng(0)
-        within, told, alone, draws = 0, 0, 0, 200
+        within, finite, alone, draws = 0, 0, 0, 200
         for _ in range(draws):
             x, y, seeds, scales = moving(lambda scale: 0.1, -0.5, noise=0.2 * rng.normal(size=30))
             found, one = drift(x, y, seeds, scales), optimum(x[:10], y[:10], seeds[:10])
             within += found is None or found.low <= -0.5 <= found.high
-            told += found is not None and math.isfinite(found.stderr)
+            finite += found is not None and math.isfinite(found.stderr)
             alone += one is not None and math.isfinite(one.stderr)
         # 95% of 200, less three standard deviations of 3.1
-        assert within >= 181 and told > 1.5 * alone
+        assert within >= 181 and finite > 1.5 * alone
 
-    def test_curvatures_that_differ_widen_a_drift(self):
+    def test_curvatures_that_differ_widen_the_interval_of_a_drift(self):
         alike = drift(*moving(lambda scale: 0.2, -0.5))
         differ = drift(*moving(lambda scale: 0.05 + 0.15 * scale, -0.5))
         assert alike is not None and differ is not None
         assert alike.slope == pytest.approx(-0.5, abs=1e-6) and alike.high - alike.low < 1e-6
         assert differ.high - differ.low > 0.1
 
-    def test_one_scale_has_no_drift(self):
+    def test_a_single_scale_has_no_drift(self):
         x, y, seeds, _ = moving(lambda scale: 0.1, 0.0)
         assert drift(x[:10], y[:10], seeds[:10], [0.0] * 10) is None
 
@@ -253,24 +242,24 @@ class TestVerdict:
         assert found is not None and found.verdict.startswith("transfers")
         assert found.low <= 0 <= found.high
 
-    def test_one_that_halves_with_every_doubling_does_not(self):
+    def test_an_optimum_that_halves_with_every_doubling_moves(self):
         found = transfer(self.curves([-5.2, -6.2, -7.2]))
         assert found is not None and found.verdict == "moves"
         assert found.octaves == pytest.approx(-1, abs=0.1)
         # 0.1 nats an octave squared, two octaves off
         assert found.cost[256] == pytest.approx(0.4, rel=0.2)
 
-    def test_noise_leaves_it_undecided(self):
+    def test_noise_leaves_the_transfer_undecided(self):
         found = transfer(self.curves([-6.2, -6.2, -6.2], noise=0.15))
         assert found is None or found.verdict == "undecided"
 
-    def test_an_optimum_at_the_end_of_the_rates_is_none(self):
+    def test_a_best_rate_at_an_end_is_no_optimum(self):
         (low, high, _) = self.curves([-12, 0, -6.2])
         assert low.fit is None and "lowest rate" in low.why_not
         assert high.fit is None and "highest rate" in high.why_not
         assert transfer([low, high]) is None
 
-    def test_divergence_is_no_loss(self):
+    def test_diverged_trials_do_not_enter_the_fit(self):
         points = [(x, math.inf if x > -5 else 3 + (x + 6.2) ** 2, 0) for x in np.arange(-9.0, -3.0)]
         found = curve(64, points)
         assert found.fit is not None and found.fit.at == pytest.approx(-6.2, abs=1e-6)
@@ -285,7 +274,7 @@ class TestVerdict:
         assert mup.transfer is not None and mup.transfer.octaves == pytest.approx(0, abs=0.02)
 
 
-def test_a_line_that_a_kill_cut_short_is_not_read_and_does_not_spoil_the_next(tmp_path: Path):
+def test_a_result_line_cut_short_by_a_kill_is_skipped_and_later_ones_are_read(tmp_path: Path):
     results = Results(tmp_path)
     results.add({"key": "a", "loss": 1.0})
     with open(results.path, "ab") as file:
@@ -296,8 +285,8 @@ def test_a_line_that_a_kill_cut_short_is_not_read_and_does_not_spoil_the_next(tm
     assert results.read() == {"a": {"key": "a", "loss": 1.0}, "b": {"key": "b", "loss": None}}
 
 
-def test_time_left_is_the_median_of_finished_trials_times_those_that_are_not():
-    trials = unique(sweep(widths="32,64", parametrizations="mup", seeds="0").trials({}))
+def test_time_left_is_the_median_time_of_finished_trials_times_the_open_ones():
+    trials = sweep(widths="32,64", parametrizations="mup", seeds="0").trials({})
     known = {t.key: {"loss": 1.0, "width": 32, "optimizer": "adamw", "seconds": 10.0} for t in trials[:2]}
     # three of width 32 at 10 s, five of width 64 at four times that, two at a time
     assert seconds_left(trials, known, 2) == pytest.approx((3 * 10 + 5 * 40) / 2)
@@ -332,7 +321,7 @@ def measured(out: Path) -> dict[str, float]:
     return {key: result["loss"] for key, result in Results(out).read().items()}
 
 
-def test_killed_at_any_moment_it_ends_with_the_same_results(data: Path, tmp_path: Path):
+def test_a_sweep_killed_at_any_moment_ends_with_the_same_results(data: Path, tmp_path: Path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     status, text, err = command(*arguments(data, whole))
     assert status == 0, err
@@ -354,7 +343,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_results(data: Path, tmp_path
     assert not list(killed.glob("trials/*/checkpoints"))
 
 
-def test_told_to_stop_it_saves_and_says_how_to_go_on(data: Path, tmp_path: Path):
+def test_a_sweep_asked_to_stop_saves_checkpoints_and_says_how_to_continue(data: Path, tmp_path: Path):
     out = tmp_path / "sweep"
     process = start(
         arguments(data, out, steps=100_000, lrs="0.01", jobs=1, checkpoint__every=20), tmp_path / "log"
@@ -369,7 +358,7 @@ def test_told_to_stop_it_saves_and_says_how_to_go_on(data: Path, tmp_path: Path)
     assert measured(out) == {} and list(out.glob("trials/*/checkpoints/step-*"))
 
 
-def test_a_rate_that_diverges_is_a_result_and_a_run_that_cannot_be_is_not(data: Path, tmp_path: Path):
+def test_a_diverged_trial_is_a_result_and_a_trial_that_fails_is_reported(data: Path, tmp_path: Path):
     out = tmp_path / "diverges"
     given = {"optimizers": "sgd", "lrs": "1e30", "optimizer.clip": "none", "steps": 20}
     status, text, err = command(*arguments(data, out, **given))
@@ -384,36 +373,9 @@ def test_a_rate_that_diverges_is_a_result_and_a_run_that_cannot_be_is_not(data: 
     assert status == 1 and "config.json cannot be read" in text
 
 
-def ranked(rank: int, given: list[str], log: str) -> None:
-    """The command as torchrun starts it: told its rank, and that there are two on this machine."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    child(given, log)
-
-
-@pytest.mark.slow  # three schedulers, each with a server of its own to fork trials from
-def test_torchruns_ranks_make_every_trial_once_between_them(data: Path, tmp_path: Path):
-    """They share the folder and nothing else: no port, no collective, and neither waits for the other."""
-    out, logs = tmp_path / "sweep", [tmp_path / "0.txt", tmp_path / "1.txt"]
-    given = arguments(data, out, seeds="0,1", jobs=1)
-    processes = [
-        WARM.Process(target=ranked, args=(rank, [str(x) for x in given], str(log)))
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(240)
-        said = [log.read_text() for log in logs]
-        assert [process.exitcode for process in processes] == [0, 0], said
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    raw = (out / "sweep.jsonl").read_text().splitlines()
-    assert len(raw) == len(measured(out)) == 4 and all(map(math.isfinite, measured(out).values()))
-    # the same trials by one scheduler: who made a trial does not show in it
-    alone = tmp_path / "alone"
-    status, _, err = command(*arguments(data, alone, seeds="0,1"))
-    assert status == 0, err
-    assert measured(alone) == measured(out)
+def test_a_second_runner_in_the_same_folder_is_refused(data: Path, tmp_path: Path):
+    out = tmp_path / "sweep"
+    out.mkdir()
+    with RunFolder(out).hold():
+        status, _, err = command(*arguments(data, out))
+    assert status != 0 and "in use by another process" in err and not (out / "sweep.json").exists()

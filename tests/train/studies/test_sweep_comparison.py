@@ -1,4 +1,4 @@
-"""Arms beside one another, each at its own best rate; and the questions that are one command each."""
+"""Comparisons of arms, each at its own best rate; and the questions that take one command each."""
 
 import math
 
@@ -8,11 +8,10 @@ import torch
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.run.model import model_config, vocabulary
 from delta_trn.train.settings.schema import RunConfig
-from delta_trn.train.studies.sweep.arms import ARMS, QUESTIONS
-from delta_trn.train.studies.sweep.comparison import Compared, compared, draw, table
-from delta_trn.train.studies.sweep.question import Sweep, define
+from delta_trn.train.studies.sweep.comparison import Compared, compare, table
+from delta_trn.train.studies.sweep.output import draw_comparison
+from delta_trn.train.studies.sweep.question import ARMS, QUESTIONS, Sweep, define
 from delta_trn.train.studies.sweep.report import reports
-from delta_trn.train.studies.sweep.runner import unique
 
 ARM_FILE_KEYS = {"widths": "16,64", "lrs": "2**-8..2**-6", "seeds": "0,1", "refine": "0"}
 
@@ -21,7 +20,7 @@ def sweep(**changes: str) -> Sweep:
     return define("tiny", {**ARM_FILE_KEYS, "arms": "model.readout=sqrt_k,none", **changes})
 
 
-def found(of: Sweep, best: dict[tuple[str, int], float], level: dict[str, float]) -> list[Compared]:
+def comparison(of: Sweep, best: dict[tuple[str, int], float], level: dict[str, float]) -> list[Compared]:
     """Parabolas with minima at log2 rate best[arm, width], level[arm] high; seed 1 lies 0.2 above seed 0."""
     results = {}
     for t in of.trials({}):
@@ -29,7 +28,7 @@ def found(of: Sweep, best: dict[tuple[str, int], float], level: dict[str, float]
         x, low = math.log2(t.lr), best[arm, t.width]
         loss = level[arm] + 0.1 * (x - low) ** 2 + 0.2 * t.seed
         results[t.key] = {"key": t.key, "loss": None if math.isinf(loss) else loss, "parameters": 1200}
-    return compared(reports(of, results))
+    return compare(reports(of, results))
 
 
 BEST = {("sqrt_k", 16): -7.0, ("sqrt_k", 64): -7.0, ("none", 16): -8.0, ("none", 64): -6.0}
@@ -37,7 +36,7 @@ BEST = {("sqrt_k", 16): -7.0, ("sqrt_k", 64): -7.0, ("none", 16): -8.0, ("none",
 
 def test_every_arm_is_compared_at_its_own_best_rate(tmp_path):
     """At one rate for both, `none` would look 0.1 worse than it is."""
-    rows = found(sweep(), BEST, {"sqrt_k": 4.0, "none": 4.1})
+    rows = comparison(sweep(), BEST, {"sqrt_k": 4.0, "none": 4.1})
     assert [(r.width, r.arm, r.rate) for r in rows] == [
         (16, "sqrt_k", -7), (16, "none", -8), (64, "sqrt_k", -7), (64, "none", -6),
     ]  # fmt: skip
@@ -52,13 +51,13 @@ def test_every_arm_is_compared_at_its_own_best_rate(tmp_path):
     assert rows[0].carried is None and rows[1].carried is None
     assert rows[2].carried == rows[2].losses
     assert rows[3].carried == pytest.approx({0: 4.5, 1: 4.7})
-    picture = draw(rows, tmp_path / "c.png")
+    picture = draw_comparison(rows, tmp_path / "c.png")
     assert picture is not None and picture.stat().st_size > 5000
 
 
-def test_differences_are_of_equal_seeds():
-    """Seeds differ by 0.2, arms of one seed by 0.1 exactly: paired, nothing of the 0.2 is left."""
-    rows = found(sweep(), BEST, {"sqrt_k": 4.0, "none": 4.1})
+def test_arms_are_compared_seed_by_seed():
+    """Seeds differ by 0.2 and arms of one seed by exactly 0.1; pairing removes the 0.2."""
+    rows = comparison(sweep(), BEST, {"sqrt_k": 4.0, "none": 4.1})
     difference, error = rows[1].above(rows[0]) or (0, 0)
     assert difference == pytest.approx(0.1) and error == pytest.approx(0, abs=1e-12)
     text = table(rows).splitlines()
@@ -66,30 +65,30 @@ def test_differences_are_of_equal_seeds():
     assert text[5].endswith("| 4.6000 |")
 
 
-def test_a_diverged_arm_is_last_without_a_spread(tmp_path):
-    rows = found(sweep(widths="16", lrs="2**-7"), BEST, {"sqrt_k": 4.0, "none": math.inf})
+def test_a_diverged_arm_ranks_last_and_has_no_spread(tmp_path):
+    rows = comparison(sweep(widths="16", lrs="2**-7"), BEST, {"sqrt_k": 4.0, "none": math.inf})
     assert [r.arm for r in rows] == ["sqrt_k", "none"] and rows[1].deviation is None
     assert "| 16 | none | 1,200 | 2^-7 | 2 | inf | - | - | - |" in table(rows)
-    assert draw(rows, tmp_path / "c.png") is None
+    assert draw_comparison(rows, tmp_path / "c.png") is None
 
 
-def test_parametrizations_and_optimizers_are_told_apart():
+def test_comparison_names_the_parametrization_and_the_optimizer_where_they_differ():
     of = define("tiny", {**ARM_FILE_KEYS, "parametrizations": "sp,mup", "optimizers": "adamw,sgd"})
     best = {(name, width): -7.0 for name in ("sp", "mup") for width in (16, 64)}
-    rows = found(of, best, {"sp": 4.0, "mup": 4.0})
+    rows = comparison(of, best, {"sp": 4.0, "mup": 4.0})
     assert {r.arm for r in rows} == {"sp adamw", "sp sgd", "mup adamw", "mup sgd"}
 
 
-def test_one_series_is_no_comparison():
+def test_a_single_series_gives_no_comparison():
     of = define("tiny", ARM_FILE_KEYS)
-    assert found(of, {("mup", 16): -7.0, ("mup", 64): -7.0}, {"mup": 4.0}) == []
+    assert comparison(of, {("mup", 16): -7.0, ("mup", 64): -7.0}, {"mup": 4.0}) == []
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_a_question_is_one_command_of_ten_minutes(name: str):
-    """At 20 s a run of width 64, 60 s of others, on two cores: 15 at most; of residuals 30."""
+def test_a_question_takes_at_most_fifteen_minutes(name: str):
+    """A run takes 20 s at width 64 and 60 s at others; there are two cores. Residuals may take 30 minutes."""
     question = QUESTIONS[name]
-    trials = unique(define(question.recipe, question.axes).trials({}))
+    trials = define(question.recipe, question.axes).trials({})
     assert {t.series.arm for t in trials} <= {arm.name for arm in ARMS[name]}
     assert (
         sum(20 if t.width == 64 else 60 for t in trials) / 2 <= (30 if name == "ddl_residuals" else 15) * 60
@@ -97,8 +96,8 @@ def test_a_question_is_one_command_of_ten_minutes(name: str):
     assert all(len({t.seed for t in trials if t.width == width}) > 1 for width in {t.width for t in trials})
 
 
-def test_residuals_are_compared_at_equal_parameters():
-    """A direction, a gate and a compressor a layer would make TC 2.1% larger than the sum."""
+def test_residuals_are_compared_at_equal_numbers_of_parameters():
+    """Without smaller MLPs, a direction, a gate and a compressor in each layer make TC 2.1% larger."""
 
     def parameters(config: RunConfig) -> int:
         with torch.device("meta"):

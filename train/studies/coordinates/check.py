@@ -281,7 +281,7 @@ def slopes(found: Sequence[Reading]) -> list[Slope]:
         if all(0 < y < math.inf for _, y in points):
             fit = line([math.log2(x) for x, _ in points], [math.log2(y) for _, y in points])
         else:
-            fit = Line(math.nan, math.nan, math.nan, 0)
+            fit = Line(math.nan, math.nan)
         reach = TOLERANCE + 2 * fit.stderr
         passes = expected[0] - reach <= fit.slope <= expected[1] + reach
         judged.append(

@@ -1,8 +1,9 @@
 """Learning rate by width: many short runs, the best rate of each width, and how far it moves.
 
-definition.py   what is asked: axes, arms, and the trials they make
-trial.py        one trial is one run in a folder of its own, so a killed one goes on from its checkpoint
-results.py      sweep.jsonl: a line a finished trial
-scheduler.py    trials side by side in processes; several schedulers share a folder
-report.py       optima, transfer, table;   picture.py   loss above the best, against the rate
+question.py     what is asked: arms, axes, and the trials they make
+runner.py       makes the trials in processes, several at a time; each is a run that resumes after a kill
+results.py      sweep.jsonl: one line per finished trial
+report.py       optima, transfer, table
+comparison.py   arms beside one another
+picture.py      loss above the best, against the rate
 """

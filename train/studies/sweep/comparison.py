@@ -1,8 +1,8 @@
-"""Series beside one another, each at its own best rate: final losses over seeds, as a table and a picture.
+"""Compares series, each at its own best rate: final losses over seeds.
 
-Arms may have different optima, and then a comparison at one rate is one of rates. With three widths or more
-`report.py` says how optima move; with fewer, what counts is in the last column here: the loss at a width with
-the rate that is the best of the same series at the narrowest, beside that of its own best rate.
+Arms may have different optima, so a comparison at one rate would compare rates. With three widths or more,
+`report.py` says how optima move. With fewer, the last column of the table does: the loss at a width with the
+rate that is best for the same series at the narrowest width, beside the loss at its own best rate.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from delta_trn.train.files import disk_errors
 from delta_trn.train.studies.sweep.question import Series
 from delta_trn.train.studies.sweep.report import Curve, Report
 
@@ -24,10 +21,10 @@ Losses = Mapping[int, float]  # seed -> held-out loss, infinity where it diverge
 class Compared:
     """One series at one width.
 
-    rate        log2 of its best rate: of the lowest mean over seeds
-    at_an_end   whether that is the lowest or highest of several tried: a better one may lie beyond
-    losses      there
-    carried     losses at the rate that is best at the narrowest width; None there, and where it was not tried
+    rate        log2 of its best rate, the one with the lowest mean over seeds
+    at_an_end   whether that is the lowest or highest of several: a better one may lie beyond
+    losses      at that rate
+    carried     losses at the rate that is best at the narrowest width; None there, or if it was not tried
     """
 
     arm: str
@@ -44,11 +41,11 @@ class Compared:
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation over seeds, None of one seed or where a run diverged."""
+        """Returns the standard deviation over seeds; None for one seed, or where a run diverged."""
         return _deviation(list(self.losses.values()))
 
     def above(self, other: Compared) -> tuple[float, float | None] | None:
-        """Mean difference of losses with equal seeds, which share data and initial values, and its error."""
+        """Returns the mean difference over shared seeds (same data, same initial values) and its error."""
         shared = sorted(self.losses.keys() & other.losses.keys())
         differences = [self.losses[seed] - other.losses[seed] for seed in shared]
         if not differences or not all(map(math.isfinite, differences)):
@@ -58,18 +55,18 @@ class Compared:
         return sum(differences) / len(differences), error
 
 
-def compared(found: Sequence[Report]) -> list[Compared]:
-    """All of them by width, then by mean loss. Empty unless there are several series."""
-    if len(found) < 2:
+def compare(reports: Sequence[Report]) -> list[Compared]:
+    """Compares all series, by width and then by mean loss. Empty unless there are several."""
+    if len(reports) < 2:
         return []
-    names = _names([report.series for report in found])
+    names = _names([report.series for report in reports])
     rows = []
-    for report in found:
+    for report in reports:
         curves = [c for c in report.curves if c.rates]
         first = _best_rate(curves[0]) if curves else None
         for c in curves:
             best, tried = _best_rate(c), sorted(c.rates)
-            carried = _at(c, first) if c.width > curves[0].width and first in c.rates else None
+            carried = _losses_at(c, first) if c.width > curves[0].width and first in c.rates else None
             rows.append(
                 Compared(
                     arm=names[report.series],
@@ -77,7 +74,7 @@ def compared(found: Sequence[Report]) -> list[Compared]:
                     parameters=c.parameters or 0,
                     rate=best,
                     at_an_end=len(tried) > 1 and best in (tried[0], tried[-1]),
-                    losses=_at(c, best),
+                    losses=_losses_at(c, best),
                     carried=carried,
                 )
             )
@@ -88,23 +85,23 @@ def _best_rate(c: Curve) -> float:
     return min(c.rates, key=lambda x: c.rates[x])
 
 
-def _at(c: Curve, rate: float | None) -> Losses:
+def _losses_at(c: Curve, rate: float | None) -> Losses:
     return {seed: loss for x, loss, seed in c.points if x == rate}
 
 
 def _names(series: Sequence[Series]) -> dict[Series, str]:
-    """Their arm, and of the rest what tells them apart."""
+    """Names each series by its arm, and by its parametrization and optimizer where those differ."""
     several = len({s.optimizer for s in series}) > 1
     by_name = len({(s.arm, s.optimizer) for s in series}) < len(series)
-    found = {}
+    names = {}
     for s in series:
         parts = (s.arm, s.parametrization if by_name or not s.arm else "", s.optimizer if several else "")
-        found[s] = " ".join(part for part in parts if part)
-    return found
+        names[s] = " ".join(part for part in parts if part)
+    return names
 
 
 def table(rows: Sequence[Compared]) -> str:
-    """Markdown: one row a series and width."""
+    """Formats Markdown, one row per series and width."""
     lines = [
         "| width | arm | parameters | best rate | seeds | loss | standard deviation | above the best arm |"
         " at the narrowest's best rate |",
@@ -125,41 +122,6 @@ def table(rows: Sequence[Compared]) -> str:
 
 def _with_error(x: float, error: float | None) -> str:
     return f"{x:+.4f}" if error is None else f"{x:+.4f} ± {error:.4f}"
-
-
-def draw(rows: Sequence[Compared], path: Path) -> Path | None:
-    """A panel a width, a row an arm: a point a seed, a bar at the mean; None with nothing to compare."""
-    shown = [row for row in rows if math.isfinite(row.mean)]
-    if len(shown) < 2:
-        return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    widths = sorted({row.width for row in shown})
-    most = max(sum(row.width == width for row in shown) for width in widths)
-    figure = Figure(figsize=(6.4 * len(widths), 0.5 * most + 1.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, width in zip(figure.subplots(1, len(widths), squeeze=False)[0], widths, strict=True):
-        _panel(axes, [row for row in shown if row.width == width], width)
-    beside = path.with_name(f".{path.name}")
-    with disk_errors(path, "the results are whole: free some space and run the same command again"):
-        figure.savefig(beside, format="png")
-        beside.replace(path)
-    return path
-
-
-def _panel(axes: Any, rows: Sequence[Compared], width: int) -> None:
-    for i, row in enumerate(reversed(rows)):
-        axes.plot(list(row.losses.values()), [i] * len(row.losses), "o", color="#3b6fb6", alpha=0.6, ms=5)
-        axes.plot([row.mean], [i], "|", color="#c8553d", markersize=18, markeredgewidth=2)
-    axes.set_yticks(range(len(rows)), [f"{row.arm}, rate 2^{row.rate:g}" for row in reversed(rows)])
-    axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_title(f"width {width}", loc="left", fontsize=9, fontweight="bold")
-    axes.set_xlabel("held-out loss, nats a token: a point a seed, a bar at the mean", fontsize=8)
-    axes.tick_params(labelsize=8)
-    axes.grid(axis="x", color="#e5e7eb", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _mean(losses: Losses) -> float:

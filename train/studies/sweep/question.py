@@ -1,4 +1,9 @@
-"""What a sweep asks: a learning-rate curve for every arm, parametrization, optimizer and width."""
+"""Defines what a sweep asks: a learning-rate curve for every arm, parametrization, optimizer and width.
+
+An arm is an alternative to compare: a name and the keys of the configuration that it changes. ARMS holds the
+named sets, among them the questions that arXiv:2606.04048 leaves open; QUESTIONS holds the sweeps that
+need no axes on the command line.
+"""
 
 import hashlib
 import json
@@ -6,47 +11,49 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import UsageError
-from delta_trn.train.settings.overrides import apply
+from delta_trn.train.settings.overrides import apply, number, whole_number, whole_numbers
 from delta_trn.train.settings.schema import NOT_MATHEMATICS, RunConfig, flatten, is_one_of
-from delta_trn.train.studies.sweep.arms import PLAIN, Arm, arms_of
 
 AXES = ("widths", "lrs", "lrs.adamw", "lrs.sgd", "parametrizations", "optimizers", "seeds", "arms", "refine")
 
-# What a trial is not asked for: samples, a best checkpoint, evaluations on the way.
+# Trials draw no samples, keep no best checkpoint and evaluate only at their end.
 QUIET = {"sample.tokens": "0", "checkpoint.keep_best": "false", "checkpoint.keep_last": "1", "name": "trial"}
-
 
 _DEFAULTS = dict(flatten(RunConfig()))
 
 
-def _matters(key: str) -> bool:
-    """Whether a key has a part in a trial's held-out loss."""
-    return key in ("evaluation.sequences", "evaluation.seed") or not is_one_of(key, NOT_MATHEMATICS)
+@dataclass(frozen=True)
+class Arm:
+    """An alternative: keys of the configuration and their values, as on the command line."""
+
+    name: str
+    changes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, order=True)
 class Series:
-    """Curves of all widths that belong together: the question is how their optimum moves with width."""
+    """Curves of several widths that belong together: a sweep asks how their optimum moves with width."""
 
     arm: str
     parametrization: str
     optimizer: str
 
     def __str__(self) -> str:
-        # an arm may be a parametrization, and have its name
-        return " ".join(
-            part for part in dict.fromkeys((self.arm, self.parametrization, self.optimizer)) if part
-        )
+        # an arm may be a parametrization and carry its name
+        parts = dict.fromkeys((self.arm, self.parametrization, self.optimizer))
+        return " ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run. Trials of equal `key` are the same run, and it is made once."""
+    """One training run. Trials with equal `key` are the same run, which is made once."""
 
     series: Series
     width: int
@@ -54,21 +61,37 @@ class Trial:
     seed: int
     config: RunConfig
 
+    def __str__(self) -> str:
+        return f"{self.series} width {self.width} lr 2^{math.log2(self.lr):.4g} seed {self.seed}"
+
     @cached_property
     def key(self) -> str:
-        """12 hex digits of all that its loss depends on and that is not as it is by default.
+        """Hashes every setting that its loss depends on and that differs from the default, to 12 hex digits.
 
-        Not the fingerprint, which every new key of the configuration changes: results of days would be lost.
+        The configuration's fingerprint will not do: every new setting changes it, and results would be lost.
         """
-        facts = {
-            key: value for key, value in flatten(self.config) if value != _DEFAULTS[key] and _matters(key)
+        settings = {
+            key: value
+            for key, value in flatten(self.config)
+            if value != _DEFAULTS[key] and _affects_the_loss(key)
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _affects_the_loss(key: str) -> bool:
+    return key in ("evaluation.sequences", "evaluation.seed") or not is_one_of(key, NOT_MATHEMATICS)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """`losses` in its methods: key of a finished trial -> held-out loss, infinity where it diverged."""
+    """All trials of a sweep, as far as they are known.
+
+    recipe, axes, changes   what was asked, in the words of the command line
+    rates                   optimizer -> learning rates at the base width
+    refine                  rounds of rates that are added near the best of each curve
+
+    Methods take `losses`: the key of each finished trial -> its held-out loss, infinity where it diverged.
+    """
 
     recipe: str
     axes: Mapping[str, str]
@@ -79,49 +102,51 @@ class Sweep:
     seeds: tuple[int, ...]
     arms: tuple[Arm, ...]
     refine: int
-    # a scheduler asks for its trials twice a second, and a configuration takes a millisecond to check
-    _made: dict[tuple[Series, int, float, int], Trial] = field(
+    # the runner asks for the trials twice a second, and checking a configuration takes a millisecond
+    _trials: dict[tuple[Series, int, float, int], Trial] = field(
         default_factory=dict, compare=False, repr=False
     )
 
-    @property
-    def optimizers(self) -> tuple[str, ...]:
-        return tuple(self.rates)
-
     def trials(self, losses: Mapping[str, float]) -> list[Trial]:
-        """Every trial that is wanted given what is known: the grid, and rates near the best of each curve.
+        """Lists every trial that is wanted so far, each key once.
 
-        One seed comes before the next, within it one optimizer before the next, narrow before wide: a sweep
-        that is cut short shows a whole picture of something.
+        The seed varies slowest, then the optimizer, then the width: a sweep that is cut short has measured
+        something completely.
         """
-        found = []
-        for series, arm, width in self._curves():
+        order = list(self.rates).index
+        trials = [trial for _, group in self.curves(losses) for trial in group]
+        trials.sort(key=lambda t: (self.seeds.index(t.seed), order(t.series.optimizer), t.width))
+        unique: dict[str, Trial] = {}
+        for trial in trials:
+            unique.setdefault(trial.key, trial)
+        return list(unique.values())
+
+    def curves(self, losses: Mapping[str, float]) -> list[tuple[Series, list[Trial]]]:
+        """Lists the trials of every series and width: the grid, and the rates that refinement adds.
+
+        A trial at the base width belongs to the curves of all parametrizations.
+        """
+        arms: dict[tuple[Series, int], Arm] = {}
+        for width, optimizer, name, arm in product(self.widths, self.rates, self.parametrizations, self.arms):
+            # an arm may set the parametrization itself
+            series = Series(arm.name, arm.changes.get("parametrization", name), optimizer)
+            arms.setdefault((series, width), arm)
+        curves = []
+        for (series, width), arm in arms.items():
             rates = list(self.rates[series.optimizer])
             for _ in range(self.refine):
-                more = self._nearer(series, arm, width, rates, losses)
+                more = self._rates_to_add(series, arm, width, rates, losses)
                 if not more:
                     break
                 rates += more
-            found += [
-                self._trial(series, arm, width, lr, seed) for lr, seed in product(sorted(rates), self.seeds)
-            ]
-        order = self.optimizers.index
-        return sorted(found, key=lambda t: (self.seeds.index(t.seed), order(t.series.optimizer), t.width))
+            pairs = product(sorted(rates), self.seeds)
+            curves.append((series, [self._trial(series, arm, width, lr, seed) for lr, seed in pairs]))
+        return curves
 
-    def _curves(self) -> list[tuple[Series, Arm, int]]:
-        found: dict[tuple[Series, int], Arm] = {}
-        for width, optimizer, name, arm in product(
-            self.widths, self.optimizers, self.parametrizations, self.arms
-        ):
-            # an arm may set the parametrization itself
-            series = Series(arm.name, arm.changes.get("parametrization", name), optimizer)
-            found.setdefault((series, width), arm)
-        return [(series, arm, width) for (series, width), arm in found.items()]
-
-    def _nearer(
+    def _rates_to_add(
         self, series: Series, arm: Arm, width: int, rates: Sequence[float], losses: Mapping[str, float]
     ) -> list[float]:
-        """Rates to add once all of `rates` are known: beside the best, or beyond the end that it is at."""
+        """Chooses rates beside the best one, or beyond it at an end, once all of `rates` are done."""
         by_rate: dict[float, list[float]] = defaultdict(list)
         for lr, seed in product(rates, self.seeds):
             key = self._trial(series, arm, width, lr, seed).key
@@ -131,23 +156,30 @@ class Sweep:
         means = {lr: sum(values) / len(values) for lr, values in by_rate.items()}
         order = sorted(means)
         best = min(order, key=lambda lr: means[lr])
-        at = order.index(best)
+        place = order.index(best)
         if not math.isfinite(means[best]):
             return [order[0] / 4, order[0] / 2]
-        if at == 0:
+        if place == 0:
             return [order[0] * (order[0] / order[1])]
-        if at == len(order) - 1:
+        if place == len(order) - 1:
             return [order[-1] * (order[-1] / order[-2])]
-        return [math.sqrt(best * order[at - 1]), math.sqrt(best * order[at + 1])]
+        return [math.sqrt(best * order[place - 1]), math.sqrt(best * order[place + 1])]
 
     def _trial(self, series: Series, arm: Arm, width: int, lr: float, seed: int) -> Trial:
-        known = series, width, lr, seed
-        if known not in self._made:
-            self._made[known] = self._make(series, arm, width, lr, seed)
-        return self._made[known]
+        coordinates = series, width, lr, seed
+        if coordinates not in self._trials:
+            config = self._configuration(series, arm, width, lr, seed)
+            self._trials[coordinates] = Trial(series, width, lr, seed, config)
+        return self._trials[coordinates]
 
-    def _make(self, series: Series, arm: Arm, width: int, lr: float, seed: int) -> Trial:
-        changes = {
+    def _configuration(self, series: Series, arm: Arm, width: int, lr: float, seed: int) -> RunConfig:
+        start = recipe(self.recipe)
+        common = {**QUIET, **self.changes, "optimizer.name": series.optimizer}
+        switches_to_sgd = series.optimizer == "sgd" and start.optimizer.name != "sgd"
+        if switches_to_sgd and "optimizer.weight_decay" not in common:
+            # SGD adds decay to the gradient, where it means something else; the paper's SGD has none
+            common["optimizer.weight_decay"] = "0"
+        own = {
             "parametrization": series.parametrization,
             "optimizer.name": series.optimizer,
             "optimizer.lr": repr(lr),
@@ -155,86 +187,80 @@ class Sweep:
             "seed": str(seed),
             **arm.changes,
         }
-        config = apply(self._common(series.optimizer), changes)
+        config = apply(apply(start, common), own)
         config = apply(config, {"evaluation.every": str(config.steps)})
         if config.model.width == config.model.base_width:
             # every table says the same at m = 1: one run serves all of them
             config = config.model_copy(update={"parametrization": "sp"})
-        return Trial(series, width, lr, seed, config)
-
-    def _common(self, optimizer: str) -> RunConfig:
-        begun = recipe(self.recipe)
-        changes = {**QUIET, **self.changes, "optimizer.name": optimizer}
-        if optimizer == "sgd" != begun.optimizer.name and "optimizer.weight_decay" not in changes:
-            # SGD adds it to the gradient, where it means something else; the paper's SGD has none
-            changes["optimizer.weight_decay"] = "0"
-        return apply(begun, changes)
+        return config
 
     def as_dict(self) -> dict[str, object]:
-        """What was asked, in the words it was asked in."""
+        """Returns what was asked, in the words it was asked in."""
         return {"recipe": self.recipe, "axes": dict(self.axes), "changes": dict(self.changes)}
 
 
-def define(name: str, given: Mapping[str, str]) -> Sweep:
-    """The sweep of a recipe. `given` mixes axes with keys of the configuration.
+def define(name: str, options: Mapping[str, str]) -> Sweep:
+    """Builds the sweep of a recipe from `options`, which mix axes with keys of the configuration.
 
-    Raises UsageError or ConfigError for what no trial could be made of, before any is.
+    Raises UsageError or ConfigError, before anything runs, if some trial could not be made.
     """
-    axes = {key: value for key, value in given.items() if key in AXES}
-    changes = {key: value for key, value in given.items() if key not in AXES}
-    fixed = {"model.width": "widths", "optimizer.lr": "lrs", "optimizer.name": "optimizers"}
-    fixed |= {"parametrization": "parametrizations", "seed": "seeds"}
-    for key, axis in fixed.items():
+    axes = {key: value for key, value in options.items() if key in AXES}
+    changes = {key: value for key, value in options.items() if key not in AXES}
+    swept = {"model.width": "widths", "optimizer.lr": "lrs", "optimizer.name": "optimizers"}
+    swept |= {"parametrization": "parametrizations", "seed": "seeds"}
+    for key, axis in swept.items():
         if key in changes:
             raise UsageError(f"{key} is an axis of a sweep; give {axis}={changes[key]}")
     if "epochs" in changes:
-        raise UsageError(
-            f"epochs={changes['epochs']}: trials of a sweep are as long as one another; give steps=N"
-        )
-    begun = recipe(name)
-    optimizers = _words("optimizers", axes.get("optimizers", begun.optimizer.name))
+        raise UsageError(f"epochs={changes['epochs']}: all trials of a sweep are equally long; give steps=N")
+    start = recipe(name)
+    optimizers = _words("optimizers", axes.get("optimizers", start.optimizer.name))
     rates = {}
     for optimizer in optimizers:
-        asked = axes.get(f"lrs.{optimizer}", axes.get("lrs"))
-        if asked is None:
+        text = axes.get(f"lrs.{optimizer}", axes.get("lrs"))
+        if text is None:
             raise UsageError(f"give lrs.{optimizer}=2**-10..2**-4, or lrs=... for every optimizer")
-        rates[optimizer] = tuple(grid(f"lrs.{optimizer}", asked))
-    for axis in ("lrs.adamw", "lrs.sgd"):
-        if axis in axes and axis.partition(".")[2] not in optimizers:
-            raise UsageError(
-                f"{axis} is for an optimizer that is not swept; optimizers={','.join(optimizers)}"
-            )
-    arms = arms_of(axes["arms"]) if "arms" in axes else (PLAIN,)
+        rates[optimizer] = tuple(grid(f"lrs.{optimizer}", text))
+    for optimizer in ("adamw", "sgd"):
+        if f"lrs.{optimizer}" in axes and optimizer not in optimizers:
+            names = ",".join(optimizers)
+            raise UsageError(f"lrs.{optimizer} is for an optimizer that is not swept; optimizers={names}")
     sweep = Sweep(
         recipe=name,
         axes=axes,
         changes=changes,
-        widths=tuple(sorted(_counts("widths", axes.get("widths", str(begun.model.width))))),
+        widths=tuple(sorted(whole_numbers("widths", axes.get("widths", str(start.model.width))))),
         rates=rates,
         parametrizations=tuple(
-            _words("parametrizations", axes.get("parametrizations", begun.parametrization))
+            _words("parametrizations", axes.get("parametrizations", start.parametrization))
         ),
-        seeds=tuple(_counts("seeds", axes.get("seeds", "0"), least=0)),
-        arms=arms,
-        refine=_counts("refine", axes.get("refine", "2"), least=0)[0],
+        seeds=tuple(whole_numbers("seeds", axes.get("seeds", "0"), least=0)),
+        arms=parse_arms(axes["arms"]) if "arms" in axes else (Arm(""),),
+        refine=whole_number("refine", axes.get("refine", "2"), least=0),
     )
-    sweep.trials({})  # every configuration of it is made and checked
+    sweep.trials({})  # makes and checks every configuration
     return sweep
 
 
+def load(folder: Path, options: Mapping[str, str]) -> Sweep:
+    """Reads the sweep of a folder from its sweep.json, with some options changed."""
+    asked = json.loads((folder / "sweep.json").read_text())
+    return define(asked["recipe"], {**asked["axes"], **asked["changes"], **options})
+
+
 def grid(name: str, text: str) -> list[float]:
-    """Learning rates of `1e-3,2e-3`, or of `2**-10..2**-4`, which doubles; `..` and a factor after `:`."""
+    """Reads learning rates: `1e-3,2e-3`, or `2**-10..2**-4`, which doubles, or `1e-3..1e-1:10`."""
     try:
         if ".." in text:
             ends, _, factor = text.partition(":")
-            low, high = (_number(end) for end in ends.split(".."))
-            step = _number(factor) if factor else 2.0
+            low, high = (number(end) for end in ends.split(".."))
+            step = number(factor) if factor else 2.0
             if not (0 < low < high < math.inf and 1 < step < math.inf):
                 raise ValueError
             count = math.floor(math.log(high / low) / math.log(step) + 1e-9) + 1
             rates = [low * step**i for i in range(count)]
         else:
-            rates = [_number(part) for part in text.split(",")]
+            rates = [number(part) for part in text.split(",")]
         if len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
             raise ValueError
     except (ValueError, OverflowError):
@@ -244,23 +270,134 @@ def grid(name: str, text: str) -> list[float]:
     return sorted(rates)
 
 
-def _number(text: str) -> float:
-    base, power, exponent = text.partition("**")
-    return float(base) ** float(exponent) if power else float(base)
-
-
-def _counts(axis: str, text: str, least: int = 1) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < least or len(set(numbers)) < len(numbers):
-        raise UsageError(f"{axis}={text}: expected different whole numbers of at least {least}, such as 1,2")
-    return numbers
-
-
 def _words(axis: str, text: str) -> list[str]:
     words = [part.strip() for part in text.split(",")]
     if not all(words) or len(set(words)) < len(words):
-        raise UsageError(f"{axis}={text}: expected different names with commas between")
+        raise UsageError(f"{axis}={text}: expected different names separated by commas")
     return words
+
+
+def parse_arms(text: str) -> tuple[Arm, ...]:
+    """Reads arms from the command line.
+
+        NAME            a set of ARMS
+        KEY=V1,V2       one arm for every value of a key, named after the value
+        FILE.json       {"name": {"key": "value", ...}, ...}
+
+    Raises UsageError for anything else.
+    """
+    if text in ARMS:
+        return ARMS[text]
+    key, equals, values = text.partition("=")
+    if equals:
+        names = [value.strip() for value in values.split(",")]
+        if not key or not all(names) or len(set(names)) < len(names):
+            raise UsageError(
+                f"arms={text}: expected a key and different values, such as model.readout=sqrt_k,none"
+            )
+        return tuple(Arm(name, {key: name}) for name in names)
+    if text.endswith(".json"):
+        return _load_arms(Path(text))
+    near = get_close_matches(text, ARMS, n=1)
+    hint = f"did you mean {near[0]}? known" if near else "known"
+    raise UsageError(f"arms={text}: {hint}: {', '.join(ARMS)}; or KEY=V1,V2, or FILE.json")
+
+
+def _load_arms(path: Path) -> tuple[Arm, ...]:
+    def as_text(value: object) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        arms = tuple(
+            Arm(name, {key: as_text(value) for key, value in keys.items()}) for name, keys in tree.items()
+        )
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f'arms={path} cannot be read ({error}); expected {{"name": {{"key": "value"}}, ...}}'
+        ) from None
+    if not arms:
+        raise UsageError(f"arms={path} contains no arm")
+    return arms
+
+
+_FOUR_VALUES = {"model.ddl_value_channels": "4"}
+_TOKEN, _CHANNEL = {"model.ddl_compressor": "token"}, {"model.ddl_compressor": "channel"}
+
+ARMS: Mapping[str, tuple[Arm, ...]] = {
+    # Which power of width do SGD's gates and per-head parameters need? Tables 1 and 2 have 1/sqrt(m) and
+    # sqrt(m). Full alignment of gradients and inputs would ask for 1/m and 1. "mup_original" has 1 and 1.
+    "sgd_gates": tuple(
+        Arm(name, {"parametrization": name}) for name in ("mup", "mup_aligned", "mup_original")
+    ),
+    # Are norm gains and convolution taps vectors, as in Tensor Programs V, or hidden matrices, as in the
+    # paper's code?
+    "vectors": tuple(Arm(name, {"parametrization": name}) for name in ("mup", "mup_authors")),
+    # Does the factor on the delta rule's output matter? An exact norm would cancel it.
+    "readout": tuple(Arm(name, {"model.readout": name}) for name in ("sqrt_k", "none")),
+    # Heads remember 16 times as long. Are SGD's rates for what they store to be divided by that factor, as in
+    # the paper, by its root, or not at all? `models.mup` has the derivation.
+    "slow_forgetting": tuple(
+        Arm(f"memory^{power:g}", {"model.forgetting": "0.0625", "optimizer.memory": repr(16.0**power)})
+        for power in (0.0, 0.5, 1.0)
+    ),
+    # The released code draws taps and embedding so small that mixers add little at first, and the output
+    # norm's epsilon keeps it so. A zero output projection does the same at any width, without epsilon.
+    "initialization": (
+        *(Arm(name, {"model.init": name}) for name in ("delta_trn", "authors")),
+        Arm("mixers from 0", {"model.mixer_output_init": "0"}),
+    ),
+    # AdamW multiplies decay by each parameter's own rate, so that wide matrices decay less under muP. Does
+    # that help?
+    "weight_decay": (
+        Arm("no decay", {"optimizer.weight_decay": "0"}),
+        Arm("with the rate", {"optimizer.independent_weight_decay": "false"}),
+        Arm("independent", {"optimizer.independent_weight_decay": "true"}),
+    ),
+    # From which epsilon on does Adam's denominator stop following the size of the gradient?
+    "epsilon": tuple(Arm(f"eps {eps}", {"optimizer.eps": eps}) for eps in ("1e-12", "1e-8", "1e-6")),
+    # What does a residual stream gain from erasing, from several values per feature, from how they are read?
+    # "Deep Delta Learning" has no write-only control. A direction, a gate and a compressor cost up to 2% more
+    # parameters than a sum; SwiGLU's size makes up for it, within 0.1% at width 96.
+    "ddl_residuals": (
+        Arm("additive", {"model.residual": "additive", "model.intermediate_size": "266"}),
+        Arm("dv=1", {"model.residual": "ddl", "model.intermediate_size": "265"}),
+        Arm("TC", {"model.residual": "ddl", "model.intermediate_size": "256", **_FOUR_VALUES, **_TOKEN}),
+        Arm("CC", {"model.residual": "ddl", "model.intermediate_size": "261", **_FOUR_VALUES, **_CHANNEL}),
+        Arm(
+            "write-only",
+            {"model.residual": "write_only", "model.intermediate_size": "261", **_FOUR_VALUES, **_CHANNEL},
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sweep in one command: the axes of `python -m train sweep NAME`, unless others are given."""
+
+    recipe: str
+    axes: Mapping[str, str]
+
+
+def _by_width(arms: str, rates: Mapping[str, str], widths: str = "64,256") -> Question:
+    """Asks for each arm's best of three rates an octave apart, at the base width and at a wider one."""
+    lrs = {f"lrs.{optimizer}": text for optimizer, text in rates.items()}
+    swept = {"widths": widths, "optimizers": ",".join(rates), "seeds": "0,1", "refine": "0"}
+    return Question("transfer", {"arms": arms, **swept, **lrs})
+
+
+# a question that is not about a power of width is asked at twice the base width, in half the time
+_ADAMW, _SGD = {"adamw": "2**-8..2**-6"}, {"sgd": "2**-4..2**-2"}
+QUESTIONS: Mapping[str, Question] = {
+    "ddl_residuals": Question(
+        "ddl_residuals", {"arms": "ddl_residuals", "lrs": "2**-7..2**-6", "seeds": "0,1,2", "refine": "0"}
+    ),
+    "sgd_gates": _by_width("sgd_gates", _SGD),
+    "vectors": _by_width("vectors", _SGD),
+    "readout": _by_width("readout", _ADAMW, "64,128"),
+    "slow_forgetting": _by_width("slow_forgetting", _SGD, "64,128"),
+    "initialization": _by_width("initialization", _ADAMW, "64,128"),
+    "weight_decay": _by_width("weight_decay", _ADAMW, "64,128"),
+    "epsilon": _by_width("epsilon", _ADAMW, "64,128"),
+}

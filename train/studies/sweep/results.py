@@ -1,4 +1,4 @@
-"""sweep.jsonl: a line a finished trial, whoever finished it."""
+"""sweep.jsonl: one line per finished trial, appended and never changed."""
 
 import json
 import math
@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from delta_trn.train.files import disk_errors
 
 Result = Mapping[str, Any]
@@ -16,49 +14,44 @@ SAFE = "every finished trial is kept: free some space and run the same command a
 
 
 class Results:
-    """The results in a sweep's folder. Several processes may read and add at once."""
+    """The results in a sweep's folder. One process appends; others may read at the same time."""
 
     def __init__(self, folder: Path):
         self.path = folder / "sweep.jsonl"
 
     def read(self) -> dict[str, Result]:
-        """Key -> result of every whole line; the first, if two processes finished the same trial."""
-        found: dict[str, Result] = {}
+        """Maps the key of each trial to its result, the first if there are several."""
+        results: dict[str, Result] = {}
         if self.path.exists():
-            for raw in self.path.read_bytes().splitlines(keepends=True):
-                result = _parsed(raw)
+            for line in self.path.read_bytes().splitlines(keepends=True):
+                result = _parse(line)
                 if result is not None:
-                    found.setdefault(result["key"], result)
-        return found
+                    results.setdefault(result["key"], result)
+        return results
 
     def add(self, result: Result) -> None:
-        """Append a line, on the disk when this returns. Nothing if its trial has one."""
-        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
-        with disk_errors(self.path, SAFE), lock, open(self.path, "a+b") as file:
-            if result["key"] in self.read():
-                return
-            file.seek(0, os.SEEK_END)
+        """Appends a line, which is on the disk when this returns."""
+        line = json.dumps(dict(result)).encode() + b"\n"
+        with disk_errors(self.path, SAFE), open(self.path, "a+b") as file:
             if size := file.tell():
                 file.seek(size - 1)
-                if file.read(1) != b"\n":
-                    file.write(
-                        b"\n"
-                    )  # a kill in the middle of a line: it stays behind as one that is not read
-            file.write(json.dumps(dict(result)).encode() + b"\n")
+                if file.read(1) != b"\n":  # a kill has cut the last line short; it stays, and is not read
+                    line = b"\n" + line
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
 
 def losses(results: Mapping[str, Result]) -> dict[str, float]:
-    """Key -> held-out loss; infinity for a trial that diverged."""
+    """Maps each key to the held-out loss; infinity for a trial that diverged."""
     return {key: math.inf if r["loss"] is None else float(r["loss"]) for key, r in results.items()}
 
 
-def _parsed(raw: bytes) -> Result | None:
-    if not raw.endswith(b"\n"):
+def _parse(line: bytes) -> Result | None:
+    if not line.endswith(b"\n"):
         return None
     try:
-        line = json.loads(raw)
+        result = json.loads(line)
     except ValueError:
         return None
-    return line if isinstance(line, dict) and "key" in line and "loss" in line else None
+    return result if isinstance(result, dict) and "key" in result and "loss" in result else None

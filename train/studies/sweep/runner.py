@@ -1,37 +1,41 @@
-"""Trials side by side, each in a process of its own.
+"""Makes the trials of a sweep in processes of this machine, several at a time.
 
-Schedulers share nothing but the sweep's folder: any number of them, started by hand or by torchrun, work
-through one sweep together. Whoever holds a trial's folder makes that trial; the others come back to it later.
+Each trial is a run in a folder of its own and in a process of its own: one that fails or is killed stops no
+other, and resumes from its newest checkpoint. (A ProcessPoolExecutor ends all of its workers when one of them
+is killed, and gives each task a new process from Python 3.11 on only.)
 """
 
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import statistics
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-from delta_trn.train.files import disk_errors
+from delta_trn.train.files import disk_errors, write_file
 from delta_trn.train.run.stopping import StopRequest
-from delta_trn.train.settings.errors import RunFolderError, TrainError
+from delta_trn.train.settings.errors import Diverged, RunFolderError, TrainError
 from delta_trn.train.settings.schema import RunConfig, validated
 from delta_trn.train.studies.sweep.question import Sweep, Trial
-from delta_trn.train.studies.sweep.results import SAFE, Results, losses
-from delta_trn.train.studies.sweep.trial import Stopped, left_result, run_trial
+from delta_trn.train.studies.sweep.results import SAFE, Result, Results, losses
+from delta_trn.train.watch.display import duration
 
-Tell = Callable[[str], None]
-
-BUSY = 75  # a trial's exit status where another scheduler holds its folder
-SECONDS_BEFORE_TRYING_AGAIN = 5.0
 SECONDS_TO_SAVE = 60.0
+# what a trial's process exits with when it was asked to stop
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM)
+# the trials of a runner that was killed may hold their folders for another moment
+TRIES, SECONDS_BETWEEN_TRIES = 3, 1.0
 
 # forked from a process that has imported everything: a trial of seconds should not wait four for imports
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -39,23 +43,14 @@ _PRELOADED = [
     "delta_trn.train.run.setup",
     "delta_trn.train.run.loop",
     "delta_trn.train.studies.sweep.runner",
-    "models",
+    "delta_trn.models",
     "delta_trn.backends.gated_delta_rule.chunked",
 ]
 
 
-@dataclass
-class _Slot:
-    """A place for one trial at a time."""
-
-    device: str | None
-    trial: Trial | None = None
-    process: BaseProcess | None = None
-
-
 @dataclass(frozen=True)
 class Ended:
-    """How a scheduler ended. `failed`: what each trial that could not be made has said."""
+    """How a sweep ended. `failed` maps the key of each trial that could not be made to the reason."""
 
     stopped: str | None
     signal: int | None
@@ -70,154 +65,138 @@ def execute(
     devices: Sequence[str],
     threads: int,
     max_minutes: float | None,
-    tell: Tell,
+    tell: Callable[[str], None],
 ) -> Ended:
-    """Make every trial that has no result, `jobs` at a time, until all have one or a signal asks to stop.
+    """Makes every trial that has no result, `jobs` at a time, until all have one or a signal asks to stop.
 
-    A stop lets the trials save a checkpoint, and the next call goes on from there; a kill costs what trials
-    have done since their last checkpoint.
+    On a stop the running trials save a checkpoint, and the next call resumes them. After a kill, the next
+    call repeats what trials have done since their last checkpoint. The caller holds the folder: two runners
+    in one folder would make the same trials.
     """
     with StopRequest(max_minutes) as stop:
-        scheduler = _Scheduler(sweep, folder, jobs, devices, threads, tell)
+        runner = _Runner(sweep, folder, jobs, devices, threads, tell)
         try:
-            scheduler.work(stop)
+            while stop.reason is None and runner.start_trials():
+                wait([process.sentinel for process in runner.running], timeout=0.5)
+                runner.collect_trials()
         finally:
-            scheduler.end_trials()
-    return Ended(stop.reason, stop.signal, scheduler.failed)
+            runner.end_trials()
+    return Ended(stop.reason, stop.signal, runner.failed)
 
 
-class _Scheduler:
+class _Runner:
     def __init__(
-        self, sweep: Sweep, folder: Path, jobs: int, devices: Sequence[str], threads: int, tell: Tell
+        self,
+        sweep: Sweep,
+        folder: Path,
+        jobs: int,
+        devices: Sequence[str],
+        threads: int,
+        tell: Callable[[str], None],
     ):
-        self.sweep, self.folder, self.threads, self.tell = sweep, folder, threads, tell
+        self.sweep, self.folder, self.jobs, self.threads, self.tell = sweep, folder, jobs, threads, tell
         self.results = Results(folder)
-        self.slots = [_Slot(devices[i % len(devices)] if devices else None) for i in range(jobs)]
+        self.free = [devices[i % len(devices)] if devices else None for i in range(jobs)]
+        self.running: dict[BaseProcess, tuple[Trial, str | None]] = {}
         self.failed: dict[str, str] = {}
-        self.not_before: dict[str, float] = {}
         _CONTEXT.set_forkserver_preload(_PRELOADED)
 
-    def work(self, stop: StopRequest) -> None:
-        while stop.reason is None:
-            known = self.results.read()
-            wanted = unique(self.sweep.trials(losses(known)))
-            running = {slot.trial.key for slot in self.slots if slot.trial}
-            now = time.monotonic()
-            open_ = [t for t in wanted if t.key not in known and t.key not in self.failed]
-            ready = [t for t in open_ if t.key not in running and self.not_before.get(t.key, 0) <= now]
-            for slot in self.slots:
-                if slot.trial is None and ready:
-                    self._start(slot, ready.pop(0))
-            busy = [slot.process for slot in self.slots if slot.process]
-            if not busy and not open_:
-                return
-            wait([process.sentinel for process in busy], timeout=0.5) if busy else time.sleep(0.5)
-            for slot in self.slots:
-                if slot.process is not None and slot.process.exitcode is not None:
-                    self._collect(slot)
+    def start_trials(self) -> bool:
+        """Starts trials while there is room. Returns whether any is running."""
+        known, busy = self.results.read(), {trial.key for trial, _ in self.running.values()}
+        for trial in self.sweep.trials(losses(known)):
+            if not self.free:
+                break
+            if trial.key in known or trial.key in busy or trial.key in self.failed:
+                continue
+            place, device = self._place(trial), self.free.pop(0)
+            with disk_errors(place, SAFE):
+                place.mkdir(parents=True, exist_ok=True)
+            config = trial.config
+            if device is not None:
+                config = config.model_copy(update={"device": device})
+            process = _CONTEXT.Process(
+                target=_main, args=(config.model_dump_json(), str(place), self.threads)
+            )
+            process.start()
+            self.running[process] = trial, device
+        return bool(self.running)
+
+    def collect_trials(self) -> None:
+        """Writes down and reports the trials that have ended."""
+        for process in [p for p in self.running if p.exitcode is not None]:
+            trial, device = self.running.pop(process)
+            self.free.append(device)
+            place = self._place(trial)
+            if (result := _load_result(place)) is not None:
+                self._record(trial, result)
+            elif process.exitcode not in STOPPED:
+                log = _log(place)
+                lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+                reason = lines[-1] if lines else f"exit status {process.exitcode}"
+                self.failed[trial.key] = f"{trial}: {reason} (the whole output: {log})"
+                self.tell(f"failed  {self.failed[trial.key]}")
 
     def end_trials(self) -> None:
-        """Ask every trial to save and stop, and wait until it has."""
-        processes = [slot.process for slot in self.slots if slot.process]
-        for process in processes:
+        """Asks every running trial to save a checkpoint and end, and waits until it has."""
+        for process in self.running:
             process.terminate()
-        for process in processes:
+        for process in self.running:
             process.join(SECONDS_TO_SAVE)
             if process.exitcode is None:
                 process.kill()
                 process.join()
-        for slot in self.slots:
-            if slot.process is not None:
-                self._collect(slot)
+        self.collect_trials()
 
-    def _start(self, slot: _Slot, trial: Trial) -> None:
-        place = self.folder / "trials" / trial.key
-        if (left := left_result(place)) is not None:
-            self._record(trial, left)
-            return
-        config = trial.config
-        if slot.device is not None:
-            config = config.model_copy(update={"device": slot.device})
-        with disk_errors(place, SAFE):
-            place.mkdir(parents=True, exist_ok=True)
-        slot.trial = trial
-        slot.process = _CONTEXT.Process(
-            target=_child, args=(config.model_dump_json(), str(place), self.threads)
-        )
-        slot.process.start()
+    def _place(self, trial: Trial) -> Path:
+        return self.folder / "trials" / trial.key
 
-    def _collect(self, slot: _Slot) -> None:
-        trial, process = slot.trial, slot.process
-        assert trial is not None and process is not None
-        slot.trial = slot.process = None
-        place = self.folder / "trials" / trial.key
-        if (left := left_result(place)) is not None:
-            self._record(trial, left)
-        elif process.exitcode == BUSY:
-            self.not_before[trial.key] = time.monotonic() + SECONDS_BEFORE_TRYING_AGAIN
-        elif process.exitcode not in (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM):
-            log = _log(place)
-            lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-            why = lines[-1] if lines else f"exit status {process.exitcode}"
-            self.failed[trial.key] = f"{describe(trial)}: {why} (all of it in {log})"
-            self.tell(f"failed  {self.failed[trial.key]}")
-
-    def _record(self, trial: Trial, result: dict) -> None:
-        series = trial.series
-        shared = trial.config.model.width == trial.config.model.base_width
-        self.results.add(
-            {
-                "key": trial.key,
-                "arm": series.arm,
-                # at the base width all parametrizations are one, and the trial belongs to every series
-                "parametrization": "any" if shared else series.parametrization,
-                "optimizer": series.optimizer,
-                "width": trial.width,
-                "lr": trial.lr,
-                "seed": trial.seed,
-                **result,
-            }
-        )
+    def _record(self, trial: Trial, result: Mapping[str, Any]) -> None:
+        self.results.add({**_description(trial), **result})
         known = self.results.read()
-        wanted = unique(self.sweep.trials(losses(known)))
+        wanted = self.sweep.trials(losses(known))
         done = sum(t.key in known for t in wanted)
         loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
-        left = seconds_left(wanted, known, len(self.slots))
-        rest = "" if left is None else f"   about {_duration(left)} left"
-        self.tell(f"{done}/{len(wanted)}  {describe(trial)}  {loss}  ({result['seconds']:.0f} s){rest}")
+        left = seconds_left(wanted, known, self.jobs)
+        rest = "" if left is None else f"   about {duration(left)} left"
+        self.tell(f"{done}/{len(wanted)}  {trial}  {loss}  ({result['seconds']:.0f} s){rest}")
 
 
-def unique(trials: Sequence[Trial]) -> list[Trial]:
-    """One trial for every key, the first."""
-    return list({trial.key: trial for trial in reversed(trials)}.values())[::-1]
+def _description(trial: Trial) -> dict[str, Any]:
+    """Returns the part of a result that is known before its trial is made."""
+    # at the base width all parametrizations are one, and the trial belongs to every series
+    shared = trial.config.model.width == trial.config.model.base_width
+    return {
+        "key": trial.key,
+        "arm": trial.series.arm,
+        "parametrization": "any" if shared else trial.series.parametrization,
+        "optimizer": trial.series.optimizer,
+        "width": trial.width,
+        "lr": trial.lr,
+        "seed": trial.seed,
+    }
 
 
-def describe(trial: Trial) -> str:
-    """`mup adamw width 128 lr 2^-7 seed 1`"""
-    import math
+def seconds_left(wanted: Sequence[Trial], known: Mapping[str, Result], jobs: int) -> float | None:
+    """Estimates the time that the trials without a result will take; None before the first result.
 
-    return f"{trial.series} width {trial.width} lr 2^{math.log2(trial.lr):.4g} seed {trial.seed}"
-
-
-def seconds_left(wanted: Sequence[Trial], known: dict, jobs: int) -> float | None:
-    """Work that is known of, at the median time of a trial of its width and optimizer; None before the first.
-
-    Where a width has no finished trial, it takes the nearest one's time, times the ratio of widths squared.
+    A trial takes the median time of its width and optimizer. Where a width has no result yet, the nearest
+    width's time is scaled by the ratio of widths squared.
     """
-    took: dict[tuple[int, str], list[float]] = defaultdict(list)
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
     for result in known.values():
         if result["loss"] is not None:
-            took[result["width"], result["optimizer"]].append(result["seconds"])
-    if not took:
+            times[result["width"], result["optimizer"]].append(result["seconds"])
+    if not times:
         return None
-    typical = {place: statistics.median(values) for place, values in took.items()}
+    typical = {place: statistics.median(values) for place, values in times.items()}
     total = 0.0
     for trial in wanted:
         if trial.key in known:
             continue
-        place = (trial.width, trial.series.optimizer)
-        near = min(typical, key=lambda p: (abs(p[0] - place[0]), p[1] != place[1]))
-        total += typical[near] * (place[0] / near[0]) ** 2
+        width, optimizer = trial.width, trial.series.optimizer
+        near = min(typical, key=lambda place: (abs(place[0] - width), place[1] != optimizer))
+        total += typical[near] * (width / near[0]) ** 2
     return total / jobs
 
 
@@ -225,14 +204,8 @@ def _log(place: Path) -> Path:
     return place.with_name(f"{place.name}.txt")
 
 
-def _duration(seconds: float) -> str:
-    from delta_trn.train.watch.display import duration
-
-    return duration(seconds)
-
-
-def _child(config: str, place: str, threads: int) -> None:
-    """The body of a trial's process."""
+def _main(config: str, place: str, threads: int) -> None:
+    """Is the body of a trial's process."""
     import torch
 
     descriptor = os.open(_log(Path(place)), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -240,43 +213,96 @@ def _child(config: str, place: str, threads: int) -> None:
     os.dup2(descriptor, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    _die_with_parent()
-    # a trial is one process, whatever launched the sweep
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    _end_with_parent()
     torch.set_num_threads(threads)
-    status = _run(validated(json.loads(config)), Path(place))
+    try:
+        status = _run_trial(validated(json.loads(config)), Path(place))
+    except TrainError as error:
+        print(error)
+        status = 2
+    except BaseException:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _run(config: RunConfig, place: Path) -> int:
-    import traceback
-
-    try:
-        run_trial(config, place)
-    except Stopped as stopped:
-        return 128 + (stopped.signal or signal.SIGTERM)
-    except RunFolderError as error:
-        print(error)
-        return BUSY if "in use by another process" in str(error) else 2
-    except TrainError as error:
-        print(error)
-        return 2
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def _die_with_parent() -> None:
-    """A scheduler that is killed cannot end its trials: they end themselves, and their folders are free."""
+def _end_with_parent() -> None:
+    """Ends this process when its parent is killed, so that the folder is free for the next runner."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(BUSY)
+        parent.join()
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _run_trial(config: RunConfig, folder: Path) -> int:
+    for _ in range(TRIES - 1):
+        try:
+            return run_trial(config, folder)
+        except RunFolderError:
+            time.sleep(SECONDS_BETWEEN_TRIES)
+    return run_trial(config, folder)
+
+
+def run_trial(config: RunConfig, folder: Path) -> int:
+    """Trains from the start, or from the newest checkpoint in `folder`, and leaves result.json there.
+
+    loss        nats per token on the held-out crops after the last step; null if it diverged
+    train_loss  mean over the last tenth of the steps
+    seconds     of training, over all processes that had a part in it
+
+    Returns the exit status: 0 with a result, otherwise 128 + the signal that stopped it.
+    """
+    from delta_trn.train.run.loop import train
+    from delta_trn.train.run.setup import begun, reopened
+    from delta_trn.train.studies.probes.mixer import observers
+    from delta_trn.train.watch.display import Display
+    from delta_trn.train.watch.metrics import read
+
+    if _load_result(folder) is not None:
+        return 0  # the runner was killed before it wrote the line
+    config = config.model_copy(update={"out": str(folder)})
+    if (folder / "config.json").exists():
+        opened = reopened(folder, {"device": config.device}, None, print)
+    else:
+        opened = begun(config, print)
+    with opened as run:
+        try:
+            outcome = train(run, Display(config.steps, run.state.step, show=False), observers(run))
+            if outcome.stopped:
+                return 128 + (outcome.signal or signal.SIGTERM)
+            diverged = None
+        except Diverged as error:
+            diverged = str(error)
+        lines = list(read(run.folder.metrics.path))
+        held_out = [line["loss"] for line in lines if line["split"] == "val" and line["step"] == config.steps]
+        training = [line for line in lines if line["split"] == "train"]
+        tail = [line["loss"] for line in training if line["step"] > 0.9 * config.steps]
+        result = {
+            "loss": None if diverged else held_out[-1],
+            "train_loss": None if diverged else sum(tail) / len(tail),
+            "steps": run.state.step,
+            "tokens": run.state.tokens,
+            "seconds": round(run.state.seconds, 2),
+            "diverged": diverged,
+            "parameters": sum(p.numel() for p in run.model.parameters()),
+            "fingerprint": config.fingerprint(),
+            "data": run.origin.data[:16],
+            "device": str(run.device),
+            "precision": run.config.precision,
+            "backend": run.config.backend,
+            "versions": run.origin.versions,
+        }
+        write_file(folder / "result.json", json.dumps(result) + "\n")
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return 0
+
+
+def _load_result(folder: Path) -> dict[str, Any] | None:
+    path = folder / "result.json"
+    return json.loads(path.read_text()) if path.exists() else None
