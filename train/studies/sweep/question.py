@@ -336,7 +336,7 @@ ARMS: Mapping[str, tuple[Arm, ...]] = {
     # Does the factor on the delta rule's output matter? An exact norm would cancel it.
     "readout": tuple(Arm(name, {"model.readout": name}) for name in ("sqrt_k", "none")),
     # Heads remember 16 times as long. Are SGD's rates for what they store to be divided by that factor, as in
-    # the paper, by its root, or not at all? `models.mup` has the derivation.
+    # the paper, by its root, or not at all?
     "slow_forgetting": tuple(
         Arm(f"memory^{power:g}", {"model.forgetting": "0.0625", "optimizer.memory": repr(16.0**power)})
         for power in (0.0, 0.5, 1.0)
