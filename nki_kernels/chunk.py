@@ -1,280 +1,314 @@
 """One chunk of the gated delta rule on chip: what forward computes and backward computes again.
 
-Per value head, for C tokens that find the state S [K, V] (rows are tokens, b the sums of g inside the chunk):
+Per value head, for C tokens that meet the state S [K, V]. Q, K [C, K] and V [C, V] have one row per
+token, and b [C] is the running sum of g inside the chunk:
 
-    gamma_i = exp(b_i)    lambda_i = exp(b_C - b_i)    E_ij = exp(b_i - b_j) for i >= j
-    G  = -strict(diag(beta) K K^T . E)        T = (I - G)^-1
-    V' = diag(beta) (V - diag(gamma) K S)     U = T V'
-    P  = scale upto(Q K^T . E)                O = scale diag(gamma) Q S + P U
-    S' = gamma_C S + K^T diag(lambda) U
+    gamma_i = exp(b_i)    lambda_i = exp(b_C - b_i)    D_ij = exp(b_i - b_j) for i >= j, else 0
 
-Source: arXiv:2412.06464 (chunkwise form). U is large where keys repeat and its sums over tokens are small, so
-what is summed is V', by matrices that have summed before, H = P T and W = T^T diag(lambda) K:
+    L  = strict_lower(diag(beta) K K^T . D)      T = (I + L)^-1                  [C, C]
+    P  = scale lower(Q K^T . D)                                                  [C, C]
+    R  = diag(beta) (V - diag(gamma) K S)        U = T R                         [C, V]
+    O  = scale diag(gamma) Q S + P U             S' = gamma_C S + K^T diag(lambda) U
 
-    O  = scale diag(gamma) Q S + H V'         S' = gamma_C S + W^T V'
+Source: arXiv:2412.06464 (chunkwise form). U is large where keys repeat, while its sums over tokens are small.
+So R is summed instead, by matrices that are sums already, P T and W = T^T diag(lambda) K [C, K]:
 
-With all keys equal and beta = 1 this takes the error of S from 1.1 of what parity allows to 0.7, costs as
+    O  = scale diag(gamma) Q S + (P T) R         S' = gamma_C S + W^T R
+
+With all keys equal and beta = 1 this takes the error of S from 1.1 of what parity allows to 0.7. It costs as
 many products, and leaves two of them in a row from state to state instead of three.
 
 Sums of g are products of g with triangles of ones: sum_{j<l<=i} g_l is one product for all i, j of the
 chunk. No difference of two running sums is taken, so where a decay of -20 stands beside one of -0.01 the
 small one keeps its digits, and no exponent is above 0.
+
+Matrices over pairs of tokens are kept transposed, `D_t` for D^T, because a product takes its first factor
+transposed. `lanes` is the number of the bundle's value heads, `parts` cuts K into [(start, stop)], and the
+state is one tile [stop - start, lanes, V] per part. `prepare_chunk` makes a dict of these tiles, all in SBUF
+(the compilers know dicts with literal keys, but not all of them know classes):
+
+    beta, minus_beta                    [rows, lanes]
+    gamma, lambda                       [rows, lanes]
+    scale_gamma, minus_beta_gamma       [rows, lanes]
+    carry                               gamma_C on as many partitions as a state has [min(K, 128), lanes]
+    qk                                  q and k, normalized if asked [rows, key heads, 2, K]
+    inverse_norms                       of raw q and k [rows, 2, key heads]; qk again without l2norm, unread
+    v, beta_v                           V, diag(beta) V [rows, lanes, V]
+    minus_beta_k, lambda_k              -diag(beta) K, diag(lambda) K [rows, lanes, K]
+    k_t, scale_q_t                      K^T, scale Q^T, a tile [f, key heads, rows] per part
+    g_triangle                          g_l where l > column, else 0 [rows, lanes, rows]
+    D_t, minus_L_t, P_t                 [rows, lanes, rows]
+    start, tokens                       numbers: the first token, and how many the chunk has
 """
 
 from typing import Any
 
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.tiles import copied, loaded, psum, sbuf, transposed
+from delta_trn.nki_kernels.plan import PARTITIONS
+from delta_trn.nki_kernels.tiles import copy_scaled, load_padded, psum, sbuf, transpose
 
 
-def gates(g, beta, bundle, start, tokens, rows, K, scale, table):
-    """Decays and write strengths of one bundle: columns [rows, lanes], one per lane."""
+def load_lanes(src, bundle, start, tokens, rows):
+    """Loads a bundle's tokens of HBM [N, T, HV, ...] into a float32 tile [rows, lanes, ...]."""
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
-    stop = start + tokens
-    g_ = loaded(g[n, start:stop, first : first + lanes], tokens, rows, (lanes,))
-    beta_ = loaded(beta[n, start:stop, first : first + lanes], tokens, rows, (lanes,))
-    sums = psum((rows, 2, lanes))
-    nisa.nc_matmul(dst=sums[:, 0, :], stationary=table["upto"], moving=g_, is_stationary_onezero=True)
-    nisa.nc_matmul(dst=sums[:, 1, :], stationary=table["after"], moving=g_, is_stationary_onezero=True)
-    decays = sbuf((rows, 2, lanes))
-    nisa.activation(dst=decays, op=nl.exp, data=sums)
-    everywhere = min(K, 128)
-    whole = psum((everywhere, lanes))
+    return load_padded(src[n, start : start + tokens, first : first + lanes], rows)
+
+
+def store_lanes(dst, src_sb, bundle, start, tokens):
+    """Stores [rows, lanes, ...] to HBM [N, T, HV, ...]."""
+    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
+    nisa.dma_copy(dst=dst[n, start : start + tokens, first : first + lanes], src=src_sb[0:tokens])
+
+
+def compute_gates(g_sb, beta_sb, K, scale, table) -> dict[str, Any]:
+    """Computes decays and write strengths of one bundle from g and beta [rows, lanes]."""
+    rows, lanes = g_sb.shape
+    sums_ps = psum((rows, 2, lanes))
+    nisa.nc_matmul(dst=sums_ps[:, 0, :], stationary=table["upper"], moving=g_sb, is_stationary_onezero=True)
     nisa.nc_matmul(
-        dst=whole, stationary=table["every"][0:rows, 0:everywhere], moving=g_, is_stationary_onezero=True
+        dst=sums_ps[:, 1, :], stationary=table["strict_lower"], moving=g_sb, is_stationary_onezero=True
     )
-    carry = sbuf((everywhere, lanes))
-    nisa.activation(dst=carry, op=nl.exp, data=whole)
-    minus_beta = sbuf((rows, lanes))
-    nisa.tensor_scalar(dst=minus_beta, data=beta_, op0=nl.multiply, operand0=-1.0)
-    minus_gamma_beta = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=minus_gamma_beta, data1=decays[:, 0, :], data2=minus_beta, op=nl.multiply)
-    gamma_scale = sbuf((rows, lanes))
-    nisa.tensor_scalar(dst=gamma_scale, data=decays[:, 0, :], op0=nl.multiply, operand0=scale)
+    decays_sb = sbuf((rows, 2, lanes))
+    nisa.activation(dst=decays_sb, op=nl.exp, data=sums_ps)
+    gamma_sb = decays_sb[:, 0, :]
+    partitions = min(K, PARTITIONS)
+    whole_ps = psum((partitions, lanes))
+    nisa.nc_matmul(
+        dst=whole_ps, stationary=table["ones"][0:rows, 0:partitions], moving=g_sb, is_stationary_onezero=True
+    )
+    carry_sb = sbuf((partitions, lanes))
+    nisa.activation(dst=carry_sb, op=nl.exp, data=whole_ps)
+    minus_beta_sb, minus_beta_gamma_sb, scale_gamma_sb = (
+        sbuf((rows, lanes)), sbuf((rows, lanes)), sbuf((rows, lanes)),
+    )  # fmt: skip
+    nisa.tensor_scalar(dst=minus_beta_sb, data=beta_sb, op0=nl.multiply, operand0=-1.0)
+    nisa.tensor_tensor(dst=minus_beta_gamma_sb, data1=gamma_sb, data2=minus_beta_sb, op=nl.multiply)
+    nisa.tensor_scalar(dst=scale_gamma_sb, data=gamma_sb, op0=nl.multiply, operand0=scale)
     return {
-        "g": g_, "beta": beta_, "minus_beta": minus_beta, "gamma": decays[:, 0, :], "lambda": decays[:, 1, :],
-        "carry": carry, "minus_gamma_beta": minus_gamma_beta, "gamma_scale": gamma_scale,
+        "beta": beta_sb, "minus_beta": minus_beta_sb, "gamma": gamma_sb, "lambda": decays_sb[:, 1, :],
+        "carry": carry_sb, "minus_beta_gamma": minus_beta_gamma_sb, "scale_gamma": scale_gamma_sb,
     }  # fmt: skip
 
 
-def keys(q, k, bundle, start, tokens, rows, l2norm, table):
-    """q and k of the bundle's key heads, a tile [rows, key heads, 2, K]; and 1 / norms [rows, 2, key heads].
-
-    Without l2norm the second is the first again, and nobody reads it.
-    """
-    n, key_first, key_heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
-    K = q.shape[3]
-    qk = sbuf((rows, key_heads, 2, K))
+def load_keys(q, k, bundle, start, tokens, l2norm, table):
+    """Loads q and k of a bundle; returns `qk` and `inverse_norms`."""
+    n, first, heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
+    rows, K = table["rows"], q.shape[3]
+    qk_sb = sbuf((rows, heads, 2, K))
     sources = (q, k)
     if not l2norm:
         if tokens < rows:
-            nisa.memset(dst=qk, value=0.0)
+            nisa.memset(dst=qk_sb, value=0.0)
         for side in range(2):
-            src = sources[side][n, start : start + tokens, key_first : key_first + key_heads, :]
-            nisa.dma_copy(dst=qk[0:tokens, :, side, :], src=src)
-        return qk, qk
-    squares = sbuf((rows, 2, key_heads))
-    scratch = sbuf((rows, K))
+            src = sources[side][n, start : start + tokens, first : first + heads, :]
+            nisa.dma_copy(dst=qk_sb[0:tokens, :, side, :], src=src)
+        return qk_sb, qk_sb
+    squares_sb = sbuf((rows, 2, heads))
+    unread_sb = sbuf((rows, K))
     raw = []
     for side in range(2):
-        src = sources[side][n, start : start + tokens, key_first : key_first + key_heads, :]
-        raw.append(loaded(src, tokens, rows, (key_heads, K)))
-        for h in range(key_heads):
+        src = sources[side][n, start : start + tokens, first : first + heads, :]
+        raw.append(load_padded(src, rows))
+        for h in range(heads):
             nisa.activation(
-                dst=scratch, op=nl.square, data=raw[side][:, h, :], reduce_op=nl.add,
-                reduce_res=squares[:, side, h : h + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
+                dst=unread_sb, op=nl.square, data=raw[side][:, h, :], reduce_op=nl.add,
+                reduce_res=squares_sb[:, side, h : h + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
             )  # fmt: skip
-    inverse_norms = sbuf((rows, 2, key_heads))
-    nisa.activation(dst=inverse_norms, op=nl.rsqrt, data=squares, bias=table["epsilon"])
+    inverse_norms_sb = sbuf((rows, 2, heads))
+    nisa.activation(dst=inverse_norms_sb, op=nl.rsqrt, data=squares_sb, bias=table["epsilon"])
     for side in range(2):
-        for h in range(key_heads):
-            copied(qk[:, h, side, :], raw[side][:, h, :], inverse_norms[:, side, h : h + 1])
-    return qk, inverse_norms
+        for h in range(heads):
+            copy_scaled(qk_sb[:, h, side, :], raw[side][:, h, :], inverse_norms_sb[:, side, h : h + 1])
+    return qk_sb, inverse_norms_sb
 
 
-def key_of(bundle, lane):
-    """The key head, within the bundle, that a lane reads."""
+def key_head(bundle, lane):
+    """Returns the key head, within the bundle, that a lane reads."""
     return lane * bundle["key_heads"] // bundle["lanes"]
 
 
-def scaled_heads(qk, side, columns, bundle, rows):
-    """[rows, lanes, K]: of each lane's key head q (side 0) or k (side 1), row i times columns[i, lane]."""
+def scale_heads(qk_sb, side, columns_sb, bundle):
+    """Scales each lane's q (side 0) or k (side 1) by rows: [rows, lanes, K], row i times columns[i, lane]."""
     lanes = bundle["lanes"]
-    out = sbuf((rows, lanes, qk.shape[3]))
+    out_sb = sbuf((qk_sb.shape[0], lanes, qk_sb.shape[3]))
     for lane in range(lanes):
-        copied(out[:, lane, :], qk[:, key_of(bundle, lane), side, :], columns[:, lane : lane + 1])
-    return out
+        own = qk_sb[:, key_head(bundle, lane), side, :]
+        copy_scaled(out_sb[:, lane, :], own, columns_sb[:, lane : lane + 1])
+    return out_sb
 
 
-def weighted_triangle(g, lanes, rows, table):
-    """[rows, lanes, rows]: g_l at row l, columns before l; the factor that all decay sums share."""
-    tile = sbuf((rows, lanes, rows))
+def scale_lanes(x_sb, columns_sb, dtype=nl.float32):
+    """Scales [rows, lanes, V] by rows: row i of each lane times columns[i, lane]."""
+    out_sb = sbuf(x_sb.shape, dtype)
+    for lane in range(x_sb.shape[1]):
+        copy_scaled(out_sb[:, lane, :], x_sb[:, lane, :], columns_sb[:, lane : lane + 1])
+    return out_sb
+
+
+def spread_decays(g_sb, table):
+    """Builds `g_triangle`, the factor that all sums of decays share."""
+    rows, lanes = g_sb.shape
+    out_sb = sbuf((rows, lanes, rows))
     for lane in range(lanes):
-        copied(tile[:, lane, :], table["after"], g[:, lane : lane + 1])
-    return tile
+        copy_scaled(out_sb[:, lane, :], table["strict_lower"], g_sb[:, lane : lane + 1])
+    return out_sb
 
 
-def decay_transposed(weights, lanes, rows, table, dropped):
-    """exp of sum_{j<l<=i} g_l at row j, column i, per lane; 0 where the table's `dropped` says."""
-    ps = psum((rows, lanes, rows))
+def compute_decays(g_triangle_sb, table, dropped):
+    """Computes D^T, exp of sum_{j<l<=i} g_l at row j, column i; 0 in the triangle that `dropped` names."""
+    rows, lanes = table["rows"], g_triangle_sb.shape[1]
+    sums_ps = psum((rows, lanes, rows))
     for lane in range(lanes):
         nisa.nc_matmul(
-            dst=ps[:, lane, :], stationary=weights[:, lane, :], moving=table["upto"], is_moving_onezero=True
-        )
+            dst=sums_ps[:, lane, :], stationary=g_triangle_sb[:, lane, :], moving=table["upper"],
+            is_moving_onezero=True,
+        )  # fmt: skip
         nisa.nc_matmul(
-            dst=ps[:, lane, :],
-            stationary=table["identity"],
-            moving=table[dropped],
+            dst=sums_ps[:, lane, :], stationary=table["identity"], moving=table[dropped],
             is_stationary_onezero=True,
-        )
-    tile = sbuf((rows, lanes, rows))
-    nisa.activation(dst=tile, op=nl.exp, data=ps)
-    return tile
+        )  # fmt: skip
+    out_sb = sbuf((rows, lanes, rows))
+    nisa.activation(dst=out_sb, op=nl.exp, data=sums_ps)
+    return out_sb
 
 
-def views(tile, lanes):
-    """The lanes of [rows, lanes, F] as a list of [rows, F]."""
-    found = []
-    for lane in range(lanes):
-        found.append(tile[:, lane, :])
-    return found
+def split_lanes(x_sb):
+    """Returns the lanes of [rows, lanes, free] as a list of views [rows, free]."""
+    views = []
+    for lane in range(x_sb.shape[1]):
+        views.append(x_sb[:, lane, :])
+    return views
 
 
-def side_views(qk, side):
-    """The key heads' q or k."""
-    found = []
-    for h in range(qk.shape[1]):
-        found.append(qk[:, h, side, :])
-    return found
+def split_key_heads(qk_sb, side):
+    """Returns q (side 0) or k (side 1) of each key head as a list of views [rows, K]."""
+    views = []
+    for h in range(qk_sb.shape[1]):
+        views.append(qk_sb[:, h, side, :])
+    return views
 
 
-def products(stationary, moving, bundle, rows, parts):
-    """PSUM [rows, lanes, rows], per lane the sum over parts of stationary^T moving.
+def multiply_pairs(stationary, moving, bundle):
+    """Computes products of all pairs of tokens, PSUM [rows, lanes, rows]: stationary^T moving of each lane.
 
-    stationary, moving: per part a tile [f, lanes or key heads, rows].
+    stationary and moving are lists over the parts of what is summed, tiles [f, lanes or key heads, rows].
     """
-    lanes = bundle["lanes"]
-    ps = psum((rows, lanes, rows))
+    rows, lanes = moving[0].shape[2], bundle["lanes"]
+    out_ps = psum((rows, lanes, rows))
     for lane in range(lanes):
-        for part in range(len(parts)):
+        for part in range(len(moving)):
             left = stationary[part]
             right = moving[part]
-            a = lane if left.shape[1] == lanes else key_of(bundle, lane)
-            b = lane if right.shape[1] == lanes else key_of(bundle, lane)
-            nisa.nc_matmul(dst=ps[:, lane, :], stationary=left[:, a, :], moving=right[:, b, :])
-    return ps
+            a = lane if left.shape[1] == lanes else key_head(bundle, lane)
+            b = lane if right.shape[1] == lanes else key_head(bundle, lane)
+            nisa.nc_matmul(dst=out_ps[:, lane, :], stationary=left[:, a, :], moving=right[:, b, :])
+    return out_ps
 
 
-def weighted_values(v, x, bundle, rows):
-    """diag(beta) V, ahead of the state: [rows, lanes, V]."""
-    lanes = bundle["lanes"]
-    out = sbuf((rows, lanes, v.shape[2]))
+def multiply_elements(x, y):
+    """Computes x . y, element by element, in a new tile in SBUF."""
+    out_sb = sbuf(x.shape)
+    nisa.tensor_tensor(dst=out_sb, data1=x, data2=y, op=nl.multiply)
+    return out_sb
+
+
+def multiply_lanes(stationary, moving):
+    """Computes stationary^T moving of each lane, with a PSUM tile per lane; tiles [rows, lanes, free]."""
+    free, lanes = stationary.shape[2], stationary.shape[1]
+    out_sb = sbuf((free, lanes, moving.shape[2]))
     for lane in range(lanes):
-        copied(out[:, lane, :], v[:, lane, :], x["beta"][:, lane : lane + 1])
-    return out
+        out_ps = psum((free, moving.shape[2]))
+        nisa.nc_matmul(dst=out_ps, stationary=stationary[:, lane, :], moving=moving[:, lane, :])
+        copy_scaled(out_sb[:, lane, :], out_ps)
+    return out_sb
 
 
-def residual(x, S, bundle, rows, parts):
-    """V' = diag(beta) (V - diag(gamma) K S): [rows, lanes, V]; S per part [f, lanes, V]."""
-    lanes = bundle["lanes"]
-    V = S[0].shape[2]
-    out = sbuf((rows, lanes, V))
+def multiply_lanes_at_once(stationary, moving):
+    """Computes the same, for lanes whose results fill one bank of PSUM and leave it in one instruction."""
+    free, lanes = stationary.shape[2], stationary.shape[1]
+    out_ps = psum((free, lanes, moving.shape[2]))
     for lane in range(lanes):
-        ps = psum((rows, V))
-        for part in range(len(parts)):
+        nisa.nc_matmul(dst=out_ps[:, lane, :], stationary=stationary[:, lane, :], moving=moving[:, lane, :])
+    out_sb = sbuf((free, lanes, moving.shape[2]))
+    copy_scaled(out_sb, out_ps)
+    return out_sb
+
+
+def compute_residual(chunk, S, bundle):
+    """Computes R = diag(beta) V - diag(beta gamma) K S, [rows, lanes, V]."""
+    beta_v_sb = chunk["beta_v"]
+    rows, lanes, V = beta_v_sb.shape
+    out_sb = sbuf((rows, lanes, V))
+    for lane in range(lanes):
+        KS_ps = psum((rows, V))
+        for part in range(len(S)):
+            k_t_sb = chunk["k_t"][part]
             nisa.nc_matmul(
-                dst=ps, stationary=x["kt"][part][:, key_of(bundle, lane), :], moving=S[part][:, lane, :]
+                dst=KS_ps, stationary=k_t_sb[:, key_head(bundle, lane), :], moving=S[part][:, lane, :]
             )
         nisa.scalar_tensor_tensor(
-            dst=out[:, lane, :], data=ps, op0=nl.multiply, operand0=x["minus_gamma_beta"][:, lane : lane + 1],
-            op1=nl.add, operand1=x["beta_v"][:, lane, :],
+            dst=out_sb[:, lane, :], data=KS_ps, op0=nl.multiply,
+            operand0=chunk["minus_beta_gamma"][:, lane : lane + 1], op1=nl.add,
+            operand1=beta_v_sb[:, lane, :],
         )  # fmt: skip
-    return out
+    return out_sb
 
 
-def solved(Tt, residuals, bundle, rows):
-    """U = T V'."""
-    lanes = bundle["lanes"]
-    V = residuals.shape[2]
-    out = sbuf((rows, lanes, V))
-    for lane in range(lanes):
-        ps = psum((rows, V))
-        nisa.nc_matmul(dst=ps, stationary=Tt[:, lane, :], moving=residuals[:, lane, :])
-        copied(out[:, lane, :], ps)
-    return out
+def decay_and_add(S, carry_sb, factors, parts):
+    """Computes gamma_C S + sum of X^T Y over the pairs (X [rows, lanes, K], Y [rows, lanes, V]) of factors.
 
-
-def writing(T, x, bundle, rows):
-    """W = T^T diag(lambda) K: [rows, lanes, K]."""
-    lanes = bundle["lanes"]
-    K = x["k_end"].shape[2]
-    out = sbuf((rows, lanes, K))
-    for lane in range(lanes):
-        ps = psum((rows, K))
-        nisa.nc_matmul(dst=ps, stationary=T[:, lane, :], moving=x["k_end"][:, lane, :])
-        copied(out[:, lane, :], ps)
-    return out
-
-
-def combined(stationary, moving, bundle, rows):
-    """stationary^T moving per lane: tiles [rows, lanes, rows]."""
-    lanes = bundle["lanes"]
-    ps = psum((rows, lanes, rows))
-    for lane in range(lanes):
-        nisa.nc_matmul(dst=ps[:, lane, :], stationary=stationary[:, lane, :], moving=moving[:, lane, :])
-    out = sbuf((rows, lanes, rows))
-    copied(out, ps)
-    return out
-
-
-def next_state(x, S, W, residuals, bundle, parts):
-    """S' = gamma_C S + W^T V', new tiles."""
-    lanes = bundle["lanes"]
-    V = S[0].shape[2]
-    found = []
+    The result is new tiles. With (W, R) it is the next state, and backward uses it for the state's gradient.
+    """
+    lanes, V = S[0].shape[1], S[0].shape[2]
+    tiles = []
     for part in range(len(parts)):
         start, stop = parts[part]
-        out = sbuf((stop - start, lanes, V))
+        out_sb = sbuf((stop - start, lanes, V))
         for lane in range(lanes):
-            ps = psum((stop - start, V))
-            nisa.nc_matmul(dst=ps, stationary=W[:, lane, start:stop], moving=residuals[:, lane, :])
+            sum_ps = psum((stop - start, V))
+            for x_sb, y_sb in factors:
+                nisa.nc_matmul(dst=sum_ps, stationary=x_sb[:, lane, start:stop], moving=y_sb[:, lane, :])
             nisa.scalar_tensor_tensor(
-                dst=out[:, lane, :], data=S[part][:, lane, :], op0=nl.multiply,
-                operand0=x["carry"][0 : stop - start, lane : lane + 1], op1=nl.add, operand1=ps,
+                dst=out_sb[:, lane, :], data=S[part][:, lane, :], op0=nl.multiply,
+                operand0=carry_sb[0 : stop - start, lane : lane + 1], op1=nl.add, operand1=sum_ps,
             )  # fmt: skip
-        found.append(out)
-    return found
+        tiles.append(out_sb)
+    return tiles
 
 
-def begin(
-    q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table
-) -> dict[str, Any]:  # fmt: skip
-    """What a chunk needs that does not depend on the state, up to G and P: everything in one dict.
+def prepare_chunk(inputs, bundle, start, tokens, parts, scale, l2norm, table) -> dict[str, Any]:
+    """Computes what a chunk needs that does not depend on the state: the tiles that the module's table names.
 
-    kt, qt are k and scale q, transposed, per part of K; k_minus is -diag(beta) K, k_end diag(lambda) K.
+    Args:
+        inputs      q, k, v, g, beta as `gated_delta_rule_fwd` takes them, in HBM
+        start       the chunk's first token, of `tokens`
+        table       the constants for the chunk's rows
+
+    Notes:
+        Each engine runs its instructions in order, so scalings are issued first: no copy out of PSUM, which
+        waits for the Tensor engine, then stands before one.
     """
-    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
-    x: dict[str, Any] = gates(g, beta, bundle, start, tokens, rows, q.shape[3], scale, table)
-    qk, inverse_norms = keys(q, k, bundle, start, tokens, rows, l2norm, table)
-    x["qk"] = qk
-    x["inverse_norms"] = inverse_norms
-    x["v"] = loaded(v[n, start : start + tokens, first : first + lanes, :], tokens, rows, (lanes, v.shape[3]))
-    # each engine runs its instructions in order: scalings first, so that no eviction stands before one
-    x["k_minus"] = scaled_heads(qk, 1, x["minus_beta"], bundle, rows)
-    x["weights"] = weighted_triangle(x["g"], lanes, rows, table)
-    identity = table["identity"]
-    x["kt"] = transposed(side_views(qk, 1), rows, parts, identity)
-    x["qt"] = transposed(side_views(qk, 0), rows, parts, identity, scale)
-    x["k_minus_t"] = transposed(views(x["k_minus"], lanes), rows, parts, identity)
-    x["Et"] = decay_transposed(x["weights"], lanes, rows, table, "drop_after")
-    x["k_end"] = scaled_heads(qk, 1, x["lambda"], bundle, rows)
-    x["beta_v"] = weighted_values(x["v"], x, bundle, rows)
-    ps = products(x["kt"], x["k_minus_t"], bundle, rows, parts)
-    Gt = sbuf((rows, lanes, rows))
-    nisa.tensor_tensor(dst=Gt, data1=ps, data2=x["Et"], op=nl.multiply)
-    x["Gt"] = Gt
-    ps = products(x["kt"], x["qt"], bundle, rows, parts)
-    Pt = sbuf((rows, lanes, rows))
-    nisa.tensor_tensor(dst=Pt, data1=ps, data2=x["Et"], op=nl.multiply)
-    x["Pt"] = Pt
-    return x
+    q, k, v, g, beta = inputs
+    rows = table["rows"]
+    g_sb = load_lanes(g, bundle, start, tokens, rows)
+    beta_sb = load_lanes(beta, bundle, start, tokens, rows)
+    chunk = compute_gates(g_sb, beta_sb, q.shape[3], scale, table)
+    chunk["start"] = start
+    chunk["tokens"] = tokens
+    qk_sb, inverse_norms_sb = load_keys(q, k, bundle, start, tokens, l2norm, table)
+    chunk["qk"] = qk_sb
+    chunk["inverse_norms"] = inverse_norms_sb
+    chunk["v"] = load_lanes(v, bundle, start, tokens, rows)
+    minus_beta_k_sb = scale_heads(qk_sb, 1, chunk["minus_beta"], bundle)
+    chunk["minus_beta_k"] = minus_beta_k_sb
+    chunk["g_triangle"] = spread_decays(g_sb, table)
+    identity_sb = table["identity"]
+    chunk["k_t"] = transpose(split_key_heads(qk_sb, 1), parts, identity_sb)
+    chunk["scale_q_t"] = transpose(split_key_heads(qk_sb, 0), parts, identity_sb, scale)
+    minus_beta_k_t = transpose(split_lanes(minus_beta_k_sb), parts, identity_sb)
+    chunk["D_t"] = compute_decays(chunk["g_triangle"], table, "drop_strict_lower")
+    chunk["lambda_k"] = scale_heads(qk_sb, 1, chunk["lambda"], bundle)
+    chunk["beta_v"] = scale_lanes(chunk["v"], beta_sb)
+    chunk["minus_L_t"] = multiply_elements(multiply_pairs(chunk["k_t"], minus_beta_k_t, bundle), chunk["D_t"])
+    chunk["P_t"] = multiply_elements(multiply_pairs(chunk["k_t"], chunk["scale_q_t"], bundle), chunk["D_t"])
+    return chunk

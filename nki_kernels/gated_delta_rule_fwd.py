@@ -1,50 +1,51 @@
-"""The gated delta rule forward: chunk by chunk, several heads side by side. `nki_kernels.chunk` has the
-equations.
-
-A chunk's inverse is a chain of log2(C) merges that leaves the Tensor engine waiting. Between its levels
-stand what the chunk before still owes (its output and its state) and the next chunk's first products, which
-do not depend on it.
+"""The gated delta rule forward: chunk by chunk, several heads side by side.
 
     S <- exp(g_t) S    u = beta_t (v_t - S^T k_t)    S <- S + k_t u^T    o_t = scale S^T q_t
 
-arXiv:2412.06464. Value head j reads query and key of head j // (HV / H).
+Source: arXiv:2412.06464. Value head j reads query and key of head j // (HV / H). `nki_kernels.chunk` has the
+equations of a chunk, the letters, and the tiles in a chunk's dict.
 """
 
-from delta_trn.nki_kernels.chunk import begin, combined, next_state, residual, scaled_heads, views, writing
-from delta_trn.nki_kernels.examples import inputs
-from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.tiles import (
-    chunk_rows,
-    constants,
-    copied,
-    cut,
-    psum,
-    sbuf,
-    spans,
-    transposed,
-    waves,
+from delta_trn.nki_kernels.chunk import (
+    compute_residual,
+    decay_and_add,
+    multiply_lanes,
+    multiply_lanes_at_once,
+    prepare_chunk,
+    scale_heads,
+    split_lanes,
+    store_lanes,
 )
-from delta_trn.nki_kernels.triangular import identities, level_count, merge, pair_masks, workspace
+from delta_trn.nki_kernels.examples import rule_inputs
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.plan import chunk_rows, split_evenly, waves
+from delta_trn.nki_kernels.tiles import build_constants, copy_scaled, psum, sbuf, take_corners, transpose
+from delta_trn.nki_kernels.triangular import level_count, merge, pair_masks, start_inverses, workspace
+
+# The stages of a chunk that run between the levels of another one's inverse.
+PREPARE = 0  # what needs no state: D, L, P
+RESIDUAL = 1  # R, and the state to HBM where it is to be kept
+OUTPUT = 2  # O
+STATE = 3  # the next state
 
 
-def first_state(states, bundle, parts, V, given):
-    """S of a bundle, per part of K a tile [f, lanes, V]: from HBM [N, HV, K, V], or 0."""
+def load_state(states, bundle, parts, V, present):
+    """Loads a bundle's state [N, HV, K, V], or 0 unless `present`: a tile [f, lanes, V] per part of K."""
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     S = []
-    for part in parts:
-        start, stop = part
-        tile = sbuf((stop - start, lanes, V))
-        if given:
+    for start, stop in parts:
+        tile_sb = sbuf((stop - start, lanes, V))
+        if present:
             for lane in range(lanes):
-                nisa.dma_copy(dst=tile[:, lane, :], src=states[n, first + lane, start:stop, :])
+                nisa.dma_copy(dst=tile_sb[:, lane, :], src=states[n, first + lane, start:stop, :])
         else:
-            nisa.memset(dst=tile, value=0.0)
-        S.append(tile)
+            nisa.memset(dst=tile_sb, value=0.0)
+        S.append(tile_sb)
     return S
 
 
 def store_state(states, S, bundle, parts):
-    """S of a bundle to HBM [N, HV, K, V]."""
+    """Stores a bundle's state to HBM [N, HV, K, V]."""
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     for part in range(len(parts)):
         start, stop = parts[part]
@@ -52,79 +53,123 @@ def store_state(states, S, bundle, parts):
             nisa.dma_copy(dst=states[n, first + lane, start:stop, :], src=S[part][:, lane, :])
 
 
-def output(x, S, Ht, residuals, bundle, rows, parts, dtype):
-    """O = scale diag(gamma) Q S + H V': one sum in PSUM per lane."""
-    lanes = bundle["lanes"]
-    V = residuals.shape[2]
-    out = sbuf((rows, lanes, V), dtype)
+def compute_output(chunk, S, dtype):
+    """Computes O = scale diag(gamma) Q S + (P T) R, [rows, lanes, V]: one sum in PSUM per lane."""
+    R_sb = chunk["R"]
+    rows, lanes, V = R_sb.shape
+    out_sb = sbuf((rows, lanes, V), dtype)
     for lane in range(lanes):
-        ps = psum((rows, V))
-        for part in range(len(parts)):
-            nisa.nc_matmul(dst=ps, stationary=x["q_gamma_t"][part][:, lane, :], moving=S[part][:, lane, :])
-        nisa.nc_matmul(dst=ps, stationary=Ht[:, lane, :], moving=residuals[:, lane, :])
-        copied(out[:, lane, :], ps)
-    return out
+        O_ps = psum((rows, V))
+        for part in range(len(S)):
+            nisa.nc_matmul(
+                dst=O_ps, stationary=chunk["scale_gamma_q_t"][part][:, lane, :], moving=S[part][:, lane, :]
+            )
+        nisa.nc_matmul(dst=O_ps, stationary=chunk["PT_t"][:, lane, :], moving=R_sb[:, lane, :])
+        copy_scaled(out_sb[:, lane, :], O_ps)
+    return out_sb
 
 
-def begun(q, k, v, g, beta, bundle, start, tokens, parts, scale, l2norm, full):
-    """`chunk.begin`, and scale diag(gamma) Q, transposed."""
-    rows = chunk_rows(tokens)
-    table = cut(full, rows)
-    x = begin(q, k, v, g, beta, bundle, start, tokens, rows, parts, scale, l2norm, table)
-    q_gamma = scaled_heads(x["qk"], 0, x["gamma_scale"], bundle, rows)
-    x["q_gamma_t"] = transposed(views(q_gamma, bundle["lanes"]), rows, parts, table["identity"])
-    return x
+def prepare_forward(inputs, bundle, index, C, parts, scale, l2norm, constants):
+    """Runs PREPARE for chunk number `index`: `prepare_chunk`, and `scale_gamma_q_t`, a tile per part of K."""
+    start = index * C
+    tokens = min(C, inputs[0].shape[1] - start)
+    table = take_corners(constants, chunk_rows(tokens))
+    chunk = prepare_chunk(inputs, bundle, start, tokens, parts, scale, l2norm, table)
+    chunk["index"] = index
+    scale_gamma_q_sb = scale_heads(chunk["qk"], 0, chunk["scale_gamma"], bundle)
+    chunk["scale_gamma_q_t"] = transpose(split_lanes(scale_gamma_q_sb), parts, table["identity"])
+    return chunk
 
 
-def finished(stage, y, S, bundle, parts, states, every, o):
-    """A part of what a chunk does once its state is known; returns the state of the bundle.
-
-    Stages in their order: 0 V', and the state to HBM if it is to be kept; 1 the output; 2 the next state.
-    """
+def run_stage(stage, chunk, S, bundle, parts, states, every, o):
+    """Runs RESIDUAL, OUTPUT or STATE of a chunk that meets the state S; returns the state of the bundle."""
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
-    x, rows = y["x"], y["rows"]
-    if stage == 0:
-        if every > 0 and y["chunk"] > 0 and y["chunk"] % max(every, 1) == 0:
-            stretch = y["chunk"] // every - 1
+    if stage == RESIDUAL:
+        if every > 0 and chunk["index"] > 0 and chunk["index"] % max(every, 1) == 0:
+            stretch = chunk["index"] // every - 1
             for part in range(len(parts)):
                 low, high = parts[part]
                 nisa.dma_copy(dst=states[n, stretch, low:high, first : first + lanes, :], src=S[part])
-        y["residual"] = residual(x, S, bundle, rows, parts)
-    if stage == 1:
-        start, tokens = y["start"], y["tokens"]
-        out = output(x, S, y["Ht"], y["residual"], bundle, rows, parts, o.dtype)
-        nisa.dma_copy(dst=o[n, start : start + tokens, first : first + lanes, :], src=out[0:tokens])
-    if stage == 2:
-        return next_state(x, S, y["W"], y["residual"], bundle, parts)
+        chunk["R"] = compute_residual(chunk, S, bundle)
+    if stage == OUTPUT:
+        store_lanes(o, compute_output(chunk, S, o.dtype), bundle, chunk["start"], chunk["tokens"])
+    if stage == STATE:
+        return decay_and_add(S, chunk["carry"], [(chunk["W"], chunk["R"])], parts)
     return S
 
 
-@nki.jit
-def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, every, C, lanes, width):
-    """(o, final_state), or (o, final_state, states) for backward, where there are any to keep.
+def list_work(bundles, inverted, coming):
+    """Lists (stage, bundle) in the order in which they are issued.
 
-    q, k            [N, T, H, K] float32 or bfloat16, any T; 1 <= K <= 256
-    v               [N, T, HV, V], 1 <= V <= 512; o has its shape and dtype
-    g, beta         [N, T, HV]; g <= 0 float32
-    initial_state   [N, HV, K, V] float32, read if `given`; else None
-    scale, l2norm   of q; normalize q and k by rsqrt(sum of squares + 1e-6)
-    every           0, or keep the state before every such chunk but the first, whose state backward is given:
-                    states [N, (chunks - 1) // every, K, HV, V] float32
-    C               tokens a chunk, a power of two up to 128
-    lanes, width    value heads in turn, and of these in one instruction (at most 4)
+    The stages that await a state are those of the chunk that is inverted, PREPARE is that of the coming one,
+    if there are such chunks.
+    """
+    work = []
+    if inverted:
+        for b in range(bundles):
+            work.append((RESIDUAL, b))
+    if coming:
+        for b in range(bundles):
+            work.append((PREPARE, b))
+    if inverted:
+        for b in range(bundles):
+            work.append((OUTPUT, b))
+            work.append((STATE, b))
+    return work
+
+
+@nki.jit
+def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_state, every, C, lanes, width):
+    """Computes the gated delta rule over whole sequences.
+
+    Dimensions:
+        N sequences, T tokens, H query and key heads, HV value heads; 1 <= K <= 256, 1 <= V <= 512
+
+    Args:
+        q, k            [N, T, H, K] float32 or bfloat16
+        v               [N, T, HV, V]
+        g, beta         [N, T, HV]; g <= 0 float32
+        initial_state   [N, HV, K, V] float32, read if `has_state`; else None
+        scale, l2norm   of q; normalize q and k by rsqrt(sum of squares + 1e-6)
+        every           keep the state before each chunk whose number is a multiple of it, but chunk 0, whose
+                        state backward has anyway; 0 keeps none
+        C               tokens per chunk, a power of two up to 128
+        lanes, width    lanes per wave, and per bundle (at most 4)
+
+    Returns:
+        o               [N, T, HV, V] in v's dtype
+        final_state     [N, HV, K, V] float32
+        states          [N, (chunks - 1) // every, K, HV, V] float32, only if there are any
+
+    Notes:
+        A chunk's inverse is a chain of log2(C) merges that leaves the Tensor engine waiting. So work of two
+        other chunks is spread over its levels: what the chunk before still has to do with its state, and the
+        next chunk's PREPARE, which depends on no state.
+
+    Pseudocode, without that overlap:
+        for wave in waves:
+            S = initial_state
+            for chunk in chunks:
+                D, L, P = PREPARE(chunk)
+                T = (I + L)^-1;  PT = P T;  W = T^T diag(lambda) K
+                R = RESIDUAL(chunk, S)
+                o[chunk] = OUTPUT(chunk, S, PT, R)
+                S = STATE(S, W, R)
+            final_state = S
     """
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
-    parts = spans(K)
+    parts = split_evenly(K)
     chunks = (T + C - 1) // C
+    inputs = (q, k, v, g, beta)
     o = nl.ndarray((N, T, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
-    final = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
-    states = final
+    final_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    states = final_state
     kept = (chunks - 1) // every if every > 0 else 0
     if kept > 0:
         states = nl.ndarray((N, kept, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, chunk_rows(T))
-    full = constants(largest)
+    constants = build_constants(largest)
     masks = pair_masks(largest)
     for wave in waves(N, H, HV, width, lanes):
         count = len(wave)
@@ -132,73 +177,55 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, given, 
         spaces = []
         coming = []
         for bundle in wave:
-            S.append(first_state(initial_state, bundle, parts, V, given))
+            S.append(load_state(initial_state, bundle, parts, V, has_state))
             spaces.append(workspace(largest, bundle["lanes"]))
-            coming.append(begun(q, k, v, g, beta, bundle, 0, min(C, T), parts, scale, l2norm, full))
-        owing = []
-        for chunk in range(chunks + 1):
-            xs = coming
+            coming.append(prepare_forward(inputs, bundle, 0, C, parts, scale, l2norm, constants))
+        inverted = []
+        for index in range(chunks + 1):  # a turn more: the last chunk's stages that await its state
+            current = coming
             coming = []
-            work = []
-            for b in range(len(owing)):
-                work.append((0, b))
-            if chunk + 1 < chunks:
-                for b in range(count):
-                    work.append((3, b))
-            for b in range(len(owing)):
-                work.append((1, b))
-                work.append((2, b))
+            work = list_work(count, index > 0, index + 1 < chunks)
             levels = 1
-            tokens = min(C, T - chunk * C)
-            rows = chunk_rows(tokens)
+            minus_L_ts = []
             Ts = []
-            Tts = []
-            Gts = []
-            if chunk < chunks:
-                for x in xs:
-                    Gts.append(x["Gt"])
+            T_ts = []
+            if index < chunks:
+                rows = chunk_rows(current[0]["tokens"])
+                for chunk in current:
+                    minus_L_ts.append(chunk["minus_L_t"])
                 levels = level_count(rows)
-                Ts, Tts = identities(Gts, cut(full, rows), rows)
-            at_a_level = (len(work) + levels - 1) // levels
+                Ts, T_ts = start_inverses(minus_L_ts, take_corners(constants, rows))
+            per_level = (len(work) + levels - 1) // levels
             for level in range(levels):
-                if chunk < chunks:
-                    merge(Gts, Ts, Tts, spaces, masks, rows, level, False)
-                for i in range(level * at_a_level, min(len(work), (level + 1) * at_a_level)):
+                if index < chunks:
+                    merge(minus_L_ts, Ts, T_ts, spaces, masks, level, False)
+                for i in range(level * per_level, min(len(work), (level + 1) * per_level)):
                     stage, b = work[i]
-                    if stage == 3:
-                        start = (chunk + 1) * C
-                        later = min(C, T - start)
+                    if stage == PREPARE:
                         coming.append(
-                            begun(q, k, v, g, beta, wave[b], start, later, parts, scale, l2norm, full)
+                            prepare_forward(inputs, wave[b], index + 1, C, parts, scale, l2norm, constants)
                         )
                     else:
-                        S[b] = finished(stage, owing[b], S[b], wave[b], parts, states, every, o)
-            owing = []
-            if chunk < chunks:
-                for b in range(count):
-                    Ht = combined(Ts[b], xs[b]["Pt"], wave[b], rows)
-                    W = writing(Ts[b], xs[b], wave[b], rows)
-                    owing.append(
-                        {
-                            "x": xs[b], "Ht": Ht, "W": W, "chunk": chunk, "start": chunk * C,
-                            "tokens": tokens, "rows": rows,
-                        }
-                    )  # fmt: skip
+                        S[b] = run_stage(stage, inverted[b], S[b], wave[b], parts, states, every, o)
+            inverted = current
+            for b in range(len(current)):
+                current[b]["PT_t"] = multiply_lanes_at_once(Ts[b], current[b]["P_t"])
+                current[b]["W"] = multiply_lanes(Ts[b], current[b]["lambda_k"])
         for b in range(count):
-            store_state(final, S[b], wave[b], parts)
+            store_state(final_state, S[b], wave[b], parts)
     if kept > 0:
-        return o, final, states
-    return o, final
+        return o, final_state, states
+    return o, final_state
 
 
 def example(
     B=1, T=256, H=2, K=64, V=128, HV=0, dtype="float32", every=2, C=128, lanes=8, width=4
 ):  # fmt: skip
-    """The kernel and arguments as training passes them: no initial state, l2norm; every=0: as inference."""
-    q, k, v, g, beta, _ = inputs(B, T, H, HV or H, K, V, dtype)
+    """Returns the kernel and arguments as in training: no initial state, l2norm; every=0: as in inference."""
+    q, k, v, g, beta, _ = rule_inputs(B, T, H, HV or H, K, V, dtype)
     return gated_delta_rule_fwd, (q, k, v, g, beta, None, K**-0.5, True, False, every, C, lanes, width)
 
 
 def between(arguments, outputs):
-    """The states, which are no output of the operation."""
+    """Returns the kept states, which are no output of the operation."""
     return outputs[2:]

@@ -11,42 +11,43 @@ A partition takes several rows, side by side on its free axis, so that a descrip
 V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 backward.
 """
 
+from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.partitions import BANK, PARTITIONS, loaded, row_sum, tile
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
+from delta_trn.nki_kernels.tiles import load, psum, sbuf, sum_rows
 
-WIDTH = 2048  # numbers of x a partition
+WIDTH = 2048  # numbers of x per partition
 MOST_V = 8 * BANK
 LEAST_EPS = 2.0**-87  # from where on the Scalar engine's rsqrt is right
 
 
 @nki.jit
 def gated_rms_norm_fwd(x, z, weight, eps, gated):
-    """y [M, V] in x's dtype. gated: bool; z is read only then, and may else be None."""
-    assert eps >= LEAST_EPS, f"eps={eps} is below {LEAST_EPS}, where the Scalar engine's rsqrt is wrong"
+    """Computes y [M, V] in x's dtype; z is read only if `gated`, and may else be None."""
+    check(eps)
     M, V = x.shape
     y = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
-    w = everywhere(weight)
+    w_sb = load_everywhere(weight)
     for start, P, slots in pieces(M, V):
-        stop = start + P * slots
-        xt = rows_of(x, start, P, slots)
-        r = norms(xt, eps)
-        out = tile((P, slots, V), x.dtype)
-        h = out
+        x_sb = load_rows(x, start, P, slots)
+        r_sb = invert_rms(x_sb, eps)
+        y_sb = sbuf((P, slots, V), x.dtype)
+        h_sb = y_sb
         if gated:
-            h = tile((P, slots, V), nl.float32)
-        times_rows(h, xt, r, w)
+            h_sb = sbuf((P, slots, V))
+        scale_rows(h_sb, x_sb, r_sb, w_sb)
         if gated:
-            gate = tile((P, slots, V), nl.float32)
-            nisa.activation(dst=gate, op=nl.silu, data=rows_of(z, start, P, slots))
-            nisa.tensor_tensor(dst=out, data1=h, data2=gate, op=nl.multiply)
-        nisa.dma_copy(dst=y[start:stop, :].reshape((P, slots, V)), src=out)
+            gate_sb = sbuf((P, slots, V))
+            nisa.activation(dst=gate_sb, op=nl.silu, data=load_rows(z, start, P, slots))
+            nisa.tensor_tensor(dst=y_sb, data1=h_sb, data2=gate_sb, op=nl.multiply)
+        store_rows(y, y_sb, start)
     return y
 
 
 @nki.jit
 def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
-    """(dx, dz, dweight), each shaped and typed like its input; (dx, dweight) where not gated."""
-    assert eps >= LEAST_EPS, f"eps={eps} is below {LEAST_EPS}, where the Scalar engine's rsqrt is wrong"
+    """Computes (dx, dz, dweight), each shaped and typed like its input; (dx, dweight) where not `gated`."""
+    check(eps)
     M, V = x.shape
     assert V <= MOST_V, f"V={V} exceeds {MOST_V}: dweight is summed in PSUM, one bank per {BANK}"
     dx = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
@@ -54,135 +55,143 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
     dz = dx
     if gated:
         dz = nl.ndarray((M, V), dtype=z.dtype, buffer=nl.shared_hbm)
-    w = everywhere(weight)
-    ones = tile((PARTITIONS, 1), nl.float32)
-    nisa.memset(dst=ones, value=1.0)
-    sums = []
-    for v0 in range(0, V, BANK):
-        sums.append(nl.ndarray((1, min(BANK, V - v0)), dtype=nl.float32, buffer=nl.psum))
+    w_sb = load_everywhere(weight)
+    ones_sb = sbuf((PARTITIONS, 1))
+    nisa.memset(dst=ones_sb, value=1.0)
+    sums = []  # of dweight, one per bank of PSUM
+    for low, high in split(V, BANK):
+        sums.append((low, high, psum((1, high - low))))
     for start, P, slots in pieces(M, V):
-        stop = start + P * slots
-        xt = rows_of(x, start, P, slots)
-        m = rows_of(dy, start, P, slots)
-        r = norms(xt, eps)
+        x_sb = load_rows(x, start, P, slots)
+        m_sb = load_rows(dy, start, P, slots)
+        r_sb = invert_rms(x_sb, eps)
         if gated:
-            zt = rows_of(z, start, P, slots)
-            gate, slope = tile((P, slots, V), nl.float32), tile((P, slots, V), nl.float32)
-            hw, passed = tile((P, slots, V), nl.float32), tile((P, slots, V), nl.float32)
-            nisa.activation(dst=gate, op=nl.silu, data=zt)
-            nisa.activation(dst=slope, op=nl.silu_dx, data=zt)
-            nisa.tensor_tensor(dst=slope, data1=slope, data2=m, op=nl.multiply)
-            times_rows(hw, xt, r, w)
-            dz_tile = tile((P, slots, V), z.dtype)
-            nisa.tensor_tensor(dst=dz_tile, data1=slope, data2=hw, op=nl.multiply)
-            nisa.dma_copy(dst=dz[start:stop, :].reshape((P, slots, V)), src=dz_tile)
-            nisa.tensor_tensor(dst=passed, data1=m, data2=gate, op=nl.multiply)
-            m = passed
-        rn = tile((P, slots, V), nl.float32)
-        times_rows(rn, m, r, w)
-        along = projections(xt, rn, r)
-        dx_tile = tile((P, slots, V), x.dtype)
-        mh = tile((P, slots, V), nl.float32)
+            z_sb = load_rows(z, start, P, slots)
+            gate_sb, slope_sb = sbuf((P, slots, V)), sbuf((P, slots, V))
+            hw_sb, gated_dy_sb = sbuf((P, slots, V)), sbuf((P, slots, V))
+            dz_sb = sbuf((P, slots, V), z.dtype)
+            nisa.activation(dst=gate_sb, op=nl.silu, data=z_sb)
+            nisa.activation(dst=slope_sb, op=nl.silu_dx, data=z_sb)
+            nisa.tensor_tensor(dst=slope_sb, data1=slope_sb, data2=m_sb, op=nl.multiply)
+            scale_rows(hw_sb, x_sb, r_sb, w_sb)
+            nisa.tensor_tensor(dst=dz_sb, data1=slope_sb, data2=hw_sb, op=nl.multiply)
+            store_rows(dz, dz_sb, start)
+            nisa.tensor_tensor(dst=gated_dy_sb, data1=m_sb, data2=gate_sb, op=nl.multiply)
+            m_sb = gated_dy_sb
+        rn_sb = sbuf((P, slots, V))
+        scale_rows(rn_sb, m_sb, r_sb, w_sb)
+        along_sb = project(x_sb, rn_sb, r_sb)
+        dx_sb, mh_sb = sbuf((P, slots, V), x.dtype), sbuf((P, slots, V))
         for i in range(slots):
             nisa.scalar_tensor_tensor(
-                dst=dx_tile[:, i, :], data=xt[:, i, :], op0=nl.multiply, operand0=along[:, i : i + 1],
-                op1=nl.add, operand1=rn[:, i, :],
+                dst=dx_sb[:, i, :], data=x_sb[:, i, :], op0=nl.multiply, operand0=along_sb[:, i : i + 1],
+                op1=nl.add, operand1=rn_sb[:, i, :],
             )  # fmt: skip
             nisa.scalar_tensor_tensor(
-                dst=mh[:, i, :], data=xt[:, i, :], op0=nl.multiply, operand0=r[:, i : i + 1],
-                op1=nl.multiply, operand1=m[:, i, :],
+                dst=mh_sb[:, i, :], data=x_sb[:, i, :], op0=nl.multiply, operand0=r_sb[:, i : i + 1],
+                op1=nl.multiply, operand1=m_sb[:, i, :],
             )  # fmt: skip
-            for part in range(len(sums)):
-                v0 = part * BANK
+            for low, high, sum_ps in sums:
                 nisa.nc_matmul(
-                    dst=sums[part], stationary=ones[0:P, :],
-                    moving=mh[:, i, v0 : v0 + sums[part].shape[1]], is_stationary_onezero=True,
+                    dst=sum_ps, stationary=ones_sb[0:P, :], moving=mh_sb[:, i, low:high],
+                    is_stationary_onezero=True,
                 )  # fmt: skip
-        nisa.dma_copy(dst=dx[start:stop, :].reshape((P, slots, V)), src=dx_tile)
-    total = tile((1, V), weight.dtype)
-    for part in range(len(sums)):
-        v0 = part * BANK
-        nisa.tensor_copy(dst=total[:, v0 : v0 + sums[part].shape[1]], src=sums[part])
-    nisa.dma_copy(dst=dweight.reshape((1, V)), src=total)
+        store_rows(dx, dx_sb, start)
+    dweight_sb = sbuf((1, V), weight.dtype)
+    for low, high, sum_ps in sums:
+        nisa.tensor_copy(dst=dweight_sb[:, low:high], src=sum_ps)
+    nisa.dma_copy(dst=dweight.reshape((1, V)), src=dweight_sb)
     if not gated:
         return dx, dweight
     return dx, dz, dweight
 
 
+def check(eps):
+    """Refuses an epsilon that the Scalar engine's rsqrt would get wrong."""
+    assert eps >= LEAST_EPS, f"eps={eps} is below {LEAST_EPS}, where the Scalar engine's rsqrt is wrong"
+
+
 def pieces(M, V):
-    """[(first row, partitions, rows a partition)]: whole tiles, the rest, and its last rows one by one."""
+    """Cuts the rows into whole tiles, the rest, and its last rows one by one.
+
+    Returns [(first row, partitions, rows per partition)].
+    """
     slots = max(1, WIDTH // V)
-    found = []
+    cuts = []
     start = 0
     while start < M:
         here = slots if M - start >= slots else 1
         P = min(PARTITIONS, (M - start) // here)
-        found.append((start, P, here))
+        cuts.append((start, P, here))
         start += P * here
-    return found
+    return cuts
 
 
-def rows_of(x, start, P, slots):
-    """P * slots rows of x [M, V] as [P, slots, V], in x's dtype."""
+def load_rows(x, start, P, slots):
+    """Loads rows of x [M, V], from `start` on, as [P, slots, V]: `slots` consecutive rows per partition."""
     V = x.shape[1]
-    return loaded(x[start : start + P * slots, :].reshape((P, slots, V)), x.dtype)
+    return load(x[start : start + P * slots, :].reshape((P, slots, V)), x.dtype)
 
 
-def everywhere(weight):
-    """w [V] on all partitions, [128, V] float32."""
+def store_rows(dst, x_sb, start):
+    """Stores [P, slots, V] as rows of dst [M, V], from `start` on."""
+    P, slots, V = x_sb.shape
+    nisa.dma_copy(dst=dst[start : start + P * slots, :].reshape((P, slots, V)), src=x_sb)
+
+
+def load_everywhere(weight):
+    """Loads w [V] to all partitions, [128, V] float32."""
     V = weight.shape[0]
-    out = tile((PARTITIONS, V), nl.float32)
-    nisa.dma_copy(dst=out, src=weight.ap(pattern=[[0, PARTITIONS], [1, V]]))
-    return out
+    out_sb = sbuf((PARTITIONS, V))
+    nisa.dma_copy(dst=out_sb, src=weight.ap(pattern=[[0, PARTITIONS], [1, V]]))
+    return out_sb
 
 
-def norms(xt, eps):
-    """r [P, slots]: (mean(x^2) + eps)^-1/2 of every row."""
-    P, slots, V = xt.shape
-    total = tile((P, slots), nl.float32)
-    for i in range(slots):
-        row_sum(total[:, i : i + 1], xt[:, i, :], nl.square)
-    nisa.tensor_scalar(dst=total, data=total, op0=nl.multiply, operand0=1.0 / V, op1=nl.add, operand1=eps)
-    r = tile((P, slots), nl.float32)
-    nisa.activation(dst=r, op=nl.rsqrt, data=total)
-    return r
+def sum_slots(x_sb, op):
+    """Sums op(x) of every row, [P, slots]."""
+    out_sb = sbuf((x_sb.shape[0], x_sb.shape[1]))
+    for i in range(x_sb.shape[1]):
+        sum_rows(out_sb[:, i : i + 1], x_sb[:, i, :], op)
+    return out_sb
 
 
-def times_rows(out, x, r, w):
-    """out = x r w: r [P, slots] a number per row, w [128, V] the same for all."""
-    P, slots = r.shape
+def invert_rms(x_sb, eps):
+    """Computes r = (mean(x^2) + eps)^-1/2 of every row, [P, slots]."""
+    P, slots, V = x_sb.shape
+    total_sb, r_sb = sum_slots(x_sb, nl.square), sbuf((P, slots))
+    nisa.tensor_scalar(
+        dst=total_sb, data=total_sb, op0=nl.multiply, operand0=1.0 / V, op1=nl.add, operand1=eps
+    )
+    nisa.activation(dst=r_sb, op=nl.rsqrt, data=total_sb)
+    return r_sb
+
+
+def scale_rows(out_sb, x_sb, r_sb, w_sb):
+    """out = x r w: r [P, slots] is a number per row, w [128, V] the same for all."""
+    P, slots = r_sb.shape
     for i in range(slots):
         nisa.scalar_tensor_tensor(
-            dst=out[:, i, :], data=x[:, i, :], op0=nl.multiply, operand0=r[:, i : i + 1], op1=nl.multiply,
-            operand1=w[0:P, :],
+            dst=out_sb[:, i, :], data=x_sb[:, i, :], op0=nl.multiply, operand0=r_sb[:, i : i + 1],
+            op1=nl.multiply, operand1=w_sb[0:P, :],
         )  # fmt: skip
 
 
-def projections(xt, rn, r):
-    """[P, slots]: -r^2 mean(x r n) of every row, what dx has along x."""
-    P, slots, V = xt.shape
-    product = tile(xt.shape, nl.float32)
-    nisa.tensor_tensor(dst=product, data1=xt, data2=rn, op=nl.multiply)
-    total = tile((P, slots), nl.float32)
-    for i in range(slots):
-        row_sum(total[:, i : i + 1], product[:, i, :], nl.copy)
-    out = tile((P, slots), nl.float32)
+def project(x_sb, rn_sb, r_sb):
+    """Computes -r^2 mean(x r n) of every row, [P, slots]: what dx has along x."""
+    product_sb, out_sb = sbuf(x_sb.shape), sbuf(r_sb.shape)
+    nisa.tensor_tensor(dst=product_sb, data1=x_sb, data2=rn_sb, op=nl.multiply)
     nisa.scalar_tensor_tensor(
-        dst=out, data=total, op0=nl.multiply, operand0=-1.0 / V, op1=nl.multiply, operand1=r
-    )
-    nisa.tensor_tensor(dst=out, data1=out, data2=r, op=nl.multiply)
-    return out
+        dst=out_sb, data=sum_slots(product_sb, nl.copy), op0=nl.multiply, operand0=-1.0 / x_sb.shape[2],
+        op1=nl.multiply, operand1=r_sb,
+    )  # fmt: skip
+    nisa.tensor_tensor(dst=out_sb, data1=out_sb, data2=r_sb, op=nl.multiply)
+    return out_sb
 
 
 def example(M=6144, V=256, dtype="float32", backward=0):
-    """(kernel, arguments) for the simulator's report; backward=1 for the gradients."""
-    import ml_dtypes
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    kind = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype]
-    x, z, dy = (rng.standard_normal((M, V), dtype=np.float32).astype(kind) for _ in range(3))
-    weight = rng.standard_normal(V, dtype=np.float32)
+    """Returns (kernel, arguments) for the simulator's report; backward=1 for the gradients."""
+    x, z, dy = normals(dtype, (M, V), (M, V), (M, V))
+    weight = normals("float32", (V,))[0]
     if backward:
         return gated_rms_norm_bwd, (dy, x, z, weight, 1e-5, True)
     return gated_rms_norm_fwd, (x, z, weight, 1e-5, True)

@@ -6,8 +6,8 @@
 
 Layout: x, y, dy, dx [B, T, C]; weight, dweight [C, W]; position [T], of each token in its packed sequence
 (B is 1 then): tap j reads from its own sequence where position >= W - 1 - j. Before a sequence there are
-zeros, or, where a call goes on with what an earlier one began, prefix [B, W - 1, C], the inputs before x.
-Its gradient is dx at the times before 0.
+zeros or, where a call continues what an earlier one began, prefix [B, W - 1, C], the inputs before x. The
+gradient of the prefix is dx at the times before 0.
 
 Time is the partition axis of x in HBM, and nothing shifts along partitions. So 128 rows are transposed, which
 makes a tap a slice of the free axis, and the taps transpose them back: the product of a slice [channels,
@@ -17,49 +17,74 @@ engine is busy alone. Tiles of time overlap by the W - 1 rows (2 W - 2 in backwa
 back, so that no tile waits for another. Backward computes z again: forward leaves nothing but y.
 """
 
+from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.partitions import BANK, PARTITIONS, identity, loaded, row_sum, tile
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
+from delta_trn.nki_kernels.tiles import identity, load, psum, sbuf, sum_rows
 
 MOST_W = 32
 ON_VECTOR = 2  # taps of z that the Scalar and Vector engines take
 ON_SCALAR = 1  # taps of dx: in backward the Vector engine has the sums of dw
 
+# How many tiles of time a stage is behind the first one; see the pseudocode of the kernels.
+WINDOWS, SLOPES, RETURNS, RESULTS = 0, 1, 2, 3
+
 
 @nki.jit
 def short_convolution_fwd(x, weight, position, packed, prefix=None, continued=False):
-    """y [B, T, C] in x's dtype. packed, continued: bool; position is read if packed, prefix (in x's dtype) if
-    continued; each may be None else.
+    """Computes y [B, T, C] in x's dtype.
+
+    Args:
+        x, weight       as the module says
+        position        read if `packed`, else None
+        prefix          in x's dtype, read if `continued`, else None
+
+    Notes:
+        The loop is one tile of time ahead, so that an engine, which runs its instructions in order, does not
+        wait for the others.
+
+    Pseudocode:
+        for channels in banks of 512, for tile of time:
+            windows = x of the tile and W - 1 tokens before, transposed
+            y = SiLU(sum over taps of w_j windows_j)
     """
     B, T, C = x.shape
     W = weight.shape[1]
     check(B, W, packed, continued)
     y = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
-    eye, wide_eye = identities(x.dtype)
+    eye, eye_float32 = identities(x.dtype)
     pieces = tiles_of_time(B, T, PARTITIONS - (W - 1))
-    for c0 in range(0, C, BANK):
-        c1 = min(c0 + BANK, C)
-        taps = all_taps(weight, c0, c1, wide_eye)
-        ready = []
-        for i in range(len(pieces) + 1):  # one stage ahead: see backward
+    for c0, c1 in split(C, BANK):
+        taps = load_taps(weight, c0, c1, eye_float32)
+        started = []
+        for i in range(len(pieces) + 1):
             if i < len(pieces):
                 b, t0, t1 = pieces[i]
-                seen = windows(x, prefix, continued, b, t0, t1, c0, c1, W, eye)
-                keep = masks(position, packed, t0, t1, W)
-                ready.append(prepared(seen_by_taps(seen, keep, t1 - t0, W), taps, ON_VECTOR))
+                windows = load_windows(x, prefix, continued, b, t0, t1, c0, c1, W, eye)
+                keep = build_masks(position, packed, t0, t1, W)
+                started.append(start_sums(slice_windows(windows, keep, t1 - t0, W), taps, ON_VECTOR))
             if i > 0:
                 b, t0, t1 = pieces[i - 1]
-                out = tile((t1 - t0, c1 - c0), x.dtype)
-                nisa.activation(dst=out, op=nl.silu, data=summed(ready[i - 1], taps, wide_eye))
-                nisa.dma_copy(dst=y[b, t0:t1, c0:c1], src=out)
+                y_sb = sbuf((t1 - t0, c1 - c0), x.dtype)
+                nisa.activation(dst=y_sb, op=nl.silu, data=sum_taps(started[i - 1], taps, eye_float32))
+                nisa.dma_copy(dst=y[b, t0:t1, c0:c1], src=y_sb)
     return y
 
 
 @nki.jit
 def short_convolution_bwd(dy, x, weight, position, packed, prefix=None, continued=False):
-    """(dx [B, T, C] in x's dtype, dweight [C, W] in weight's), and if continued dprefix [B, W - 1, C].
+    """Computes dx [B, T, C], dweight [C, W] and, if `continued`, dprefix [B, W - 1, C]; dtypes of inputs.
 
-    A tile of time passes four stages, and four tiles are on their way, each a stage behind the one before: an
-    engine that runs its instructions in order then waits for none of the others.
+    Notes:
+        A tile of time passes four stages, and four tiles are on their way, each a stage behind the one
+        before: an engine that runs its instructions in order then waits for none of the others.
+
+    Pseudocode:
+        for channels in banks of 512, for tile of time:
+            WINDOWS     windows = x of the tile and its neighbors, transposed
+            SLOPES      z = sum over taps of w_j windows_j;  dz = dy SiLU'(z)
+            RETURNS     returns = dz as each tap sees it, transposed
+            RESULTS     dx = sum over taps of w_j returns_j;  dw_j += sum over time of dz windows_j
     """
     B, T, C = x.shape
     W = weight.shape[1]
@@ -69,81 +94,86 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix=None, continue
     if continued:
         dprefix = nl.ndarray((B, W - 1, C), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((C, W), dtype=weight.dtype, buffer=nl.shared_hbm)
-    eye, wide_eye = identities(x.dtype)
+    eye, eye_float32 = identities(x.dtype)
     pieces = tiles_of_time(B, T, PARTITIONS - 2 * (W - 1))
     n = len(pieces)
-    for c0 in range(0, C, BANK):
-        c1 = min(c0 + BANK, C)
-        taps = all_taps(weight, c0, c1, wide_eye)
+    for c0, c1 in split(C, BANK):
+        taps = load_taps(weight, c0, c1, eye_float32)
         sums = zero_sums(c1 - c0, W)
-        seen, keep, ready_z, dz, by_tap, ready_dx = [], [], [], [], [], []
-        for i in range(n + 3):
-            if i < n:
-                b, t0, t1 = pieces[i]
+        windows, keep, started_z, dz, returns, started_dx = [], [], [], [], [], []
+        for i in range(n + RESULTS):
+            j = i - WINDOWS
+            if j < n:
+                b, t0, t1 = pieces[j]
                 t2 = min(t1 + W - 1, T)  # dz of tokens behind t1 reaches back to dx
-                seen.append(windows(x, prefix, continued, b, t0, t2, c0, c1, W, eye))
-                keep.append(masks(position, packed, t0, t2, W))
-                ready_z.append(prepared(seen_by_taps(seen[i], keep[i], t2 - t0, W), taps, ON_VECTOR))
-            if i >= 1 and i <= n:
-                b, t0, t1 = pieces[i - 1]
+                windows.append(load_windows(x, prefix, continued, b, t0, t2, c0, c1, W, eye))
+                keep.append(build_masks(position, packed, t0, t2, W))
+                slices = slice_windows(windows[j], keep[j], t2 - t0, W)
+                started_z.append(start_sums(slices, taps, ON_VECTOR))
+            j = i - SLOPES
+            if j >= 0 and j < n:
+                b, t0, t1 = pieces[j]
                 t2 = min(t1 + W - 1, T)
-                slope = tile((t2 - t0, c1 - c0), nl.float32)
-                nisa.activation(dst=slope, op=nl.silu_dx, data=summed(ready_z[i - 1], taps, wide_eye))
-                given = loaded(dy[b, t0:t2, c0:c1], dy.dtype)
-                nisa.tensor_tensor(dst=slope, data1=slope, data2=given, op=nl.multiply)
-                dz.append(slope)
-            if i >= 2 and i <= n + 1:
-                b, t0, t1 = pieces[i - 2]
-                ahead = before(t0, W, continued)
-                by_tap.append(turned(dz[i - 2], keep[i - 2], ahead, t1 - t0, W, wide_eye))
-                ready_dx.append(prepared(given_by_taps(by_tap[i - 2], ahead + t1 - t0), taps, ON_SCALAR))
-            if i >= 3:
-                b, t0, t1 = pieces[i - 3]
-                ahead = before(t0, W, continued)
-                out = tile((ahead + t1 - t0, c1 - c0), x.dtype)
-                nisa.activation(dst=out, op=nl.copy, data=summed(ready_dx[i - 3], taps, wide_eye))
-                nisa.dma_copy(dst=dx[b, t0:t1, c0:c1], src=out[ahead : ahead + t1 - t0, :])
+                dz_sb = sbuf((t2 - t0, c1 - c0))
+                nisa.activation(dst=dz_sb, op=nl.silu_dx, data=sum_taps(started_z[j], taps, eye_float32))
+                dy_sb = load(dy[b, t0:t2, c0:c1], dy.dtype)
+                nisa.tensor_tensor(dst=dz_sb, data1=dz_sb, data2=dy_sb, op=nl.multiply)
+                dz.append(dz_sb)
+            j = i - RETURNS
+            if j >= 0 and j < n:
+                b, t0, t1 = pieces[j]
+                ahead = prefix_rows(t0, W, continued)
+                returns.append(transpose_returns(dz[j], keep[j], ahead, t1 - t0, W, eye_float32))
+                slices = slice_returns(returns[j], ahead + t1 - t0)
+                started_dx.append(start_sums(slices, taps, ON_SCALAR))
+            j = i - RESULTS
+            if j >= 0:
+                b, t0, t1 = pieces[j]
+                ahead = prefix_rows(t0, W, continued)
+                dx_sb = sbuf((ahead + t1 - t0, c1 - c0), x.dtype)
+                nisa.activation(dst=dx_sb, op=nl.copy, data=sum_taps(started_dx[j], taps, eye_float32))
+                nisa.dma_copy(dst=dx[b, t0:t1, c0:c1], src=dx_sb[ahead : ahead + t1 - t0, :])
                 if ahead > 0:
-                    nisa.dma_copy(dst=dprefix[b, :, c0:c1], src=out[0:ahead, :])
+                    nisa.dma_copy(dst=dprefix[b, :, c0:c1], src=dx_sb[0:ahead, :])
                 for part in range(len(sums)):
-                    add_products(sums[part], by_tap[i - 3][part], seen[i - 3][part], ahead, t1 - t0)
-        spans = channels(c1 - c0)
-        for part in range(len(spans)):
-            a0, a1 = spans[part]
-            rounded = tile((a1 - a0, W), weight.dtype)
-            nisa.tensor_copy(dst=rounded, src=sums[part])
-            nisa.dma_copy(dst=dweight[c0 + a0 : c0 + a1, :], src=rounded)
+                    add_products(sums[part], returns[j][part], windows[j][part], ahead, t1 - t0)
+        parts = split(c1 - c0, PARTITIONS)
+        for part in range(len(parts)):
+            a0, a1 = parts[part]
+            dweight_sb = sbuf((a1 - a0, W), weight.dtype)
+            nisa.tensor_copy(dst=dweight_sb, src=sums[part])
+            nisa.dma_copy(dst=dweight[c0 + a0 : c0 + a1, :], src=dweight_sb)
     if continued:
         return dx, dweight, dprefix
     return dx, dweight
 
 
 def tiles_of_time(B, T, size):
-    """[(row, first token, end)]."""
-    found = []
+    """Cuts the rows of x into tiles: [(row, first token, end)]."""
+    tiles = []
     for b in range(B):
-        for t0 in range(0, T, size):
-            found.append((b, t0, min(t0 + size, T)))
-    return found
+        for t0, t1 in split(T, size):
+            tiles.append((b, t0, t1))
+    return tiles
 
 
 def zero_sums(width, W):
-    """For every 128 channels: [channels, W] of zeros."""
-    found = []
-    for a0, a1 in channels(width):
-        total = tile((a1 - a0, W), nl.float32)
-        nisa.memset(dst=total, value=0.0)
-        found.append(total)
-    return found
+    """Allocates zeros [channels, W] per 128 channels."""
+    sums = []
+    for a0, a1 in split(width, PARTITIONS):
+        sum_sb = sbuf((a1 - a0, W))
+        nisa.memset(dst=sum_sb, value=0.0)
+        sums.append(sum_sb)
+    return sums
 
 
-def before(t0, W, continued):
-    """How many rows of a tile's dx are the prefix's: the first tile's W - 1."""
+def prefix_rows(t0, W, continued):
+    """Returns how many rows of a tile's dx are the prefix's: W - 1 in the first tile."""
     return W - 1 if continued and t0 == 0 else 0
 
 
 def check(B, W, packed, continued):
-    """Refuse what the tiles of time do not hold."""
+    """Refuses what the tiles of time do not hold."""
     assert W <= MOST_W, f"W={W} exceeds {MOST_W} taps: 2 W - 2 rows of a tile of 128 are its neighbors'"
     assert W > 1 or not continued, "W=1 looks back at nothing: leave the prefix out"
     assert not (packed and continued), "packed sequences begin with zeros: leave the prefix out"
@@ -151,201 +181,176 @@ def check(B, W, packed, continued):
 
 
 def identities(dtype):
-    """[128, 128] in dtype, and in float32."""
+    """Builds the identity [128, 128] in dtype, and in float32."""
     eye = identity(PARTITIONS, dtype)
     if dtype == nl.float32:
         return eye, eye
     return eye, identity(PARTITIONS, nl.float32)
 
 
-def channels(width):
-    """[(start, end)] of at most 128 channels each."""
-    found = []
-    for start in range(0, width, PARTITIONS):
-        found.append((start, min(start + PARTITIONS, width)))
-    return found
-
-
-def all_taps(weight, c0, c1, eye):
-    """For every 128 channels: w [channels, W] float32, and diag(w_j) [channels, W, channels]."""
+def load_taps(weight, c0, c1, eye_sb):
+    """Loads w [channels, W] and builds diag(w_j) [channels, W, channels], float32, per 128 channels."""
     W = weight.shape[1]
-    found = []
-    for a0, a1 in channels(c1 - c0):
-        w = loaded(weight[c0 + a0 : c0 + a1, :], nl.float32)
-        diagonal = tile((a1 - a0, W, a1 - a0), nl.float32)
+    taps = []
+    for a0, a1 in split(c1 - c0, PARTITIONS):
+        w_sb = load(weight[c0 + a0 : c0 + a1, :], nl.float32)
+        diagonals_sb = sbuf((a1 - a0, W, a1 - a0))
         for j in range(W):
             nisa.tensor_scalar(
-                dst=diagonal[:, j, :], data=eye[0 : a1 - a0, 0 : a1 - a0], op0=nl.multiply,
-                operand0=w[:, j : j + 1],
+                dst=diagonals_sb[:, j, :], data=eye_sb[0 : a1 - a0, 0 : a1 - a0], op0=nl.multiply,
+                operand0=w_sb[:, j : j + 1],
             )  # fmt: skip
-        found.append((w, diagonal))
-    return found
+        taps.append((w_sb, diagonals_sb))
+    return taps
 
 
-def masks(position, packed, t0, t1, W):
-    """[128, t1 - t0] of ones and zeros for the taps 0 to W - 2: whether they stay in the token's sequence."""
-    found = []
+def build_masks(position, packed, t0, t1, W):
+    """Builds masks [128, t1 - t0] for the taps 0 to W - 2: 1 where a tap stays in the token's sequence."""
+    masks = []
     if not packed:
-        return found
-    count = t1 - t0
-    where = tile((PARTITIONS, count), nl.float32)
-    nisa.dma_copy(dst=where, src=position.ap(pattern=[[0, PARTITIONS], [1, count]], offset=t0))
+        return masks
+    position_sb = sbuf((PARTITIONS, t1 - t0))  # the same on all partitions
+    nisa.dma_copy(dst=position_sb, src=position.ap(pattern=[[0, PARTITIONS], [1, t1 - t0]], offset=t0))
     for j in range(W - 1):
-        keep = tile((PARTITIONS, count), nl.float32)
-        nisa.tensor_scalar(dst=keep, data=where, op0=nl.greater_equal, operand0=float(W - 1 - j))
-        found.append(keep)
-    return found
+        keep_sb = sbuf((PARTITIONS, t1 - t0))
+        nisa.tensor_scalar(dst=keep_sb, data=position_sb, op0=nl.greater_equal, operand0=float(W - 1 - j))
+        masks.append(keep_sb)
+    return masks
 
 
-def windows(x, prefix, continued, b, t0, t1, c0, c1, W, eye):
-    """For every 128 channels: x of the tokens t0 - W + 1 to t1, [channels, tokens] float32."""
+def load_windows(x, prefix, continued, b, t0, t1, c0, c1, W, eye):
+    """Loads x of the tokens t0 - W + 1 to t1, per 128 channels [channels, tokens] float32."""
     rows = t1 - t0 + W - 1
     first = t0 - (W - 1)
-    xt = tile((rows, c1 - c0), x.dtype)
+    x_sb = sbuf((rows, c1 - c0), x.dtype)
     if first < 0:
         if continued:
-            nisa.dma_copy(dst=xt[0:-first, :], src=prefix[b, t0 : W - 1, c0:c1])
+            nisa.dma_copy(dst=x_sb[0:-first, :], src=prefix[b, t0 : W - 1, c0:c1])
         else:
-            nisa.memset(dst=xt, value=0.0)
-        nisa.dma_copy(dst=xt[-first:rows, :], src=x[b, 0:t1, c0:c1])
+            nisa.memset(dst=x_sb, value=0.0)
+        nisa.dma_copy(dst=x_sb[-first:rows, :], src=x[b, 0:t1, c0:c1])
     else:
-        nisa.dma_copy(dst=xt, src=x[b, first:t1, c0:c1])
-    found = []
-    for a0, a1 in channels(c1 - c0):
-        found.append(transposed(xt[:, a0:a1], eye, 0, rows))
-    return found
+        nisa.dma_copy(dst=x_sb, src=x[b, first:t1, c0:c1])
+    windows = []
+    for a0, a1 in split(c1 - c0, PARTITIONS):
+        windows.append(transpose_padded(x_sb[:, a0:a1], eye, 0, rows))
+    return windows
 
 
-def transposed(x, eye, ahead, columns):
-    """x [rows, C], any dtype, as [C, columns] float32; columns `ahead` of the rows and behind them are 0."""
-    rows, C = x.shape
-    ps = nl.ndarray((C, rows), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=ps, stationary=x, moving=eye[0:rows, 0:rows], is_moving_onezero=True)
-    out = tile((C, columns), nl.float32)
+def transpose_padded(x_sb, eye, ahead, columns):
+    """Transposes x [rows, C] to [C, columns] float32; columns `ahead` of the rows and behind them are 0."""
+    rows, C = x_sb.shape
+    out_ps = psum((C, rows))
+    nisa.nc_matmul(dst=out_ps, stationary=x_sb, moving=eye[0:rows, 0:rows], is_moving_onezero=True)
+    out_sb = sbuf((C, columns))
     if columns > rows:
-        nisa.memset(dst=out, value=0.0)
-    nisa.activation(dst=out[:, ahead : ahead + rows], op=nl.copy, data=ps)
-    return out
+        nisa.memset(dst=out_sb, value=0.0)
+    nisa.activation(dst=out_sb[:, ahead : ahead + rows], op=nl.copy, data=out_ps)
+    return out_sb
 
 
-def seen_by_taps(seen, keep, count, W):
-    """For every 128 channels and tap: what it reads, [channels, count]."""
-    found = []
-    for part in seen:
-        C = part.shape[0]
+def mask_tap(x_sb, keep, j, count):
+    """Masks the first `count` columns of x [C, columns] for tap j; the other columns become 0."""
+    C, columns = x_sb.shape
+    if j >= len(keep):
+        return x_sb
+    out_sb = sbuf((C, columns))
+    if columns > count:
+        nisa.memset(dst=out_sb, value=0.0)
+    nisa.tensor_tensor(dst=out_sb[:, 0:count], data1=x_sb[:, 0:count], data2=keep[j][0:C, :], op=nl.multiply)
+    return out_sb
+
+
+def slice_windows(windows, keep, count, W):
+    """Returns what each tap reads, [channels, count], per 128 channels and tap."""
+    parts = []
+    for window_sb in windows:
         slices = []
         for j in range(W):
-            window = part[:, j : j + count]
-            if j < len(keep):
-                window = tile((C, count), nl.float32)
-                nisa.tensor_tensor(
-                    dst=window, data1=part[:, j : j + count], data2=keep[j][0:C, :], op=nl.multiply
-                )
-            slices.append(window)
-        found.append(slices)
-    return found
+            slices.append(mask_tap(window_sb[:, j : j + count], keep, j, count))
+        parts.append(slices)
+    return parts
 
 
-def given_by_taps(by_tap, count):
-    """For every 128 channels and tap: the dz that it gives back, token t's to token t - W + 1 + j."""
-    found = []
-    for part in by_tap:
-        W = len(part)
-        slices = []
-        for j in range(W):
-            slices.append(part[j][:, W - 1 - j : W - 1 - j + count])
-        found.append(slices)
-    return found
+def transpose_returns(dz_sb, keep, ahead, count, W, eye):
+    """Transposes dz as each tap sees it, [channels, ahead + count + W - 1], per 128 channels and tap.
 
-
-def prepared(slices, taps, ahead):
-    """(sum of the first `ahead` taps, slices of the others) for every 128 channels."""
-    found = []
-    for i in range(len(slices)):
-        w = taps[i][0]
-        first = tile(slices[i][0].shape, nl.float32)
-        nisa.activation(dst=first, op=nl.copy, data=slices[i][0], scale=w[:, 0:1])
-        for j in range(1, min(ahead, w.shape[1])):
-            nisa.scalar_tensor_tensor(
-                dst=first, data=slices[i][j], op0=nl.multiply, operand0=w[:, j : j + 1], op1=nl.add,
-                operand1=first,
-            )  # fmt: skip
-        others = []
-        for j in range(ahead, w.shape[1]):
-            others.append(slices[i][j])
-        found.append((first, others))
-    return found
-
-
-def summed(ready, taps, eye):
-    """All taps, transposed back: [tokens, all channels] in PSUM."""
-    width = 0
-    for part in ready:
-        width += part[0].shape[0]
-    out = nl.ndarray((ready[0][0].shape[1], width), dtype=nl.float32, buffer=nl.psum)
-    a0 = 0
-    for i in range(len(ready)):
-        first, others = ready[i]
-        C, W = taps[i][0].shape
-        into = out[:, a0 : a0 + C]
-        for j in range(len(others)):
-            nisa.nc_matmul(dst=into, stationary=others[j], moving=taps[i][1][:, W - len(others) + j, :])
-        nisa.nc_matmul(dst=into, stationary=first, moving=eye[0:C, 0:C], is_moving_onezero=True)
-        a0 += C
-    return out
-
-
-def turned(dz, keep, ahead, count, W, eye):
-    """For every 128 channels: dz as each tap sees it, [channels, ahead + count + W - 1]; 0 ahead of the first
-    token and behind the last.
+    Columns ahead of the first token and behind the last are 0.
     """
-    found = []
-    for a0, a1 in channels(dz.shape[1]):
-        behind = transposed(dz[:, a0:a1], eye, ahead, ahead + count + W - 1)
-        found.append(masked(behind, keep, dz.shape[0], W))
-    return found
+    parts = []
+    for a0, a1 in split(dz_sb.shape[1], PARTITIONS):
+        dz_t_sb = transpose_padded(dz_sb[:, a0:a1], eye, ahead, ahead + count + W - 1)
+        taps = []
+        for j in range(W):
+            taps.append(mask_tap(dz_t_sb, keep, j, dz_sb.shape[0]))
+        parts.append(taps)
+    return parts
 
 
-def masked(behind, keep, count, W):
-    """dz [channels, columns] as each tap sees it, of which `count` columns are tokens and the others 0."""
-    C, columns = behind.shape
-    found = []
-    for j in range(W):
-        out = behind
-        if j < len(keep):
-            out = tile((C, columns), nl.float32)
-            if columns > count:
-                nisa.memset(dst=out, value=0.0)
-            nisa.tensor_tensor(
-                dst=out[:, 0:count], data1=behind[:, 0:count], data2=keep[j][0:C, :], op=nl.multiply
-            )
-        found.append(out)
-    return found
+def slice_returns(returns, count):
+    """Returns the dz that each tap gives back, per 128 channels and tap: token t's to token t - W + 1 + j."""
+    parts = []
+    for taps in returns:
+        W = len(taps)
+        slices = []
+        for j in range(W):
+            slices.append(taps[j][:, W - 1 - j : W - 1 - j + count])
+        parts.append(slices)
+    return parts
 
 
-def add_products(sums, by_tap, seen, ahead, count):
+def start_sums(slices, taps, ahead):
+    """Sums the first `ahead` taps; returns (sum, slices of the other taps) per 128 channels."""
+    started = []
+    for i in range(len(slices)):
+        w_sb = taps[i][0]
+        sum_sb = sbuf(slices[i][0].shape)
+        nisa.activation(dst=sum_sb, op=nl.copy, data=slices[i][0], scale=w_sb[:, 0:1])
+        for j in range(1, min(ahead, w_sb.shape[1])):
+            nisa.scalar_tensor_tensor(
+                dst=sum_sb, data=slices[i][j], op0=nl.multiply, operand0=w_sb[:, j : j + 1], op1=nl.add,
+                operand1=sum_sb,
+            )  # fmt: skip
+        started.append((sum_sb, slices[i][ahead : len(slices[i])]))
+    return started
+
+
+def sum_taps(started, taps, eye):
+    """Adds the other taps to the sums of `start_sums` and transposes back: [tokens, channels] in PSUM."""
+    width = 0
+    for sum_sb, _ in started:
+        width += sum_sb.shape[0]
+    out_ps = psum((started[0][0].shape[1], width))
+    a0 = 0
+    for i in range(len(started)):
+        sum_sb, others = started[i]
+        C, W = taps[i][0].shape
+        part_ps = out_ps[:, a0 : a0 + C]
+        for j in range(len(others)):
+            nisa.nc_matmul(dst=part_ps, stationary=others[j], moving=taps[i][1][:, W - len(others) + j, :])
+        nisa.nc_matmul(dst=part_ps, stationary=sum_sb, moving=eye[0:C, 0:C], is_moving_onezero=True)
+        a0 += C
+    return out_ps
+
+
+def add_products(sum_sb, returns, window_sb, ahead, count):
     """dw [channels, W] += the tile's sum over time of dz and what tap j saw."""
-    C, W = sums.shape
-    part = tile((C, W), nl.float32)
+    C, W = sum_sb.shape
+    part_sb = sbuf((C, W))
     for j in range(W):
-        product = tile((C, count), nl.float32)
+        product_sb = sbuf((C, count))
         nisa.tensor_tensor(
-            dst=product, data1=by_tap[j][:, ahead : ahead + count], data2=seen[:, j : j + count],
+            dst=product_sb, data1=returns[j][:, ahead : ahead + count], data2=window_sb[:, j : j + count],
             op=nl.multiply,
         )  # fmt: skip
-        row_sum(part[:, j : j + 1], product, nl.copy)
-    nisa.tensor_tensor(dst=sums, data1=sums, data2=part, op=nl.add)
+        sum_rows(part_sb[:, j : j + 1], product_sb, nl.copy)
+    nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=part_sb, op=nl.add)
 
 
 def example(B=1, T=1024, C=3072, W=4, dtype="float32", backward=0):
-    """(kernel, arguments) for the simulator's report; backward=1 for the gradients."""
-    import ml_dtypes
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    kind = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype]
-    x, dy = (rng.standard_normal((B, T, C), dtype=np.float32).astype(kind) for _ in range(2))
-    weight = rng.standard_normal((C, W), dtype=np.float32)
+    """Returns (kernel, arguments) for the simulator's report; backward=1 for the gradients."""
+    x, dy = normals(dtype, (B, T, C), (B, T, C))
+    weight = normals("float32", (C, W))[0]
     if backward:
         return short_convolution_bwd, (dy, x, weight, None, False)
     return short_convolution_fwd, (x, weight, None, False)

@@ -1,190 +1,166 @@
-"""What the kernels share on chip: tiles, constant masks, transpositions, and how work is cut.
+"""What the kernels share on chip: tiles, loads, identities and triangles, transpositions, sums of rows.
 
-A *lane* is one value head of one sequence. A *bundle* is up to four lanes of one sequence whose small
-matrices lie side by side on the free axis, so that one instruction serves them all; a *wave* is the bundles
-whose instructions are issued in turn, so that one waits while another computes.
-
-Products that add up in PSUM always name the same view of it: whether a matmul adds or overwrites, NKI
-decides by the view.
+These are plain functions that a kernel inlines. Products that add up in PSUM always name the same view of it:
+whether a matmul adds or overwrites, NKI decides by the view.
 """
 
 from typing import Any
 
 from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.plan import PARTITIONS
 
-PARTITIONS = 128
 FAR_BELOW = -30000.0  # its exponential is 0, and bfloat16 can hold it
 
 
 def sbuf(shape, dtype=nl.float32):
+    """Allocates a tile in SBUF; its contents are undefined."""
     return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
 
 
 def psum(shape):
+    """Allocates a float32 tile in PSUM; the first product overwrites it, later ones add."""
     return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
 
 
-def copied(dst, src, factor: Any = 1.0):
-    """dst = factor src on the Scalar engine, which is the least busy; factor a number or a (P, 1) tile."""
+def load(src, dtype):
+    """Loads src, a slice of HBM, into a new tile of its shape."""
+    out_sb = sbuf(src.shape, dtype)
+    nisa.dma_copy(dst=out_sb, src=src)
+    return out_sb
+
+
+def load_padded(src, rows):
+    """Loads HBM [tokens, ...] into a float32 tile [rows, ...]; rows past the tokens are 0."""
+    tokens = src.shape[0]
+    out_sb = sbuf((rows, *src.shape[1:]))
+    if tokens < rows:
+        nisa.memset(dst=out_sb, value=0.0)
+    nisa.dma_copy(dst=out_sb[0:tokens], src=src)
+    return out_sb
+
+
+def copy_scaled(dst, src, factor: Any = 1.0):
+    """dst = factor src on the Scalar engine, the least busy one; factor is a number or a tile [P, 1]."""
     nisa.activation(dst=dst, op=nl.copy, data=src, scale=factor)
 
 
-def spans(n):
-    """0 .. n in equal parts of at most 128, the last one shorter: [(start, stop)]."""
-    parts = (n + PARTITIONS - 1) // PARTITIONS
-    size = (n + parts - 1) // parts
-    found = []
-    for start in range(0, n, size):
-        found.append((start, min(start + size, n)))
-    return found
-
-
-def chunk_rows(tokens):
-    """Rows of the tile that holds `tokens` tokens: the next power of two, and 2 at least."""
-    rows = 2
-    while rows < tokens:
-        rows = rows * 2
-    return rows
-
-
-def bundles(N, H, HV, width):
-    """Dicts: sequence n, value heads first .. first + lanes, key heads key_first .. + key_heads, and slot.
-
-    A bundle holds whole groups of value heads that share a key, or, where a group is larger than `width`,
-    an equal part of one. Gradients of q and k are sums over a bundle's lanes and go to head `slot`, which is
-    key_first unless groups are split.
-    """
-    group = HV // H
-    if group <= width:
-        count = (H + width // group - 1) // (width // group)
-        heads = (H + count - 1) // count
-        size = heads * group
-    else:
-        size = width
-        while group % size != 0:
-            size = size - 1
-    found = []
-    for n in range(N):
-        for first in range(0, HV, size):
-            lanes = min(size, HV - first)
-            found.append(
-                {
-                    "n": n, "first": first, "lanes": lanes, "key_first": first // group,
-                    "key_heads": max(1, lanes // group), "slot": first // min(group, size),
-                }
-            )  # fmt: skip
-    return found
-
-
-def slots(H, HV, width):
-    """How many heads the gradients of q and k have: H, or a multiple where groups are split."""
-    every = bundles(1, H, HV, width)
-    last = every[len(every) - 1]
-    return last["slot"] + last["key_heads"]
-
-
-def waves(N, H, HV, width, lanes):
-    """Bundles in lists of about `lanes` lanes."""
-    every = bundles(N, H, HV, width)
-    per_wave = max(1, lanes // every[0]["lanes"])
-    found = []
-    for start in range(0, len(every), per_wave):
-        found.append(every[start : start + per_wave])
-    return found
-
-
-def constants(C):
-    """0/1 triangles and their like, [C, C] by row p and column f, built on chip once a call.
-
-    identity p = f; upto p <= f; after p > f; since p >= f; before p < f; and what is
-    added to exponents: drop_after, drop_since are FAR_BELOW there and 0 elsewhere. every and eye are all
-    ones and the identity, [128, 128].
-    """
-    every = sbuf((PARTITIONS, PARTITIONS))
-    nisa.memset(dst=every, value=1.0)
-    eye = sbuf((PARTITIONS, PARTITIONS))
+def identity(n, dtype):
+    """Builds the identity matrix [n, n]."""
+    out_sb = sbuf((n, n), dtype)
+    nisa.memset(dst=out_sb, value=1.0)
     nisa.affine_select(
-        dst=eye, pattern=[[-1, PARTITIONS]], channel_multiplier=1, on_true_tile=every, on_false_value=0.0,
+        dst=out_sb, pattern=[[-1, n]], channel_multiplier=1, on_true_tile=out_sb, on_false_value=0.0,
         cmp_op=nl.equal,
     )  # fmt: skip
-    ones = every[0:C, 0:C]
-    identity = sbuf((C, C))
-    nisa.tensor_copy(dst=identity, src=eye[0:C, 0:C])
-    upto = sbuf((C, C))
-    after = sbuf((C, C))
-    since = sbuf((C, C))
-    before = sbuf((C, C))
-    down = [[-1, C]]
-    up = [[1, C]]
+    return out_sb
+
+
+def select(ones_sb, sign, compare):
+    """Builds a matrix like ones_sb: 1 where compare(sign (row - column), 0) holds, else 0."""
+    n = ones_sb.shape[0]
+    out_sb = sbuf((n, n))
     nisa.affine_select(
-        dst=upto, pattern=up, channel_multiplier=-1, on_true_tile=ones, on_false_value=0.0,
-        cmp_op=nl.greater_equal,
+        dst=out_sb, pattern=[[-sign, n]], channel_multiplier=sign, on_true_tile=ones_sb, on_false_value=0.0,
+        cmp_op=compare,
     )  # fmt: skip
-    nisa.affine_select(
-        dst=after, pattern=down, channel_multiplier=1, on_true_tile=ones, on_false_value=0.0,
-        cmp_op=nl.greater,
-    )  # fmt: skip
-    nisa.affine_select(
-        dst=since, pattern=down, channel_multiplier=1, on_true_tile=ones, on_false_value=0.0,
-        cmp_op=nl.greater_equal,
-    )  # fmt: skip
-    nisa.affine_select(
-        dst=before, pattern=up, channel_multiplier=-1, on_true_tile=ones, on_false_value=0.0,
-        cmp_op=nl.greater,
-    )  # fmt: skip
-    drop_after = sbuf((C, C))
-    drop_since = sbuf((C, C))
-    nisa.tensor_scalar(dst=drop_after, data=after, op0=nl.multiply, operand0=FAR_BELOW)
-    nisa.tensor_scalar(dst=drop_since, data=since, op0=nl.multiply, operand0=FAR_BELOW)
-    epsilon = sbuf((C, 1))
-    nisa.memset(dst=epsilon, value=1e-6)
+    return out_sb
+
+
+def build_constants(C):
+    """Builds the matrices that a call of the gated delta rule needs, once per call; all are float32 in SBUF.
+
+    rows                            C, a number
+    ones, eye                       all ones, and the identity, [128, 128]
+    identity                        [C, C], like all that follow but the last
+    upper, lower                    triangles of ones, with the diagonal
+    strict_upper, strict_lower      triangles of ones, without it
+    drop_lower, drop_strict_lower   FAR_BELOW in the triangle and 0 elsewhere, to be added to exponents
+    epsilon                         1e-6 [C, 1]
+    stride                          C, a number: the row stride of the [C, C] matrices
+    """
+    ones_sb = sbuf((PARTITIONS, PARTITIONS))
+    nisa.memset(dst=ones_sb, value=1.0)
+    eye_sb = select(ones_sb, 1, nl.equal)
+    corner = ones_sb[0:C, 0:C]
+    identity_sb = sbuf((C, C))
+    nisa.tensor_copy(dst=identity_sb, src=eye_sb[0:C, 0:C])
+    upper_sb = select(corner, -1, nl.greater_equal)
+    strict_lower_sb = select(corner, 1, nl.greater)
+    lower_sb = select(corner, 1, nl.greater_equal)
+    strict_upper_sb = select(corner, -1, nl.greater)
+    drop_strict_lower_sb, drop_lower_sb = sbuf((C, C)), sbuf((C, C))
+    nisa.tensor_scalar(dst=drop_strict_lower_sb, data=strict_lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
+    nisa.tensor_scalar(dst=drop_lower_sb, data=lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
+    epsilon_sb = sbuf((C, 1))
+    nisa.memset(dst=epsilon_sb, value=1e-6)
     return {
-        "every": every, "eye": eye, "size": C, "epsilon": epsilon,
-        "identity": identity, "upto": upto, "after": after, "since": since, "before": before,
-        "drop_after": drop_after, "drop_since": drop_since,
+        "rows": C, "stride": C, "ones": ones_sb, "eye": eye_sb, "identity": identity_sb, "upper": upper_sb,
+        "lower": lower_sb, "strict_upper": strict_upper_sb, "strict_lower": strict_lower_sb,
+        "drop_lower": drop_lower_sb, "drop_strict_lower": drop_strict_lower_sb, "epsilon": epsilon_sb,
     }  # fmt: skip
 
 
-def cut(table, C):
-    """The constants for a chunk of C rows: the corners of the full ones."""
-    corners = {}
-    for name in ("identity", "upto", "after", "since", "before", "drop_after", "drop_since"):
+def take_corners(table, C):
+    """Returns the constants for a chunk of C rows: the corners of the full ones."""
+    corners = {"rows": C, "stride": table["stride"], "ones": table["ones"], "eye": table["eye"]}
+    for name in (
+        "identity", "upper", "lower", "strict_upper", "strict_lower", "drop_lower", "drop_strict_lower",
+    ):  # fmt: skip
         corners[name] = table[name][0:C, 0:C]
-    corners["every"] = table["every"]
-    corners["eye"] = table["eye"]
     corners["epsilon"] = table["epsilon"][0:C, :]
-    corners["size"] = table["size"]
     return corners
 
 
-def over_lanes(table, name, rows, lanes):
-    """A constant's corner [rows, rows], seen once per lane: a stride of 0."""
-    return table[name].ap(pattern=[[table["size"], rows], [0, lanes], [1, rows]])
+def repeat_over_lanes(table, name, lanes):
+    """Views a constant [rows, rows] as [rows, lanes, rows]: the same for each lane, by a stride of 0."""
+    return table[name].ap(pattern=[[table["stride"], table["rows"]], [0, lanes], [1, table["rows"]]])
 
 
-def transposed(sources, rows, parts, identity, factor=1.0):
-    """[rows, F] views -> one tile [f, number of views, rows] per part (start, stop) of F, times factor.
+def transpose(sources, parts, identity_sb, factor=1.0):
+    """Transposes views [rows, free]: one tile [f, number of views, rows] per part of free, times factor.
 
-    A product with the identity: half the price of nc_transpose in float32, as one operand is 0 and 1.
+    The transposition is a product with the identity, which is half the price of nc_transpose in float32, as
+    one operand is 0 and 1.
     """
-    found = []
-    for part in parts:
-        start, stop = part
-        ps = psum((stop - start, len(sources), rows))
+    rows = sources[0].shape[0]
+    tiles = []
+    for start, stop in parts:
+        out_ps = psum((stop - start, len(sources), rows))
         for i in range(len(sources)):
             nisa.nc_matmul(
-                dst=ps[:, i, :], stationary=sources[i][:, start:stop], moving=identity, is_moving_onezero=True
-            )
-        tile = sbuf((stop - start, len(sources), rows))
-        copied(tile, ps, factor)
-        found.append(tile)
-    return found
+                dst=out_ps[:, i, :], stationary=sources[i][:, start:stop], moving=identity_sb,
+                is_moving_onezero=True,
+            )  # fmt: skip
+        out_sb = sbuf((stop - start, len(sources), rows))
+        copy_scaled(out_sb, out_ps, factor)
+        tiles.append(out_sb)
+    return tiles
 
 
-def loaded(src, tokens, rows, shape):
-    """HBM [tokens, ...] in a float32 tile (rows, *shape); rows past the tokens are 0."""
-    tile = sbuf((rows, *shape))
-    if tokens < rows:
-        nisa.memset(dst=tile, value=0.0)
-    nisa.dma_copy(dst=tile[0:tokens], src=src)
-    return tile
+def sum_rows(dst, data, op):
+    """dst [P, 1] = the sums of op(data) [P, free] along the free axis, on the Scalar engine."""
+    passed_sb = sbuf(data.shape)
+    nisa.activation(
+        dst=passed_sb, op=op, data=data, reduce_op=nl.add, reduce_res=dst,
+        reduce_cmd=nisa.reduce_cmd.reset_reduce,
+    )  # fmt: skip
+
+
+def multiply_rows(x, y):
+    """Computes the dot products of rows, [P, 1] float32, on the Vector engine."""
+    product_sb, out_sb = sbuf(x.shape), sbuf((x.shape[0], 1))
+    nisa.tensor_tensor(dst=product_sb, data1=x, data2=y, op=nl.multiply)
+    nisa.tensor_reduce(dst=out_sb, op=nl.add, data=product_sb, axis=1)
+    return out_sb
+
+
+def invert_norms(x, eps):
+    """Computes (sum(x^2) + eps)^-1/2 of the rows of x [P, free], [P, 1] float32.
+
+    The Scalar engine's rsqrt is right from 2^-87 on, so eps has to be at least that.
+    """
+    total_sb, out_sb = sbuf((x.shape[0], 1)), sbuf((x.shape[0], 1))
+    sum_rows(total_sb, x, nl.square)
+    nisa.tensor_scalar(dst=total_sb, data=total_sb, op0=nl.add, operand0=eps)
+    nisa.activation(dst=out_sb, op=nl.rsqrt, data=total_sb)
+    return out_sb

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from delta_trn.backends import neuron_adapter
 from delta_trn.backends.registry import BackendRefusal
-from delta_trn.nki_kernels.delta_residual_bwd import delta_residual_bwd
-from delta_trn.nki_kernels.delta_residual_fwd import LEAST_EPS, delta_residual_fwd
+from delta_trn.nki_kernels.delta_residual import LEAST_EPS, delta_residual_bwd, delta_residual_fwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step

@@ -6,10 +6,13 @@ import torch
 from delta_trn.backends import BackendRefusal, delta_residual
 from delta_trn.backends.gated_delta_rule import nki_adapter
 from delta_trn.backends.parity.judge import error
-from delta_trn.nki_kernels import delta_residual_bwd as backward
-from delta_trn.nki_kernels import delta_residual_fwd as forward
-from delta_trn.nki_kernels.delta_residual_bwd import delta_residual_bwd, diagonal
-from delta_trn.nki_kernels.delta_residual_fwd import delta_residual_fwd
+from delta_trn.nki_kernels import delta_residual as kernels
+from delta_trn.nki_kernels.delta_residual import (
+    add_projection,
+    delta_residual_bwd,
+    delta_residual_fwd,
+    diagonal,
+)
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support.nki_judge import (
@@ -152,7 +155,7 @@ def test_the_adapter_cuts_tokens(beta_dtype, monkeypatch):
 def _first_block_only(p, xt, keys, d0):
     """The sums over D forget all but the first block."""
     if d0 == 0:
-        forward.read_along(p, xt, keys, d0)
+        add_projection(p, xt, keys, d0)
 
 
 def _wrong_sign(x, eye, sign):
@@ -168,15 +171,15 @@ def _no_projection(x, y):
 
 
 @pytest.mark.parametrize(
-    ("module", "function", "fault", "shape", "tensor"),
+    ("function", "fault", "shape", "tensor"),
     [
-        (backward, "read_along", _first_block_only, (2, 3000, 5), "dx"),
-        (backward, "diagonal", _wrong_sign, (3, 20, 3), "dk"),
-        (backward, "dot", _no_projection, (3, 20, 3), "dk"),
+        ("add_projection", _first_block_only, (2, 3000, 5), "out"),
+        ("diagonal", _wrong_sign, (3, 20, 3), "dk"),
+        ("multiply_rows", _no_projection, (3, 20, 3), "dk"),
     ],
 )
-def test_a_planted_fault_is_seen(module, function, fault, shape, tensor, monkeypatch):
-    monkeypatch.setattr(module, function, fault)
+def test_a_planted_fault_is_seen(function, fault, shape, tensor, monkeypatch):
+    monkeypatch.setattr(kernels, function, fault)
     with pytest.raises(AssertionError, match=rf"{tensor}: error .* above"):
         check(shape, torch.float32, 1e-5)
 
@@ -189,7 +192,7 @@ def _no_norm(x, eps):
 
 
 def test_a_fault_planted_in_the_forward_kernel_is_seen(monkeypatch):
-    monkeypatch.setattr(forward, "reciprocal_norm", _no_norm)
+    monkeypatch.setattr(kernels, "invert_norms", _no_norm)
     with pytest.raises(AssertionError, match=r"out: error .* above"):
         check((3, 20, 3), torch.float32, 1e-5)
 
@@ -199,26 +202,26 @@ def test_source_is_in_the_subset_of_every_release(kernel):
     assert findings(kernel, portable=True) == ()
 
 
-@pytest.mark.parametrize("module", [forward, backward])
-def test_x_travels_once_where_it_fits_on_chip(module):
+@pytest.mark.parametrize("backward", [0, 1])
+def test_x_travels_once_where_it_fits_on_chip(backward):
     """The paper's two widths: HBM bytes are those of inputs and outputs."""
     for D in (768, 1024):
-        moved, least = hbm_bytes(*module.example(M=128, D=D, DV=4))
+        moved, least = hbm_bytes(*kernels.example(M=128, D=D, DV=4, backward=backward))
         assert moved == least
 
 
 def test_a_width_that_does_not_fit_is_refused():
-    kernel, arguments = forward.example(M=1, D=13000, DV=1)
+    kernel, arguments = kernels.example(M=1, D=13000, DV=1)
     with pytest.raises(AssertionError, match="D=13000 exceeds 12288"):
         run(kernel, *arguments)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [forward, backward])
-def test_the_largest_sizes_fit_on_chip(module):
+@pytest.mark.parametrize("backward", [0, 1])
+def test_the_largest_sizes_fit_on_chip(backward):
     for D, DV in ((12288, 1), (8192, 1), (2048, 4), (1280, 4), (768, 16), (64, 200)):
         for dtype in ("float32", "bfloat16"):
-            kernel, arguments = module.example(M=2, D=D, DV=DV, dtype=dtype)
+            kernel, arguments = kernels.example(M=2, D=D, DV=DV, dtype=dtype, backward=backward)
             recorded(kernel, *arguments, trace=False)  # raises where SBUF or PSUM overflow
 
 

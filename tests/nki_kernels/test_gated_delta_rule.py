@@ -58,30 +58,32 @@ def test_agrees_with_the_judge(name, dtype, poison):
     assert not failed, "\n".join(failed)
 
 
-def no_pairs(pairs, lanes, rows, table):
-    out = tiles.sbuf((rows, lanes, rows))
+def no_pairs(chunk, table):
+    out = tiles.sbuf(chunk["D_t"].shape)
     nisa.memset(dst=out, value=0.0)
     return out
 
 
-def as_it_is(x, total, bundle, rows):
-    return total
+def as_it_is(chunk, dqk_sb):
+    return dqk_sb
 
 
-honest_decay = gated_delta_rule_bwd.decay_transposed
+honest_decay = gated_delta_rule_bwd.compute_decays
 
 
-def diagonal_too(weights, lanes, rows, table, dropped):
-    return honest_decay(weights, lanes, rows, table, "drop_after")
+def diagonal_too(g_triangle_sb, table, dropped):
+    return honest_decay(g_triangle_sb, table, "drop_strict_lower")
 
 
 # case, tensor, module, function, mistake
 FAULTS = {
     "decay gradient without what tokens of a chunk read from each other": (
-        "ragged", "dg", gated_delta_rule_bwd, "crossing_pairs", no_pairs,
+        "ragged", "dg", gated_delta_rule_bwd, "sum_crossing_pairs", no_pairs,
     ),
-    "gradient through the norm left out": ("norm", "dq", gated_delta_rule_bwd, "through_norm", as_it_is),
-    "a token erases itself": ("ragged", "dbeta", gated_delta_rule_bwd, "decay_transposed", diagonal_too),
+    "gradient through the norm left out": (
+        "norm", "dq", gated_delta_rule_bwd, "differentiate_norm", as_it_is,
+    ),
+    "a token erases itself": ("ragged", "dbeta", gated_delta_rule_bwd, "compute_decays", diagonal_too),
 }  # fmt: skip
 
 
@@ -98,11 +100,11 @@ def test_a_planted_fault_turns_parity_red(fault, monkeypatch):
 @nki.jit
 def inverse_of(Gt, C, lanes):
     """The inverse of I - G and its transpose, by the kernels' own function."""
-    table = tiles.constants(C)
+    table = tiles.build_constants(C)
     tile = tiles.sbuf((C, lanes, C))
     nisa.dma_copy(dst=tile, src=Gt)
     space = triangular.workspace(C, lanes)
-    T, Tt = triangular.inverses([tile], [space], triangular.pair_masks(C), table, C, True)
+    T, Tt = triangular.invert([tile], [space], triangular.pair_masks(C), table, True)
     out = nl.ndarray((2, C, lanes, C), dtype=nl.float32, buffer=nl.shared_hbm)
     nisa.dma_copy(dst=out[0], src=T[0])
     nisa.dma_copy(dst=out[1], src=Tt[0])
@@ -330,7 +332,7 @@ def test_a_training_step_is_the_one_of_chunked(kind):
 def test_a_wrong_training_step_is_seen(monkeypatch):
     """Keys that are normalized forward and not backward."""
     assert findings(BACKWARD) == ()
-    monkeypatch.setattr(gated_delta_rule_bwd, "through_norm", as_it_is)
+    monkeypatch.setattr(gated_delta_rule_bwd, "differentiate_norm", as_it_is)
     wrong = wrong_gradients("gdn")
     assert any("mixer.k_proj.weight" in line for line in wrong), wrong
 

@@ -15,6 +15,7 @@ from delta_trn.models.sequence import Sequences
 from delta_trn.nki_kernels import gated_rms_norm, short_convolution
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.plan import split
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 from delta_trn.nki_kernels.simulator import StrictError
 from delta_trn.nki_kernels.simulator.subset import findings
@@ -213,9 +214,9 @@ def _anticausal(seen, keep, count, W):
 def _own_tokens_only(dz, keep, ahead, count, W, eye):
     """dx forgets what the next tile's tokens give back."""
     found = []
-    for a0, a1 in short_convolution.channels(dz.shape[1]):
+    for a0, a1 in split(dz.shape[1], 128):
         rows = min(count, dz.shape[0])
-        behind = short_convolution.transposed(dz[0:rows, a0:a1], eye, 0, count + W - 1)
+        behind = short_convolution.transpose_padded(dz[0:rows, a0:a1], eye, 0, count + W - 1)
         found.append([behind] * W)
     return found
 
@@ -223,9 +224,9 @@ def _own_tokens_only(dz, keep, ahead, count, W, eye):
 @pytest.mark.parametrize(
     ("function", "fault", "lengths", "tensor"),
     [
-        ("masks", _unmasked, (100, 50), "y"),
-        ("seen_by_taps", _anticausal, None, "y"),
-        ("turned", _own_tokens_only, None, "dx"),
+        ("build_masks", _unmasked, (100, 50), "y"),
+        ("slice_windows", _anticausal, None, "y"),
+        ("transpose_returns", _own_tokens_only, None, "dx"),
     ],
 )
 def test_a_fault_planted_in_the_convolution_is_seen(function, fault, lengths, tensor, monkeypatch):
@@ -239,7 +240,7 @@ def _prefix_is_nothing(t0, W, continued):
 
 
 def test_a_forgotten_gradient_of_the_prefix_is_seen(monkeypatch):
-    monkeypatch.setattr(short_convolution, "before", _prefix_is_nothing)
+    monkeypatch.setattr(short_convolution, "prefix_rows", _prefix_is_nothing)
     with pytest.raises(StrictError, match="is unwritten"):
         check_continued((1, 9, 32, 4), torch.float32)
 
@@ -263,7 +264,7 @@ def _first_slot_for_all(out, x, r, w):
 
 @pytest.mark.parametrize(
     ("function", "fault", "tensor"),
-    [("projections", _no_projection, "dx"), ("times_rows", _first_slot_for_all, "y")],
+    [("project", _no_projection, "dx"), ("scale_rows", _first_slot_for_all, "y")],
 )
 def test_a_fault_planted_in_the_norm_is_seen(function, fault, tensor, monkeypatch):
     monkeypatch.setattr(gated_rms_norm, function, fault)

@@ -10,8 +10,8 @@ from delta_trn.backends.registry import Options
 from delta_trn.nki_kernels import gated_delta_rule_step as module
 from delta_trn.nki_kernels.gated_delta_rule_step import example
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.partitions import reciprocal_norm
 from delta_trn.nki_kernels.simulator.subset import findings
+from delta_trn.nki_kernels.tiles import invert_norms
 from tests.support.nki_judge import DTYPES, ROUNDED_PRODUCTS, assert_close, hbm_bytes, normal, recorded, run
 
 # B, H, HV, K, V: one head; every size of the models; sizes that divide nothing; heads that share a tile, the
@@ -116,7 +116,7 @@ def _wrong_group(x, start, c, shared):
 
 
 def _squared_eps(x, factor):
-    r = reciprocal_norm(x, 1e-3)
+    r = invert_norms(x, 1e-3)
     nisa.tensor_scalar(dst=x, data=x, op0=nl.multiply, operand0=r, op1=nl.multiply, operand1=factor)
 
 
@@ -130,7 +130,7 @@ def _no_zeros(x):
 
 @pytest.mark.parametrize(
     ("function", "fault"),
-    [("key_rows", _wrong_group), ("normalize", _squared_eps), ("block_diagonal", _no_zeros)],
+    [("load_key_rows", _wrong_group), ("normalize", _squared_eps), ("block_diagonal", _no_zeros)],
 )
 def test_a_planted_fault_is_seen(function, fault, monkeypatch):
     monkeypatch.setattr(module, function, fault)

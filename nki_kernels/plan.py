@@ -1,0 +1,117 @@
+"""How the NKI kernels cut their work. Plain numbers: this module imports no NKI.
+
+The kernels are unrolled, so a kernel call has a bounded length; `LANE_CHUNKS`, `STEP_HEADS`, `TOKENS` and
+`NUMBERS` are the bounds. Inside a call of the gated delta rule:
+
+    lane      one value head of one sequence
+    bundle    up to four lanes of one sequence, whose small matrices lie side by side on the free axis, so
+              that one instruction serves them all
+    wave      the bundles whose instructions are issued in turn, so that one waits while another computes
+"""
+
+from dataclasses import dataclass
+
+PARTITIONS = 128
+BANK = 512  # float32 numbers in one PSUM bank of a partition, the most that one product writes
+
+CHUNK = 128  # tokens per chunk
+EVERY = 2  # chunks between kept states: 1.2 times the least bytes per step instead of 1.5, in bfloat16
+WIDTH = 4  # lanes per bundle: their C x C matrices fill one bank of PSUM
+LANES = (
+    (64, 128, 8),
+    (128, 256, 6),
+    (256, 512, 2),
+)  # most K, most V, lanes: a tenth of SBUF stays free
+LANE_CHUNKS = 64  # chunks of one head per call of the rule: 8,000 instructions backward, 4,000 forward
+STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
+TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
+NUMBERS = 2**21  # of x per call of the norm
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Describes how one kernel call cuts its work: the last arguments of `gated_delta_rule_fwd`."""
+
+    every: int
+    C: int
+    lanes: int
+    width: int
+
+
+def plan(N: int, H: int, HV: int, K: int, V: int) -> Plan:
+    """Chooses as many lanes as fit SBUF, in two bundles where there are two; tests check the peaks."""
+    lanes = next(count for most_k, most_v, count in LANES if most_k >= K and most_v >= V)
+    width = max(min(max(2, lanes // 2), -(-N * HV // 2)), min(HV // H, lanes, WIDTH))
+    return Plan(EVERY, CHUNK, lanes, width)
+
+
+def split(n, size):
+    """Cuts 0 .. n into parts of `size`, the last one shorter: [(start, stop)]."""
+    parts = []
+    for start in range(0, n, size):
+        parts.append((start, min(start + size, n)))
+    return parts
+
+
+def split_evenly(n):
+    """Cuts 0 .. n into equal parts of at most 128, the last one shorter: [(start, stop)]."""
+    count = (n + PARTITIONS - 1) // PARTITIONS
+    return split(n, (n + count - 1) // count)
+
+
+def chunk_rows(tokens):
+    """Returns the rows of the tile that holds `tokens` tokens: the next power of two, and at least 2."""
+    rows = 2
+    while rows < tokens:
+        rows = rows * 2
+    return rows
+
+
+def bundles(N, H, HV, width):
+    """Cuts a call into bundles, dicts of these numbers:
+
+    n                       the sequence
+    first, lanes            the bundle's value heads are first .. first + lanes
+    key_first, key_heads    its key heads are key_first .. key_first + key_heads
+    slot                    the first head of the gradients of q and k that the bundle writes
+
+    A bundle holds whole groups of value heads that share a key head or, where a group is larger than `width`,
+    an equal part of one. Gradients of q and k are sums over a bundle's lanes; `slot` is `key_first` unless
+    groups are divided.
+    """
+    group = HV // H
+    if group <= width:
+        count = (H + width // group - 1) // (width // group)
+        heads = (H + count - 1) // count
+        size = heads * group
+    else:
+        size = width
+        while group % size != 0:
+            size = size - 1
+    every = []
+    for n in range(N):
+        for first, stop in split(HV, size):
+            every.append(
+                {
+                    "n": n, "first": first, "lanes": stop - first, "key_first": first // group,
+                    "key_heads": max(1, (stop - first) // group), "slot": first // min(group, size),
+                }
+            )  # fmt: skip
+    return every
+
+
+def slots(H, HV, width):
+    """Returns how many heads the gradients of q and k have: H, or a multiple where groups are divided."""
+    every = bundles(1, H, HV, width)
+    last = every[len(every) - 1]
+    return last["slot"] + last["key_heads"]
+
+
+def waves(N, H, HV, width, lanes):
+    """Returns the bundles in lists of about `lanes` lanes."""
+    every = bundles(N, H, HV, width)
+    per_wave = max(1, lanes // every[0]["lanes"])
+    lists = []
+    for start, stop in split(len(every), per_wave):
+        lists.append(every[start:stop])
+    return lists
