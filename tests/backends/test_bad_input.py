@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from delta_trn.train.data import prepare
 from delta_trn.train.data.shards import HEADER_BYTES
 from tests.support import tiny_run
+from tests.support.corpus import prepare_text
 from tests.support.tiny_run import command, keys, train
 
 
@@ -155,7 +155,7 @@ class TestData:
         other = tmp_path / "other"
         other.mkdir()
         (other / "text.txt").write_text(tiny_run.text().replace("1", "3"))
-        prepare(other / "text.txt", other / "data", tokenizer="bytes", show=False)
+        prepare_text(other / "text.txt", other / "data")
         before = tree(copy / "run")
         said = refused("resume", copy / "run", "steps=20", f"data.folder={other / 'data'}")
         assert "holds other tokens than the run began with" in said

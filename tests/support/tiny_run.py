@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from delta_trn.train.__main__ import main
-from delta_trn.train.data import prepare
 from delta_trn.train.watch.metrics import MEASURED, read
+from tests.support.corpus import prepare_text
 
 # matrices of 16 rows gain nothing from threads, and pytest-xdist has taken the cores already
 torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def prepared(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "sums.txt"
     source.write_text(text())
-    return prepare(source, folder / "data", tokenizer="bytes", val_fraction=0.1, show=False)
+    return prepare_text(source, folder / "data", val_fraction=0.1)
 
 
 def keys(data: Path, out: Path, **changes: object) -> list[str]:

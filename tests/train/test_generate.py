@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_trn.train.data import prepare
 from delta_trn.train.data.tokenizer import plain_bytes
 from delta_trn.train.run import sample as generation
 from delta_trn.train.run.sample import Sampling, TextStream, continue_text, load_for_generation
 from delta_trn.train.settings.errors import CheckpointError, ConfigError
 from tests.support import tiny_run
+from tests.support.corpus import prepare_text
 from tests.support.tiny_run import command, keys, train
 
 PROMPT = "7 + 5 ="
@@ -186,7 +186,7 @@ class TestTokenizer:
         folder = copy / "checkpoints" / "step-00000040"
         source = tmp_path / "text.txt"
         source.write_text(tiny_run.text())
-        other = prepare(source, tmp_path / "bpe", tokenizer="bytebpe", vocab_size=400, show=False)
+        other = prepare_text(source, tmp_path / "bpe", tokenizer="bytebpe", vocab_size=400)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(other / name, folder / name)
         with pytest.raises(CheckpointError, match=r"it has .* ids, the model 320 rows; bos is 0"):

@@ -12,43 +12,29 @@ from rich.table import Table
 from delta_trn.train.data.dataset import TokenDataset, open_dataset
 from delta_trn.train.data.entropies import baselines, documents
 from delta_trn.train.data.preparation import prepare
-from delta_trn.train.settings.errors import TrainError
+from delta_trn.train.settings.schema import DataSection, validated
+
+# `data.folder` is --out here, and a loader's order is no part of a preparation
+OPTIONS = [name for name in DataSection.model_fields if name not in ("source", "folder", "loader")]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one `data` command: 0 done; 2 refused, and stderr says why; 130 interrupted."""
-    arguments = _parser().parse_args(argv)
-    try:
-        return arguments.run(arguments)
-    except TrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        return 130
+def main(arguments: Sequence[str]) -> int:
+    """Runs one `data` command. Returns 0 when it is done, 130 when it was interrupted."""
+    parsed = _parser().parse_args(arguments)
+    return parsed.run(parsed)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
-    directory = prepare(
-        arguments.source,
-        arguments.out,
-        tokenizer=arguments.tokenizer,
-        vocab_size=arguments.vocab_size,
-        subset=arguments.subset,
-        split=arguments.split,
-        revision=arguments.revision,
-        text_field=arguments.text_field,
-        validation=arguments.validation,
-        val_fraction=arguments.val_fraction,
-        shard_tokens=arguments.shard_tokens,
-        max_documents=arguments.max_documents,
-        max_tokens=arguments.max_tokens,
-        seed=arguments.seed,
-        show=not arguments.quiet,
-    )
-    _print(open_dataset(directory))
-    print(f"{directory} is ready after {time.monotonic() - began:.1f} s")
+    changes = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+    data = validated({"data": {"source": arguments.source, "folder": arguments.out, **changes}}).data
+    try:
+        folder = prepare(data, show=not arguments.quiet)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        return 130
+    _print(open_dataset(folder))
+    print(f"{folder} is ready after {time.monotonic() - began:.1f} s")
     return 0
 
 
@@ -76,14 +62,8 @@ def _print(dataset: TokenDataset) -> None:
     for column in ("documents", "bytes", "tokens", "bytes/token", "shards"):
         table.add_column(column, justify="right")
     for name, split in meta.splits.items():
-        table.add_row(
-            name,
-            f"{split.documents:,}",
-            f"{split.bytes:,}",
-            f"{split.tokens:,}",
-            f"{split.bytes / split.tokens:.3f}",
-            str(len(split.shards)),
-        )
+        counts = (f"{count:,}" for count in (split.documents, split.bytes, split.tokens))
+        table.add_row(name, *counts, f"{split.bytes / split.tokens:.3f}", str(len(split.shards)))
     console = Console()
     console.print(table)
     for reason, count in meta.skipped.items():
@@ -94,14 +74,14 @@ def _print_baselines(dataset: TokenDataset) -> None:
     table = Table(title=f"{dataset.meta.name}: what held-out text costs")
     for column in ("baseline", "nats/token", "bits/byte", "on bytes", "saw before"):
         table.add_column(column, justify="left" if column in ("baseline", "saw before") else "right")
-    found = baselines(dataset)
-    for name, cost in found.items():
+    costs = baselines(dataset)
+    for name, cost in costs.items():
         table.add_row(
             name, f"{cost.nats_per_token:.4f}", f"{cost.bits_per_byte:.4f}", f"{cost.bytes:,}", cost.saw
         )
     console = Console()
     console.print(table)
-    if "zlib" not in found:
+    if "zlib" not in costs:
         console.print("no compressors: this tokenizer does not give the text back as it was")
 
 
@@ -115,38 +95,19 @@ def _parser() -> argparse.ArgumentParser:
         "prepare", help="tokenize text into shards; killed, the same command continues"
     )
     make.set_defaults(run=_prepare)
-    make.add_argument(
-        "source",
-        help="folder, .txt, .jsonl or .parquet file, python-stdlib, or a Hugging Face dataset's name",
-    )
-    make.add_argument("--out", type=Path, help="folder to write (default: data/NAME-TOKENIZER-HASH)")
-    make.add_argument(
-        "--tokenizer", default="bytebpe", help="gpt2, bytebpe, bytes, or a tokenizer.json (%(default)s)"
-    )
-    make.add_argument("--vocab-size", type=int, help="rows of the embedding (default: 4096 for bytebpe)")
-    make.add_argument("--subset", help="of a Hugging Face dataset, such as sample-10BT")
-    make.add_argument("--split", default="train", help="of a Hugging Face dataset (%(default)s)")
-    make.add_argument("--revision", help="commit or tag of a Hugging Face dataset")
-    make.add_argument("--text-field", default="text", help="field or column with the text (%(default)s)")
-    make.add_argument("--validation", help="held-out text: a path, or a split of the same dataset")
-    make.add_argument(
-        "--val-fraction", type=float, default=0.05, help="share held out otherwise (%(default)s)"
-    )
-    make.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard (%(default)s)")
-    make.add_argument("--max-documents", type=int, help="read so many documents")
-    make.add_argument("--max-tokens", type=int, help="stop after the document that makes so many tokens")
-    make.add_argument("--seed", type=int, default=0, help="of the choice of held-out documents (%(default)s)")
-    make.add_argument("--quiet", action="store_true", help="no progress")
+    make.add_argument("source", help=DataSection.model_fields["source"].description)
+    make.add_argument("--out", help="folder to write (default: data/NAME-TOKENIZER-HASH)")
+    for name in OPTIONS:
+        field = DataSection.model_fields[name]
+        meaning = (field.description or "").replace("%", "%%")
+        make.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=f"{meaning} ({field.default})")
+    make.add_argument("--quiet", action="store_true", help="print no progress")
 
     info = commands.add_parser("info", help="what a folder holds")
     info.set_defaults(run=_info)
     info.add_argument("directory", type=Path)
     info.add_argument("--json", action="store_true", help="print meta.json")
     info.add_argument("--check", action="store_true", help="read every token and compare hashes")
-    info.add_argument("--baselines", action="store_true", help="entropies of the held-out text")
+    info.add_argument("--baselines", action="store_true", help="costs of the held-out text without a model")
     info.add_argument("--sample", type=int, default=0, metavar="N", help="decode N tokens of held-out text")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

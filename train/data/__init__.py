@@ -9,7 +9,7 @@ baselines(dataset)               -> dict            unigram entropy, zlib, lzma 
 
 from delta_trn.train.data.dataset import TokenDataset, open_dataset
 from delta_trn.train.data.entropies import Baseline, baselines
-from delta_trn.train.data.loader import Loader, cu_seqlens, evaluation_batches, make_loader
+from delta_trn.train.data.loader import Loader, evaluation_batches, make_loader
 from delta_trn.train.data.preparation import prepare
 from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -19,7 +19,6 @@ __all__ = [
     "TextTokenizer",
     "TokenDataset",
     "baselines",
-    "cu_seqlens",
     "evaluation_batches",
     "load_tokenizer",
     "make_loader",

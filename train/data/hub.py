@@ -1,4 +1,4 @@
-"""Documents of a dataset on the Hugging Face Hub, streamed: nothing is downloaded ahead of its use."""
+"""Documents of a dataset on the Hugging Face Hub, streamed: nothing is downloaded before it is used."""
 
 import os
 import re
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from delta_trn.train.data.sources import text_of
+from delta_trn.train.data.readers import text_of
 from delta_trn.train.settings.errors import SourceError
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """`name` such as HuggingFaceFW/fineweb-edu, `subset` such as sample-10BT; `revision` pins a commit."""
+    """A dataset such as HuggingFaceFW/fineweb-edu, subset sample-10BT. `revision` pins a commit."""
 
     dataset: str
     subset: str | None = None
@@ -28,7 +28,7 @@ class HubSource:
         return re.sub(r"[^A-Za-z0-9]+", "-", "-".join(parts)).strip("-").lower()
 
     def settings(self) -> dict[str, Any]:
-        """What was asked for. The commit that it meant is in the reader's position, for resumed runs."""
+        """Returns what was asked for. The reader's position holds the commit that this meant."""
         return {
             "kind": "dataset",
             "name": self.dataset,
@@ -54,19 +54,18 @@ class HubSource:
                 f"the Hub has no dataset {self.dataset!r} at revision {self.revision or 'main'}, and there "
                 "is no such path here; check the name, or log in with `hf auth login` where it is gated"
             ) from error
-        except (
-            Exception
-        ) as error:  # requests, httpx, OfflineModeIsEnabled: the client's exceptions vary by version
+        except Exception as error:  # requests, httpx, OfflineModeIsEnabled: it varies by the client's version
             raise self._unreachable(error) from error
 
     def open(self, revision: str | None) -> Any:
+        """Returns the `datasets.IterableDataset` of one commit."""
         import datasets
 
         try:
             return datasets.load_dataset(
                 self.dataset, self.subset, split=self.split, streaming=True, revision=revision
             )
-        except ValueError as error:  # an unknown subset or split: its message lists those there are
+        except ValueError as error:  # an unknown subset or split: its message lists the known ones
             raise SourceError(
                 f"dataset {self.dataset!r} has no subset {self.subset!r} with split {self.split!r}: {error}"
             ) from error
@@ -83,7 +82,7 @@ class HubSource:
 
 
 class HubReader:
-    """Position: the commit, the rows read, and the library's own state, which spares reading them again."""
+    """Streams rows. Its position: the commit, the rows read, and the library's own state."""
 
     def __init__(self, source: HubSource, position: dict[str, Any] | None):
         self.skipped: Counter[str] = Counter()
@@ -119,7 +118,7 @@ class HubReader:
         return min(1.0, self._rows / self._total) if self._total else None
 
     def close(self) -> None:
-        # a generator of pyarrow's that lives until the interpreter ends complains while it goes
+        """Closes the stream: a generator of pyarrow's that outlives the interpreter complains."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None

@@ -206,20 +206,6 @@ def evaluation_batches(
     return [as_tensors(crops.at(places[i : i + batch])) for i in range(0, count, batch)]
 
 
-def cu_seqlens(inputs: "Tensor", bos_id: int) -> "Tensor":
-    """Where documents begin in a batch laid out as one row, for `gated_delta_rule(..., cu_seqlens=)`.
-
-    inputs [batch, sequence] int64, to be used as inputs.view(1, -1); returns int64 [N+1]. A row's start
-    counts as a document's: the rows of a batch do not continue each other.
-    """
-    import torch
-
-    starts = inputs.eq(bos_id)
-    starts[:, 0] = True
-    places = starts.flatten().nonzero().flatten()
-    return torch.cat([places, places.new_tensor([inputs.numel()])])
-
-
 class _Tokens:
     """A split's shards side by side, read with a check of every id."""
 

@@ -1,7 +1,7 @@
 """Text to shards, so that a killed preparation continues and ends with the bytes an undisturbed one writes.
 
 progress.json   settings, the reader's position, both writers' state; replaced every few seconds
-*.bin.partial   a shard being written; cut back to what progress.json covers when a run continues
+*.bin.partial   a shard being written; cut back to what progress.json covers when a preparation continues
 *.bin           a whole shard
 meta.json       written last: a folder that has it is complete, and preparing it again does nothing
 """
@@ -10,97 +10,66 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from delta_trn.train.data.dataset import FORMAT, Meta, ShardMeta, Split, SplitMeta, TokenizerMeta, read_meta
 from delta_trn.train.data.holdout import HoldOut
-from delta_trn.train.data.reporting import Report
-from delta_trn.train.data.shards import MAX_TOKENS, ShardWriter, token_dtype
-from delta_trn.train.data.sources import Source, find_source
+from delta_trn.train.data.shards import ShardWriter, token_dtype
+from delta_trn.train.data.sources import Source, find_source, find_validation
 from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer, make_tokenizer, tokenizer_settings
 from delta_trn.train.files import hold_folder, write_file
-from delta_trn.train.settings.errors import DataError, SettingsDiffer, SourceError
+from delta_trn.train.settings.errors import SettingsDiffer, SourceError
+from delta_trn.train.settings.schema import DataSection
+from delta_trn.train.watch.display import Bar, console
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**22  # what the tokenizer spreads over the cores at once
-COMMIT_SECONDS = 5.0  # of work lost by a kill
+COMMIT_SECONDS = 5.0  # the most work that a kill loses
 FIRST_SHARD: dict[Split, int] = {"val": 0, "train": 1}
 
 
-def prepare(
-    source: str | Path | Source,
-    out: str | Path | None = None,
-    *,
-    tokenizer: str = "bytebpe",
-    vocab_size: int | None = None,
-    subset: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    text_field: str = "text",
-    validation: str | Path | None = None,
-    val_fraction: float = 0.05,
-    shard_tokens: int = 100_000_000,
-    max_documents: int | None = None,
-    max_tokens: int | None = None,
-    seed: int = 0,
-    show: bool = True,
-) -> Path:
-    """Tokenize a source into shards below `out`, and return that folder.
+def prepare(data: DataSection, *, show: bool = True) -> Path:
+    """Tokenizes `data.source` into shards, and returns their folder.
 
-    source         a folder, .txt, .jsonl or .parquet file, "python-stdlib", or a Hugging Face dataset's name
-    out            None: data/NAME-TOKENIZER-HASH, the hash being of these settings and the text
-    tokenizer      "bytebpe" (trained on the training documents), "gpt2", "bytes", or a tokenizer.json's path
-    vocab_size     rows of the embedding; None: 4096 for bytebpe, else the tokenizer's size rounded up to 64
-    subset, split, revision     of a Hugging Face dataset
-    text_field     the field or column with the text
-    validation     a path with held-out text, or a split of the same dataset, instead of a fraction
-    val_fraction   share of documents held out, by a hash of their text and the seed: copies stay together
-    shard_tokens   a shard takes whole documents up to this
-    max_documents  read so many documents of the source
-    max_tokens     take no further document once there are so many tokens, both splits together
-    show           progress on stderr
+        folder = prepare(DataSection(source="book.txt", tokenizer="bytes"))
 
-    Documents are BOS tokens EOS; those without text are left out, and so are training documents that are also
-    in `validation`. A folder already complete with the same settings is returned as it is, without any
-    network.
+    The folder is `data.folder`, or else data/NAME-TOKENIZER-HASH with a hash of the settings and the text.
+    Documents are BOS tokens EOS. Those without text are left out, and so are training documents that are also
+    in `data.validation`. A folder already complete with the same settings is returned as it is, without any
+    network. With `show`, progress is printed on stderr.
 
-    Raises SourceError, TokenizerError, DiskFull; SettingsDiffer if `out` holds another preparation.
+    Raises SourceError, TokenizerError, DiskFull; SettingsDiffer if the folder holds another preparation.
     """
-    _check_numbers(val_fraction, shard_tokens, max_documents, max_tokens)
-    text = find_source(source, subset=subset, split=split, revision=revision, text_field=text_field)
-    held_out = None
-    if validation is not None:
-        held_out = _validation_source(validation, source, subset, revision, text_field)
+    source = find_source(data)
+    held_out = find_validation(data, source)
     settings = {
         "format": FORMAT,
-        "source": text.settings(),
+        "source": source.settings(),
         "validation": held_out.settings() if held_out else None,
-        "val_fraction": None if held_out else val_fraction,
-        "seed": seed,
-        "tokenizer": tokenizer_settings(tokenizer, vocab_size),
-        "shard_tokens": shard_tokens,
-        "max_documents": max_documents,
-        "max_tokens": max_tokens,
+        "val_fraction": None if held_out else data.val_fraction,
+        "seed": data.seed,
+        "tokenizer": tokenizer_settings(data.tokenizer, data.vocab_size),
+        "shard_tokens": data.shard_tokens,
+        "max_documents": data.max_documents,
+        "max_tokens": data.max_tokens,
     }
-    directory = Path(out).expanduser() if out is not None else _default_folder(text.name, tokenizer, settings)
-    if _is_complete(directory, settings):
-        return directory
-    with hold_folder(directory):
-        if _is_complete(directory, settings):  # by whoever held the folder until now
-            return directory
-        job = _Job(directory, settings, text, held_out)
-        with Report(show=show) as report:
-            job.run(tokenizer, vocab_size, report)
-    return directory
+    folder = Path(data.folder).expanduser() if data.folder else _default_folder(source, data, settings)
+    if _is_complete(folder, settings):
+        return folder
+    with hold_folder(folder):
+        if not _is_complete(folder, settings):  # another process may have held the folder until now
+            with Bar(console(stderr=True), show=show) as bar:
+                _Preparation(folder, data, settings, source, held_out, bar).run()
+    return folder
 
 
 @dataclass
 class _Progress:
-    """progress.json."""
+    """The content of progress.json. `stage` is tokenizer, val, train or split (both at once), done."""
 
     settings: dict[str, Any]
     stage: str = "tokenizer"
@@ -108,57 +77,62 @@ class _Progress:
     lowest: int | None = None
     documents: int = 0
     tokens: int = 0
-    counts: dict[str, dict[str, int]] | None = None
-    skipped: dict[str, int] | None = None
-    writers: dict[str, dict] | None = None
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
+    writers: dict[str, dict] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.counts = {split: Counter((self.counts or {}).get(split)) for split in FIRST_SHARD}
+        self.skipped, self.writers = Counter(self.skipped), self.writers or {}
 
 
-class _Job:
+class _Preparation:
     """One preparation in one folder, from whatever stage it was left in."""
 
-    def __init__(self, directory: Path, settings: dict[str, Any], text: Source, held_out: Source | None):
-        self.directory, self.text, self.held_out = directory, text, held_out
-        self.path = directory / "progress.json"
+    def __init__(
+        self,
+        folder: Path,
+        data: DataSection,
+        settings: dict[str, Any],
+        source: Source,
+        held_out: Source | None,
+        bar: Bar,
+    ):
+        self.folder, self.data, self.source, self.held_out, self.bar = folder, data, source, held_out, bar
+        self.path = folder / "progress.json"
         self.progress = _Progress(settings)
         if self.path.exists():
             saved = json.loads(self.path.read_bytes())
-            _require_same(directory, saved["settings"], settings)
+            _require_same(folder, saved["settings"], settings)
             self.progress = _Progress(**saved)
-        elif foreign := sorted(path.name for path in directory.glob("*.bin")):
+        elif foreign := sorted(path.name for path in folder.glob("*.bin")):
             raise SettingsDiffer(
-                f"{directory} holds {foreign[0]} and no progress.json or meta.json; choose another --out"
+                f"{folder} holds {foreign[0]} and no progress.json or meta.json; choose another --out"
             )
+        self.holdout = HoldOut(data.seed, settings["val_fraction"], held_out)
         self.writers: dict[str, ShardWriter] = {}
-        self.counts = {split: Counter(self._saved("counts", split)) for split in FIRST_SHARD}
-        self.skipped: Counter[str] = Counter(self.progress.skipped or {})
         self.committed = time.monotonic()
 
-    def run(self, tokenizer_name: str, vocab_size: int | None, report: Report) -> None:
-        settings = self.progress.settings
-        holdout = HoldOut(settings["seed"], settings["val_fraction"], self.held_out)
-        if not holdout.ready(self.progress.lowest):
-            report.phase("choosing held-out documents")
-            self.progress.lowest = holdout.choose(self.text, settings["max_documents"])
-        if self.progress.stage == "tokenizer":
+    def run(self) -> None:
+        progress = self.progress
+        if not self.holdout.restore(progress.lowest):
+            self.bar.begin("choosing held-out documents")
+            progress.lowest = self.holdout.choose(self.source, self.data.max_documents)
+        if progress.stage == "tokenizer":
             self._save()
-            report.phase(f"tokenizer {tokenizer_name}")
-            made = make_tokenizer(tokenizer_name, vocab_size, self._training_text(holdout))
-            made.save(self.directory)
-            self.progress.stage = "val" if self.held_out else "split"
+            self.bar.begin(f"tokenizer {self.data.tokenizer}")
+            make_tokenizer(self.data.tokenizer, self.data.vocab_size, self._training_text()).save(self.folder)
+            progress.stage = "val" if self.held_out else "split"
             self._save()
-        tokenizer = load_tokenizer(self.directory)
+        tokenizer = load_tokenizer(self.folder)
+        dtype = token_dtype(tokenizer.vocab_size)
         try:
             for split, first in FIRST_SHARD.items():
-                stem, state = f"{self.text.name}_{split}", self._saved("writers", split)
+                stem, state = f"{self.source.name}_{split}", progress.writers.get(split)
                 self.writers[split] = ShardWriter(
-                    self.directory,
-                    stem,
-                    token_dtype(tokenizer.vocab_size),
-                    settings["shard_tokens"],
-                    first,
-                    state or None,
+                    self.folder, stem, dtype, self.data.shard_tokens, first, state
                 )
-            self._stages(tokenizer, holdout, report)
+            self._tokenize_all(tokenizer)
             for writer in self.writers.values():
                 writer.close()
             self._commit()
@@ -167,84 +141,89 @@ class _Job:
                 writer.abandon()
         self._finish(tokenizer)
 
-    def _stages(self, tokenizer: TextTokenizer, holdout: HoldOut, report: Report) -> None:
-        """`val` reads the validation source; `split` (or `train` after `val`) reads the source."""
-        if self.progress.stage == "val":
+    def _tokenize_all(self, tokenizer: TextTokenizer) -> None:
+        progress = self.progress
+        if progress.stage == "val":
             assert self.held_out is not None
-            report.phase("held-out text", self.progress.tokens)
-            self._tokenize(self.held_out, tokenizer, lambda text: "val", None, None, report)
-            self.progress.stage, self.progress.position, self.progress.documents = "train", None, 0
+            self.bar.begin("held-out text")
+            self._tokenize(self.held_out, tokenizer, lambda text: "val", None, None)
+            progress.stage, progress.position, progress.documents = "train", None, 0
             self._commit()
-        limits = self.progress.settings["max_documents"], self.progress.settings["max_tokens"]
-        if self.progress.stage != "done":
-            report.phase("tokenizing", self.progress.tokens)
-            self._tokenize(self.text, tokenizer, holdout.split_of, *limits, report)
-            self.progress.stage = "done"
+        if progress.stage != "done":
+            self.bar.begin("tokenizing")
+            limits = self.data.max_documents, self.data.max_tokens
+            self._tokenize(self.source, tokenizer, self.holdout.split_of, *limits)
+            progress.stage = "done"
 
     def _tokenize(
         self,
         source: Source,
         tokenizer: TextTokenizer,
-        split_of: Any,
+        split_of: Callable[[str], Split | None],
         max_documents: int | None,
         max_tokens: int | None,
-        report: Report,
     ) -> None:
-        reader = source.reader(self.progress.position)
+        progress = self.progress
+        began, tokens_before = time.monotonic(), progress.tokens
+        reader = source.reader(progress.position)
         try:
-            left = None if max_documents is None else max_documents - self.progress.documents
-            for batch in _batches(islice(reader, left)):
-                routed = [(split_of(text), text) for text in batch if text.strip()]
-                self.skipped["empty documents"] += len(batch) - len(routed)
-                kept = [(split, text) for split, text in routed if split is not None]
-                self.skipped["documents also held out"] += len(routed) - len(kept)
-                self.progress.documents += len(batch)
-                full = self._append(kept, tokenizer, max_tokens)
-                self.progress.position = reader.position()
-                done = [reader.fraction()]
-                done += [self.progress.documents / max_documents] if max_documents else []
-                done += [self.progress.tokens / max_tokens] if max_tokens else []
-                report.update(max((x for x in done if x is not None), default=None), self.progress.tokens)
-                if full:
+            remaining = None if max_documents is None else max_documents - progress.documents
+            for batch in _batches(islice(reader, remaining)):
+                with_text = [(split_of(text), text) for text in batch if text.strip()]
+                kept = [(split, text) for split, text in with_text if split is not None]
+                progress.skipped["empty documents"] += len(batch) - len(with_text)
+                progress.skipped["documents also held out"] += len(with_text) - len(kept)
+                progress.documents += len(batch)
+                is_full = self._append(kept, tokenizer, max_tokens)
+                progress.position = reader.position()
+                shares = [
+                    reader.fraction(),
+                    progress.documents / max_documents if max_documents else None,
+                    progress.tokens / max_tokens if max_tokens else None,
+                ]
+                rate = (progress.tokens - tokens_before) / max(time.monotonic() - began, 1e-9)
+                self.bar.advance(
+                    max((share for share in shares if share is not None), default=None),
+                    f"{progress.tokens:,} tokens, {rate:,.0f}/s",
+                )
+                if is_full:
                     break
                 if time.monotonic() - self.committed >= COMMIT_SECONDS:
                     self._commit()
-            self.skipped.update(reader.skipped)
+            progress.skipped.update(reader.skipped)
         finally:
             reader.close()
 
     def _append(
         self, documents: list[tuple[Split, str]], tokenizer: TextTokenizer, max_tokens: int | None
     ) -> bool:
-        """Tokenize and write; True once max_tokens are there, whatever of the batch is left."""
+        """Tokenizes and writes. Returns True once there are max_tokens; the rest of the batch is left out."""
         encoded = tokenizer.encode_documents([text for _, text in documents])
         for (split, text), ids in zip(documents, encoded, strict=True):
             if max_tokens is not None and self.progress.tokens >= max_tokens:
                 return True
             self.writers[split].append(ids)
-            self.counts[split].update(tokens=len(ids), bytes=len(text.encode()), documents=1)
+            self.progress.counts[split].update(tokens=len(ids), bytes=len(text.encode()), documents=1)
             if split == "val" and tokenizer.decode(ids) != text:
-                self.counts[split].update(altered=1)
+                self.progress.counts[split].update(altered=1)
             self.progress.tokens += len(ids)
         return max_tokens is not None and self.progress.tokens >= max_tokens
 
-    def _training_text(self, holdout: HoldOut) -> Iterator[str]:
-        """The documents training will see: a tokenizer made from held-out text would flatter the loss."""
-        reader = self.text.reader()
+    def _training_text(self) -> Iterator[str]:
+        """Yields the training documents: a tokenizer made from held-out text would flatter the loss."""
+        reader = self.source.reader()
         try:
-            for text in islice(reader, self.progress.settings["max_documents"]):
-                if text.strip() and holdout.split_of(text) == "train":
+            for text in islice(reader, self.data.max_documents):
+                if text.strip() and self.holdout.split_of(text) == "train":
                     yield text
         finally:
             reader.close()
 
     def _commit(self) -> None:
-        """Everything appended so far survives a kill afterwards."""
+        """Makes everything appended so far survive a kill."""
         for writer in self.writers.values():
             writer.sync()
         self.progress.writers = {split: writer.state() for split, writer in self.writers.items()}
-        self.progress.counts = {split: dict(count) for split, count in self.counts.items()}
-        self.progress.skipped = dict(self.skipped)
         self._save()
         for writer in self.writers.values():
             writer.publish()
@@ -253,64 +232,55 @@ class _Job:
     def _save(self) -> None:
         write_file(self.path, json.dumps(vars(self.progress), indent=1) + "\n")
 
-    def _saved(self, what: str, split: str) -> dict:
-        return (getattr(self.progress, what) or {}).get(split, {})
-
     def _finish(self, tokenizer: TextTokenizer) -> None:
-        empty: list[Split] = [split for split in FIRST_SHARD if not self.counts[split]["tokens"]]
-        if empty:
+        progress = self.progress
+        if empty := [split for split in FIRST_SHARD if not progress.counts[split]["tokens"]]:
             self._clear()
             raise self._nothing_in(empty)
         splits: dict[Split, SplitMeta] = {
             split: SplitMeta(
-                tokens=self.counts[split]["tokens"],
-                bytes=self.counts[split]["bytes"],
-                documents=self.counts[split]["documents"],
+                tokens=progress.counts[split]["tokens"],
+                bytes=progress.counts[split]["bytes"],
+                documents=progress.counts[split]["documents"],
                 shards=tuple(ShardMeta(**vars(record)) for record in self.writers[split].closed),
             )
             for split in FIRST_SHARD
         }
         meta = Meta(
-            name=self.text.name,
+            name=self.source.name,
             vocab_size=tokenizer.vocab_size,
             dtype=token_dtype(tokenizer.vocab_size),
             bos_id=tokenizer.bos,
             eos_id=tokenizer.eos,
             pad_id=tokenizer.pad,
             tokenizer=TokenizerMeta(
-                kind=self.progress.settings["tokenizer"]["kind"],
+                kind=progress.settings["tokenizer"]["kind"],
                 size=tokenizer.size,
-                lossless=not self.counts["val"]["altered"],
+                lossless=not progress.counts["val"]["altered"],
                 sha256=tokenizer.sha256,
             ),
             splits=splits,
-            skipped={reason: count for reason, count in sorted(self.skipped.items()) if count},
-            settings=self.progress.settings,
+            skipped={reason: count for reason, count in sorted(progress.skipped.items()) if count},
+            settings=progress.settings,
         )
-        write_file(self.directory / "meta.json", meta.to_json())
+        write_file(self.folder / "meta.json", meta.to_json())
         self.path.unlink()
 
     def _clear(self) -> None:
-        """Remove what this preparation made, so that other settings may be tried in the same folder."""
-        for pattern in (
-            f"{self.text.name}_*.bin*",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "special_tokens_map.json",
-        ):
-            for path in self.directory.glob(pattern):
+        """Removes what this preparation wrote, so that other settings may be tried in the same folder."""
+        tokenizer_files = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+        for pattern in (f"{self.source.name}_*.bin*", *tokenizer_files):
+            for path in self.folder.glob(pattern):
                 path.unlink()
         self.path.unlink()
 
-    def _nothing_in(self, empty: list[Split]) -> DataError:
-        documents = sum(self.counts[split]["documents"] for split in FIRST_SHARD)
-        skipped = (
-            ", ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count) or "nothing"
-        )
+    def _nothing_in(self, empty: list[Split]) -> SourceError:
+        documents = sum(self.progress.counts[split]["documents"] for split in FIRST_SHARD)
+        skipped = ", ".join(f"{count} {reason}" for reason, count in self.progress.skipped.items() if count)
         return SourceError(
-            f"no document for {' and '.join(empty)}: {documents} documents with text in {self.text.name!r} "
-            f"(skipped: {skipped}); holding out needs at least two that differ, or held-out text of its own: "
-            "--validation PATH"
+            f"no document for {' and '.join(empty)}: {documents} documents with text in "
+            f"{self.source.name!r} (skipped: {skipped or 'nothing'}); holding out needs at least two "
+            "that differ, or held-out text of its own: --validation PATH"
         )
 
 
@@ -327,73 +297,38 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _validation_source(
-    validation: str | Path,
-    source: str | Path | Source,
-    subset: str | None,
-    revision: str | None,
-    text_field: str,
-) -> Source:
-    path = Path(validation).expanduser()
-    is_dataset = (
-        isinstance(source, str) and not Path(source).expanduser().exists() and source != "python-stdlib"
-    )
-    if not path.exists() and is_dataset:
-        return find_source(
-            source, subset=subset, split=str(validation), revision=revision, text_field=text_field
-        )
-    if not path.exists():
-        raise SourceError(f"no validation text at {path}; expected a folder, .txt, .jsonl or .parquet file")
-    return find_source(path, subset=None, split="", revision=None, text_field=text_field)
-
-
-def _default_folder(name: str, tokenizer: str, settings: dict[str, Any]) -> Path:
-    kind = tokenizer if tokenizer in ("gpt2", "bytebpe", "bytes") else Path(tokenizer).stem
+def _default_folder(source: Source, data: DataSection, settings: dict[str, Any]) -> Path:
+    kind = data.tokenizer if data.tokenizer in ("gpt2", "bytebpe", "bytes") else Path(data.tokenizer).stem
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    return Path("data") / f"{name}-{kind}-{digest}"
+    return Path("data") / f"{source.name}-{kind}-{digest}"
 
 
-def _is_complete(directory: Path, settings: dict[str, Any]) -> bool:
-    if not (directory / "meta.json").exists():
+def _is_complete(folder: Path, settings: dict[str, Any]) -> bool:
+    if not (folder / "meta.json").exists():
         return False
-    _require_same(directory, read_meta(directory).settings, settings)
+    _require_same(folder, read_meta(folder).settings, settings)
     with suppress(OSError):  # a kill between writing meta.json and this leaves it; so may a read-only folder
-        (directory / "progress.json").unlink()
+        (folder / "progress.json").unlink()
     return True
 
 
-def _require_same(directory: Path, there: dict[str, Any], asked: dict[str, Any]) -> None:
-    before, now = _flat(there), _flat(json.loads(json.dumps(asked)))
-    differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    if differing:
-        listed = "; ".join(
-            f"{key}: {before.get(key)!r} there, {now.get(key)!r} asked for" for key in differing
-        )
+def _require_same(folder: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    before, now = _flatten(saved), _flatten(json.loads(json.dumps(settings)))
+    differences = [
+        f"{key}: {before.get(key)!r} there, {now.get(key)!r} asked for"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if differences:
         raise SettingsDiffer(
-            f"{directory} holds a preparation with other settings ({listed}); choose another --out, or "
-            "remove the folder"
+            f"{folder} holds a preparation with other settings ({'; '.join(differences)}); choose another "
+            "--out, or remove the folder"
         )
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Maps dotted keys to the values that are no dictionaries."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
-
-
-def _check_numbers(
-    val_fraction: float, shard_tokens: int, max_documents: int | None, max_tokens: int | None
-) -> None:
-    if not 0 < val_fraction < 1:
-        raise DataError(f"val_fraction={val_fraction}, expected a share between 0 and 1, such as 0.05")
-    if not 1 <= shard_tokens <= MAX_TOKENS:
-        raise DataError(
-            f"shard_tokens={shard_tokens}, expected 1 to {MAX_TOKENS}: a shard's header counts in int32"
-        )
-    for name, value in (("max_documents", max_documents), ("max_tokens", max_tokens)):
-        if value is not None and value < 1:
-            raise DataError(f"{name}={value}, expected at least 1; leave it out for no limit")

@@ -254,27 +254,10 @@ def _resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
 
 def _dataset(config: RunConfig) -> TokenDataset:
     """The prepared folder that data.source is, or the one that preparing it makes or finds."""
-    d = config.data
-    source = Path(d.source).expanduser()
+    source = Path(config.data.source).expanduser()
     if (source / "meta.json").is_file() or any(source.glob("*_train_*.bin*")):
         return open_dataset(source)  # shards without meta.json too: they are damaged, not text
-    folder = prepare(
-        d.source,
-        d.folder,
-        tokenizer=d.tokenizer,
-        vocab_size=d.vocab_size,
-        subset=d.subset,
-        split=d.split,
-        revision=d.revision,
-        text_field=d.text_field,
-        validation=d.validation,
-        val_fraction=d.val_fraction,
-        shard_tokens=d.shard_tokens,
-        max_documents=d.max_documents,
-        max_tokens=d.max_tokens,
-        seed=d.seed,
-    )
-    return open_dataset(folder)
+    return open_dataset(prepare(config.data))
 
 
 def _dataset_again(config: RunConfig, origin: Origin) -> TokenDataset:

@@ -212,8 +212,8 @@ class DataSection(Section):
     """held-out text: a path, or a split of the same dataset; none: val_fraction of the documents"""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """share of documents held out where validation is none"""
-    shard_tokens: Count = 100_000_000
-    """tokens in a shard"""
+    shard_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] = 100_000_000
+    """tokens in a shard, whose header counts them in an int32"""
     max_documents: CountOrNone = None
     """read so many documents of the source; none: all"""
     max_tokens: CountOrNone = None

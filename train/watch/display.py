@@ -1,67 +1,56 @@
-"""How a run looks while it runs: a live line on a terminal, a line now and then elsewhere."""
+"""How a long job looks while it runs: a live line on a terminal, a line every ten seconds elsewhere."""
 
 import os
 import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
 
 SECONDS_BETWEEN_LINES = 10.0
 WIDTH_IN_A_FILE = 110  # rich would take 80, and wrap the tables
 
 
-def console(*, quiet: bool = False) -> Console:
-    """Standard output as it is at the time of the call; quiet: nothing is printed."""
-    seen = Console(highlight=False, soft_wrap=True, quiet=quiet)
-    if seen.is_terminal:
-        return seen
-    return Console(highlight=False, soft_wrap=True, width=WIDTH_IN_A_FILE, quiet=quiet)
+def console(*, quiet: bool = False, stderr: bool = False) -> Console:
+    """Returns a console on standard output, or standard error, as it is at the time of the call."""
+    options = {"highlight": False, "soft_wrap": True, "quiet": quiet, "stderr": stderr}
+    out = Console(**options)
+    return out if out.is_terminal else Console(**options, width=WIDTH_IN_A_FILE)
 
 
 def leads() -> bool:
-    """Whether this is the one among torchrun's processes that speaks. Known before torch is loaded."""
+    """Returns whether this is the one among torchrun's processes that prints, before torch is loaded."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def duration(seconds: float) -> str:
-    """75 -> '1:15', 4000 -> '1:06:40'."""
+    """Writes seconds as '1:15' (75) or '1:06:40' (4000)."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-class Display:
-    """Shows steps, loss, tokens/s and the time left. Cheap enough to be told of every fetch."""
+class Bar:
+    """Shows what share of a job is done and the time left. Cheap enough to call for every batch.
 
-    def __init__(self, steps: int, at: int, *, show: bool = True):
-        self._steps, self._first = steps, at
-        self._console = console()
-        self._show = show
-        self._began = self._said = time.monotonic()
-        self._bar = (
-            Progress(
-                TextColumn("[bold]{task.completed}/{task.total}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TextColumn("loss [bold]{task.fields[loss]}"),
-                TextColumn("{task.fields[rate]} tokens/s"),
-                TextColumn("lr {task.fields[lr]}"),
-                _Left(),
-                console=self._console,
-                expand=True,
-            )
-            if show and self._console.is_terminal
-            else None
+    with Bar(console()) as bar:
+        bar.begin("tokenizing")
+        bar.advance(0.25, "1,000 tokens")
+    """
+
+    def __init__(self, console: Console, *, show: bool = True):
+        self._console, self._show = console, show
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[text]}", markup=False),
         )
-        if self._bar:
-            self._task = self._bar.add_task(
-                "", total=steps, completed=at, loss="-", rate="-", lr="-", left="-"
-            )
+        live = show and console.is_terminal
+        self._bar = Progress(*columns, console=console, expand=True) if live else None
+        self.begin("")
 
-    def __enter__(self) -> "Display":
-        self._began = self._said = time.monotonic()
+    def __enter__(self) -> "Bar":
         if self._bar:
             self._bar.start()
         return self
@@ -72,34 +61,53 @@ class Display:
         if self._bar:
             self._bar.stop()
 
-    def update(self, step: int, loss: float, tokens_per_s: float, lr: float) -> None:
-        """After a fetch: `loss` is the last one, `tokens_per_s` the rate since the fetch before."""
-        now = time.monotonic()
-        left = (now - self._began) / max(step - self._first, 1) * (self._steps - step)
+    def begin(self, name: str, share: float | None = None) -> None:
+        """Begins a phase of which `share` was done before. None: as much as the first `advance` says."""
+        self._began = self._last_line = time.monotonic()
+        self._share_before = share
         if self._bar:
-            self._bar.update(
-                self._task,
-                completed=step,
-                loss=f"{loss:.4f}",
-                rate=f"{tokens_per_s:,.0f}",
-                lr=f"{lr:.2e}",
-                left=duration(left),
-            )
-        elif self._show and now - self._said >= SECONDS_BETWEEN_LINES:
-            self._said = now
-            self.tell(
-                f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  lr {lr:.2e}  "
-                f"{duration(left)} left"
-            )
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._task = self._bar.add_task(name, total=None, text="")
+        elif name:
+            self.tell(name)
+
+    def advance(self, share: float | None, text: str) -> None:
+        """Shows what share of the phase is done, and the time left. None: nobody knows how much there is."""
+        now = time.monotonic()
+        if self._share_before is None and share is not None:
+            self._share_before, self._began = share, now
+        done = (share or 0.0) - (self._share_before or 0.0)
+        if share is not None and done > 0:
+            text += f"  {duration((now - self._began) * (1 - share) / done)} left"
+        if self._bar:
+            total = None if share is None else 1.0
+            self._bar.update(self._task, total=total, completed=share, text=text)
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            self.tell(text)
 
     def tell(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         if self._show:
             self._console.print(text, markup=False)
             if not self._console.is_terminal:
-                self._console.file.flush()  # a log that is being followed is behind a pipe
+                self._console.file.flush()  # whoever follows a log reads from a pipe
 
 
-class _Left(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.fields['left']} left")
+class Display(Bar):
+    """Shows the steps, loss and tokens/s of a run that stands at step `at`."""
+
+    def __init__(self, steps: int, at: int, *, show: bool = True):
+        super().__init__(console(), show=show)
+        self._steps = steps
+        self.begin("", at / steps)
+
+    def __enter__(self) -> "Display":
+        super().__enter__()
+        return self
+
+    def update(self, step: int, loss: float, tokens_per_s: float, lr: float) -> None:
+        """Shows the last loss, and the rate since the call before."""
+        line = f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  lr {lr:.2e}"
+        self.advance(step / self._steps, line)

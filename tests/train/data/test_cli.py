@@ -4,39 +4,30 @@ import json
 
 import pytest
 
+from delta_trn.train.__main__ import main
 from delta_trn.train.commands import data as cli
-from delta_trn.train.commands.data import main
 from delta_trn.train.data import open_dataset, preparation
+from tests.support.corpus import write_jsonl
+
+BODY = ("--text-field", "body")
+
+
+def data(*arguments: object) -> int:
+    return main(["data", *map(str, arguments)])
 
 
 @pytest.fixture
 def source(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text(
-        "".join(json.dumps({"body": f"document {i} of a small corpus"}) + "\n" for i in range(100))
-    )
-    return str(path)
+    return write_jsonl(tmp_path / "corpus.jsonl", (f"text {i} of a small corpus" for i in range(100)), "body")
 
 
 def test_prepare_and_info(source, tmp_path, capsys):
     out = tmp_path / "out"
-    command = [
-        "prepare",
-        source,
-        "--out",
-        str(out),
-        "--text-field",
-        "body",
-        "--vocab-size",
-        "300",
-        "--val-fraction",
-        "0.1",
-    ]
-    assert main(command) == 0
+    assert data("prepare", source, "--out", out, *BODY, "--vocab-size", 300, "--val-fraction", 0.1) == 0
     said = capsys.readouterr()
     assert "bytebpe, 300 rows, uint16" in said.out and f"{out} is ready after" in said.out
     assert "tokenizer bytebpe\ntokenizing" in said.err
-    assert main(["info", str(out), "--check", "--baselines", "--sample", "50"]) == 0
+    assert data("info", out, "--check", "--baselines", "--sample", 50) == 0
     said = capsys.readouterr().out
     assert "every shard has the hash" in said
     assert all(name in said for name in ("uniform", "unigram", "zlib", "lzma", "lzma_primed"))
@@ -45,30 +36,22 @@ def test_prepare_and_info(source, tmp_path, capsys):
 
 def test_info_as_json_is_meta(source, tmp_path, capsys):
     out = tmp_path / "out"
-    assert (
-        main(
-            ["prepare", source, "--out", str(out), "--text-field", "body", "--tokenizer", "bytes", "--quiet"]
-        )
-        == 0
-    )
+    assert data("prepare", source, "--out", out, *BODY, "--tokenizer", "bytes", "--quiet") == 0
     assert capsys.readouterr().err == ""
-    assert main(["info", str(out), "--json"]) == 0
+    assert data("info", out, "--json") == 0
     assert json.loads(capsys.readouterr().out)["vocab_size"] == 320
 
 
 def test_the_standard_library_is_a_source(tmp_path, capsys):
     out = tmp_path / "out"
-    assert (
-        main(["prepare", "python-stdlib", "--out", str(out), "--max-documents", "40", "--vocab-size", "512"])
-        == 0
-    )
+    assert data("prepare", "python-stdlib", "--out", out, "--max-documents", 40, "--vocab-size", 512) == 0
     dataset = open_dataset(out)
     assert dataset.meta.name == "python-stdlib" and dataset.split("train").tokens > 50_000
     assert "import" in dataset.tokenizer.decode(dataset.shards("val")[0][:2000])
 
 
 def test_errors_are_one_line_and_exit_with_failure(tmp_path, capsys):
-    assert main(["info", str(tmp_path / "nothing")]) == 2
+    assert data("info", tmp_path / "nothing") == 2
     said = capsys.readouterr()
     assert said.err.startswith("error: ") and "is not a folder; make it with" in said.err
     assert said.err.count("\n") == 1 and said.out == ""
@@ -76,12 +59,12 @@ def test_errors_are_one_line_and_exit_with_failure(tmp_path, capsys):
 
 def test_a_source_mistyped_leaves_no_folder_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *names, **options: 1 / 0)
-    assert main(["prepare", "no/such-thing", "--out", str(tmp_path / "out")]) == 2
+    assert data("prepare", "no/such-thing", "--out", tmp_path / "out") == 2
     assert "cannot reach dataset 'no/such-thing'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     # a folder that was there before stays
     (tmp_path / "mine").mkdir()
-    assert main(["prepare", "no/such-thing", "--out", str(tmp_path / "mine")]) == 2
+    assert data("prepare", "no/such-thing", "--out", tmp_path / "mine") == 2
     assert (tmp_path / "mine").exists()
 
 
@@ -90,36 +73,36 @@ def test_an_interruption_says_how_to_continue(source, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "prepare", interrupted)
-    assert main(["prepare", source]) == 130
+    assert data("prepare", source) == 130
     assert "the same command continues" in capsys.readouterr().err
 
 
 def test_unknown_options_are_refused(source, capsys):
     with pytest.raises(SystemExit) as error:
-        main(["prepare", source, "--vocabulary", "300"])
+        data("prepare", source, "--vocabulary", 300)
     assert error.value.code == 2
     assert "unrecognized arguments: --vocabulary 300" in capsys.readouterr().err
 
 
 def test_progress_is_a_line_now_and_then_without_a_terminal(source, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("delta_trn.train.data.reporting.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("delta_trn.train.watch.display.SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 10)
-    assert (
-        main(
-            [
-                "prepare",
-                source,
-                "--out",
-                str(tmp_path / "out"),
-                "--text-field",
-                "body",
-                "--tokenizer",
-                "bytes",
-            ]
-        )
-        == 0
-    )
-    lines = [line for line in capsys.readouterr().err.splitlines() if "s left" in line]
+    assert data("prepare", source, "--out", tmp_path / "out", *BODY, "--tokenizer", "bytes") == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith(" left")]
     assert len(lines) > 3 and "tokens, " in lines[0] and "/s" in lines[0]
-    shares = [int(line.split("%")[0]) for line in lines]
-    assert shares == sorted(shares) and shares[-1] == 100
+    assert lines[-1].endswith("0:00 left")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--val-fraction", "0.0", r"data.val_fraction=0.0: expected more than 0"),
+        ("--val-fraction", "5", r"data.val_fraction=5: expected less than 1"),
+        ("--shard-tokens", 2**31, r"data.shard_tokens=2147483648: expected at most 2147483647"),
+        ("--max-documents", "0", r"data.max_documents=0: expected at least 1"),
+        ("--max-tokens", "many", r"data.max_tokens=many: expected a whole number"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(source, capsys, option, value, message):
+    assert data("prepare", source, f"{option}={value}") == 2
+    assert message in capsys.readouterr().err

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from delta_trn.train.data import baselines, entropies, open_dataset, prepare
+from delta_trn.train.data import baselines, entropies, open_dataset
 from delta_trn.train.data.entropies import documents, leading_text, unigram_nats
 from delta_trn.train.settings.errors import DiskFull
+from tests.support.corpus import prepare_text, write_jsonl
 
 WORDS = ["alpha", "beta", "gamma", "delta", "épsilon", "zeta", "eta", "theta"]
 
@@ -24,21 +25,15 @@ def write(path, seed=0, count=200):
         " ".join(words.choices(WORDS, [2**-i for i in range(8)], k=words.randint(5, 60)))
         for _ in range(count)
     ]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in made), encoding="utf-8")
-    return path
+    return write_jsonl(path, made)
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     root = tmp_path_factory.mktemp("entropies")
     return open_dataset(
-        prepare(
-            write(root / "c.jsonl"),
-            root / "out",
-            tokenizer="bytebpe",
-            vocab_size=280,
-            val_fraction=0.2,
-            show=False,
+        prepare_text(
+            write(root / "c.jsonl"), root / "out", tokenizer="bytebpe", vocab_size=280, val_fraction=0.2
         )
     )
 
@@ -128,10 +123,8 @@ def test_a_tokenizer_that_loses_text_has_no_compressors(tmp_path):
     )
     lossy.pre_tokenizer = pre_tokenizers.Whitespace()
     lossy.save(str(tmp_path / "tokenizer.json"))
-    out = prepare(
-        write(tmp_path / "c.jsonl"), tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"), show=False
-    )
-    dataset = open_dataset(out)
+    source = write(tmp_path / "c.jsonl")
+    dataset = open_dataset(prepare_text(source, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json")))
     assert not dataset.meta.tokenizer.lossless
     assert set(baselines(dataset)) == {"uniform", "unigram"}
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from delta_trn.train.data import evaluation_batches, make_loader, open_dataset, prepare
+from delta_trn.train.data import evaluation_batches, make_loader, open_dataset
 from delta_trn.train.data.shards import HEADER_BYTES, encode_header
 from delta_trn.train.settings.errors import ShardError, SourceError
+from tests.support.corpus import prepare_text, write_jsonl
 
 TRAIN, VAL = "corpus_train_000001.bin", "corpus_val_000000.bin"
+TEXTS = [f"document {i} " * 20 for i in range(60)]
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     root = tmp_path_factory.mktemp("errors")
-    lines = [json.dumps({"text": f"document {i} " * 20}) + "\n" for i in range(60)]
-    (root / "corpus.jsonl").write_text("".join(lines))
-    return prepare(root / "corpus.jsonl", root / "out", tokenizer="bytes", show=False)
+    return prepare_text(write_jsonl(root / "corpus.jsonl", TEXTS), root / "out")
 
 
 @pytest.fixture
@@ -168,12 +168,10 @@ def test_the_tokenizer_of_other_shards_is_refused(folder):
 def test_a_shard_that_vanishes_in_the_middle_of_a_preparation(tmp_path, monkeypatch):
     from delta_trn.train.data import preparation
 
-    source = tmp_path / "corpus.jsonl"
-    source.write_text("".join(json.dumps({"text": f"document {i} " * 20}) + "\n" for i in range(60)))
+    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 8)
     monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
     batches = preparation._batches
-    options = {"tokenizer": "bytes", "shard_tokens": 1000, "show": False}
 
     def stopping(documents):
         for number, batch in enumerate(batches(documents)):
@@ -183,10 +181,10 @@ def test_a_shard_that_vanishes_in_the_middle_of_a_preparation(tmp_path, monkeypa
 
     monkeypatch.setattr(preparation, "_batches", stopping)
     with pytest.raises(SourceError):
-        prepare(source, tmp_path / "out", **options)
+        prepare_text(source, tmp_path / "out", shard_tokens=1000)
     monkeypatch.setattr(preparation, "_batches", batches)
     (tmp_path / "out" / TRAIN).unlink()
     with pytest.raises(
         ShardError, match=r"train_000001\.bin was finished and is gone; remove .*/out and prepare again"
     ):
-        prepare(source, tmp_path / "out", **options)
+        prepare_text(source, tmp_path / "out", shard_tokens=1000)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from delta_trn.train.data import cu_seqlens, evaluation_batches, make_loader, open_dataset, prepare
+from delta_trn.train.data import evaluation_batches, make_loader, open_dataset
 from delta_trn.train.data.loader import Stream, fold, mix64
 from delta_trn.train.settings.errors import DataError, PositionMismatch, ShardError
+from tests.support.corpus import prepare_text, write_jsonl
 
 T = 16
 
@@ -17,12 +18,8 @@ T = 16
 def dataset(tmp_path_factory):
     """Seven training shards of at most 2000 bytes, in documents that all differ."""
     root = tmp_path_factory.mktemp("loaders")
-    (root / "corpus.jsonl").write_text(
-        "".join(json.dumps({"text": f"{i:04x}" * 20}) + "\n" for i in range(170))
-    )
-    return open_dataset(
-        prepare(root / "corpus.jsonl", root / "out", tokenizer="bytes", shard_tokens=2000, show=False)
-    )
+    source = write_jsonl(root / "corpus.jsonl", (f"{i:04x}" * 20 for i in range(170)))
+    return open_dataset(prepare_text(source, root / "out", shard_tokens=2000))
 
 
 def loader(dataset, kind, **options):
@@ -94,10 +91,8 @@ def test_a_position_of_other_data_is_refused(dataset, kind, tmp_path):
         "sequence": (dataset, {"sequence": 8}),
         "kind": (dataset, {"kind": {"random_crop": "stream", "stream": "random_crop"}[kind]}),
     }
-    (tmp_path / "c.jsonl").write_text(
-        "".join(json.dumps({"text": f"other {i}" * 20}) + "\n" for i in range(50))
-    )
-    other = open_dataset(prepare(tmp_path / "c.jsonl", tmp_path / "out", tokenizer="bytes", show=False))
+    source = write_jsonl(tmp_path / "c.jsonl", (f"other {i}" * 20 for i in range(50)))
+    other = open_dataset(prepare_text(source, tmp_path / "out"))
     cases["dataset"] = (other, {})
     for key, (data, options) in cases.items():
         with pytest.raises(PositionMismatch, match=rf"{key} was .*, is .*begin a new run"):
@@ -281,22 +276,6 @@ def test_evaluation_crops_are_spread_over_the_split(dataset):
     assert [inputs[0].tolist() for inputs, _ in batches] == expected
     more = evaluation_batches(dataset, batch=1, sequence=T, batches=starts + 10)
     assert len(more) == starts + 10
-
-
-# -- documents within a batch ------------------------------------------------------------------------------
-
-
-def test_cu_seqlens_are_where_documents_and_rows_begin(dataset):
-    inputs, _ = loader(dataset, "stream", batch=3, sequence=200).next_batch()
-    expected = [
-        i for i, token in enumerate(inputs.flatten().tolist()) if token == dataset.meta.bos_id or i % 200 == 0
-    ]
-    found = cu_seqlens(inputs, dataset.meta.bos_id)
-    assert found.dtype == torch.int64
-    assert found.tolist() == [*expected, 600]
-    assert len(expected) > 6
-    # BOS at a row's start begins one sequence, not an empty one besides
-    assert cu_seqlens(torch.tensor([[9, 1, 9], [1, 1, 9]]), 9).tolist() == [0, 2, 3, 5, 6]
 
 
 # -- bad input ---------------------------------------------------------------------------------------------

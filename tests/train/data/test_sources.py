@@ -13,24 +13,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from delta_trn.train.data import open_dataset, preparation, prepare
+from delta_trn.train.data import open_dataset, preparation
 from delta_trn.train.data.entropies import documents
 from delta_trn.train.data.hub import HubReader, HubSource
 from delta_trn.train.data.sources import SECTION, FileSource, find_source, path_source, python_stdlib
 from delta_trn.train.settings.errors import SourceError
+from delta_trn.train.settings.schema import DataSection
+from tests.support.corpus import prepare_text, write_jsonl
 
 TEXTS = ["plain", "two\nlines\r\nand a carriage return", "ünïcödé – 漢字 🙂", "", "tab\there", "last"]
 
 
 def source_of(path, **options):
-    return find_source(
-        path, **{"subset": None, "split": "train", "revision": None, "text_field": "text", **options}
-    )
-
-
-def write_jsonl(path: Path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return find_source(DataSection(source=str(path), **options))
 
 
 def write_parquet(path: Path, texts, row_group_size=4):
@@ -45,7 +40,7 @@ def folder(tmp_path):
     root = tmp_path / "corpus"
     (root / "sub").mkdir(parents=True)
     (root / ".git").mkdir()
-    write_jsonl(root / "b.jsonl", [{"text": text} for text in TEXTS])
+    write_jsonl(root / "b.jsonl", TEXTS)
     write_parquet(root / "c.parquet", TEXTS)
     (root / "a.txt").write_text("first file", encoding="utf-8")
     (root / "sub" / "d.md").write_text("nested", encoding="utf-8")
@@ -65,10 +60,8 @@ def test_a_folder_is_read_in_the_order_of_names(folder):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_survive_as_they_are(tmp_path, kind):
-    write = {"jsonl": lambda path: write_jsonl(path, [{"text": t} for t in TEXTS]), "parquet": None}[kind]
-    path = tmp_path / f"rows.{kind}"
-    write(path) if write else write_parquet(path, TEXTS)
-    assert list(source_of(path).reader()) == TEXTS
+    write = {"jsonl": write_jsonl, "parquet": write_parquet}[kind]
+    assert list(source_of(write(tmp_path / f"rows.{kind}", TEXTS)).reader()) == TEXTS
 
 
 def test_missing_text_is_empty_and_half_a_surrogate_pair_is_replaced(tmp_path):
@@ -208,15 +201,7 @@ def test_a_name_with_a_slash_is_a_dataset_and_a_path_comes_first(tmp_path, monke
 
 
 def test_without_a_network_the_error_says_what_to_pass_instead(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "delta_trn.train.commands.data",
-        "prepare",
-        "roneneldan/TinyStories",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    command = [sys.executable, "-m", "delta_trn.train", "data", "prepare", "roneneldan/TinyStories"]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -270,7 +255,7 @@ def elsewhere(hub, tmp_path, monkeypatch):
 
 
 def test_a_dataset_brings_its_own_validation_split(elsewhere):
-    out = prepare(elsewhere.name, tokenizer="bytes", validation="validation", show=False)
+    out = prepare_text(elsewhere.name, None, validation="validation")
     dataset = open_dataset(out)
     assert out.name.startswith("stories-bytes-")
     assert [dataset.tokenizer.decode(ids) for ids in documents(dataset, "val")] == [
@@ -280,7 +265,7 @@ def test_a_dataset_brings_its_own_validation_split(elsewhere):
     assert [dataset.tokenizer.decode(ids) for ids in documents(dataset, "train")] == elsewhere.rows
     # complete: the Hub is not asked again
     asked = len(elsewhere.asked)
-    assert prepare(elsewhere.name, tokenizer="bytes", validation="validation", show=False) == out
+    assert prepare_text(elsewhere.name, None, validation="validation") == out
     assert len(elsewhere.asked) == asked
 
 
@@ -288,12 +273,8 @@ def test_a_dataset_brings_its_own_validation_split(elsewhere):
 def test_a_dataset_whose_network_goes_away_is_continued(elsewhere, tmp_path, monkeypatch, rows):
     monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 4)
     monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
-    options = {
-        "tokenizer": "bytes",
-        "val_fraction": 0.2,
-        "show": False,
-    }  # held-out text is chosen from 5 rows
-    whole, out = prepare(elsewhere.name, tmp_path / "whole", **options), tmp_path / "out"
+    options = {"val_fraction": 0.2}  # held-out text is chosen from 5 rows
+    whole, out = prepare_text(elsewhere.name, tmp_path / "whole", **options), tmp_path / "out"
     original = HubReader._next
 
     def failing(self):
@@ -304,10 +285,10 @@ def test_a_dataset_whose_network_goes_away_is_continued(elsewhere, tmp_path, mon
     with monkeypatch.context() as patched:
         patched.setattr(HubReader, "_next", failing)
         with pytest.raises(SourceError, match=rf"stopped after row {rows} \(ZeroDivisionError.*it continues"):
-            prepare(elsewhere.name, out, **options)
+            prepare_text(elsewhere.name, out, **options)
     progress = json.loads((out / "progress.json").read_bytes())
     assert progress["documents"] == rows // 4 * 4
-    assert prepare(elsewhere.name, out, **options) == out
+    assert prepare_text(elsewhere.name, out, **options) == out
     for path in whole.iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name
 
@@ -321,15 +302,17 @@ def _not_json(path):
 
 
 def _no_field(path):
-    return write_jsonl(path / "x.jsonl", [{"content": "a", "id": 1}])
+    (path / "x.jsonl").write_text('{"content": "a", "id": 1}\n')
+    return path / "x.jsonl"
 
 
 def _not_text(path):
-    return write_jsonl(path / "x.jsonl", [{"text": ["a"]}])
+    return write_jsonl(path / "x.jsonl", [["a"]])
 
 
 def _a_list(path):
-    return write_jsonl(path / "x.jsonl", [["a"]])
+    (path / "x.jsonl").write_text('["a"]\n')
+    return path / "x.jsonl"
 
 
 def _no_column(path):
