@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from delta_trn.train.checkpoints.contents import load_weights, read_state
 from delta_trn.train.checkpoints.store import MANIFEST, CheckpointStore
+from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import CheckpointError, DiskFull
 from tests.support import tiny_run
 
@@ -78,10 +79,10 @@ class TestContent:
         model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-00000012")
         narrow = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 1}))
         with pytest.raises(CheckpointError, match=r"0 missing, .* unknown"):
-            load_weights(run / "checkpoints" / "step-00000012", narrow)
+            load_weights(run / "checkpoints" / "step-00000012", Sharding(narrow))
         deep = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 3}))
         with pytest.raises(CheckpointError, match=r"missing, 0 unknown.*blocks.2"):
-            load_weights(run / "checkpoints" / "step-00000012", deep)
+            load_weights(run / "checkpoints" / "step-00000012", Sharding(deep))
 
 
 class TestStore:

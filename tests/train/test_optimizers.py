@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from delta_trn.models.parameters import ScaledParameter
+from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config
 from delta_trn.train.run.optimizer import (
-    load_state_tensors,
+    learning_rate,
     make_optimizer,
     rows,
     set_learning_rate,
-    state_tensors,
 )
-from delta_trn.train.run.schedule import learning_rate
 from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.settings.errors import CheckpointError
 from delta_trn.train.settings.overrides import apply
@@ -57,14 +56,14 @@ def test_epsilon_and_decay_of_every_group_are_the_tables():
     model = model_of(c)
     for independent in (False, True):
         given = apply(c, {"optimizer.independent_weight_decay": str(independent).lower()})
-        optimizer = make_optimizer(model, given, CPU)
+        optimizer = make_optimizer(Sharding(model), given)
         groups = {name: group for group in optimizer.param_groups for name in group["names"]}
         for name, (epsilon, decay, factor) in expected.items():
             group = groups[name]
             assert group["eps"] == pytest.approx(1e-6 * epsilon), name
             assert group["weight_decay"] == pytest.approx(decay / factor if independent else decay), name
             assert group["factor"] == pytest.approx(factor), name
-    sp = make_optimizer(model_of(c), apply(c, {"parametrization": "sp"}), CPU)
+    sp = make_optimizer(Sharding(model_of(c)), apply(c, {"parametrization": "sp"}))
     assert sp.param_groups[0]["eps"] == pytest.approx(1e-6 * 1 / 4), "the model says which table, not the run"
 
 
@@ -100,7 +99,7 @@ class TestGroups:
     def test_they_partition_the_parameters_and_carry_the_tables_numbers(self, name):
         c = config(optimizer__name=name, optimizer__weight_decay=0.1)
         model = model_of(c)
-        optimizer = make_optimizer(model, c, CPU)
+        optimizer = make_optimizer(Sharding(model), c)
         placed = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         assert sum(len(group["params"]) for group in optimizer.param_groups) == len(placed)
         assert set(placed) == {id(p) for p in model.parameters()}
@@ -113,7 +112,7 @@ class TestGroups:
     def test_min_lr_is_scaled_like_lr(self):
         """The floor of the cosine is times a group's factor too, so that width transfer holds to the end."""
         c = config(model__width=32, model__base_width=16)
-        optimizer = make_optimizer(model_of(c), c, CPU)
+        optimizer = make_optimizer(Sharding(model_of(c)), c)
         factors = {group["factor"] for group in optimizer.param_groups}
         assert len(factors) > 1, "at twice the base width some group must differ"
         set_learning_rate(optimizer, learning_rate(c, c.steps))
@@ -124,7 +123,7 @@ class TestGroups:
         names = {}
         for lr in (1e-3, 0.37):
             c = config(optimizer__lr=lr)
-            optimizer = make_optimizer(model_of(c), c, CPU)
+            optimizer = make_optimizer(Sharding(model_of(c)), c)
             names[lr] = {name: group["factor"] for group in optimizer.param_groups for name in group["names"]}
         assert names[1e-3] == pytest.approx(names[0.37], rel=1e-12)
 
@@ -158,7 +157,7 @@ def test_updates_are_the_rule_written_out(name, rule):
     given = {"optimizer.eps": 0.1} if name == "adamw" else {}
     c = config(optimizer__name=name, optimizer__lr=0.03, optimizer__weight_decay=0.1, **given)
     model = model_of(c)
-    optimizer = make_optimizer(model, c, CPU)
+    optimizer = make_optimizer(Sharding(model), c)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     grads = {n: [torch.randn(p.shape, generator=generator) for _ in range(4)] for n, p in start.items()}
@@ -180,9 +179,9 @@ def test_updates_are_the_rule_written_out(name, rule):
 class TestStep:
     def step(self, c: RunConfig, micro: int, clip: float | None = None):
         model = model_of(c)
-        optimizer = make_optimizer(model, c, CPU)
+        optimizer = make_optimizer(Sharding(model), c)
         return model, TrainingStep(
-            loss_function(model, c, CPU), optimizer, device=CPU, micro=micro, clip=clip
+            loss_function(model, c, CPU), optimizer, Sharding(model), micro=micro, clip=clip
         )
 
     @pytest.mark.parametrize("micro", [1, 2])
@@ -241,30 +240,35 @@ class TestMemory:
     def test_it_survives_a_round_trip_bit_for_bit(self, name):
         c = config(optimizer__name=name)
         model = model_of(c)
-        optimizer = make_optimizer(model, c, CPU)
-        step = TrainingStep(loss_function(model, c, CPU), optimizer, device=CPU, micro=4, clip=1.0)
+        sharding = Sharding(model)
+        optimizer = make_optimizer(sharding, c)
+        step = TrainingStep(loss_function(model, c, CPU), optimizer, sharding, micro=4, clip=1.0)
         for seed in range(3):
             step(*batch(seed), 0.01)
-        saved = {k: v.clone() for k, v in state_tensors(optimizer).items()}
+        saved = {k: v.clone() for k, v in sharding.slots(optimizer).items()}
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
 
         other = model_of(c)
         other.load_state_dict(weights, strict=False)
-        again = make_optimizer(other, c, CPU)
-        load_state_tensors(again, saved)
-        second = TrainingStep(loss_function(other, c, CPU), again, device=CPU, micro=4, clip=1.0)
+        again = make_optimizer(Sharding(other), c)
+        Sharding(other).load_slots(again, saved)
+        second = TrainingStep(loss_function(other, c, CPU), again, Sharding(other), micro=4, clip=1.0)
         step(*batch(9), 0.01)
         second(*batch(9), 0.01)
         for (n, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q), n
-        assert all(torch.equal(v, state_tensors(again)[k]) for k, v in state_tensors(optimizer).items())
+        assert all(
+            torch.equal(v, Sharding(other).slots(again)[k]) for k, v in sharding.slots(optimizer).items()
+        )
 
     def test_another_models_is_refused(self):
         c = config()
         model = model_of(c)
-        optimizer = make_optimizer(model, c, CPU)
-        TrainingStep(loss_function(model, c, CPU), optimizer, device=CPU, micro=4, clip=1.0)(*batch(0), 0.1)
-        saved = state_tensors(optimizer)
+        sharding = Sharding(model)
+        optimizer = make_optimizer(sharding, c)
+        TrainingStep(loss_function(model, c, CPU), optimizer, sharding, micro=4, clip=1.0)(*batch(0), 0.1)
+        saved = sharding.slots(optimizer)
+        other = model_of(c)
         missing = {k: v for k, v in saved.items() if not k.startswith(next(iter(saved)).rpartition("/")[0])}
         with pytest.raises(CheckpointError, match="of another model: 1 parameters differ"):
-            load_state_tensors(make_optimizer(model_of(c), c, CPU), missing)
+            Sharding(other).load_slots(make_optimizer(Sharding(other), c), missing)

@@ -125,13 +125,14 @@ class TestForgets:
     def test_what_is_not_restored_shows(self, data, undisturbed, tmp_path, monkeypatch, what):
         from delta_trn.train.checkpoints import contents as checkpoint
         from delta_trn.train.data.loader import RandomCrops
+        from delta_trn.train.parallel.sharding import Sharding
         from delta_trn.train.run import setup as assembly
 
         out = tmp_path / "run"
         shutil.copytree(undisturbed, out, symlinks=True)
         shutil.rmtree(out / "checkpoints" / "step-00000012")
         if what == "optimizer":
-            monkeypatch.setattr(checkpoint, "load_state_tensors", lambda optimizer, tensors: None)
+            monkeypatch.setattr(Sharding, "load_slots", lambda self, optimizer, tensors: None)
         elif what == "position":
             monkeypatch.setattr(RandomCrops, "load_state_dict", lambda self, state: None)
         else:

@@ -41,10 +41,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers.utils import logging as transformers_logging
 
-from delta_trn.train.neuron.sharding import whole_shape
-from delta_trn.train.parallel.sharding import Parallel
+from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
-from delta_trn.train.run.optimizer import load_state_tensors, state_tensors, updated_here
 from delta_trn.train.settings.errors import CheckpointError, Diverged
 from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, validated
 
@@ -92,28 +90,25 @@ class Snapshot:
     generators: dict[str, Tensor]
 
 
-def snapshot(parallel: Parallel, optimizer: Optimizer, state: State, *, copy: bool) -> Snapshot:
+def snapshot(sharding: Sharding, optimizer: Optimizer, state: State, *, copy: bool) -> Snapshot:
     """What `write` needs. All processes must call.
 
     copy    also what is in the host's memory already, so that training may go on while it is written
     """
-    parallel.at_rest()
-    # a tied matrix has two names, and is saved under the first
-    once = {id(p): (name, p) for name, p in reversed(parallel.model.state_dict(keep_vars=True).items())}
-    named = dict(reversed(once.values()))
-    slots = state_tensors(optimizer)
-    slots |= {key: parallel.whole(key, x) for key, x in slots.items() if parallel.saved_whole(key)}
-    shared = dict(named)  # what all have whole, one writes
-    if parallel.optimizer_shared_by is None:
-        shared |= {key: x for key, x in slots.items() if not isinstance(x, DTensor)}
-    owners = _dealt({name: x.numel() for name, x in shared.items()}, parallel.team.world)
+    sharding.at_rest()
+    named = _distinct(sharding.model)
+    slots = sharding.slots(optimizer)
+    slots |= {key: sharding.whole(key, x) for key, x in slots.items() if sharding.saved_whole(key)}
+    # what all have whole, one writes
+    shared = named | {key: x for key, x in slots.items() if not isinstance(x, DTensor)}
+    owners = _assign({name: x.numel() for name, x in shared.items()}, sharding.team.world)
 
     def mine(name: str) -> bool:
-        return owners.get(name, parallel.team.rank) == parallel.team.rank
+        return owners.get(name, sharding.team.rank) == sharding.team.rank
 
     weights = {}
     for name, p in named.items():
-        whole = parallel.whole(name, p)
+        whole = sharding.whole(name, p)
         if mine(name):
             weights[name] = _on_host(whole, copy=copy)
     return Snapshot(
@@ -123,6 +118,17 @@ def snapshot(parallel: Parallel, optimizer: Optimizer, state: State, *, copy: bo
         {key: _on_host(x, copy=copy) for key, x in slots.items() if mine(key)},
         _random_states(),
     )
+
+
+def _distinct(model: "DeltaForCausalLM") -> dict[str, Tensor]:
+    """Returns the parameters by name. A tied matrix has two names, and is saved under the first."""
+    named: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            named[name] = parameter
+    return named
 
 
 def write(
@@ -188,13 +194,13 @@ def _writer(path: Path) -> int:
     return int(part[1]) - 1 if part else 0
 
 
-def _dealt(sizes: Mapping[str, int], hands: int) -> dict[str, int]:
-    """Who gets what, so that all have about as much: the largest first, to whom has least."""
-    loads, dealt = [0] * hands, {}
+def _assign(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+    """Assigns the largest tensors first, each to the least loaded rank."""
+    loads, owners = [0] * world, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        dealt[name] = loads.index(min(loads))
-        loads[dealt[name]] += sizes[name]
-    return dealt
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += sizes[name]
+    return owners
 
 
 def _on_host(x: Tensor, *, copy: bool) -> Tensor:
@@ -229,39 +235,37 @@ def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
         )
 
 
-def restore(folder: Path, parallel: Parallel, optimizer: Optimizer) -> None:
-    """Put weights, optimizer and generators into the saved state, however many processes saved it."""
-    load_weights(folder, parallel)
+def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
+    """Puts weights, optimizer and generators into the saved state, however many processes saved it."""
+    load_weights(folder, sharding)
     saved = defaultdict(list)
     for key, (size, dtype) in _sizes(folder).items():
         name, slot, _ = key.rpartition("/")
         if slot:
             saved[name].append((key, size, dtype))
     slots: dict[str, Tensor] = {}
-    for name, parameter in updated_here(optimizer):
+    for name, parameter in named_parameters(optimizer):
         for key, size, dtype in saved[name]:
-            if not size or parallel.saved_whole(name):
+            if not size or sharding.saved_whole(name):
                 slots[key] = torch.empty(size, dtype=dtype)
             else:
                 slots[key] = torch.empty_like(parameter.detach(), dtype=dtype)
     _read(folder, slots)
     for key, whole in slots.items():
-        if parallel.saved_whole(key):
-            slots[key] = parallel.part(key, whole)
-    load_state_tensors(optimizer, slots)
+        if sharding.saved_whole(key):
+            slots[key] = sharding.part(key, whole)
+    sharding.load_slots(optimizer, slots)
     _set_random_states(load_file(folder / _RANDOM))
 
 
-def load_weights(folder: Path, into: "DeltaForCausalLM | Parallel") -> None:
-    """Put saved weights into a model, or each process's part. CheckpointError unless they are its own."""
-    parallel = into if isinstance(into, Parallel) else None
-    model = into.model if isinstance(into, Parallel) else into
-    own = model.state_dict(keep_vars=True)
+def load_weights(folder: Path, sharding: Sharding) -> None:
+    """Puts saved weights into a model, each process its part. CheckpointError unless they are its own."""
+    own = sharding.model.state_dict(keep_vars=True)
     saved = {k: size for k, (size, _) in _sizes(folder).items() if "/" not in k and k not in _GENERATORS}
     wrong = [
         f"{name} {tuple(size)}"
         for name, size in saved.items()
-        if name not in own or whole_shape(own[name]) != size
+        if name not in own or sharding.shape(name) != size
     ]
     given = {id(own[name]) for name in saved if name in own}
     # a tied matrix has two names and is saved under one
@@ -272,13 +276,10 @@ def load_weights(folder: Path, into: "DeltaForCausalLM | Parallel") -> None:
             f"of another shape, {(missing + wrong)[0]} first; begin a new run"
         )
     targets = {name: own[name].detach() for name in saved}
-    if parallel is None:
-        _read(folder, targets)
-        return
-    wholes = {name: torch.empty(saved[name]) for name in saved if parallel.saved_whole(name)}
+    wholes = {name: torch.empty(saved[name]) for name in saved if sharding.saved_whole(name)}
     _read(folder, targets | wholes)
     for name, whole in wholes.items():
-        targets[name].copy_(parallel.part(name, whole))
+        targets[name].copy_(sharding.part(name, whole))
 
 
 def _sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

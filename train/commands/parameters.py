@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.overrides import apply, parse
-from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
     from delta_trn.models.parameters import ScaledParameter
@@ -27,22 +26,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="a list of objects; init_std null: not normal")
     given = parser.parse_intermixed_args(arguments)
-    rows = [_row(row) for row in scaled(apply(recipe(given.recipe), parse(given.changes)))]
+    config = apply(recipe(given.recipe), parse(given.changes))
+
+    from delta_trn.train.run.optimizer import scaled
+
+    rows = [_row(row) for row in scaled(config)]
     print(json.dumps(rows, indent=1) if given.json else _table(rows))
     return 0
-
-
-def scaled(config: RunConfig) -> "list[ScaledParameter]":
-    """What every parameter of the run gets, from a model without memory."""
-    import torch
-
-    from delta_trn.models import DeltaForCausalLM
-    from delta_trn.train.run.model import model_config, vocabulary
-    from delta_trn.train.run.optimizer import rows
-
-    with torch.device("meta"):
-        model = DeltaForCausalLM(model_config(config, rows=vocabulary(config)))
-    return rows(model, config)
 
 
 def _row(parameter: "ScaledParameter") -> dict[str, Any]:

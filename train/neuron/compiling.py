@@ -12,8 +12,8 @@ from delta_trn.train.neuron.manifest import Compiled
 from delta_trn.train.neuron.notice import caches
 from delta_trn.train.run.evaluate import evaluate, held_out_crops, held_out_windows
 from delta_trn.train.run.loop import Observer
+from delta_trn.train.run.optimizer import learning_rate
 from delta_trn.train.run.sample import Sampling, continue_text
-from delta_trn.train.run.schedule import learning_rate
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import TrainingStep, loss_function
 
@@ -59,11 +59,9 @@ def _work(run: Run, observers: Sequence[Observer]) -> dict[str, Callable[[], Non
     """What to do for each graph, by its name."""
     c, device = run.config, run.device
     micro = run.layout.micro
-    loss = loss_function(run.parallel, c, device)
-    plain = loss_function(run.parallel, c.model_copy(update={"compile": False}), device)
-    step = TrainingStep(
-        loss, run.optimizer, device=device, micro=micro, clip=c.optimizer.clip, parallel=run.parallel
-    )
+    loss = loss_function(run.sharding, c, device)
+    plain = loss_function(run.sharding, c.model_copy(update={"compile": False}), device)
+    step = TrainingStep(loss, run.optimizer, run.sharding, micro=micro, clip=c.optimizer.clip)
     counter = itertools.count()
 
     def train() -> None:

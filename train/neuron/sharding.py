@@ -1,7 +1,7 @@
 """Tensor parallelism by heads, and ZeRO-1, on Neuron: by AWS's neuronx_distributed. Not run on a chip.
 
 Names, arguments and shapes are those of its release 0.18 (Neuron SDK 2.29, aws-neuron/neuronx-distributed).
-Elsewhere PyTorch's own parts do the same: `train.tensor_parallel`, ZeroRedundancyOptimizer.
+Elsewhere PyTorch's own parts do the same: `train.parallel.pytorch`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from delta_trn.models.attention import Attention
 from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.train.parallel.head_order import Holder, channels
+from delta_trn.train.parallel.sharding import Sharding, named_parameters
+from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
-
-Named = list[tuple[str, nn.Parameter]]
 
 
 def serves(device: torch.device) -> bool:
@@ -41,8 +41,112 @@ def require(how: DistributionSection) -> None:
         )
 
 
+class NeuronSharding(Sharding):
+    """A model divided by neuronx_distributed, among the processes of a team of at least two."""
+
+    def __init__(self, model: DeltaForCausalLM, how: DistributionSection, team: Team):
+        super().__init__(model, team)
+        assert team.mesh is not None  # there are two or more
+        require(how)
+        self._zero1 = how.mode == "zero1"
+        if how.tensor > 1:
+            self.rows = divide_heads(model, how.tensor)
+        replicas = team.mesh["replica"]
+        # under ZeRO-1 the optimizer reduces gradients in its step
+        if not self._zero1 and replicas.size() > 1:
+            self._replicate(replicas.get_group())
+
+    def make_optimizer(
+        self, kind: type[Optimizer], groups: list[dict[str, Any]], *, clip: float | None, **options: Any
+    ) -> Optimizer:
+        """Under ZeRO-1 a NeuronZero1Optimizer: its step averages gradients, clips, updates and gathers.
+
+        Without a `clip` the limit is infinite, so that the norm is measured all the same.
+        """
+        if not self._zero1:
+            return super().make_optimizer(kind, groups, clip=clip, **options)
+        initialize(1)
+        options.pop("fused")  # it is for CPUs and GPUs
+        return library("optimizer").NeuronZero1Optimizer(
+            groups,
+            kind,
+            optimizer_dtype=torch.float32,
+            grad_clipping=True,
+            max_norm=float("inf") if clip is None else clip,
+            pin_layout=False,
+            save_master_weights=True,
+            **options,
+        )
+
+    def step(self, optimizer: Any, clip: float | None) -> Tensor:
+        if not self._zero1:
+            return super().step(optimizer, clip)
+        optimizer.step()
+        return optimizer.grad_norm.squeeze()
+
+    def norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Counts parts and what is whole once each."""
+        if not self.rows:
+            return super().norm(parameters)
+        return library("parallel_layers.grads").get_grad_norm(list(parameters), norm_type=2).squeeze()
+
+    def slots(self, optimizer: Any) -> dict[str, Tensor]:
+        """Under ZeRO-1 whole tensors, from all processes' rows. All must call."""
+        if not self._zero1:
+            return super().slots(optimizer)
+        group = library("parallel_layers.parallel_state").get_data_parallel_group()
+        tensors = {}
+        for (name, parameter), shard in zip(named_parameters(optimizer), _shards(optimizer), strict=True):
+            for slot, x in optimizer.base_optimizer.state.get(shard, {}).items():
+                if x is not None:
+                    rows = _gathered(x, group, 0)[: parameter.shape[0]] if x.dim() else x
+                    tensors[f"{name}/{slot}"] = rows.detach().contiguous()
+        return tensors
+
+    @torch.no_grad()
+    def _load_slots(self, optimizer: Any, slots: list[dict[str, Tensor]]) -> None:
+        """Under ZeRO-1 this process's rows, and those of the weights, which the optimizer has a second time.
+
+        Process r of n has part r of each tensor, padded with zeros to a multiple of n rows.
+        """
+        if not self._zero1:
+            super()._load_slots(optimizer, slots)
+            return
+        state = library("parallel_layers.parallel_state")
+        n, rank = state.get_data_parallel_size(), state.get_data_parallel_rank()
+
+        def rows(x: Tensor) -> Tensor:
+            return torch.cat([x, x.new_zeros(-x.shape[0] % n, *x.shape[1:])]).chunk(n)[rank].clone()
+
+        for (_, parameter), shard in zip(named_parameters(optimizer), _shards(optimizer), strict=True):
+            shard.copy_(rows(parameter))
+        # there are no slots where the optimizer has no memory yet
+        for shard, tensors in zip(_shards(optimizer), slots, strict=False):
+            for slot, x in tensors.items():
+                optimizer.base_optimizer.state[shard][slot] = (rows(x) if x.dim() else x).to(shard.device)
+
+    def shape(self, name: str) -> torch.Size:
+        parameter: Any = self._parameter(name)
+        shape = list(parameter.shape)
+        if _is_part(parameter):
+            shape[parameter.partition_dim] *= parameter.num_partitions
+        return torch.Size(shape)
+
+    def _gather(self, parameter: Any, x: Tensor) -> Tensor:
+        if not x.dim() or not _is_part(parameter):
+            return x
+        group = library("parallel_layers.parallel_state").get_tensor_model_parallel_group()
+        return _gathered(x, group, parameter.partition_dim)
+
+    def _divide(self, parameter: Any, whole: Tensor) -> Tensor:
+        if not whole.dim() or not _is_part(parameter):
+            return whole
+        rank = library("parallel_layers.parallel_state").get_tensor_model_parallel_rank()
+        return whole.chunk(parameter.num_partitions, parameter.partition_dim)[rank].clone()
+
+
 def library(module: str) -> Any:
-    """A module of neuronx_distributed. ConfigError, with what to install, where it is not."""
+    """Returns a module of neuronx_distributed. ConfigError says what to install where it is missing."""
     if find_spec("neuronx_distributed") is None:
         raise ConfigError(
             "distribution.tensor and distribution.mode=zero1 on Neuron need neuronx_distributed: install "
@@ -52,7 +156,7 @@ def library(module: str) -> Any:
 
 
 def initialize(tensor: int) -> Any:
-    """neuronx_distributed's groups: `tensor` neighbors divide a layer, the others are data parallel."""
+    """Makes neuronx_distributed's groups: `tensor` neighbors divide a layer, the others are data parallel."""
     state = library("parallel_layers.parallel_state")
     if not state.model_parallel_is_initialized():
         state.initialize_model_parallel(tensor_model_parallel_size=tensor)
@@ -60,16 +164,14 @@ def initialize(tensor: int) -> Any:
 
 
 def divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
-    """Divide every block among `parts` processes; embedding and norms stay whole. The scan sends nothing.
+    """Divides every block among `parts` processes; embedding and norms stay whole. The scan sends nothing.
 
     SwiGLU's maps become ColumnParallelLinear and RowParallelLinear. A mixer is one region instead: its
     projections share one input, whose gradient ColumnParallelLinear would reduce once for each of them, six
-    times a layer; here it is once. Their weights are marked as ColumnParallelLinear marks its own.
+    times per layer; here it is once. Their weights are marked as ColumnParallelLinear marks its own.
 
-    Returns name -> order of rows, as `train.tensor_parallel.divide_heads` does, here of everything divided.
+    Returns name -> order of rows, of everything that is divided.
     """
-    from delta_trn.train.parallel.heads import channels
-
     rank = initialize(parts).get_tensor_model_parallel_rank()
     rows = {}
     blocks: Any = model.blocks
@@ -95,14 +197,14 @@ def divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
 
 
 def _dimension(name: str) -> int | None:
-    """Which dimension of a mixer's parameter is divided; None: it is on every process."""
+    """Returns the dimension in which a mixer's parameter is divided; None: it is on every process."""
     if name.startswith(("o_norm", "q_norm", "k_norm")):
         return None
     return 1 if name.startswith("o_proj") else 0
 
 
 def _marked(whole: Tensor, dim: int, parts: int, rank: int) -> nn.Parameter:
-    """This process's part, with the attributes that neuronx_distributed tells a divided parameter by."""
+    """Returns this process's part, with the attributes that neuronx_distributed gives a divided one."""
     part = nn.Parameter(whole.chunk(parts, dim)[rank].clone())
     library("parallel_layers.utils").set_tensor_model_parallel_attributes(
         part, is_parallel=True, dim=dim, stride=1, num_partitions=parts
@@ -111,144 +213,37 @@ def _marked(whole: Tensor, dim: int, parts: int, rank: int) -> nn.Parameter:
 
 
 def _parallel_linear(linear: Any, parts: int, rank: int, *, row: bool) -> nn.Module:
-    """Column- or RowParallelLinear with this process's part of the weight; on "meta" it draws none itself."""
+    """Returns a Column- or RowParallelLinear with this process's part of the weight."""
     layers = library("parallel_layers.layers")
     kind = layers.RowParallelLinear if row else layers.ColumnParallelLinear
     how = {"input_is_parallel": True} if row else {"gather_output": False}
     outputs, inputs = linear.weight.shape
-    made = kind(inputs, outputs, bias=False, device=torch.device("meta"), **how)
-    made.weight = _marked(linear.weight.detach(), 1 if row else 0, parts, rank)
-    made.tags = linear.tags
-    return made
+    layer = kind(inputs, outputs, bias=False, device=torch.device("meta"), **how)
+    layer.weight = _marked(linear.weight.detach(), 1 if row else 0, parts, rank)
+    layer.tags = linear.tags
+    return layer
 
 
 class _Region:
-    """Calls the mixer's own forward on local heads: x and what heads share go in, sums of all come out.
+    """Calls the mixer's own forward on local heads.
 
-    neuronx_distributed's pair of functions: the one that goes in copies, and sums gradients in backward; the
-    one that comes out sums, and copies gradients.
+    neuronx_distributed has a pair of functions for it. `enter` copies x and what the heads share, and sums
+    their gradients in backward; `leave` sums the outputs of all processes, and copies the gradient.
     """
 
     def __init__(self, module: nn.Module):
-        self.holder = _Holder(module)
+        self.holder = Holder(module)
         mappings = library("parallel_layers.mappings")
         self.enter = mappings.copy_to_tensor_model_parallel_region
         self.leave = mappings.reduce_from_tensor_model_parallel_region
 
     def __call__(self, x: Tensor, *others: Any) -> Tensor:
-        shared = {
-            name: self.enter(p)
-            for name, p in self.holder.named_parameters()
-            if not getattr(p, "tensor_model_parallel", False)
-        }
+        shared = {name: self.enter(p) for name, p in self.holder.named_parameters() if not _is_part(p)}
         return self.leave(functional_call(self.holder, shared, (self.enter(x), *others)))
 
 
-class _Holder(nn.Module):
-    """Gives functional_call a module whose forward is the class's, not the one that was put in its place."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *arguments: Any) -> Tensor:
-        kind = GatedDeltaNet if isinstance(self.module, GatedDeltaNet) else Attention
-        return kind.forward(self.module, *arguments)  # type: ignore[arg-type]
-
-
-def is_part(parameter: Tensor) -> bool:
-    """Whether neuronx_distributed has this parameter divided."""
+def _is_part(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """What a file has of a parameter, of which this may be a part."""
-    shape = list(parameter.shape)
-    if is_part(parameter):
-        shape[parameter.partition_dim] *= parameter.num_partitions  # type: ignore[attr-defined]
-    return torch.Size(shape)
-
-
-def whole(x: Tensor, parameter: Tensor) -> Tensor:
-    """A parameter, or a slot of its shape, from all processes' parts. All must call."""
-    group = library("parallel_layers.parallel_state").get_tensor_model_parallel_group()
-    return _gathered(x, group, parameter.partition_dim)  # type: ignore[attr-defined]
-
-
-def part(x: Tensor, parameter: Tensor) -> Tensor:
-    """The opposite."""
-    rank = library("parallel_layers.parallel_state").get_tensor_model_parallel_rank()
-    return x.chunk(parameter.num_partitions, parameter.partition_dim)[rank].clone()  # type: ignore[attr-defined]
-
-
-def total_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The gradients' norm over parts and whole ones, each counted once; the same on every process."""
-    return library("parallel_layers.grads").get_grad_norm(list(parameters), norm_type=2).squeeze()
-
-
-def zero1(
-    groups: list[dict[str, Any]], kind: type[Optimizer], limit: float | None, **options: Any
-) -> Optimizer:
-    """NeuronZero1Optimizer: a step of it averages gradients over processes, clips, updates, gathers.
-
-    limit   largest norm; `grad_norm` has the one before. Without one the limit is infinite, so that it is
-            measured all the same
-    """
-    initialize(1)
-    optimizer = library("optimizer").NeuronZero1Optimizer
-    return optimizer(
-        groups,
-        kind,
-        optimizer_dtype=torch.float32,
-        grad_clipping=True,
-        max_norm=float("inf") if limit is None else limit,
-        pin_layout=False,
-        save_master_weights=True,
-        **options,
-    )
-
-
-def step(optimizer: Any) -> Tensor:
-    """One step of `zero1`'s optimizer. Returns the norm of the averaged gradients before they are clipped."""
-    optimizer.step()
-    return optimizer.grad_norm.squeeze()
-
-
-def is_zero1(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is one of torch_xla's that divide themselves."""
-    return hasattr(optimizer, "base_optimizer")
-
-
-def zero1_memory(optimizer: Any, named: Named) -> dict[str, Tensor]:
-    """NAME/SLOT -> whole tensor, from all processes' rows. All must call."""
-    group = library("parallel_layers.parallel_state").get_data_parallel_group()
-    found = {}
-    for (name, parameter), shard in zip(named, _shards(optimizer), strict=True):
-        for slot, x in optimizer.base_optimizer.state.get(shard, {}).items():
-            if x is not None:
-                rows = _gathered(x, group, 0)[: parameter.shape[0]] if x.dim() else x
-                found[f"{name}/{slot}"] = rows.detach().contiguous()
-    return found
-
-
-@torch.no_grad()
-def load_zero1_memory(optimizer: Any, named: Named, tensors: dict[str, Tensor]) -> None:
-    """Put this process's rows back, and those of the weights, which the optimizer has a second time.
-
-    Process r of n has part r of each tensor, padded with zeros to a multiple of n rows.
-    """
-    state = library("parallel_layers.parallel_state")
-    n, rank = state.get_data_parallel_size(), state.get_data_parallel_rank()
-
-    def rows(x: Tensor) -> Tensor:
-        return torch.cat([x, x.new_zeros(-x.shape[0] % n, *x.shape[1:])]).chunk(n)[rank].clone()
-
-    for (name, parameter), shard in zip(named, _shards(optimizer), strict=True):
-        shard.copy_(rows(parameter))
-        for key, x in tensors.items():
-            owner, _, slot = key.rpartition("/")
-            if owner == name:
-                optimizer.base_optimizer.state[shard][slot] = (rows(x) if x.dim() else x).to(shard.device)
 
 
 def _shards(optimizer: Any) -> list[Tensor]:

@@ -1,10 +1,9 @@
-"""Tensor parallelism by heads: each process computes whole heads, and nothing is sent inside the scan."""
+"""Tensor parallelism by heads with DTensor: each process computes whole heads, and the scan sends nothing."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 from delta_trn.models.gated_deltanet import GatedDeltaNet
-from delta_trn.train.neuron import sharding as neuron
+from delta_trn.train.parallel.head_order import Holder, channels
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
@@ -30,15 +29,11 @@ ATTENTION = {
 
 
 def divide_heads(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Divide every block among the processes of a one-dimensional mesh; embedding and norms stay whole.
-
-    By torch.distributed.tensor, or on Neuron by neuronx_distributed.
+    """Divides every block among the processes of a one-dimensional mesh; embedding and norms stay whole.
 
     Returns name -> order of the rows of a parameter whose rows had to be moved so that a process's heads
     are neighbors.
     """
-    if neuron.serves(model.device):
-        return neuron.divide_heads(model, mesh.size())
     moved = {}
     for index, block in enumerate(model.blocks):
         parallelize_module(block.mlp, mesh, SWIGLU)  # type: ignore[arg-type]
@@ -48,12 +43,6 @@ def divide_heads(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]
         else:
             parallelize_module(block.mixer, mesh, ATTENTION)  # type: ignore[arg-type]
     return moved
-
-
-def channels(sizes: tuple[int, ...], parts: int) -> Tensor:
-    """Channels [q, k, v] in the order process by process: [q0, k0, v0, q1, k1, v1, ...]."""
-    segments = torch.arange(sum(sizes)).split(list(sizes))
-    return torch.cat([segment.chunk(parts)[part] for part in range(parts) for segment in segments])
 
 
 class HeadParallel(ParallelStyle):
@@ -88,7 +77,7 @@ class _Local:
     """Calls the layer's forward with this process's part of every parameter in its place."""
 
     def __init__(self, module: GatedDeltaNet, mesh: DeviceMesh):
-        self.mesh, self.holder = mesh, _Holder(module)
+        self.mesh, self.holder = mesh, Holder(module)
 
     def __call__(self, x: Tensor, *others: Any) -> Tensor:
         whole = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
@@ -101,14 +90,3 @@ class _Local:
         }
         y = functional_call(self.holder, parts, (local, *others))
         return DTensor.from_local(y, self.mesh, [Partial()], run_check=False).full_tensor()
-
-
-class _Holder(nn.Module):
-    """Gives functional_call a module whose forward is the class's, not the one that HeadParallel put in."""
-
-    def __init__(self, module: GatedDeltaNet):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *arguments: Any) -> Tensor:
-        return GatedDeltaNet.forward(self.module, *arguments)

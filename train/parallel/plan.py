@@ -83,8 +83,8 @@ class Row:
 
 def size_of(config: RunConfig) -> Size:
     """Sizes of a run's model, from its parameters' shapes. No weights are made."""
-    from delta_trn.train.commands.parameters import scaled
     from delta_trn.train.run.model import model_config, vocabulary
+    from delta_trn.train.run.optimizer import scaled
 
     shapes = {row.name: tuple(row.shape) for row in scaled(config)}
     rows = vocabulary(config)

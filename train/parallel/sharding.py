@@ -1,128 +1,155 @@
-"""One model on every process of a team: DDP, ZeRO-1 or FSDP2, tensor and context parallelism.
+"""The one interface between training and the ways to divide a model, with one process as its plainest case.
 
-Every process calls `loss` with its share of a step's tokens, and finds the gradient of the mean over all of
-them. All communication is PyTorch's own.
+    Sharding            one process: nothing is divided                                  (here)
+    PyTorchSharding     DDP, FSDP2, DTensor, context parallelism                         (parallel/pytorch.py)
+    NeuronSharding      DDP, heads and ZeRO-1 by AWS's neuronx_distributed               (neuron/sharding.py)
+
+`train.run.setup.shard` chooses. The loop, the step, the optimizer and checkpoints call these methods and ask
+nothing else. Names are those of parameters, or NAME/SLOT for the optimizer's memory of one.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from delta_trn.train.neuron import sharding as neuron
-from delta_trn.train.parallel.heads import divide_heads
-from delta_trn.train.parallel.sequence import pass_states_on
 from delta_trn.train.parallel.team import Team
-from delta_trn.train.settings.schema import DistributionSection
+from delta_trn.train.settings.errors import CheckpointError
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
 
 
-class Parallel:
-    """A model made ready for its team. Alone, it is the model itself.
+class Sharding:
+    """A model that is ready for its team, and the optimizer's part in that.
 
-    rows                    name -> order in which this model has a parameter's rows, where that is not the
-                            file's order
-    optimizer_shared_by     who divides the optimizer among them, in mode zero1
+    Every process calls `loss` with its share of a step's tokens, and has the gradient of the mean over all
+    of them after the last backward pass.
+
+    rows    name -> order in which this model has a parameter's rows, where that is not the file's order
     """
 
-    def __init__(self, model: DeltaForCausalLM, how: DistributionSection, team: Team):
-        self.model, self.team = model, team
+    def __init__(self, model: DeltaForCausalLM, team: Team | None = None):
+        self.model, self.team = model, team or Team()
         self.rows: dict[str, Tensor] = {}
         self._replicated: DistributedDataParallel | None = None
-        self._sharded: list[FSDPModule] = []
-        self.optimizer_shared_by: ProcessGroup | None = None
-        if team.mesh is None:
-            return
-        if neuron.serves(model.device):
-            neuron.require(how)
-        if team.context is not None:
-            pass_states_on(model, team.context["context"])
-        if how.tensor > 1:
-            self.rows = divide_heads(model, team.mesh["tensor"])
-        replicas = team.mesh["replica"]
-        if how.mode == "fsdp":
-            for module in (*model.blocks, model):
-                self._sharded.append(fully_shard(module, mesh=replicas))  # type: ignore[arg-type]
-            register_fsdp_forward_method(model, "loss")
-        elif how.mode == "zero1" and neuron.serves(model.device):
-            return  # the optimizer reduces gradients in its step
-        elif replicas.size() > 1:
-            if how.mode == "zero1":
-                self.optimizer_shared_by = replicas.get_group()
-            # buckets of gradients that every process has in the same order, because all run the same graph
-            self._replicated = DistributedDataParallel(
-                _Loss(model), process_group=replicas.get_group(), gradient_as_bucket_view=True
-            )
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of this process's tokens; inputs, targets [B, T].
-
-        Under context parallelism each process of a group gives the same sequences, and its part is taken.
-        """
-        inputs, targets = self._part(inputs), self._part(targets)
+        """Returns the mean cross-entropy of this process's tokens; inputs, targets [B, T]."""
         return (self.model.loss if self._replicated is None else self._replicated)(inputs, targets)
 
     @contextlib.contextmanager
     def accumulating(self, more: bool) -> Iterator[None]:
-        """Around a backward pass: gradients are reduced in it unless there is `more` to come."""
-        if self._replicated is not None and more:
-            with self._replicated.no_sync():
-                yield
-            return
-        for module in self._sharded:
-            module.set_requires_gradient_sync(not more, recurse=False)
-        yield
+        """Surrounds a backward pass: gradients are reduced in it unless there is `more` to come."""
+        with self._replicated.no_sync() if self._replicated and more else contextlib.nullcontext():
+            yield
 
     def at_rest(self) -> None:
-        """Give back what the last forward pass gathered: parameters are this process's parts again."""
-        for module in self._sharded:
-            module.reshard()
+        """Gives back what the last forward pass gathered: parameters are this process's parts again."""
+
+    # The optimizer
+
+    def make_optimizer(
+        self, kind: type[Optimizer], groups: list[dict[str, Any]], *, clip: float | None, **options: Any
+    ) -> Optimizer:
+        """Returns the optimizer that `step` moves. `clip` is for those that clip by themselves."""
+        return kind(groups, **options)
+
+    def step(self, optimizer: Optimizer, clip: float | None) -> Tensor:
+        """Scales all gradients so that their norm is at most `clip`, and moves the weights.
+
+        Returns the norm before. It is taken after the reduction: a process's own gradient is longer than the
+        mean of all.
+        """
+        parameters = [parameter for _, parameter in named_parameters(optimizer)]
+        norm = self.norm(parameters)
+        if clip is not None:
+            self._scale(parameters, clip, norm)
+        optimizer.step()
+        return norm
+
+    def norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Returns the gradients' norm over all processes and parameters, on the device."""
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def _scale(self, parameters: list[nn.Parameter], clip: float, norm: Tensor) -> None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+
+    def slots(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns this process's memory as NAME/SLOT -> tensor, so that the groups do not matter."""
+        return {
+            f"{name}/{slot}": value.detach().contiguous()
+            for name, parameter in named_parameters(optimizer)
+            for slot, value in optimizer.state.get(parameter, {}).items()
+            if value is not None
+        }
+
+    def load_slots(self, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+        """Puts this process's memory back. CheckpointError unless it is that of exactly these parameters."""
+        slots: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for key, value in tensors.items():
+            name, _, slot = key.rpartition("/")
+            slots[name][slot] = value
+        names = [name for name, _ in named_parameters(optimizer)]
+        if tensors and slots.keys() != set(names):
+            odd = sorted(slots.keys() ^ set(names))
+            raise CheckpointError(
+                f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} first; "
+                "begin a new run"
+            )
+        self._load_slots(optimizer, [slots[name] for name in names] if tensors else [])
+
+    def _load_slots(self, optimizer: Optimizer, slots: list[dict[str, Tensor]]) -> None:
+        # load_state_dict moves each tensor to where this kind of optimizer wants it
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(slots))})
+
+    # Parameters and slots as files have them
 
     def whole(self, name: str, x: Tensor) -> Tensor:
-        """A parameter or slot from everybody's parts, rows in the file's order. All processes must call."""
-        parameter = self.model.get_parameter(name.partition("/")[0])
-        if x.dim() and neuron.is_part(parameter):
-            x = neuron.whole(x, parameter)
-        whole = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
-        order = self.moved(name)
+        """Returns a parameter or slot put together, rows in the file's order. All processes must call."""
+        whole = self._gather(self._parameter(name), x).detach()
+        order = self._order(name)
         return whole if order is None or not whole.dim() else whole[order.argsort()]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """The opposite: this process's part of what `whole` would return."""
-        parameter = self.model.get_parameter(name.partition("/")[0])
-        order = self.moved(name)
+        """Returns this process's part of what `whole` returns: the inverse."""
+        parameter, order = self._parameter(name), self._order(name)
         ordered = (whole if order is None or not whole.dim() else whole[order]).to(parameter.device)
-        if whole.dim() and neuron.is_part(parameter):
-            return neuron.part(ordered, parameter)
-        if not isinstance(parameter, DTensor) or not whole.dim():
-            return ordered
-        # every process has the whole: nothing needs to be sent
-        return distribute_tensor(ordered, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-    def moved(self, name: str) -> Tensor | None:
-        """`rows` of a parameter, or of an optimizer's slot NAME/SLOT."""
-        return self.rows.get(name.partition("/")[0])
+        return self._divide(parameter, ordered)
 
     def saved_whole(self, name: str) -> bool:
-        """Whether a checkpoint has it whole, because the parts of processes are no blocks of the file's."""
-        parameter = self.model.get_parameter(name.partition("/")[0])
-        return self.moved(name) is not None or neuron.is_part(parameter)
+        """Whether a file has it whole, because the parts of processes are no blocks of the file's."""
+        return self._order(name) is not None
 
-    def _part(self, tokens: Tensor) -> Tensor:
-        context = self.team.context
-        if context is None:
-            return tokens
-        return tokens.chunk(context["context"].size(), dim=1)[context["context"].get_local_rank()]
+    def shape(self, name: str) -> torch.Size:
+        """Returns the shape that a file has of a parameter."""
+        return self._parameter(name).shape
+
+    def _gather(self, parameter: Tensor, x: Tensor) -> Tensor:
+        return x
+
+    def _divide(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        return whole
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        return self.model.get_parameter(name.partition("/")[0])
+
+    def _order(self, name: str) -> Tensor | None:
+        return self.rows.get(name.partition("/")[0])
+
+    def _replicate(self, group: ProcessGroup) -> None:
+        # every process has gradients' buckets in the same order, because all run the same graph
+        self._replicated = DistributedDataParallel(
+            _Loss(self.model), process_group=group, gradient_as_bucket_view=True
+        )
 
 
 class _Loss(nn.Module):
@@ -136,30 +163,8 @@ class _Loss(nn.Module):
         return self.model.loss(inputs, targets)
 
 
-def total_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The gradients' norm over all processes and parameters, on the device; the same everywhere."""
-    if any(map(neuron.is_part, parameters)):
-        return neuron.total_norm(parameters)
-    by_mesh: dict[object, list[Tensor]] = {}
-    for p in parameters:
-        if p.grad is not None:
-            by_mesh.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p.grad)
-    norms = [torch.nn.utils.get_total_norm(grads) for grads in by_mesh.values()]
-    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
-
-
-def clip(parameters: list[nn.Parameter], limit: float | None) -> Tensor:
-    """Scale all gradients so that their norm is at most `limit`. Returns the norm before.
-
-    After the reduction: a process's own gradient is longer than their mean.
-    """
-    norm = total_norm(parameters)
-    if limit is not None:
-        whole = [p for p in parameters if not isinstance(p.grad, DTensor)]
-        torch.nn.utils.clip_grads_with_norm_(whole, limit, norm)
-        for p in parameters:
-            if isinstance(p.grad, DTensor):
-                # the same arithmetic, on this process's part
-                p.grad.to_local().mul_(torch.clamp(limit / (norm + 1e-6), max=1.0))
-    return norm
+def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Returns (name, parameter) in the order of the optimizer's own numbering."""
+    return [
+        pair for group in optimizer.param_groups for pair in zip(group["names"], group["params"], strict=True)
+    ]

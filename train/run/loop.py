@@ -13,8 +13,8 @@ from delta_trn.backends import machine as platform
 from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.checkpoints.saver import Saving
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_crops, is_due
+from delta_trn.train.run.optimizer import learning_rate
 from delta_trn.train.run.sample import Sampling, continue_text
-from delta_trn.train.run.schedule import learning_rate
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.run.stopping import StopRequest
@@ -81,14 +81,13 @@ class _Loop:
     def __init__(self, run: Run, display: Display, observers: Sequence[Observer]):
         self.run, self.display, self.observers = run, display, observers
         c = run.config
-        self.loss = loss_function(run.parallel, c, run.device)
+        self.loss = loss_function(run.sharding, c, run.device)
         self.step = TrainingStep(
             self.loss,
             run.optimizer,
-            device=run.device,
+            run.sharding,
             micro=run.layout.micro,
             clip=c.optimizer.clip,
-            parallel=run.parallel,
         )
         self.crops = held_out_crops(c, run.dataset, run.layout.micro)
         leads = run.team.leads
@@ -249,7 +248,7 @@ class _Loop:
         self.saving.settle()  # it uses the same group of processes
         self._count_seconds()
         run.state.position = run.loader.state_dict()
-        taken = checkpoint.snapshot(run.parallel, run.optimizer, run.state, copy=self.saving.asynchronous)
+        taken = checkpoint.snapshot(run.sharding, run.optimizer, run.state, copy=self.saving.asynchronous)
         # a checkpoint promises that its lines are there
         run.team.agreed(run.folder.metrics.sync)
         self.saving.begin(lambda: self._write(taken))

@@ -1,28 +1,54 @@
-"""AdamW and Nesterov SGD with one group for each set of factors in the muP table."""
+"""AdamW and Nesterov SGD, with one group per set of factors in the muP table, and their schedule."""
 
+from __future__ import annotations
+
+import math
 from collections import defaultdict
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from delta_trn.models.parameters import ScaledParameter, scaled_parameters
-from delta_trn.train.neuron import sharding as neuron
-from delta_trn.train.settings.errors import CheckpointError
+from delta_trn.train.parallel.sharding import Sharding
+from delta_trn.train.run.model import model_config, vocabulary
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
 
 
-def rows(model: "DeltaForCausalLM", config: RunConfig) -> list[ScaledParameter]:
-    """What every parameter gets in this run."""
+def learning_rate(config: RunConfig, finished: int) -> float:
+    """Returns the rate for the step after `finished` steps, before a parameter's own factor.
+
+        i < w     lr(i) = lr i / w
+        i >= w    lr(i) = min_lr + (1 + cos(pi r)) / 2 (lr - min_lr),    r = min(1, (i - w) / (e - w))
+
+    with i = finished, w = schedule.warmup, e = schedule.decay_steps or steps (arXiv:2606.04048, section 6.1).
+    """
+    peak, warmup, low = config.optimizer.lr, config.schedule.warmup, config.schedule.min_lr
+    if finished < warmup:
+        return peak * finished / warmup
+    end = config.schedule.decay_steps or config.steps
+    if finished >= end:
+        return low
+    r = (finished - warmup) / (end - warmup)
+    return low + 0.5 * (1 + math.cos(math.pi * r)) * (peak - low)
+
+
+def scaled(config: RunConfig) -> list[ScaledParameter]:
+    """Returns what every parameter of a run gets, from a model without memory."""
+    from delta_trn.models import DeltaForCausalLM
+
+    with torch.device("meta"):
+        model = DeltaForCausalLM(model_config(config, rows=vocabulary(config)))
+    return rows(model, config)
+
+
+def rows(model: DeltaForCausalLM, config: RunConfig) -> list[ScaledParameter]:
+    """Returns what every parameter of this model gets in a run."""
     o = config.optimizer
     return scaled_parameters(
         model,
@@ -34,24 +60,15 @@ def rows(model: "DeltaForCausalLM", config: RunConfig) -> list[ScaledParameter]:
     )
 
 
-def make_optimizer(
-    model: "DeltaForCausalLM",
-    config: RunConfig,
-    device: torch.device,
-    *,
-    shared_by: ProcessGroup | None = None,
-) -> Optimizer:
-    """The optimizer over all parameters. Each group has `factor`, its rate over the run's, and `names`.
-
-    shared_by   processes of which each keeps and updates its part of the parameters (ZeRO-1), and sends it
-    """
+def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
+    """Returns the optimizer. Each of its groups has `names`, and `factor`, its rate over the run's."""
     o = config.optimizer
     adaptive = o.name == "adamw"
     members: dict[tuple[float, float, float, Hashable], list[ScaledParameter]] = defaultdict(list)
-    for row in rows(model, config):
+    for row in rows(sharding.model, config):
         # fused kernels take parameters of one kind: whole, or divided among the same processes
-        kind = getattr(row.parameter, "device_mesh", None)
-        members[row.lr / o.lr, row.weight_decay, row.epsilon if adaptive else 1.0, kind].append(row)
+        mesh = getattr(row.parameter, "device_mesh", None)
+        members[row.lr / o.lr, row.weight_decay, row.epsilon if adaptive else 1.0, mesh].append(row)
     groups: list[dict[str, Any]] = [
         {
             "params": [row.parameter for row in group],
@@ -64,87 +81,18 @@ def make_optimizer(
         for (factor, decay, epsilon, _), group in members.items()
     ]
     # one kernel over all parameters instead of ten small ones for each; other devices have their own
-    fused = device.type in ("cpu", "cuda")
-    kind: Any
-    options: dict[str, Any]
-    if o.name == "sgd":
-        kind, options = SGD, {"momentum": o.momentum, "nesterov": o.momentum > 0}
-        # DTensor has no rule for SGD's fused kernel (torch 2.13); it has one for AdamW's
-        fused = fused and not any(isinstance(p, DTensor) for group in groups for p in group["params"])
-    else:
-        kind, options = AdamW, {"betas": (o.beta1, o.beta2)}
-    if config.distribution.mode == "zero1" and neuron.serves(device) and dist.is_initialized():
-        return neuron.zero1(groups, kind, o.clip, lr=o.lr, **options)
-    if shared_by is None:
-        return kind(groups, lr=o.lr, fused=fused, **options)
-    return ZeroRedundancyOptimizer(groups, kind, shared_by, lr=o.lr, fused=fused, **options)
-
-
-def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Give every group `lr` times its factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["factor"]
-
-
-def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """This process's memory as NAME/SLOT -> tensor, NAME the parameter's, so that groups do not matter."""
-    if neuron.is_zero1(optimizer):
-        return neuron.zero1_memory(optimizer, _named(optimizer))
-    local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    tensors = {}
-    for name, parameter in updated_here(optimizer):
-        for slot, value in local.state.get(parameter, {}).items():
-            if value is not None:
-                tensors[f"{name}/{slot}"] = value.detach().contiguous()
-    return tensors
-
-
-def updated_here(optimizer: Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
-    """(name, parameter) of those that this process updates: under ZeRO-1 its share, else all."""
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return _named(optimizer)
-    mine = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
-    return [(name, parameter) for name, parameter in _named(optimizer) if id(parameter) in mine]
-
-
-def load_state_tensors(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put this process's memory back. CheckpointError unless it is that of exactly these parameters."""
-    slots: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for key, value in tensors.items():
-        name, _, slot = key.rpartition("/")
-        slots[name][slot] = value
-    names = [name for name, _ in _named(optimizer)]
-    mine = {name for name, _ in updated_here(optimizer)}
-    if tensors and set(slots) != mine:
-        odd = sorted(set(slots) ^ mine)
-        raise CheckpointError(
-            f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} first; begin "
-            "a new run"
-        )
-    if neuron.is_zero1(optimizer):
-        neuron.load_zero1_memory(optimizer, _named(optimizer), tensors)
-        return
-    # load_state_dict moves each tensor to where this kind of optimizer wants it
-    optimizer.load_state_dict(
-        {
-            "state": {index: slots[name] for index, name in enumerate(names) if name in slots},
-            "param_groups": _numbered(optimizer),
-        }
+    fused = sharding.model.device.type in ("cpu", "cuda")
+    if adaptive:
+        betas = (o.beta1, o.beta2)
+        return sharding.make_optimizer(AdamW, groups, clip=o.clip, lr=o.lr, fused=fused, betas=betas)
+    # DTensor has no rule for SGD's fused kernel (torch 2.13); it has one for AdamW's
+    fused = fused and not any(isinstance(p, DTensor) for group in groups for p in group["params"])
+    return sharding.make_optimizer(
+        SGD, groups, clip=o.clip, lr=o.lr, fused=fused, momentum=o.momentum, nesterov=o.momentum > 0
     )
 
 
-def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups as state_dict has them, with numbers for parameters. ZeRO-1's own is only on the leader."""
-    groups, first = [], 0
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Gives every group `lr` times its factor."""
     for group in optimizer.param_groups:
-        last = first + len(group["params"])
-        groups.append({**group, "params": list(range(first, last))})
-        first = last
-    return groups
-
-
-def _named(optimizer: Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
-    """(name, parameter) in the order of the optimizer's own numbering."""
-    return [
-        pair for group in optimizer.param_groups for pair in zip(group["names"], group["params"], strict=True)
-    ]
+        group["lr"] = lr * group["factor"]

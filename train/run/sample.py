@@ -13,6 +13,7 @@ from delta_trn.backends import machine as platform
 from delta_trn.train.checkpoints.contents import load_weights
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import TextTokenizer, load_tokenizer
+from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def load_for_generation(folder: Path, device: torch.device) -> tuple["DeltaForCa
     tokenizer = load_tokenizer(folder)
     require_fit(configuration, tokenizer, folder)
     model = DeltaForCausalLM(configuration)
-    load_weights(folder, model)
+    load_weights(folder, Sharding(model))
     cast(nn.Module, model).to(device)
     return model.eval(), tokenizer
 

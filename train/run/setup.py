@@ -27,12 +27,13 @@ from delta_trn.train.data import (
     prepare,
 )
 from delta_trn.train.files import write_file
+from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.parallel.layout import Layout, layout_of, require_divisible
-from delta_trn.train.parallel.sharding import Parallel
+from delta_trn.train.parallel.pytorch import PyTorchSharding
+from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team, assembled
 from delta_trn.train.run.model import choose_backend, make_model, model_config, pick_device
-from delta_trn.train.run.optimizer import make_optimizer
-from delta_trn.train.run.schedule import learning_rate
+from delta_trn.train.run.optimizer import learning_rate, make_optimizer
 from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderError
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume
@@ -53,18 +54,18 @@ class Run:
     folder: RunFolder
     dataset: TokenDataset
     device: torch.device
-    parallel: Parallel
+    sharding: Sharding
     optimizer: Optimizer
     loader: Loader
     state: State
 
     @property
     def model(self) -> DeltaForCausalLM:
-        return self.parallel.model
+        return self.sharding.model
 
     @property
     def team(self) -> Team:
-        return self.parallel.team
+        return self.sharding.team
 
     @property
     def layout(self) -> Layout:
@@ -133,7 +134,7 @@ def reopened(path: Path, changes: dict[str, str] | RunConfig, step: int | None, 
         config = _with_data(config, dataset)
         run = _assembled(config, origin, folder, dataset, device, team)
         if step:
-            checkpoint.restore(folder.checkpoints.path(step), run.parallel, run.optimizer)
+            checkpoint.restore(folder.checkpoints.path(step), run.sharding, run.optimizer)
             run.loader.load_state_dict(state.position)
             run.state = state
         team.agreed(lambda: _put_back(run, saved, tell) if team.leads else None)
@@ -192,8 +193,8 @@ def _assembled(
         model.gradient_checkpointing_enable()
     model.train()
     # before the optimizer: it is to have each process's own parts
-    parallel = Parallel(model, config.distribution, team)
-    optimizer = make_optimizer(model, config, device, shared_by=parallel.optimizer_shared_by)
+    sharding = shard(model, config, team)
+    optimizer = make_optimizer(sharding, config)
     loader = make_loader(
         dataset,
         "train",
@@ -206,7 +207,15 @@ def _assembled(
     )
     # after the model's own draws: nothing in training draws from it today, and resuming restores it
     torch.manual_seed(config.seed)
-    return Run(config, origin, folder, dataset, device, parallel, optimizer, loader, State())
+    return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
+
+
+def shard(model: DeltaForCausalLM, config: RunConfig, team: Team) -> Sharding:
+    """Divides a model among the processes of a team, by the library that serves its device."""
+    if team.mesh is None:
+        return Sharding(model, team)
+    kind = neuron.NeuronSharding if neuron.serves(model.device) else PyTorchSharding
+    return kind(model, config.distribution, team)
 
 
 @contextlib.contextmanager

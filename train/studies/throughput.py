@@ -28,6 +28,7 @@ from delta_trn.backends.operator import Operator
 from delta_trn.backends.parity.judge import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.run.optimizer import make_optimizer
 from delta_trn.train.run.step import TrainingStep, loss_function
@@ -83,10 +84,11 @@ class Workload:
         self.model.train()
         micro = config.batch.micro or config.batch.sequences
         self.loss = loss_function(self.model, config, self.device)
+        sharding = Sharding(self.model)
         self.step = TrainingStep(
             self.loss,
-            make_optimizer(self.model, config, self.device),
-            device=self.device,
+            make_optimizer(sharding, config),
+            sharding,
             micro=micro,
             clip=config.optimizer.clip,
         )

@@ -112,7 +112,7 @@ def _in_order(run: Run) -> Evaluation:
     )
     run.model.eval()
     # one pass over a few shapes: compiling would take longer
-    loss = loss_function(run.parallel, config.model_copy(update={"compile": False}), run.device)
+    loss = loss_function(run.sharding, config.model_copy(update={"compile": False}), run.device)
     return evaluate(loss, windows, run.device, run.team)
 
 

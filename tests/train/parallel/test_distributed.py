@@ -256,7 +256,7 @@ def tiny() -> RunConfig:
 
 
 def test_channels_come_back_in_order():
-    from delta_trn.train.parallel.heads import channels
+    from delta_trn.train.parallel.head_order import channels
 
     order = channels((8, 8, 16), 2)
     assert order.tolist()[:16] == [0, 1, 2, 3, 8, 9, 10, 11, *range(16, 24)]

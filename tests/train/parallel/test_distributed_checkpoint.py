@@ -62,7 +62,7 @@ def resaved(arguments: list[str], log: str) -> None:
     tiny_run.into(log)
     out, step, *changes = arguments
     with reopened(Path(out), parse(changes), None, print) as run:
-        taken = checkpoint.snapshot(run.parallel, run.optimizer, run.state, copy=True)
+        taken = checkpoint.snapshot(run.sharding, run.optimizer, run.state, copy=True)
         run.folder.checkpoints.save(
             int(step),
             lambda folder: checkpoint.write(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.models import DeltaForCausalLM
+from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config
 from delta_trn.train.run.optimizer import make_optimizer
@@ -116,8 +117,7 @@ def test_the_premise_of_the_papers_rule_for_scalars_holds_before_training_and_no
             of = apply(config("mup", "sgd"), {"model.width": str(width), "seed": str(seed)})
             m = make_model(model_config(of, rows=VOCABULARY), seed=seed, device=torch.device("cpu"))
             step = TrainingStep(
-                m.loss, make_optimizer(m, of, torch.device("cpu")), device=torch.device("cpu"), micro=4,
-                clip=None,
+                m.loss, make_optimizer(Sharding(m), of), Sharding(m), micro=4, clip=None,
             )  # fmt: skip
             for _ in range(steps):
                 step(*batch(seed), of.optimizer.lr)

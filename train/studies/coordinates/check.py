@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.models.residual import DeepDelta, LatentUpdate
+from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import make_model, model_config
 from delta_trn.train.run.optimizer import make_optimizer
 from delta_trn.train.run.step import TrainingStep, loss_function
@@ -147,10 +148,11 @@ def _one(config: RunConfig, steps: int, inputs: Tensor, targets: Tensor) -> Iter
     rows = config.model.vocab_size
     assert rows is not None, "the data says it"
     model = make_model(model_config(config, rows=rows), seed=config.seed, device=device)
+    sharding = Sharding(model)
     step = TrainingStep(
         loss_function(model, config, device),
-        make_optimizer(model, config, device),
-        device=device,
+        make_optimizer(sharding, config),
+        sharding,
         micro=len(inputs),
         clip=config.optimizer.clip,
     )

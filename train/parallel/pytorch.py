@@ -1,0 +1,97 @@
+"""PyTorch's own ways to divide a model: DDP, FSDP2, tensor parallelism by DTensor, context parallelism.
+
+`distribution.mode=zero1` is FSDP2 that keeps the weights gathered between the forward and backward passes of
+a step: a process stores the optimizer's memory of its part alone, and the weights of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from delta_trn.train.parallel.heads import divide_heads
+from delta_trn.train.parallel.sequence import pass_states_on
+from delta_trn.train.parallel.sharding import Sharding
+from delta_trn.train.parallel.team import Team
+from delta_trn.train.settings.schema import DistributionSection
+
+if TYPE_CHECKING:
+    from delta_trn.models import DeltaForCausalLM
+
+
+class PyTorchSharding(Sharding):
+    """A model divided by torch.distributed, among the processes of a team of at least two."""
+
+    def __init__(self, model: DeltaForCausalLM, how: DistributionSection, team: Team):
+        super().__init__(model, team)
+        assert team.mesh is not None  # there are two or more
+        self._fully_sharded: list[FSDPModule] = []
+        self._keeps_weights = how.mode == "zero1"
+        if team.context is not None:
+            pass_states_on(model, team.context["context"])
+        if how.tensor > 1:
+            self.rows = divide_heads(model, team.mesh["tensor"])
+        replicas = team.mesh["replica"]
+        if how.mode == "fsdp" or (how.mode == "zero1" and replicas.size() > 1):
+            for module in (*model.blocks, model):
+                self._fully_sharded.append(
+                    fully_shard(module, mesh=replicas, reshard_after_forward=how.mode == "fsdp")  # type: ignore[arg-type]
+                )
+            register_fsdp_forward_method(model, "loss")
+        elif replicas.size() > 1:
+            self._replicate(replicas.get_group())
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Under context parallelism each process of a group has the same sequences, and its part is taken."""
+        return super().loss(self._segment(inputs), self._segment(targets))
+
+    def _segment(self, tokens: Tensor) -> Tensor:
+        context = self.team.context
+        if context is None:
+            return tokens
+        return tokens.chunk(context["context"].size(), dim=1)[context["context"].get_local_rank()]
+
+    @contextlib.contextmanager
+    def accumulating(self, more: bool) -> Iterator[None]:
+        for module in self._fully_sharded:
+            module.set_requires_gradient_sync(not more, recurse=False)
+            if self._keeps_weights:
+                module.set_reshard_after_backward(not more, recurse=False)
+        with super().accumulating(more):
+            yield
+
+    def at_rest(self) -> None:
+        for module in self._fully_sharded:
+            module.reshard()
+
+    def norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        by_mesh: dict[object, list[Tensor]] = {}
+        for p in parameters:
+            if p.grad is not None:
+                mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
+                by_mesh.setdefault(mesh, []).append(p.grad)
+        norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
+        whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+        return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+
+    def _scale(self, parameters: list[nn.Parameter], clip: float, norm: Tensor) -> None:
+        super()._scale([p for p in parameters if not isinstance(p.grad, DTensor)], clip, norm)
+        for p in parameters:
+            if isinstance(p.grad, DTensor):
+                # the same arithmetic, on this process's part
+                p.grad.to_local().mul_(torch.clamp(clip / (norm + 1e-6), max=1.0))
+
+    def _gather(self, parameter: Tensor, x: Tensor) -> Tensor:
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+    def _divide(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor) or not whole.dim():
+            return whole
+        # every process has the whole: nothing needs to be sent
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
