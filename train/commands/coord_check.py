@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import UsageError
-from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.overrides import apply, parse, whole_number, whole_numbers
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -31,7 +31,13 @@ DEFAULTS = {
     "steps": "4",
     "seeds": "2",
 }
-QUIET = {"optimizer.clip": "none", "optimizer.weight_decay": "0", "precision": "float32"}
+QUIET = {
+    "optimizer.clip": "none",
+    "optimizer.weight_decay": "0",
+    "precision": "float32",
+    "batch.sequences": "4",
+    "batch.length": "64",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,44 +48,45 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
-    parser.add_argument("given", nargs="*", metavar="key=value", help="keys, those below among them")
+    parser.add_argument("options", nargs="*", metavar="key=value", help="keys, those below among them")
     asked = parser.parse_intermixed_args(arguments)
-    given = parse(asked.given)
-    out = Path(given.pop("out", f"runs/coord-check-{asked.recipe}"))
-    own = {key: given.pop(key, default) for key, default in DEFAULTS.items()}
+    options = parse(asked.options)
+    out = Path(options.pop("out", f"runs/coord-check-{asked.recipe}"))
+    own = {key: options.pop(key, default) for key, default in DEFAULTS.items()}
     base = recipe(asked.recipe)
-    configs = _configs(base, given, own)
-    widths = _numbers("widths", own["widths"], 3)
-    steps, seeds = _numbers("steps", own["steps"])[0], _numbers("seeds", own["seeds"])[0]
-    began, cpu = time.monotonic(), time.process_time()
+    configs = _configs(base, options, own)
+    widths = sorted(whole_numbers("widths", own["widths"], count=3))
+    steps, seeds = whole_number("steps", own["steps"]), whole_number("seeds", own["seeds"])
+    start, cpu = time.monotonic(), time.process_time()
 
     from delta_trn.train.studies.coordinates.check import slopes, verdicts
     from delta_trn.train.studies.coordinates.report import table, write
 
-    found = _read(configs, widths, steps, seeds)
-    seconds = round(time.monotonic() - began, 1)
-    about = {
+    readings = _read(configs, widths, steps, seeds)
+    seconds, cpu_seconds = time.monotonic() - start, time.process_time() - cpu
+    head = {
         "recipe": asked.recipe,
-        "keys": {**own, **given},
+        "keys": {**own, **options},
         "base_width": configs[0].model.base_width,
-        "seconds": seconds,
-        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu_seconds, 1),
     }
-    pictures = write(out, about, found)
-    said = verdicts(slopes(found))
-    print(f"power of width with which {steps} steps change each tensor; theory says 0 unless it stands there")
-    print(table(said))
-    mine = [v for v in said if v.parametrization == base.parametrization]
-    for v in mine:
-        if not v.passes:
-            print(f"fails  {v.optimizer} {v.parametrization} {v.tensor}: {', '.join(v.fails_at)}")
-    print(f"\n{seconds:.0f} s, {about['cpu_seconds']:.0f} of CPU")
+    pictures = write(out, head, readings)
+    rows = verdicts(slopes(readings))
+    print(
+        f"power of width with which {steps} steps change each tensor; theory says 0 where no range is given"
+    )
+    print(table(rows))
+    failures = [v for v in rows if v.parametrization == base.parametrization and not v.passes]
+    for v in failures:
+        print(f"fails  {v.optimizer} {v.parametrization} {v.tensor}: {', '.join(v.fails_at)}")
+    print(f"\n{seconds:.0f} s, {cpu_seconds:.1f} of CPU")
     print("   ".join(map(str, (out / "coordinates.json", *pictures))))
-    return 0 if all(v.passes for v in mine) else 1
+    return 1 if failures else 0
 
 
-def _configs(base: RunConfig, given: Mapping[str, str], own: Mapping[str, str]) -> list[RunConfig]:
-    """One for every optimizer and parametrization, checked before anything is computed."""
+def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]) -> list[RunConfig]:
+    """Makes and checks a configuration for every optimizer and parametrization, before anything is computed."""
     configs = []
     for optimizer in own["optimizers"].split(","):
         if optimizer not in ("adamw", "sgd"):
@@ -90,19 +97,17 @@ def _configs(base: RunConfig, given: Mapping[str, str], own: Mapping[str, str]) 
                 "optimizer.lr": own[f"lr.{optimizer}"],
                 "parametrization": parametrization,
             }
-            configs.append(
-                apply(base, {**QUIET, "batch.sequences": "4", "batch.length": "64", **given, **changes})
-            )
+            configs.append(apply(base, {**QUIET, **options, **changes}))
     return configs
 
 
 def _read(configs: list[RunConfig], widths: list[int], steps: int, seeds: int) -> "list[Reading]":
-    """Every reading, with a line for every configuration on the way."""
+    """Takes every reading, and prints a line for each configuration on the way."""
     from delta_trn.train.data import make_loader
     from delta_trn.train.run.subject import subject
     from delta_trn.train.studies.coordinates.check import readings
 
-    found = []
+    rows = []
     for config in configs:
         config, dataset = subject(config)
 
@@ -113,18 +118,8 @@ def _read(configs: list[RunConfig], widths: list[int], steps: int, seeds: int) -
             )
             return loader.next_batch()
 
-        began = time.monotonic()
-        found += readings(config, widths=widths, steps=steps, seeds=range(seeds), batch=batch)
-        took = time.monotonic() - began
-        print(f"{config.optimizer.name} {config.parametrization}  {took:.0f} s", flush=True)
-    return found
-
-
-def _numbers(name: str, text: str, least: int = 1) -> list[int]:
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        numbers = []
-    if len(numbers) < least or numbers[0] < 1:
-        raise UsageError(f"{name}={text}: expected {least} or more different whole numbers above 0")
-    return numbers
+        start = time.monotonic()
+        rows += readings(config, widths=widths, steps=steps, seeds=range(seeds), batch=batch)
+        seconds = time.monotonic() - start
+        print(f"{config.optimizer.name} {config.parametrization}  {seconds:.0f} s", flush=True)
+    return rows

@@ -24,9 +24,9 @@ def main(arguments: Sequence[str]) -> int:
 
     first = given.run_dirs[0]
     if len(given.run_dirs) == 1 and (first / "coordinates.json").is_file():
-        from delta_trn.train.studies.coordinates.report import judged_again
+        from delta_trn.train.studies.coordinates.report import write_again
 
-        print("\n".join(map(str, judged_again(first))))
+        print("\n".join(map(str, write_again(first))))
         return 0
     if len(given.run_dirs) == 1 and (first / "sweep.json").is_file():
         from delta_trn.train.studies.sweep.output import write_report

@@ -1,4 +1,4 @@
-"""The coordinate check: green under the paper's rules, red under standard ones and wrong ones of gates."""
+"""The coordinate check passes under the paper's rules and fails under standard ones and wrong ones for gates."""
 
 import json
 import math
@@ -19,15 +19,8 @@ from delta_trn.train.run.optimizer import make_optimizer
 from delta_trn.train.run.step import TrainingStep
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig
-from delta_trn.train.studies.coordinates.check import (
-    TENSORS,
-    Reading,
-    Verdict,
-    readings,
-    slopes,
-    tensors,
-    verdicts,
-)
+from delta_trn.train.studies.coordinates.check import Reading, Verdict, readings, slopes, tensors, verdicts
+from delta_trn.train.studies.coordinates.theory import TENSORS
 from delta_trn.train.studies.fits import line
 from delta_trn.train.studies.probes.hooks import normalized, observed
 from tests.support.tiny_models import VOCABULARY, model, tokens
@@ -35,7 +28,7 @@ from tests.support.tiny_run import command, prepared
 
 RATES = {"adamw": "2**-8", "sgd": "0.1"}
 optimizers = pytest.mark.parametrize("optimizer", RATES)
-# arXiv:2606.04048 gives them sqrt(m) under SGD. Measured, their changes grow as width^0.4 within four steps
+# arXiv:2606.04048 gives them sqrt(m) under SGD; measured, their changes grow as width^0.4 within four steps
 PER_HEAD_UNDER_SGD = {"dt_bias", "A_log"}
 WRITES = {"write_beta", "write_value", "write_along", "written"}
 GDN = set(TENSORS) - WRITES
@@ -69,7 +62,7 @@ def checked(parametrization: str, optimizer: str, residual: str = "additive") ->
 
 
 @optimizers
-def test_passes_under_the_papers_rules(optimizer: str):
+def test_the_check_passes_under_the_papers_rules(optimizer: str):
     found = checked("mup", optimizer)
     failed = {name: v.fails_at for name, v in found.items() if not v.passes}
     assert set(found) == GDN
@@ -77,7 +70,7 @@ def test_passes_under_the_papers_rules(optimizer: str):
 
 
 @optimizers
-def test_fails_under_the_standard_parametrization(optimizer: str):
+def test_the_check_fails_under_the_standard_parametrization(optimizer: str):
     found = checked("sp", optimizer)
     for name in ("hidden", "q", "k", "v", "gate_decay", "gate_beta", "beta", "state", "mixer", "logit_next"):
         assert not found[name].passes and found[name].change.slope > 0.4, (name, found[name].change)
@@ -85,7 +78,7 @@ def test_fails_under_the_standard_parametrization(optimizer: str):
 
 @pytest.mark.parametrize(("parametrization", "power"), [("mup_original", 0.5), ("mup_aligned", -0.5)])
 def test_another_rule_for_gates_moves_their_slope_by_its_power(parametrization: str, power: float):
-    """At a step of the same gradients: so exact that no tolerance of noise is needed."""
+    """The gradients are the same, so that no tolerance for noise is needed."""
     paper, other = checked("mup", "sgd"), checked(parametrization, "sgd")
     for name in ("own_decay", "own_beta"):
         assert abs(other[name].change.slope - paper[name].change.slope - power) < 0.1
@@ -93,23 +86,23 @@ def test_another_rule_for_gates_moves_their_slope_by_its_power(parametrization: 
         assert not other["own_decay"].passes and not other["own_beta"].passes
 
 
-def test_holds_for_deep_delta_learning_too():
-    """After two steps: the first changes logit_next as width^-0.17 on these random tokens."""
+def test_the_check_passes_for_deep_delta_learning_under_the_papers_rules():
+    """After two steps; the first one changes logit_next as width^-0.17 on these random tokens."""
     found = checked("mup", "adamw", "ddl")
     failed = {name: v.change for name, v in found.items() if not v.change.passes or not v.size.passes}
     assert not failed, failed
     standard = checked("sp", "adamw", "ddl")
     for name in ("q", "k", "v", "beta", "state", "mixer", "logit_next", "write_beta"):
         assert not standard[name].passes and standard[name].change.slope > 0.4, (name, standard[name].change)
-    # v without its sqrt(m): writes that move the stream the less, the wider it is
+    # without the sqrt(m) of v, writes move the stream less, the wider it is
     for name in ("write_value", "written"):
         assert not standard[name].passes and standard[name].size.slope < -0.4, (name, standard[name].size)
 
 
 def test_the_premise_of_the_papers_rule_for_scalars_holds_before_training_and_not_after():
-    """dL/dalpha_t sums dL/do_t * alpha S^T q_t over a head's channels. Against the root of the sum of squares
-    that is of the order of 1 if their signs are random, of sqrt(d) if they are all one: its power of width
-    before and after four steps is the reason why dt_bias and A_log fail under SGD."""
+    """dL/dalpha_t sums dL/do_t * alpha S^T q_t over a head's channels. Divided by the root of the sum of
+    squares this is of order 1 if signs are random and of order sqrt(d) if they agree. Its power of width before and
+    after four steps is why dt_bias and A_log fail under SGD."""
     powers = []
     for steps in (0, 4):
         places, sizes = [], []
@@ -130,7 +123,7 @@ def test_the_premise_of_the_papers_rule_for_scalars_holds_before_training_and_no
 
 
 def coherence(m: DeltaForCausalLM, inputs: Tensor, targets: Tensor) -> float:
-    """|sum over channels of dL/do * (what o has of earlier tokens)| over the root of the sum of squares."""
+    """Returns |sum over channels of dL/do * (o without the token itself)| / root of the sum of squares."""
     m.zero_grad()
     with observed(m, gradients=True) as views:
         m.loss(inputs, targets).backward()
@@ -164,30 +157,30 @@ class TestVerdict:
         return verdict
 
     @pytest.mark.parametrize("power", [-0.7, 0.0, 0.3])
-    def test_slope_is_the_power(self, power: float):
+    def test_the_slope_is_the_power_of_width(self, power: float):
         assert self.of(synthetic(power)).change.slope == pytest.approx(power, abs=1e-9)
 
-    def test_within_a_tenth_passes_and_beyond_fails(self):
+    def test_a_slope_within_a_tenth_of_theory_passes(self):
         assert self.of(synthetic(0.09)).passes and self.of(synthetic(-0.09)).passes
         assert not self.of(synthetic(0.11)).passes and not self.of(synthetic(-0.11)).passes
 
-    def test_noise_widens_by_twice_the_standard_error(self):
-        """Of independent noise s on 12 points the slope's error is s over the root of their spread."""
+    def test_noise_widens_the_tolerance_by_twice_the_standard_error(self):
+        """With independent noise s on 12 points, the slope's error is s over the root of their spread."""
         change = self.of(synthetic(0.0, noise=0.5)).change
         expected = 0.5 / math.log(2) / math.sqrt(12 * 1.25)
         assert change.stderr == pytest.approx(expected, rel=0.5)
 
-    def test_what_never_changes_fails(self):
+    def test_a_tensor_that_never_changes_fails(self):
         rows = [Reading("mup", "adamw", w, 0, s, "hidden", 1.0, 0.0) for w in (64, 128, 256) for s in (0, 1)]
         assert self.of(rows).fails_at == ("change at step 1",)
 
-    def test_a_tensor_with_a_range_passes_all_over_it(self):
+    def test_a_tensor_with_a_range_passes_anywhere_in_it(self):
         for power, passes in ((-0.62, False), (-0.5, True), (-0.2, True), (0.0, True), (0.12, False)):
             assert self.of(synthetic(power, tensor="logits")).passes is passes, power
 
 
 class TestObservation:
-    def test_changes_nothing_and_sees_what_the_layer_computes(self):
+    def test_observation_changes_nothing_and_sees_what_the_layer_computes(self):
         m, ids = model(num_v_heads=8), tokens(2, 20)
         plain = m(ids, use_cache=False).logits
         with observed(m) as views:
@@ -212,8 +205,8 @@ class TestObservation:
             m(tokens(1, 8), use_cache=False)
         assert set(views[0].mixers) == {0, 2}
 
-    def test_own_tensors_see_the_parameter_alone(self):
-        """Another input of the layer does not move them; another weight does."""
+    def test_own_tensors_depend_on_the_parameter_alone(self):
+        """They stay when the layer's input changes, and move with the weight."""
         m, ids = model(), tokens(1, 9)
         inputs: dict[int, Tensor] = {}
         before = tensors(m, ids, ids, inputs)
@@ -228,7 +221,7 @@ class TestObservation:
 
 
 class TestCommand:
-    def test_writes_readings_verdicts_and_pictures(self, tmp_path: Path):
+    def test_coord_check_writes_readings_verdicts_and_pictures(self, tmp_path: Path):
         data = prepared(tmp_path)
         out = tmp_path / "check"
         keys = ("widths=16,32,64", "steps=1", "seeds=1", "parametrizations=mup", "batch.length=16")
@@ -246,7 +239,7 @@ class TestCommand:
         assert command("plot", out)[0] == 0
         assert (out / "coordinates.md").read_text() == before
 
-    def test_a_model_without_gated_deltanet_has_the_tensors_that_it_has(self, tmp_path: Path):
+    def test_coord_check_of_a_model_without_gated_deltanet_reads_the_tensors_it_has(self, tmp_path: Path):
         """Deep Delta Learning's own: softmax attention in every layer."""
         out = tmp_path / "check"
         status, text, err = command(
@@ -264,21 +257,22 @@ class TestCommand:
         [
             ("widths=64,128", "3 or more different whole numbers"),
             ("widths=64,128,x", "widths=64,128,x"),
+            ("seeds=3,1", "seeds=3,1: expected one whole number"),
             ("optimizers=lion", "adamw, sgd"),
             ("parametrizations=mupp", "parametrization=mupp"),
             ("lr.sgd=-1", "optimizer.lr=-1"),
             ("stepz=3", "unknown key 'stepz'"),
         ],
     )
-    def test_bad_input_is_refused_before_anything_is_computed(self, given: str, says: str):
+    def test_coord_check_refuses_bad_input_before_it_computes_anything(self, given: str, says: str):
         status, _, err = command("coord-check", "tiny", given)
         assert status == 2 and says in err
 
 
 @pytest.mark.slow
 @optimizers
-def test_passes_up_to_width_1024(optimizer: str, tmp_path: Path):
-    """The published check, on text: of random tokens, logit_next of one step falls a little with width."""
+def test_the_published_check_passes_up_to_width_1024(optimizer: str, tmp_path: Path):
+    """On text: with random tokens, logit_next after one step falls a little with width."""
     out = tmp_path / "check"
     status, text, err = command(
         "coord-check", "transfer", f"optimizers={optimizer}", "parametrizations=mup", f"out={out}",
