@@ -73,9 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     pictures = write(out, head, readings)
     rows = verdicts(slopes(readings))
-    print(
-        f"power of width with which {steps} steps change each tensor; theory says 0 where no range is given"
-    )
+    print(f"power of width with which {steps} steps change each tensor, beside what theory says")
     print(table(rows))
     failures = [v for v in rows if v.parametrization == base.parametrization and not v.passes]
     for v in failures:
@@ -86,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]) -> list[RunConfig]:
-    """Makes and checks a configuration for every optimizer and parametrization, before anything is computed."""
+    """Makes and checks a configuration for every optimizer and parametrization."""
     configs = []
     for optimizer in own["optimizers"].split(","):
         if optimizer not in ("adamw", "sgd"):

@@ -1,4 +1,4 @@
-"""The coordinate check passes under the paper's rules and fails under standard ones and wrong ones for gates."""
+"""The coordinate check passes under the paper's rules, and fails under standard and wrong ones."""
 
 import json
 import math
@@ -101,8 +101,8 @@ def test_the_check_passes_for_deep_delta_learning_under_the_papers_rules():
 
 def test_the_premise_of_the_papers_rule_for_scalars_holds_before_training_and_not_after():
     """dL/dalpha_t sums dL/do_t * alpha S^T q_t over a head's channels. Divided by the root of the sum of
-    squares this is of order 1 if signs are random and of order sqrt(d) if they agree. Its power of width before and
-    after four steps is why dt_bias and A_log fail under SGD."""
+    squares this is of order 1 if signs are random and of order sqrt(d) if they agree. Its power of width
+    before and after four steps is why dt_bias and A_log fail under SGD."""
     powers = []
     for steps in (0, 4):
         places, sizes = [], []

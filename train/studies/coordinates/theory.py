@@ -52,8 +52,8 @@ TENSORS: Mapping[str, Tensors] = {
     # a few steps, so both fail: results/2026-11-21_cpu_coordinate-check has the measurement.
     "dt_bias": Tensors("the decay's bias"),
     "A_log": Tensors("logarithm of the decay's rate"),
-    # Deep Delta Learning's writes (`models.residual`): k has norm 1 and v grows like sqrt(m), which is divided
-    # out here; what the stream holds along k is a sum of d terms
+    # Deep Delta Learning's writes (`models.residual`): k has norm 1 and v grows like sqrt(m), which is
+    # divided out here; what the stream holds along k is a sum of d terms
     "write_beta": Tensors("beta of Deep Delta Learning's writes"),
     "write_value": Tensors("v of the writes, over sqrt(m)"),
     "write_along": Tensors("k^T X, over sqrt(m)", size=_BETWEEN, change=_BETWEEN),
