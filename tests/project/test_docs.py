@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from delta_trn.__main__ import main
+from delta_trn.backends import registry
 from delta_trn.backends.bench import figures
 from delta_trn.models.mup import markdown_table
 
@@ -22,12 +23,13 @@ MODULES = {"train": [], "backends": ["backends"], "backends.parity": ["parity"],
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: its language, its lines, and the line of the page where it starts."""
+    """A fenced block of a page: where it starts, its language, its lines, and the file that it is to be."""
 
     page: Path
     line: int
     language: str
     text: str
+    file: str | None = None
 
     @property
     def needs(self) -> str | None:
@@ -44,8 +46,10 @@ class Block:
 
 
 def blocks(page: Path, text: str) -> list[Block]:
-    fence = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    return [Block(page, text[: m.start()].count("\n") + 1, m[1], m[2].strip()) for m in fence.finditer(text)]
+    fence = re.compile(r"^```(\w*)(?: file=(\S+))?[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [
+        Block(page, text[: m.start()].count("\n") + 1, m[1], m[3].strip(), m[2]) for m in fence.finditer(text)
+    ]
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page, page.read_text())]
@@ -77,12 +81,18 @@ def run(words: list[str]) -> tuple[int, str]:
 def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch):
     """In the order of the page, in one folder. The next test has the blocks that need more than a CPU."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "BACKENDS", dict(registry.BACKENDS))
     names: dict[str, object] = {}
     for block in BLOCKS:
-        if block.page != page or block.needs is not None or page.stem == "extending":
+        if block.page != page or block.needs is not None:
             continue
         where = f"{page.name}:{block.line}"
-        if block.language == "python":
+        if block.file:
+            path = tmp_path / block.file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block.text + "\n")
+        elif block.language == "python":
             exec(compile(block.text, where, "exec"), names)
         elif block.language == "sh":
             for words in block.commands():
