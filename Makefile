@@ -3,11 +3,11 @@
 #   make train      train a small muP Gated DeltaNet on real text, and generate from it
 #   make test       the test suite (under 15 minutes on 2 cores, no accelerator)
 #   make lint       ruff and pyright
-#   make bench      parity first, then the clock
-#   make measure    on a GPU: parity, layouts, the clock beside flash-linear-attention, whole steps; lines go to OUT
-#   make test-slow  the checks that take longer
-#   make compile    every Triton kernel in every configuration for sm_90, with what it takes there (no GPU, 13 minutes)
-#   make test-xla   the XLA path on its CPU device, with torch 2.9 in an environment of its own (8 GB)
+#   make bench      time the operations, after their parity
+#   make measure    on a GPU: parity, then speed beside flash-linear-attention, then whole steps; writes its lines to OUT
+#   make test-slow  the checks that take hours
+#   make compile    compile every configuration of the Triton kernels for sm_90, with bounds (no GPU, 13 minutes)
+#   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
 
 PYTHON ?= python3
 VENV   := .venv
@@ -48,7 +48,7 @@ lint: $(READY)
 bench: $(READY)
 	$(RUN) -m backends.bench $(ARGS)
 
-# in the order in which it matters, for a machine that is lent for minutes: nothing is timed before parity is green
+# The most important comes first, for a machine that is lent for minutes. Nothing is timed before parity is green.
 measure: $(READY)
 	mkdir -p $(OUT)
 	$(RUN) -m backends.parity --backend triton --json $(OUT)/parity.jsonl
@@ -60,8 +60,8 @@ measure: $(READY)
 			--peer fla --json $(OUT)/throughput.jsonl || exit 1; \
 	done
 
-# torch comes first and alone: on a CUDA machine it brings the triton it was built with, and only a CPU build leaves
-# that to us. 3.7.1 is the triton that belongs to torch 2.13.
+# torch comes first and alone: a CUDA build brings the triton that it was built with. A CPU build brings none, and
+# then 3.7.1 is installed, which belongs to torch 2.13.
 $(READY): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13) and "delta-trn needs Python 3.10 to 3.12, this is " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -71,7 +71,7 @@ $(READY): pyproject.toml .ci/constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
 	touch $@
 
-# 2.9 is the last torch that torch_xla, and so Trn1, has. torch_xla names no torch in its requirements.
+# torch 2.9 is the last one that torch_xla supports, and so Trn1. torch_xla does not require any torch itself.
 $(XLA)/.ready: pyproject.toml .ci/constraints.txt
 	test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.9.0 torch-xla==2.9.0

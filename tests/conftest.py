@@ -1,4 +1,4 @@
-"""What every test process needs before the first import, and what tests of backends share."""
+"""Fixtures and options of all tests, and what must be set before the first import."""
 
 import os
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Triton reads it when it is first imported, which transformers does while tests are collected: too late
-    # for a test module to set it.
+    # Triton reads this when it is first imported. transformers imports it while tests are collected, so a test
+    # module would set it too late.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from delta_trn.backends.parity.__main__ import subjects
@@ -25,11 +25,11 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc):
-    """`parity_subject`: every backend that runs here, or the ones asked for by --backend.
+    """Gives `parity_subject` every backend that runs here, or those that --backend names.
 
-    Unasked, one that cannot run here, or only in an interpreter (minutes), is skipped with its reason; asked
-    for by name, it runs, and one that cannot raises. A skip can so never pass for coverage. It varies fastest
-    (trylast), so that the judge is asked once for all backends.
+    A backend that cannot run here, or only in an interpreter that takes minutes, is skipped with its reason. With
+    --backend it must run, so a skip cannot pass for coverage. The subject varies fastest (trylast), so that the
+    judge computes each case once for all backends.
     """
     if "parity_subject" not in metafunc.fixturenames:
         return
@@ -52,14 +52,14 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def default_backend():
-    """A run in the test's own process sets the process's backend: the next test starts without."""
+    """Restores the default backend, which a run in the test's own process sets."""
     with use():
         yield
 
 
 @pytest.fixture
 def poison(monkeypatch):
-    """New memory is NaN, so an output that nobody wrote cannot look right."""
+    """Fills new memory with NaN, so that an output that nobody wrote cannot look right."""
 
     def poisoned(allocate):
         def wrapped(*args, **kwargs):

@@ -77,12 +77,20 @@ def run(words: list[str]) -> tuple[int, str]:
     return status, output.getvalue()
 
 
+@pytest.fixture
+def backends_as_before():
+    """Removes the backends that a page registers."""
+    before = dict(registry.BACKENDS)
+    yield
+    registry.BACKENDS.clear()
+    registry.BACKENDS.update(before)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch):
+def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, backends_as_before):
     """In the order of the page, in one folder. The next test has the blocks that need more than a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "BACKENDS", dict(registry.BACKENDS))
     names: dict[str, object] = {}
     for block in BLOCKS:
         if block.page != page or block.needs is not None:
