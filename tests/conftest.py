@@ -6,8 +6,8 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Triton reads this when it is first imported. transformers imports it while tests are collected, so a test
-    # module would set it too late.
+    # Triton reads this when it is first imported. transformers imports it while tests are collected, so a
+    # test module would set it too late.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from delta_trn.backends.parity.__main__ import subjects
@@ -27,9 +27,9 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     """Gives `parity_subject` every backend that runs here, or those that --backend names.
 
-    A backend that cannot run here, or only in an interpreter that takes minutes, is skipped with its reason. With
-    --backend it must run, so a skip cannot pass for coverage. The subject varies fastest (trylast), so that the
-    judge computes each case once for all backends.
+    A backend that cannot run here, or only in an interpreter that takes minutes, is skipped with its reason.
+    With --backend it must run, so a skip cannot pass for coverage. The subject varies fastest (trylast), so
+    that the judge computes each case once for all backends.
     """
     if "parity_subject" not in metafunc.fixturenames:
         return
