@@ -1,18 +1,20 @@
-"""python -m nki_kernels.simulator report KERNEL SHAPE [SHAPE ...] [--target trn1] [--png FILE] [--jsonl FILE]
+"""A simulator of NKI, AWS's kernel language for Trainium, for everyone who writes NKI kernels without a chip.
 
-KERNEL   a module of nki_kernels (gated_delta_rule_fwd) that has a function example(...) returning
-         (kernel, arguments), or MODULE:FUNCTION for any other kernel
-SHAPE    for an example, its keywords: B=1,T=256,H=2,K=64,V=128
-         for MODULE:FUNCTION, one array per argument: 128x512,128x64:bfloat16
---design NAME=N,...    constants of the kernel's module to replace, to see what a decision is worth
---jsonl FILE           append the numbers, a line per shape; beside the estimate memory peaks, hbm_moved and
-                       hbm_least: bytes of the inputs and outputs once each
+In Python it runs a kernel on NumPy arrays and refuses what the instruction set, the compiler or the chip
+would refuse; docs/simulator.md shows how. From the command line it runs a kernel on seeded inputs, with the
+same checks, and prints how long each engine is busy, what binds, the peak memory and the instructions:
 
-Everything that it prints is an estimate.
+    python -m delta_trn.nki_kernels.simulator report KERNEL SHAPE [SHAPE ...] [--target trn1]
+
+    KERNEL   MODULE:FUNCTION for any kernel, or a module of delta_trn.nki_kernels (gated_delta_rule_fwd) whose
+             function example(...) returns (kernel, arguments)
+    SHAPE    for MODULE:FUNCTION one array per argument: 128x512,128x64:bfloat16
+             for a module the keywords of its example: B=1,T=256,H=2,K=64,V=128
+
+Every time is an estimate from documented costs. Nothing was ever measured on a chip.
 """
 
 import argparse
-import dataclasses
 import json
 from importlib import import_module
 from pathlib import Path
@@ -30,27 +32,31 @@ from delta_trn.nki_kernels.simulator.report import LABEL, table, timeline, traff
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m nki_kernels.simulator", description="estimates of NKI kernels"
+        prog="python -m delta_trn.nki_kernels.simulator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    report = commands.add_parser("report", help="cost estimate of one kernel and shape")
-    report.add_argument("kernel")
-    report.add_argument("shape", nargs="+")
+    report = commands.add_parser("report", help="estimates time and memory of one kernel")
+    report.add_argument("kernel", help="MODULE:FUNCTION, or a module of delta_trn.nki_kernels")
+    report.add_argument("shape", nargs="+", help="128x512,128x64:bfloat16, or B=1,T=256,H=2,K=64,V=128")
     report.add_argument("--target", default="trn1", choices=list(TARGETS))
-    report.add_argument("--design", default="", help="constants of the kernel's module: NAME=N,...")
     report.add_argument(
-        "--png",
-        type=Path,
-        help="where to draw the timeline (default: KERNEL-SHAPE-TARGET.png, or nowhere with --jsonl)",
+        "--design", default="", help="NAME=N,... replaces constants of the module, to see what they are worth"
     )
-    report.add_argument("--jsonl", type=Path, help="append the numbers there, a line per shape")
+    report.add_argument("--png", type=Path, help="draws the engines' timeline to this file")
+    report.add_argument(
+        "--jsonl",
+        type=Path,
+        help="appends the numbers to this file, a line per shape; hbm_moved and hbm_least are the bytes that "
+        "move and the fewest that could: each input and output once",
+    )
     options = parser.parse_args(argv)
     module = _module(options.kernel)
-    for word in filter(None, options.design.split(",")):
-        name, _, value = word.partition("=")
+    for name, value in _keywords(options.design).items():
         if not hasattr(module, name):
             raise SystemExit(f"{module.__name__} has no constant {name}; see --help")
-        setattr(module, name, _number(value))
+        setattr(module, name, value)
     for shape in options.shape:
         kernel, arguments = load(module, options.kernel, shape)
         run = record(kernel, *arguments, target=options.target)
@@ -61,20 +67,18 @@ def main(argv: list[str] | None = None) -> int:
             title = {"kernel": options.kernel, "shape": shape, "design": options.design}
             with options.jsonl.open("a") as lines:
                 lines.write(json.dumps(title | numbers(run, costs, arguments, between)) + "\n")
-        if options.png or not options.jsonl:
-            words = f"{options.kernel}-{shape}-{options.target}".translate(str.maketrans(":,", "--", "="))
-            picture = timeline(options.kernel, shape, costs, options.png or Path(words + ".png"))
-            print(f"\ntimeline: {picture}")
+        if options.png:
+            print(f"\ntimeline: {timeline(options.kernel, shape, costs, options.png)}")
     return 0
 
 
 def _module(kernel: str) -> ModuleType:
     name, _, function = kernel.partition(":")
-    return import_module(name if function or "." in name else f"nki_kernels.{name}")
+    return import_module(name if function or "." in name else f"delta_trn.nki_kernels.{name}")
 
 
 def load(module: ModuleType, kernel: str, shape: str) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel and its arguments."""
+    """Return the kernel and its arguments."""
     name = kernel.partition(":")[2]
     if name:
         return getattr(module, name), tuple(_array(word) for word in shape.split(","))
@@ -82,16 +86,17 @@ def load(module: ModuleType, kernel: str, shape: str) -> tuple[Any, tuple[Any, .
         raise SystemExit(
             f"{module.__name__} has no function example(...); name the kernel as MODULE:FUNCTION"
         )
-    keywords = dict(word.split("=", 1) for word in shape.split(",") if word)
-    return module.example(**{key: _number(value) for key, value in keywords.items()})
+    return module.example(**_keywords(shape))
 
 
-def _number(word: str) -> int | str:
-    return int(word) if word.lstrip("-").isdigit() else word
+def _keywords(words: str) -> dict[str, int | str]:
+    """Parse "B=1,T=256" to {"B": 1, "T": 256}."""
+    pairs = (word.partition("=") for word in words.split(",") if word)
+    return {key: int(value) if value.lstrip("-").isdigit() else value for key, _, value in pairs}
 
 
 def _array(word: str) -> np.ndarray:
-    """128x512:bfloat16 -> seeded normal numbers."""
+    """Return seeded normal numbers of a shape and dtype such as "128x512:bfloat16"."""
     sizes, _, dtype = word.partition(":")
     shape = tuple(int(n) for n in sizes.split("x"))
     values = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
@@ -99,13 +104,12 @@ def _array(word: str) -> np.ndarray:
 
 
 def numbers(run: Run, costs: Estimate, arguments: Any, between: Any = ()) -> dict[str, Any]:
-    """The estimate without its steps, and what the call takes, ready for JSON.
+    """Return the estimate without its steps, and the call's memory peaks and traffic, ready for JSON.
 
-    between: arrays that a kernel hands to another one; no input or output of the operation.
+    `between` are arrays that one kernel hands to another, neither inputs nor outputs of the operation.
     """
-    fields = {
-        f.name: getattr(costs, f.name) for f in dataclasses.fields(costs) if f.name not in ("steps", "target")
-    }
+    fields = vars(costs).copy()
+    del fields["steps"], fields["target"]
     moved, least = traffic(run, arguments, between)
     return {
         "label": LABEL,

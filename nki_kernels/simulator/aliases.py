@@ -1,6 +1,7 @@
-"""Make `import nki` find the simulator, so that kernel files written for the real package run unmodified.
+"""Let `import nki` find the simulator, so that kernel files written for the real package run unmodified.
 
 from delta_trn.nki_kernels.simulator.aliases import as_nki
+
 with as_nki():
     from some_kernel_file import kernel
 """
@@ -16,7 +17,7 @@ from delta_trn.nki_kernels.simulator.core.dtypes import DType
 
 
 class _Anything:
-    """nki.typing's annotations, which mean nothing at run time."""
+    """Stands for nki.typing's annotations, which mean nothing at run time."""
 
     def __getitem__(self, item: Any) -> "_Anything":
         return self
@@ -26,7 +27,7 @@ class _Anything:
 
 
 class _Collectives(ModuleType):
-    """nki.collectives can be imported; its functions connect devices, and here is one."""
+    """Stands for nki.collectives, whose functions connect devices: they can be imported, not called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -36,23 +37,18 @@ class _Collectives(ModuleType):
 
 @contextmanager
 def as_nki() -> Iterator[None]:
-    """Inside, `nki` and its modules are the simulator's, even if the real ones exist."""
+    """Put the simulator in the place of `nki` and its modules, even where nki is installed."""
     nki: Any = ModuleType("nki")
     typing: Any = ModuleType("nki.typing")
     typing.tensor = typing.mutable_tensor = _Anything()
     nki.__path__ = []
     nki.dtype = DType
-    nki.jit, nki.simulate, nki.isa, nki.language, nki.typing = (
-        kernel.jit,
-        kernel.simulate,
-        isa,
-        language,
-        typing,
-    )
-    fresh = {"nki": nki, "nki.isa": isa, "nki.isa.constants": isa.constants, "nki.language": language}
-    fresh |= {"nki.typing": typing, "nki.collectives": _Collectives("nki.collectives")}
-    before = {name: sys.modules.get(name) for name in fresh}
-    sys.modules.update(fresh)
+    nki.jit, nki.simulate = kernel.jit, kernel.simulate
+    nki.isa, nki.language, nki.typing = isa, language, typing
+    modules = {"nki": nki, "nki.isa": isa, "nki.isa.constants": isa.constants, "nki.language": language}
+    modules |= {"nki.typing": typing, "nki.collectives": _Collectives("nki.collectives")}
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
     try:
         yield
     finally:

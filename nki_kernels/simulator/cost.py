@@ -1,23 +1,24 @@
-"""A cost model over the instruction trace. Everything it says is an estimate; nothing here was measured.
+"""A cost model over the instruction trace. Everything that it says is an estimate; nothing here was measured.
 
-Per instruction: cycles of its engine (busy), and what an instruction that waits for its result waits longer
-(latency). Over the trace:
+Each instruction has two costs: `busy`, the time that it occupies its engine, and `latency`, how much longer
+an instruction waits that needs its result. From them and the dependencies of the trace:
 
-    engine    sum of busy, per engine
-    port      gen2 only: Vector and GpSimd take turns at SBUF, Vector and Scalar at PSUM; sum of busy
+    engine    sum of busy, for each engine
+    port      sum of busy on gen2's shared ports, where engines take turns: Vector and GpSimd at SBUF, Vector
+              and Scalar at PSUM
     dma       sum of bytes / bandwidth
     path      the longest chain of dependent instructions, latencies included
-    lower     max(engine, port, dma, path): perfect overlap
-    schedule  every engine runs in program order; loads and stores are two queues that share DMA's bandwidth;
-              each instruction waits for its operands
-    upper     every instruction alone, one after the other
+    lower     max(engine, port, dma, path): everything overlaps
+    schedule  every engine runs in program order, each instruction waits for its operands; loads and stores
+              are two queues that share the DMA bandwidth
+    upper     one instruction after the other
 
-Sources: cycles per instruction from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages
-dropped; clocks and bandwidths from the architecture guides; latencies from the same and from the
-performance guide (100 cycles between dependent Vector instructions, 264 Scalar cycles a small dependent
-activation, 64 to fill the Tensor engine's array, 60 to reach SBUF or PSUM). Inferences: a DMA descriptor
-costs at least 512 bytes of bandwidth; a float32 transposition on the Tensor engine costs four passes;
-GpSimd elementwise work costs 150 cycles and one per element.
+Sources: cycles from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages dropped; clocks and
+bandwidths from the architecture guides; latencies from both and from the performance guide (100 cycles
+between dependent Vector instructions, 264 Scalar cycles per small dependent activation, 64 cycles to fill
+the Tensor engine's array, 60 to reach SBUF or PSUM). Three costs are inferred: a DMA descriptor costs at
+least 512 bytes of bandwidth; a float32 transposition on the Tensor engine costs four passes; elementwise
+work on GpSimd costs 150 cycles, and one more per element.
 """
 
 from bisect import bisect_right, insort
@@ -34,22 +35,18 @@ VECTOR_LATENCY = 100
 SCALAR_LATENCY = 264 - 64
 GPSIMD_LATENCY = 100
 DESCRIPTOR_BYTES = 512
-LEAST = 64  # cycles of the shortest instruction
+MIN_CYCLES = 64  # of any instruction
 SBUF_PORT = "vector+gpsimd on SBUF"
 PSUM_PORT = "vector+scalar on PSUM"
 
 TWO_INPUTS = (
-    "tensor_tensor",
-    "tensor_tensor_scan",
-    "scalar_tensor_tensor",
-    "tensor_copy_predicated",
-    "select_reduce",
-)
+    "tensor_tensor", "tensor_tensor_scan", "scalar_tensor_tensor", "tensor_copy_predicated", "select_reduce",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Step:
-    """One instruction in the estimated schedule; times in microseconds."""
+    """One instruction in the estimated schedule, with times in microseconds."""
 
     record: Record
     engine: str
@@ -60,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated times of one kernel call in microseconds, bytes moved, and instruction counts."""
+    """Estimated times of one kernel call in microseconds, the bytes that it moves, and instruction counts."""
 
     target: Target
     engines: dict[str, float]
@@ -79,31 +76,42 @@ class Estimate:
 
     @property
     def binding(self) -> str:
-        """What sets the lower bound."""
+        """The name of what sets the lower bound."""
         times = {**self.engines, **self.ports, "dma": self.dma, "dependency path": self.path}
         return max(times, key=lambda name: times[name])
 
     @property
     def throughput(self) -> float:
-        """The lower bound if dependencies cost nothing: the busiest engine or port, or DMA."""
+        """The lower bound without dependencies: the time of the busiest engine or port, or of DMA."""
         return max([*self.engines.values(), *self.ports.values(), self.dma])
 
     @property
     def tensor_share(self) -> float:
-        """How much of the lower bound the Tensor engine is busy."""
+        """The share of the lower bound in which the Tensor engine is busy."""
         return self.engines.get("tensor", 0.0) / self.lower if self.lower else 0.0
 
 
 def estimate(trace: Sequence[Record], target: Target) -> Estimate:
-    """Estimate the time that a traced kernel call takes on one core of the target."""
+    """Estimate the time that a traced kernel call takes on one core of the target.
+
+    >>> from delta_trn.nki_kernels.simulator import nl, record
+    >>> def ones():
+    ...     out = nl.ndarray((128, 512), nl.float32, nl.shared_hbm)
+    ...     nl.store(out, nl.ones((128, 512), nl.float32))
+    ...     return out
+    >>> run = record(ones, check_source=False)
+    >>> costs = estimate(run.trace, run.target)
+    >>> costs.binding, costs.instructions, 3.4 < costs.lower < 3.6
+    ('dependency path', {'memset': 1, 'dma_copy': 1}, True)
+    """
     dependencies = _dependencies(trace)
     steps: list[Step] = []
     free: dict[str, float] = defaultdict(float)
     busy_of: dict[str, float] = defaultdict(float)
     ports: dict[str, float] = defaultdict(float)
-    done: list[float] = []  # in the schedule
-    reached: list[float] = []  # along dependencies only
-    before: list[int | None] = []
+    ends: list[float] = []  # of each instruction in the schedule
+    path_ends: list[float] = []  # of each instruction if only its dependencies delay it
+    causes: list[int | None] = []  # which instruction delays it most on that path
     transfers: list[tuple[float, float]] = []
     read = written = macs = 0
     upper = 0.0
@@ -113,20 +121,20 @@ def estimate(trace: Sequence[Record], target: Target) -> Estimate:
         queues = (*_ports(record, target), _queue(record))
         start, longest, cause = max(free[q] for q in queues), 0.0, None
         for j in dependencies[i]:
-            # one accumulation group streams through the array without waiting for its own sums
+            # An accumulation group streams through the array without waiting for its own sums.
             wait = steps[j].latency if not _accumulates(trace[j], record) else 0.0
-            start = max(start, done[j] + wait)
-            if reached[j] + wait > longest:
-                longest, cause = reached[j] + wait, j
+            start = max(start, ends[j] + wait)
+            if path_ends[j] + wait > longest:
+                longest, cause = path_ends[j] + wait, j
         if record.engine is Engine.dma:
-            start = _placed(transfers, start, busy)
+            start = _reserve(transfers, start, busy)
         for queue in queues:
             free[queue] = start + busy
             ports[queue] += busy
         busy_of[engine] += busy
-        done.append(start + busy)
-        reached.append(longest + busy)
-        before.append(cause)
+        ends.append(start + busy)
+        path_ends.append(longest + busy)
+        causes.append(cause)
         steps.append(Step(record, engine, start, busy, latency))
         upper += busy + latency
         read += sum(o.bytes for o in record.reads if o.buffer in HBM)
@@ -136,7 +144,7 @@ def estimate(trace: Sequence[Record], target: Target) -> Estimate:
     engines = {e.name: busy_of[e.name] for e in (Engine.tensor, Engine.vector, Engine.scalar, Engine.gpsimd)}
     dma = busy_of["dma"]
     shared = {name: ports[name] for name in (SBUF_PORT, PSUM_PORT) if name in ports}
-    finish = [reached[i] + steps[i].latency for i in range(len(steps))]
+    finish = [end + step.latency for end, step in zip(path_ends, steps, strict=True)]
     path = max(finish, default=0.0)
     return Estimate(
         target=target,
@@ -151,40 +159,40 @@ def estimate(trace: Sequence[Record], target: Target) -> Estimate:
         hbm_read=read,
         hbm_written=written,
         multiply_adds=macs,
-        critical=_critical(steps, before, finish),
+        critical=_critical(steps, causes, finish),
         steps=tuple(steps),
     )
 
 
 def instruction_cost(record: Record, target: Target) -> tuple[float, float]:
-    """(busy, latency) of one instruction in microseconds."""
+    """Return what one instruction costs in microseconds: (busy, latency)."""
     if record.engine is Engine.dma:
-        return _moved(record) / (target.dma_gb_s * 1e3), target.dma_latency_us
+        return _dma_bytes(record) / (target.dma_gb_s * 1e3), target.dma_latency_us
     F = max((o.free for o in (*record.reads[:1], *record.writes[:1])), default=1)
     op, flags = record.op, record.flags
     if record.engine is Engine.tensor:
         if op == "nc_matmul":
             passes = (2 if flags["onezero"] else 4) if flags["fp32"] else 1
-            cycles = max(min(LEAST, flags["M"]), flags["N"]) * passes
+            cycles = max(min(MIN_CYCLES, flags["M"]), flags["N"]) * passes
         else:
-            cycles = max(flags["P"], min(LEAST, flags["F"])) * (4 if flags["fp32"] else 1)
+            cycles = max(flags["P"], min(MIN_CYCLES, flags["F"])) * (4 if flags["fp32"] else 1)
         return cycles / target.tensor_ghz / 1e3, TENSOR_LATENCY / target.tensor_ghz / 1e3
     if record.engine is Engine.scalar:
-        cycles = max(LEAST, F) + (LEAST if flags.get("reduces") else 0)
+        cycles = max(MIN_CYCLES, F) + (MIN_CYCLES if flags.get("reduces") else 0)
         return cycles / target.scalar_ghz / 1e3, SCALAR_LATENCY / target.scalar_ghz / 1e3
     if record.engine is Engine.gpsimd:
         return (150 + F) / target.gpsimd_ghz / 1e3, GPSIMD_LATENCY / target.gpsimd_ghz / 1e3
     if op == "reciprocal":
-        cycles = max(LEAST, 8 * F)
+        cycles = max(MIN_CYCLES, 8 * F)
     elif op in TWO_INPUTS:
-        cycles = max(LEAST, 2 * F)
+        cycles = max(MIN_CYCLES, 2 * F)
     else:
-        cycles = max(LEAST, F) + (LEAST if flags.get("reduces") else 0)
+        cycles = max(MIN_CYCLES, F) + (MIN_CYCLES if flags.get("reduces") else 0)
     return cycles / target.vector_ghz / 1e3, VECTOR_LATENCY / target.vector_ghz / 1e3
 
 
 def _ports(record: Record, target: Target) -> tuple[str, ...]:
-    """Which of gen2's shared ports the instruction holds."""
+    """Return which of gen2's shared ports the instruction occupies."""
     if target.generation > 2 or record.engine not in (Engine.vector, Engine.gpsimd, Engine.scalar):
         return ()
     memories = {o.buffer for o in (*record.reads, *record.writes)}
@@ -194,17 +202,17 @@ def _ports(record: Record, target: Target) -> tuple[str, ...]:
 
 
 def _queue(record: Record) -> str:
-    """The in-order queue that issues the instruction."""
+    """Return the in-order queue that issues the instruction."""
     if record.engine is Engine.dma and any(o.buffer in HBM for o in record.writes):
         return "dma stores"
     return record.engine.name
 
 
-def _placed(transfers: list[tuple[float, float]], earliest: float, busy: float) -> float:
-    """When a transfer begins: in the first gap between `transfers` (begin, end) that holds it, and adds it.
+def _reserve(transfers: list[tuple[float, float]], earliest: float, busy: float) -> float:
+    """Add a transfer to `transfers` (begin, end) in the first gap that holds it, and return its begin.
 
-    A load that is issued behind a store need not wait for what the store waits for, and yet both never have
-    more than the whole bandwidth.
+    A load that is issued behind a store need not wait for what the store waits for, but both together never
+    have more than the whole bandwidth.
     """
     start = earliest
     for begin, end in transfers[max(0, bisect_right(transfers, (earliest,)) - 1) :]:
@@ -215,8 +223,8 @@ def _placed(transfers: list[tuple[float, float]], earliest: float, busy: float) 
     return start
 
 
-def _moved(record: Record) -> int:
-    """Bytes that a DMA costs: its data, each descriptor at least DESCRIPTOR_BYTES."""
+def _dma_bytes(record: Record) -> int:
+    """Return how many bytes a DMA costs: its data, and at least DESCRIPTOR_BYTES per descriptor."""
     operands = (*record.reads, *record.writes)
     size = max(o.bytes for o in operands)
     run = max(1, min(o.run for o in operands))
@@ -224,16 +232,17 @@ def _moved(record: Record) -> int:
 
 
 def _accumulates(first: Record, second: Record) -> bool:
+    """Return whether the second matmul adds to what the first one wrote."""
     if first.op != "nc_matmul" or second.op != "nc_matmul" or not second.flags["accumulate"]:
         return False
     return first.writes[0].region == second.writes[0].region
 
 
 def _dependencies(trace: Sequence[Record]) -> list[set[int]]:
-    """For each instruction, those it waits for: writers of what it reads, users of what it overwrites.
+    """Return which instructions each one waits for: writers of what it reads, users of what it overwrites.
 
-    Between tiles on chip and DRAM alike, except that two writes to HBM never wait for each other (the
-    tiles of different heads interleave there without overlapping).
+    This holds on chip and in HBM alike, except that two writes to HBM never wait for each other: there the
+    tiles of different heads interleave without overlapping.
     """
     writers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)
     readers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)
@@ -259,25 +268,27 @@ def _dependencies(trace: Sequence[Record]) -> list[set[int]]:
 
 
 def _overlap(a: Operand, b: Operand) -> bool:
+    """Return whether two operands of one storage may touch the same bytes."""
     (p0, p1), (q0, q1) = a.region.partitions, b.region.partitions
     (s0, s1), (t0, t1) = a.region.span, b.region.span
     return p0 < q1 and q0 < p1 and s0 < t1 and t0 < s1
 
 
 def _covers(a: Operand, b: Operand) -> bool:
+    """Return whether `a` touches every byte that `b` touches."""
     (p0, p1), (q0, q1) = a.region.partitions, b.region.partitions
     (s0, s1), (t0, t1) = a.region.span, b.region.span
     dense = a.free * a.dtype.itemsize == s1 - s0
     return dense and p0 <= q0 and q1 <= p1 and s0 <= t0 and t1 <= s1
 
 
-def _critical(steps: Sequence[Step], before: Sequence[int | None], finish: Sequence[float]) -> dict:
-    """Count and time per instruction on the longest path."""
-    found: dict[str, tuple[int, float]] = {}
-    at = max(range(len(steps)), key=lambda i: finish[i]) if steps else None
-    while at is not None:
-        step = steps[at]
-        count, time = found.get(step.record.op, (0, 0.0))
-        found[step.record.op] = (count + 1, time + step.busy + step.latency)
-        at = before[at]
-    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+def _critical(steps: Sequence[Step], causes: Sequence[int | None], finish: Sequence[float]) -> dict:
+    """Return count and time of each instruction on the longest path, the longest time first."""
+    totals: dict[str, tuple[int, float]] = {}
+    last = max(range(len(steps)), key=lambda i: finish[i]) if steps else None
+    while last is not None:
+        step = steps[last]
+        count, time = totals.get(step.record.op, (0, 0.0))
+        totals[step.record.op] = (count + 1, time + step.busy + step.latency)
+        last = causes[last]
+    return dict(sorted(totals.items(), key=lambda item: -item[1][1]))

@@ -1,4 +1,4 @@
-"""nki: jit and simulate, and `record`, which also returns what the run did.
+"""nki: `jit` and `simulate` as in NKI, and `record`, which also returns what the run did.
 
 out = kernel(a, b)                                  # an @nki.jit kernel on NumPy arrays
 out = nki.simulate(kernel)(a, b)                    # the same, as AWS spells it
@@ -23,7 +23,7 @@ from delta_trn.nki_kernels.simulator.core.targets import Target, resolve
 
 @dataclass(frozen=True)
 class Run:
-    """What one kernel call did. Peaks are live SBUF bytes per partition and live PSUM banks."""
+    """What one kernel call did. The peaks are live bytes per partition of SBUF, and live banks of PSUM."""
 
     outputs: Any
     target: Target
@@ -34,7 +34,7 @@ class Run:
 
 
 class Kernel:
-    """A kernel as @nki.jit leaves it."""
+    """A kernel that @nki.jit decorates. Calling it runs it; kernel[2] runs it on two cores."""
 
     def __init__(self, function: Callable[..., Any], cores: int = 1, target: str | None = None) -> None:
         self.function = function
@@ -59,9 +59,9 @@ class Kernel:
 def jit(
     function: Callable[..., Any] | None = None, mode: str | None = None, platform_target: str | None = None
 ) -> Any:
-    """@nki.jit. `mode` is ignored, as in NKI; `platform_target` is the target where a run names none."""
-    made = functools.partial(Kernel, target=platform_target)
-    return made if function is None else made(function)
+    """Decorate a kernel. `mode` is ignored, as in NKI; runs without a target take `platform_target`."""
+    decorate = functools.partial(Kernel, target=platform_target)
+    return decorate if function is None else decorate(function)
 
 
 def simulate(
@@ -72,26 +72,20 @@ def simulate(
     check_source: bool = True,
     numerics: Numerics = EXACT,
 ) -> Callable[..., Any]:
-    """A callable that runs the kernel on NumPy arrays; HBM arguments that it writes are updated in place.
+    """Return a function that runs the kernel on NumPy arrays, and updates the arguments that it writes.
 
-    strict=False drops the checks that AWS's simulator does not make, check_source=False only the compiler's
-    Python subset; numerics makes the engines less exact.
+    target         trn1, trn2 or trn3
+    strict         False drops the checks that AWS's simulator does not make
+    check_source   False drops only the check of the compiler's Python subset
+    numerics       makes the engines less exact
     """
+    options: Any = dict(target=target, strict=strict, check_source=check_source, numerics=numerics)  # noqa: C408
 
     @functools.wraps(kernel.function if isinstance(kernel, Kernel) else kernel)
-    def simulated(*args: Any, **kwargs: Any) -> Any:
-        return record(
-            kernel,
-            *args,
-            target=target,
-            strict=strict,
-            check_source=check_source,
-            numerics=numerics,
-            trace=False,
-            **kwargs,
-        ).outputs
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return record(kernel, *args, trace=False, **options, **kwargs).outputs
 
-    return simulated
+    return run
 
 
 def record(
@@ -104,15 +98,27 @@ def record(
     trace: bool = True,
     **kwargs: Any,
 ) -> Run:
-    """Run a kernel and keep its instruction trace and memory peaks."""
+    """Run a kernel as `simulate` does, and return its outputs, instruction trace and memory peaks.
+
+    >>> from delta_trn.nki_kernels.simulator import nisa, nl, record
+    >>> def double(x):
+    ...     out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+    ...     tile = nl.load(x)
+    ...     nisa.tensor_scalar(dst=tile, data=tile, op0=nl.multiply, operand0=2.0)
+    ...     nisa.dma_copy(dst=out, src=tile)
+    ...     return out
+    >>> run = record(double, np.ones((2, 3), np.float32), check_source=False)
+    >>> run.outputs.tolist(), run.instructions, run.sbuf_peak
+    ([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]], 3, 12)
+    """
     if not isinstance(kernel, Kernel):
         kernel = Kernel(kernel)
-    chosen = resolve(target or kernel.target)
-    if kernel.cores == 2 and chosen.generation == 2:
-        raise NkiValidationError(f"LNC 2 is not supported on {chosen.name}, only LNC 1")
+    chip = resolve(target or kernel.target)
+    if kernel.cores == 2 and chip.generation == 2:
+        raise NkiValidationError(f"LNC 2 is not supported on {chip.name}, only LNC 1")
     if strict and check_source:
         subset.check(kernel)
-    machines = [Machine(chosen, strict=strict, trace=trace, numerics=numerics) for _ in range(kernel.cores)]
+    machines = [Machine(chip, strict=strict, trace=trace, numerics=numerics) for _ in range(kernel.cores)]
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
     bound.arguments = {name: _argument(machines[0], name, value) for name, value in bound.arguments.items()}
     nan_in = any(_has_nan(array) for array in _arrays((*args, *kwargs.values())))
@@ -126,13 +132,13 @@ def record(
             array[...] = tensor.array
     outputs = _outputs(machine, returned, nan_in)
     sbuf, psum = machine.peaks()
-    return Run(outputs, chosen, machine.count, sbuf, psum, tuple(machine.trace or ()))
+    return Run(outputs, chip, machine.count, sbuf, psum, tuple(machine.trace or ()))
 
 
 def _run(machines: list[Machine], function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
-    """Run the kernel on every core; what core 0 returns."""
+    """Run the kernel on every core and return what core 0 returns."""
 
-    def on(machine: Machine) -> Any:
+    def run_on(machine: Machine) -> Any:
         outer, running.machine = running.machine, machine
         try:
             with np.errstate(all="ignore"):
@@ -141,14 +147,15 @@ def _run(machines: list[Machine], function: Callable[..., Any], bound: inspect.B
             running.machine = outer
 
     if len(machines) == 1:
-        return on(machines[0])
+        return run_on(machines[0])
     pair = Pair()
     for core, machine in enumerate(machines):
         machine.core, machine.cores, machine.pair = core, len(machines), pair
-    return run_both(pair, [functools.partial(on, machine) for machine in machines])[0]
+    return run_both(pair, [functools.partial(run_on, machine) for machine in machines])[0]
 
 
 def _argument(machine: Machine, name: str, value: Any) -> Any:
+    """Turn arrays into tensors in HBM; refuse what a kernel cannot take."""
     if isinstance(value, np.ndarray):
         if value.flags.c_contiguous:
             return machine.argument(value, name)
@@ -188,6 +195,7 @@ def _outputs(machine: Machine, returned: Any, nan_in: bool) -> Any:
 
 
 def _output(machine: Machine, i: int, tensor: Any, nan_in: bool) -> Any:
+    """Return an output as an array; refuse one that has holes or comes from unwritten memory."""
     if not isinstance(tensor, NkiTensor):
         raise TypeError(f"kernel output {i} must be a tensor, got {type(tensor).__name__}")
     if not machine.strict:

@@ -1,6 +1,8 @@
 """The cost model's estimate as a table and as a picture of the engines' timeline."""
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +24,45 @@ COLORS = {
 
 
 def table(name: str, shape: str, run: Run, estimate: Estimate) -> str:
-    """A Markdown table of one kernel call."""
-    t = estimate.target
-    counts: dict[str, int] = {}
-    for step in estimate.steps:
-        counts[step.engine] = counts.get(step.engine, 0) + 1
-    lines = [f"## {name} {shape} on one core of {t.name}", "", f"_{LABEL}._", ""]
-    lines += ["| | time, us | share of lower bound | instructions |", "| --- | ---: | ---: | ---: |"]
+    """Return the estimate of one kernel call as a Markdown table."""
+    target, whole = estimate.target, estimate.lower or 1
+    counts = Counter(step.engine for step in estimate.steps)
     times = {**estimate.engines, "dma": estimate.dma}
-    for engine in ROWS:
-        share = times[engine] / estimate.lower if estimate.lower else 0.0
-        lines.append(f"| {engine} | {times[engine]:.1f} | {share:.0%} | {counts.get(engine, 0)} |")
-    for port, time in estimate.ports.items():
-        share = time / (estimate.lower or 1)
-        lines.append(f"| {port}, in turns on gen2 | {time:.1f} | {share:.0%} | |")
-    lines.append(f"| dependency path | {estimate.path:.1f} | {estimate.path / (estimate.lower or 1):.0%} | |")
-    lines += [
+    rows = [(engine, times[engine], str(counts[engine])) for engine in ROWS]
+    rows += [(f"{port}, in turns on gen2", time, "") for port, time in estimate.ports.items()]
+    rows.append(("dependency path", estimate.path, ""))
+    lines = [
+        f"## {name} {shape} on one core of {target.name}",
+        "",
+        f"_{LABEL}._",
+        "",
+        "| | time, us | share of lower bound | instructions |",
+        "| --- | ---: | ---: | ---: |",
+        *(f"| {row} | {time:.1f} | {time / whole:.0%} | {count} |" for row, time, count in rows),
         f"| **lower bound** (set by {estimate.binding}) | **{estimate.lower:.1f}** | | {run.instructions} |",
-        f"| in program order | {estimate.schedule:.1f} | {estimate.schedule / (estimate.lower or 1):.0%} | |",
+        f"| in program order | {estimate.schedule:.1f} | {estimate.schedule / whole:.0%} | |",
         f"| **upper bound** (no overlap) | **{estimate.upper:.1f}** | | |",
         "",
         f"HBM: {estimate.hbm_read:,} bytes read, {estimate.hbm_written:,} written. "
         f"Matmul: {estimate.multiply_adds:,} multiply-adds. "
-        f"Peak live SBUF: {run.sbuf_peak:,} of {t.sbuf:,} bytes per partition; PSUM: {run.psum_peak} of 8 "
-        "banks.",
+        f"Peak live SBUF: {run.sbuf_peak:,} of {target.sbuf:,} bytes per partition; "
+        f"PSUM: {run.psum_peak} of 8 banks.",
         "",
         "| instruction | count | | longest path | count | time, us |",
         "| --- | ---: | --- | --- | ---: | ---: |",
     ]
-    left = list(estimate.instructions.items())
-    right = list(estimate.critical.items())
-    for i in range(max(len(left), len(right))):
-        a = f"| {left[i][0]} | {left[i][1]} |" if i < len(left) else "| | |"
-        b = f" | {right[i][0]} | {right[i][1][0]} | {right[i][1][1]:.1f} |" if i < len(right) else " | | | |"
-        lines.append(a + b)
+    issued = [f"| {op} | {count} |" for op, count in estimate.instructions.items()]
+    longest = [f" | {op} | {count} | {time:.1f} |" for op, (count, time) in estimate.critical.items()]
+    for left, right in zip_longest(issued, longest):
+        lines.append((left or "| | |") + (right or " | | | |"))
     return "\n".join(lines)
 
 
 def traffic(run: Run, arguments: Sequence[Any], between: Sequence[Any] = ()) -> tuple[int, int]:
-    """(bytes moved to and from HBM, bytes of inputs and outputs once each, without those `between` kernels).
+    """Return the bytes moved to and from HBM, and the fewest: each input and output once.
 
-    A row that goes to all partitions counts once.
+    `between` are arrays that one kernel hands to another; the fewest bytes leave them out. A row that goes to
+    all partitions counts once.
     """
     accesses = [o for r in run.trace for o in (*r.reads, *r.writes) if o.buffer in HBM]
     moved = sum(min(o.bytes, o.region.span[1] - o.region.span[0]) for o in accesses)
@@ -72,7 +72,7 @@ def traffic(run: Run, arguments: Sequence[Any], between: Sequence[Any] = ()) -> 
 
 
 def timeline(name: str, shape: str, estimate: Estimate, path: Path) -> Path:
-    """Draw when each engine is busy in the program-order schedule."""
+    """Draw to a PNG when each engine is busy in the program-order schedule, and return its path."""
     import matplotlib
 
     matplotlib.use("Agg")

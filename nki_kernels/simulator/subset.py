@@ -1,8 +1,8 @@
-"""The compiler's Python subset, checked on a kernel's source and on every helper that it reaches.
+"""The Python subset of NKI's compiler, checked on the source of a kernel and of every helper that it reaches.
 
-A kernel runs here as ordinary Python, but the compilers of NKI 0.2 to 0.6 parse its source and know less.
-`check` raises for what they refuse; `findings(kernel, portable=True)` also lists what only some of the
-releases 0.2 to 0.7 know, so that a kernel without findings runs under all of them.
+A kernel runs here as ordinary Python, but the compilers of NKI 0.2 to 0.6 parse its source and accept less.
+`check` raises for what they refuse. `findings(kernel, portable=True)` also lists what only some of the
+releases 0.2 to 0.7 accept; a kernel without findings runs under all of them.
 
 Source: Neuron documentation, NKI language guide (what a kernel may contain) and migration guide (0.2 to 0.3).
 """
@@ -21,12 +21,12 @@ from delta_trn.nki_kernels.simulator.core.errors import StrictError
 
 
 class SubsetError(StrictError):
-    """The kernel's source uses Python that the compiler does not know."""
+    """The kernel's source uses Python that the compiler does not accept."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One construct outside of the subset."""
+    """One construct outside the subset: file and line, and what to write instead."""
 
     where: str
     what: str
@@ -36,25 +36,25 @@ class Finding:
 
 
 REFUSED: dict[type[ast.AST], str] = {
-    ast.Lambda: "lambda is outside of the compiler's subset; write a function",
-    ast.ListComp: "a comprehension is outside of the compiler's subset; write a loop with append",
-    ast.SetComp: "a comprehension is outside of the compiler's subset; write a loop",
-    ast.DictComp: "a comprehension is outside of the compiler's subset; write a loop",
-    ast.GeneratorExp: "a generator is outside of the compiler's subset; write a loop",
-    ast.Yield: "a generator is outside of the compiler's subset; return a list",
-    ast.YieldFrom: "a generator is outside of the compiler's subset; return a list",
-    ast.Try: "try is outside of the compiler's subset",
+    ast.Lambda: "lambda is outside the compiler's subset; write a function",
+    ast.ListComp: "a comprehension is outside the compiler's subset; write a loop with append",
+    ast.SetComp: "a comprehension is outside the compiler's subset; write a loop",
+    ast.DictComp: "a comprehension is outside the compiler's subset; write a loop",
+    ast.GeneratorExp: "a generator is outside the compiler's subset; write a loop",
+    ast.Yield: "a generator is outside the compiler's subset; return a list",
+    ast.YieldFrom: "a generator is outside the compiler's subset; return a list",
+    ast.Try: "try is outside the compiler's subset",
     ast.Global: "global state makes a kernel impure; pass it as an argument",
     ast.Nonlocal: "nonlocal state makes a kernel impure; pass it as an argument",
-    ast.Import: "import inside a kernel is outside of the compiler's subset; import at the top",
-    ast.ImportFrom: "import inside a kernel is outside of the compiler's subset; import at the top",
-    ast.ClassDef: "a class inside a kernel is outside of the compiler's subset; define it at the top",
+    ast.Import: "import inside a kernel is outside the compiler's subset; import at the top",
+    ast.ImportFrom: "import inside a kernel is outside the compiler's subset; import at the top",
+    ast.ClassDef: "a class inside a kernel is outside the compiler's subset; define it at the top",
     ast.Set: "a set is not an NKI value; use a list or a tuple",
-    ast.NamedExpr: ":= is outside of the compiler's subset; assign first",
-    ast.Delete: "del is outside of the compiler's subset",
-    ast.Match: "match is outside of the compiler's subset; use if",
-    ast.AsyncFunctionDef: "async is outside of the compiler's subset",
-    ast.Await: "async is outside of the compiler's subset",
+    ast.NamedExpr: ":= is outside the compiler's subset; assign first",
+    ast.Delete: "del is outside the compiler's subset",
+    ast.Match: "match is outside the compiler's subset; use if",
+    ast.AsyncFunctionDef: "async is outside the compiler's subset",
+    ast.Await: "async is outside the compiler's subset",
 }
 VIEWS = (
     "permute", "broadcast", "expand_dim", "squeeze_dim", "reshape_dim", "flatten_dims", "rearrange", "select",
@@ -65,18 +65,17 @@ LOOPS = {"dynamic_range": "gone in 0.7", "fori_loop": "new in 0.6", "while_loop"
 
 def check(kernel: Callable[..., Any]) -> None:
     """Raise SubsetError with every construct that the compiler refuses."""
-    found = findings(kernel)
-    if found:
-        raise SubsetError(
-            "kernel source leaves the compiler's Python subset:\n  " + "\n  ".join(map(str, found))
-        )
+    refused = findings(kernel)
+    if refused:
+        lines = "\n  ".join(map(str, refused))
+        raise SubsetError(f"kernel source leaves the compiler's Python subset:\n  {lines}")
 
 
 @lru_cache(maxsize=512)
 def findings(kernel: Callable[..., Any], portable: bool = False) -> tuple[Finding, ...]:
-    """What in the kernel, or in a function that it reaches, lies outside of the subset."""
+    """Return what in the kernel, or in a function that it reaches, lies outside the subset."""
     root = getattr(kernel, "function", kernel)
-    found: list[Finding] = []
+    result: list[Finding] = []
     pending, seen = [root], set()
     while pending:
         function = pending.pop()
@@ -87,14 +86,15 @@ def findings(kernel: Callable[..., Any], portable: bool = False) -> tuple[Findin
         if tree is None:
             continue
         scope = _scope(function)
-        found += _function_findings(tree, where, function is root)
+        result += _function_findings(tree, where, function is root)
         if portable:
-            found += _portable_findings(tree, where, scope)
+            result += _portable_findings(tree, where, scope)
         pending += _reached(tree, scope)
-    return tuple(found)
+    return tuple(result)
 
 
 def _parse(function: FunctionType) -> tuple[Any, Callable[[ast.AST], str]]:
+    """Return the function's syntax tree, None without source, and what names a node's file and line."""
     try:
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError):
@@ -105,12 +105,13 @@ def _parse(function: FunctionType) -> tuple[Any, Callable[[ast.AST], str]]:
 
 
 def _scope(function: FunctionType) -> dict[str, Any]:
+    """Return the global and enclosing names that the function uses, with their values."""
     closure = inspect.getclosurevars(function)
     return {**closure.globals, **closure.nonlocals}
 
 
 def _body(tree: Any) -> Iterator[ast.AST]:
-    """Every node that runs: annotations, decorators and docstrings do not."""
+    """Yield every node that runs; annotations and decorators do not."""
     pending: list[ast.AST] = list(tree.body) + list(tree.args.defaults)
     while pending:
         node = pending.pop(0)
@@ -135,7 +136,7 @@ def _function_findings(tree: Any, where: Callable, root: bool) -> Iterator[Findi
         elif isinstance(node, ast.With):
             names = [ast.unparse(item.context_expr) for item in node.items]
             if not all("no_reorder" in name for name in names):
-                yield Finding(where(node), "with is outside of the compiler's subset")
+                yield Finding(where(node), "with is outside the compiler's subset")
         elif isinstance(node, ast.Compare) and _identity(node, with_none=False):
             yield Finding(where(node), "the `is` operator is not supported; use == or !=")
         elif isinstance(node, ast.Dict) and not all(map(_is_string, node.keys)):
@@ -147,7 +148,7 @@ def _is_string(node: ast.expr | None) -> bool:
 
 
 def _identity(node: ast.Compare, *, with_none: bool) -> bool:
-    """Does the comparison use `is` with None (or with anything else)?
+    """Return whether the comparison uses `is` with None, or with anything else.
 
     The migration guide to 0.3 refuses every `is`; AWS's own library for 0.3 uses `is not None`.
     """
@@ -173,22 +174,19 @@ def _portable_findings(tree: Any, where: Callable, scope: dict[str, Any]) -> Ite
         owner = node.func.value
         instruction = isinstance(owner, ast.Name) and owner.id == "nisa"
         if instruction and node.args:
-            yield Finding(
-                where(node), f"nisa.{node.func.attr} takes keywords; argument orders differ by release"
-            )
+            what = f"nisa.{node.func.attr} takes keywords; argument orders differ by release"
+            yield Finding(where(node), what)
         if instruction and any(keyword.arg == "accumulate" for keyword in node.keywords):
-            yield Finding(
-                where(node), "nc_matmul accumulate= is new in 0.3; write each product to a fresh tile"
-            )
+            what = "nc_matmul accumulate= is new in 0.3; write each product to a fresh tile"
+            yield Finding(where(node), what)
         module = isinstance(owner, ast.Name) and isinstance(scope.get(owner.id), ModuleType)
         if node.func.attr in VIEWS and not module:
-            yield Finding(
-                where(node), f"the view method .{node.func.attr} is new in 0.5; use a slice, .ap or .reshape"
-            )
+            what = f"the view method .{node.func.attr} is new in 0.5; use a slice, .ap or .reshape"
+            yield Finding(where(node), what)
 
 
 def _reached(tree: Any, scope: dict[str, Any]) -> list[Any]:
-    """Functions of the kernel's own code that the source names, modules followed one attribute deep."""
+    """Return the own functions that the source names, alone or as an attribute of a module."""
     reached = []
     for node in _body(tree):
         value = None
@@ -204,14 +202,10 @@ def _reached(tree: Any, scope: dict[str, Any]) -> list[Any]:
 
 
 def _own(function: FunctionType) -> bool:
-    """Not the simulator's, NKI's, NumPy's or the standard library's."""
+    """Return whether a function is the kernel's own, not the simulator's, NKI's, NumPy's or Python's."""
     module = function.__module__ or ""
-    top = module.partition(".")[0]
-    if (
-        module.startswith(__package__ or "")
-        or top in ("numpy", "nki", "ml_dtypes")
-        or hasattr(builtins, module)
-    ):
+    installed = module.partition(".")[0] in ("numpy", "nki", "ml_dtypes")
+    if installed or module.startswith(__package__ or "") or hasattr(builtins, module):
         return False
     file = function.__code__.co_filename
     return "site-packages" not in file and "/lib/python" not in file

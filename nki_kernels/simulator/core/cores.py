@@ -1,7 +1,7 @@
-"""Two physical cores as one logical core (LNC 2, Trn2 and Trn3): each runs the kernel in its own thread.
+"""Two physical cores as one logical core (LNC 2 on Trn2 and Trn3). Each runs the kernel in its own thread.
 
-Arguments and shared_hbm tensors are shared (the n-th shared allocation of one core is the n-th of the other);
-everything else is private. `meet` is the barrier behind core_barrier and sendrecv.
+The cores share the arguments and the shared_hbm tensors: the n-th shared allocation of one core is the n-th
+of the other. Everything else is private. `meet` is the barrier of core_barrier and sendrecv.
 """
 
 import threading
@@ -14,7 +14,7 @@ from delta_trn.nki_kernels.simulator.core.memory import Storage
 
 
 class Pair:
-    """What the two cores share."""
+    """The tensors, the barrier and the mailbox that two cores share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -23,7 +23,7 @@ class Pair:
         self.mail: dict[tuple[int, int], np.ndarray] = {}
 
     def storage(self, index: int, make: Callable[[], Storage]) -> Storage:
-        """The index-th shared tensor, made by whichever core asks first."""
+        """Return the index-th shared tensor; the core that asks first makes it."""
         with self.lock:
             if index == len(self.tensors):
                 self.tensors.append(make())
@@ -35,7 +35,7 @@ class Pair:
 
 
 def run_both(pair: Pair, bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Run both bodies; the first failure ends both and is raised."""
+    """Run both bodies and return their results; the first failure ends both and is raised."""
     results: list[Any] = [None, None]
     failures: list[BaseException] = []
 

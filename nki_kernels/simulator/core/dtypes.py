@@ -1,8 +1,8 @@
-"""NKI's data types: strings as in NKI, each with the NumPy type that stores it and its rounding.
+"""NKI's data types: strings as in NKI, each with the NumPy type that stores it, and their rounding.
 
-Arithmetic happens in float32 on every engine; a store rounds to the destination. Float to integer rounds to
-nearest even and saturates (the behaviour of AWS's simulator since NKI 0.6). tfloat32 is stored as float32
-with the mantissa rounded to 10 bits.
+Every engine computes in float32, and a store rounds to the destination's dtype. Floats become integers by
+rounding to nearest even and saturating, as in AWS's simulator since NKI 0.6. tfloat32 is stored as float32
+with its mantissa rounded to 10 bits.
 """
 
 import ml_dtypes
@@ -12,7 +12,7 @@ POISON_INTEGER = 4
 
 
 class DType(str):
-    """An NKI dtype: equal to its name, carrying what NumPy needs."""
+    """An NKI dtype. It equals its name and carries what NumPy needs."""
 
     numpy: np.dtype
     itemsize: int
@@ -31,7 +31,7 @@ class DType(str):
 
     @property
     def poison(self) -> float:
-        """What fresh memory holds: NaN, or 4 for integers."""
+        """What memory holds before anything is written: NaN, or 4 for integers."""
         return POISON_INTEGER if self.integer else float("nan")
 
 
@@ -62,7 +62,7 @@ MATMUL = (*FLOAT8, bfloat16, float16, tfloat32, float32)
 
 
 def dtype_of(dtype: object) -> DType:
-    """The DType for an NKI dtype, a name, or a NumPy type."""
+    """Return the DType of an NKI dtype, a name, or a NumPy type."""
     if isinstance(dtype, DType):
         return dtype
     if isinstance(dtype, str) and dtype in BY_NAME:
@@ -79,12 +79,12 @@ def dtype_of(dtype: object) -> DType:
 
 
 def to_float32(values: np.ndarray) -> np.ndarray:
-    """What an engine sees of an operand."""
+    """Return an operand's values as an engine sees them."""
     return values if values.dtype == np.float32 else values.astype(np.float32)
 
 
 def store(out: np.ndarray, dtype: DType, values: np.ndarray) -> None:
-    """Write values into out, rounding as the hardware's write path does."""
+    """Write values into `out`, rounded as the hardware's write path rounds."""
     if dtype.limits is not None:
         if values.dtype.kind not in "iub":
             low, high = dtype.limits
@@ -97,7 +97,7 @@ def store(out: np.ndarray, dtype: DType, values: np.ndarray) -> None:
 
 
 def rounded(values: np.ndarray, name: str) -> np.ndarray:
-    """float32 values as another float dtype would hold them."""
+    """Round float32 values to another float dtype and return them in float32."""
     dtype = dtype_of(name)
     return round_tfloat32(values) if dtype is tfloat32 else values.astype(dtype.numpy).astype(np.float32)
 

@@ -1,8 +1,8 @@
-"""What the simulator raises. Everything a kernel does wrong is a ConstraintError.
+"""The exceptions of the simulator. Whatever a kernel does wrong is a ConstraintError.
 
-ConstraintError   AWS's simulator raises it too (an AssertionError there and here)
-StrictError       a rule of the hardware or the compiler that AWS's simulator lets pass
-NkiValidationError   launch errors (LNC); the name is AWS's
+ConstraintError      AWS's simulator raises it too, there as here a subclass of AssertionError
+StrictError          breaks a rule of the hardware or of the compiler that AWS's simulator does not check
+NkiValidationError   asks for a launch that the target does not have; the name is AWS's
 """
 
 
@@ -19,5 +19,6 @@ class NkiValidationError(Exception):
 
 
 def require(condition: object, message: str) -> None:
+    """Raise ConstraintError with the message unless the condition holds."""
     if not condition:
         raise ConstraintError(message)

@@ -1,9 +1,9 @@
-"""Storage and the tensors that view it.
+"""Storages and the tensors that view them.
 
-A Storage is one allocation: a NumPy array filled with poison, and for each element who wrote it last
-(nobody, a matmul, anything else). An NkiTensor is a NumPy view of a storage with NKI's indexing rules: on
-chip axis 0 is the partition axis and never disappears, slices out of bounds are errors, and nothing
-copies.
+A Storage is one allocation: a NumPy array filled with poison, and a code for each element that says who wrote
+it last (nobody, a matmul, any other instruction). An NkiTensor is a NumPy view of a storage with NKI's rules
+of indexing: on chip, axis 0 is the partition axis and never disappears; a slice out of bounds is an error;
+nothing copies.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ UNWRITTEN, BY_MATMUL, BY_OTHER = 0, 1, 2
 
 
 class MemoryRegion(Enum):
+    """The memories of a NeuronCore, under NKI's names."""
+
     sbuf = "sbuf"
     psum = "psum"
     private_hbm = "private_hbm"
@@ -32,6 +34,7 @@ ON_CHIP = (SBUF, PSUM)
 
 
 def region_of(buffer: object) -> MemoryRegion:
+    """Return the memory that a kernel names by a constant or by a string."""
     if isinstance(buffer, MemoryRegion):
         return buffer
     if isinstance(buffer, str):
@@ -44,7 +47,7 @@ def region_of(buffer: object) -> MemoryRegion:
 
 
 class DynamicSlice:
-    """nl.ds(start, size): a slice given by its start and its size."""
+    """A slice that is given by its start and its size: nl.ds(start, size)."""
 
     def __init__(self, start: int, size: int) -> None:
         self.start = start
@@ -53,7 +56,7 @@ class DynamicSlice:
 
 @dataclass(slots=True)
 class Life:
-    """From when to when an allocation is live. It outlives the storage, whose memory Python frees."""
+    """From when to when an allocation is live. A Life outlives its storage, whose memory Python frees."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,7 +96,7 @@ class Storage:
         return self.life.free_bytes
 
     def writers(self, view: np.ndarray) -> int | np.ndarray:
-        """Who last wrote the elements of `view`: one code, or an array of codes shaped like it."""
+        """Return who last wrote the elements of `view`: one code, or an array of codes in its shape."""
         if isinstance(self.writer, int):
             return self.writer
         codes = self._codes(view)
@@ -101,6 +104,7 @@ class Storage:
         return first if (codes == first).all() else codes
 
     def mark(self, view: np.ndarray, code: int) -> None:
+        """Remember who wrote the elements of `view`."""
         if self.writer is code:
             return
         if view.size == self.base.size:
@@ -114,6 +118,7 @@ class Storage:
             self.writer = first
 
     def _codes(self, view: np.ndarray) -> np.ndarray:
+        """Return the codes of the elements of `view`, as a view of all codes."""
         assert isinstance(self.writer, np.ndarray)
         unit = self.dtype.itemsize
         start = (view.__array_interface__["data"][0] - self.pointer) // unit
@@ -133,7 +138,8 @@ class NkiTensor:
         self.buffer = storage.buffer
         self.dtype = dtype or storage.dtype
         self.partition = partition  # first partition, on chip
-        self.indirection: tuple[np.ndarray, np.ndarray] | None = None  # all elements, and which of them
+        # of a gather or scatter: all elements of the storage, and the index of each element of the view
+        self.indirection: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,7 +159,7 @@ class NkiTensor:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Element strides."""
+        """Strides, counted in elements."""
         return tuple(step // self.array.itemsize for step in self.array.strides)
 
     @property
@@ -186,32 +192,24 @@ class NkiTensor:
 
     def __getitem__(self, key: object) -> "NkiTensor":
         keys = key if isinstance(key, tuple) else (key,)
-        at = next((i for i, k in enumerate(keys) if k is Ellipsis), None)
-        if at is not None:
-            keys = keys[:at] + (slice(None),) * (self.ndim - len(keys) + 1) + keys[at + 1 :]
+        dots = next((i for i, k in enumerate(keys) if k is Ellipsis), None)
+        if dots is not None:
+            keys = keys[:dots] + (slice(None),) * (self.ndim - len(keys) + 1) + keys[dots + 1 :]
         require(
             len(keys) <= self.ndim,
             f"tensor `{self.name}` of shape {self.shape} indexed with {len(keys)} axes",
         )
-        chip = self.on_chip
-        index: list[slice] = []
-        dropped: list[int] = []
-        for axis, k in enumerate(keys):
-            part, drop = self._index(axis, k)
-            index.append(part)
-            if drop and not (chip and axis == 0):
-                dropped.append(axis)
+        index = [self._slice(axis, k) for axis, k in enumerate(keys)]
         view = self.array[tuple(index)]
-        keep = 2 if chip else 1
-        for axis in sorted(dropped, reverse=True):
-            if view.ndim > keep:
+        # An integer drops its axis, but a tile keeps its partition axis and one free axis, HBM one axis.
+        first, least = (1, 2) if self.on_chip else (0, 1)
+        for axis in reversed(range(first, len(keys))):
+            if isinstance(keys[axis], (int, np.integer)) and view.ndim > least:
                 view = view.squeeze(axis=axis)
-        start = self.partition
-        if chip:
-            start += index[0].start or 0
-        return self._like(view, start)
+        return self._like(view, self.partition + (index[0].start if self.on_chip else 0))
 
-    def _index(self, axis: int, k: object) -> tuple[slice, bool]:
+    def _slice(self, axis: int, k: object) -> slice:
+        """Return one axis's index as a slice within bounds, or refuse it."""
         size = self.array.shape[axis]
         if isinstance(k, slice):
             start, stop, step = k.start, k.stop, 1 if k.step is None else int(k.step)
@@ -226,7 +224,7 @@ class NkiTensor:
                 f"Out-of-bound access for tensor `{self.name}` on dimension {axis}: "
                 f"index {k} exceed dimension size of {size}",
             )
-            return slice(i, i + 1), True
+            return slice(i, i + 1)
         else:
             raise TypeError(f"tensors are indexed by integers, slices, ... and nl.ds, got {type(k).__name__}")
         start = start + size if start < 0 else start
@@ -237,7 +235,7 @@ class NkiTensor:
             f"Out-of-bound access for tensor `{self.name}` on dimension {axis}: "
             f"index range [{start}, {stop - 1}] exceed dimension size of {size}",
         )
-        return slice(start, stop, step), False
+        return slice(start, stop, step)
 
     def __setitem__(self, key: object, value: object) -> None:
         raise TypeError("tensors are not assigned to; write with an instruction whose dst is the slice")
@@ -253,14 +251,13 @@ class NkiTensor:
         indirect_dim: int = 0,
         dtype: object = None,
     ) -> "NkiTensor":
-        """The raw access pattern [[stride, count], ...] in elements of the storage."""
-        kind = self.dtype if dtype is None else dtype_of(dtype)
-        flat = self.storage.base.reshape(-1).view(kind.numpy)
-        origin = (self.array.__array_interface__["data"][0] - self.storage.pointer) // kind.itemsize
-        start = origin + (0 if offset is None else int(offset))
+        """View elements of the storage by the raw access pattern [[stride, count], ...]."""
+        element = self.dtype if dtype is None else dtype_of(dtype)
+        flat = self.storage.base.reshape(-1).view(element.numpy)
+        start = self.offset * self.dtype.itemsize // element.itemsize + (0 if offset is None else int(offset))
         pairs = [(int(stride), int(count)) for stride, count in pattern]
         partition = self.partition
-        free = self.storage.free_bytes // kind.itemsize
+        free = self.storage.free_bytes // element.itemsize
         if self.on_chip:
             require(
                 pairs[0][0] == free or pairs[0][1] == 1,
@@ -272,15 +269,14 @@ class NkiTensor:
             inside = start % free + sum(stride * (count - 1) for stride, count in pairs[1:])
             require(
                 inside < free and partition + pairs[0][1] <= self.storage.base.shape[0],
-                f"Out-of-bound access for tensor `{self.name}`: pattern {pattern} with offset {start} "
-                "reaches "
+                f"Out-of-bound access for tensor `{self.name}`: {pattern} with offset {start} reaches "
                 f"element {inside} of {free} in a partition and partition {partition + pairs[0][1] - 1}",
             )
-        if len(pairs) == 1:
-            pairs = [*pairs, (1, 1)] if self.on_chip else pairs
-        view = _strided(self, flat, start, pairs, scalar_offset, vector_offset, indirect_dim)
-        tensor = NkiTensor(view[0], self.storage, partition, kind)
-        tensor.indirection = view[1]
+            if len(pairs) == 1:
+                pairs.append((1, 1))
+        array, where = _strided(self, flat, start, pairs, scalar_offset, vector_offset, indirect_dim)
+        tensor = NkiTensor(array, self.storage, partition, element)
+        tensor.indirection = None if where is None else (flat, where)
         return tensor
 
     def reshape(self, shape) -> "NkiTensor":
@@ -364,26 +360,25 @@ class NkiTensor:
         return self.ap(pattern=pattern, vector_offset=vector_offset, indirect_dim=0)
 
     def rearrange(self, src_pattern, dst_pattern, fixed_sizes=None) -> "NkiTensor":
-        """einops with tuples: ('b', ('h', 'w')) -> ('b', 'w', 'h')."""
+        """Split, permute and merge axes as einops does, with tuples: ('b', ('h', 'w')) -> ('b', 'w', 'h')."""
         sizes = dict(fixed_sizes or {})
-        flat, shape = [], []
-        for axis, group in enumerate(src_pattern):
-            names = (group,) if isinstance(group, str) else tuple(group)
+        src, dst = (
+            [(group,) if isinstance(group, str) else tuple(group) for group in pattern]
+            for pattern in (src_pattern, dst_pattern)
+        )
+        for axis, names in enumerate(src):
             known = prod(sizes[n] for n in names if n in sizes)
             for n in names:
                 sizes.setdefault(n, self.shape[axis] // known)
-            flat += names
-            shape += [sizes[n] for n in names]
-        split = self.reshape(shape)
-        names = [n for group in dst_pattern for n in ((group,) if isinstance(group, str) else group)]
-        moved = split.permute([flat.index(n) for n in names])
-        target = [sizes[g] if isinstance(g, str) else prod(sizes[n] for n in g) for g in dst_pattern]
-        return moved.reshape(target)
+        order = [n for names in src for n in names]
+        split = self.reshape([sizes[n] for n in order])
+        permuted = split.permute([order.index(n) for names in dst for n in names])
+        return permuted.reshape([prod(sizes[n] for n in names) for names in dst])
 
     def view(self, dtype: object) -> "NkiTensor":
-        kind = dtype_of(dtype)
+        element = dtype_of(dtype)
         require(self.array.strides[-1] == self.array.itemsize, "view(dtype) needs a contiguous last axis")
-        return NkiTensor(self.array.view(kind.numpy), self.storage, self.partition, kind)
+        return NkiTensor(self.array.view(element.numpy), self.storage, self.partition, element)
 
     reinterpret_cast = view
 
@@ -408,7 +403,7 @@ class NkiTensor:
 
 
 def _strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_dim):
-    """The NumPy view of an access pattern, and for a gather or scatter the element indices instead."""
+    """Return the NumPy view of an access pattern; for a gather or scatter also the elements' indices."""
     require(
         scalar_offset is None or vector_offset is None, "scalar_offset and vector_offset exclude each other"
     )
@@ -416,7 +411,8 @@ def _strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_
     strides = [stride for stride, _ in pairs]
     unit = prod(tensor.shape[indirect_dim + 1 :])
     if scalar_offset is not None:
-        start += unit * _register_value(scalar_offset)
+        register = isinstance(scalar_offset, NkiTensor)
+        start += unit * int(scalar_offset.array.flat[0] if register else scalar_offset)
     reach = start + sum(stride * (count - 1) for stride, count in pairs)
     if vector_offset is None:
         require(
@@ -425,15 +421,8 @@ def _strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_
         )
         return as_strided(flat[start:], shape, [step * flat.itemsize for step in strides]), None
     rows = vector_offset.array.reshape(-1).astype(np.int64)
-    grid = np.zeros(shape, np.int64)
+    where = np.full(shape, start, np.int64)
     for axis, (stride, count) in enumerate(pairs):
         step = np.arange(count) * stride if axis else rows[:count] * unit
-        grid += step.reshape([-1 if a == axis else 1 for a in range(len(pairs))])
-    placeholder = np.broadcast_to(flat[:1], shape)
-    return placeholder, (flat, grid + start)
-
-
-def _register_value(offset) -> int:
-    if isinstance(offset, NkiTensor):
-        return int(offset.array.reshape(-1)[0])
-    return int(getattr(offset, "value", offset))
+        where += step.reshape([-1 if a == axis else 1 for a in range(len(pairs))])
+    return np.broadcast_to(flat[:1], shape), where

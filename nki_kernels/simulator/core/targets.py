@@ -38,9 +38,9 @@ ALIASES = {"inf2": "trn1", "gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
 
 
 def resolve(name: str | None = None) -> Target:
-    """The named target, else the one in NEURON_PLATFORM_TARGET_OVERRIDE (Neuron's own variable), else trn1.
+    """Return the named target, else that of NEURON_PLATFORM_TARGET_OVERRIDE (Neuron's variable), else trn1.
 
-    AWS's simulator assumes trn3 where nothing is said; ours assumes the strictest generation.
+    Without a name AWS's simulator assumes trn3; this one assumes trn1, which has the strictest limits.
     """
     name = name or os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") or "trn1"
     key = ALIASES.get(name, name)

@@ -6,7 +6,7 @@ from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
 from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
 from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import read_registers
+from delta_trn.nki_kernels.simulator.isa.arithmetic import open_registers, read_registers
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 from delta_trn.nki_kernels.simulator.isa.operators import Operator, activation_function
 
@@ -107,8 +107,7 @@ def _reduce(run: Instruction, result: np.ndarray, P: int, reduce_op: object, red
             f"{run.op} reduce_cmd must be idle, reset, reduce or reset_reduce, got load_reduce"
         )
     registers = run.machine.scalar_registers
-    if reduce_cmd in (commands.reset, commands.reset_reduce):
-        registers[:] = 0
+    open_registers(registers, reduce_cmd, 0)
     if reduce_cmd in (commands.reduce, commands.reset_reduce):
         require(
             isinstance(reduce_op, Operator) and reduce_op.name == "add",

@@ -8,6 +8,7 @@ from delta_trn.nki_kernels.simulator.core.errors import ConstraintError
 from delta_trn.nki_kernels.simulator.core.machine import Instruction
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
+from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
 VSG = (engines.vector, engines.scalar, engines.gpsimd)
@@ -58,6 +59,14 @@ def pick(instruction: str, engine: engines, default: engines, allowed: tuple[eng
         names = ", ".join(e.name for e in allowed)
         raise ConstraintError(f"{instruction} engine must be one of {names}, got {engine.name}")
     return engine
+
+
+def open_registers(registers: np.ndarray, command: commands, identity: Any, initial: Any = None) -> None:
+    """Reset or load an engine's reduction registers, if the command says so."""
+    if command is commands.load_reduce:
+        registers[:] = initial
+    elif command in (commands.reset, commands.reset_reduce):
+        registers[:] = identity
 
 
 def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray) -> None:

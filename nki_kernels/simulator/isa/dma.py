@@ -28,7 +28,6 @@ def dma_copy(
 ) -> Handle:
     """Copy src to dst between HBM and SBUF; different dtypes are cast through float32."""
     run = Instruction("dma_copy", Engine.dma)
-    _check_memory(dst, src)
     if priority is not None:
         run.needs_generation(4, "dma_copy priority")
     if dge_mode is dge_modes.hwdge:
@@ -56,14 +55,6 @@ def dma_copy(
     else:
         run.write(out, values)
     return run.done(bytes=max(src.size * src.dtype.itemsize, out.size * out.dtype.itemsize))
-
-
-def _check_memory(dst: object, src: object) -> None:
-    buffers = [t.buffer if isinstance(t, NkiTensor) else t for t in (src, dst)]
-    if all(isinstance(t, NkiTensor) for t in (src, dst)) and not all(b in DMA_MEMORY for b in buffers):
-        raise ConstraintError(
-            f"dma_copy requires HBM or SBUF tensors, got src={buffers[0]}, dst={buffers[1]}"
-        )
 
 
 def _in_bounds(tensor: NkiTensor, oob_mode: oob_modes) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The enumerations of nki.isa."""
 
-from enum import Enum
+from enum import Enum, IntEnum
 
 from delta_trn.nki_kernels.simulator.core.machine import Engine as engine
 
@@ -36,22 +36,10 @@ class matmul_perf_mode(Enum):
     double_row = "double_row"
 
 
-class nc_version(Enum):
+class nc_version(IntEnum):
     gen2 = 2
     gen3 = 3
     gen4 = 4
-
-    def __lt__(self, other: "nc_version") -> bool:
-        return self.value < other.value
-
-    def __le__(self, other: "nc_version") -> bool:
-        return self.value <= other.value
-
-    def __gt__(self, other: "nc_version") -> bool:
-        return self.value > other.value
-
-    def __ge__(self, other: "nc_version") -> bool:
-        return self.value >= other.value
 
 
 class dma_engine(Enum):

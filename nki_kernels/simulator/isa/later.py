@@ -4,12 +4,14 @@ Three are refused: nc_matmul_mx and quantize_mx (gen4), whose packed tiles of 4 
 and topk, because the documentation does not say which partitions hold its result.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.errors import ConstraintError
 from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import combine, read_registers
+from delta_trn.nki_kernels.simulator.isa.arithmetic import combine, open_registers, read_registers
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 from delta_trn.nki_kernels.simulator.isa.operators import (
     Operator,
@@ -30,16 +32,12 @@ PIPELINES = {
 def _accumulate(run, registers, op: Operator, result, command, reduce_res, initial=None) -> Handle:
     """Fold result along the free axis into the engine's registers, read them out, and finish."""
     if command is not commands.idle:
-        if command is commands.load_reduce:
-            registers[:] = initial
-        elif command in (commands.reset_reduce, commands.reset):
-            registers[:] = op.identity
+        open_registers(registers, command, op.identity, initial)
         if command is not commands.reset:
-            assert op.alu is not None
             folded = result[:, :1]
             for i in range(1, result.shape[1]):
-                folded = op.alu(folded, result[:, i : i + 1])
-            registers[:] = op.alu(registers, folded)
+                folded = combine(op, folded, result[:, i : i + 1])
+            registers[:] = combine(op, registers, folded)
     read_registers(run, reduce_res, registers)
     return run.done(reduces=reduce_res is not None)
 
@@ -138,28 +136,14 @@ def activate2(
     return _accumulate(run, registers, reduce_op or add, result, reduce_cmd, reduce_res)
 
 
-def nc_matmul_mx(
-    dst: NkiTensor,
-    stationary: NkiTensor,
-    moving: NkiTensor,
-    stationary_scale: NkiTensor,
-    moving_scale: NkiTensor,
-    tile_position: tuple[int, int] | None = None,
-    tile_size: tuple[int, int] | None = None,
-    accumulate: bool | None = None,
-    name: str | None = None,
-) -> Handle:
-    """Refuse: the module says why."""
-    Instruction("nc_matmul_mx", Engine.tensor).needs_generation(4, "nc_matmul_mx")
-    raise NotImplementedError("nc_matmul_mx is not simulated; multiply bfloat16 tiles with nc_matmul")
+def _refused(name: str, generation: int, instead: str) -> Callable[..., Handle]:
+    def instruction(*operands: object, **options: object) -> Handle:
+        Instruction(name, Engine.unknown).needs_generation(generation, name)
+        raise NotImplementedError(f"{name} is not simulated; {instead}")
+
+    return instruction
 
 
-def quantize_mx(dst: NkiTensor, src: NkiTensor, dst_scale: NkiTensor, name: str | None = None) -> Handle:
-    """Refuse: the module says why."""
-    Instruction("quantize_mx", Engine.vector).needs_generation(4, "quantize_mx")
-    raise NotImplementedError("quantize_mx is not simulated; keep bfloat16 tiles")
-
-
-def topk(val_dst: NkiTensor, idx_dst: NkiTensor, src: NkiTensor, n: int, name: str | None = None) -> Handle:
-    """Refuse: the module says why."""
-    raise NotImplementedError("topk is not simulated; take max8 and nc_match_replace8 in turn")
+nc_matmul_mx = _refused("nc_matmul_mx", 4, "multiply bfloat16 tiles with nc_matmul")
+quantize_mx = _refused("quantize_mx", 4, "keep bfloat16 tiles")
+topk = _refused("topk", 2, "take max8 and nc_match_replace8 in turn")

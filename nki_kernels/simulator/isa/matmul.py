@@ -153,13 +153,8 @@ def _check_onezero(role: str, declared: bool, values: np.ndarray) -> None:
 
 
 def _check_output(out: NkiTensor, product: np.ndarray) -> None:
-    if out.size != product.size:
-        raise ValueError(f"cannot reshape array of size {product.size} into shape {out.shape}")
-    if out.shape[0] != product.shape[0]:
-        raise ValueError(
-            f"cannot reshape array of size {product.size} into shape {out.shape}: the product has "
-            f"{product.shape[0]} partitions"
-        )
+    if out.size != product.size or out.shape[0] != product.shape[0]:
+        raise ValueError(f"cannot reshape the result of shape {product.shape} into {out.shape}")
 
 
 def _check_bank(run: Instruction, out: NkiTensor) -> None:

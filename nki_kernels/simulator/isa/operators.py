@@ -119,10 +119,6 @@ def _reciprocal(x: np.ndarray) -> np.ndarray:
     return _F32(1) / x
 
 
-def _identity(x: np.ndarray) -> np.ndarray:
-    return x
-
-
 INF = float("inf")
 
 # fmt: off
@@ -163,7 +159,7 @@ relu = Operator("relu", _relu, arity=1, activation=_relu)
 rsqrt = Operator("rsqrt", _rsqrt, arity=1, activation=_rsqrt, valid=(2.0**-87, 2.0**97))
 reciprocal = Operator("reciprocal", _reciprocal, arity=1, activation=_reciprocal, valid=(2.0**-42, 2.0**42))
 
-copy = Operator("copy", arity=1, activation=_identity)
+copy = Operator("copy", arity=1, activation=lambda x: x)
 exp = Operator("exp", arity=1, activation=np.exp)
 log = Operator("log", arity=1, activation=np.log, valid=(2.0**-64, 2.0**64))
 sqrt = Operator("sqrt", arity=1, activation=np.sqrt, valid=(2.0**-116, 2.0**118))

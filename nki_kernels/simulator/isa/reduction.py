@@ -6,7 +6,7 @@ from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
 from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
 from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
 from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import bits, combine, fold, read_registers
+from delta_trn.nki_kernels.simulator.isa.arithmetic import bits, combine, fold, open_registers, read_registers
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 from delta_trn.nki_kernels.simulator.isa.operators import Operator, alu_operator
 
@@ -150,17 +150,17 @@ def _registers(
     """Reset or load the Vector engine's registers as the command says, and return those of P partitions."""
     if not isinstance(command, commands):
         raise TypeError(f"{run.op} reduce_cmd must be a member of nisa.reduce_cmd, got {command!r}")
-    registers = run.machine.vector_registers
-    if command is commands.load_reduce:
-        require(init is not None, f"{run.op} {role} must be given with reduce_cmd.load_reduce")
-        registers[:P] = run.scalar_operand(role, init, P)
-    elif command is commands.reset_reduce:
-        registers[:P] = op.identity
-    elif command is not commands.reduce:
+    if command in (commands.idle, commands.reset):
         raise ConstraintError(
             f"{run.op} reduce_cmd must be reset_reduce, reduce or load_reduce, got {command.name}"
         )
-    return registers[:P]
+    initial = None
+    if command is commands.load_reduce:
+        require(init is not None, f"{run.op} {role} must be given with reduce_cmd.load_reduce")
+        initial = run.scalar_operand(role, init, P)
+    registers = run.machine.vector_registers[:P]
+    open_registers(registers, command, op.identity, initial)
+    return registers
 
 
 def tensor_scalar_reduce(
