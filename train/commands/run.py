@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def drive(run: "Run", asked_backend: str) -> int:
     """Train a run that stands ready, with everything that is printed around it."""
-    from delta_trn.train.neuron.notice import notice
+    from delta_trn.train.neuron.record import notice
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import held_out_costs
     from delta_trn.train.settings.errors import TrainError

@@ -24,36 +24,36 @@ COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse_intermixed_args(arguments)
-    config = apply(_configuration(given.recipe), parse(given.changes))
+    options = _parser().parse_intermixed_args(arguments)
+    config = apply(_configuration(options.recipe), parse(options.changes))
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if given.processes < 1:
-        raise ConfigError(f"--processes={given.processes}: expected at least 1")
-    if given.processes > 1 and world > 1:
+    if options.processes < 1:
+        raise ConfigError(f"--processes={options.processes}: expected at least 1")
+    if options.processes > 1 and world > 1:
         raise ConfigError(
-            f"--processes={given.processes} under torchrun: leave it out, or leave out torchrun"
+            f"--processes={options.processes} under torchrun: leave it out, or leave out torchrun"
         )
-    if given.list:
-        return _list(config, max(world, given.processes))
+    if options.list:
+        return _list(config, max(world, options.processes))
 
     from delta_trn.backends import machine as platform
     from delta_trn.train.run.model import pick_device
 
-    command = [given.recipe, *given.changes, "--here"]
-    started = given.here or world > 1 or COLLECTING in os.environ
+    command = [options.recipe, *options.changes, "--here"]
+    started = options.here or world > 1 or COLLECTING in os.environ
     if not started and platform.is_neuron(pick_device(config.device)):
         # all graphs at once, by many compilers; then each again, which shows that it comes from the cache
-        _start(command, given.processes, wrapper=_neuron_parallel_compile())
-        _start(command, given.processes)
+        _start(command, options.processes, wrapper=_neuron_parallel_compile())
+        _start(command, options.processes)
         return 0
-    if given.processes > 1:
-        _start(command, given.processes)
+    if options.processes > 1:
+        _start(command, options.processes)
         return 0
     return _warm(config)
 
 
 def _configuration(name: str) -> RunConfig:
-    """A recipe's, or the one that a run's folder was begun with."""
+    """Returns a recipe's configuration, or that of a run's folder."""
     if (Path(name) / "config.json").is_file():
         from delta_trn.train.checkpoints.run_folder import RunFolder
 
@@ -62,7 +62,7 @@ def _configuration(name: str) -> RunConfig:
 
 
 def _list(config: RunConfig, world: int) -> int:
-    """Print the graphs without loading data or a model."""
+    """Prints the graphs without loading data or a model."""
     from delta_trn.train.neuron.graphs import Sizes, graphs
     from delta_trn.train.parallel.layout import require_divisible
 
@@ -75,14 +75,14 @@ def _list(config: RunConfig, world: int) -> int:
 
 
 def _device_type(name: str) -> str:
-    """Also of one that is not here: what a cluster compiles can be listed on a laptop."""
+    """Returns the type even of a device that is not here: a laptop can list what a cluster compiles."""
     from delta_trn.backends import machine as platform
 
     return platform.platforms()[0] if name == "auto" else name.partition(":")[0]
 
 
 def _start(arguments: list[str], processes: int, wrapper: str | None = None) -> None:
-    """The same command in so many processes, inside of a wrapper if there is one. TrainError if it fails."""
+    """Runs the same command in `processes` processes, inside a wrapper if given. TrainError if it fails."""
     command = [sys.executable, "-m", "train", "warmup", *arguments]
     if processes > 1:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
@@ -95,20 +95,18 @@ def _start(arguments: list[str], processes: int, wrapper: str | None = None) -> 
 
 
 def _neuron_parallel_compile() -> str:
-    found = shutil.which("neuron_parallel_compile")
-    if found is None:
+    program = shutil.which("neuron_parallel_compile")
+    if program is None:
         raise TrainError(
-            "neuron_parallel_compile is not on the path; it comes with torch-neuronx, in whose environment "
-            "this is to be started"
+            "neuron_parallel_compile is not on the path; it comes with torch-neuronx: start this in the "
+            "environment that has it"
         )
-    return found
+    return program
 
 
 def _warm(config: RunConfig) -> int:
     from delta_trn.train.neuron.compiling import compile_all
-    from delta_trn.train.neuron.identity import Identity
-    from delta_trn.train.neuron.manifest import place, record
-    from delta_trn.train.neuron.notice import caches, compiles
+    from delta_trn.train.neuron.record import caches, compiles, record_path, write_record
     from delta_trn.train.run.setup import begun
     from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import console, leads
@@ -119,20 +117,19 @@ def _warm(config: RunConfig) -> int:
         out.print(text, markup=False)
 
     with tempfile.TemporaryDirectory(prefix="delta-trn-warmup-") as folder:
-        given = config.model_copy(update={"out": str(Path(folder) / "run")})
-        with begun(given, tell) as run:
-            found = compile_all(run, tell, observers(run))
-            kept = caches(run.config, run.device)
+        here = config.model_copy(update={"out": str(Path(folder) / "run")})
+        with begun(here, tell) as run:
+            graphs = compile_all(run, tell, observers(run))
             if not compiles(run.config, run.device):
                 tell(f"nothing to compile: on {run.device} operators run one by one unless compile=true")
-            elif not kept:
+            elif not caches(run.config, run.device):
                 tell("nothing is kept: XLA's CPU device compiles in every process anew")
             elif COLLECTING in os.environ:
                 tell("collected for neuron_parallel_compile, which compiles now")
             elif run.team.leads:
-                path, identity = place(kept), Identity.of(run.config, run.device, run.team.world)
-                record(path, identity, found)
-                tell(f"entry {identity.fingerprint()} in {path}")
+                path = record_path(run.config, run.device, run.team.world)
+                write_record(path, graphs)
+                tell(f"recorded in {path}")
             run.team.told(None)
     return 0
 
@@ -142,13 +139,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m train warmup",
         description="Compile every graph of a run into the compiler's cache, and write down that it is done.",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of one that was begun")
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
-    parser.add_argument("--list", action="store_true", help="print the graphs and stop")
+    parser.add_argument("--list", action="store_true", help="print every graph with its shapes, and stop")
     parser.add_argument(
-        "--processes", type=int, default=1, help="warm for so many processes of this machine, and start them"
+        "--processes",
+        type=int,
+        default=1,
+        help="number of processes on this machine to start and to compile for (%(default)s)",
     )
     parser.add_argument(
-        "--here", action="store_true", help="on Neuron: in this process, not through neuron_parallel_compile"
+        "--here",
+        action="store_true",
+        help="on Neuron: in this process, without neuron_parallel_compile",
     )
     return parser

@@ -1,8 +1,7 @@
-"""Compile before the run what the run would compile, and write down that it is done.
+"""Trainium's own parts of training: AWS's way to divide a model, and compiling before the run.
 
+sharding.py     tensor parallelism by heads and ZeRO-1, by neuronx_distributed
 graphs.py       what a run compiles: names, shapes
-identity.py     what decides whether two runs compile the same: keys, sources, versions, processes
-manifest.py     the file beside the cache that has one entry an identity
 compiling.py    goes through every graph once
-notice.py       the line before a run that says whether it was warmed
+record.py       writes down that it is done; the line before a run that says whether it was
 """

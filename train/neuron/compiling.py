@@ -1,15 +1,15 @@
-"""Goes through every graph of a run once, with the run's own model, optimizer, data and code."""
+"""Compiles every graph of a run once, with the run's own model, optimizer, data and code."""
 
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from delta_trn.backends import machine as platform
 from delta_trn.train.neuron.graphs import Sizes, graphs, tail
-from delta_trn.train.neuron.manifest import Compiled
-from delta_trn.train.neuron.notice import caches
+from delta_trn.train.neuron.record import caches
 from delta_trn.train.run.evaluate import evaluate, held_out_crops, held_out_windows
 from delta_trn.train.run.loop import Observer
 from delta_trn.train.run.optimizer import learning_rate
@@ -18,18 +18,21 @@ from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import TrainingStep, loss_function
 
 Tell = Callable[[str], None]
-# From the third step on nothing new is compiled: AdamW's memory is there from the second on, and a rate of 0
-# is behind (tests/test_xla.py counts it).
+# Nothing new is compiled from the third step on: AdamW has its memory from the second on, and the rate is no
+# longer 0 (tests/train/test_xla.py counts).
 STEPS = 2
-# The first batch adds to a constant, later ones to a tensor.
+# An evaluation adds the first batch's loss to a constant, and later ones to a tensor.
 BATCHES = 2
-# One token ends the prompt's pass, the next is the first to be made from a state.
+# The first token ends the prompt's pass; the second is the first that is made from a state.
 TOKENS = 3
 
 
-def compile_all(run: Run, tell: Tell, observers: Sequence[Observer] = ()) -> list[Compiled]:
-    """Every graph in the order of the run. The run's weights move; it is not to be continued."""
-    work, found = _work(run, observers), []
+def compile_all(run: Run, tell: Tell, observers: Sequence[Observer] = ()) -> list[dict[str, Any]]:
+    """Compiles every graph in the order of the run, whose weights move: it is not to be continued.
+
+    Returns for each graph its name, inputs, seconds, and the programs that were not in the cache before.
+    """
+    work, graphs_compiled = _work(run, observers), []
     kept = caches(run.config, run.device)
     for graph in graphs(run.config, world=run.team.world, xla=run.device.type == "xla", sizes=sizes(run)):
         before, count = [cache.keys() for cache in kept], _programs(run)
@@ -40,13 +43,13 @@ def compile_all(run: Run, tell: Tell, observers: Sequence[Observer] = ()) -> lis
         seconds = time.monotonic() - began
         keys = sorted(set().union(*(c.keys() - old for c, old in zip(kept, before, strict=True))))
         programs = _programs(run) - count if run.device.type == "xla" else len(keys)
-        found.append(Compiled(graph.name, graph.inputs, programs, seconds, tuple(keys)))
+        graphs_compiled.append({**graph.as_dict(), "programs": programs, "seconds": round(seconds, 3)})
         tell(f"{graph}  {programs} compiled, {seconds:.1f} s")
-    return found
+    return graphs_compiled
 
 
 def sizes(run: Run) -> Sizes:
-    """What the data tells."""
+    """Returns what only the data can tell."""
     ids = run.dataset.tokenizer.encode(run.config.sample.prompt)
     return Sizes(prompt=len(ids), held_out=run.dataset.split("val").tokens)
 
@@ -56,7 +59,7 @@ def _programs(run: Run) -> int:
 
 
 def _work(run: Run, observers: Sequence[Observer]) -> dict[str, Callable[[], None]]:
-    """What to do for each graph, by its name."""
+    """Returns for each graph, by its name, the work that compiles it."""
     c, device = run.config, run.device
     micro = run.layout.micro
     loss = loss_function(run.sharding, c, device)
@@ -105,6 +108,6 @@ def _first_token(run: Run) -> Callable[[], None]:
 
 
 def _windows(run: Run, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """One batch of so many windows; values do not matter to a compiler."""
+    """Yields one batch of `rows` windows; values do not matter to a compiler."""
     length = run.config.batch.length
     return held_out_windows(run.dataset, tokens=rows * length, sequence=length, batch=rows)

@@ -10,7 +10,7 @@ from delta_trn.train.settings.schema import RunConfig
 
 @dataclass(frozen=True)
 class Graph:
-    """inputs: shapes of the int64 tokens that go in, on one process; None for what only the data can tell."""
+    """A graph. `inputs`: shapes of one process's int64 tokens, None where only the data can tell."""
 
     name: str
     inputs: tuple[tuple[int | None, ...], ...]
@@ -31,14 +31,14 @@ class Graph:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What only data can tell, None where not known: tokens of the sample's prompt, and held-out ones."""
+    """Sizes that only the data can tell, None where not known: the prompt's tokens, and all held-out ones."""
 
     prompt: int | None = None
     held_out: int | None = None
 
 
 def graphs(config: RunConfig, *, world: int, xla: bool, sizes: Sizes) -> list[Graph]:
-    """In the order in which a run comes to them.
+    """Returns every graph in the order in which a run comes to it.
 
     Accumulation has no graph of its own: XLA has all micro-batches of a step in one graph, and elsewhere the
     micro-batch is the graph, however many follow. A step's first graph differs on XLA: the optimizer has no
@@ -47,28 +47,28 @@ def graphs(config: RunConfig, *, world: int, xla: bool, sizes: Sizes) -> list[Gr
     layout = layout_of(config, world)
     micro, length = layout.micro, layout.length
     step = ((layout.sequences, config.batch.length),) * 2
-    found = []
+    listed = []
     if xla:
         parts = layout.micro_batches
         note = f"{parts} micro-batches of {micro} in it" if parts > 1 else ""
-        found.append(Graph("first step", step, "the optimizer's memory is made in it"))
-        found.append(Graph("step", step, note))
+        listed.append(Graph("first step", step, "the optimizer's memory is made in it"))
+        listed.append(Graph("step", step, note))
     else:
-        found.append(Graph("step", ((micro, length),) * 2, "forward and backward"))
+        listed.append(Graph("step", ((micro, length),) * 2, "forward and backward"))
     crop = ((crops_at_once(config, micro), length),) * 2
-    found.append(Graph("evaluate", crop))
+    listed.append(Graph("evaluate", crop))
     if config.log.probes:
-        found.append(Graph("probes", crop, "with small ones: numbers are read one after another"))
-    found += [Graph(name, ((rows, length),) * 2) for name, rows in tail(config, sizes.held_out)]
+        listed.append(Graph("probes", crop, "and many small graphs: probes read numbers one by one"))
+    listed += [Graph(name, ((rows, length),) * 2) for name, rows in tail(config, sizes.held_out)]
     if config.sample.tokens:
-        grows = "a graph for every length: attention's past grows" if config.model.attention_layers else ""
-        found.append(Graph("prefill", ((1, sizes.prompt),)))
-        found.append(Graph("decode", ((1, 1),), grows if xla else ""))
-    return found
+        grows = "one graph per length: attention's past grows" if config.model.attention_layers else ""
+        listed.append(Graph("prefill", ((1, sizes.prompt),)))
+        listed.append(Graph("decode", ((1, 1),), grows if xla else ""))
+    return listed
 
 
 def tail(config: RunConfig, held_out: int | None) -> list[tuple[str, int | None]]:
-    """Rows of the batches that read held-out text in order after the last step: whole ones, and the rest."""
+    """Returns name and rows of the batches that read held-out text in order: the full ones, and the last."""
     e, length = config.evaluation, config.batch.length
     if not e.final_tokens:
         return []
