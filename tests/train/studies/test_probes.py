@@ -15,7 +15,7 @@ from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.studies.fits import Line, line
 from delta_trn.train.studies.probes.hooks import normalized, rms
 from delta_trn.train.studies.probes.mixer import GROUPS, Probes, group_of, recall
-from delta_trn.train.studies.probes.plot import PANELS, PLACES, probed
+from delta_trn.train.studies.probes.plot import PANELS, PLACES, load_probes
 from delta_trn.train.watch.metrics import read
 from tests.support.tiny_models import model, tokens
 from tests.support.tiny_run import command, keys, left_by, lines, prepared, train
@@ -165,7 +165,7 @@ class TestTraining:
         """Appendices C and D of arXiv:2606.04048, by what metrics.jsonl calls them; cosines by token."""
         run = tmp_path / "run"
         train("run", "tiny", *keys(data, run, log__probes="true", steps=6, sample__tokens=0))
-        found = probed(RunFolder(run))
+        found = load_probes(RunFolder(run))
         assert found is not None
         drawn = {name for name, _ in PANELS}
         sizes, gradients = {"q", "k"}, {"grad_q", "grad_k", "grad_hidden"}

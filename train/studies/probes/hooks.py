@@ -1,4 +1,4 @@
-"""What a model computes on the way: the tensors inside its token mixers, seen without changing any of it."""
+"""Hooks that show the tensors inside a model's token mixers, and change none of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from delta_trn.models.gated_deltanet import GatedDeltaNet
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
 
-L2_EPSILON = 1e-6  # of the operation's own normalization of q and k
+L2_EPSILON = 1e-6  # as in the operation's own normalization of q and k
 
 
 @dataclass
@@ -25,7 +25,7 @@ class MixerView:
 
     x       [B, T, d]         input
     qkv     [B, T, channels]  after convolution and SiLU, before normalization
-    o       [B, T, HV, V]     of the delta rule, with its scale, before its norm
+    o       [B, T, HV, V]     output of the delta rule, with its scale, before its norm
     y       [B, T, HV V]      input of the output projection: normalized and gated
     out     [B, T, d]         what the layer adds to the residual stream
     """
@@ -39,24 +39,24 @@ class MixerView:
     out: Tensor
 
     def split(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [B, T, H, K] and v [B, T, HV, V], before normalization."""
+        """Returns q, k [B, T, H, K] and v [B, T, HV, V], before normalization."""
         sizes = (self.mixer.K, self.mixer.K, self.mixer.V)
         parts = self.qkv.split(self.mixer.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True))
         return q, k, v
 
     def gate_inputs(self) -> tuple[Tensor, Tensor]:
-        """W_a x + dt_bias and W_b x, [B, T, HV] each: what the decay's softplus and beta's sigmoid get."""
+        """Returns W_a x + dt_bias and W_b x, [B, T, HV]: the inputs of softplus and of beta's sigmoid."""
         a, b = self.mixer.a_proj.weight, self.mixer.b_proj.weight
         x = self.x.to(a.dtype)
         return x @ a.T + self.mixer.dt_bias, x @ b.T
 
     def gates(self) -> tuple[Tensor, Tensor]:
-        """g = log(alpha) and beta, [B, T, HV]."""
+        """Returns g = log(alpha) and beta, [B, T, HV]."""
         return self.mixer.gates(self.x, self.sequences)
 
     def state(self, tokens: int | None = None) -> Tensor:
-        """[B, HV, K, V] after so many tokens, all if None."""
+        """Returns the state [B, HV, K, V] after the first `tokens`, or after all."""
         q, k, v = (x[:, :tokens] for x in self.split())
         g, beta = (x[:, :tokens] for x in self.gates())
         _, state = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
@@ -66,7 +66,7 @@ class MixerView:
 
 @dataclass
 class ModelView:
-    """One forward pass: `stream` the residual stream before each block, then after the last."""
+    """One forward pass; `stream` is the residual stream before each block, and then after the last."""
 
     stream: list[Tensor]
     hidden: Tensor
@@ -89,25 +89,25 @@ def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[li
 
     handles = []
     for i, block in enumerate(model.blocks):
-        handles.append(block.register_forward_pre_hook(lambda _, given, i=i: see(f"{i} stream", given[0])))
+        handles.append(block.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} stream", inputs[0])))
         mixer = block.mixer
         if not isinstance(mixer, GatedDeltaNet):
             continue
 
-        def enter(_: Any, given: Any, i: int = i) -> None:
-            see(f"{i} x", given[0])
-            parts[f"{i} sequences"] = given[1]
+        def enter(_: Any, inputs: Any, i: int = i) -> None:
+            see(f"{i} x", inputs[0])
+            parts[f"{i} sequences"] = inputs[1]
 
         handles += [
             mixer.register_forward_pre_hook(enter),
-            mixer.register_forward_hook(lambda _, given, out, i=i: see(f"{i} out", out)),
-            mixer.conv.register_forward_hook(lambda _, given, out, i=i: see(f"{i} qkv", out)),
-            mixer.o_norm.register_forward_pre_hook(lambda _, given, i=i: see(f"{i} o", given[0])),
-            mixer.o_proj.register_forward_pre_hook(lambda _, given, i=i: see(f"{i} y", given[0])),
+            mixer.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} out", out)),
+            mixer.conv.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} qkv", out)),
+            mixer.o_norm.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} o", inputs[0])),
+            mixer.o_proj.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} y", inputs[0])),
         ]
 
-    def leave(_: Any, given: Any, out: Tensor) -> None:
-        see("end", given[0])
+    def leave(_: Any, inputs: Any, out: Tensor) -> None:
+        see("end", inputs[0])
         mixers = {
             i: MixerView(
                 block.mixer, *(parts[f"{i} {name}"] for name in ("x", "sequences", "qkv", "o", "y", "out"))
@@ -128,10 +128,10 @@ def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[li
 
 
 def normalized(x: Tensor) -> Tensor:
-    """x / sqrt(sum x^2 + 1e-6) over the last dimension, as the operation does it."""
+    """Returns x / sqrt(sum x^2 + 1e-6) over the last dimension, as the operation computes it."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON)
 
 
 def rms(x: Tensor) -> float:
-    """sqrt(mean x^2), in float64."""
+    """Returns sqrt(mean x^2), computed in float64."""
     return float(x.detach().double().square().mean().sqrt())

@@ -1,32 +1,32 @@
-"""Probes: what goes on inside a model while it trains, measured at every evaluation on one held-out batch.
+"""Probes measure what goes on inside a model while it trains, at every evaluation on one held-out batch.
 
-Sizes are root mean squares. Gradients are of the loss summed over tokens, so that they do not depend on how
-many there are: with the mean, as training has it, they would shrink with the batch. What width does to each
-under muP, d width, K key size (arXiv:2606.04048):
+Sizes are root mean squares. Gradients are of the loss summed over tokens, so that they do not depend on the
+number of tokens: those of the mean, as in training, shrink with the batch. The last column says how each
+grows with width d under muP; K is the key size (arXiv:2606.04048):
 
-    of a layer          layers/I/NAME, I the first, middle and last with a token mixer
+    of a layer          layers/I/NAME, I the first, middle and last layer with a token mixer
     q k v               after convolution and SiLU, before normalization           1
     o  y  out           S^T q; normalized and gated; what the layer adds           d^-1/2 to 1; 1; 1
     hidden              the block's input                                          1
     beta_mean _std      write strength, as a share of the largest                  1
     beta_strong         share of beta above half the largest                       1
     alpha_mean          decay                                                      1
-    memory              tokens until a head has forgotten, 1 / (1 - mean alpha), the median head's
-    gate_decay_std      of W_a x, without its bias                                 1
-    gate_beta_std       of W_b x                                                   1
-    state               of its entries after the last token, times sqrt(K)         1
-    Sk/T                |S k| sqrt(K) / |S| of the state after T tokens and the next token's unit k: 1 if k
-                        points nowhere in particular, sqrt(K) if the state knows only k
-    qk/T                mean cosine of q and k at token T;  qk_mean, qk_abs: over all tokens, and of its size
+    memory              tokens that the median head remembers, 1 / (1 - mean alpha)
+    gate_decay_std      standard deviation of W_a x, without its bias              1
+    gate_beta_std       standard deviation of W_b x                                1
+    state               entries after the last token, times sqrt(K)                1
+    Sk/T                |S k| sqrt(K) / |S| of the state after T tokens and the next token's unit k: 1 for a
+                        random direction k, sqrt(K) if the state holds only k
+    qk/T                mean cosine of q and k at token T;  qk_mean, qk_abs: its mean and mean size over all
     grad_q grad_k grad_v grad_hidden grad_y    gradients of the same tensors       1/d
-    grad_o              of S^T q                                                   1/d to d^-1/2
+    grad_o              gradient of S^T q                                          1/d to d^-1/2
 
     of a group          groups/NAME/..., NAME one of GROUPS
     weight  grad        Frobenius norms of the parameters and of their gradient
     lr                  mean learning rate, weighted by parameters, factors included
-    update              Frobenius norm of what the last step changed, decay included; fraction: over weight
+    update              Frobenius norm of the last step's change, decay included; fraction: update over weight
 
-    of a write          depth/I/..., of Deep Delta Learning's residuals: see `train.geometry`
+    of a write          depth/I/..., of Deep Delta Learning's residuals: see depth.py
 
     logit_std           mean over tokens of the standard deviation over the vocabulary
 """
@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 
 from delta_trn.train.run.evaluate import held_out_crops, is_due
 from delta_trn.train.run.step import loss_function
-from delta_trn.train.studies.probes import depth as geometry
+from delta_trn.train.studies.probes import depth
 from delta_trn.train.studies.probes.hooks import MixerView, ModelView, normalized, observed, rms
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from delta_trn.train.run.step import Loss
 
 GROUPS = ("embedding", "main_proj", "gate_proj", "scalar", "conv", "norm", "mlp", "residual")
-PLACES = 8  # how many parts of the sequence qk/T and Sk/T look at
+PLACES = 8  # qk/T and Sk/T divide the sequence into so many parts
 
 
 class Probes:
-    """Measures without touching training: weights, their gradients and random numbers stay as they are."""
+    """Measures and leaves training alone: weights, their gradients and random numbers stay as they are."""
 
     def __init__(
         self,
@@ -73,35 +73,35 @@ class Probes:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Remember the weights, to see what the coming step changes: worth its time before an evaluation."""
+        """Copies the weights, to see what the coming step changes. Needed only before an evaluation."""
         self._before = {name: p.detach().clone() for name, p, _ in self._parameters()}
 
     def measure(self) -> dict[str, float]:
-        """Every probe by its name."""
+        """Returns every probe by its name."""
         training = self.model.training
         kept = {name: p.grad for name, p, _ in self._parameters()}
         self.model.eval()
         try:
             for _, p, _ in self._parameters():
                 p.grad = None
-            with observed(self.model, gradients=True) as views, geometry.watched(self.model) as writes:
+            with observed(self.model, gradients=True) as views, depth.watched(self.model) as writes:
                 # the sum over tokens, not their mean
                 (self.loss(*self.batch) * self.batch[1].numel()).backward()
             with torch.no_grad():
-                found = {"logit_std": self._logit_std(views[0])} | self._groups() | geometry.named(writes)
+                values = {"logit_std": self._logit_std(views[0])} | self._groups() | depth.named(writes)
                 layers = sorted(views[0].mixers)
                 for i in sorted({layers[0], layers[len(layers) // 2], layers[-1]} if layers else ()):
                     of_layer = layer_probes(views[0].mixers[i], views[0].stream[i])
-                    found |= {f"layers/{i}/{name}": value for name, value in of_layer.items()}
+                    values |= {f"layers/{i}/{name}": value for name, value in of_layer.items()}
         finally:
             self.model.train(training)
             for name, p, _ in self._parameters():
                 p.grad = kept[name]
             self._before = {}
-        return {name: float(f"{value:.6g}") for name, value in found.items()}
+        return {name: float(f"{value:.6g}") for name, value in values.items()}
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter, float]]:
-        """(name, parameter, learning rate now) of all."""
+        """Lists the name, the parameter and the current learning rate of all parameters."""
         return [
             (name, p, group["lr"])
             for group in self.optimizer.param_groups
@@ -118,14 +118,14 @@ class Probes:
             into["grad"] += 0.0 if p.grad is None else _square(p.grad)
             if name in self._before:
                 into["update"] += _square(p - self._before[name])
-        found = {}
+        values = {}
         for group, sums in squares.items():
             count = sums.pop("count")
-            values = {"lr": sums.pop("lr") / count} | {key: value**0.5 for key, value in sums.items()}
-            if "update" in values and values["weight"]:
-                values["fraction"] = values["update"] / values["weight"]
-            found |= {f"groups/{group}/{key}": value for key, value in values.items()}
-        return found
+            of_group = {"lr": sums.pop("lr") / count} | {key: value**0.5 for key, value in sums.items()}
+            if "update" in of_group and of_group["weight"]:
+                of_group["fraction"] = of_group["update"] / of_group["weight"]
+            values |= {f"groups/{group}/{key}": value for key, value in of_group.items()}
+        return values
 
     def _logit_std(self, view: ModelView) -> float:
         hidden = view.hidden[:1].float()  # one sequence: all logits of a batch may not fit
@@ -156,7 +156,7 @@ def observers(run: Run) -> list[Observer]:
 
 
 def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:
-    """Those of one layer; `stream` is its block's input."""
+    """Measures one layer; `stream` is its block's input."""
     q, k, v = view.split()
     T = q.shape[1]
     g, beta = view.gates()
@@ -165,7 +165,7 @@ def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:
     za, zb = view.gate_inputs()
     cosine = (normalized(q) * normalized(k)).sum(-1)
     forgets = -torch.expm1(g).mean((0, 1))  # 1 - alpha without its cancellation
-    found = {
+    probes = {
         **{name: rms(x) for name, x in {"q": q, "k": k, "v": v, "y": view.y, "out": view.out}.items()},
         "o": rms(view.o) / view.mixer.scale,
         "hidden": rms(stream),
@@ -182,31 +182,31 @@ def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:
     }
     for i in range(PLACES + 1):
         t = min(i * T // PLACES, T - 1)
-        found[f"qk/{t}"] = float(cosine[:, t].mean())
+        probes[f"qk/{t}"] = float(cosine[:, t].mean())
         if 0 < i < PLACES:
-            found[f"Sk/{t}"] = recall(view.state(t), k[:, t])
+            probes[f"Sk/{t}"] = recall(view.state(t), k[:, t])
     if view.qkv.grad is not None:
         q, k, v = view.qkv.grad.split(view.mixer.sizes, dim=-1)
         gradients = {"q": q, "k": k, "v": v, "y": view.y.grad, "hidden": stream.grad}
         # of S^T q, which o is a multiple of
         gradients["o"] = None if view.o.grad is None else view.o.grad * view.mixer.scale
-        found |= {f"grad_{name}": rms(x) for name, x in gradients.items() if x is not None}
-    return found
+        probes |= {f"grad_{name}": rms(x) for name, x in gradients.items() if x is not None}
+    return probes
 
 
 def recall(S: Tensor, k: Tensor) -> float:
-    """|S^T k| sqrt(K) / |S|_F, the root mean square over sequences and heads.
+    """Returns |S^T k| sqrt(K) / |S|_F for unit k, as the root mean square over sequences and heads.
 
-    S [B, HV, K, V]; k [B, H, K] of any length. In the mean 1 over all directions of k, whatever S is.
+    S [B, HV, K, V]; k [B, H, K] of any length. Averaged over all directions of k it is 1, whatever S is.
     """
     k = normalized(k.float()).repeat_interleave(S.shape[1] // k.shape[1], dim=1)
-    found = torch.einsum("bhkv,bhk->bhv", S.float(), k)
-    share = found.square().sum(-1) / S.float().square().sum((-2, -1)).clamp_min(1e-30)
+    values = torch.einsum("bhkv,bhk->bhv", S.float(), k)
+    share = values.square().sum(-1) / S.float().square().sum((-2, -1)).clamp_min(1e-30)
     return float((share.mean() * S.shape[2]).sqrt())
 
 
 def group_of(name: str) -> str:
-    """The group of GROUPS that a parameter belongs to."""
+    """Returns which of GROUPS a parameter belongs to."""
     parts = name.split(".")
     if parts[0] in ("embed", "lm_head"):
         return "embedding"

@@ -1,8 +1,8 @@
-"""probes.png from metrics.jsonl: what goes on inside a model over steps, of one run or of several widths.
+"""Draws probes.png from metrics.jsonl: what goes on inside a model over steps, for one run or several widths.
 
-Of arXiv:2606.04048 these are the quantities of appendices C (SGD) and D (AdamW): sizes of q and k (C.1, D.1),
-the gradients of the block's input, q and k (C.2, D.2), beta, strong writes and the spread of W_a x and W_b x
-(C.3, D.3), and the cosine of q and k at nine places of the sequence (C.4, D.4), a panel for each run.
+These are the quantities in appendices C (SGD) and D (AdamW) of arXiv:2606.04048: sizes of q and k (C.1, D.1),
+gradients of the block's input, q and k (C.2, D.2), beta, strong writes and the spread of W_a x and W_b x
+(C.3, D.3), and the cosine of q and k at nine places of the sequence (C.4, D.4), in a panel for each run.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.files import disk_errors
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.watch import metrics
+from delta_trn.train.watch.figure import dress, new_figure, save_figure
 
 PANELS = (
     ("k", "size of k before normalization"),
@@ -35,7 +35,9 @@ PANELS = (
 )
 PLACES = (("qk", "cosine of q and k, by token"), ("Sk", "|S k| sqrt(K) / |S|, by token"))
 GROUP_PANELS = (("fraction", "last update over weight"), ("grad", "norm of the gradient"))
-TIMES_WIDTH = frozenset(("grad_q", "grad_k", "grad_hidden"))  # theory says 1/d: times d it is one curve
+TIMES_WIDTH = frozenset(
+    ("grad_q", "grad_k", "grad_hidden")
+)  # theory says 1/d: times d the widths share one curve
 
 
 @dataclass(frozen=True)
@@ -47,30 +49,30 @@ class Probed:
     series: tuple[tuple[int, dict[str, float]], ...]
 
     def layers(self) -> list[str]:
-        """Names of the layers probed, first to last."""
+        """Returns the names of the probed layers, first to last."""
         names = {
             key.split("/")[1] for _, values in self.series for key in values if key.startswith("layers/")
         }
         return sorted(names, key=int)
 
     def over_steps(self, layer: str, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one layer's probe; of Sk the one at the latest token."""
+        """Returns steps and values of one layer's probe; of Sk the one at the latest token."""
         if name == "Sk" and (places := self.places(layer, name)):
             name = f"Sk/{places[-1]}"
         key = f"layers/{layer}/{name}"
         factor = self.width if name in TIMES_WIDTH else 1
-        found = [(step, values[key] * factor) for step, values in self.series if key in values]
-        return [step for step, _ in found], [value for _, value in found]
+        points = [(step, values[key] * factor) for step, values in self.series if key in values]
+        return [step for step, _ in points], [value for _, value in points]
 
     def places(self, layer: str, name: str) -> list[int]:
-        """Tokens at which a layer's qk or Sk is measured."""
+        """Returns the tokens at which a layer's qk or Sk is measured."""
         start = f"layers/{layer}/{name}/"
         keys = {key for _, values in self.series for key in values if key.startswith(start)}
         return sorted(int(key.removeprefix(start)) for key in keys)
 
 
-def probed(folder: RunFolder) -> Probed | None:
-    """The probes of a run; None if it has none."""
+def load_probes(folder: RunFolder) -> Probed | None:
+    """Reads the probes of a run; None if it has none."""
     config, _ = folder.read()
     lines = metrics.read(folder.metrics.path)
     series = tuple((line["step"], line["probes"]) for line in lines if line.get("probes"))
@@ -80,15 +82,13 @@ def probed(folder: RunFolder) -> Probed | None:
 
 
 def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
-    """One panel a probe: with one run a line a layer, with several a line a run, of its middle layer.
+    """Draws one panel per probe: a line per layer of one run, or a line per run for its middle layer.
 
     Raises RunFolderError if there is no run, or nothing of a token mixer to draw.
     """
     if not runs or not any(run.layers() for run in runs):
         raise RunFolderError("there are no probes to draw; train with log.probes=true")
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     alone = runs[0] if len(runs) == 1 else None
     # (label, run, layer)
@@ -101,8 +101,7 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
     by_place = [(line, name, title) for line in middle for name, title in PLACES]
     columns, count = 4, len(PANELS) + len(GROUP_PANELS) + len(by_place)
     rows = -(-count // columns)
-    figure = Figure(figsize=(3.2 * columns, 2.3 * rows), dpi=110)
-    FigureCanvasAgg(figure)
+    figure = new_figure(3.2 * columns, 2.3 * rows, dpi=110, layout=None)
     figure.subplots_adjust(left=0.04, right=0.99, bottom=0.03, top=0.97, wspace=0.22, hspace=0.35)
     panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
     for axes, (name, title) in zip(panels, PANELS, strict=False):
@@ -124,11 +123,7 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
     for axes in panels[count:]:
         axes.set_visible(False)
     panels[0].legend(fontsize=6, frameon=False)
-    beside = path.with_name(f".{path.name}")
-    with disk_errors(path, "everything else of the run is whole: free some space and plot again"):
-        figure.savefig(beside, format="png")
-        beside.replace(path)
-    return path
+    return save_figure(figure, path)
 
 
 def _places(axes: Any, run: Probed, layer: str, name: str) -> None:
@@ -147,13 +142,10 @@ def _groups(axes: Any, run: Probed, name: str) -> None:
     )
     for group in groups:
         key = f"groups/{group}/{name}"
-        found = [(step, values[key]) for step, values in run.series if values.get(key)]
-        axes.plot([s for s, _ in found], [v for _, v in found], linewidth=1.1, label=group)
+        points = [(step, values[key]) for step, values in run.series if values.get(key)]
+        axes.plot([step for step, _ in points], [y for _, y in points], linewidth=1.1, label=group)
 
 
 def _dress(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=7, loc="left", fontweight="bold")
+    dress(axes, title, size=7)
     axes.tick_params(labelsize=6)
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
