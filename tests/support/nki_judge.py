@@ -1,4 +1,4 @@
-"""What tests of NKI kernels share: tensors in and out of the simulator, and how wrong a result may be."""
+"""What tests of NKI kernels share: tensors in and out of the simulator, the criterion, and planted faults."""
 
 import math
 
@@ -12,6 +12,7 @@ from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.nki_kernels.language import RUNTIME
 from delta_trn.nki_kernels.simulator import Numerics, record
 from delta_trn.nki_kernels.simulator.report import traffic
+from delta_trn.nki_kernels.simulator.subset import findings
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = Numerics()
@@ -23,7 +24,7 @@ def normal(generator, *shape):
 
 
 def array(x):
-    """A tensor as the simulator takes it; anything else unchanged."""
+    """Returns a tensor as the simulator takes it, and anything else unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     x = x.detach().contiguous()
@@ -39,10 +40,10 @@ def tensor(x):
 
 
 def run(kernel, *args, target="trn1", numerics=EXACT):
-    """The kernel's outputs, every strict check on but that of the source, which has a test of its own:
-    its findings are cached, and must not be those of a planted fault.
+    """Returns the kernel's outputs, with every strict check on but that of the source.
 
-    Where AWS's nki is installed, kernels are made of its language, and its simulator runs them.
+    The check of the source has a test of its own; its findings are cached, and must not be those of a planted
+    fault. Where AWS's nki is installed, kernels are made of its language, and its simulator runs them.
     """
     arrays = [array(x) for x in args]
     if RUNTIME == "neuron":
@@ -56,30 +57,45 @@ def run(kernel, *args, target="trn1", numerics=EXACT):
     return tuple(map(tensor, outputs)) if isinstance(outputs, tuple) else tensor(outputs)
 
 
-def recorded(kernel, *args, **how):
-    """A run with its trace and memory peaks, which only our simulator has."""
+def recorded(kernel, *args, **options):
+    """Returns a run with its trace and memory peaks, which only our simulator has."""
     if RUNTIME == "neuron":
         pytest.skip("AWS's nki is installed: its simulator keeps no trace and counts no memory")
-    return record(kernel, *args, **how)
+    return record(kernel, *args, **options)
 
 
 def hbm_bytes(kernel, arguments):
-    """(moved, least): what the kernel reads and writes, and its inputs and outputs once each."""
+    """Returns (moved, least): what the kernel reads and writes, and its inputs and outputs once each."""
     return traffic(recorded(kernel, *arguments), arguments)
 
 
-def allowed(judge, honest, dtype, terms):
-    """The rule of `backends.judge` for sums kept in float32: twice the error of an honest float32
-    implementation, never below what adding so many terms costs, plus one rounding to the result's dtype.
+def assert_close(outcome, judge, honest, terms):
+    """Asserts the rule of `backends.parity.judge` for sums kept in float32, for every tensor of the judge.
+
+    Allowed is twice the error of an honest float32 implementation, never below what adding so many terms
+    costs, plus one rounding to the result's dtype; where the judge is 0 everywhere, so must the result be.
     """
-    bound = max(FACTOR * error(honest, judge), math.sqrt(terms) * 2.0**-24)
-    return bound + (error(judge.to(dtype), judge) if dtype != torch.float32 else 0.0)
+    assert outcome.keys() == judge.keys()
+    for name, exact in judge.items():
+        result, allowed = outcome[name], 0.0
+        if exact.any():
+            allowed = max(FACTOR * error(honest[name], exact), math.sqrt(terms) * 2.0**-24)
+            allowed += error(exact.to(result.dtype), exact) if result.dtype != torch.float32 else 0.0
+        assert error(result, exact) <= allowed, (
+            f"{name}: error {error(result, exact):.3g} above {allowed:.3g}"
+        )
 
 
-def assert_close(found, judge, honest, terms):
-    """Every tensor of the judge, by name; where the judge is 0 everywhere, so must the result be."""
-    assert found.keys() == judge.keys()
-    for name, right in judge.items():
-        bound = allowed(right, honest[name], found[name].dtype, terms) if right.any() else 0.0
-        wrong = error(found[name], right)
-        assert wrong <= bound, f"{name}: error {wrong:.3g} above {bound:.3g}"
+def assert_passed(verdicts):
+    """Asserts that all verdicts passed, and names those that did not."""
+    failed = [str(verdict) for verdict in verdicts if not verdict.passed]
+    assert not failed, "\n".join(failed)
+
+
+def plant(monkeypatch, module, function, fault, kernels):
+    """Replaces a function of a kernel's module by a faulty one.
+
+    The kernels' sources are checked first: findings are cached, so the fault's own source is not judged.
+    """
+    assert all(findings(kernel) == () for kernel in kernels)
+    monkeypatch.setattr(module, function, fault)

@@ -1,0 +1,51 @@
+"""What holds for every NKI kernel: its source compiles under every release, later chips compute the same."""
+
+import pytest
+import torch
+
+from delta_trn.nki_kernels import (
+    delta_residual,
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    gated_delta_rule_step,
+    gated_rms_norm,
+    precision_probe,
+    short_convolution,
+)
+from delta_trn.nki_kernels.simulator.subset import findings
+from tests.support.nki_judge import run, tensor
+
+RULE = {"B": 1, "T": 40, "H": 1, "HV": 2, "K": 48, "V": 96, "C": 32, "dtype": "bfloat16"}
+RESIDUAL = {"M": 3, "D": 96, "dtype": "bfloat16"}
+NORM = {"M": 300, "V": 96, "dtype": "bfloat16"}
+CONVOLUTION = {"T": 130, "C": 48, "dtype": "bfloat16"}
+EXAMPLES = [
+    gated_delta_rule_fwd.example(**RULE, every=1),
+    gated_delta_rule_bwd.example(**RULE, every=1),
+    gated_delta_rule_step.example(H=2, HV=4, K=96, V=192),
+    delta_residual.example(**RESIDUAL),
+    delta_residual.example(**RESIDUAL, backward=1),
+    gated_rms_norm.example(**NORM),
+    gated_rms_norm.example(**NORM, backward=1),
+    short_convolution.example(**CONVOLUTION),
+    short_convolution.example(**CONVOLUTION, backward=1),
+    (precision_probe.product, precision_probe.operands()),
+]
+
+
+def name(value):
+    return getattr(value, "__name__", "")
+
+
+@pytest.mark.parametrize(("kernel", "arguments"), EXAMPLES, ids=name)
+def test_source_is_in_the_subset_of_every_release(kernel, arguments):
+    assert findings(kernel, portable=True) == ()
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+@pytest.mark.parametrize(("kernel", "arguments"), EXAMPLES, ids=name)
+def test_later_generations_compute_the_same(kernel, arguments, target):
+    arguments = [tensor(x) if hasattr(x, "dtype") else x for x in arguments]
+    first, later = run(kernel, *arguments), run(kernel, *arguments, target=target)
+    pairs = zip(first, later, strict=True) if isinstance(first, tuple) else [(first, later)]
+    assert all(torch.equal(a, b) for a, b in pairs)
