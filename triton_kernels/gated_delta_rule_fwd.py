@@ -1,22 +1,28 @@
 """Gated delta rule, forward, chunkwise: a parallel preparation of every chunk, then a scan over the chunks.
 
-Math, for one chunk of C tokens and one value head, S the state at the chunk's start; b = cumsum(g),
-gam_i = exp(b_i), D_ij = exp(b_i - b_j) for i >= j else 0, lam_i = exp(b_C - b_i):
+For one chunk of C tokens and one value head, S the state [K, V] at the chunk's start:
 
-    L  = strict_lower( diag(beta) K K^T )             [C, C]
-    N  = (I + L)^-1 * D                               [C, C]   the gate is applied after the inverse
-    P  = scale * lower(Q K^T) * D                     [C, C]
-    X  = V - diag(gam) K S                            [C, V]   what is missing from memory
-    U  = N diag(beta) X                               [C, V]   what this chunk really writes
-    O  = scale * diag(gam) Q S + P U                  [C, V]
-    S' = gam_C S + K^T diag(lam) U                    [K, V]
+    b_i   = g_1 + ... + g_i                             [C]
+    gam_i = exp(b_i),  lam_i = exp(b_C - b_i)           [C]
+    D_ij  = exp(b_i - b_j) for i >= j, else 0           [C, C]
+    L  = strict_lower(diag(beta) K K^T) . D             [C, C]
+    T  = (I + L)^-1                                     [C, C]
+    P  = scale * lower(Q K^T) . D                       [C, C]
+    X  = V - diag(gam) K S                              [C, V]   what the memory lacks
+    U  = T Y,  Y = diag(beta) X                         [C, V]   what the chunk writes
+    O  = scale * diag(gam) Q S + P U                    [C, V]
+    S' = gam_C S + K^T diag(lam) U                      [K, V]
 
-Source: arXiv:2412.06464. The gate may follow the inverse because D = diag(gam) 1 diag(1/gam) is a similarity;
-it is always formed as exp of a masked difference, never as a quotient, which overflows.
+Source: arXiv:2412.06464. T is computed with the decay after the inverse:
+
+    T = (I + strict_lower(diag(beta) K K^T))^-1 . D
+
+which is the same because D = diag(gam) 1 diag(1 / gam) is a similarity. D is always formed as exp of a masked
+difference, never as a quotient, which overflows.
 
 Normalized queries and keys are never written: their factors r_q, r_k scale rows, so they fold into gam, lam
-and the C x C matrices, and the products read q and k as they came. Nor are g and beta where they are given as
-what a layer projects, a and z, [B, T, HV] both:
+and the C x C matrices, and the products read q and k as they came. Neither are g and beta where the call
+gives a and z instead, which a layer projects, both [B, tokens, HV]:
 
     g = -exp(A_log) softplus(a + dt_bias)         beta = beta_max sigmoid(z)
 
@@ -24,9 +30,14 @@ The scan holds the state transposed, Z = S^T [BV, K]. Every product on the seria
 value on its left, which Hopper's tensor cores read from registers, and a tile from memory on its right; no
 result of a product is ever transposed, which Triton 3.4 to 3.7.0 miscompiles on Hopper.
 
-Layout: q, k [B, T, H, K]; v, o [B, T, HV, V]; g, beta [B, T, HV]; states [N, HV, K, V]; NC counts the chunks
-of all sequences, and per chunk there are N, P [NC, HV, C, C]; rows [NC, HV, 8, C] float32 (tiles.ROWS says
-which); h [NC, HV, V, K], the states at chunk starts; U [NC, HV, C, V]. A_log, dt_bias [HV].
+Layout, with NC the number of chunks of all sequences, and B = 1 where N sequences are packed:
+
+    q, k [B, tokens, H, K]         v, o [B, tokens, HV, V]       g, beta [B, tokens, HV]
+    T [NC, HV, 1 or 2, C, C]       P [NC, HV, C, C]              rows [NC, HV, 8, C] float32, see tiles.ROWS
+    S [NC, HV, V, K]               U [NC, HV, C, V]              initial_state, final_state [N, HV, K, V]
+    A_log, dt_bias [HV]            transition [N, HV, K, K]
+
+T has two words in 16 bits: the second is what rounding cut off. S holds Z at every chunk's start.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -35,34 +46,42 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, power_of_two
+from delta_trn.triton_kernels.launch import Config, config, power_of_two
 from delta_trn.triton_kernels.tiles import (
     ROWS,
-    chunk_span,
-    made_gates,
-    product,
-    rounded,
-    sequence_span,
-    split_product,
-    unit_lower_inverse,
+    compute_gates,
+    invert_unit_lower,
+    locate_chunk,
+    locate_sequence,
+    multiply,
+    multiply_split,
+    round_to,
 )
+from delta_trn.triton_kernels.variants import Variant, gates, layouts
+
+TYPES = {
+    "*x": "q k v o T P S U",
+    "*fp32": "g beta A_log dt_bias rows initial_state final_state transition",
+    "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
+    "fp32": "scale beta_max",
+    "i32": "tokens NT NS span",
+}
 
 
-@triton.jit(do_not_specialize=["T", "NT"])
+@triton.jit(do_not_specialize=["tokens", "NT"])
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, N_out, P_out, rows, chunk_start, chunk_length, scale, beta_max, T, NT,
+    q, k, g, beta, A_log, dt_bias, T, P, rows, chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
-    L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr,
-    PACKED: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
+    L2NORM: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, value head): N, P and the rows. KP is K up to a power of two.
+    """Computes T, P and the rows; one program per (chunk, value head). KP is K up to a power of two.
 
-    GATE: g holds a, with BIAS there is a dt_bias. SIGMOID: beta holds z.
+    With A_log, g holds a. With beta_max, beta holds z.
     """
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // HV, pid % HV
     i_hk = i_h // (HV // H)
-    start, length = chunk_span(i_c, T, NT, chunk_start, chunk_length, C, PACKED)
+    start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
     if length <= 0:
         return
     o_c = tl.arange(0, C)
@@ -75,17 +94,17 @@ def prepare_kernel(
     b_k = tl.load(k + row + o_tk, mask=m_tk, other=0.0)
     b_g = tl.load(g + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
     b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
-    b_g, b_beta = made_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max, GATE, BIAS, SIGMOID)
-    # what lies past the end neither forgets nor writes, whatever 0 becomes
-    if GATE:
+    b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max)
+    # tokens past the end must neither forget nor write, whatever the formulas make of 0
+    if A_log is not None:
         b_g = tl.where(m_t, b_g, 0.0)
-    if SIGMOID:
+    if beta_max is not None:
         b_beta = tl.where(m_t, b_beta, 0.0)
 
     # the running sum in two words: its differences keep their digits where strong and weak decays meet
     b_sum = tl.cumsum(b_g.to(tl.float64), axis=0)
     b_b = b_sum.to(tl.float32)
-    b_low = (b_sum - b_b).to(tl.float32)
+    b_b_low = (b_sum - b_b).to(tl.float32)
     if L2NORM:
         b_q32 = b_q.to(tl.float32)
         b_k32 = b_k.to(tl.float32)
@@ -100,7 +119,7 @@ def prepare_kernel(
     b_lam = tl.exp((b_last - b_sum).to(tl.float32))
     p_rows = rows + tile * (ROWS * C) + o_c
     tl.store(p_rows, b_b)
-    tl.store(p_rows + C, b_low)
+    tl.store(p_rows + C, b_b_low)
     tl.store(p_rows + 2 * C, b_rq)
     tl.store(p_rows + 3 * C, b_rk)
     tl.store(p_rows + 4 * C, b_gam * b_rk * b_beta)
@@ -110,45 +129,43 @@ def prepare_kernel(
 
     o_cc = o_c[:, None] * C + o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
-    b_KK = product(b_k, tl.trans(b_k), DOT)
-    b_L = tl.where(strict, b_KK * ((b_beta * b_rk)[:, None] * b_rk[None, :]), 0.0)
-    b_N = unit_lower_inverse(b_L, C)
+    b_KK = multiply(b_k, tl.trans(b_k), DOT)
+    b_KK = tl.where(strict, b_KK * ((b_beta * b_rk)[:, None] * b_rk[None, :]), 0.0)
+    b_T = invert_unit_lower(b_KK, C)
     # the exponent is masked before exp: above the diagonal it is positive and may overflow
-    b_D = (b_b[:, None] - b_b[None, :]) + (b_low[:, None] - b_low[None, :])
+    b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
     b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_D, float("-inf")))
-    b_N *= b_D
-    b_hi = rounded(b_N, N_out.dtype.element_ty, DOT)
-    p_N = N_out + tile * (WORDS * C * C) + o_cc
-    tl.store(p_N, b_hi)
+    b_T *= b_D
+    b_hi = round_to(b_T, T.dtype.element_ty, DOT)
+    p_T = T + tile * (WORDS * C * C) + o_cc
+    tl.store(p_T, b_hi)
     if WORDS == 2:
-        tl.store(p_N + C * C, rounded(b_N - b_hi.to(tl.float32), N_out.dtype.element_ty, DOT))
-    b_P = product(b_q, tl.trans(b_k), DOT) * b_D * ((scale * b_rq)[:, None] * b_rk[None, :])
-    tl.store(P_out + tile * (C * C) + o_cc, rounded(b_P, P_out.dtype.element_ty, DOT))
+        tl.store(p_T + C * C, round_to(b_T - b_hi.to(tl.float32), T.dtype.element_ty, DOT))
+    b_P = multiply(b_q, tl.trans(b_k), DOT) * b_D * ((scale * b_rq)[:, None] * b_rk[None, :])
+    tl.store(P + tile * (C * C) + o_cc, round_to(b_P, P.dtype.element_ty, DOT))
 
 
-@triton.jit(do_not_specialize=["T", "NT", "NS", "L"])
+@triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def scan_kernel(
-    q, k, v, N, P, rows, initial_state, o, final_state, transition, h, U, cu_seqlens, chunk_offsets, T, NT,
-    NS, L,
+    q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
+    tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, WRITE_O: tl.constexpr,
-    WRITE_FINAL: tl.constexpr, WRITE_H: tl.constexpr, TRANSITION: tl.constexpr, WORDS: tl.constexpr,
-    DOT: tl.constexpr,
+    C: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, value head, BV columns of V), over the chunks in order.
+    """Walks over the chunks in order; one program per (sequence, value head, BV columns of V).
 
-    WRITE_O gives the outputs; WRITE_H keeps h and U, which the backward pass needs. Backward calls it once
-    more with WRITE_H alone where forward did not keep them. TRANSITION: K more columns follow those of V,
-    which start as the identity and are told v = 0; they end as `transition` (see `segments`).
+    Writes what is not None. Backward reads S and U; where forward did not keep them, backward launches this
+    kernel for them alone. With `transition`, K more columns follow those of V: they start as the identity,
+    see v = 0 and end as `transition` (see `segments`).
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    NX: tl.constexpr = NV + ((K + BV - 1) // BV if TRANSITION else 0)
+    NX: tl.constexpr = NV + ((K + BV - 1) // BV if transition is not None else 0)
     pid = tl.program_id(0).to(tl.int64)
     i_v = (pid % NX).to(tl.int32)
     i_h = (pid // NX) % HV
     i_n = pid // (NX * HV)
     i_hk = i_h // (HV // H)
-    start, length, first = sequence_span(i_n, T, NT, NS, L, cu_seqlens, chunk_offsets, C, PACKED)
+    start, length, first = locate_sequence(i_n, tokens, NT, NS, span, cu_seqlens, chunk_offsets, C)
 
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, KP)
@@ -162,11 +179,11 @@ def scan_kernel(
     o_state = o_k[None, :] * V + o_v[:, None]
     dtype = k.dtype.element_ty
 
-    o_x = o_v - NV * BV  # of the columns that follow
+    o_x = o_v - NV * BV  # counts the columns of `transition`
     b_Z = tl.zeros([BV, KP], dtype=tl.float32)  # the state, transposed
-    if TRANSITION:
+    if transition is not None:
         b_Z += tl.where(o_x[:, None] == o_k[None, :], 1.0, 0.0)
-    if HAS_INITIAL:
+    if initial_state is not None:
         p_state = initial_state + (i_n * HV + i_h) * (K * V)
         b_Z = tl.load(p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
 
@@ -178,69 +195,87 @@ def scan_kernel(
         m_vc = m_v[:, None] & m_t[None, :]
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
         b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0)  # [BV, C]
-        p_N = N + tile * (WORDS * C * C) + o_cc
-        b_N = tl.load(p_N)
-        b_low = tl.load(p_N + (WORDS - 1) * (C * C))
+        p_T = T + tile * (WORDS * C * C) + o_cc
+        b_T = tl.load(p_T)
+        b_T_low = tl.load(p_T + (WORDS - 1) * (C * C))
         p_rows = rows + tile * (ROWS * C)
         b_beta = tl.load(p_rows + 7 * C + o_c)
-        b_Zd = rounded(b_Z, dtype, DOT)
-        if WRITE_H:
-            tl.store(h + tile * (V * K) + o_v[:, None] * K + o_k[None, :], b_Zd, mask=m_vk)
+        b_Zd = round_to(b_Z, dtype, DOT)
+        if S is not None:
+            tl.store(S + tile * (V * K) + o_v[:, None] * K + o_k[None, :], b_Zd, mask=m_vk)
 
-        b_YT = product(b_Zd, tl.trans(b_k), DOT)  # [BV, C] = S^T K^T
-        b_XT = b_vT.to(tl.float32) * b_beta[None, :] - b_YT * tl.load(p_rows + 4 * C + o_c)[None, :]
-        b_UT = split_product(b_XT, tl.trans(b_N), tl.trans(b_low), dtype, DOT)  # [BV, C]
-        if WRITE_H:
+        b_KST = multiply(b_Zd, tl.trans(b_k), DOT)  # [BV, C], (K S)^T
+        b_YT = b_vT.to(tl.float32) * b_beta[None, :] - b_KST * tl.load(p_rows + 4 * C + o_c)[None, :]
+        b_UT = multiply_split(b_YT, tl.trans(b_T), tl.trans(b_T_low), dtype, DOT)  # [BV, C]
+        if U is not None:
             p_U = U + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
-            tl.store(p_U, rounded(b_UT, dtype, DOT), mask=m_v[:, None])
-        if WRITE_O:
+            tl.store(p_U, round_to(b_UT, dtype, DOT), mask=m_v[:, None])
+        if o is not None:
             b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
             b_P = tl.load(P + tile * (C * C) + o_cc)
-            b_OT = product(b_Zd, tl.trans(b_q), DOT) * tl.load(p_rows + 5 * C + o_c)[None, :]
-            b_OT += product(rounded(b_UT, dtype, DOT), tl.trans(b_P), DOT)
-            tl.store(o + (t * HV + i_h) * V + o_vc, rounded(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
+            b_OT = multiply(b_Zd, tl.trans(b_q), DOT) * tl.load(p_rows + 5 * C + o_c)[None, :]
+            b_OT += multiply(round_to(b_UT, dtype, DOT), tl.trans(b_P), DOT)
+            tl.store(o + (t * HV + i_h) * V + o_vc, round_to(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
         b_UT *= tl.load(p_rows + 6 * C + o_c)[None, :]
-        b_Z = b_Z * tl.exp(tl.load(p_rows + C - 1)) + product(rounded(b_UT, dtype, DOT), b_k, DOT)
+        b_Z = b_Z * tl.exp(tl.load(p_rows + C - 1)) + multiply(round_to(b_UT, dtype, DOT), b_k, DOT)
 
-    if WRITE_FINAL:
+    if final_state is not None:
         tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_state, b_Z, mask=m_vk)
-    if TRANSITION:
+    if transition is not None:
         m_x = (o_x >= 0) & (o_x < K)
         p_x = transition + (i_n * HV + i_h) * (K * K) + o_k[None, :] * K + o_x[:, None]
         tl.store(p_x, b_Z, mask=m_x[:, None] & m_k[None, :])
 
 
 def prepare(
-    q, k, g, beta, A_log, dt_bias, N, P, rows, *, scale, l2norm, beta_max, chunks: Chunks, config: Config
+    q, k, g, beta, A_log, dt_bias, T, P, rows, *, scale, l2norm, beta_max, chunks: Chunks, config: Config
 ):  # fmt: skip
-    """Launch `prepare_kernel`: fills N, P, rows. Tensors as in the module's Layout, contiguous.
+    """Launches `prepare_kernel`: fills T, P and rows. Tensors as in the module's layout, contiguous.
 
-    A_log None: g is g; dt_bias None: there is none. beta_max 0: beta is beta.
+    A_log None: g is given as it is. dt_bias None: no bias. beta_max 0: beta is given as it is.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
     prepare_kernel[(chunks.count * HV,)](
-        q, k, g, beta, A_log, dt_bias, N, P, rows, chunks.start, chunks.length, scale, beta_max,
+        q, k, g, beta, A_log, dt_bias, T, P, rows, chunks.start, chunks.length, scale, beta_max or None,
         chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, GATE=A_log is not None,
-        BIAS=dt_bias is not None, SIGMOID=beta_max > 0, PACKED=chunks.packed, WORDS=N.shape[2],
-        DOT=config.dot, num_warps=config.prepare.warps, num_stages=config.prepare.stages,
+        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, WORDS=T.shape[2], DOT=config.dot,
+        num_warps=config.prepare.warps, num_stages=config.prepare.stages,
     )  # fmt: skip
 
 
 def scan(
-    q, k, v, N, P, rows, initial_state, *, o, final_state, h, U, transition=None, chunks: Chunks,
+    q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, chunks: Chunks,
     config: Config,
 ):  # fmt: skip
-    """Launch `scan_kernel`: fills whichever of o, final_state, transition and (h, U) are not None."""
+    """Launches `scan_kernel`: fills whichever of o, final_state, transition, S and U are not None."""
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     tile = config.scan
     columns = -(-V // tile.columns) + (0 if transition is None else -(-K // tile.columns))
     scan_kernel[(chunks.sequences * HV * columns,)](
-        q, k, v, N, P, rows, initial_state, o, final_state, transition, h, U, chunks.cu_seqlens,
+        q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
         chunks.offsets, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, PACKED=chunks.packed,
-        HAS_INITIAL=initial_state is not None, WRITE_O=o is not None, WRITE_FINAL=final_state is not None,
-        WRITE_H=h is not None, TRANSITION=transition is not None, WORDS=N.shape[2], DOT=config.dot,
-        num_warps=tile.warps, num_stages=tile.stages,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, WORDS=T.shape[2],
+        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def variants(K: int, V: int, itemsize: int, quick: bool):
+    """Yields what `compile_only` compiles of this module."""
+    row = config(K, V, itemsize=itemsize)
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.scan.columns, "C": row.C}
+    sizes |= {"L2NORM": True, "WORDS": 1 if itemsize == 4 else 2, "DOT": row.dot}
+    # what each use of the scan does not write; dense sequences have no initial and no final state here
+    uses = {"train": ("transition",)}
+    if not quick:
+        uses |= {"infer": ("transition", "S", "U"), "recompute": ("transition", "o")}
+    for layout, tables in layouts(quick):
+        for form, given in gates(quick):
+            values = sizes | tables | given
+            yield Variant("prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
+        states = ("initial_state", "final_state") if layout == "dense" else ()
+        for use, absent in uses.items():
+            values = sizes | tables | dict.fromkeys((*absent, *states))
+            yield Variant("scan", f"{layout} {use}", scan_kernel, TYPES, row.scan, values)
+        values = sizes | tables | dict.fromkeys(("initial_state", "o", "S", "U"))
+        yield Variant("scan", f"{layout} segments", scan_kernel, TYPES, row.scan, values)

@@ -1,14 +1,16 @@
 """Gated delta rule, one token: the decode step.
 
-    S' = exp(g) S + k (beta (v - (exp(g) S)^T k))^T ;  o = scale * S'^T q
+    u  = beta (v - (exp(g) S)^T k)                 [V]
+    S' = exp(g) S + k u^T                          [K, V]
+    o  = scale * S'^T q                            [V]
 
-g and beta as they are, or made here of what a layer projects: gated_delta_rule_fwd has the formulas.
+g and beta are given as they are, or computed here from what a layer projects, by gated_delta_rule_fwd's
+formulas.
 
-Source: arXiv:2412.06464. The state travels once each way, 8 K V bytes a head, which bounds the time; a
-program holds K x BV of it in registers and sums over K itself.
+Source: arXiv:2412.06464. The state is read once and written once, 8 K V bytes per head, which bounds the
+time; a program holds K x BV of it in registers and sums over K itself.
 
-Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log,
-dt_bias [HV].
+Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log, dt_bias [HV].
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -17,16 +19,19 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.launch import arithmetic, power_of_two, tile
-from delta_trn.triton_kernels.tiles import made_gates, rounded
+from delta_trn.triton_kernels.tiles import compute_gates, round_to
+from delta_trn.triton_kernels.variants import Variant, gates
+
+TYPES = {"*x": "q k v o", "*fp32": "g beta A_log dt_bias state new_state", "fp32": "scale beta_max"}
 
 
 @triton.jit
 def step_kernel(
     q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, DOT: tl.constexpr,
+    L2NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, value head, BV columns of V)."""
+    """Computes o and new_state; one program per (sequence, value head, BV columns of V)."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v = (pid % NV).to(tl.int32)
@@ -41,7 +46,7 @@ def step_kernel(
     b_v = tl.load(v + i_nh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
     b_g = tl.load(g + i_nh).to(tl.float32)
     b_beta = tl.load(beta + i_nh).to(tl.float32)
-    b_g, b_beta = made_gates(b_g, b_beta, A_log, dt_bias, i_nh % HV, beta_max, GATE, BIAS, SIGMOID)
+    b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_nh % HV, beta_max)
     if L2NORM:
         b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6)
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
@@ -51,18 +56,25 @@ def step_kernel(
     b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
     b_S += b_k[:, None] * b_u[None, :]
     b_o = scale * tl.sum(b_S * b_q[:, None], axis=0)
-    tl.store(o + i_nh * V + o_v, rounded(b_o, o.dtype.element_ty, DOT), mask=m_v)
-    tl.store(new_state + p_state, rounded(b_S, new_state.dtype.element_ty, DOT), mask=m_kv)
+    tl.store(o + i_nh * V + o_v, round_to(b_o, o.dtype.element_ty, DOT), mask=m_v)
+    tl.store(new_state + p_state, round_to(b_S, new_state.dtype.element_ty, DOT), mask=m_kv)
 
 
 def step(q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm, beta_max):
-    """Launch `step_kernel`: fills o and new_state, which may be state itself."""
+    """Launches `step_kernel`: fills o and new_state, which may be state itself. beta_max 0: beta is given."""
     B, H, K = q.shape
     HV, V = v.shape[1:]
     row = tile("step", V)
     step_kernel[(B * HV * -(-V // row.columns),)](
-        q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm, GATE=A_log is not None,
-        BIAS=dt_bias is not None, SIGMOID=beta_max > 0, DOT=arithmetic(), num_warps=row.warps,
-        num_stages=row.stages,
+        q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max or None,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm, DOT=arithmetic(),
+        num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
+
+
+def variants(K: int, V: int, itemsize: int, quick: bool):
+    """Yields what `compile_only` compiles of this module."""
+    row = tile("step", V)
+    values = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.columns, "L2NORM": True}
+    for form, given in gates(quick):
+        yield Variant("step", form, step_kernel, TYPES, row, values | given | {"DOT": "ieee"})

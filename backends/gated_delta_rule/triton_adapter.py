@@ -120,14 +120,14 @@ def forward(
         B = torch.empty_like(states)
         gated_delta_rule_fwd.scan(
             q, k, v, N, P, rows, None,
-            o=None, final_state=B, transition=A, h=None, U=None, chunks=split.chunks, config=row,
+            o=None, final_state=B, transition=A, S=None, U=None, chunks=split.chunks, config=row,
         )  # fmt: skip
         segments.chain(A, B, initial_state, states=states, final=final_state, segments=split, reverse=False)
         scanned, start, final = split.chunks, states, None
     if save and _keeps(chunks, HV, K, V, q.dtype):
         h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
-        q, k, v, N, P, rows, start, o=o, final_state=final, h=h, U=U, chunks=scanned, config=row
+        q, k, v, N, P, rows, start, o=o, final_state=final, S=h, U=U, chunks=scanned, config=row
     )
     if not save:
         return o, final_state, []
@@ -174,7 +174,7 @@ def backward(
         dB, dstates = torch.empty_like(states), torch.empty_like(states)
         gated_delta_rule_bwd.reverse_scan(
             q, k, v, do, N, P, rows, None, None, None,
-            dY=None, dh=None, dv=None, vdY=None, carry=None, dinitial_state=dB, chunks=split.chunks,
+            dY=None, dS=None, dv=None, vdY=None, carry=None, dinitial_state=dB, chunks=split.chunks,
             config=row,
         )  # fmt: skip
         segments.chain(A, dB, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
@@ -183,7 +183,7 @@ def backward(
         h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
             q, k, v, N, P, rows, initial_state,
-            o=None, final_state=None, h=h, U=U, chunks=scanned, config=row,
+            o=None, final_state=None, S=h, U=U, chunks=scanned, config=row,
         )  # fmt: skip
     dY, dh, dv = torch.empty_like(U), torch.empty_like(h), torch.empty_like(v)
     tiles = -(-V // row.reverse.columns)
@@ -191,7 +191,7 @@ def backward(
     carry = q.new_empty((chunks.count, HV, tiles), dtype=torch.float32)
     gated_delta_rule_bwd.reverse_scan(
         q, k, v, do, N, P, rows, h, initial_state, dstate,
-        dY=dY, dh=dh, dv=dv, vdY=vdY, carry=carry, dinitial_state=dfirst, chunks=scanned, config=row,
+        dY=dY, dS=dh, dv=dv, vdY=vdY, carry=carry, dinitial_state=dfirst, chunks=scanned, config=row,
     )  # fmt: skip
     # grouped value heads: float32 per value head, summed below in a fixed order; atomics would sum in any
     per_head = q.dtype if HV == H else torch.float32

@@ -20,7 +20,7 @@ from delta_trn.backends.registry import Options  # noqa: E402
 from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd  # noqa: E402
 from delta_trn.triton_kernels.chunks import Chunks  # noqa: E402
 from delta_trn.triton_kernels.launch import arithmetic, config  # noqa: E402
-from delta_trn.triton_kernels.tiles import rounded, softplus, unit_lower_inverse  # noqa: E402
+from delta_trn.triton_kernels.tiles import invert_unit_lower, round_to, softplus  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ["o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"]
@@ -122,9 +122,9 @@ def test_the_agreement_fails_when_the_state_is_kept_in_bfloat16(monkeypatch):
     tensors = inputs(T=70)
     original = gated_delta_rule_fwd.scan
 
-    def lossy(*arguments, h, U, **named):
-        original(*arguments, h=h, U=U, **named)
-        h.copy_(h.bfloat16())
+    def lossy(*arguments, S, U, **named):
+        original(*arguments, S=S, U=U, **named)
+        S.copy_(S.bfloat16())
 
     monkeypatch.setattr(gated_delta_rule_fwd, "scan", lossy)
     assert worst(run(*tensors), tensors)["dq"] > 10
@@ -265,7 +265,7 @@ def test_launches_beyond_65535_programs_use_the_first_axis_alone(monkeypatch):
 def _inverse_kernel(L, out, C: tl.constexpr):
     o = tl.arange(0, C)
     o_cc = o[:, None] * C + o[None, :]
-    tl.store(out + o_cc, unit_lower_inverse(tl.load(L + o_cc), C))
+    tl.store(out + o_cc, invert_unit_lower(tl.load(L + o_cc), C))
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])
@@ -285,7 +285,7 @@ def test_the_inverse_keeps_its_digits_where_a_power_series_loses_them(C):
 @triton.jit
 def _rounding_kernel(x, out, DOT: tl.constexpr):
     o = tl.arange(0, 1024)
-    tl.store(out + o, rounded(tl.load(x + o), tl.bfloat16, DOT))
+    tl.store(out + o, round_to(tl.load(x + o), tl.bfloat16, DOT))
 
 
 def test_bfloat16_is_rounded_to_nearest_even():
