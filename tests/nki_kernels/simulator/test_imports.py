@@ -1,5 +1,6 @@
 """Where kernels get NKI from: the one import site, and files written for the real package."""
 
+import doctest
 import importlib
 import importlib.util
 import subprocess
@@ -118,6 +119,18 @@ def test_a_broken_nki_fails_loudly(tmp_path):
     (tmp_path / "nki.py").write_text(textwrap.dedent("raise ImportError('driver is missing')"))
     done = run_import_site(tmp_path)
     assert done.returncode != 0 and "driver is missing" in done.stderr
+
+
+def test_the_simulator_imports_neither_torch_nor_transformers():
+    code = "import sys, delta_trn.nki_kernels.simulator; print({'torch', 'transformers'} & set(sys.modules))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
+    assert printed.strip() == "set()"
+
+
+@pytest.mark.parametrize("module", ["kernel", "cost"])
+def test_examples_in_docstrings_run(module):
+    results = doctest.testmod(importlib.import_module(f"delta_trn.nki_kernels.simulator.{module}"))
+    assert results.attempted and not results.failed
 
 
 def test_torch_tensors_are_refused_with_the_way_out():

@@ -136,6 +136,7 @@ def test_a_view_of_other_bits():
         (lambda t: t[:, ::-1], "is not positive"),
         (lambda t: t[0, 0, 0, 0], "indexed with 4 axes"),
         (lambda t: t.flatten_dims(0, 1), "cannot merge the partition axis"),
+        (lambda t: t.indirect(t), "tensor indirection needs NeuronCore-v4 and is not simulated"),
     ],
 )
 def test_impossible_views(view, message):
