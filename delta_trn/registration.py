@@ -16,7 +16,7 @@ AUTO = "transformers.models.auto.modeling_auto"
 def register() -> None:
     """Registers the models now if transformers' names are loaded, otherwise as soon as they are."""
     if AUTO in sys.modules:
-        import delta_trn.models  # noqa: F401 - registers them
+        import delta_trn.models.language_model  # noqa: F401 - registers them
     elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Waiting())
 
@@ -45,4 +45,4 @@ class _Registering(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        import delta_trn.models  # noqa: F401 - registers them
+        import delta_trn.models.language_model  # noqa: F401 - registers them

@@ -1,13 +1,33 @@
-"""Delta-rule language models as `transformers` models; once imported, `AutoModelForCausalLM` knows them."""
+"""Delta-rule language models as `transformers` models: `AutoModelForCausalLM` knows them.
 
-from transformers import AutoConfig, AutoModelForCausalLM
+Importing this package loads neither torch nor transformers: a name is loaded when it is first used.
 
-from delta_trn.models.cache import DeltaCache
-from delta_trn.models.config import DeltaConfig
-from delta_trn.models.language_model import DeltaForCausalLM
-from delta_trn.models.sizes import named_sizes
+    >>> from delta_trn.models import DeltaConfig, named_sizes
+    >>> DeltaConfig(**named_sizes["gdn-57m"]).hidden_size
+    512
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from delta_trn.models.cache import DeltaCache
+    from delta_trn.models.config import DeltaConfig
+    from delta_trn.models.language_model import DeltaForCausalLM
+    from delta_trn.models.sizes import named_sizes
+
+_HOMES = {
+    "DeltaCache": "cache",
+    "DeltaConfig": "config",
+    "DeltaForCausalLM": "language_model",
+    "named_sizes": "sizes",
+}
 
 __all__ = ["DeltaCache", "DeltaConfig", "DeltaForCausalLM", "named_sizes"]
 
-AutoConfig.register(DeltaConfig.model_type, DeltaConfig, exist_ok=True)
-AutoModelForCausalLM.register(DeltaConfig, DeltaForCausalLM, exist_ok=True)
+
+def __getattr__(name: str) -> object:
+    """Loads a public name from the module that defines it (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public: {', '.join(_HOMES)}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

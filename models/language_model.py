@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -314,3 +314,7 @@ def linear_cross_entropy(
     with torch.autocast(device, enabled=False):
         hidden = hidden * multiplier
     return backends.linear_cross_entropy(hidden, weight, targets, ignore_index=ignore_index)
+
+
+AutoConfig.register(DeltaConfig.model_type, DeltaConfig, exist_ok=True)
+AutoModelForCausalLM.register(DeltaConfig, DeltaForCausalLM, exist_ok=True)

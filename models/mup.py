@@ -25,8 +25,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 OPTIMIZERS = ("adamw", "sgd")
+Parametrization = Literal["sp", "mup_original", "mup", "mup_authors", "mup_aligned"]
 
 
 class Role(Enum):

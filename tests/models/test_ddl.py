@@ -225,18 +225,23 @@ def test_dropout_is_for_training_alone():
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"residual": "delta"}, "residual='delta' is not one of additive, ddl"),
+        ({"residual": "delta"}, "residual=delta: expected 'additive', 'ddl'"),
         ({"residual": "ddl", "ddl_value_channels": 4}, "ddl_value_channels=4 with ddl_compressor='none'"),
-        ({"ddl_value_channels": 4, "ddl_compressor": "token"}, "residual='additive' has one value a feature"),
-        ({"residual": "ddl", "ddl_beta_init": -2.0}, r"ddl_beta_init=-2.0 must be a beta, in \[0, 2\]"),
-        ({"residual": "ddl", "ddl_k_eps": 0.0}, "ddl_k_eps=0.0 must be a number above 0"),
+        (
+            {"ddl_value_channels": 4, "ddl_compressor": "token"},
+            "residual='additive' has one value per feature",
+        ),
+        ({"residual": "ddl", "ddl_beta_init": -2.0}, "ddl_beta_init=-2.0: expected at least 0"),
+        ({"residual": "ddl", "ddl_k_eps": 0.0}, "ddl_k_eps=0.0: expected more than 0"),
         ({"ddl_v_imput": "state"}, "did you mean ddl_v_input"),
-        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": 1.0}, "dropout=1.0: expected less than 1"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ({"rope_ratio": 1.5}, "rope_ratio=1.5"),
-        ({"k_activation": "tanh"}, "k_activation='tanh' is not one of identity, silu, relu"),
+        ({"mixer_output_init": -1.0}, "mixer_output_init=-1.0: expected at least 0"),
+        ({"mixer_output_init": float("inf")}, "mixer_output_init=inf: expected a finite number"),
+        ({"k_activation": "tanh"}, "k_activation=tanh: expected 'identity', 'silu', 'relu'"),
         ({"ddl_v_dim1_constant": True}, "did you mean ddl_v_constant"),
-        ({"forgetting": 0.0}, "forgetting=0.0 must be a number above 0"),
+        ({"forgetting": 0.0}, "forgetting=0.0: expected more than 0"),
     ],
 )
 def test_options_that_do_not_fit_are_named(changes, complaint):

@@ -42,65 +42,14 @@ def model_config(
 ) -> "DeltaConfig":
     """The model's own configuration for `rows` of vocabulary. ConfigError if sizes do not go together."""
     from delta_trn.models import DeltaConfig
+    from delta_trn.models.settings import CONFIG_NAMES
 
-    m = config.model
+    settings = config.model.model_dump(exclude={"vocab_size"})
     try:
         return DeltaConfig(
+            **{CONFIG_NAMES[name]: value for name, value in settings.items()},
             vocab_size=rows,
-            hidden_size=m.width,
-            base_width=m.base_width,
-            num_hidden_layers=m.layers,
-            num_heads=m.heads,
-            num_v_heads=m.v_heads,
-            head_dim_k=m.head_dim_k,
-            expand_v=m.expand_v,
-            conv_size=m.conv_size,
-            intermediate_size=m.intermediate_size,
-            intermediate_multiple=m.intermediate_multiple,
-            attention_layers=list(m.attention_layers),
-            allow_neg_eigval=m.allow_neg_eigval,
-            rms_norm_eps=m.rms_norm_eps,
             parametrization=config.parametrization,
-            init=m.init,
-            scale_by=m.scale_by,
-            readout=None if m.readout == "auto" else m.readout,
-            initializer_range=m.initializer_range,
-            forgetting=m.forgetting,
-            depth_scaled_init=m.depth_scaled_init,
-            mixer_output_init=m.mixer_output_init,
-            label_smoothing=m.label_smoothing,
-            rope_theta=m.rope_theta,
-            rope_ratio=m.rope_ratio,
-            tie_word_embeddings=m.tie_word_embeddings,
-            positions=m.positions,
-            max_position_embeddings=m.max_position_embeddings,
-            use_qk_rmsnorm=m.use_qk_rmsnorm,
-            q_activation=m.q_activation,
-            k_activation=m.k_activation,
-            v_activation=m.v_activation,
-            use_k_shift=m.use_k_shift,
-            use_v_shift=m.use_v_shift,
-            using_groupnorm=m.using_groupnorm,
-            use_output_gate=m.use_output_gate,
-            norm=m.norm,
-            mlp=m.mlp,
-            dropout=m.dropout,
-            residual=m.residual,
-            ddl_value_channels=m.ddl_value_channels,
-            ddl_compressor=m.ddl_compressor,
-            ddl_state_shortconv_kernel_size=m.ddl_state_shortconv_kernel_size,
-            ddl_state_dv_shortconv_causal=m.ddl_state_dv_shortconv_causal,
-            ddl_state_read_init=m.ddl_state_read_init,
-            input_embed_shortconv_kernel_size=m.input_embed_shortconv_kernel_size,
-            ddl_k_eps=m.ddl_k_eps,
-            ddl_beta_init=m.ddl_beta_init,
-            ddl_beta_single_linear=m.ddl_beta_single_linear,
-            ddl_beta_hidden_size=m.ddl_beta_hidden_size,
-            ddl_v_sigmoid=m.ddl_v_sigmoid,
-            ddl_v_sigmoid_scale=m.ddl_v_sigmoid_scale,
-            ddl_v_constant=m.ddl_v_constant,
-            ddl_v_constant_value=m.ddl_v_constant_value,
-            ddl_v_input=m.ddl_v_input,
             bos_token_id=bos,
             eos_token_id=eos,
             pad_token_id=pad,
@@ -133,7 +82,6 @@ def choose_backend(
     from delta_trn.backends import use
     from delta_trn.backends.registry import Call, choose
 
-    assert configuration.head_dim_k is not None  # None is for it to derive, and it has
     named = None if config.backend == "auto" else config.backend
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with use(named):

@@ -9,137 +9,30 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from delta_trn.models.mup import Parametrization
+from delta_trn.models.settings import (
+    Count,
+    CountOrNone,
+    Fraction,
+    ModelSettings,
+    NotNegative,
+    Positive,
+    Real,
+    Section,
+    explain,
+)
 from delta_trn.train.settings.errors import ConfigError
 
-Count = Annotated[int, Field(ge=1)]
-CountOrNone = Count | None
-NotNegative = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Activation = Literal["identity", "silu", "relu", "elu+1"]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
-    )
-
-
-class ModelSection(Section):
+class ModelSection(ModelSettings):
     """The language model: Gated DeltaNet (arXiv:2412.06464) or attention over time, a residual over depth."""
 
-    width: Count = 256
-    """channels of the residual stream, d"""
-    base_width: Count = 256
-    """width at which all parametrizations agree and learning rates are tuned; m = width / base_width"""
-    layers: Count = 8
-    """blocks of token mixer and SwiGLU"""
-    heads: Count = 6
-    """query and key heads, H"""
-    v_heads: CountOrNone = None
-    """value heads, a multiple of heads; none: heads"""
-    head_dim_k: CountOrNone = None
-    """key size K; none: int(0.75 width / heads)"""
-    expand_v: Positive = 2.0
-    """value size V as a multiple of K"""
-    conv_size: Count = 4
-    """taps of the short convolutions on q, k and v"""
-    intermediate_size: CountOrNone = None
-    """inner size of SwiGLU; none: int(8 width / 3) up to a multiple of intermediate_multiple"""
-    intermediate_multiple: Count = 256
-    """what intermediate_size is rounded up to"""
-    attention_layers: tuple[NotNegative, ...] = ()
-    """indices of layers that are softmax attention with RoPE instead, such as 3,7"""
-    allow_neg_eigval: bool = False
-    """beta in (0, 2) instead of (0, 1): reflections"""
-    forgetting: Positive = 1.0
-    """initial decay rates as a multiple of Mamba2's; at 1/16 heads remember 16 times as long"""
-    rms_norm_eps: Positive = 1e-6
-    """epsilon of every RMSNorm"""
-    init: Literal["delta_trn", "authors"] = "delta_trn"
-    """convolution taps independent of width, or as the paper's released code has them"""
-    readout: Literal["auto", "sqrt_k", "none"] = "auto"
-    """factor on the delta rule's output: sqrt_k keeps its norm's epsilon negligible; auto: as init has it"""
-    scale_by: Literal["head_dim", "heads"] = "head_dim"
-    """what grows with width; for heads give heads and head_dim_k at every width"""
-    initializer_range: Positive = 0.02
-    """standard deviation of initial weights at base_width"""
-    mixer_output_init: Real = 1.0
-    """the last matrix of each mixer begins so many times as large; 0: mixers begin by saying nothing"""
-    depth_scaled_init: bool = False
-    """the last matrix of each sublayer begins 1 / sqrt(layers) as large"""
-    rope_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """share of a head's channels that RoPE turns in attention layers"""
-    rope_theta: Positive = 10_000.0
-    """base of the wavelengths of RoPE in attention_layers"""
-    tie_word_embeddings: bool = True
-    """one matrix for embedding and logits"""
-    positions: Literal["rope", "learned"] = "rope"
-    """of attention_layers: rotations, or max_position_embeddings rows that are added to the embedding"""
-    max_position_embeddings: Count = 512
-    """longest sequence of learned positions"""
-    use_qk_rmsnorm: bool = False
-    """RMSNorm on q and k of attention_layers, after RoPE"""
-    q_activation: Activation = "identity"
-    """on the query projection of attention_layers"""
-    k_activation: Activation = "identity"
-    """on the key projection of attention_layers"""
-    v_activation: Activation = "identity"
-    """on the value projection of attention_layers"""
-    use_k_shift: bool = False
-    """keys of attention_layers take a learned share of the key before"""
-    use_v_shift: bool = False
-    """values of attention_layers take a learned share of the value before"""
-    using_groupnorm: bool = False
-    """RMSNorm on each head's output of attention_layers"""
-    use_output_gate: bool = False
-    """RMSNorm on each head's output of attention_layers, times SiLU of a projection"""
-    norm: Literal["rms", "layer"] = "rms"
-    """RMSNorm or LayerNorm before sublayers"""
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    """the second sublayer: SwiGLU, or W GELU(W x)"""
-    dropout: Fraction = 0.0
-    """share of the embedding and of sublayers' outputs that training drops"""
-    label_smoothing: Fraction = 0.0
-    """share of the target that training gives to all tokens alike; held-out losses have none"""
-    residual: Literal["additive", "ddl", "write_only", "ddl_lm"] = "additive"
-    """x + y; Deep Delta Learning's X + beta k (v - k^T X)^T; its write-only control; k from the stream"""
-    ddl_value_channels: Count = 1
-    """values a feature of the stream has"""
-    ddl_compressor: Literal["none", "token", "channel"] = "none"
-    """how sublayers read such a stream: convolution over time, or over its values"""
-    ddl_state_shortconv_kernel_size: Count = 4
-    """taps of ddl_compressor"""
-    ddl_state_dv_shortconv_causal: bool = False
-    """ddl_compressor=channel: a value is made of those before it alone"""
-    ddl_state_read_init: float | None = None
-    """initial reading weights; none: 1 / ddl_value_channels"""
-    input_embed_shortconv_kernel_size: NotNegative = 0
-    """taps of the convolution that begins the stream; 0: copies of the embedding"""
-    ddl_k_eps: Positive = 1e-5
-    """k / sqrt(|k|^2 + k_eps^2)"""
-    ddl_beta_init: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """beta at first"""
-    ddl_beta_single_linear: bool = True
-    """one map to beta, or two with tanh between"""
-    ddl_beta_hidden_size: Count = 128
-    """between those two"""
-    ddl_v_sigmoid: bool = True
-    """v = scale * sigmoid(W x + b) instead of W x + b"""
-    ddl_v_sigmoid_scale: Positive = 4.0
-    """that scale"""
-    ddl_v_constant: bool = False
-    """v is ddl_v_constant_value"""
-    ddl_v_constant_value: float = 2.0
-    """that number"""
-    ddl_v_input: Literal["state", "context"] = "state"
-    """what v is made of: the stream as read (released code), or normalized (paper)"""
     vocab_size: CountOrNone = None
-    """rows of the embedding; none: what the data's tokenizer says"""
+    """number of rows of the embedding; none: what the data's tokenizer says"""
 
 
 class OptimizerSection(Section):
@@ -314,7 +207,7 @@ class RunConfig(Section):
     """who computes the delta rule: a name (`python -m backends` lists them), or auto: chosen by device"""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """of matrix products; weights are float32 always; auto: bf16 on accelerators, float32 on a CPU"""
-    parametrization: Literal["sp", "mup_original", "mup", "mup_authors", "mup_aligned"] = "mup"
+    parametrization: Parametrization = "mup"
     """how initialization, multipliers and learning rates scale with width"""
     compile: bool = False
     """torch.compile the model"""
@@ -430,31 +323,4 @@ def validated(tree: dict[str, Any], where: str = "") -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(where + "; ".join(_explain(problem) for problem in error.errors())) from None
-
-
-_EXPECTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "more than {gt}",
-    "less_than_equal": "at most {le}",
-    "less_than": "less than {lt}",
-    "finite_number": "a finite number",
-    "literal_error": "{expected}",
-    "string_pattern_mismatch": "letters, digits, '.', '-' and '_'",
-}
-
-
-def _explain(problem: Any) -> str:
-    """One of pydantic's complaints as `key=value: expected ...`."""
-    message = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:
-        return message
-    key = ".".join(str(part) for part in problem["loc"] if not isinstance(part, int))
-    kind = problem["type"]
-    template = _EXPECTED.get(kind) or _EXPECTED.get(kind.split("_")[0])
-    if template:
-        return f"{key}={problem['input']}: expected {template.format(**problem.get('ctx', {}))}"
-    return f"{key}={problem['input']}: {message[0].lower()}{message[1:]}"
+        raise ConfigError(where + explain(error)) from None
