@@ -1,6 +1,7 @@
 """Files that are whole or absent, disk errors that say what to do, and locks on folders."""
 
 import errno
+import hashlib
 import os
 import re
 import sys
@@ -50,6 +51,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the hash of a file's content, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 @contextmanager

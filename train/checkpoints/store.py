@@ -10,7 +10,6 @@ loaded, and not by a shape error, or by nothing at all. Several processes may fi
 what it wrote, and the folder gets its name when all have said that theirs is on the disk.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from delta_trn.train.files import disk_errors, sync
+from delta_trn.train.files import disk_errors, sha256_of, sync
 from delta_trn.train.settings.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -123,7 +122,7 @@ class CheckpointStore:
                 return f"{path} is missing"
             if path.stat().st_size != size:
                 return f"{path} has {path.stat().st_size} bytes, expected {size}"
-            if _sha256(path) != sha256:
+            if sha256_of(path) != sha256:
                 return f"{path} was changed since it was written (sha256 differs)"
         return None
 
@@ -201,13 +200,5 @@ def _on_disk(folder: Path, mine: Iterable[Path] | None) -> Described:
     found: Described = {}
     for path in folder.iterdir() if mine is None else mine:
         sync(path)
-        found[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        found[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     return found
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

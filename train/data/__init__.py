@@ -1,6 +1,6 @@
-"""Text to token shards, shards to batches, and what a model's loss on them is to be compared with.
+"""Text to token shards, shards to batches, and baselines for a model's loss.
 
-prepare(source, out, ...)        -> Path            shards, meta.json, tokenizer.json
+prepare(data)                    -> Path            shards, meta.json, tokenizer.json
 open_dataset(path)               -> TokenDataset    checked
 make_loader(dataset, split, ...) -> Loader          next_batch(), state_dict(), load_state_dict()
 evaluation_batches(dataset, ...) -> list            the same crops every time

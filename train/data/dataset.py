@@ -1,4 +1,4 @@
-"""A folder of prepared tokens: meta.json, the shards it lists, and the tokenizer that made them."""
+"""A folder of prepared tokens: meta.json, the shards that it lists, and the tokenizer that made them."""
 
 import hashlib
 import json
@@ -16,11 +16,12 @@ from delta_trn.train.data.shards import (
     HEADER_INTS,
     MAGIC,
     VERSION,
+    ShardRecord,
     check_shard,
     map_tokens,
-    sha256_of,
 )
 from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
+from delta_trn.train.files import sha256_of
 from delta_trn.train.settings.errors import ShardError
 
 Split = Literal["train", "val"]
@@ -31,23 +32,17 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ShardMeta(_Frozen):
-    file: str
-    tokens: int
-    sha256: str
-
-
 class SplitMeta(_Frozen):
-    """`tokens` counts BOS and EOS; `bytes` counts the UTF-8 of the documents, which hold neither."""
+    """One split. `tokens` counts BOS and EOS; `bytes` counts the documents' UTF-8 alone."""
 
     tokens: int
     bytes: int
     documents: int
-    shards: tuple[ShardMeta, ...]
+    shards: tuple[ShardRecord, ...]
 
 
 class TokenizerMeta(_Frozen):
-    """`lossless`: every held-out document came back from its ids as it was."""
+    """The tokenizer. `lossless` says whether every held-out document came back from its ids unchanged."""
 
     kind: str
     size: int
@@ -56,7 +51,7 @@ class TokenizerMeta(_Frozen):
 
 
 class Packing(_Frozen):
-    """How documents lie in a shard: one after the other, never cut at a shard's end."""
+    """How documents lie in a shard: one after another, never cut at the end of a shard."""
 
     kind: Literal["concatenated"] = "concatenated"
     document: str = "BOS tokens EOS"
@@ -64,6 +59,8 @@ class Packing(_Frozen):
 
 
 class Datafile(_Frozen):
+    """The layout of a shard's header."""
+
     magic: int = MAGIC
     version: int = VERSION
     header_ints: int = HEADER_INTS
@@ -71,7 +68,7 @@ class Datafile(_Frozen):
 
 
 class Meta(_Frozen):
-    """meta.json. It is written last: a folder that has it is complete."""
+    """The content of meta.json, which is written last: a folder that has it is complete."""
 
     format: int = FORMAT
     name: str
@@ -89,7 +86,7 @@ class Meta(_Frozen):
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens and their meaning: equal fingerprints, equal batches."""
+        """A hash of the tokens and their meaning: equal fingerprints give equal batches."""
         shards = {split: [shard.sha256 for shard in meta.shards] for split, meta in self.splits.items()}
         identity = [self.vocab_size, self.dtype, self.bos_id, self.eos_id, self.tokenizer.sha256, shards]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -99,7 +96,7 @@ class Meta(_Frozen):
 
 
 def read_meta(directory: Path) -> Meta:
-    """meta.json of a complete folder. ShardError if there is none, or it is not ours."""
+    """Reads meta.json of a complete folder. ShardError if it is missing or damaged."""
     path = directory / "meta.json"
     if not path.is_file():
         if (directory / "progress.json").exists():
@@ -125,7 +122,7 @@ def read_meta(directory: Path) -> Meta:
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Checked shards of one preparation. `fingerprint` identifies the tokens."""
+    """The checked shards of one preparation. `fingerprint` identifies the tokens."""
 
     path: Path
     meta: Meta
@@ -161,21 +158,21 @@ class TokenDataset:
         return self.meta.splits[split]
 
     def shards(self, split: Split) -> list[np.ndarray]:
-        """The split's tokens, one read-only map a shard. [tokens_i]"""
+        """Returns the split's tokens, one read-only map per shard. [tokens_i]"""
         return [self._maps[shard.file] for shard in self.split(split).shards]
 
     def bits_per_byte(self, nats_per_token: float, split: Split = "val") -> float:
-        """Cross-entropy a token in nats as bits a byte of the split's text, BOS and EOS paid for."""
+        """Converts nats per token to bits per byte of the split's text. BOS and EOS are paid for."""
         meta = self.split(split)
         return nats_per_token / math.log(2) * meta.tokens / meta.bytes
 
     def nats_per_token(self, bits_per_byte: float, split: Split = "val") -> float:
-        """The inverse of `bits_per_byte`."""
+        """Inverts `bits_per_byte`."""
         meta = self.split(split)
         return bits_per_byte * math.log(2) * meta.bytes / meta.tokens
 
     def check_tokens(self) -> None:
-        """Read everything: hashes as recorded, ids below vocab_size. Seconds a GB, so only on request."""
+        """Reads every token and raises ShardError for a wrong hash or id. It takes seconds per GB."""
         for split in self.meta.splits:
             for shard, tokens in zip(self.split(split).shards, self.shards(split), strict=True):
                 path = self.path / shard.file
@@ -188,10 +185,11 @@ class TokenDataset:
 
 
 def open_dataset(path: str | Path) -> TokenDataset:
-    """The dataset in a folder that `prepare` made. Checks every shard's header and size, and reads no token.
+    """Opens a folder that `prepare` made. Checks every shard's header and size, and reads no token.
 
-    Raises ShardError: no meta.json; a shard missing, truncated, of another dtype, or no shard; an empty
-    split.
+        dataset = open_dataset(prepare(DataSection(source="book.txt")))
+
+    Raises ShardError if meta.json or a shard is missing or damaged, or a split is empty.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
@@ -214,10 +212,10 @@ def open_dataset(path: str | Path) -> TokenDataset:
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, path: Path, start: int) -> None:
-    """ShardError if an id is not below vocab_size. `start` is where in the file's tokens these begin."""
+    """Raises ShardError if an id is not below vocab_size. `start`: place of the first one in its file."""
     if tokens.size and int(tokens.max()) >= vocab_size:
-        at = int(np.argmax(tokens >= vocab_size))
+        first = int(np.argmax(tokens >= vocab_size))
         raise ShardError(
-            f"{path} has token id {int(tokens[at])} at position {start + at}, but vocab_size is "
+            f"{path} has token id {int(tokens[first])} at position {start + first}, but vocab_size is "
             f"{vocab_size}; these tokens are of another tokenizer: prepare the data again"
         )

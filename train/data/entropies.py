@@ -1,7 +1,9 @@
-"""What a language model's loss is to be compared with: predictors without context, and compressors.
+"""What to compare a language model's loss with: predictors without context, and compressors.
 
-Everything is measured on the same held-out text and paid the same way: nats for each token, BOS and EOS among
-them, and bits for each byte of UTF-8. With n tokens and m bytes,  bits/byte = nats/token * n / (m ln 2).
+All are measured on the same held-out text, in nats per token, BOS and EOS included, and in bits per byte of
+UTF-8. With n tokens and m bytes:
+
+    bits/byte = nats/token * n / (m ln 2)
 """
 
 import json
@@ -20,19 +22,19 @@ from delta_trn.train.data.dataset import Split, TokenDataset
 from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import DiskFull
 
-UNIGRAM_TOKENS = 2**28  # of each split: a unigram model of more is the same model
-COMPRESSED_BYTES = 2**24  # of held-out text: LZMA at its best takes half a minute for them
+UNIGRAM_TOKENS = 2**28  # of each split; more tokens do not change the frequencies
+COMPRESSED_BYTES = 2**24  # of held-out text; LZMA's best preset takes half a minute for them
 PRIMING_BYTES = 2**24  # of training text
-# 64 MiB of dictionary: all of the priming text stays within reach
+# a dictionary of 64 MiB reaches back over all of the priming text
 _LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """One predictor's cost of the held-out text.
+    """What one predictor pays for the held-out text.
 
     saw     what it was allowed to see before
-    bytes   of held-out text it was measured on, from the beginning
+    bytes   how much held-out text it was measured on, from the beginning
     """
 
     nats_per_token: float
@@ -42,18 +44,19 @@ class Baseline:
 
 
 def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
-    """Costs of the held-out text by name, cheapest predictor first; kept in baselines.json beside the shards.
+    """Returns costs of the held-out text by name, and keeps them in baselines.json beside the shards.
+
+        baselines(dataset)["unigram"].nats_per_token
 
     uniform       ln of the number of ids
     unigram       -mean ln p(token) over held-out tokens, p from training counts + 1, over the tokenizer's ids
     zlib          level 9, on the held-out documents one after the other, nothing seen before
     lzma          LZMA2, preset 9 extreme, the same
-    lzma_primed   the same after training text: C(training + held-out) - C(training), C the compressed size.
-                  The fair one to compare a trained model with: both have seen the training text (here, its
-                  first 16 MiB)
+    lzma_primed   the same after 16 MiB of training text: C(training + held-out) - C(training) with C the
+                  compressed size. It is the fair comparison for a trained model, which has seen that text
 
-    The compressors are left out where the tokenizer does not give the held-out text back as it was: then the
-    shards do not hold what they would have to compress.
+    The compressors are left out if the tokenizer does not give the held-out text back unchanged: the shards
+    then lack what they would have to compress.
     """
     path = dataset.path / "baselines.json"
     if path.exists():
@@ -62,19 +65,19 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
             if saved["dataset"] == dataset.fingerprint:
                 return {name: Baseline(**values) for name, values in saved["baselines"].items()}
         except (ValueError, KeyError, TypeError):
-            pass  # not what this version writes: it is only a cache
-    found = _measure(dataset)
+            pass  # another version wrote it; it is only a cache
+    costs = _measure(dataset)
     content = {
         "dataset": dataset.fingerprint,
-        "baselines": {name: asdict(value) for name, value in found.items()},
+        "baselines": {name: asdict(value) for name, value in costs.items()},
     }
     with suppress(DiskFull):  # a shared, read-only folder: they are computed again next time
         write_file(path, json.dumps(content, indent=2) + "\n")
-    return found
+    return costs
 
 
 def unigram_nats(train: np.ndarray, val: np.ndarray, ids: int) -> float:
-    """Nats a token of `val` under add-one-smoothed frequencies of `train`; counts by id, [>= ids]."""
+    """Returns nats per token of `val` under `train`'s frequencies plus one; counts by id, [>= ids]."""
     log_p = np.log(train[:ids] + 1.0) - math.log(train.sum() + ids)
     return float(-(val[:ids] * log_p).sum() / val.sum())
 
@@ -90,24 +93,24 @@ def _measure(dataset: TokenDataset) -> dict[str, Baseline]:
         return Baseline(dataset.nats_per_token(bits), bits, saw, len(text))
 
     nats = unigram_nats(_counts(dataset, "train"), _counts(dataset, "val"), ids)
-    found = {
+    costs = {
         "uniform": from_nats(math.log(ids), "the vocabulary"),
         "unigram": from_nats(nats, "counts of training tokens"),
     }
     if not dataset.meta.tokenizer.lossless:
-        return found
+        return costs
     text = leading_text(dataset, "val", COMPRESSED_BYTES)
     priming = leading_text(dataset, "train", PRIMING_BYTES)
-    with ThreadPoolExecutor(2) as threads:  # 6 s each for 9 MB, and liblzma lets go of the interpreter
+    with ThreadPoolExecutor(2) as threads:  # 6 s each for 9 MB; liblzma releases the interpreter
         both, before = threads.map(_lzma_size, [priming + text, priming])
-    found["zlib"] = from_size(len(zlib.compress(text, 9)), text, "nothing")
-    found["lzma"] = from_size(_lzma_size(text), text, "nothing")
-    found["lzma_primed"] = from_size(both - before, text, f"the first {len(priming)} bytes of training text")
-    return found
+    costs["zlib"] = from_size(len(zlib.compress(text, 9)), text, "nothing")
+    costs["lzma"] = from_size(_lzma_size(text), text, "nothing")
+    costs["lzma_primed"] = from_size(both - before, text, f"the first {len(priming)} bytes of training text")
+    return costs
 
 
 def leading_text(dataset: TokenDataset, split: Split, limit: int) -> bytes:
-    """UTF-8 of the split's first whole documents, one after the other, until `limit` bytes are reached."""
+    """Returns the UTF-8 of the split's first whole documents, as many as reach `limit` bytes."""
     parts: list[bytes] = []
     size = 0
     pending = documents(dataset, split)
@@ -121,7 +124,7 @@ def leading_text(dataset: TokenDataset, split: Split, limit: int) -> bytes:
 
 
 def documents(dataset: TokenDataset, split: Split) -> Iterator[list[int]]:
-    """The split's documents in order, as ids without BOS and EOS."""
+    """Yields the split's documents in order, as ids without BOS and EOS."""
     for tokens in dataset.shards(split):
         # EOS ends every document and is never inside one
         start = 0

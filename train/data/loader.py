@@ -1,16 +1,18 @@
-"""Batches of next-token pairs from shards. A position is a few integers, and returning to one is exact.
+"""Batches of next-token pairs from shards. A position is a few integers, and returning to it is exact.
 
-Both loaders are functions of (seed, how many samples came before): there is no generator state to save. Batch
-b of rank r takes samples (b * world + r) * batch + row: ranks never share a sample, and into how many ranks
-and micro-batches a step is divided does not change its data.
+A batch is a function of the seed and of how many samples came before it: there is no generator state to save.
+Batch b of rank r takes samples (b * world + r) * batch + row. Ranks never share a sample, and a step has the
+same data however it is divided among ranks and micro-batches.
 
-    random_crop   Sample n starts at fold(1, seed, n) mod W, where W counts the starts there are: shard by
-                  shard, every place with T+1 tokens left.
+    random_crop   Sample n starts at place fold(1, seed, n) mod W. W counts the places, shard by shard, where
+                  T+1 tokens begin.
     stream        Sample n is window n mod W of epoch n // W: the tokens in order, the shards shuffled anew
-                  each epoch. Window j is tokens jT to jT+T, its last the next one's first: but for an
-                  epoch's first, and fewer than T+1 at its end, every token is a target once.
+                  each epoch. Window j is tokens jT to jT+T, and its last token is the next window's first.
+                  Every token is a target once per epoch, except the first one and at most T at the end.
 
-fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): h = 0; for each word w: h = mix64(h xor w).
+fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014):
+
+    h = 0; for each word w: h = mix64(h xor w)
 """
 
 from abc import ABC, abstractmethod
@@ -29,12 +31,12 @@ if TYPE_CHECKING:
 Kind = Literal["random_crop", "stream"]
 Batch = tuple["Tensor", "Tensor"]
 
-# first word of every fold, so that no two uses of a seed meet
+# the first word of every fold, so that no two uses of a seed give the same numbers
 _CROP, _SHARD_ORDER, _EVALUATION = 1, 2, 3
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """One step of SplitMix64 from state x. uint64 -> uint64"""
+    """Takes one step of SplitMix64 from state x. uint64 -> uint64"""
     with np.errstate(over="ignore"):
         z = x + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -43,7 +45,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 
 def fold(*words: "int | np.ndarray") -> np.ndarray:
-    """A 64-bit hash of the words; arrays broadcast. uint64"""
+    """Returns a 64-bit hash of the words; arrays broadcast. uint64"""
     state = np.zeros(1, np.uint64)
     for word in words:
         value = np.array([word & (2**64 - 1)], np.uint64) if isinstance(word, int) else word.astype(np.uint64)
@@ -52,7 +54,7 @@ def fold(*words: "int | np.ndarray") -> np.ndarray:
 
 
 class Loader(ABC):
-    """Endless batches of one split. `state_dict` is the same on every rank: one copy serves all."""
+    """Yields batches of one split without end. `state_dict` is the same on every rank."""
 
     kind: Kind
 
@@ -67,10 +69,10 @@ class Loader(ABC):
 
     @abstractmethod
     def _windows(self, first: int) -> np.ndarray:
-        """Samples first to first + batch, T+1 tokens each. int64 [batch, T+1]"""
+        """Returns samples first to first + batch, T+1 tokens each. int64 [batch, T+1]"""
 
     def next_batch(self) -> Batch:
-        """inputs, targets: int64 [batch, sequence] on the CPU; targets[b, t] follows inputs[b, t]."""
+        """Returns inputs, targets: int64 [batch, sequence] on the CPU; targets[b, t] follows inputs[b, t]."""
         windows = self._windows(self._samples + self.rank * self.batch)
         self._samples += self.world * self.batch
         return as_tensors(windows)
@@ -80,19 +82,20 @@ class Loader(ABC):
             yield self.next_batch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch comes from, as JSON."""
+        """Returns where the next batch comes from, as JSON."""
         return {**self._identity(), "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, on any number of ranks. PositionMismatch if it does not fit."""
-        mine = self._identity()
-        differing = [
-            f"{key} was {state.get(key)!r}, is {mine[key]!r}" for key in mine if state.get(key) != mine[key]
+        """Continues where `state` was taken, on any number of ranks. PositionMismatch if it does not fit."""
+        differences = [
+            f"{key} was {state.get(key)!r}, is {value!r}"
+            for key, value in self._identity().items()
+            if state.get(key) != value
         ]
-        if differing:
+        if differences:
             raise PositionMismatch(
-                f"the saved position does not fit this loader: {'; '.join(differing)}; continue with what it "
-                "was saved with, or begin a new run"
+                f"the saved position does not fit this loader: {'; '.join(differences)}; continue with the "
+                "settings that it was saved with, or begin a new run"
             )
         step, samples = self.world * self.batch, state.get("samples")
         if not isinstance(samples, int) or samples % step:
@@ -113,15 +116,13 @@ class Loader(ABC):
 
 
 class RandomCrops(Loader):
-    """Independent crops, with replacement."""
+    """Draws independent crops, with replacement."""
 
     kind: Kind = "random_crop"
 
-    def __init__(
-        self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
-    ):
-        super().__init__(dataset, split, batch, sequence, seed, rank, world)
-        self._crops = _Crops(self._tokens, sequence)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._crops = _Crops(self._tokens, self.sequence)
 
     def _windows(self, first: int) -> np.ndarray:
         samples = np.arange(first, first + self.batch, dtype=np.uint64)
@@ -129,20 +130,18 @@ class RandomCrops(Loader):
 
 
 class Stream(Loader):
-    """Every token in turn."""
+    """Takes every token in turn."""
 
     kind: Kind = "stream"
 
-    def __init__(
-        self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
-    ):
-        super().__init__(dataset, split, batch, sequence, seed, rank, world)
-        self._in_epoch = (self._tokens.total - 1) // sequence
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._in_epoch = (self._tokens.total - 1) // self.sequence
         if self._in_epoch < 1:
             raise ShardError(
-                f"split {split!r} of {dataset.path} has {self._tokens.total} tokens, too few for "
-                f"sequence={sequence}: that needs {sequence + 1}; choose a shorter sequence, or prepare more "
-                "text"
+                f"split {self.split!r} of {self.dataset.path} has {self._tokens.total} tokens, too few for "
+                f"sequence={self.sequence}: that needs {self.sequence + 1}; choose a shorter sequence, or "
+                "prepare more text"
             )
         self._order = -1, np.zeros(0, np.int64)
 
@@ -155,7 +154,7 @@ class Stream(Loader):
 
     @property
     def epoch(self) -> int:
-        """Whole passes over the split so far, of all ranks together."""
+        """How many times all ranks together have read the whole split."""
         return self._samples // self._in_epoch
 
     def _shards_of(self, epoch: int) -> np.ndarray:
@@ -176,7 +175,9 @@ def make_loader(
     rank: int = 0,
     world: int = 1,
 ) -> Loader:
-    """A loader of `batch` sequences of `sequence` tokens a call, for one of `world` ranks.
+    """Returns a loader of `batch` sequences of `sequence` tokens per call, for one of `world` ranks.
+
+        inputs, targets = make_loader(dataset, "train", batch=8, sequence=256, seed=0).next_batch()
 
     Raises ShardError if the split is shorter than a sequence, DataError for a number out of range.
     """
@@ -192,22 +193,23 @@ def make_loader(
 def evaluation_batches(
     dataset: TokenDataset, *, batch: int, sequence: int, batches: int, seed: int = 0, split: Split = "val"
 ) -> list[Batch]:
-    """The same crops at every call: batches x batch of them, one at random in each equal part of the split.
+    """Returns the same crops at every call: batches x batch of them, one in each equal part of the split.
 
-    Which crops they are depends on seed, sequence and batches x batch only: another micro-batch that makes as
-    many evaluates the same tokens. inputs, targets: int64 [batch, sequence].
+    The crops depend on seed, sequence and batches x batch only: another micro-batch with the same product
+    evaluates the same tokens. inputs, targets: int64 [batch, sequence].
     """
     _check_sizes(batch=batch, sequence=sequence, batches=batches)
     crops = _Crops(_Tokens(dataset, split), sequence)
     count = batch * batches
     edges = np.arange(count + 1, dtype=np.uint64) * np.uint64(crops.starts) // np.uint64(count)
-    widths = np.maximum(edges[1:] - edges[:-1], np.uint64(1))  # fewer starts than parts: some are taken twice
+    # with fewer starts than parts, some starts are taken twice
+    widths = np.maximum(edges[1:] - edges[:-1], np.uint64(1))
     places = edges[:-1] + fold(_EVALUATION, seed, np.arange(count, dtype=np.uint64)) % widths
     return [as_tensors(crops.at(places[i : i + batch])) for i in range(0, count, batch)]
 
 
 class _Tokens:
-    """A split's shards side by side, read with a check of every id."""
+    """Reads the shards of a split, and checks every id."""
 
     def __init__(self, dataset: TokenDataset, split: Split):
         self.dataset = dataset
@@ -217,13 +219,13 @@ class _Tokens:
         self.total = int(self.lengths.sum())
 
     def read(self, shard: int, start: int, out: np.ndarray) -> None:
-        """Copy tokens [start, start + len(out)) of one shard."""
+        """Copies tokens [start, start + len(out)) of one shard."""
         tokens = self.shards[shard][start : start + len(out)]
         check_ids(tokens, self.dataset.vocab_size, self._path(shard), start)
         out[:] = tokens
 
     def read_across(self, order: np.ndarray, start: int, out: np.ndarray) -> None:
-        """The same from the shards laid end to end in an order; it may begin in one and end in another."""
+        """Copies tokens of the shards laid end to end in an order, across their ends."""
         ends = np.cumsum(self.lengths[order])
         place = int(np.searchsorted(ends, start, side="right"))
         offset = start - (int(ends[place - 1]) if place else 0)
@@ -239,7 +241,7 @@ class _Tokens:
 
 
 class _Crops:
-    """The W places of a split where sequence + 1 tokens of one shard begin, numbered from 0."""
+    """Numbers the places of a split where sequence + 1 tokens of one shard begin: 0 to `starts` - 1."""
 
     def __init__(self, tokens: _Tokens, sequence: int):
         self._tokens, self._sequence = tokens, sequence
@@ -253,7 +255,7 @@ class _Crops:
             )
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """The crops that begin at these places. [n] -> int64 [n, sequence + 1]"""
+        """Returns the crops that begin at these places. [n] -> int64 [n, sequence + 1]"""
         windows = np.empty((len(places), self._sequence + 1), np.int64)
         shards = np.searchsorted(self._ends, places.astype(np.int64), side="right")
         for row, (shard, place) in enumerate(zip(shards.tolist(), places.tolist(), strict=True)):
@@ -263,7 +265,7 @@ class _Crops:
 
 
 def as_tensors(windows: np.ndarray) -> Batch:
-    """int64 [n, T+1] -> inputs, targets, each contiguous, so that the caller may pin them."""
+    """Splits windows into inputs and targets, each contiguous so that it can be pinned. int64 [n, T+1]"""
     import torch  # a second or more to import, and preparing data needs none of it
 
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.data.dataset import FORMAT, Meta, ShardMeta, Split, SplitMeta, TokenizerMeta, read_meta
+from delta_trn.train.data.dataset import FORMAT, Meta, Split, SplitMeta, TokenizerMeta, read_meta
 from delta_trn.train.data.holdout import HoldOut
 from delta_trn.train.data.shards import ShardWriter, token_dtype
 from delta_trn.train.data.sources import Source, find_source, find_validation
@@ -242,7 +242,7 @@ class _Preparation:
                 tokens=progress.counts[split]["tokens"],
                 bytes=progress.counts[split]["bytes"],
                 documents=progress.counts[split]["documents"],
-                shards=tuple(ShardMeta(**vars(record)) for record in self.writers[split].closed),
+                shards=tuple(self.writers[split].closed),
             )
             for split in FIRST_SHARD
         }

@@ -5,11 +5,10 @@
     header[2]  tokens       how many follow
     header[3:] 0
 
-A document never straddles two shards: it goes whole into the next one when it does not fit. A document longer
-than a shard gets a shard of its own, longer than asked for, so the rule has no exception.
+A document never straddles two shards: one that does not fit goes whole into the next shard. A document longer
+than a shard gets a longer shard of its own.
 """
 
-import hashlib
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from delta_trn.train.files import disk_errors, sync
+from delta_trn.train.files import disk_errors, sha256_of, sync
 from delta_trn.train.settings.errors import ShardError
 
 MAGIC = 20240520
@@ -30,7 +29,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The smallest dtype that holds every id below vocab_size."""
+    """Returns the smallest dtype that holds every id below vocab_size."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -41,7 +40,7 @@ def encode_header(tokens: int) -> bytes:
 
 
 def read_header(path: Path) -> int:
-    """The token count a shard's header gives. ShardError if this is not a header of ours."""
+    """Reads the token count from a shard's header. ShardError if it is no such header."""
     try:
         with open(path, "rb") as file:
             raw = file.read(HEADER_BYTES)
@@ -65,11 +64,7 @@ def read_header(path: Path) -> int:
 
 
 def check_shard(path: Path, dtype: str, tokens: int | None = None) -> int:
-    """Check header and size without reading the tokens; return the count.
-
-    dtype    what meta.json says the tokens are
-    tokens   how many meta.json says there are, if it does
-    """
+    """Checks header and size, reads no token, and returns the count. `dtype` and `tokens` are meta.json's."""
     count = read_header(path)
     if tokens is not None and count != tokens:
         raise ShardError(f"{path} gives {count} tokens, meta.json gives {tokens}; prepare the data again")
@@ -80,7 +75,7 @@ def check_shard(path: Path, dtype: str, tokens: int | None = None) -> int:
     for other, other_dtype in DTYPES.items():
         if count and size == HEADER_BYTES + count * other_dtype.itemsize:
             raise ShardError(
-                f"{path} holds {other_dtype.itemsize} bytes a token ({other}), meta.json says {dtype}; "
+                f"{path} holds {other_dtype.itemsize} bytes per token ({other}), meta.json says {dtype}; "
                 "this shard and this meta.json are of different preparations: prepare the data again"
             )
     what = "truncated" if size < expected else "too long"
@@ -91,7 +86,7 @@ def check_shard(path: Path, dtype: str, tokens: int | None = None) -> int:
 
 
 def map_tokens(path: Path, dtype: str) -> np.ndarray:
-    """The tokens of a checked shard, as a read-only map of the file. [tokens]"""
+    """Maps the tokens of a checked shard, read-only. [tokens]"""
     if path.stat().st_size == HEADER_BYTES:
         return np.zeros(0, DTYPES[dtype])
     return np.memmap(path, dtype=DTYPES[dtype], mode="r", offset=HEADER_BYTES)
@@ -107,11 +102,11 @@ class ShardRecord:
 
 
 class ShardWriter:
-    """Writes one split's documents into shards; a killed process loses only what came after its last commit.
+    """Writes one split's documents into shards. A killed process loses only what came after its last commit.
 
-    Tokens are appended to `NAME.bin.partial`. The caller makes progress durable in three steps: `sync()` puts
-    the bytes on the disk, `state()` goes into the caller's progress file, `publish()` gives finished shards
-    their final names. A writer made from a saved state cuts its partial file back to what that state covers.
+    Tokens are appended to `NAME.bin.partial`. The caller commits in three steps: `sync()` puts the bytes on
+    the disk, `state()` goes into the caller's progress file, `publish()` gives finished shards their final
+    names. A writer made from a saved state cuts its partial file back to what that state covers.
     """
 
     def __init__(
@@ -129,7 +124,7 @@ class ShardWriter:
             self._reopen()
 
     def append(self, ids: np.ndarray) -> None:
-        """Add one whole document. ids [n]"""
+        """Adds one whole document. ids [n]"""
         if len(ids) > MAX_TOKENS:
             raise ShardError(
                 f"a document of {len(ids)} tokens exceeds the {MAX_TOKENS} a shard can count; cut it"
@@ -144,7 +139,7 @@ class ShardWriter:
         self._tokens += len(ids)
 
     def close(self) -> None:
-        """Finish the current shard, if it has tokens; `publish` names it after the next commit."""
+        """Finishes the current shard, if it has tokens; `publish` names it after the next commit."""
         if not self._tokens:
             return
         assert self._file is not None
@@ -159,7 +154,7 @@ class ShardWriter:
         self._index, self._tokens = self._index + 1, 0
 
     def sync(self) -> None:
-        """Everything appended so far is on the disk afterwards."""
+        """Flushes everything appended so far to the disk."""
         if self._file is not None:
             with disk_errors(self._partial()):
                 self._file.flush()
@@ -173,7 +168,7 @@ class ShardWriter:
         }
 
     def publish(self) -> None:
-        """Give closed shards their names. Only after the state that lists them is on the disk."""
+        """Gives closed shards their names, once the state that lists them is on the disk."""
         for record in self.closed:
             final = self._directory / record.file
             partial = final.with_name(final.name + ".partial")
@@ -186,9 +181,9 @@ class ShardWriter:
         sync(self._directory)
 
     def abandon(self) -> None:
-        """Let go of the file without finishing it: after an error, the last commit is what counts."""
+        """Closes the file without finishing it: after an error, the last commit counts."""
         if self._file is not None:
-            # the buffer may be what the disk refused, and closing would try it again
+            # closing writes the buffer once more, which the disk may have refused before
             file, self._file = self._file, None
             with suppress(OSError):
                 file.close()
@@ -210,11 +205,3 @@ class ShardWriter:
         os.truncate(partial, expected)
         self._file = open(partial, "r+b")  # noqa: SIM115 - stays open across documents
         self._file.seek(0, os.SEEK_END)
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

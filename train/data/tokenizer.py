@@ -1,7 +1,10 @@
-"""Text to token ids and back: GPT-2, byte-level BPE trained on the spot, plain bytes, or any tokenizer.json.
+"""Text to token ids and back: GPT-2, byte-level BPE trained on the text, plain bytes, or any tokenizer.json.
 
-Every tokenizer here ends up with three ids of its own: BOS before a document, EOS after it, PAD never in one.
-They are ids only: text that happens to contain "<|endoftext|>" is spelled out like any other.
+Every tokenizer has three ids that no text produces: BOS before a document, EOS after it, and PAD. Text that
+contains "<|endoftext|>" is tokenized like any other text.
+
+These are Hugging Face's `tokenizers`, without the classes of transformers around them: importing those takes
+seconds and loads torch, and their `save_pretrained` writes other bytes with every version.
 """
 
 import hashlib
@@ -19,17 +22,20 @@ from delta_trn.train.settings.errors import TokenizerError
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
 GPT2_VOCAB, GPT2_EOS = 50257, 50256
 GPT2_REPOSITORY = "openai-community/gpt2"
-VOCAB_MULTIPLE = 64  # 50257 + BOS becomes 50304: matrix units like it, and the papers' models have it
-TRAINING_BYTES = 2**26  # of text is enough for merges to settle, and takes a minute rather than an hour
+VOCAB_MULTIPLE = 64  # GPT-2's 50257 ids become 50304 rows: a size for matrix units, and that of the papers
+TRAINING_BYTES = 2**26  # more text hardly changes the merges, and takes an hour rather than a minute
 DEFAULT_BPE_VOCAB = 4096
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer and what a model has to know of it.
+    """A tokenizer and what a model must know of it.
+
+        tokenizer = load_tokenizer("data/book-bytes-12345678")
+        tokenizer.decode(tokenizer.encode("text")) == "text"
 
     vocab_size   rows of the embedding; ids from `size` on never occur
-    size         ids there are, specials included
+    size         number of ids, special ones included
     """
 
     tokenizer: Tokenizer
@@ -47,23 +53,23 @@ class TextTokenizer:
         return hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """BOS and the text's ids: what a prompt is. No EOS follows."""
+        """Returns BOS and the text's ids, as a prompt needs them: no EOS follows."""
         return [self.bos, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """BOS, ids, EOS for each text, on all cores. uint32 [n_i]"""
+        """Returns BOS, ids, EOS of each text, computed on all cores. uint32 [n_i]"""
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([self.bos, *encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids. Bytes that do not form UTF-8, as at a cut, become U+FFFD."""
+        """Returns the text of the ids. Bytes that do not form UTF-8, as at a cut, become U+FFFD."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def decode_documents(self, documents: Sequence[Sequence[int]]) -> list[str]:
         return self.tokenizer.decode_batch([list(ids) for ids in documents], skip_special_tokens=True)
 
     def save(self, directory: Path) -> None:
-        """Write what `transformers.AutoTokenizer.from_pretrained(directory)` reads, and `load_tokenizer`."""
+        """Writes what `transformers.AutoTokenizer.from_pretrained(directory)` and `load_tokenizer` read."""
         names = {
             "bos_token": self.tokenizer.id_to_token(self.bos),
             "eos_token": self.tokenizer.id_to_token(self.eos),
@@ -82,7 +88,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> TextTokenizer:
-    """The tokenizer that `TextTokenizer.save` wrote into the directory."""
+    """Loads the tokenizer that `TextTokenizer.save` wrote into the directory."""
     directory = Path(directory)
     tokenizer = _read(directory / "tokenizer.json")
     config = _read_config(directory / "tokenizer_config.json")
@@ -104,7 +110,7 @@ def load_tokenizer(directory: str | Path) -> TextTokenizer:
 
 
 def tokenizer_settings(name: str, vocab_size: int | None) -> dict[str, str | int | None]:
-    """What identifies the tokenizer among a preparation's settings, before anything is trained or fetched."""
+    """Returns what identifies the tokenizer in a preparation's settings. Nothing is trained or fetched."""
     settings: dict[str, str | int | None] = {"kind": name, "vocab_size": vocab_size, "sha256": None}
     if name == "bytebpe":
         settings["vocab_size"] = vocab_size or DEFAULT_BPE_VOCAB
@@ -116,10 +122,10 @@ def tokenizer_settings(name: str, vocab_size: int | None) -> dict[str, str | int
 
 
 def make_tokenizer(name: str, vocab_size: int | None, documents: Iterator[str]) -> TextTokenizer:
-    """The tokenizer called gpt2, bytebpe, bytes, or lying at a path.
+    """Makes the tokenizer called gpt2, bytebpe or bytes, or loads the one at a path.
 
-    vocab_size   rows of the embedding; None: 4096 for bytebpe, else the tokenizer's ids, to a multiple of 64
-    documents    what bytebpe is trained on; the others do not touch it
+    vocab_size   rows of the embedding; None: 4096 for bytebpe, else the size up to a multiple of 64
+    documents    what bytebpe is trained on; the others do not read them
     """
     if name == "bytebpe":
         return train_byte_bpe(documents, vocab_size or DEFAULT_BPE_VOCAB)
@@ -132,10 +138,10 @@ def make_tokenizer(name: str, vocab_size: int | None, documents: Iterator[str]) 
 
 
 def train_byte_bpe(documents: Iterator[str], vocab_size: int) -> TextTokenizer:
-    """Byte-level BPE in GPT-2's manner, from the first 64 MiB of the documents; the same text, the same
-    merges.
+    """Trains GPT-2's kind of byte-level BPE on the first 64 MiB of the documents.
 
-    Ids: BOS 0, EOS 1, PAD 2, the 256 bytes, merges. Any text survives a round trip.
+    The same text gives the same merges. Ids: BOS 0, EOS 1, PAD 2, the 256 bytes, merges. Any text survives a
+    round trip.
     """
     if vocab_size < 256 + 3:
         raise TokenizerError(
@@ -154,7 +160,7 @@ def train_byte_bpe(documents: Iterator[str], vocab_size: int) -> TextTokenizer:
 
 
 def plain_bytes(vocab_size: int | None = None) -> TextTokenizer:
-    """One token a byte: id = byte, then BOS 256, EOS 257, PAD 258."""
+    """Returns the tokenizer with one token per byte: id = byte, then BOS 256, EOS 257, PAD 258."""
     tokenizer = _byte_level(
         models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[])
     )
@@ -163,19 +169,19 @@ def plain_bytes(vocab_size: int | None = None) -> TextTokenizer:
 
 
 def byte_alphabet() -> list[str]:
-    """GPT-2's printable stand-in of every byte: itself where printable, else the next from U+0100 on."""
+    """Returns GPT-2's printable character for every byte: itself if printable, else the next from U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     stand_ins = iter(range(256, 512))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
 def fetch_gpt2() -> Tokenizer:
-    """GPT-2's tokenizer from the Hub or its local cache."""
+    """Loads GPT-2's tokenizer from the Hub or its local cache."""
     from huggingface_hub import hf_hub_download
 
     try:
         path = hf_hub_download(GPT2_REPOSITORY, "tokenizer.json")
-    except Exception as error:  # the client's exceptions vary by version; all mean that there is no file
+    except Exception as error:  # the client's exceptions vary by version; all mean that the file is missing
         raise TokenizerError(
             f"cannot reach {GPT2_REPOSITORY} on the Hugging Face Hub ({type(error).__name__}); copy its "
             "tokenizer.json here and pass --tokenizer PATH, or train one on your text with --tokenizer "
@@ -187,7 +193,7 @@ def fetch_gpt2() -> Tokenizer:
 
 
 def check_gpt2(tokenizer: Tokenizer) -> None:
-    """TokenizerError unless the ids are GPT-2's: with another vocabulary, shards would be other text."""
+    """Raises TokenizerError unless the ids are GPT-2's: other ids would be other text."""
     size, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
     if (size, eos) != (GPT2_VOCAB, GPT2_EOS):
         raise TokenizerError(
@@ -197,31 +203,30 @@ def check_gpt2(tokenizer: Tokenizer) -> None:
 
 
 def adopt(tokenizer: Tokenizer, config: dict, vocab_size: int | None) -> TextTokenizer:
-    """Somebody else's tokenizer, taken over: the special tokens that it lacks are appended to it.
+    """Takes over any tokenizer, and appends the special tokens that it lacks.
 
-    A BOS that is also the EOS, as GPT-2 has it, does not count: a document's start and its end must differ.
+    A BOS that is also the EOS, as in GPT-2, counts as missing: a document's start and its end must differ.
     """
-    eos = _known(tokenizer, config.get("eos_token"), (EOS, "</s>", "<eos>", "<|end_of_text|>"))
-    bos = _known(tokenizer, config.get("bos_token"), (BOS, "<s>", "<bos>", "<|begin_of_text|>"))
-    pad = _known(tokenizer, config.get("pad_token"), (PAD, "<pad>"))
+    eos = _find_special(tokenizer, config.get("eos_token"), (EOS, "</s>", "<eos>", "<|end_of_text|>"))
+    bos = _find_special(tokenizer, config.get("bos_token"), (BOS, "<s>", "<bos>", "<|begin_of_text|>"))
+    pad = _find_special(tokenizer, config.get("pad_token"), (PAD, "<pad>"))
     if bos == eos:
         bos = None
     if pad in (bos, eos):
         pad = None
 
-    def added(content: str) -> int:
+    def append(content: str) -> int:
         tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-        made = tokenizer.token_to_id(content)
-        assert made is not None
-        return made
+        return tokenizer.token_to_id(content)
 
-    bos = added(BOS) if bos is None else bos
-    eos = added(EOS) if eos is None else eos
-    pad = added(PAD) if pad is None else pad
+    bos = append(BOS) if bos is None else bos
+    eos = append(EOS) if eos is None else eos
+    pad = append(PAD) if pad is None else pad
     return _finish(tokenizer, bos, eos, pad, vocab_size)
 
 
 def _finish(tokenizer: Tokenizer, bos: int, eos: int, pad: int, vocab_size: int | None) -> TextTokenizer:
+    """Sets what all tokenizers share: no padding, BOS before a prompt, special tokens spelled out."""
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     if vocab_size is None:
         vocab_size = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -231,13 +236,13 @@ def _finish(tokenizer: Tokenizer, bos: int, eos: int, pad: int, vocab_size: int 
             f"{size} or more"
         )
     name = tokenizer.id_to_token(bos)
-    # so that transformers' tokenizer(prompt) starts like a document does
+    # so that transformers' tokenizer(prompt) starts as a document does
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{name} $A", pair=f"{name} $A $B:1", special_tokens=[(name, bos)]
     )
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    tokenizer.encode_special_tokens = True  # text that spells a special token is text
+    tokenizer.encode_special_tokens = True  # in text, a special token's name is text
     return TextTokenizer(tokenizer, vocab_size, bos, eos, pad)
 
 
@@ -249,16 +254,17 @@ def _byte_level(model: models.BPE) -> Tokenizer:
 
 
 def _first_bytes(documents: Iterator[str], limit: int) -> Iterator[str]:
-    taken = 0
+    size = 0
     for text in documents:
-        if taken >= limit:
+        if size >= limit:
             return
-        taken += len(text.encode())
+        size += len(text.encode())
         yield text
 
 
-def _known(tokenizer: Tokenizer, named: object, usual: tuple[str, ...]) -> int | None:
-    content = named.get("content") if isinstance(named, dict) else named
+def _find_special(tokenizer: Tokenizer, configured: object, usual: tuple[str, ...]) -> int | None:
+    """Returns the id of the configured token, or else of the first usual one that the tokenizer has."""
+    content = configured.get("content") if isinstance(configured, dict) else configured
     candidates = (content,) if isinstance(content, str) else usual
     ids = (tokenizer.token_to_id(candidate) for candidate in candidates)
     return next((i for i in ids if i is not None), None)
