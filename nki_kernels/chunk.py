@@ -45,7 +45,7 @@ from typing import Any
 
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
-from delta_trn.nki_kernels.tiles import copy_scaled, load_padded, psum, sbuf, transpose
+from delta_trn.nki_kernels.tiles import copy_scaled, load_padded, multiply_elements, psum, sbuf, transpose
 
 
 def load_lanes(src, bundle, start, tokens, rows):
@@ -172,20 +172,10 @@ def compute_decays(g_triangle_sb, table, dropped):
     return out_sb
 
 
-def split_lanes(x_sb):
-    """Returns the lanes of [rows, lanes, free] as a list of views [rows, free]."""
-    views = []
-    for lane in range(x_sb.shape[1]):
-        views.append(x_sb[:, lane, :])
-    return views
-
-
-def split_key_heads(qk_sb, side):
-    """Returns q (side 0) or k (side 1) of each key head as a list of views [rows, K]."""
-    views = []
-    for h in range(qk_sb.shape[1]):
-        views.append(qk_sb[:, h, side, :])
-    return views
+def multiply_parts(dst_ps, stationary, moving, a, b):
+    """dst += stationary^T moving, summed over parts: lane or key head a of the one, b of the other."""
+    for part in range(len(moving)):
+        nisa.nc_matmul(dst=dst_ps, stationary=stationary[part][:, a, :], moving=moving[part][:, b, :])
 
 
 def multiply_pairs(stationary, moving, bundle):
@@ -196,20 +186,10 @@ def multiply_pairs(stationary, moving, bundle):
     rows, lanes = moving[0].shape[2], bundle["lanes"]
     out_ps = psum((rows, lanes, rows))
     for lane in range(lanes):
-        for part in range(len(moving)):
-            left = stationary[part]
-            right = moving[part]
-            a = lane if left.shape[1] == lanes else key_head(bundle, lane)
-            b = lane if right.shape[1] == lanes else key_head(bundle, lane)
-            nisa.nc_matmul(dst=out_ps[:, lane, :], stationary=left[:, a, :], moving=right[:, b, :])
+        a = lane if stationary[0].shape[1] == lanes else key_head(bundle, lane)
+        b = lane if moving[0].shape[1] == lanes else key_head(bundle, lane)
+        multiply_parts(out_ps[:, lane, :], stationary, moving, a, b)
     return out_ps
-
-
-def multiply_elements(x, y):
-    """Computes x . y, element by element, in a new tile in SBUF."""
-    out_sb = sbuf(x.shape)
-    nisa.tensor_tensor(dst=out_sb, data1=x, data2=y, op=nl.multiply)
-    return out_sb
 
 
 def multiply_lanes(stationary, moving):
@@ -241,11 +221,7 @@ def compute_residual(chunk, S, bundle):
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         KS_ps = psum((rows, V))
-        for part in range(len(S)):
-            k_t_sb = chunk["k_t"][part]
-            nisa.nc_matmul(
-                dst=KS_ps, stationary=k_t_sb[:, key_head(bundle, lane), :], moving=S[part][:, lane, :]
-            )
+        multiply_parts(KS_ps, chunk["k_t"], S, key_head(bundle, lane), lane)
         nisa.scalar_tensor_tensor(
             dst=out_sb[:, lane, :], data=KS_ps, op0=nl.multiply,
             operand0=chunk["minus_beta_gamma"][:, lane : lane + 1], op1=nl.add,
@@ -303,9 +279,9 @@ def prepare_chunk(inputs, bundle, start, tokens, parts, scale, l2norm, table) ->
     chunk["minus_beta_k"] = minus_beta_k_sb
     chunk["g_triangle"] = spread_decays(g_sb, table)
     identity_sb = table["identity"]
-    chunk["k_t"] = transpose(split_key_heads(qk_sb, 1), parts, identity_sb)
-    chunk["scale_q_t"] = transpose(split_key_heads(qk_sb, 0), parts, identity_sb, scale)
-    minus_beta_k_t = transpose(split_lanes(minus_beta_k_sb), parts, identity_sb)
+    chunk["k_t"] = transpose(qk_sb[:, :, 1, :], parts, identity_sb)
+    chunk["scale_q_t"] = transpose(qk_sb[:, :, 0, :], parts, identity_sb, scale)
+    minus_beta_k_t = transpose(minus_beta_k_sb, parts, identity_sb)
     chunk["D_t"] = compute_decays(chunk["g_triangle"], table, "drop_strict_lower")
     chunk["lambda_k"] = scale_heads(qk_sb, 1, chunk["lambda"], bundle)
     chunk["beta_v"] = scale_lanes(chunk["v"], beta_sb)

@@ -37,14 +37,21 @@ Backward adds these tiles to a chunk's dict:
 from delta_trn.nki_kernels.chunk import (
     decay_and_add,
     key_head,
-    multiply_elements,
     multiply_lanes_at_once,
     multiply_pairs,
+    multiply_parts,
     scale_heads,
-    split_lanes,
 )
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.tiles import copy_scaled, psum, repeat_over_lanes, sbuf, sum_rows, transpose
+from delta_trn.nki_kernels.tiles import (
+    copy_scaled,
+    multiply_elements,
+    psum,
+    repeat_over_lanes,
+    sbuf,
+    sum_rows,
+    transpose,
+)
 
 
 def transpose_state(S, parts, value_parts, table):
@@ -81,8 +88,7 @@ def residual_gradient(chunk, dS):
     for lane in range(lanes):
         dR_ps = psum((rows, V))
         nisa.nc_matmul(dst=dR_ps, stationary=chunk["PT"][:, lane, :], moving=chunk["do"][:, lane, :])
-        for part in range(len(dS)):
-            nisa.nc_matmul(dst=dR_ps, stationary=chunk["W_t"][part][:, lane, :], moving=dS[part][:, lane, :])
+        multiply_parts(dR_ps, chunk["W_t"], dS, lane, lane)
         copy_scaled(out_sb[:, lane, :], dR_ps)
     return out_sb
 
@@ -104,9 +110,9 @@ def pair_gradients(chunk, do_t, U_t, dR_t, bundle, scale, table):
     chunk["erasures_t"] = multiply_elements(UdR_ps, chunk["minus_L_t"])
     whole = [(0, rows)]
     chunk["E_t"] = E_t_sb
-    chunk["E"] = transpose(split_lanes(E_t_sb), whole, table["identity"])[0]
+    chunk["E"] = transpose(E_t_sb, whole, table["identity"])[0]
     chunk["minus_Z_t"] = minus_Z_t_sb
-    chunk["minus_Z"] = transpose(split_lanes(minus_Z_t_sb), whole, table["identity"])[0]
+    chunk["minus_Z"] = transpose(minus_Z_t_sb, whole, table["identity"])[0]
 
 
 def key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle):
@@ -129,14 +135,8 @@ def key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle):
         h = key_head(bundle, lane)
         q_sb, k_sb = qk_sb[:, h, 0, :], qk_sb[:, h, 1, :]
         state_ps = psum((rows, 2, K))  # dO S^T, dR S^T
-        for part in range(len(S_t)):
-            nisa.nc_matmul(
-                dst=state_ps[:, 0, :], stationary=do_t[part][:, lane, :], moving=S_t[part][:, lane, :]
-            )
-        for part in range(len(S_t)):
-            nisa.nc_matmul(
-                dst=state_ps[:, 1, :], stationary=dR_t[part][:, lane, :], moving=S_t[part][:, lane, :]
-            )
+        multiply_parts(state_ps[:, 0, :], do_t, S_t, lane, lane)
+        multiply_parts(state_ps[:, 1, :], dR_t, S_t, lane, lane)
         read_sb = sbuf((rows, 2, K))
         copy_scaled(read_sb[:, 0, :], state_ps[:, 0, :], chunk["scale_gamma"][:, lane : lane + 1])
         copy_scaled(read_sb[:, 1, :], state_ps[:, 1, :], chunk["gamma"][:, lane : lane + 1])
@@ -153,10 +153,7 @@ def key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle):
             dst=written_ps[:, 0, :], stationary=chunk["minus_Z"][:, lane, :],
             moving=chunk["minus_beta_k"][:, lane, :],
         )  # fmt: skip
-        for part in range(len(S_t)):
-            nisa.nc_matmul(
-                dst=written_ps[:, 1, :], stationary=U_t[part][:, lane, :], moving=dS_t[part][:, lane, :]
-            )
+        multiply_parts(written_ps[:, 1, :], U_t, dS_t, lane, lane)
         nisa.tensor_reduce(dst=dots_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
         dk_sb = sbuf((rows, K))
         nisa.scalar_tensor_tensor(
@@ -235,11 +232,7 @@ def decay_gradient(chunk, crossing_sb, dS, dots_sb, bundle, parts, table):
     writes_sb = sbuf((rows, lanes))  # w
     for lane in range(lanes):
         KdS_ps = psum((rows, V))
-        for part in range(len(parts)):
-            k_t_sb = chunk["k_t"][part]
-            nisa.nc_matmul(
-                dst=KdS_ps, stationary=k_t_sb[:, key_head(bundle, lane), :], moving=dS[part][:, lane, :]
-            )
+        multiply_parts(KdS_ps, chunk["k_t"], dS, key_head(bundle, lane), lane)
         multiply_rows_into(writes_sb[:, lane : lane + 1], chunk["U"][:, lane, :], KdS_ps)
     nisa.tensor_tensor(dst=writes_sb, data1=writes_sb, data2=chunk["lambda"], op=nl.multiply)
     states_ps = psum((rows, lanes))  # what r, w and <dS', S> add

@@ -25,7 +25,16 @@ stays on chip between the two passes over D where D DV fits; where not, it is re
 from delta_trn.nki_kernels.examples import normals, uniforms
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import identity, invert_norms, load, multiply_rows, psum, sbuf, sum_rows
+from delta_trn.nki_kernels.tiles import (
+    identity,
+    invert_norms,
+    load,
+    multiply_elements,
+    multiply_rows,
+    psum,
+    sbuf,
+    sum_rows,
+)
 
 RESIDENT = 8 * 1024  # numbers of X per partition, forward: 32 of 192 KiB, and as much for X k
 RESIDENT_BACKWARD = 5 * 1024  # of X, and of dX': 20 of 192 KiB each, and a bfloat16 copy
@@ -176,10 +185,9 @@ def block_size(D, DV, most):
 def add_projection(p_sb, x_sb, k_sb, d0):
     """p [P, DV] (+)= X^T k over one block of D, which begins at d0; the first block (d0 = 0) sets p."""
     count, size, DV = x_sb.shape
-    product_sb = sbuf((count, size, DV))
     # k [count, D], its block from d0 on, seen as [count, size, DV]: the same for each column, a stride of 0
     repeated = k_sb.ap(pattern=[[k_sb.shape[1], count], [1, size], [0, DV]], offset=d0)
-    nisa.tensor_tensor(dst=product_sb, data1=x_sb, data2=repeated, op=nl.multiply)
+    product_sb = multiply_elements(x_sb, repeated)
     part_sb = p_sb if d0 == 0 else sbuf((count, DV))
     for j in range(DV):
         sum_rows(part_sb[:, j : j + 1], product_sb[:, :, j], nl.copy)

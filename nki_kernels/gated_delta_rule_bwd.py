@@ -15,7 +15,6 @@ from delta_trn.nki_kernels.chunk import (
     multiply_lanes_at_once,
     prepare_chunk,
     scale_lanes,
-    split_lanes,
     store_lanes,
 )
 from delta_trn.nki_kernels.chunk_gradients import (
@@ -87,9 +86,9 @@ def multiply_gradients(chunk, dS, dR_sb, bundle, parts, value_parts, scale, tabl
     crossing        as `sum_crossing_pairs` returns it
     """
     identity_sb = table["identity"]
-    do_t = transpose(split_lanes(chunk["do"]), value_parts, identity_sb)
-    U_t = transpose(split_lanes(chunk["U"]), value_parts, identity_sb)
-    dR_t = transpose(split_lanes(dR_sb), value_parts, identity_sb)
+    do_t = transpose(chunk["do"], value_parts, identity_sb)
+    U_t = transpose(chunk["U"], value_parts, identity_sb)
+    dR_t = transpose(dR_sb, value_parts, identity_sb)
     S_t = transpose_state(chunk["S"], parts, value_parts, table)
     dS_t = transpose_state(dS, parts, value_parts, table)
     pair_gradients(chunk, do_t, U_t, dR_t, bundle, scale, table)

@@ -11,9 +11,9 @@ from delta_trn.nki_kernels.chunk import (
     decay_and_add,
     multiply_lanes,
     multiply_lanes_at_once,
+    multiply_parts,
     prepare_chunk,
     scale_heads,
-    split_lanes,
     store_lanes,
 )
 from delta_trn.nki_kernels.examples import rule_inputs
@@ -60,10 +60,7 @@ def compute_output(chunk, S, dtype):
     out_sb = sbuf((rows, lanes, V), dtype)
     for lane in range(lanes):
         O_ps = psum((rows, V))
-        for part in range(len(S)):
-            nisa.nc_matmul(
-                dst=O_ps, stationary=chunk["scale_gamma_q_t"][part][:, lane, :], moving=S[part][:, lane, :]
-            )
+        multiply_parts(O_ps, chunk["scale_gamma_q_t"], S, lane, lane)
         nisa.nc_matmul(dst=O_ps, stationary=chunk["PT_t"][:, lane, :], moving=R_sb[:, lane, :])
         copy_scaled(out_sb[:, lane, :], O_ps)
     return out_sb
@@ -77,7 +74,7 @@ def prepare_forward(inputs, bundle, index, C, parts, scale, l2norm, constants):
     chunk = prepare_chunk(inputs, bundle, start, tokens, parts, scale, l2norm, table)
     chunk["index"] = index
     scale_gamma_q_sb = scale_heads(chunk["qk"], 0, chunk["scale_gamma"], bundle)
-    chunk["scale_gamma_q_t"] = transpose(split_lanes(scale_gamma_q_sb), parts, table["identity"])
+    chunk["scale_gamma_q_t"] = transpose(scale_gamma_q_sb, parts, table["identity"])
     return chunk
 
 

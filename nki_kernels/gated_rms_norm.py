@@ -14,7 +14,7 @@ V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 back
 from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import load, psum, sbuf, sum_rows
+from delta_trn.nki_kernels.tiles import load, multiply_elements, psum, sbuf, sum_rows
 
 WIDTH = 2048  # numbers of x per partition
 MOST_V = 8 * BANK
@@ -68,16 +68,14 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
         if gated:
             z_sb = load_rows(z, start, P, slots)
             gate_sb, slope_sb = sbuf((P, slots, V)), sbuf((P, slots, V))
-            hw_sb, gated_dy_sb = sbuf((P, slots, V)), sbuf((P, slots, V))
-            dz_sb = sbuf((P, slots, V), z.dtype)
+            hw_sb, dz_sb = sbuf((P, slots, V)), sbuf((P, slots, V), z.dtype)
             nisa.activation(dst=gate_sb, op=nl.silu, data=z_sb)
             nisa.activation(dst=slope_sb, op=nl.silu_dx, data=z_sb)
             nisa.tensor_tensor(dst=slope_sb, data1=slope_sb, data2=m_sb, op=nl.multiply)
             scale_rows(hw_sb, x_sb, r_sb, w_sb)
             nisa.tensor_tensor(dst=dz_sb, data1=slope_sb, data2=hw_sb, op=nl.multiply)
             store_rows(dz, dz_sb, start)
-            nisa.tensor_tensor(dst=gated_dy_sb, data1=m_sb, data2=gate_sb, op=nl.multiply)
-            m_sb = gated_dy_sb
+            m_sb = multiply_elements(m_sb, gate_sb)
         rn_sb = sbuf((P, slots, V))
         scale_rows(rn_sb, m_sb, r_sb, w_sb)
         along_sb = project(x_sb, rn_sb, r_sb)
@@ -178,11 +176,10 @@ def scale_rows(out_sb, x_sb, r_sb, w_sb):
 
 def project(x_sb, rn_sb, r_sb):
     """Computes -r^2 mean(x r n) of every row, [P, slots]: what dx has along x."""
-    product_sb, out_sb = sbuf(x_sb.shape), sbuf(r_sb.shape)
-    nisa.tensor_tensor(dst=product_sb, data1=x_sb, data2=rn_sb, op=nl.multiply)
+    total_sb, out_sb = sum_slots(multiply_elements(x_sb, rn_sb), nl.copy), sbuf(r_sb.shape)
     nisa.scalar_tensor_tensor(
-        dst=out_sb, data=sum_slots(product_sb, nl.copy), op0=nl.multiply, operand0=-1.0 / x_sb.shape[2],
-        op1=nl.multiply, operand1=r_sb,
+        dst=out_sb, data=total_sb, op0=nl.multiply, operand0=-1.0 / x_sb.shape[2], op1=nl.multiply,
+        operand1=r_sb,
     )  # fmt: skip
     nisa.tensor_tensor(dst=out_sb, data1=out_sb, data2=r_sb, op=nl.multiply)
     return out_sb

@@ -20,7 +20,7 @@ back, so that no tile waits for another. Backward computes z again: forward leav
 from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import identity, load, psum, sbuf, sum_rows
+from delta_trn.nki_kernels.tiles import identity, load, multiply_elements, psum, sbuf, sum_rows
 
 MOST_W = 32
 ON_VECTOR = 2  # taps of z that the Scalar and Vector engines take
@@ -338,11 +338,7 @@ def add_products(sum_sb, returns, window_sb, ahead, count):
     C, W = sum_sb.shape
     part_sb = sbuf((C, W))
     for j in range(W):
-        product_sb = sbuf((C, count))
-        nisa.tensor_tensor(
-            dst=product_sb, data1=returns[j][:, ahead : ahead + count], data2=window_sb[:, j : j + count],
-            op=nl.multiply,
-        )  # fmt: skip
+        product_sb = multiply_elements(returns[j][:, ahead : ahead + count], window_sb[:, j : j + count])
         sum_rows(part_sb[:, j : j + 1], product_sb, nl.copy)
     nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=part_sb, op=nl.add)
 

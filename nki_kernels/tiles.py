@@ -116,22 +116,22 @@ def repeat_over_lanes(table, name, lanes):
     return table[name].ap(pattern=[[table["stride"], table["rows"]], [0, lanes], [1, table["rows"]]])
 
 
-def transpose(sources, parts, identity_sb, factor=1.0):
-    """Transposes views [rows, free]: one tile [f, number of views, rows] per part of free, times factor.
+def transpose(x_sb, parts, identity_sb, factor=1.0):
+    """Transposes [rows, lanes, free], a view in SBUF: a tile [f, lanes, rows] per part of free, times factor.
 
     The transposition is a product with the identity, which is half the price of nc_transpose in float32, as
     one operand is 0 and 1.
     """
-    rows = sources[0].shape[0]
+    rows, lanes = x_sb.shape[0], x_sb.shape[1]
     tiles = []
     for start, stop in parts:
-        out_ps = psum((stop - start, len(sources), rows))
-        for i in range(len(sources)):
+        out_ps = psum((stop - start, lanes, rows))
+        for lane in range(lanes):
             nisa.nc_matmul(
-                dst=out_ps[:, i, :], stationary=sources[i][:, start:stop], moving=identity_sb,
+                dst=out_ps[:, lane, :], stationary=x_sb[:, lane, start:stop], moving=identity_sb,
                 is_moving_onezero=True,
             )  # fmt: skip
-        out_sb = sbuf((stop - start, len(sources), rows))
+        out_sb = sbuf((stop - start, lanes, rows))
         copy_scaled(out_sb, out_ps, factor)
         tiles.append(out_sb)
     return tiles
@@ -146,11 +146,17 @@ def sum_rows(dst, data, op):
     )  # fmt: skip
 
 
+def multiply_elements(x, y):
+    """Computes x . y, element by element, in a new tile in SBUF."""
+    out_sb = sbuf(x.shape)
+    nisa.tensor_tensor(dst=out_sb, data1=x, data2=y, op=nl.multiply)
+    return out_sb
+
+
 def multiply_rows(x, y):
     """Computes the dot products of rows, [P, 1] float32, on the Vector engine."""
-    product_sb, out_sb = sbuf(x.shape), sbuf((x.shape[0], 1))
-    nisa.tensor_tensor(dst=product_sb, data1=x, data2=y, op=nl.multiply)
-    nisa.tensor_reduce(dst=out_sb, op=nl.add, data=product_sb, axis=1)
+    out_sb = sbuf((x.shape[0], 1))
+    nisa.tensor_reduce(dst=out_sb, op=nl.add, data=multiply_elements(x, y), axis=1)
     return out_sb
 
 
