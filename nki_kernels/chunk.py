@@ -24,8 +24,8 @@ small one keeps its digits, and no exponent is above 0.
 
 Matrices over pairs of tokens are kept transposed, `D_t` for D^T, because a product takes its first factor
 transposed. `lanes` is the number of the bundle's value heads, `parts` cuts K into [(start, stop)], and the
-state is one tile [stop - start, lanes, V] per part. `prepare_chunk` makes a dict of these tiles, all in SBUF
-(the compilers know dicts with literal keys, but not all of them know classes):
+state is one tile [stop - start, lanes, V] per part. `prepare_chunk` makes a dict of these tiles, all in SBUF;
+dicts with literal keys are what every release of the compiler knows:
 
     beta, minus_beta                    [rows, lanes]
     gamma, lambda                       [rows, lanes]
@@ -39,6 +39,9 @@ state is one tile [stop - start, lanes, V] per part. `prepare_chunk` makes a dic
     g_triangle                          g_l where l > column, else 0 [rows, lanes, rows]
     D_t, minus_L_t, P_t                 [rows, lanes, rows]
     start, tokens                       numbers: the first token, and how many the chunk has
+
+Forward adds R [rows, lanes, V], PT_t = (P T)^T [rows, lanes, rows], W [rows, lanes, K], scale_gamma_q_t, the
+transpose of scale diag(gamma) Q, a tile [f, lanes, rows] per part, and index, the chunk's number.
 """
 
 from typing import Any
