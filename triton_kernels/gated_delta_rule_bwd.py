@@ -365,7 +365,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     row = config(K, V, itemsize=itemsize)
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
     sizes |= {"WORDS": 1 if itemsize == 4 else 2, "DOT": row.dot}
-    for layout, tables in layouts(quick):
+    for layout, tables in layouts(quick).items():
         values = sizes | tables | {"BV": row.reverse.columns}
         states = ("dstate", "initial_state", "dinitial_state") if layout == "dense" else ()
         absent = {
@@ -376,6 +376,6 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             given = values | dict.fromkeys(names)
             yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, row.reverse, given)
         values |= {"BV": row.gradients.columns}
-        for form, given in gates(quick):
+        for form, given in gates(quick).items():
             options = f"{layout}, {form}"
             yield Variant("gradients", options, gradients_kernel, TYPES, row.gradients, values | given)

@@ -269,8 +269,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     uses = {"train": ("transition",)}
     if not quick:
         uses |= {"infer": ("transition", "S", "U"), "recompute": ("transition", "o")}
-    for layout, tables in layouts(quick):
-        for form, given in gates(quick):
+    for layout, tables in layouts(quick).items():
+        for form, given in gates(quick).items():
             values = sizes | tables | given
             yield Variant("prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
         states = ("initial_state", "final_state") if layout == "dense" else ()

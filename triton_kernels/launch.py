@@ -7,7 +7,7 @@ so equal inputs take equal code paths and give equal bits.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
@@ -15,23 +15,22 @@ from triton import knobs
 
 ANY = inf
 
-# how many programs backward of rms_norm and short_convolution launches at most: partial sums are that many
+# most programs in backward of rms_norm and short_convolution; each writes its part of the weight's gradient
 PROGRAMS = 1024
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of TABLE. The first row of a kernel whose three conditions hold is the one that counts.
+    """One row of TABLE. A kernel is launched by the first row that names it and whose conditions hold.
 
     itemsize, height, width     the conditions: bytes of an element, height and width of `tile`, at most
-    warps, stages               as Triton understands them
-    columns                     least and most; between them, power_of_two(width) / turns
-    turns                       how many turns the kernel's loops over the width shall take at least
-    elements                    rows x columns, where a tile has rows
-    rows                        least rows
+    columns                     least and most columns of the tile; between them, power_of_two(width) / turns
+    turns                       least turns that the kernel's loops over the width should take
+    elements                    of the tile: its rows are elements / columns; 0 where it has no rows
+    rows                        least rows of the tile
     """
 
-    kernel: str
+    kernels: str
     itemsize: float
     height: float
     width: float
@@ -48,27 +47,19 @@ class Row:
 # backward's tiles would exceed the 227 KiB of shared memory.
 # fmt: off
 TABLE = (
-    #    kernel            itemsize height width  warps stages  columns
+    #    kernels           itemsize height width  warps stages  columns
     #                               (K)    (V)
     Row("prepare",                2,  ANY,  ANY,     4,     1),
     Row("prepare",                4,  128,  ANY,     4,     1),
     Row("prepare",                4,  ANY,  ANY,     8,     1),
-    Row("scan",                   2,  128,  ANY,     4,     2,  (16, 64)),
+    Row("scan reverse",           2,  128,  ANY,     4,     2,  (16, 64)),
     Row("scan",                   2,  ANY,  ANY,     8,     2,  (16, 64)),
-    Row("scan",                   4,   64,  ANY,     4,     1,  (16, 32)),
-    Row("scan",                   4,  128,  ANY,     4,     1,  (16, 16)),
-    Row("scan",                   4,  ANY,  ANY,     8,     1,  (16, 16)),
-    Row("reverse",                2,  128,  ANY,     4,     2,  (16, 64)),
-    Row("reverse",                2,  ANY,  ANY,     8,     1,  (16, 64)),
-    Row("reverse",                4,   64,  ANY,     4,     1,  (16, 32)),
-    Row("reverse",                4,  128,  ANY,     4,     1,  (16, 16)),
-    Row("reverse",                4,  ANY,  ANY,     8,     1,  (16, 16)),
     # unrolled into one turn, the loops over V spill: 424 bytes per thread at K = V = 64
     Row("gradients",              2,  128,  ANY,     8,     2,  (16, 64), turns=2),
-    Row("gradients",              2,  ANY,  ANY,     8,     1,  (16, 64)),
-    Row("gradients",              4,   64,  ANY,     4,     1,  (16, 32)),
-    Row("gradients",              4,  128,  ANY,     4,     1,  (16, 16)),
-    Row("gradients",              4,  ANY,  ANY,     8,     1,  (16, 16)),
+    Row("reverse gradients",      2,  ANY,  ANY,     8,     1,  (16, 64)),
+    Row("scan reverse gradients", 4,   64,  ANY,     4,     1,  (16, 32)),
+    Row("scan reverse gradients", 4,  128,  ANY,     4,     1,  (16, 16)),
+    Row("scan reverse gradients", 4,  ANY,  ANY,     8,     1,  (16, 16)),
     # 16 columns, the shortest side of a product: only the heads and V / 16 make programs
     Row("chain",                ANY,  128,  ANY,     4,     3,  (16, 16), elements=512),
     Row("chain",                ANY,  ANY,  ANY,     8,     3,  (16, 16), elements=512),
@@ -141,7 +132,7 @@ def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 
     row = next(
         row
         for row in TABLE
-        if row.kernel == kernel
+        if kernel in row.kernels.split()
         and itemsize <= row.itemsize
         and width <= row.width
         and (height or 0) <= row.height
@@ -175,15 +166,10 @@ def adjusted(change: Callable[[Config], Config]) -> Iterator[None]:
         _change = outer
 
 
-@lru_cache
-def _config(K: int, V: int, itemsize: int) -> Config:
-    C, dot = next((C, dot) for bytes_, height, C, dot in CHUNKS if itemsize <= bytes_ and height >= K)
-    kernels = ("prepare", "scan", "reverse", "gradients")
-    return Config(C, dot, *(tile(kernel, V, K, itemsize=itemsize) for kernel in kernels))
-
-
 def config(K: int, V: int, *, itemsize: int) -> Config:
     """Returns the launches for head sizes K and V and elements of `itemsize` bytes."""
-    row = _config(int(K), int(V), itemsize)
-    row = replace(row, dot=arithmetic(row.dot))
+    K, V = int(K), int(V)  # symbols under torch.compile, which no cache takes
+    C, dot = next((C, dot) for size, height, C, dot in CHUNKS if itemsize <= size and height >= K)
+    kernels = ("prepare", "scan", "reverse", "gradients")
+    row = Config(C, arithmetic(dot), *(tile(kernel, V, K, itemsize=itemsize) for kernel in kernels))
     return row if _change is None else _change(row)

@@ -1,8 +1,8 @@
-"""Tensors of more than 2^31 elements and launches of more than 65,535 programs, on the last of them.
+"""Kernels address tensors of more than 2^31 elements in launches of more than 65,535 programs.
 
-Memory that nobody touches is only reserved, so such tensors fit a small machine: the interpreter runs a
-launch's last program alone, which must find its data behind 2^31 elements and give the bits that it gives in
-a tensor of its own.
+Memory that nobody touches is only reserved, so such tensors fit a small machine: the interpreter runs only a
+launch's last program, which must find its data behind 2^31 elements and give the same bits as in a tensor of
+its own.
 """
 
 import pytest
@@ -25,7 +25,7 @@ HALF = torch.bfloat16
 
 
 class Launches:
-    """Runs the programs of a launch's last row alone; `rows` tells how many rows there are."""
+    """Runs only the programs of a launch's last row; `rows` is the number of rows."""
 
     def __init__(self):
         self.rows, self.sizes = 1, []
@@ -55,34 +55,34 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch):
-    found, run = Launches(), interpreter.GridExecutor.__call__
+    recorder, run = Launches(), interpreter.GridExecutor.__call__
     monkeypatch.setattr(
-        interpreter.GridExecutor, "__call__", lambda self, *a, **named: found(self, run, a, named)
+        interpreter.GridExecutor, "__call__", lambda self, *a, **named: recorder(self, run, a, named)
     )
-    # what it would copy back lies where it was written; copied onto itself, it would be touched
+    # results lie where they were written; copying them onto themselves would touch all memory
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *arguments: None)
-    return found
+    return recorder
 
 
-def reserved(small, rows):
-    """Untouched tensors of so many rows, of which the last is that of `small`."""
-    found = []
+def reserve(small, rows):
+    """Returns untouched tensors of `rows` rows, of which the last is that of `small`."""
+    tensors = []
     for one in small:
         try:
-            found.append(torch.empty((rows, *one.shape[1:]), dtype=one.dtype))
+            tensors.append(torch.empty((rows, *one.shape[1:]), dtype=one.dtype))
         except RuntimeError as refusal:
             pytest.skip(f"this machine reserves no {rows * one.nbytes / 1e9:.1f} GB: {refusal}")
-        found[-1][-1:] = one
-    return found
+        tensors[-1][-1:] = one
+    return tensors
 
 
-def both(launches, function, small, rows):
-    """What `function` gives for the last of so many rows, and for that row alone, bit by bit the same."""
+def compare_last_row(launches, function, small, rows):
+    """Asserts that `function` gives the same bits for the last of `rows` rows as for that row alone."""
     expected = function(*small)
     launches.rows, launches.sizes = rows, []
-    found = function(*reserved(small, rows))
-    assert max(x.numel() for x in found) > 2**31 and max(launches.sizes) > 65535
-    for x, y in zip(found, expected, strict=True):
+    results = function(*reserve(small, rows))
+    assert max(x.numel() for x in results) > 2**31 and max(launches.sizes) > 65535
+    for x, y in zip(results, expected, strict=True):
         if len(x) >= rows:
             assert torch.equal(x[len(x) - len(y) :], y)
 
@@ -92,7 +92,7 @@ def normal(*shape, dtype=HALF):
 
 
 def rule(q, k, v, g, beta, state, do, dstate):
-    """Everything forward and backward give."""
+    """Returns everything that forward and backward give."""
     options = Options(0.1, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=False)
     o, final, saved = triton_adapter.forward(q, k, v, g, beta, state, None, options, save=True)
     grads = triton_adapter.backward(do, dstate, q, k, v, g, beta, state, None, saved, options)
@@ -101,8 +101,8 @@ def rule(q, k, v, g, beta, state, do, dstate):
 
 @pytest.mark.parametrize(("K", "V"), [(64, 16), (16, 128)], ids=["keys", "values"])
 @pytest.mark.parametrize("segment", [None, 1], ids=["whole", "segments"])
-def test_gated_delta_rule(K, V, segment, launches):
-    """Of 2^17 sequences and more of one chunk the last."""
+def test_rule_addresses_the_last_of_2_to_31_elements(K, V, segment, launches):
+    """Runs the last of more than 2^17 sequences of one chunk."""
     T = 64
     tensors = [normal(1, T, 1, K), normal(1, T, 1, K), normal(1, T, 1, V)]
     tensors += [-normal(1, T, 1, dtype=torch.float32).abs(), normal(1, T, 1, dtype=torch.float32).sigmoid()]
@@ -111,13 +111,13 @@ def test_gated_delta_rule(K, V, segment, launches):
     split_sequences(segment)
     triton_adapter.keep_states(True)
     try:
-        both(launches, rule, tensors, 2**31 // (T * max(K, V)) + 1)
+        compare_last_row(launches, rule, tensors, 2**31 // (T * max(K, V)) + 1)
     finally:
         split_sequences("auto")
         triton_adapter.keep_states("auto")
 
 
-def test_one_step(launches):
+def test_step_addresses_the_last_of_2_to_31_elements(launches):
     options = Options(0.1, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=False)
     tensors = [normal(1, 1, 128)] * 3
     tensors += [-normal(1, 1, dtype=torch.float32).abs(), normal(1, 1, dtype=torch.float32).sigmoid()]
@@ -126,10 +126,10 @@ def test_one_step(launches):
     def run(q, k, v, g, beta, state):
         return triton_adapter.step(q, k, v, g, beta, state, options)
 
-    both(launches, run, tensors, 2**17 + 1)
+    compare_last_row(launches, run, tensors, 2**17 + 1)
 
 
-def test_delta_residual(launches):
+def test_residual_addresses_the_last_of_2_to_31_elements(launches):
     def run(x, k, v, beta, dout):
         out, dx, dk, dv, dbeta = (torch.empty_like(y) for y in (x, x, k, v, beta))
         delta_residual.forward(x, k, v, beta, out, k_eps=1e-6)
@@ -138,7 +138,7 @@ def test_delta_residual(launches):
 
     x = normal(1, 1024, 4)
     tensors = [x, normal(1, 1024), normal(1, 4), normal(1, dtype=torch.float32), x + 1]
-    both(launches, run, tensors, 2**19 + 1)
+    compare_last_row(launches, run, tensors, 2**19 + 1)
 
 
 def gated_norm(x, gate, dy):
@@ -156,12 +156,12 @@ def norm_tensors():
     return [x, x + 1, x - 1]
 
 
-def test_gated_rms_norm(launches):
-    """Backward deals tiles of one row to 1024 programs in turn: the last row is the last program's."""
-    both(launches, gated_norm, norm_tensors(), 257 * 1024)
+def test_norm_addresses_the_last_of_2_to_31_elements(launches):
+    """Backward deals tiles of one row to 1024 programs in turn, so the last program has the last row."""
+    compare_last_row(launches, gated_norm, norm_tensors(), 257 * 1024)
 
 
-def test_short_convolution(launches, monkeypatch):
+def test_convolution_addresses_the_last_of_2_to_31_elements(launches, monkeypatch):
     def tiles(B, T, *_, prefix):
         return B * -(-T // 16), B * -(-T // 16)
 
@@ -176,11 +176,11 @@ def test_short_convolution(launches, monkeypatch):
     # backward deals tiles to 1024 programs, thousands to each: here every program has one
     monkeypatch.setattr(short_convolution, "parts", tiles)
     x = normal(1, 32, 64)
-    both(launches, run, [x, x + 1], 2**20 + 1)
+    compare_last_row(launches, run, [x, x + 1], 2**20 + 1)
 
 
-def test_an_address_that_wraps_around_is_seen(launches):
-    """A planted fault: programs past 2^31 elements work on the beginning, as 32 bits would have it."""
+def test_an_address_that_wraps_around_is_detected(launches):
+    """A planted fault: programs past 2^31 elements work on the beginning, as 32-bit addresses would."""
     launches.wrap = lambda program: program * 8192 % 2**31 // 8192
     with pytest.raises(AssertionError):
-        both(launches, gated_norm, norm_tensors(), 257 * 1024)
+        compare_last_row(launches, gated_norm, norm_tensors(), 257 * 1024)

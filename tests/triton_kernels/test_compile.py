@@ -7,19 +7,23 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from delta_trn.backends.bench import __main__ as bench
-
 pytest.importorskip("triton", reason="the triton extra is not installed")
+
+from delta_trn.backends.bench import __main__ as bench
+from delta_trn.triton_kernels import delta_residual
+from delta_trn.triton_kernels.compile_only import SIZES
+from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, PACKED_ARGUMENTS
 
 ROOT = Path(__file__).parents[2]
 
 
 def compiler(*arguments, cache, **named):
-    """A Python process in which Triton compiles, with a compilation cache of its own."""
+    """Runs a Python process in which Triton compiles, with a compilation cache of its own."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *arguments]
@@ -36,7 +40,7 @@ def report(tmp_path, *arguments):
     return rows
 
 
-def test_a_part_of_the_configurations_compiles_within_its_bounds(tmp_path):
+def test_quick_configurations_compile_within_their_bounds(tmp_path):
     rows = report(tmp_path, "--quick")
     kernels = {row["kernel"] for row in rows}
     scans = {"prepare", "scan", "reverse_scan", "gradients"}
@@ -47,8 +51,7 @@ def test_a_part_of_the_configurations_compiles_within_its_bounds(tmp_path):
             assert row["hgmma"] > 0, f"{row} does not use Hopper's matrix instructions"
 
 
-def test_the_benchmarks_table_of_compilations(tmp_path, monkeypatch, capfd):
-    """From a process whose Triton interprets."""
+def test_bench_prints_the_compilations_from_an_interpreting_process(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(bench, "COMPILER", (*bench.COMPILER, "--quick"))
@@ -59,7 +62,7 @@ def test_the_benchmarks_table_of_compilations(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_every_configuration_compiles_within_its_bounds(tmp_path):
+def test_all_configurations_compile_within_their_bounds(tmp_path):
     rows = report(tmp_path)
     assert {(row["K"], row["V"]) for row in rows} >= {(32, 64), (96, 192), (192, 384), (256, 512)}
     assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32"}
@@ -68,7 +71,7 @@ def test_every_configuration_compiles_within_its_bounds(tmp_path):
 PLANTED = """
 import triton, triton.language as tl
 from triton.compiler import ASTSource
-from triton_kernels.compile_only import HOPPER, transposed_products
+from delta_trn.triton_kernels.compile_only import HOPPER, transposed_products
 
 @triton.jit
 def of_a_product(x, out):
@@ -97,28 +100,45 @@ for kernel in (of_a_product, of_a_loop, of_a_load):
 """
 
 
-def test_the_search_for_transposed_products_finds_planted_ones(tmp_path):
+def test_transposed_products_are_found_where_planted(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
     result = compiler(str(tmp_path / "planted.py"), cache=tmp_path / "cache")
     assert result.stdout.split() == ["1", "1", "0"], result.stderr
 
 
 BROKEN = """
-from triton_kernels.compile_only import Row, SHARED_BYTES
+from delta_trn.triton_kernels.compile_only import Row, SHARED_BYTES
 good = Row("scan", 64, 128, "bf16", "dense", 4, 2, 200, 0, 70000, 8, 0)
 print(good.broken())
 print(Row("scan", 64, 128, "bf16", "dense", 4, 2, 255, 5000, SHARED_BYTES + 1, 8, 1).broken())
 """
 
 
-def test_a_row_beyond_its_bounds_says_which(tmp_path):
+def test_a_row_beyond_its_bounds_names_each_bound(tmp_path):
     result = compiler("-c", BROKEN, cache=tmp_path / "cache", check=True)
     good, bad = result.stdout.splitlines()
     assert good == "[]"
     assert all(word in bad for word in ("shared memory 232449", "stack 5000", "1 transposes"))
 
 
-def test_under_the_interpreter_the_report_refuses(tmp_path):
+def test_an_argument_without_a_declared_type_is_an_error():
+    variant = next(delta_residual.variants(64, 4, 2, quick=False))
+    assert variant.signature("bf16")["x"] == "*bf16" and variant.signature("bf16")["D"] == "constexpr"
+    with pytest.raises(KeyError, match="delta_residual: argument 'k' has no type; add it to TYPES"):
+        replace(variant, types={"*x": "x", "fp32": "eps2"}).signature("bf16")
+
+
+def test_every_declared_value_and_type_belongs_to_an_argument():
+    for modules, sizes, _ in SIZES:
+        for module in modules:
+            variants = list(module.variants(*sizes[0], 2, quick=False))
+            arguments = {name for variant in variants for name in variant.function.arg_names}
+            declared = {name for names in module.TYPES.values() for name in names.split()}
+            declared |= {name for variant in variants for name in variant.values}
+            assert declared - arguments <= set(GATE_ARGUMENTS + PACKED_ARGUMENTS), module.__name__
+
+
+def test_compile_report_refuses_to_run_under_the_interpreter(tmp_path):
     command = [sys.executable, "-m", "delta_trn.triton_kernels.compile_only", "--quick"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)

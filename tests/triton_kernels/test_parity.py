@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends.parity.judge import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME, SMALL, select
-from delta_trn.triton_kernels import gated_delta_rule_bwd
+from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd
 from delta_trn.triton_kernels.launch import adjusted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,12 +29,12 @@ def failures(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", QUICK + SLOW)
-def test_every_tensor_is_within_twice_the_baselines_error(name, dtype):
+def test_triton_is_within_twice_the_baselines_error(name, dtype):
     assert not failures(name, dtype)
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_so_it_is_in_float16(name):
+def test_triton_is_within_twice_the_baselines_error_in_float16(name):
     assert not failures(name, torch.float16)
 
 
@@ -42,7 +42,7 @@ def test_so_it_is_in_float16(name):
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", QUICK + SLOW)
-def test_layouts_of_four_and_eight_warps_are_right(name, dtype, warps):
+def test_parity_holds_in_layouts_of_four_and_eight_warps(name, dtype, warps):
     """A product's layout follows the number of warps: Triton before 3.7.1 was wrong at 4 and right at 2."""
 
     def forced(row):
@@ -65,3 +65,18 @@ def test_parity_fails_when_one_term_of_the_decay_gradient_is_rounded(monkeypatch
     monkeypatch.setattr(gated_delta_rule_bwd, "gradients", rounded)
     failed = {v.tensor for v in verdicts(BY_NAME["seam_65"], torch.float32, "triton", DEVICE) if not v.passed}
     assert failed == {"dg"}
+
+
+def test_parity_fails_when_the_saved_states_are_rounded(monkeypatch):
+    """A planted fault: states rounded to bfloat16 in a float32 call."""
+    original = gated_delta_rule_fwd.scan
+
+    def lossy(*arguments, S, U, **named):
+        original(*arguments, S=S, U=U, **named)
+        S.copy_(S.bfloat16())
+
+    monkeypatch.setattr(gated_delta_rule_fwd, "scan", lossy)
+    ratios = {
+        v.tensor: v.error / v.allowed for v in verdicts(BY_NAME["seam_65"], torch.float32, "triton", DEVICE)
+    }
+    assert ratios["dq"] > 10

@@ -15,7 +15,7 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
 from delta_trn.backends.parity.judge import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.backends.registry import Options
-from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, segments
+from delta_trn.triton_kernels import segments
 from delta_trn.triton_kernels.chunks import chunks_per_segment
 from delta_trn.triton_kernels.launch import config
 
@@ -34,7 +34,7 @@ def settings_are_reset():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """How often the states of segments were chained."""
+    """Lists the launches of `chain`: whether each was the reverse one."""
     calls = []
     original = segments.chain
 
@@ -52,7 +52,7 @@ def failed(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", QUICK)
-def test_segments_of_one_chunk_pass_every_backends_criterion(name, dtype, launched):
+def test_segments_of_one_chunk_pass_parity(name, dtype, launched):
     split_sequences(1)
     assert not failed(name, dtype)
     assert launched == [False, True]
@@ -62,12 +62,12 @@ def test_segments_of_one_chunk_pass_every_backends_criterion(name, dtype, launch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if not case.tags or name in QUICK])
 @pytest.mark.parametrize("segment", [1, 2])
-def test_the_grid_passes_in_segments(name, segment, dtype):
+def test_segments_pass_parity_over_the_grid(name, segment, dtype):
     split_sequences(segment)
     assert not failed(name, dtype)
 
 
-def test_the_criterion_fails_when_segments_pass_on_a_coarse_state(monkeypatch):
+def test_parity_fails_when_segments_pass_on_a_coarse_state(monkeypatch):
     """A planted fault: A to four bits."""
     original = segments.chain
 
@@ -80,7 +80,7 @@ def test_the_criterion_fails_when_segments_pass_on_a_coarse_state(monkeypatch):
 
 
 def tensors(*, B=1, T=112, H=1, HV=2, K=32, V=48, N=None, dtype=torch.float32):
-    """q, k, v, g, beta, initial_state, leaves of a graph."""
+    """Returns q, k, v, g, beta and initial_state, the leaves of a graph."""
     generator = torch.Generator().manual_seed(T)
 
     def normal(*shape):
@@ -93,7 +93,7 @@ def tensors(*, B=1, T=112, H=1, HV=2, K=32, V=48, N=None, dtype=torch.float32):
 
 
 def run(leaves, cu_seqlens=None, function=gated_delta_rule):
-    """o, final_state and all gradients of a sum of both."""
+    """Returns o, final_state and all gradients of a sum of both."""
     o, state = function(
         *leaves[:5],
         initial_state=leaves[5],
@@ -106,7 +106,7 @@ def run(leaves, cu_seqlens=None, function=gated_delta_rule):
 
 
 @pytest.mark.parametrize("cuts", [None, [0, 0, 15, 15, 80, 112, 112]], ids=["dense", "packed"])
-def test_equal_bits_from_run_to_run_and_with_states_recomputed(cuts):
+def test_segments_repeat_their_bits_also_with_states_recomputed(cuts):
     split_sequences(2)
     bounds = None if cuts is None else torch.tensor(cuts, device=DEVICE)
     leaves = tensors(N=None if cuts is None else len(cuts) - 1)
@@ -127,25 +127,15 @@ def test_a_segment_as_long_as_its_sequence_changes_no_output():
 
 
 @pytest.mark.parametrize("cuts", [None, [0, 0, 70, 70, 112]], ids=["dense", "packed"])
-def test_every_element_is_written(cuts, monkeypatch):
+def test_segments_write_every_element(cuts, poison):
     split_sequences(1)
     bounds = None if cuts is None else torch.tensor(cuts, device=DEVICE)
     leaves = tensors(K=48, V=40, N=None if cuts is None else len(cuts) - 1)
-    clean = run(leaves, bounds)
-
-    def poisoned(allocate):
-        def allocated(*arguments, **named):
-            x = allocate(*arguments, **named)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        return allocated
-
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    assert all(torch.equal(x, y) for x, y in zip(clean, run(leaves, bounds), strict=True))
+    first, second = (run(leaves, bounds) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-def test_tokens_of_another_sequence_are_never_read():
+def test_segments_never_read_tokens_of_another_sequence():
     split_sequences(1)
     bounds = torch.tensor([0, 70, 112], device=DEVICE)
     leaves = [x.detach() for x in tensors(N=2)[:5]]
@@ -161,14 +151,14 @@ def test_tokens_of_another_sequence_are_never_read():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_one_graph_under_torch_compile(dynamic):
+def test_segments_compile_into_one_graph(dynamic):
     split_sequences(2)
     leaves = tensors()
     compiled = torch.compile(gated_delta_rule, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     assert all(torch.equal(x, y) for x, y in zip(run(leaves), run(leaves, function=compiled), strict=True))
 
 
-def test_backward_refuses_a_cut_that_forward_did_not_make():
+def test_backward_refuses_segments_that_forward_did_not_cut():
     leaves = tensors()
     split_sequences(2)
     o = gated_delta_rule(*leaves[:5], backend="triton")[0]
@@ -178,7 +168,7 @@ def test_backward_refuses_a_cut_that_forward_did_not_make():
 
 
 @pytest.mark.parametrize("segment", [0, -1, "never", 1.5])
-def test_an_unknown_segment_is_named(segment):
+def test_an_unknown_segment_length_is_refused_by_its_value(segment):
     with pytest.raises(ValueError, match="is none of 'auto', None and a number of chunks"):
         split_sequences(segment)
 
@@ -189,21 +179,21 @@ def test_tables_of_packed_segments_cover_every_chunk_once():
     q = torch.empty(1, 300, 1, 32, device=DEVICE)
     split_sequences(3)
     chunks = chunk_tables(q, cuts, row.C)
-    found = segment_tables(chunks, 1, 32, 32, row, q.device)
-    assert found is not None
+    split = segment_tables(chunks, 1, 32, 32, row, q.device)
+    assert split is not None
     spans = [
         (start, end, first)
         for start, end, first in zip(
-            found.chunks.cu_seqlens[:-1].tolist(),
-            found.chunks.cu_seqlens[1:].tolist(),
-            found.chunks.offsets.tolist(),
+            split.chunks.cu_seqlens[:-1].tolist(),
+            split.chunks.cu_seqlens[1:].tolist(),
+            split.chunks.offsets.tolist(),
             strict=False,
         )
         if end > start
     ]
     # chunks of 32: one, two, and eight in segments of three
     assert spans == [(0, 3, 0), (3, 67, 1), (67, 163, 3), (163, 259, 6), (259, 300, 9)]
-    assert found.offsets.tolist() == [0, 0, 1, 2, 2, 5, 5]
+    assert split.offsets.tolist() == [0, 0, 1, 2, 2, 5, 5]
 
 
 H200 = 132
@@ -220,26 +210,28 @@ H200 = 132
         (256, 1, 1, False),  # four chunks
     ],
 )
-def test_auto_cuts_only_where_most_of_the_device_would_idle(T, HV, sequences, cut, monkeypatch):
+def test_automatic_segments_are_cut_only_where_most_of_the_device_would_idle(
+    T, HV, sequences, cut, monkeypatch
+):
     monkeypatch.setattr(triton_time_adapter, "_processors", lambda device: H200)
     q = torch.empty(sequences, T, 1, 128, dtype=torch.bfloat16, device="meta")
     row = config(128, 128, itemsize=2)
-    found = segment_tables(chunk_tables(q, None, row.C), HV, 128, 128, row, q.device)
-    assert (found is not None) is cut
-    if found is not None:
+    split = segment_tables(chunk_tables(q, None, row.C), HV, 128, 128, row, q.device)
+    assert (split is not None) is cut
+    if split is not None:
         assert (
-            found.chunks.segments * found.chunks.span >= T > (found.chunks.segments - 1) * found.chunks.span
+            split.chunks.segments * split.chunks.span >= T > (split.chunks.segments - 1) * split.chunks.span
         )
 
 
-def test_what_is_saved_in_segments_is_foretold():
+def test_tensors_saved_in_segments_have_the_declared_shapes():
     q, k, v, g, beta, state = (x.detach() for x in tensors(B=2))
     chosen = triton_options(q.shape[-1])
     for segment in (None, 1, 3):
         split_sequences(segment)
         saved = triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=True)[2]
-        foretold = triton_adapter.saved_shapes(q.to("meta"), v.to("meta"), None, None, chosen)
-        assert [(tuple(x.shape), x.dtype) for x in saved] == foretold
+        declared = triton_adapter.saved_shapes(q.to("meta"), v.to("meta"), None, None, chosen)
+        assert [(tuple(x.shape), x.dtype) for x in saved] == declared
 
 
 def triton_options(K):
@@ -247,32 +239,8 @@ def triton_options(K):
 
 
 @pytest.mark.parametrize("processors", [1, 16, 132])
-def test_a_cut_promises_six_tenths_of_the_steps(processors):
+def test_segments_are_long_enough_and_only_cut_where_processors_idle(processors):
     for chunks in (1, 7, 8, 64, 513):
         for programs in (1, 8, 60, 200):
             length = chunks_per_segment(chunks, programs, 2.0, processors)
             assert length == 0 or (4 <= length < chunks and 2 * programs <= processors)
-
-
-def test_grids_of_segments_use_the_first_axis_alone(monkeypatch):
-    grids = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            grids.append(grid)
-            return lambda *_, **__: None
-
-    for module, name in [
-        (gated_delta_rule_fwd, "prepare_kernel"),
-        (gated_delta_rule_fwd, "scan_kernel"),
-        (gated_delta_rule_bwd, "reverse_scan_kernel"),
-        (gated_delta_rule_bwd, "gradients_kernel"),
-        (segments, "chain_kernel"),
-    ]:
-        monkeypatch.setattr(module, name, Recorder())
-    split_sequences(1)
-    q, k, v, g, beta, state = (x.detach().to("meta") for x in tensors(B=1, T=2**16))
-    chosen = triton_options(32)
-    o, final, saved = triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=True)
-    triton_adapter.backward(o, final, q, k, v, g, beta, state, None, saved, chosen)
-    assert len(grids) == 8 and all(len(grid) == 1 for grid in grids)
