@@ -1,4 +1,4 @@
-"""What the simulator's tests share: tiles in fewer words, one-instruction kernels, a table of refusals."""
+"""Helpers of the simulator's tests: short names for tiles, kernels of one instruction, a list of refusals."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def normal(*shape, dtype=np.float32):
 
 
 def near(actual, expected, tolerance=2e-6):
-    """Largest difference relative to the largest expected magnitude."""
+    """Assert that no difference exceeds the tolerance, relative to the largest expected magnitude."""
     scale = np.abs(expected).max() + 1e-30
     np.testing.assert_allclose(
         np.asarray(actual, np.float64) / scale, expected / scale, rtol=0, atol=tolerance
@@ -34,14 +34,14 @@ def ones(*shape, dtype=F32):
 
 
 def product(*shape):
-    """A PSUM tile that a matmul wrote."""
+    """Return a PSUM tile that a matmul wrote."""
     tile = psum(*shape)
     nisa.nc_matmul(dst=tile, stationary=ones(4, shape[0]), moving=ones(4, shape[1]))
     return tile
 
 
 def on_chip(array, buffer="sbuf", dtype=None):
-    """The array in a tile."""
+    """Return a tile that holds the array."""
     tile = nl.ndarray(array.shape, dtype or array.dtype, nl.sbuf)
     nisa.dma_copy(dst=tile, src=array)
     if buffer == "sbuf":
@@ -71,7 +71,7 @@ def attempt(body, *args, target="trn1", strict=True):
 
 
 def done():
-    """The output that a kernel must have."""
+    """Return the output that a kernel must have."""
     out = nl.ndarray((1, 1), F32, nl.shared_hbm)
     nisa.dma_copy(dst=out, src=ones(1, 1))
     return out
@@ -88,7 +88,7 @@ class Refusals(list):
         return keep
 
     def strict(self):
-        """Those that only the strict checks refuse."""
+        """Return those that only the strict checks refuse."""
         return [p for p in self if p.values[2] is StrictError]
 
 

@@ -1,6 +1,6 @@
 """Every check of the simulator, violated once: the type of the exception and the key phrase of its message.
 
-Those of the Tensor engine are in test_simulator_matmul.py, the Python subset's in test_simulator_subset.py.
+The Tensor engine's checks are in test_matmul.py, those of the Python subset in test_subset.py.
 """
 
 import numpy as np
@@ -438,7 +438,7 @@ def kernel_within_a_kernel():
 
 
 @pytest.mark.parametrize(("body", "match", "error", "target"), CASES)
-def test_is_refused(body, match, error, target):
+def test_simulator_refuses(body, match, error, target):
     assert_refused(body, match, error, target)
 
 
@@ -459,11 +459,11 @@ ALLOWED_LATER = {
 
 
 @pytest.mark.parametrize(("name", "target"), ALLOWED_LATER.items())
-def test_is_allowed_on_a_later_generation(name, target):
+def test_a_later_generation_allows(name, target):
     attempt(globals()[name], target=target)
 
 
-def test_launch_degrees():
+def test_a_launch_has_one_core_or_two_and_trn1_has_one():
     with pytest.raises(NkiValidationError, match="NKI only supports LNC 1 or 2, but got 4"):
         inner[4]
     with pytest.raises(NkiValidationError, match="LNC 2 is not supported on trn1"):
@@ -471,22 +471,22 @@ def test_launch_degrees():
     assert inner[1]() == 1.0
 
 
-def test_list_arguments_are_refused():
+def test_a_kernel_takes_no_lists():
     with pytest.raises(StrictError, match="argument x is a list"):
         attempt(lambda x: done(), [1, 2])
 
 
-def test_instructions_need_a_kernel():
+def test_a_tile_outside_a_kernel_is_refused():
     with pytest.raises(RuntimeError, match="run inside a kernel"):
         sbuf(4, 4)
 
 
-def test_unknown_target():
+def test_an_unknown_target_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="target 'trn9' is not one of trn1, trn2, trn3"):
         attempt(done, target="trn9")
 
 
-def test_target_comes_from_neurons_variable(monkeypatch):
+def test_target_is_that_of_neurons_environment_variable(monkeypatch):
     def body():
         nisa.activation(dst=sbuf(4, 4), op=nl.exp, data=ones(4, 4), bias=1.0)
         return done()

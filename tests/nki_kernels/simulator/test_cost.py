@@ -23,18 +23,15 @@ def traced(body, target="trn1"):
         nisa.dma_copy(dst=out, src=ones(1, 1))
         return out
 
-    trace = record(kernel, target=target, check_source=False).trace[
-        :-2
-    ]  # without the output that every kernel needs
+    trace = record(kernel, target=target, check_source=False).trace[:-2]  # without the output
     return trace, estimate(trace, TARGETS[target])
 
 
 def busy(body, op, target="trn1"):
     """Cycles of the last `op` that the body issues."""
-    trace, _ = traced(body, target)
-    record_ = [r for r in trace if r.op == op][-1]
-    clock = getattr(TARGETS[target], f"{record_.engine.name}_ghz")
-    return instruction_cost(record_, TARGETS[target])[0] * clock * 1e3
+    last = [r for r in traced(body, target)[0] if r.op == op][-1]
+    clock = getattr(TARGETS[target], f"{last.engine.name}_ghz")
+    return instruction_cost(last, TARGETS[target])[0] * clock * 1e3
 
 
 @pytest.mark.parametrize(
@@ -48,7 +45,7 @@ def busy(body, op, target="trn1"):
         (128, 512, "bfloat16", True, 512),
     ],
 )
-def test_matmul_cycles(M, N, dtype, onezero, cycles):
+def test_matmul_takes_the_documented_cycles(M, N, dtype, onezero, cycles):
     def body():
         ps = nl.ndarray((M, N), F32, nl.psum)
         left, right = ones(64, M, dtype=dtype), ones(64, N, dtype=dtype)
@@ -57,43 +54,31 @@ def test_matmul_cycles(M, N, dtype, onezero, cycles):
     assert isclose(busy(body, "nc_matmul"), cycles)
 
 
-def test_elementwise_cycles():
+def test_elementwise_instructions_take_the_documented_cycles():
     def body():
         x, y, column = ones(128, 300), ones(128, 300), ones(128, 1)
         nisa.tensor_tensor(dst=y, data1=x, data2=y, op=nl.add)
         nisa.tensor_scalar(dst=y, data=x, op0=nl.add, operand0=1.0)
         nisa.reciprocal(dst=y, data=x)
-        nisa.activation(
-            dst=y,
-            op=nl.exp,
-            data=x,
-            reduce_op=nl.add,
-            reduce_res=column,
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )
+        nisa.activation_reduce(dst=y, op=nl.exp, data=x, reduce_op=nl.add, reduce_res=column)
         nisa.iota(dst=y, pattern=[[1, 300]])
         nisa.tensor_copy(dst=column, src=x[:, 0:1])
 
     expected = {
-        "tensor_tensor": 600, "tensor_scalar": 300, "reciprocal": 2400, "activation": 364, "iota": 450,
+        "tensor_tensor": 600, "tensor_scalar": 300, "reciprocal": 2400, "activation_reduce": 364, "iota": 450,
         "tensor_copy": 64,
     }  # fmt: skip
     for op, cycles in expected.items():
         assert isclose(busy(body, op), cycles), op
 
 
-def test_dma_time_is_bytes_over_bandwidth_and_small_descriptors_cost_512_bytes():
-    def rows():
+@pytest.mark.parametrize(("columns", "size"), [(2048, 128 * 2048 * 4), (1, 128 * 512)])
+def test_dma_time_is_bytes_over_bandwidth_and_small_descriptors_cost_512_bytes(columns, size):
+    def body():
         big = nl.shared_constant(np.zeros((128, 2048), np.float32))
-        nisa.dma_copy(dst=nl.ndarray((128, 2048), F32, nl.sbuf), src=big)
+        nisa.dma_copy(dst=nl.ndarray((128, columns), F32, nl.sbuf), src=big[:, 0:columns])
 
-    def column():
-        big = nl.shared_constant(np.zeros((128, 2048), np.float32))
-        nisa.dma_copy(dst=nl.ndarray((128, 1), F32, nl.sbuf), src=big[:, 0:1])
-
-    for body, size in ((rows, 128 * 2048 * 4), (column, 128 * 512)):
-        trace, _ = traced(body)
-        assert isclose(instruction_cost(trace[0], TRN1)[0], size / 272e3)
+    assert isclose(instruction_cost(traced(body)[0][0], TRN1)[0], size / 272e3)
 
 
 def chain(dependent):
@@ -135,11 +120,11 @@ def test_two_heads_interleaved_share_the_path():
     assert one.binding == "dependency path"
 
 
-def test_accumulation_streams():
+def test_an_accumulation_group_streams():
     """Matmuls of one accumulation group do not wait for each other's result."""
 
-    def body(accumulate):
-        def run():
+    def path(accumulate):
+        def body():
             x, ps = ones(128, 128, dtype="bfloat16"), nl.ndarray((128, 128), F32, nl.psum)
             y = nl.ndarray((128, 128), "bfloat16", nl.sbuf)
             for i in range(6):
@@ -148,15 +133,14 @@ def test_accumulation_streams():
                     nisa.tensor_copy(dst=y, src=ps)
             nisa.tensor_copy(dst=y, src=ps)
 
-        return traced(run)[1]
+        return traced(body)[1].path
 
     latency = 124 / 2.8 / 1e3
-    grouped = body(True)
-    assert body(False).path > grouped.path + 5 * latency
+    assert path(False) > path(True) + 5 * latency
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_bounds_are_ordered(target):
+def test_lower_bound_schedule_and_upper_bound_are_in_order(target):
     for dependent in (True, False):
         _, e = traced(chain(dependent), target)
         assert 0 < e.throughput <= e.lower <= e.schedule <= e.upper
@@ -196,7 +180,7 @@ def test_a_load_passes_a_store_that_waits():
     assert load.start == 0.0 and store.start > e.engines["vector"]
 
 
-def test_hbm_bytes_and_multiply_adds():
+def test_estimate_counts_hbm_bytes_and_multiply_adds():
     def body():
         big = nl.shared_constant(np.zeros((128, 64), np.float32))
         tile = nl.ndarray((128, 64), F32, nl.sbuf)
@@ -213,12 +197,9 @@ def test_report_prints_a_labeled_table_and_draws_the_timeline(tmp_path, capsys):
     argv = ["report", "tests.nki_kernels.simulator.test_kernels:matmul_tiled", "256x64,256x600:float32"]
     assert main([*argv, "--png", str(picture), "--jsonl", str(numbers)]) == 0
     printed = capsys.readouterr().out
-    assert "ESTIMATE from the instruction trace, not a measurement" in printed
-    assert (
-        "| **lower bound** (set by " in printed
-        and "| tensor |" in printed
-        and "on one core of trn1" in printed
-    )
+    label = "ESTIMATE from the instruction trace, not a measurement"
+    for words in (label, "| **lower bound** (set by ", "| tensor |", "on one core of trn1"):
+        assert words in printed
     assert picture.stat().st_size > 5000
     (written,) = map(json.loads, numbers.read_text().splitlines())
     assert written["label"].startswith("ESTIMATE") and written["lower"] <= written["upper"]
@@ -239,6 +220,12 @@ def test_report_appends_a_line_per_shape_and_design(tmp_path, capsys, monkeypatc
     with pytest.raises(SystemExit, match="short_convolution has no constant ON_PLUTO"):
         main([*argv, "--design", "ON_PLUTO=1"])
     capsys.readouterr()
+
+
+def test_report_draws_nothing_unless_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "short_convolution", "T=9,C=8"]) == 0
+    assert "lower bound" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_report_says_what_a_module_lacks():

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +90,7 @@ def test_what_is_known_and_not_simulated_says_so(op, operands, target):
 
 
 def run_import_site(path):
-    code = "from nki_kernels.language import RUNTIME, nki; print(RUNTIME, nki.__name__)"
+    code = "from delta_trn.nki_kernels.language import RUNTIME, nki; print(RUNTIME, nki.__name__)"
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -116,7 +115,7 @@ def test_with_nki_the_import_site_takes_it(tmp_path):
 
 
 def test_a_broken_nki_fails_loudly(tmp_path):
-    (tmp_path / "nki.py").write_text(textwrap.dedent("raise ImportError('driver is missing')"))
+    (tmp_path / "nki.py").write_text("raise ImportError('driver is missing')")
     done = run_import_site(tmp_path)
     assert done.returncode != 0 and "driver is missing" in done.stderr
 

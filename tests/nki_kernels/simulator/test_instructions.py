@@ -6,6 +6,39 @@ import pytest
 from delta_trn.nki_kernels.simulator import nisa, nl, record
 from tests.support.simulator_harness import F32, R, execute, near, normal, on_chip
 
+X, BLOCK, TALL = normal(4, 33), normal(3, 4, 5, 6), normal(70, 6)
+
+
+def batch_statistics(out, tile):
+    stats = nl.ndarray((4, 6), F32, nl.sbuf)
+    nisa.bn_stats(dst=stats, data=tile)
+    nisa.bn_aggr(dst=out, data=stats)
+
+
+def sum_of_squares(out, tile):
+    squares = nl.ndarray(tile.shape, F32, nl.sbuf)
+    nisa.activation_reduce(dst=squares, op=nl.square, data=tile, reduce_op=nl.add, reduce_res=out)
+
+
+INSTRUCTIONS = {
+    "memset": (lambda out, x: nisa.memset(dst=out, value=1.5), X, np.full((4, 2), 1.5)),
+    "reciprocal": (lambda out, x: nisa.reciprocal(dst=out, data=x), X, 1 / X),
+    "activation_reduce": (sum_of_squares, X, (X**2).sum(1, keepdims=True)),
+    "bn_stats and bn_aggr": (batch_statistics, X, np.stack([X.mean(1), X.var(1)], 1)),
+    "tensor_reduce over two axes": (
+        lambda out, x: nisa.tensor_reduce(dst=out, op=nl.add, data=x, axis=(2, 3)), BLOCK, BLOCK.sum((2, 3)),
+    ),
+    "tensor_partition_reduce": (
+        lambda out, x: nisa.tensor_partition_reduce(dst=out, op=nl.add, data=x), TALL, TALL.sum(0)[None],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "x", "expected"), INSTRUCTIONS.values(), ids=INSTRUCTIONS)
+def test_instruction_agrees_with_numpy(body, x, expected):
+    near(execute(body, x, shape=expected.shape), expected)
+
+
 BINARY = {
     "add": np.add, "subtract": np.subtract, "multiply": np.multiply,
     "maximum": np.maximum, "minimum": np.minimum,
@@ -17,7 +50,7 @@ BINARY = {
 
 
 @pytest.mark.parametrize("name", BINARY)
-def test_tensor_tensor(name):
+def test_tensor_tensor_agrees_with_numpy(name):
     a, b = normal(5, 7), normal(5, 7)
     b[:, 0], a[:, 1] = a[:, 0], 0.0
 
@@ -42,7 +75,7 @@ def test_tensor_tensor_is_exact_for_32_bit_integers():
     assert execute(through_float32, a, b, shape=(1, 2), dtype=nl.int32).tolist() != (a + b).tolist()
 
 
-def test_bitwise_operators():
+def test_bitwise_operators_agree_with_numpy():
     a, b = np.array([[12, 255, 1]], np.uint8), np.array([[10, 15, 3]], np.uint8)
     for op, expected in (
         (nl.bitwise_and, a & b), (nl.bitwise_or, a | b), (nl.bitwise_xor, a ^ b), (nl.left_shift, a << b),
@@ -57,7 +90,7 @@ def test_bitwise_operators():
 
 @pytest.mark.parametrize("reverse0", [False, True])
 @pytest.mark.parametrize("reverse1", [False, True])
-def test_tensor_scalar(reverse0, reverse1):
+def test_tensor_scalar_reverses_either_operand(reverse0, reverse1):
     x, column = normal(6, 9), normal(6, 1)
 
     def body(out, tile, col):
@@ -71,7 +104,7 @@ def test_tensor_scalar(reverse0, reverse1):
 
 
 @pytest.mark.parametrize("memory", ["sbuf", "psum"])
-def test_scalar_tensor_tensor(memory):
+def test_scalar_tensor_tensor_reads_sbuf_and_psum(memory):
     x, y, column = normal(4, 6), normal(4, 6), normal(4, 1)
 
     def kernel(a, b, c):
@@ -95,20 +128,25 @@ ACTIVATIONS = {
     "gelu_apprx_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
     "gelu_apprx_sigmoid": lambda x: x / (1 + np.exp(-1.702 * x)),
 }  # fmt: skip
+OF_POSITIVE_NUMBERS = {
+    "log": np.log, "sqrt": np.sqrt, "rsqrt": lambda x: x**-0.5, "reciprocal": lambda x: 1 / x,
+    "arctan": np.arctan,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation(name):
-    x = np.linspace(-3, 3, 60, dtype=np.float32).reshape(4, 15)
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *OF_POSITIVE_NUMBERS])
+def test_activation_agrees_with_numpy(name):
+    start, stop = (0.01, 1.5) if name in OF_POSITIVE_NUMBERS else (-3, 3)
+    x = np.linspace(start, stop, 60, dtype=np.float32).reshape(4, 15)
 
     def body(out, tile):
         nisa.activation(dst=out, op=getattr(nl, name), data=tile)
 
-    near(execute(body, x, shape=(4, 15)), ACTIVATIONS[name](x.astype(np.float64)))
+    near(execute(body, x, shape=(4, 15)), (ACTIVATIONS | OF_POSITIVE_NUMBERS)[name](x.astype(np.float64)))
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_apprx_sigmoid", "erf"])
-def test_activation_derivatives(name):
+def test_activation_derivative_is_the_slope_of_its_function(name):
     """f_dx against the central difference of f, both in float32 steps of 2^-6."""
     x = np.linspace(-3, 3, 61, dtype=np.float32).reshape(1, 61)
     step = np.float32(2.0**-6)
@@ -122,19 +160,6 @@ def test_activation_derivatives(name):
 
     result = execute(body, x, shape=(1, 183)).reshape(3, 61)
     near(result[0], (result[1] - result[2]) / (2 * step), 3e-4)
-
-
-@pytest.mark.parametrize(("name", "expected"), [
-    ("log", np.log), ("sqrt", np.sqrt), ("rsqrt", lambda x: x**-0.5), ("reciprocal", lambda x: 1 / x),
-    ("arctan", np.arctan),
-])  # fmt: skip
-def test_activations_of_positive_numbers(name, expected):
-    x = np.linspace(0.01, 1.5, 12, dtype=np.float32).reshape(2, 6)
-
-    def body(out, tile):
-        nisa.activation(dst=out, op=getattr(nl, name), data=tile)
-
-    near(execute(body, x, shape=(2, 6)), expected(x.astype(np.float64)))
 
 
 def test_activation_scales_biases_and_sums():
@@ -157,18 +182,7 @@ def test_activation_scales_biases_and_sums():
     near(result[:, 16:], first.sum(1, keepdims=True) + 2 * x.sum(1, keepdims=True))
 
 
-def test_activation_reduce():
-    x = normal(4, 8)
-
-    def body(out, tile):
-        nisa.activation_reduce(
-            dst=out[:, 0:8], op=nl.square, data=tile, reduce_op=nl.add, reduce_res=out[:, 8:9]
-        )
-
-    near(execute(body, x, shape=(4, 9))[:, 8], (x**2).sum(1))
-
-
-def test_decay_matrix_in_one_instruction():
+def test_decay_matrix_takes_one_activation_and_one_select():
     """exp(b[p] - x[p, j]) with scale -1, followed by a select because the unused half may overflow."""
     g = np.cumsum(-np.abs(normal(1, 8)), 1).astype(np.float32) * 40
 
@@ -191,7 +205,7 @@ def test_decay_matrix_in_one_instruction():
     ("add", np.sum), ("maximum", np.max), ("minimum", np.min), ("multiply", np.prod),
     ("subtract", lambda x, axis: 2 * x[..., :1].sum(axis) - x.sum(axis)),
 ])  # fmt: skip
-def test_tensor_reduce(name, expected):
+def test_tensor_reduce_agrees_with_numpy(name, expected):
     x = normal(5, 6)
 
     def body(out, tile):
@@ -200,26 +214,8 @@ def test_tensor_reduce(name, expected):
     near(execute(body, x, shape=(5, 1))[:, 0], -expected(x, axis=1))
 
 
-def test_tensor_reduce_over_two_axes():
-    x = normal(3, 4, 5, 6)
-
-    def body(out, tile):
-        nisa.tensor_reduce(dst=out, op=nl.add, data=tile, axis=(2, 3))
-
-    near(execute(body, x, shape=(3, 4)), x.sum((2, 3)))
-
-
-def test_tensor_partition_reduce():
-    x = normal(70, 6)
-
-    def body(out, tile):
-        nisa.tensor_partition_reduce(dst=out, op=nl.add, data=tile)
-
-    near(execute(body, x, shape=(1, 6)), x.sum(0, keepdims=True))
-
-
 @pytest.mark.parametrize("initial", ["number", "tile"])
-def test_scan(initial):
+def test_scan_starts_from_a_number_or_a_tile(initial):
     a, b, start = np.abs(normal(6, 20)), normal(6, 20), normal(6, 1)
 
     def body(out, x, y, s):
@@ -233,20 +229,14 @@ def test_scan(initial):
     near(execute(body, a, b, start, shape=(6, 20)), expected)
 
 
-def test_scan_with_reversed_operands():
+def test_scan_works_with_reversed_operands():
     a, b = normal(2, 5), normal(2, 5)
 
     def body(out, x, y):
         nisa.tensor_tensor_scan(
-            dst=out,
-            data0=x,
-            data1=y,
-            initial=0.0,
-            op0=nl.subtract,
-            op1=nl.subtract,
-            reverse0=True,
+            dst=out, data0=x, data1=y, initial=0.0, op0=nl.subtract, op1=nl.subtract, reverse0=True,
             reverse1=True,
-        )
+        )  # fmt: skip
 
     state, expected = np.zeros(2), np.empty((2, 5))
     for i in range(5):
@@ -254,19 +244,15 @@ def test_scan_with_reversed_operands():
     near(execute(body, a, b, shape=(2, 5)), expected)
 
 
-def test_cumulative_and_reducing_vector_instructions():
+def test_cumulative_and_reducing_instructions_agree_with_numpy():
     x = normal(3, 10)
 
     def body(out, tile):
         nisa.tensor_scalar_cumulative(dst=out[:, 0:10], src=tile, op0=nl.multiply, op1=nl.add, imm0=2.0)
         nisa.tensor_scalar_reduce(
-            dst=out[:, 10:20],
-            data=tile,
-            op0=nl.add,
-            operand0=1.0,
-            reduce_op=nl.maximum,
+            dst=out[:, 10:20], data=tile, op0=nl.add, operand0=1.0, reduce_op=nl.maximum,
             reduce_res=out[:, 20:21],
-        )
+        )  # fmt: skip
 
     result = execute(body, x, shape=(3, 21))
     near(result[:, :10], np.cumsum(2 * x, 1), 1e-6)
@@ -274,7 +260,7 @@ def test_cumulative_and_reducing_vector_instructions():
     near(result[:, 20], (x + 1).max(1))
 
 
-def test_selections():
+def test_selections_agree_with_numpy():
     x, mask = normal(4, 6), R.integers(0, 2, (4, 6)).astype(np.uint8)
 
     def body(out, tile, m):
@@ -291,19 +277,7 @@ def test_selections():
     near(result[:, 12], np.where(mask, x, -1).max(1))
 
 
-def test_reciprocal_and_memset():
-    x = normal(3, 4)
-
-    def body(out, tile):
-        nisa.memset(dst=out, value=1.5)
-        nisa.reciprocal(dst=out[:, 0:4], data=tile)
-
-    result = execute(body, x, shape=(3, 6))
-    near(result[:, :4], 1 / x)
-    assert (result[:, 4:] == 1.5).all()
-
-
-def test_iota_and_affine_select():
+def test_iota_and_affine_select_follow_their_pattern():
     def body(out):
         index = nl.ndarray((4, 2, 3), nl.int32, nl.sbuf)
         nisa.iota(dst=index, pattern=[[10, 2], [1, 3]], offset=5, channel_multiplier=100)
@@ -320,17 +294,6 @@ def test_iota_and_affine_select():
 
     x = normal(6, 6)
     assert (execute(triangle, x, shape=(6, 6)) == np.where(np.tri(6, k=-1) > 0, x, np.float32(-9))).all()
-
-
-def test_batch_statistics():
-    x = normal(4, 33)
-
-    def body(out, tile):
-        stats = nl.ndarray((4, 6), F32, nl.sbuf)
-        nisa.bn_stats(dst=stats, data=tile)
-        nisa.bn_aggr(dst=out, data=stats)
-
-    near(execute(body, x, shape=(4, 2)), np.stack([x.mean(1), x.var(1)], 1), 1e-6)
 
 
 def test_range_select_needs_trn2_and_exponential_trn3():

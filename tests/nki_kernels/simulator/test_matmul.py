@@ -29,24 +29,19 @@ CASES = Refusals()
 def test_matmul_multiplies_rounded_operands_and_sums_in_float32(dtype):
     a, b = normal(96, 40), normal(96, 200)
 
-    def kernel(x, y):
-        out = nl.ndarray((40, 200), F32, nl.shared_hbm)
-        xs, ys = on_chip(x, dtype="float32"), on_chip(y, dtype="float32")
-        xr, yr = nl.ndarray((96, 40), dtype, nl.sbuf), nl.ndarray((96, 200), dtype, nl.sbuf)
-        nisa.tensor_copy(dst=xr, src=xs)
-        nisa.tensor_copy(dst=yr, src=ys)
-        ps, sb = nl.ndarray((40, 200), F32, nl.psum), nl.ndarray((40, 200), F32, nl.sbuf)
+    def body(out, x, y):
+        xr, yr, ps = sbuf(96, 40, dtype=dtype), sbuf(96, 200, dtype=dtype), psum(40, 200)
+        nisa.tensor_copy(dst=xr, src=x)
+        nisa.tensor_copy(dst=yr, src=y)
         nisa.nc_matmul(dst=ps, stationary=xr, moving=yr)
-        nisa.tensor_copy(dst=sb, src=ps)
-        nisa.dma_copy(dst=out, src=sb)
-        return out
+        nisa.tensor_copy(dst=out, src=ps)
 
     if dtype == "tfloat32":
         rounded = [_ten_bits(x) for x in (a, b)]
     else:
-        kind = getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else np.dtype(dtype)
-        rounded = [x.astype(kind).astype(np.float64) for x in (a, b)]
-    near(record(kernel, a, b, check_source=False).outputs, rounded[0].T @ rounded[1], 1e-6)
+        numpy = getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else np.dtype(dtype)
+        rounded = [x.astype(numpy).astype(np.float64) for x in (a, b)]
+    near(execute(body, a, b, shape=(40, 200)), rounded[0].T @ rounded[1], 1e-6)
 
 
 def _ten_bits(x):
@@ -72,44 +67,23 @@ def test_matmul_tiles_of_the_array_hold_two_heads():
         near(result[half], a[half].T @ b[half])
 
 
-@pytest.mark.parametrize("accumulate", [None, True])
-def test_matmul_accumulates_in_psum(accumulate):
+@pytest.mark.parametrize("buffer", [nl.ndarray, nl.zeros], ids=["fresh", "zeroed"])
+@pytest.mark.parametrize(
+    ("accumulate", "products"), [([None, None, None], 3), ([False, True, True], 3), ([False] * 3, 1)]
+)
+def test_matmul_accumulates_or_overwrites_as_told(buffer, accumulate, products):
     a, b = normal(128, 32), normal(128, 48)
 
     def body(out, x, y):
-        ps = nl.ndarray((32, 48), F32, nl.psum)
-        for i in range(3):
-            nisa.nc_matmul(dst=ps, stationary=x, moving=y, accumulate=None if accumulate is None else i > 0)
+        ps = buffer((32, 48), F32, buffer=nl.psum)
+        for adds in accumulate:
+            nisa.nc_matmul(dst=ps, stationary=x, moving=y, accumulate=adds)
         nisa.tensor_copy(dst=out, src=ps)
 
-    near(execute(body, a, b, shape=(32, 48)), 3.0 * (a.T @ b))
+    near(execute(body, a, b, shape=(32, 48)), products * (a.T @ b))
 
 
-def test_matmul_overwrites_when_told():
-    a, b = normal(128, 32), normal(128, 48)
-
-    def body(out, x, y):
-        ps = nl.ndarray((32, 48), F32, nl.psum)
-        for _ in range(3):
-            nisa.nc_matmul(dst=ps, stationary=x, moving=y, accumulate=False)
-        nisa.tensor_copy(dst=out, src=ps)
-
-    near(execute(body, a, b, shape=(32, 48)), a.T @ b)
-
-
-def test_matmul_after_a_zeroing_memset_overwrites():
-    a, b = normal(16, 8), normal(16, 8)
-
-    def body(out, x, y):
-        ps = nl.zeros((8, 8), F32, buffer=nl.psum)
-        nisa.nc_matmul(dst=ps, stationary=x, moving=y)
-        nisa.nc_matmul(dst=ps, stationary=x, moving=y)
-        nisa.tensor_copy(dst=out, src=ps)
-
-    near(execute(body, a, b, shape=(8, 8)), 2.0 * (a.T @ b))
-
-
-def test_matmul_of_fp8_rows_in_pairs():
+def test_matmul_contracts_pairs_of_fp8_rows():
     a, b = normal(64, 2, 8, dtype=ml_dtypes.float8_e4m3), normal(64, 2, 16, dtype=ml_dtypes.float8_e4m3)
 
     def body(out, x, y):
@@ -122,7 +96,7 @@ def test_matmul_of_fp8_rows_in_pairs():
 
 
 @pytest.mark.parametrize(("P", "F"), [(128, 128), (128, 1), (1, 128), (40, 96)])
-def test_transpose_on_the_tensor_engine(P, F):
+def test_the_tensor_engine_transposes_bit_for_bit(P, F):
     x = normal(P, F)
 
     def body(out, tile):
@@ -133,7 +107,7 @@ def test_transpose_on_the_tensor_engine(P, F):
     assert (execute(body, x, shape=(F, P)) == x.T).all()
 
 
-def test_transpose_on_the_vector_engine():
+def test_the_vector_engine_transposes_bit_for_bit():
     x = normal(32, 20, dtype=ml_dtypes.bfloat16)
 
     def body(out, tile):
@@ -292,12 +266,12 @@ def transposition_with_a_cast():
 
 
 @pytest.mark.parametrize(("body", "match", "error", "target"), CASES)
-def test_is_refused(body, match, error, target):
+def test_tensor_engine_refuses(body, match, error, target):
     assert_refused(body, match, error, target)
 
 
 @pytest.mark.parametrize(("body", "match", "error", "target"), CASES.strict())
-def test_strict_checks_can_be_switched_off(body, match, error, target):
+def test_strict_checks_of_the_tensor_engine_can_be_switched_off(body, match, error, target):
     attempt(body, target=target, strict=False)
 
 
@@ -312,7 +286,7 @@ ALLOWED_LATER = {
 
 
 @pytest.mark.parametrize(("name", "target"), ALLOWED_LATER.items())
-def test_is_allowed_on_a_later_generation(name, target):
+def test_a_later_tensor_engine_allows(name, target):
     attempt(globals()[name], target=target)
 
 
@@ -326,7 +300,7 @@ def test_contraction_is_limited_by_the_partitions():
         attempt(body)
 
 
-def test_the_precision_probe():
+def test_the_precision_probe_tells_float32_products_from_rounded_ones():
     """Entries 1 + 2^-12: exact in float32 and lost in bfloat16, the first thing to run on a chip."""
     x = np.full((64, 16), 1 + 2.0**-12, np.float32)
 
@@ -340,15 +314,15 @@ def test_the_precision_probe():
         return out
 
     exact = 64 * (1 + 2.0**-12) ** 2
-    found = {
+    corner = {
         mode: record(kernel, x, check_source=False, numerics=Numerics(matmul=mode)).outputs[0, 0]
         for mode in ("float32", "tfloat32", "bfloat16")
     }
-    assert abs(found["float32"] - exact) < 1e-5
-    assert found["bfloat16"] == found["tfloat32"] == 64
+    assert abs(corner["float32"] - exact) < 1e-5
+    assert corner["bfloat16"] == corner["tfloat32"] == 64
 
 
-def test_activations_can_be_perturbed():
+def test_activations_are_perturbed_by_at_most_the_ulps_asked_for():
     def kernel(a):
         out, tile = nl.ndarray((64, 64), F32, nl.shared_hbm), on_chip(a)
         nisa.activation(dst=tile, op=nl.exp, data=tile)

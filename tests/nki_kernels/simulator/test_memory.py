@@ -7,33 +7,25 @@ import pytest
 
 from delta_trn.nki_kernels.simulator import ConstraintError, StrictError, nisa, nl, record
 from delta_trn.nki_kernels.simulator.language import NKIObject
-
-F32 = nl.float32
-R = np.random.default_rng(3)
-
-
-def normal(*shape):
-    return R.standard_normal(shape, dtype=np.float32)
+from tests.support.simulator_harness import F32, normal, on_chip
 
 
 def inside(body, *args, target="trn1", **options):
     """Run `body` in a kernel and return what it returns in Python."""
-    kept = []
+    returned = []
 
     def kernel(*tensors):
-        kept.append(body(*tensors))
+        returned.append(body(*tensors))
 
     record(kernel, *args, target=target, check_source=False, **options)
-    return kept[0]
+    return returned[0]
 
 
-def seen(view_of, array):
-    """What a view of an SBUF tile holding `array` looks like to an instruction."""
+def read_through(view_of, array):
+    """Return what an instruction reads through a view of an SBUF tile that holds `array`."""
 
     def body(x):
-        tile = nl.ndarray(array.shape, F32, nl.sbuf)
-        nisa.dma_copy(dst=tile, src=x)
-        view = view_of(tile)
+        view = view_of(on_chip(x))
         out = nl.ndarray(view.shape, F32, nl.sbuf)
         nisa.tensor_copy(dst=out, src=view)
         return out.array.copy()
@@ -70,8 +62,8 @@ X = normal(4, 6, 8)
         (lambda t: t[:, 2:4].ap(pattern=[[48, 4], [1, 8]]), X[:, 2]),
     ],
 )  # fmt: skip
-def test_views(view, expected):
-    assert (seen(view, X) == expected).all()
+def test_a_view_shows_the_elements_that_numpy_shows(view, expected):
+    assert (read_through(view, X) == expected).all()
 
 
 def test_a_view_shares_storage():
@@ -83,24 +75,16 @@ def test_a_view_shares_storage():
     assert (inside(body) == np.repeat([[0, 0, 0, 0, 3, 3, 3, 3]], 4, 0)).all()
 
 
-def test_attributes_of_a_view():
+def test_a_view_knows_its_strides_offset_and_partition():
     def body():
         tile = nl.ndarray((8, 4, 16), F32, nl.sbuf, name="x")
         view = tile[2:6, 1, ::2]
-        return (
-            view.shape,
-            view.strides,
-            view.offset,
-            view.partition,
-            view.get_pattern(),
-            view.is_contiguous(),
-            tile,
-        )
+        return view, tile
 
-    shape, strides, offset, partition, pattern, contiguous, tile = inside(body)
-    assert (shape, strides, offset, partition) == ((4, 8), (64, 2), 2 * 64 + 16, 2)
-    assert pattern == [[64, 4], [2, 8]]
-    assert not contiguous and tile.is_contiguous()
+    view, tile = inside(body)
+    assert (view.shape, view.strides, view.offset, view.partition) == ((4, 8), (64, 2), 2 * 64 + 16, 2)
+    assert view.get_pattern() == [[64, 4], [2, 8]]
+    assert not view.is_contiguous() and tile.is_contiguous()
     assert repr(tile) == "NkiTensor(x, shape=(8, 4, 16), dtype=float32, buffer=sbuf)"
 
 
@@ -112,7 +96,7 @@ def test_hbm_drops_an_indexed_axis_and_chip_memory_does_not():
     assert inside(body, X) == ((6, 8), (1,), (1, 6), (4, 1))
 
 
-def test_a_view_of_other_bits():
+def test_a_view_reinterprets_bits_as_another_dtype():
     def body():
         tile = nl.full((2, 4), 1.0, F32)
         bits = tile.view(nl.uint32)
@@ -139,9 +123,9 @@ def test_a_view_of_other_bits():
         (lambda t: t.indirect(t), "tensor indirection needs NeuronCore-v4 and is not simulated"),
     ],
 )
-def test_impossible_views(view, message):
+def test_an_impossible_view_is_refused(view, message):
     with pytest.raises(ConstraintError, match=message):
-        seen(view, X)
+        read_through(view, X)
 
 
 def test_fresh_memory_is_poisoned():
@@ -169,9 +153,7 @@ def test_nan_from_outside_is_not_mistaken_for_poison():
         return out
 
     x = normal(2, 4)
-    assert (record(kernel, x, check_source=False).outputs == x + 1).all(), (
-        "the unwritten lanes are never used"
-    )
+    assert (record(kernel, x, check_source=False).outputs == x + 1).all(), "unwritten lanes are not used"
     x[0, 0] = np.nan
     assert np.isnan(record(kernel, x, check_source=False).outputs[0, 0])
 
@@ -221,12 +203,8 @@ def test_psum_is_counted_in_banks():
 
 
 def value(body, *arrays, target="trn1"):
-    """What a tile computed by nl functions holds."""
-
-    def wrapped(*tensors):
-        return body(*[nl.load(t) for t in tensors]).array.astype(np.float64)
-
-    return inside(wrapped, *arrays, target=target)
+    """Return what a tile holds that nl functions compute."""
+    return inside(lambda *x: body(*map(nl.load, x)).array.astype(np.float64), *arrays, target=target)
 
 
 A, B = np.abs(normal(5, 7)) + 0.1, normal(5, 7)
@@ -262,7 +240,7 @@ A, B = np.abs(normal(5, 7)) + 0.1, normal(5, 7)
         (lambda a, b: nl.shared_identity_matrix(6, dtype=nl.float32), np.eye(6)),
     ],
 )
-def test_tile_functions(body, expected):
+def test_tile_function_agrees_with_numpy(body, expected):
     result = value(body, A, B)
     np.testing.assert_allclose(result, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
 

@@ -23,7 +23,7 @@ def test_stream_shuffle_works_in_each_quadrant():
     assert (execute(body, x, shape=(64, 3)) == expected).all()
 
 
-def test_the_eight_largest_and_where_they_are():
+def test_search_finds_the_eight_largest_and_where_they_are():
     x = R.permutation(40).reshape(2, 20).astype(np.float32)
 
     def body(out, tile):
@@ -43,7 +43,7 @@ def test_the_eight_largest_and_where_they_are():
     assert (result[:, 16:] == expected).all()
 
 
-def test_gathers():
+def test_gathers_pick_elements_within_partitions():
     x = normal(16, 12)
     own = R.integers(0, 12, (16, 5)).astype(np.uint32)
     shared = R.integers(0, 12, (16, 2)).astype(np.uint16)
@@ -57,7 +57,7 @@ def test_gathers():
     assert (result[:, 5:] == x[:, shared.T.reshape(-1)]).all()
 
 
-def test_sequence_bounds_and_nonzero():
+def test_sequence_bounds_and_nonzero_indices_are_found():
     ids = np.array([[1, 1, 0, 2, 2, 2]], np.float32)
 
     def body(out, tile):
@@ -92,7 +92,7 @@ def test_dma_moves_casts_transposes_and_adds():
     assert (result[1] == (1.5 * x).T.astype(ml_dtypes.bfloat16)).all()
 
 
-def test_gather_and_scatter_by_dma():
+def test_dma_gathers_and_scatters_rows():
     table, rows = normal(10, 4), np.array([[7], [0], [3]], np.uint32)
 
     def kernel(data, index):
@@ -111,7 +111,7 @@ def test_gather_and_scatter_by_dma():
     assert (scattered == expected).all()
 
 
-def test_registers_address_memory():
+def test_a_register_addresses_memory():
     table = normal(5, 4)
 
     def kernel(data):
@@ -162,17 +162,14 @@ def halves(x):
     """Each core doubles half of x, swaps it with the other's, and writes the sum of both to its row."""
     rows, columns = x.shape
     core = nl.program_id(0)
-    mine, theirs = (
-        nl.ndarray((rows, columns // 2), F32, nl.sbuf),
-        nl.ndarray((rows, columns // 2), F32, nl.sbuf),
-    )
-    start = core * (columns // 2)
-    nisa.dma_copy(dst=mine, src=x[:, start : start + columns // 2])
+    half = columns // 2
+    mine, theirs = nl.ndarray((rows, half), F32, nl.sbuf), nl.ndarray((rows, half), F32, nl.sbuf)
+    nisa.dma_copy(dst=mine, src=x[:, core * half : (core + 1) * half])
     nisa.tensor_scalar(dst=mine, data=mine, op0=nl.multiply, operand0=2.0)
     nisa.sendrecv(src=mine, dst=theirs, send_to_rank=1 - core, recv_from_rank=1 - core, pipe_id=0)
     nisa.tensor_tensor(dst=mine, data1=mine, data2=theirs, op=nl.add)
-    shared = nl.ndarray((2, rows, columns // 2), F32, nl.shared_hbm)
-    out = nl.ndarray((rows, columns // 2), F32, nl.shared_hbm)
+    shared = nl.ndarray((2, rows, half), F32, nl.shared_hbm)
+    out = nl.ndarray((rows, half), F32, nl.shared_hbm)
     nisa.dma_copy(dst=shared[core], src=mine)
     nisa.core_barrier(data=shared, cores=(0, 1))
     if core == 0:
@@ -181,13 +178,13 @@ def halves(x):
     return out
 
 
-def test_two_cores_exchange_and_share():
+def test_two_cores_exchange_tiles_and_share_hbm():
     x = normal(4, 6)
     run = record(nki.jit(halves)[2], x, target="trn2", check_source=False)
     assert np.allclose(run.outputs, 2 * (x[:, :3] + x[:, 3:]), rtol=1e-6)
 
 
-def test_a_failing_core_ends_both():
+def test_a_core_that_fails_ends_both_cores():
     def broken(x):
         if nl.program_id(0) == 1:
             nl.ndarray((4,), F32, nl.sbuf)

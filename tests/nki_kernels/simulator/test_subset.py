@@ -108,7 +108,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("function", "message"), REFUSED.items(), ids=[f.__name__ for f in REFUSED])
-def test_construct_is_refused(function, message):
+def test_a_construct_outside_the_subset_is_refused(function, message):
     with pytest.raises(SubsetError, match=message) as caught:
         check(function)
     line = function.__code__.co_firstlineno
