@@ -1,4 +1,4 @@
-"""loss.png from a run's files, and from nothing else."""
+"""loss.png, drawn from a run's files alone."""
 
 import json
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ BASELINES = {
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the `window` values around each; near the ends over those that are there.
+    """Returns the mean over the `window` values around each value; near the ends there are fewer.
 
-    Centred: an exponential mean is late, and would show training worse than it is wherever it falls fast.
+    An exponential mean would lag, and show a loss that falls fast as higher than it is.
     """
     sums = [0.0, *accumulate(values)]
     half, n = window // 2, len(values)
@@ -31,7 +31,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def spread(levels: Sequence[float], gap: float) -> list[float]:
-    """Places at least `gap` apart, as near to the ascending levels as going upwards allows."""
+    """Moves ascending levels upwards until they are at least `gap` apart."""
     places: list[float] = []
     for level in levels:
         places.append(max(level, places[-1] + gap) if places else level)
@@ -39,9 +39,9 @@ def spread(levels: Sequence[float], gap: float) -> list[float]:
 
 
 def plot_loss(folder: RunFolder) -> Path:
-    """Draw training and validation loss over steps, and what the baselines pay as dashed lines.
+    """Draws training and validation loss over steps, and the baselines' costs as dashed lines.
 
-    Raises RunFolderError where there is no metrics.jsonl with a training step.
+    Raises RunFolderError if metrics.jsonl has no training step.
     """
     lines = list(metrics.read(folder.metrics.path))
     train = [line for line in lines if line["split"] == "train"]
@@ -61,18 +61,27 @@ def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dic
     axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smoothed(losses, len(losses) // 40), color=BLUE, linewidth=1.6, label="training")
     if val:
-        at, loss = [line["step"] for line in val], [line["loss"] for line in val]
-        label = f"validation, {loss[-1]:.3f} at the end"
-        axes.plot(at, loss, color=RED, linewidth=1.6, marker="o", markersize=4, label=label, clip_on=False)
-    known = sorted(
+        val_steps, val_losses = [line["step"] for line in val], [line["loss"] for line in val]
+        label = f"validation, {val_losses[-1]:.3f} at the end"
+        axes.plot(
+            val_steps,
+            val_losses,
+            color=RED,
+            linewidth=1.6,
+            marker="o",
+            markersize=4,
+            label=label,
+            clip_on=False,
+        )
+    levels = sorted(
         (costs[name]["nats_per_token"], words) for name, words in BASELINES.items() if name in costs
     )
-    lowest = min(losses + [line["loss"] for line in val] + [level for level, _ in known])
-    highest = max(losses + [level for level, _ in known])
+    lowest = min(losses + [line["loss"] for line in val] + [level for level, _ in levels])
+    highest = max(losses + [level for level, _ in levels])
     bottom = max(0.0, lowest - 0.08 * (highest - lowest))
     top = highest + 0.03 * (highest - bottom)
-    places = spread([level for level, _ in known], 0.045 * (top - bottom))
-    for (level, words), place in zip(known, places, strict=True):
+    places = spread([level for level, _ in levels], 0.045 * (top - bottom))
+    for (level, words), place in zip(levels, places, strict=True):
         axes.axhline(level, color=GRAY, linewidth=0.9, linestyle=(0, (5, 4)), zorder=1)
         axes.annotate(
             f"{words} {level:.2f}",
@@ -84,7 +93,7 @@ def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dic
         )
     dress(axes, title)
     axes.set_xlabel(f"steps of {train[-1]['tokens'] // end:,} tokens")
-    axes.set_ylabel("loss, nats a token")
+    axes.set_ylabel("loss, nats per token")
     axes.set_xlim(0, end)
     axes.set_ylim(bottom, top)
     axes.legend(frameon=False, fontsize=9, loc="upper right")

@@ -21,20 +21,20 @@ def source(tmp_path):
     return write_jsonl(tmp_path / "corpus.jsonl", (f"text {i} of a small corpus" for i in range(100)), "body")
 
 
-def test_prepare_and_info(source, tmp_path, capsys):
+def test_data_prepare_and_info_print_what_was_prepared(source, tmp_path, capsys):
     out = tmp_path / "out"
     assert data("prepare", source, "--out", out, *BODY, "--vocab-size", 300, "--val-fraction", 0.1) == 0
-    said = capsys.readouterr()
-    assert "bytebpe, 300 rows, uint16" in said.out and f"{out} is ready after" in said.out
-    assert "tokenizer bytebpe\ntokenizing" in said.err
+    output = capsys.readouterr()
+    assert "bytebpe, 300 rows, uint16" in output.out and f"{out} is ready after" in output.out
+    assert "tokenizer bytebpe\ntokenizing" in output.err
     assert data("info", out, "--check", "--baselines", "--sample", 50) == 0
-    said = capsys.readouterr().out
-    assert "every shard has the hash" in said
-    assert all(name in said for name in ("uniform", "unigram", "zlib", "lzma", "lzma_primed"))
-    assert "of a small corpus" in said
+    output = capsys.readouterr().out
+    assert "every shard has the hash" in output
+    assert all(name in output for name in ("uniform", "unigram", "zlib", "lzma", "lzma_primed"))
+    assert "of a small corpus" in output
 
 
-def test_info_as_json_is_meta(source, tmp_path, capsys):
+def test_data_info_json_prints_meta_json_and_quiet_prints_nothing(source, tmp_path, capsys):
     out = tmp_path / "out"
     assert data("prepare", source, "--out", out, *BODY, "--tokenizer", "bytes", "--quiet") == 0
     assert capsys.readouterr().err == ""
@@ -42,7 +42,7 @@ def test_info_as_json_is_meta(source, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["vocab_size"] == 320
 
 
-def test_the_standard_library_is_a_source(tmp_path, capsys):
+def test_data_prepare_takes_the_standard_library(tmp_path, capsys):
     out = tmp_path / "out"
     assert data("prepare", "python-stdlib", "--out", out, "--max-documents", 40, "--vocab-size", 512) == 0
     dataset = open_dataset(out)
@@ -50,14 +50,14 @@ def test_the_standard_library_is_a_source(tmp_path, capsys):
     assert "import" in dataset.tokenizer.decode(dataset.shards("val")[0][:2000])
 
 
-def test_errors_are_one_line_and_exit_with_failure(tmp_path, capsys):
+def test_a_data_error_is_one_line_and_exits_with_2(tmp_path, capsys):
     assert data("info", tmp_path / "nothing") == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("error: ") and "is not a folder; make it with" in said.err
-    assert said.err.count("\n") == 1 and said.out == ""
+    output = capsys.readouterr()
+    assert output.err.startswith("error: ") and "is not a folder; make it with" in output.err
+    assert output.err.count("\n") == 1 and output.out == ""
 
 
-def test_a_source_mistyped_leaves_no_folder_behind(tmp_path, monkeypatch, capsys):
+def test_a_mistyped_source_leaves_no_folder_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *names, **options: 1 / 0)
     assert data("prepare", "no/such-thing", "--out", tmp_path / "out") == 2
     assert "cannot reach dataset 'no/such-thing'" in capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_a_source_mistyped_leaves_no_folder_behind(tmp_path, monkeypatch, capsys
     assert (tmp_path / "mine").exists()
 
 
-def test_an_interruption_says_how_to_continue(source, monkeypatch, capsys):
+def test_an_interrupted_preparation_says_how_to_continue(source, monkeypatch, capsys):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -77,14 +77,14 @@ def test_an_interruption_says_how_to_continue(source, monkeypatch, capsys):
     assert "the same command continues" in capsys.readouterr().err
 
 
-def test_unknown_options_are_refused(source, capsys):
+def test_data_prepare_refuses_unknown_options(source, capsys):
     with pytest.raises(SystemExit) as error:
         data("prepare", source, "--vocabulary", 300)
     assert error.value.code == 2
     assert "unrecognized arguments: --vocabulary 300" in capsys.readouterr().err
 
 
-def test_progress_is_a_line_now_and_then_without_a_terminal(source, tmp_path, monkeypatch, capsys):
+def test_preparation_prints_lines_of_progress_without_a_terminal(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("delta_trn.train.watch.display.SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 10)
     assert data("prepare", source, "--out", tmp_path / "out", *BODY, "--tokenizer", "bytes") == 0
@@ -103,6 +103,6 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(source, tmp_path, mo
         ("--max-tokens", "many", r"data.max_tokens=many: expected a whole number"),
     ],
 )
-def test_numbers_out_of_range_are_refused(source, capsys, option, value, message):
+def test_data_prepare_refuses_numbers_out_of_range(source, capsys, option, value, message):
     assert data("prepare", source, f"{option}={value}") == 2
     assert message in capsys.readouterr().err

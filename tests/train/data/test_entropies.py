@@ -21,11 +21,11 @@ WORDS = ["alpha", "beta", "gamma", "delta", "épsilon", "zeta", "eta", "theta"]
 
 def write(path, seed=0, count=200):
     words = random.Random(seed)
-    made = [
+    texts = [
         " ".join(words.choices(WORDS, [2**-i for i in range(8)], k=words.randint(5, 60)))
         for _ in range(count)
     ]
-    return write_jsonl(path, made)
+    return write_jsonl(path, texts)
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,11 @@ def dataset(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(dataset):
+def costs(dataset):
     return baselines(dataset)
 
 
-def test_unigram_is_the_mean_code_length_of_held_out_tokens(dataset, found):
+def test_unigram_baseline_is_the_mean_code_length_of_held_out_tokens(dataset, costs):
     counts = Counter(int(i) for tokens in dataset.shards("train") for i in tokens)
     total = sum(counts.values())
     lengths = [
@@ -51,8 +51,8 @@ def test_unigram_is_the_mean_code_length_of_held_out_tokens(dataset, found):
         for tokens in dataset.shards("val")
         for i in tokens
     ]
-    assert found["unigram"].nats_per_token == pytest.approx(math.fsum(lengths) / len(lengths), rel=1e-12)
-    assert found["uniform"].nats_per_token == pytest.approx(math.log(280))
+    assert costs["unigram"].nats_per_token == pytest.approx(math.fsum(lengths) / len(lengths), rel=1e-12)
+    assert costs["uniform"].nats_per_token == pytest.approx(math.log(280))
 
 
 def test_unigram_pays_for_a_token_never_seen_and_gains_nothing_from_held_out_counts():
@@ -62,58 +62,58 @@ def test_unigram_pays_for_a_token_never_seen_and_gains_nothing_from_held_out_cou
     assert unigram_nats(val, val, 2) < 0.3
 
 
-def test_compressors_have_the_held_out_text_and_nothing_else(dataset, found):
+def test_compressors_have_the_held_out_text_and_nothing_else(dataset, costs):
     text = b"".join(dataset.tokenizer.decode(ids).encode() for ids in documents(dataset, "val"))
-    assert len(text) == dataset.split("val").bytes == found["zlib"].bytes
-    assert found["zlib"].bits_per_byte == pytest.approx(8 * len(zlib.compress(text, 9)) / len(text))
-    assert len(lzma.compress(text, preset=9)) - 80 < found["lzma"].bits_per_byte * len(text) / 8 <= len(text)
-    assert (found["zlib"].saw, found["lzma"].saw) == ("nothing", "nothing")
+    assert len(text) == dataset.split("val").bytes == costs["zlib"].bytes
+    assert costs["zlib"].bits_per_byte == pytest.approx(8 * len(zlib.compress(text, 9)) / len(text))
+    assert len(lzma.compress(text, preset=9)) - 80 < costs["lzma"].bits_per_byte * len(text) / 8 <= len(text)
+    assert (costs["zlib"].saw, costs["lzma"].saw) == ("nothing", "nothing")
 
 
-def test_priming_with_training_text_helps_and_is_said(dataset, found):
-    assert found["lzma_primed"].bits_per_byte < found["lzma"].bits_per_byte
-    assert found["lzma_primed"].saw == f"the first {dataset.split('train').bytes} bytes of training text"
+def test_lzma_pays_less_after_training_text_and_says_what_it_saw(dataset, costs):
+    assert costs["lzma_primed"].bits_per_byte < costs["lzma"].bits_per_byte
+    assert costs["lzma_primed"].saw == f"the first {dataset.split('train').bytes} bytes of training text"
 
 
-def test_priming_with_other_text_would_help_less(dataset, found, monkeypatch):
+def test_lzma_pays_more_after_other_text_than_after_training_text(dataset, costs, monkeypatch):
     """The companion: what priming gains comes from the training text, not from the subtraction."""
     noise = random.Random(0).randbytes(dataset.split("train").bytes)
     original = entropies.leading_text
     monkeypatch.setattr(
         entropies, "leading_text", lambda d, split, n: noise if split == "train" else original(d, split, n)
     )
-    assert entropies._measure(dataset)["lzma_primed"].bits_per_byte > found["lzma_primed"].bits_per_byte
+    assert entropies._measure(dataset)["lzma_primed"].bits_per_byte > costs["lzma_primed"].bits_per_byte
 
 
-def test_nats_and_bits_convert_both_ways(dataset, found):
+def test_nats_and_bits_convert_both_ways(dataset, costs):
     meta = dataset.split("val")
-    for baseline in found.values():
+    for baseline in costs.values():
         total_bits = baseline.nats_per_token * meta.tokens / math.log(2)
         assert baseline.bits_per_byte == pytest.approx(total_bits / meta.bytes)
         assert dataset.nats_per_token(baseline.bits_per_byte) == pytest.approx(baseline.nats_per_token)
         assert dataset.bits_per_byte(baseline.nats_per_token) == pytest.approx(baseline.bits_per_byte)
 
 
-def test_they_are_computed_once(dataset, found, monkeypatch):
+def test_baselines_are_computed_once(dataset, costs, monkeypatch):
     monkeypatch.setattr(entropies, "_measure", None)  # calling it would raise
-    assert baselines(dataset) == found
+    assert baselines(dataset) == costs
 
 
-def test_a_cache_of_other_data_or_another_version_is_not_believed(dataset, found):
+def test_cached_baselines_of_other_data_or_another_version_are_ignored(dataset, costs):
     path = dataset.path / "baselines.json"
     for content in ("{", "[]", json.dumps({"dataset": "other", "baselines": {}}), '{"dataset": 1}'):
         path.write_text(content)
-        assert baselines(dataset) == found
+        assert baselines(dataset) == costs
         assert json.loads(path.read_text())["dataset"] == dataset.fingerprint
 
 
-def test_a_folder_that_cannot_be_written_still_answers(dataset, found, monkeypatch):
+def test_baselines_of_a_read_only_folder_are_returned_uncached(dataset, costs, monkeypatch):
     def refuse(*args):
         raise DiskFull("read-only")
 
     (dataset.path / "baselines.json").unlink()
     monkeypatch.setattr(entropies, "write_file", refuse)
-    assert baselines(dataset) == found
+    assert baselines(dataset) == costs
     assert not (dataset.path / "baselines.json").exists()
 
 

@@ -121,7 +121,7 @@ ON_OPENING = [
 @pytest.mark.parametrize(
     ("damage", "message"), [row[1:] for row in ON_OPENING], ids=[row[0] for row in ON_OPENING]
 )
-def test_damage_is_refused_on_opening(folder, damage, message):
+def test_open_dataset_refuses_a_damaged_folder(folder, damage, message):
     open_dataset(folder)
     damage(folder)
     with pytest.raises(ShardError, match=message):
@@ -140,7 +140,7 @@ def test_a_token_out_of_the_vocabulary_is_refused_before_the_model_sees_it(folde
             loader.next_batch()
 
 
-def test_the_place_of_the_token_is_right(folder):
+def test_an_error_about_a_token_names_its_position(folder):
     out_of_vocabulary(folder, VAL)
     with pytest.raises(ShardError, match=r"val_000000\.bin has token id 999 at position 100,"):
         evaluation_batches(open_dataset(folder), batch=8, sequence=32, batches=8)
@@ -148,7 +148,7 @@ def test_the_place_of_the_token_is_right(folder):
         open_dataset(folder).check_tokens()
 
 
-def test_a_changed_token_is_found_when_asked(folder):
+def test_check_tokens_finds_a_changed_token(folder):
     raw = bytearray((folder / TRAIN).read_bytes())
     raw[HEADER_BYTES + 20] ^= 1
     (folder / TRAIN).write_bytes(raw)
@@ -165,7 +165,7 @@ def test_the_tokenizer_of_other_shards_is_refused(folder):
         open_dataset(folder).tokenizer.decode([1])
 
 
-def test_a_shard_that_vanishes_in_the_middle_of_a_preparation(tmp_path, monkeypatch):
+def test_a_preparation_refuses_to_continue_without_a_finished_shard(tmp_path, monkeypatch):
     from delta_trn.train.data import preparation
 
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)

@@ -42,7 +42,7 @@ both = pytest.mark.parametrize("kind", ["random_crop", "stream"])
 
 
 @both
-def test_a_batch_is_inputs_and_what_follows_them(dataset, kind):
+def test_targets_are_the_tokens_that_follow_the_inputs(dataset, kind):
     everything = np.concatenate(dataset.shards("train")).tobytes()
     for inputs, targets in take(loader(dataset, kind), 10):
         for x in (inputs, targets):
@@ -84,7 +84,7 @@ def test_every_rank_has_the_same_state_and_other_samples(dataset, kind):
 
 
 @both
-def test_a_position_of_other_data_is_refused(dataset, kind, tmp_path):
+def test_a_loader_refuses_a_position_of_other_data(dataset, kind, tmp_path):
     state = loader(dataset, kind).state_dict()
     cases = {
         "seed": (dataset, {"seed": 8}),
@@ -99,7 +99,7 @@ def test_a_position_of_other_data_is_refused(dataset, kind, tmp_path):
             loader(data, options.pop("kind", kind), **options).load_state_dict(state)
 
 
-def test_train_and_val_positions_are_not_mixed_up(dataset):
+def test_a_loader_refuses_the_position_of_another_split(dataset):
     state = make_loader(dataset, "val", batch=1, sequence=T, seed=7).state_dict()
     with pytest.raises(PositionMismatch, match="split was 'val', is 'train'"):
         loader(dataset, "random_crop").load_state_dict(state)
@@ -117,14 +117,14 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def test_mixing_is_splitmix64():
+def test_mix64_is_splitmix64():
     # the first outputs of the generator seeded with 0 are published constants
     assert [splitmix64(0), splitmix64(0x9E3779B97F4A7C15)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
     states = np.array([0, 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15], np.uint64)
     assert mix64(states).tolist() == [splitmix64(int(x)) for x in states]
 
 
-def test_crops_are_where_the_documentation_says(dataset):
+def test_random_crops_start_where_the_documentation_says(dataset):
     """The documented algorithm once more, in plain integers and lists."""
     starts = [
         (shard, offset)
@@ -156,7 +156,7 @@ def test_a_step_has_the_same_samples_however_it_is_divided(dataset, kind, world,
 
 
 @both
-def test_another_number_of_ranks_continues_exactly(dataset, kind):
+def test_a_loader_continues_exactly_on_another_number_of_ranks(dataset, kind):
     one = loader(dataset, kind, batch=8)
     take(one, 3)
     two = [loader(dataset, kind, batch=4, rank=rank, world=2) for rank in range(2)]
@@ -169,7 +169,7 @@ def test_another_number_of_ranks_continues_exactly(dataset, kind):
         loader(dataset, kind, batch=7).load_state_dict({**one.state_dict(), "samples": 24})
 
 
-def test_every_start_is_drawn_about_as_often_as_any_other(dataset):
+def test_random_crops_draw_every_start_equally_often(dataset):
     starts = sum(len(tokens) - T for tokens in dataset.shards("train"))
     draws = 64 * starts
     places = fold(1, 7, np.arange(draws, dtype=np.uint64)) % np.uint64(starts)
@@ -198,7 +198,7 @@ def in_order(dataset, ours, epoch=0):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_token_is_a_target_once_an_epoch(dataset, world):
+def test_every_token_is_a_target_once_per_epoch(dataset, world):
     total = dataset.split("train").tokens
     count = (total - 1) // T
     ranks = [loader(dataset, "stream", batch=1, rank=rank, world=world) for rank in range(world)]
@@ -225,7 +225,7 @@ def test_a_stream_that_drops_a_target_between_batches_is_caught(dataset):
     assert not is_whole(windows_of(faulty, 10), tokens)
 
 
-def test_epochs_have_other_orders_and_the_same_tokens(dataset):
+def test_epochs_of_a_stream_have_different_orders_and_the_same_tokens(dataset):
     ours = loader(dataset, "stream")
     orders = [ours._shards_of(epoch).tolist() for epoch in range(6)]
     assert len(set(map(tuple, orders))) > 3
@@ -243,7 +243,7 @@ def test_a_batch_may_begin_in_one_epoch_and_end_in_the_next(dataset):
     assert is_whole(windows[count:], in_order(dataset, ours, 1))
 
 
-def test_another_micro_batch_continues_a_stream(dataset):
+def test_a_stream_continues_with_another_micro_batch(dataset):
     first, second = loader(dataset, "stream", batch=6), loader(dataset, "stream", batch=3)
     take(first, 2)
     second.load_state_dict(first.state_dict())
@@ -255,9 +255,9 @@ def test_another_micro_batch_continues_a_stream(dataset):
 
 def test_evaluation_crops_do_not_depend_on_the_micro_batch(dataset):
     def crops(batch, batches, **options):
-        made = evaluation_batches(dataset, batch=batch, sequence=T, batches=batches, **options)
-        assert len(made) == batches and all(inputs.shape == (batch, T) for inputs, _ in made)
-        return [torch.cat(parts) for parts in zip(*made, strict=True)]
+        crops = evaluation_batches(dataset, batch=batch, sequence=T, batches=batches, **options)
+        assert len(crops) == batches and all(inputs.shape == (batch, T) for inputs, _ in crops)
+        return [torch.cat(parts) for parts in zip(*crops, strict=True)]
 
     expected = crops(2, 12)
     for batch, batches in ((1, 24), (24, 1), (8, 3), (2, 12)):
@@ -298,11 +298,11 @@ def test_evaluation_crops_are_spread_over_the_split(dataset):
         ),
     ],
 )
-def test_bad_arguments(dataset, options, message):
+def test_make_loader_refuses_bad_arguments(dataset, options, message):
     with pytest.raises((DataError, ShardError), match=message):
         loader(dataset, **{"kind": "random_crop", **options})
 
 
-def test_a_split_that_does_not_exist(dataset):
+def test_make_loader_refuses_a_split_that_does_not_exist(dataset):
     with pytest.raises(ShardError, match="no split 'test'"):
         make_loader(dataset, "test", batch=1, sequence=T, seed=0)  # pyright: ignore[reportArgumentType]

@@ -1,13 +1,11 @@
 """Shards hold every document whole and once, on one side; a killed run ends with the same bytes."""
 
-import json
 import os
 import random
 import resource
 import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,17 +24,17 @@ SHARD = 2000
 def texts(count: int = 120) -> list[str]:
     """Documents of 1 to 200 words, with empty ones and copies among them."""
     words = random.Random(0)
-    made = [
+    lines = [
         " ".join(words.choices(["alpha", "beta", "gamma", "délta"], k=words.randint(1, 200)))
         for _ in range(count)
     ]
-    made[10], made[20] = "", " \n"
-    made[7] = made[8] = made[-1]
-    return made
+    lines[10], lines[20] = "", " \n"
+    lines[7] = lines[8] = lines[-1]
+    return lines
 
 
-def corpus(path: Path, made: list[str] | None = None) -> Path:
-    return write_jsonl(path, made or texts())
+def corpus(path: Path, lines: list[str] | None = None) -> Path:
+    return write_jsonl(path, lines or texts())
 
 
 @pytest.fixture
@@ -116,8 +114,8 @@ def test_documents_never_straddle_shards(source, tmp_path):
 
 
 def test_a_document_longer_than_a_shard_has_one_of_its_own(tmp_path):
-    made = [*texts(30), "x" * 3 * SHARD, *texts(30)]
-    dataset = open_dataset(run(corpus(tmp_path / "c.jsonl", made), tmp_path / "out"))
+    lines = [*texts(30), "x" * 3 * SHARD, *texts(30)]
+    dataset = open_dataset(run(corpus(tmp_path / "c.jsonl", lines), tmp_path / "out"))
     split = "train" if "x" * 3 * SHARD in split_texts(dataset, "train") else "val"
     assert 3 * SHARD + 2 in [len(tokens) for tokens in dataset.shards(split)]
 
@@ -129,7 +127,7 @@ def test_a_vocabulary_over_16_bits_takes_uint32(source, tmp_path):
     assert open_dataset(run(source, tmp_path / "narrow", vocab_size=2**16)).meta.dtype == "uint16"
 
 
-def test_limits(source, tmp_path):
+def test_max_documents_and_max_tokens_end_a_preparation(source, tmp_path):
     by_count = open_dataset(run(source, tmp_path / "a", max_documents=40))
     expected = [text for text in texts()[:40] if text.strip()]
     assert sorted(split_texts(by_count, "train") + split_texts(by_count, "val")) == sorted(expected)
@@ -143,7 +141,7 @@ def test_limits(source, tmp_path):
 # -- holding out -------------------------------------------------------------------------------------------
 
 
-def test_held_out_documents_are_those_of_the_seed(source, tmp_path):
+def test_the_seed_alone_decides_which_documents_are_held_out(source, tmp_path):
     held_out = [
         set(split_texts(open_dataset(run(source, tmp_path / str(i), seed=i)), "val")) for i in range(4)
     ]
@@ -151,23 +149,23 @@ def test_held_out_documents_are_those_of_the_seed(source, tmp_path):
     assert held_out[0] == set(split_texts(open_dataset(run(source, tmp_path / "again")), "val"))
 
 
-def test_the_share_held_out_is_the_one_asked_for(tmp_path):
-    made = [f"document {i}" for i in range(2000)]
-    dataset = open_dataset(run(corpus(tmp_path / "c.jsonl", made), tmp_path / "out", val_fraction=0.2))
+def test_val_fraction_is_the_share_of_documents_held_out(tmp_path):
+    lines = [f"document {i}" for i in range(2000)]
+    dataset = open_dataset(run(corpus(tmp_path / "c.jsonl", lines), tmp_path / "out", val_fraction=0.2))
     # binomial: 400 +- 18; five deviations
     assert abs(dataset.split("val").documents - 400) < 90
 
 
-def test_a_few_documents_still_hold_one_out(tmp_path):
+def test_one_of_a_few_documents_is_held_out(tmp_path):
     for count in (2, 3, 5):
-        made = [f"document {i}" for i in range(count)]
+        lines = [f"document {i}" for i in range(count)]
         dataset = open_dataset(
-            run(corpus(tmp_path / f"{count}.jsonl", made), tmp_path / str(count), val_fraction=0.01)
+            run(corpus(tmp_path / f"{count}.jsonl", lines), tmp_path / str(count), val_fraction=0.01)
         )
         assert dataset.split("val").documents == 1
 
 
-def test_held_out_text_of_its_own_is_never_in_training(source, tmp_path):
+def test_validation_text_is_never_in_training(source, tmp_path):
     held_out = ["first", texts()[5], "", "second"]
     other = corpus(tmp_path / "held.jsonl", held_out)
     dataset = open_dataset(run(source, tmp_path / "out", validation=str(other)))
@@ -193,7 +191,7 @@ def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path, monkeypat
 # -- doing it again ----------------------------------------------------------------------------------------
 
 
-def test_the_same_settings_do_nothing_again(source, tmp_path, monkeypatch):
+def test_preparing_again_with_the_same_settings_does_nothing(source, tmp_path, monkeypatch):
     out = run(source, tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     monkeypatch.setattr(preparation, "_Preparation", None)  # calling it would raise
@@ -201,7 +199,7 @@ def test_the_same_settings_do_nothing_again(source, tmp_path, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 
-def test_other_settings_are_named(source, tmp_path):
+def test_preparing_into_a_folder_with_other_settings_names_them(source, tmp_path):
     out = run(source, tmp_path / "out")
     with pytest.raises(SettingsDiffer) as error:
         run(source, out, val_fraction=0.1, shard_tokens=SHARD + 1)
@@ -214,7 +212,7 @@ def test_other_settings_are_named(source, tmp_path):
         run(source, out)
 
 
-def test_without_a_folder_other_settings_have_another_one(source, tmp_path, monkeypatch):
+def test_the_default_folder_depends_on_the_settings(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = run(source, None), run(source, None, seed=1)
     assert first != second and first.parent == second.parent == Path("data")
@@ -222,7 +220,7 @@ def test_without_a_folder_other_settings_have_another_one(source, tmp_path, monk
     assert run(source, None) == first
 
 
-def test_shards_of_others_are_left_alone(source, tmp_path):
+def test_prepare_refuses_a_folder_with_foreign_shards(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "fineweb_train_000001.bin").write_bytes(b"precious")
     with pytest.raises(SettingsDiffer, match=r"holds fineweb_train_000001\.bin and no progress\.json"):
@@ -243,11 +241,11 @@ def test_text_that_cannot_be_split_leaves_the_folder_for_another_try(tmp_path):
     ("options", "message"),
     [
         ({"validation": "nowhere.txt"}, r"no validation text at nowhere\.txt"),
-        ({"tokenizer": "gpt3"}, r"no tokenizer 'gpt3'"),
+        ({"tokenizer": "gpt3"}, r"no tokenizer 'gpt3': expected gpt2, bytebpe, bytes, or the path"),
         ({"vocab_size": 100}, r"vocab_size=100 is smaller than the tokenizer's 259 ids"),
     ],
 )
-def test_bad_settings(source, tmp_path, options, message):
+def test_prepare_refuses_bad_settings(source, tmp_path, options, message):
     with pytest.raises(DataError, match=message):
         run(source, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "meta.json").exists()
@@ -302,7 +300,7 @@ def undisturbed(tmp_path_factory):
     return files(run(corpus(root / "corpus.jsonl", texts(60)), root / "out", **OPTIONS))
 
 
-def test_killed_at_any_moment_it_ends_with_the_same_bytes(tmp_path, undisturbed):
+def test_a_preparation_killed_at_any_moment_ends_with_the_same_bytes(tmp_path, undisturbed):
     source = corpus(tmp_path / "corpus.jsonl", texts(60))
     call = 0
     while killed_at(call, source, out := tmp_path / str(call)):
@@ -315,7 +313,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(tmp_path, undisturbed)
     assert files(out) == undisturbed
 
 
-def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, undisturbed):
+def test_a_preparation_killed_repeatedly_ends_with_the_same_bytes(tmp_path, undisturbed):
     source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
     calls = random.Random(1)
     kills = 0
@@ -326,7 +324,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, undisturbe
     assert files(out) == undisturbed
 
 
-def test_a_writer_that_forgets_to_cut_back_would_be_caught(tmp_path, undisturbed, monkeypatch):
+def test_the_kill_tests_catch_a_writer_that_keeps_uncommitted_tokens(tmp_path, undisturbed, monkeypatch):
     source = corpus(tmp_path / "corpus.jsonl", texts(60))
 
     def reopen(self):
@@ -355,26 +353,6 @@ def slowly(documents):
 preparation._batches = slowly
 prepare_text(sys.argv[1], sys.argv[2], tokenizer="bytebpe", vocab_size=300, shard_tokens=2000)
 """
-
-
-def test_sigkill_from_outside(tmp_path, undisturbed):
-    """A process of its own, killed by another whenever it has come a little further."""
-    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
-    for enough in (8, 30):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(source), str(out)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            progress = out / "progress.json"
-            if progress.exists() and json.loads(progress.read_bytes())["documents"] >= enough:
-                process.kill()
-        assert process.wait() == -signal.SIGKILL
-        assert not (out / "meta.json").exists()
-        with pytest.raises(DataError, match="prepared only in part"):
-            open_dataset(out)
-    assert files(run(source, out, **OPTIONS)) == undisturbed
 
 
 def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed, capfd):
@@ -408,7 +386,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_run_continues(tmp_path,
     assert files(run(source, out, **options)) == expected
 
 
-def test_a_folder_that_may_not_be_written(source, tmp_path, monkeypatch):
+def test_prepare_says_that_a_folder_may_not_be_written(source, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
@@ -417,6 +395,6 @@ def test_a_folder_that_may_not_be_written(source, tmp_path, monkeypatch):
         run(source, tmp_path / "out")
 
 
-def test_map_of_an_empty_shard(tmp_path):
+def test_an_empty_shard_maps_to_no_tokens(tmp_path):
     (tmp_path / "x.bin").write_bytes(bytes(HEADER_BYTES))
     assert len(map_tokens(tmp_path / "x.bin", "uint16")) == 0

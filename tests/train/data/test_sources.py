@@ -58,25 +58,19 @@ def test_a_folder_is_read_in_the_order_of_names(folder):
     assert reader.fraction() == 1.0
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_survive_as_they_are(tmp_path, kind):
-    write = {"jsonl": write_jsonl, "parquet": write_parquet}[kind]
-    assert list(source_of(write(tmp_path / f"rows.{kind}", TEXTS)).reader()) == TEXTS
-
-
-def test_missing_text_is_empty_and_half_a_surrogate_pair_is_replaced(tmp_path):
+def test_jsonl_null_is_empty_text_and_half_a_surrogate_pair_is_replaced(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": null}\n\n{"text": "a\\ud800b"}\n')
     assert list(source_of(path).reader()) == ["", "a\ufffdb"]
 
 
-def test_separators_make_documents(tmp_path):
+def test_endoftext_separates_the_documents_of_a_text_file(tmp_path):
     path = tmp_path / "stories.txt"
     path.write_text("one\n<|endoftext|>\ntwo\nlines\n<|endoftext|>\nthree")
     assert list(source_of(path).reader()) == ["one", "two\nlines", "three"]
 
 
-def test_a_file_alone_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+def test_a_single_text_file_is_cut_at_blank_lines_without_loss(tmp_path):
     text = "".join(f"paragraph {i} " + "word " * (i % 40) + "\n" + "\n" * (i % 3) for i in range(2000))
     path = tmp_path / "book.txt"
     path.write_text(text)
@@ -87,7 +81,7 @@ def test_a_file_alone_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     assert all(piece.endswith("\n\n") for piece in pieces[:-1])
 
 
-def test_lines_without_blank_ones_are_cut_by_twice_the_section(tmp_path):
+def test_text_without_blank_lines_is_cut_after_twice_the_section(tmp_path):
     path = tmp_path / "log.txt"
     path.write_text("x" * 99 + "\n" + ("y" * 99 + "\n") * 2000)
     pieces = list(source_of(path).reader())
@@ -106,7 +100,7 @@ def test_reading_continues_after_any_document(folder):
         assert rest.skipped == {"files that are not text": 2, "files that are not UTF-8": 1}
 
 
-def test_settings_follow_the_text_and_not_its_place(folder, tmp_path):
+def test_source_settings_depend_on_the_text_and_not_on_its_place(folder, tmp_path):
     import shutil
 
     before = source_of(folder).settings()
@@ -141,7 +135,7 @@ def test_the_standard_library_is_megabytes_of_source_without_tests_and_tables():
     assert source.settings() == python_stdlib().settings()
 
 
-def test_a_python_without_its_source_says_so(tmp_path, monkeypatch):
+def test_a_standard_library_without_source_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("delta_trn.train.data.sources.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(SourceError, match=r"0 source files .* pass a folder of text"):
         python_stdlib()
@@ -171,14 +165,14 @@ def hub(tmp_path, monkeypatch):
     )
 
 
-def test_a_dataset_is_streamed_split_by_split(hub):
+def test_a_hub_dataset_is_streamed_split_by_split(hub):
     assert list(HubSource(hub.name).reader()) == hub.rows
     assert list(HubSource(hub.name, split="validation").reader()) == ["held out 1", "held out 2"]
     assert hub.asked == [(hub.name, None)] * 2
 
 
 @pytest.mark.parametrize("stop", [0, 1, 9, 10, 17, 30])
-def test_streaming_continues_in_the_commit_it_began_in(hub, stop):
+def test_a_hub_reader_continues_in_the_commit_it_began_in(hub, stop):
     source = HubSource(hub.name)
     reader = source.reader()
     before = list(islice(reader, stop))
@@ -190,7 +184,7 @@ def test_streaming_continues_in_the_commit_it_began_in(hub, stop):
     assert len(hub.asked) == 1  # continuing does not ask what the branch means today
 
 
-def test_a_name_with_a_slash_is_a_dataset_and_a_path_comes_first(tmp_path, monkeypatch):
+def test_a_name_with_a_slash_is_a_dataset_unless_it_is_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = source_of("HuggingFaceFW/fineweb-edu", subset="sample-10BT")
     assert found == HubSource("HuggingFaceFW/fineweb-edu", "sample-10BT")
@@ -200,7 +194,7 @@ def test_a_name_with_a_slash_is_a_dataset_and_a_path_comes_first(tmp_path, monke
     assert isinstance(source_of("HuggingFaceFW/fineweb-edu"), FileSource)
 
 
-def test_without_a_network_the_error_says_what_to_pass_instead(tmp_path):
+def test_an_unreachable_hub_says_what_to_pass_instead(tmp_path):
     command = [sys.executable, "-m", "delta_trn.train", "data", "prepare", "roneneldan/TinyStories"]
     done = subprocess.run(
         command,
@@ -215,12 +209,12 @@ def test_without_a_network_the_error_says_what_to_pass_instead(tmp_path):
     assert "(HF_HUB_OFFLINE is set)" in done.stderr and "pass the local folder, .parquet" in done.stderr
 
 
-def test_an_unknown_split_names_those_there_are(hub):
+def test_an_unknown_split_of_a_dataset_names_the_known_ones(hub):
     with pytest.raises(SourceError, match=r"no subset None with split 'test'.*train"):
         HubSource(hub.name, split="test").reader()
 
 
-def test_an_unknown_dataset_is_told_apart_from_an_unreachable_hub(monkeypatch):
+def test_an_unknown_dataset_differs_from_an_unreachable_hub(monkeypatch):
     import httpx
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -234,7 +228,7 @@ def test_an_unknown_dataset_is_told_apart_from_an_unreachable_hub(monkeypatch):
         HubSource("some/body").reader()
 
 
-def test_the_library_losing_its_network_is_the_same_error(hub, monkeypatch):
+def test_a_connection_error_of_the_library_means_an_unreachable_hub(hub, monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError("name or service not known")
 
@@ -254,7 +248,7 @@ def elsewhere(hub, tmp_path, monkeypatch):
     return hub
 
 
-def test_a_dataset_brings_its_own_validation_split(elsewhere):
+def test_validation_may_be_a_split_of_the_same_dataset(elsewhere):
     out = prepare_text(elsewhere.name, None, validation="validation")
     dataset = open_dataset(out)
     assert out.name.startswith("stories-bytes-")
@@ -270,7 +264,7 @@ def test_a_dataset_brings_its_own_validation_split(elsewhere):
 
 
 @pytest.mark.parametrize("rows", [6, 10, 23])
-def test_a_dataset_whose_network_goes_away_is_continued(elsewhere, tmp_path, monkeypatch, rows):
+def test_a_preparation_continues_after_its_network_went_away(elsewhere, tmp_path, monkeypatch, rows):
     monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 4)
     monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
     options = {"val_fraction": 0.2}  # held-out text is chosen from 5 rows

@@ -57,7 +57,7 @@ def gpt2_like():
 
 @pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
 @pytest.mark.parametrize("kind", ["bytebpe", "bytes"])
-def test_any_text_survives(bpe, kind, text):
+def test_any_text_survives_tokenizing(bpe, kind, text):
     tokenizer = bpe if kind == "bytebpe" else plain_bytes()
     (ids,) = tokenizer.encode_documents([text])
     assert ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos
@@ -66,7 +66,7 @@ def test_any_text_survives(bpe, kind, text):
     assert tokenizer.encode(text) == ids[:-1].tolist()
 
 
-def test_a_special_token_read_as_such_would_be_seen(bpe):
+def test_reading_special_tokens_in_text_would_change_its_ids(bpe):
     bpe.tokenizer.encode_special_tokens = False
     try:
         assert bpe.eos in bpe.encode(NASTY[5])
@@ -115,7 +115,7 @@ sys.stdout.write(train_byte_bpe(texts, 1024).sha256)
 """
 
 
-def test_training_has_one_result_on_any_number_of_threads():
+def test_training_a_bpe_has_one_result_on_any_number_of_threads():
     """Two processes: hash seeds and thread counts differ, as they do between machines."""
     found = [
         subprocess.run(
@@ -139,7 +139,7 @@ def test_training_has_one_result_on_any_number_of_threads():
 # -- files -------------------------------------------------------------------------------------------------
 
 
-def test_saved_files_give_the_same_tokenizer(bpe, tmp_path):
+def test_a_saved_tokenizer_loads_unchanged(bpe, tmp_path):
     bpe.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert (loaded.bos, loaded.eos, loaded.pad, loaded.vocab_size) == (
@@ -154,7 +154,7 @@ def test_saved_files_give_the_same_tokenizer(bpe, tmp_path):
     ]
 
 
-def test_transformers_reads_the_same_files(bpe, tmp_path):
+def test_transformers_reads_a_saved_tokenizer(bpe, tmp_path):
     bpe.save(tmp_path)
     for theirs in (
         AutoTokenizer.from_pretrained(tmp_path),
@@ -178,7 +178,7 @@ def test_gpt2_gets_a_bos_of_its_own_and_50304_rows(gpt2_like):
     assert tokenizer.decode(tokenizer.encode(NASTY[4])) == NASTY[4]
 
 
-def test_another_vocabulary_is_not_gpt2(bpe):
+def test_check_gpt2_refuses_another_vocabulary(bpe):
     with pytest.raises(TokenizerError, match=r"320 ids with <\|endoftext\|> at 1, expected 50257 with 50256"):
         check_gpt2(bpe.tokenizer)
 
@@ -210,7 +210,7 @@ def test_a_tokenizer_of_somebody_else_keeps_its_special_tokens(tmp_path):
     assert BOS not in made.tokenizer.get_vocab()
 
 
-def test_what_identifies_a_tokenizer(tmp_path, bpe):
+def test_tokenizer_settings_identify_a_tokenizer(tmp_path, bpe):
     assert tokenizer_settings("bytebpe", None)["vocab_size"] == 4096
     bpe.save(tmp_path)
     expected = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
@@ -221,14 +221,7 @@ def test_what_identifies_a_tokenizer(tmp_path, bpe):
 # -- bad input ---------------------------------------------------------------------------------------------
 
 
-def test_a_name_that_is_nothing():
-    with pytest.raises(
-        TokenizerError, match="no tokenizer 'gpt3': expected gpt2, bytebpe, bytes, or the path"
-    ):
-        make_tokenizer("gpt3", None, iter([]))
-
-
-def test_vocabularies_that_are_too_small(bpe, tmp_path):
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(bpe, tmp_path):
     with pytest.raises(TokenizerError, match=r"vocab_size=258 is too small .* make 259"):
         train_byte_bpe(iter(TRAINING), 258)
     bpe.save(tmp_path)
@@ -268,7 +261,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=lambda x: getattr(x, "__name__", None))
-def test_damaged_files_are_named(bpe, tmp_path, damage, message):
+def test_load_tokenizer_names_damaged_files(bpe, tmp_path, damage, message):
     bpe.save(tmp_path)
     damage(tmp_path)
     with pytest.raises(TokenizerError, match=message):
