@@ -125,7 +125,7 @@ def load_keys(q, k, bundle, start, tokens, l2norm, table):
     return qk_sb, inverse_norms_sb
 
 
-def key_head(bundle, lane):
+def find_key_head(bundle, lane):
     """Returns the key head, within the bundle, that a lane reads."""
     return lane * bundle["key_heads"] // bundle["lanes"]
 
@@ -135,7 +135,7 @@ def scale_heads(qk_sb, side, columns_sb, bundle):
     lanes = bundle["lanes"]
     out_sb = sbuf((qk_sb.shape[0], lanes, qk_sb.shape[3]))
     for lane in range(lanes):
-        own = qk_sb[:, key_head(bundle, lane), side, :]
+        own = qk_sb[:, find_key_head(bundle, lane), side, :]
         copy_scaled(out_sb[:, lane, :], own, columns_sb[:, lane : lane + 1])
     return out_sb
 
@@ -189,8 +189,8 @@ def multiply_pairs(stationary, moving, bundle):
     rows, lanes = moving[0].shape[2], bundle["lanes"]
     out_ps = psum((rows, lanes, rows))
     for lane in range(lanes):
-        a = lane if stationary[0].shape[1] == lanes else key_head(bundle, lane)
-        b = lane if moving[0].shape[1] == lanes else key_head(bundle, lane)
+        a = lane if stationary[0].shape[1] == lanes else find_key_head(bundle, lane)
+        b = lane if moving[0].shape[1] == lanes else find_key_head(bundle, lane)
         multiply_parts(out_ps[:, lane, :], stationary, moving, a, b)
     return out_ps
 
@@ -224,7 +224,7 @@ def compute_residual(chunk, S, bundle):
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         KS_ps = psum((rows, V))
-        multiply_parts(KS_ps, chunk["k_t"], S, key_head(bundle, lane), lane)
+        multiply_parts(KS_ps, chunk["k_t"], S, find_key_head(bundle, lane), lane)
         nisa.scalar_tensor_tensor(
             dst=out_sb[:, lane, :], data=KS_ps, op0=nl.multiply,
             operand0=chunk["minus_beta_gamma"][:, lane : lane + 1], op1=nl.add,

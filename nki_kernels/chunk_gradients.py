@@ -36,7 +36,7 @@ Backward adds these tiles to a chunk's dict:
 
 from delta_trn.nki_kernels.chunk import (
     decay_and_add,
-    key_head,
+    find_key_head,
     multiply_lanes_at_once,
     multiply_pairs,
     multiply_parts,
@@ -81,7 +81,7 @@ def transpose_writes(T_sb, chunk, parts):
     return tiles
 
 
-def residual_gradient(chunk, dS):
+def compute_residual_gradient(chunk, dS):
     """Computes dR = (P T)^T dO + W dS', [rows, lanes, V]."""
     rows, lanes, V = chunk["do"].shape
     out_sb = sbuf((rows, lanes, V))
@@ -93,7 +93,7 @@ def residual_gradient(chunk, dS):
     return out_sb
 
 
-def pair_gradients(chunk, do_t, U_t, dR_t, bundle, scale, table):
+def compute_pair_gradients(chunk, do_t, U_t, dR_t, bundle, scale, table):
     """Adds the gradients over pairs of tokens to the chunk: E, Z, their transposes, and the terms of F^T.
 
     do_t, U_t, dR_t are tiles [f, lanes, rows] per part of V.
@@ -115,7 +115,7 @@ def pair_gradients(chunk, do_t, U_t, dR_t, bundle, scale, table):
     chunk["minus_Z"] = transpose(minus_Z_t_sb, whole, table["identity"])[0]
 
 
-def key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle):
+def compute_key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle):
     """Computes the gradients of the bundle's normalized q and k, and dot products that beta's and g's need.
 
     Args:
@@ -132,7 +132,7 @@ def key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle):
     dqk_sb = sbuf((rows, heads, 2, K))
     previous = -1
     for lane in range(lanes):
-        h = key_head(bundle, lane)
+        h = find_key_head(bundle, lane)
         q_sb, k_sb = qk_sb[:, h, 0, :], qk_sb[:, h, 1, :]
         state_ps = psum((rows, 2, K))  # dO S^T, dR S^T
         multiply_parts(state_ps[:, 0, :], do_t, S_t, lane, lane)
@@ -198,7 +198,7 @@ def multiply_rows_into(dst, x, y):
     sum_rows(dst, multiply_elements(x, y), nl.copy)
 
 
-def beta_gradient(chunk, dR_sb, dots_sb):
+def compute_beta_gradient(chunk, dR_sb, dots_sb):
     """Computes dbeta [rows, lanes]."""
     rows, lanes, _ = dR_sb.shape
     along_sb, reads_sb, out_sb = sbuf((rows, lanes)), sbuf((rows, lanes)), sbuf((rows, lanes))
@@ -222,7 +222,7 @@ def sum_crossing_pairs(chunk, table):
     return multiply_elements(sums_ps, repeat_over_lanes(table, "lower", lanes))
 
 
-def decay_gradient(chunk, crossing_sb, dS, dots_sb, bundle, parts, table):
+def compute_decay_gradient(chunk, crossing_sb, dS, dots_sb, bundle, parts, table):
     """Computes dg [rows, lanes]; crossing_sb is what `sum_crossing_pairs` returns."""
     rows, lanes, S = table["rows"], bundle["lanes"], chunk["S"]
     V = S[0].shape[2]
@@ -232,7 +232,7 @@ def decay_gradient(chunk, crossing_sb, dS, dots_sb, bundle, parts, table):
     writes_sb = sbuf((rows, lanes))  # w
     for lane in range(lanes):
         KdS_ps = psum((rows, V))
-        multiply_parts(KdS_ps, chunk["k_t"], dS, key_head(bundle, lane), lane)
+        multiply_parts(KdS_ps, chunk["k_t"], dS, find_key_head(bundle, lane), lane)
         multiply_rows_into(writes_sb[:, lane : lane + 1], chunk["U"][:, lane, :], KdS_ps)
     nisa.tensor_tensor(dst=writes_sb, data1=writes_sb, data2=chunk["lambda"], op=nl.multiply)
     states_ps = psum((rows, lanes))  # what r, w and <dS', S> add
@@ -262,7 +262,7 @@ def decay_gradient(chunk, crossing_sb, dS, dots_sb, bundle, parts, table):
     return out_sb
 
 
-def state_gradient(chunk, dS, dR_sb, bundle, parts):
+def compute_state_gradient(chunk, dS, dR_sb, bundle, parts):
     """Computes the gradient of the state that the chunk meets, new tiles per part of K."""
     scale_gamma_q_sb = scale_heads(chunk["qk"], 0, chunk["scale_gamma"], bundle)
     minus_beta_gamma_k_sb = scale_heads(chunk["qk"], 1, chunk["minus_beta_gamma"], bundle)

@@ -26,7 +26,7 @@ from delta_trn.nki_kernels.examples import normals, uniforms
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
-    identity,
+    build_identity,
     invert_norms,
     load,
     multiply_elements,
@@ -50,7 +50,7 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
     check(D, k_eps)
     out = nl.ndarray((M, D, DV), dtype=x.dtype, buffer=nl.shared_hbm)
     beta = beta.reshape((M, 1))
-    blocks = split(D, block_size(D, DV, RESIDENT))
+    blocks = split(D, choose_block(D, DV, RESIDENT))
     for start, stop in split(M, PARTITIONS):
         k_sb = load(k[start:stop, :], k.dtype)
         v_sb = load(v[start:stop, :], v.dtype)
@@ -93,8 +93,8 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
     dv = nl.ndarray((M, DV), dtype=v.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((M,), dtype=beta.dtype, buffer=nl.shared_hbm)
     beta, dbeta_rows = beta.reshape((M, 1)), dbeta.reshape((M, 1))
-    eye_sb = identity(PARTITIONS, nl.float32)
-    blocks = split(D, block_size(D, DV, min(RESIDENT_BACKWARD, BANKS * BANK * DV)))
+    eye_sb = build_identity(PARTITIONS, nl.float32)
+    blocks = split(D, choose_block(D, DV, min(RESIDENT_BACKWARD, BANKS * BANK * DV)))
     for start, stop in split(M, PARTITIONS):
         count = stop - start
         k_sb = load(k[start:stop, :], k.dtype)
@@ -145,8 +145,8 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
             for low, high in split(d1 - d0, BANK):
                 sums.append((low, high, psum((count, high - low))))
             for j in range(DV):
-                e_diagonal_sb = diagonal(e_sb[:, j : j + 1], eye_sb, 1.0)
-                s_diagonal_sb = diagonal(s_sb[:, j : j + 1], eye_sb, -1.0)
+                e_diagonal_sb = build_diagonal(e_sb[:, j : j + 1], eye_sb, 1.0)
+                s_diagonal_sb = build_diagonal(s_sb[:, j : j + 1], eye_sb, -1.0)
                 for low, high, a_ps in sums:
                     nisa.nc_matmul(dst=a_ps, stationary=e_diagonal_sb, moving=dout_sb[:, low:high, j])
                     nisa.nc_matmul(dst=a_ps, stationary=s_diagonal_sb, moving=x_sb[:, low:high, j])
@@ -177,7 +177,7 @@ def check(D, k_eps):
         assert k_eps >= LEAST_EPS, f"k_eps={k_eps} is below {LEAST_EPS}, where rsqrt of its square is wrong"
 
 
-def block_size(D, DV, most):
+def choose_block(D, DV, most):
     """Returns how much of D goes into a block of at most `most` numbers of X."""
     return min(D, max(1, most // DV))
 
@@ -215,7 +215,7 @@ def load_float32(src):
     return wide_sb
 
 
-def diagonal(x_sb, eye_sb, sign):
+def build_diagonal(x_sb, eye_sb, sign):
     """Builds diag(sign x) [P, P] from x [P, 1]."""
     count = x_sb.shape[0]
     out_sb = sbuf((count, count))

@@ -18,13 +18,13 @@ from delta_trn.nki_kernels.chunk import (
     store_lanes,
 )
 from delta_trn.nki_kernels.chunk_gradients import (
-    beta_gradient,
-    decay_gradient,
+    compute_beta_gradient,
+    compute_decay_gradient,
+    compute_key_gradients,
+    compute_pair_gradients,
+    compute_residual_gradient,
+    compute_state_gradient,
     differentiate_norm,
-    key_gradients,
-    pair_gradients,
-    residual_gradient,
-    state_gradient,
     sum_crossing_pairs,
     transpose_state,
     transpose_writes,
@@ -32,9 +32,9 @@ from delta_trn.nki_kernels.chunk_gradients import (
 from delta_trn.nki_kernels.examples import normals, rule_inputs
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import chunk_rows, slots, split_evenly, waves
+from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
 from delta_trn.nki_kernels.tiles import build_constants, sbuf, take_corners, transpose
-from delta_trn.nki_kernels.triangular import invert, pair_masks, workspace
+from delta_trn.nki_kernels.triangular import allocate_workspace, build_pair_masks, invert
 
 
 def load_kept_state(initial_state, states, stretch, bundle, parts, V, has_state):
@@ -81,7 +81,7 @@ def solve_again(inputs, do, S, wave, start, tokens, parts, scale, l2norm, spaces
 def multiply_gradients(chunk, dS, dR_sb, bundle, parts, value_parts, scale, table):
     """Issues a chunk's large products; returns the gradient of its state, and leaves in its dict
 
-    dqk, dots       as `key_gradients` returns them
+    dqk, dots       as `compute_key_gradients` returns them
     dR, dS          the gradients of R and of the state that the chunk leaves
     crossing        as `sum_crossing_pairs` returns it
     """
@@ -91,9 +91,9 @@ def multiply_gradients(chunk, dS, dR_sb, bundle, parts, value_parts, scale, tabl
     dR_t = transpose(dR_sb, value_parts, identity_sb)
     S_t = transpose_state(chunk["S"], parts, value_parts, table)
     dS_t = transpose_state(dS, parts, value_parts, table)
-    pair_gradients(chunk, do_t, U_t, dR_t, bundle, scale, table)
-    earlier_dS = state_gradient(chunk, dS, dR_sb, bundle, parts)
-    dqk_sb, dots_sb = key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle)
+    compute_pair_gradients(chunk, do_t, U_t, dR_t, bundle, scale, table)
+    earlier_dS = compute_state_gradient(chunk, dS, dR_sb, bundle, parts)
+    dqk_sb, dots_sb = compute_key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle)
     chunk["dqk"] = dqk_sb
     chunk["dots"] = dots_sb
     chunk["dR"] = dR_sb
@@ -114,8 +114,8 @@ def store_gradients(chunk, bundle, gradients, parts, l2norm, table):
     nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, :, 0, :])
     nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, :, 1, :])
     store_lanes(dv, scale_lanes(dR_sb, chunk["beta"], dv.dtype), bundle, start, tokens)
-    store_lanes(dbeta, beta_gradient(chunk, dR_sb, dots_sb), bundle, start, tokens)
-    dg_sb = decay_gradient(chunk, chunk["crossing"], chunk["dS"], dots_sb, bundle, parts, table)
+    store_lanes(dbeta, compute_beta_gradient(chunk, dR_sb, dots_sb), bundle, start, tokens)
+    dg_sb = compute_decay_gradient(chunk, chunk["crossing"], chunk["dS"], dots_sb, bundle, parts, table)
     store_lanes(dg, dg_sb, bundle, start, tokens)
 
 
@@ -151,7 +151,7 @@ def gated_delta_rule_bwd(
                 S = the state kept before it
                 for chunk in stretch: solve chunk forward from S;  S = its next state
                 for chunk in stretch, from the last:
-                    dR = residual_gradient(chunk, dS)
+                    dR = compute_residual_gradient(chunk, dS)
                     dS = multiply_gradients(chunk, dS, dR)
                     store_gradients(chunk)
             dinitial_state = dS
@@ -161,7 +161,7 @@ def gated_delta_rule_bwd(
     parts, value_parts = split_evenly(K), split_evenly(V)
     chunks = (T + C - 1) // C
     inputs = (q, k, v, g, beta)
-    heads = slots(H, HV, width)
+    heads = count_slots(H, HV, width)
     key_dtype = q.dtype if heads == H else nl.float32
     dq = nl.ndarray((N, T, heads, K), dtype=key_dtype, buffer=nl.shared_hbm)
     dk = nl.ndarray((N, T, heads, K), dtype=key_dtype, buffer=nl.shared_hbm)
@@ -170,15 +170,15 @@ def gated_delta_rule_bwd(
     dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     gradients = (dq, dk, dv, dg, dbeta)
-    largest = min(C, chunk_rows(T))
+    largest = min(C, pad_to_rows(T))
     constants = build_constants(largest)
-    masks = pair_masks(largest)
-    for wave in waves(N, H, HV, width, lanes):
+    masks = build_pair_masks(largest)
+    for wave in list_waves(N, H, HV, width, lanes):
         dS = []
         spaces = []
         for bundle in wave:
             dS.append(load_state(dstate, bundle, parts, V, has_dstate))
-            spaces.append(workspace(largest, bundle["lanes"]))
+            spaces.append(allocate_workspace(largest, bundle["lanes"]))
         for back in range((chunks + every - 1) // every):
             stretch = (chunks + every - 1) // every - 1 - back
             first_chunk = stretch * every
@@ -189,7 +189,7 @@ def gated_delta_rule_bwd(
             solved = []
             for index in range(first_chunk, last_chunk):
                 tokens = min(C, T - index * C)
-                table = take_corners(constants, chunk_rows(tokens))
+                table = take_corners(constants, pad_to_rows(tokens))
                 bundle_chunks, S = solve_again(
                     inputs, do, S, wave, index * C, tokens, parts, scale, l2norm, spaces, masks, table,
                     index + 1 < last_chunk,
@@ -197,10 +197,10 @@ def gated_delta_rule_bwd(
                 solved.append(bundle_chunks)
             for back_in_stretch in range(last_chunk - first_chunk):
                 bundle_chunks = solved[last_chunk - first_chunk - 1 - back_in_stretch]
-                table = take_corners(constants, chunk_rows(bundle_chunks[0]["tokens"]))
+                table = take_corners(constants, pad_to_rows(bundle_chunks[0]["tokens"]))
                 dR = []
                 for b in range(len(wave)):
-                    dR.append(residual_gradient(bundle_chunks[b], dS[b]))
+                    dR.append(compute_residual_gradient(bundle_chunks[b], dS[b]))
                 for b in range(len(wave)):
                     dS[b] = multiply_gradients(
                         bundle_chunks[b], dS[b], dR[b], wave[b], parts, value_parts, scale, table

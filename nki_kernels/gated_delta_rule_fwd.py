@@ -18,9 +18,15 @@ from delta_trn.nki_kernels.chunk import (
 )
 from delta_trn.nki_kernels.examples import rule_inputs
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import chunk_rows, split_evenly, waves
+from delta_trn.nki_kernels.plan import list_waves, pad_to_rows, split_evenly
 from delta_trn.nki_kernels.tiles import build_constants, copy_scaled, psum, sbuf, take_corners, transpose
-from delta_trn.nki_kernels.triangular import level_count, merge, pair_masks, start_inverses, workspace
+from delta_trn.nki_kernels.triangular import (
+    allocate_workspace,
+    build_pair_masks,
+    count_levels,
+    merge,
+    start_inverses,
+)
 
 # The stages of a chunk that run between the levels of another one's inverse.
 PREPARE = 0  # what needs no state: D, L, P
@@ -70,7 +76,7 @@ def prepare_forward(inputs, bundle, index, C, parts, scale, l2norm, constants):
     """Runs PREPARE for chunk number `index`: `prepare_chunk`, and `scale_gamma_q_t`, a tile per part of K."""
     start = index * C
     tokens = min(C, inputs[0].shape[1] - start)
-    table = take_corners(constants, chunk_rows(tokens))
+    table = take_corners(constants, pad_to_rows(tokens))
     chunk = prepare_chunk(inputs, bundle, start, tokens, parts, scale, l2norm, table)
     chunk["index"] = index
     scale_gamma_q_sb = scale_heads(chunk["qk"], 0, chunk["scale_gamma"], bundle)
@@ -165,17 +171,17 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
     kept = (chunks - 1) // every if every > 0 else 0
     if kept > 0:
         states = nl.ndarray((N, kept, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm)
-    largest = min(C, chunk_rows(T))
+    largest = min(C, pad_to_rows(T))
     constants = build_constants(largest)
-    masks = pair_masks(largest)
-    for wave in waves(N, H, HV, width, lanes):
+    masks = build_pair_masks(largest)
+    for wave in list_waves(N, H, HV, width, lanes):
         count = len(wave)
         S = []
         spaces = []
         coming = []
         for bundle in wave:
             S.append(load_state(initial_state, bundle, parts, V, has_state))
-            spaces.append(workspace(largest, bundle["lanes"]))
+            spaces.append(allocate_workspace(largest, bundle["lanes"]))
             coming.append(prepare_forward(inputs, bundle, 0, C, parts, scale, l2norm, constants))
         inverted = []
         for index in range(chunks + 1):  # a turn more: the last chunk's stages that await its state
@@ -187,10 +193,10 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
             Ts = []
             T_ts = []
             if index < chunks:
-                rows = chunk_rows(current[0]["tokens"])
+                rows = pad_to_rows(current[0]["tokens"])
                 for chunk in current:
                     minus_L_ts.append(chunk["minus_L_t"])
-                levels = level_count(rows)
+                levels = count_levels(rows)
                 Ts, T_ts = start_inverses(minus_L_ts, take_corners(constants, rows))
             per_level = (len(work) + levels - 1) // levels
             for level in range(levels):

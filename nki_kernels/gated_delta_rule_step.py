@@ -22,7 +22,7 @@ from delta_trn.nki_kernels.examples import normals, uniforms
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
-    identity,
+    build_identity,
     invert_norms,
     load,
     multiply_elements,
@@ -68,10 +68,10 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     assert HV % H == 0, f"HV={HV} is not a multiple of H={H}"
     assert V <= BANK, f"V={V} exceeds {BANK}, the float32 of a PSUM bank"
     rows = B * HV
-    m = rows_per_partition(K, V)
+    m = choose_lines(K, V)
     assert m * V * 4 <= STATE_BYTES, f"K={K} has no divisor that spreads V={V} over 128 partitions"
     parts = K // m  # partitions of one head
-    n = group_size(rows, HV // H, m * V * 4, parts)
+    n = choose_group(rows, HV // H, m * V * 4, parts)
     heads = min(PARTITIONS // parts, n, BANK // (2 * m))  # that share a tile
     tiles = (n + heads - 1) // heads
 
@@ -82,7 +82,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     # a line is what a partition holds: m lines of a head's S [K, V]
     old_lines = state.reshape((rows * parts, m * V))
     new_lines = new_state.reshape((rows * parts, m * V))
-    eye_sb = identity(PARTITIONS, nl.float32)
+    eye_sb = build_identity(PARTITIONS, nl.float32)
     owners_sb = build_owners(tiles, heads, parts)
 
     groups = split(rows, n)
@@ -96,9 +96,8 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
             for row in range(first, last, heads):
                 lines = old_lines[row * parts : min(row + heads, last) * parts, :]
                 states.append(load(lines, nl.float32).reshape((lines.shape[0], m, V)))
-            loads.append(
-                (states, vectors, decays_sb, block_diagonal(vectors["k"]), block_diagonal(vectors["q"]))
-            )
+            k_blocks_sb, q_blocks_sb = build_block_diagonal(vectors["k"]), build_block_diagonal(vectors["q"])
+            loads.append((states, vectors, decays_sb, k_blocks_sb, q_blocks_sb))
         if turn > 0:
             states = loads[turn - 1][0]
             products.append(multiply_states(states, columns[turn - 1], heads, eye_sb))
@@ -201,7 +200,7 @@ def update_states(states, k_blocks_sb, u_sb, decays_sb, new_lines, first, heads)
         first += active
 
 
-def rows_per_partition(K, V):
+def choose_lines(K, V):
     """Chooses m, a divisor of K: K / m is at most 128, and m V numbers fill a descriptor, if m <= 8 can."""
     fewest = (K + PARTITIONS - 1) // PARTITIONS
     while K % fewest != 0:
@@ -212,7 +211,7 @@ def rows_per_partition(K, V):
     return m if K % m == 0 else fewest
 
 
-def group_size(rows, shared, bytes_per_row, parts):
+def choose_group(rows, shared, bytes_per_row, parts):
     """Chooses n: as many rows as GROUP and memory allow; whole key rows, or equal parts of one."""
     n = min(GROUP, rows, max(1, STATE_BYTES // bytes_per_row) * (PARTITIONS // parts))
     if n >= shared:
@@ -241,7 +240,7 @@ def normalize(x_sb, factor):
     nisa.tensor_scalar(dst=x_sb, data=x_sb, op0=nl.multiply, operand0=r_sb, op1=nl.multiply, operand1=factor)
 
 
-def block_diagonal(x_sb):
+def build_block_diagonal(x_sb):
     """Builds [c, c, K]: row h of x at [h, h], zeros elsewhere."""
     c, K = x_sb.shape
     out_sb = sbuf((c, c, K))

@@ -28,7 +28,7 @@ def gated_rms_norm_fwd(x, z, weight, eps, gated):
     M, V = x.shape
     y = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
     w_sb = load_everywhere(weight)
-    for start, P, slots in pieces(M, V):
+    for start, P, slots in cut_rows(M, V):
         x_sb = load_rows(x, start, P, slots)
         r_sb = invert_rms(x_sb, eps)
         y_sb = sbuf((P, slots, V), x.dtype)
@@ -61,7 +61,7 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
     sums = []  # of dweight, one per bank of PSUM
     for low, high in split(V, BANK):
         sums.append((low, high, psum((1, high - low))))
-    for start, P, slots in pieces(M, V):
+    for start, P, slots in cut_rows(M, V):
         x_sb = load_rows(x, start, P, slots)
         m_sb = load_rows(dy, start, P, slots)
         r_sb = invert_rms(x_sb, eps)
@@ -109,7 +109,7 @@ def check(eps):
     assert eps >= LEAST_EPS, f"eps={eps} is below {LEAST_EPS}, where the Scalar engine's rsqrt is wrong"
 
 
-def pieces(M, V):
+def cut_rows(M, V):
     """Cuts the rows into whole tiles, the rest, and its last rows one by one.
 
     Returns [(first row, partitions, rows per partition)].

@@ -59,7 +59,7 @@ def split_evenly(n):
     return split(n, (n + count - 1) // count)
 
 
-def chunk_rows(tokens):
+def pad_to_rows(tokens):
     """Returns the rows of the tile that holds `tokens` tokens: the next power of two, and at least 2."""
     rows = 2
     while rows < tokens:
@@ -67,7 +67,7 @@ def chunk_rows(tokens):
     return rows
 
 
-def bundles(N, H, HV, width):
+def list_bundles(N, H, HV, width):
     """Cuts a call into bundles, dicts of these numbers:
 
     n                       the sequence
@@ -100,16 +100,16 @@ def bundles(N, H, HV, width):
     return every
 
 
-def slots(H, HV, width):
+def count_slots(H, HV, width):
     """Returns how many heads the gradients of q and k have: H, or a multiple where groups are divided."""
-    every = bundles(1, H, HV, width)
+    every = list_bundles(1, H, HV, width)
     last = every[len(every) - 1]
     return last["slot"] + last["key_heads"]
 
 
-def waves(N, H, HV, width, lanes):
+def list_waves(N, H, HV, width, lanes):
     """Returns the bundles in lists of about `lanes` lanes."""
-    every = bundles(N, H, HV, width)
+    every = list_bundles(N, H, HV, width)
     per_wave = max(1, lanes // every[0]["lanes"])
     lists = []
     for start, stop in split(len(every), per_wave):

@@ -20,7 +20,7 @@ back, so that no tile waits for another. Backward computes z again: forward leav
 from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import identity, load, multiply_elements, psum, sbuf, sum_rows
+from delta_trn.nki_kernels.tiles import build_identity, load, multiply_elements, psum, sbuf, sum_rows
 
 MOST_W = 32
 ON_VECTOR = 2  # taps of z that the Scalar and Vector engines take
@@ -52,8 +52,8 @@ def short_convolution_fwd(x, weight, position, packed, prefix=None, continued=Fa
     W = weight.shape[1]
     check(B, W, packed, continued)
     y = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
-    eye, eye_float32 = identities(x.dtype)
-    pieces = tiles_of_time(B, T, PARTITIONS - (W - 1))
+    eye, eye_float32 = build_identities(x.dtype)
+    pieces = cut_time(B, T, PARTITIONS - (W - 1))
     for c0, c1 in split(C, BANK):
         taps = load_taps(weight, c0, c1, eye_float32)
         started = []
@@ -94,12 +94,12 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix=None, continue
     if continued:
         dprefix = nl.ndarray((B, W - 1, C), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((C, W), dtype=weight.dtype, buffer=nl.shared_hbm)
-    eye, eye_float32 = identities(x.dtype)
-    pieces = tiles_of_time(B, T, PARTITIONS - 2 * (W - 1))
+    eye, eye_float32 = build_identities(x.dtype)
+    pieces = cut_time(B, T, PARTITIONS - 2 * (W - 1))
     n = len(pieces)
     for c0, c1 in split(C, BANK):
         taps = load_taps(weight, c0, c1, eye_float32)
-        sums = zero_sums(c1 - c0, W)
+        sums = allocate_sums(c1 - c0, W)
         windows, keep, started_z, dz, returns, started_dx = [], [], [], [], [], []
         for i in range(n + RESULTS):
             j = i - WINDOWS
@@ -122,14 +122,14 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix=None, continue
             j = i - RETURNS
             if j >= 0 and j < n:
                 b, t0, t1 = pieces[j]
-                ahead = prefix_rows(t0, W, continued)
+                ahead = count_prefix_rows(t0, W, continued)
                 returns.append(transpose_returns(dz[j], keep[j], ahead, t1 - t0, W, eye_float32))
                 slices = slice_returns(returns[j], ahead + t1 - t0)
                 started_dx.append(start_sums(slices, taps, ON_SCALAR))
             j = i - RESULTS
             if j >= 0:
                 b, t0, t1 = pieces[j]
-                ahead = prefix_rows(t0, W, continued)
+                ahead = count_prefix_rows(t0, W, continued)
                 dx_sb = sbuf((ahead + t1 - t0, c1 - c0), x.dtype)
                 nisa.activation(dst=dx_sb, op=nl.copy, data=sum_taps(started_dx[j], taps, eye_float32))
                 nisa.dma_copy(dst=dx[b, t0:t1, c0:c1], src=dx_sb[ahead : ahead + t1 - t0, :])
@@ -148,7 +148,7 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix=None, continue
     return dx, dweight
 
 
-def tiles_of_time(B, T, size):
+def cut_time(B, T, size):
     """Cuts the rows of x into tiles: [(row, first token, end)]."""
     tiles = []
     for b in range(B):
@@ -157,7 +157,7 @@ def tiles_of_time(B, T, size):
     return tiles
 
 
-def zero_sums(width, W):
+def allocate_sums(width, W):
     """Allocates zeros [channels, W] per 128 channels."""
     sums = []
     for a0, a1 in split(width, PARTITIONS):
@@ -167,7 +167,7 @@ def zero_sums(width, W):
     return sums
 
 
-def prefix_rows(t0, W, continued):
+def count_prefix_rows(t0, W, continued):
     """Returns how many rows of a tile's dx are the prefix's: W - 1 in the first tile."""
     return W - 1 if continued and t0 == 0 else 0
 
@@ -180,12 +180,12 @@ def check(B, W, packed, continued):
     assert B == 1 or not packed, f"B={B} rows cannot be packed: position is that of one row"
 
 
-def identities(dtype):
+def build_identities(dtype):
     """Builds the identity [128, 128] in dtype, and in float32."""
-    eye = identity(PARTITIONS, dtype)
+    eye = build_identity(PARTITIONS, dtype)
     if dtype == nl.float32:
         return eye, eye
-    return eye, identity(PARTITIONS, nl.float32)
+    return eye, build_identity(PARTITIONS, nl.float32)
 
 
 def load_taps(weight, c0, c1, eye_sb):

@@ -44,7 +44,7 @@ def copy_scaled(dst, src, factor: Any = 1.0):
     nisa.activation(dst=dst, op=nl.copy, data=src, scale=factor)
 
 
-def identity(n, dtype):
+def build_identity(n, dtype):
     """Builds the identity matrix [n, n]."""
     out_sb = sbuf((n, n), dtype)
     nisa.memset(dst=out_sb, value=1.0)
@@ -55,7 +55,7 @@ def identity(n, dtype):
     return out_sb
 
 
-def select(ones_sb, sign, compare):
+def select_triangle(ones_sb, sign, compare):
     """Builds a matrix like ones_sb: 1 where compare(sign (row - column), 0) holds, else 0."""
     n = ones_sb.shape[0]
     out_sb = sbuf((n, n))
@@ -80,14 +80,14 @@ def build_constants(C):
     """
     ones_sb = sbuf((PARTITIONS, PARTITIONS))
     nisa.memset(dst=ones_sb, value=1.0)
-    eye_sb = select(ones_sb, 1, nl.equal)
+    eye_sb = select_triangle(ones_sb, 1, nl.equal)
     corner = ones_sb[0:C, 0:C]
     identity_sb = sbuf((C, C))
     nisa.tensor_copy(dst=identity_sb, src=eye_sb[0:C, 0:C])
-    upper_sb = select(corner, -1, nl.greater_equal)
-    strict_lower_sb = select(corner, 1, nl.greater)
-    lower_sb = select(corner, 1, nl.greater_equal)
-    strict_upper_sb = select(corner, -1, nl.greater)
+    upper_sb = select_triangle(corner, -1, nl.greater_equal)
+    strict_lower_sb = select_triangle(corner, 1, nl.greater)
+    lower_sb = select_triangle(corner, 1, nl.greater_equal)
+    strict_upper_sb = select_triangle(corner, -1, nl.greater)
     drop_strict_lower_sb, drop_lower_sb = sbuf((C, C)), sbuf((C, C))
     nisa.tensor_scalar(dst=drop_strict_lower_sb, data=strict_lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
     nisa.tensor_scalar(dst=drop_lower_sb, data=lower_sb, op0=nl.multiply, operand0=FAR_BELOW)

@@ -18,7 +18,7 @@ from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.tiles import copy_scaled, psum, repeat_over_lanes, sbuf
 
 
-def pair_masks(C):
+def build_pair_masks(C):
     """Builds a mask [C, C/2] per level: 1 where a row is in the odd block of the (even) column's pair."""
     ones_sb = sbuf((C, C // 2))
     nisa.memset(dst=ones_sb, value=1.0)
@@ -41,7 +41,7 @@ def pair_masks(C):
     return masks
 
 
-def workspace(C, lanes):
+def allocate_workspace(C, lanes):
     """Allocates a tile [C, lanes, pairs, 2, s] per level for M T; its odd blocks are 0 and stay 0."""
     tiles = []
     s = 1
@@ -53,7 +53,7 @@ def workspace(C, lanes):
     return tiles
 
 
-def level_count(C):
+def count_levels(C):
     """Returns the levels of merging for C rows: log2(C)."""
     count = 0
     s = 1
@@ -83,8 +83,8 @@ def merge(minus_L_ts, Ts, T_ts, spaces, masks, level, both):
     Args:
         minus_L_ts      -L transposed, a tile [C, lanes, C] per bundle; below its diagonal, anything finite
         Ts, T_ts        T and its transpose, likewise
-        spaces          a `workspace` per bundle
-        masks           `pair_masks`
+        spaces          what `allocate_workspace` returns, per bundle
+        masks           what `build_pair_masks` returns
         both            False: the last level leaves T_ts as they were, only T is complete
 
     Notes:
@@ -148,6 +148,6 @@ def merge(minus_L_ts, Ts, T_ts, spaces, masks, level, both):
 def invert(minus_L_ts, spaces, masks, table, both):
     """Inverts I + L of every bundle; returns T and its transpose, lists of tiles [C, lanes, C]."""
     Ts, T_ts = start_inverses(minus_L_ts, table)
-    for level in range(level_count(table["rows"])):
+    for level in range(count_levels(table["rows"])):
         merge(minus_L_ts, Ts, T_ts, spaces, masks, level, both)
     return Ts, T_ts

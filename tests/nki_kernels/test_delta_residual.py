@@ -9,9 +9,9 @@ from delta_trn.backends.parity.residual_cases import BY_NAME, TENSORS, inputs, o
 from delta_trn.nki_kernels import delta_residual as kernels
 from delta_trn.nki_kernels.delta_residual import (
     add_projection,
+    build_diagonal,
     delta_residual_bwd,
     delta_residual_fwd,
-    diagonal,
 )
 from delta_trn.nki_kernels.language import nisa
 from delta_trn.nki_kernels.tiles import sbuf
@@ -84,7 +84,7 @@ def _first_block_only(p_sb, x_sb, k_sb, d0):
 
 def _wrong_sign(x_sb, eye_sb, sign):
     """Computes dX' e + X s for dX' e - X s."""
-    return diagonal(x_sb, eye_sb, 1.0)
+    return build_diagonal(x_sb, eye_sb, 1.0)
 
 
 def _no_projection(x_sb, y_sb):
@@ -105,7 +105,7 @@ def _no_norm(x_sb, eps):
     ("function", "fault", "case", "wrong"),
     [
         ("add_projection", _first_block_only, "residual_blocks", {"out", "dx", "dv"}),
-        ("diagonal", _wrong_sign, "residual_odd", {"dk"}),
+        ("build_diagonal", _wrong_sign, "residual_odd", {"dk"}),
         ("multiply_rows", _no_projection, "residual_odd", {"dk", "dbeta"}),
         ("invert_norms", _no_norm, "residual_huge", set(TENSORS)),
     ],

@@ -84,7 +84,7 @@ def _no_rows(t0, W, continued):
 
 
 def test_a_forgotten_gradient_of_the_prefix_is_seen(monkeypatch):
-    plant(monkeypatch, short_convolution, "prefix_rows", _no_rows, CONVOLUTION)
+    plant(monkeypatch, short_convolution, "count_prefix_rows", _no_rows, CONVOLUTION)
     with pytest.raises(StrictError, match="is unwritten"):
         failed_tensors("conv_prefix_tiles")
 

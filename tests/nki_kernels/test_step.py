@@ -133,7 +133,7 @@ def _no_zeros(x):
 
 @pytest.mark.parametrize(
     ("function", "fault"),
-    [("load_key_rows", _wrong_group), ("normalize", _squared_eps), ("block_diagonal", _no_zeros)],
+    [("load_key_rows", _wrong_group), ("normalize", _squared_eps), ("build_block_diagonal", _no_zeros)],
 )
 def test_a_fault_planted_in_the_step_is_seen(function, fault, monkeypatch):
     plant(monkeypatch, module, function, fault, (module.gated_delta_rule_step,))
