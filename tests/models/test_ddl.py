@@ -65,7 +65,7 @@ def logits(m: DeltaForCausalLM, ids: Tensor, **given: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("attention_layers", [[], [0, 1, 2]], ids=["gdn", "attention"])
-def test_cached_generation_is_the_uncached_forward(kind, attention_layers):
+def test_deep_delta_generation_with_a_cache_equals_the_forward_without(kind, attention_layers):
     """Every residual with either mixer, from prompts shorter and longer than any convolution's taps."""
     m, ids = built(**{**kind, "attention_layers": attention_layers}), tokens(2, 8)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_cached_generation_is_the_uncached_forward(kind, attention_layers):
             assert_same(torch.cat(parts, dim=1), whole, what=f"prompt of {prompt}", factor=4)
 
 
-def test_causal_packed_and_padded(kind):
+def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(kind):
     """A token sees none after it; packing and padding change nothing."""
     m, ids = built(**kind), tokens(1, 11)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_closed_gates_leave_the_embedding(name):
 
 
 @pytest.mark.parametrize("compressor", ["token", "channel"])
-def test_one_channel_is_the_vector_model(compressor):
+def test_an_expanded_state_of_one_channel_is_the_vector_model(compressor):
     """With DV = 1 and a compressor at the identity; of a channel convolution one tap reaches."""
     vector, ids = model(**KINDS["vector"]), tokens(2, 8)
     matrix = model(residual="ddl", ddl_value_channels=1, ddl_compressor=compressor)
@@ -140,7 +140,7 @@ def test_one_channel_is_the_vector_model(compressor):
         assert_same(logits(matrix, ids), logits(vector, ids), what=compressor)
 
 
-def test_all_copies_of_the_state_begin_equal_and_part():
+def test_copies_of_the_state_start_equal_and_diverge():
     """At first DV columns are copies, and stay so only where v is one number for all of them."""
     m, ids = model(**KINDS["channel"]), tokens(1, 6)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_all_copies_of_the_state_begin_equal_and_part():
 
 
 @pytest.mark.parametrize("name", ["ddl-cc-small", "ddl-tc-small"])
-def test_sublayers_begin_with_inputs_of_size_one(name):
+def test_inputs_of_sublayers_have_rms_one_at_initialization(name):
     """The averaging initialization; the released one leaves 0.11 and 0.17 at this width."""
     sizes = {**named_sizes[name], "num_hidden_layers": 2, "vocab_size": 64, "attention_layers": (0, 1)}
     torch.manual_seed(0)
@@ -190,14 +190,14 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_the_papers_sizes_to_the_digit(name):
+def test_deep_delta_sizes_have_the_papers_parameter_counts(name):
     """123.59M, 123.84M, 123.72M; 353.51M, 354.16M, 353.86M; and 34.85M of Deep Delta Learning LM."""
     with torch.device("meta"):
         m = DeltaForCausalLM(DeltaConfig(**named_sizes[name]))
     assert sum(p.numel() for p in m.parameters()) == COUNTS[name]
 
 
-def test_the_small_lm_begins_with_gates_of_0238():
+def test_gates_of_ddl_lm_start_at_0238():
     """beta_init is a gate's value; the released code's own initialization overwrites it and begins at 1."""
     sizes = {**named_sizes["ddl-lm"], "num_hidden_layers": 2, "attention_layers": (0, 1), "vocab_size": 64}
     torch.manual_seed(0)
@@ -214,7 +214,7 @@ def test_the_small_lm_begins_with_gates_of_0238():
     assert sum(p.numel() for p in delta.parameters()) == 74_497
 
 
-def test_dropout_is_for_training_alone():
+def test_dropout_acts_only_in_training():
     m, ids = model(dropout=0.5, residual="ddl"), tokens(1, 8)
     with torch.no_grad():
         assert torch.equal(logits(m, ids), logits(m, ids))
@@ -244,12 +244,12 @@ def test_dropout_is_for_training_alone():
         ({"forgetting": 0.0}, "forgetting=0.0: expected more than 0"),
     ],
 )
-def test_options_that_do_not_fit_are_named(changes, complaint):
+def test_wrong_options_are_refused_by_name(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         model(**changes)
 
 
-def test_learned_positions_end():
+def test_a_position_beyond_the_last_learned_one_is_refused():
     m = model(**KINDS["lm"])
     with pytest.raises(ValueError, match="position 64 has no embedding: max_position_embeddings=64"):
         m(tokens(1, 65))

@@ -19,7 +19,7 @@ def built(width: int, *, meta: bool = True, **changes) -> DeltaForCausalLM:
 
 @pytest.mark.parametrize("scale_by", ["head_dim", "heads"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_declared_roles_are_the_ones_the_shapes_imply(kind, scale_by):
+def test_declared_roles_of_deep_delta_are_those_that_shapes_imply(kind, scale_by):
     def at(width: int) -> DeltaForCausalLM:
         heads = {} if scale_by == "head_dim" else {"num_heads": width // 16, "head_dim_k": 12}
         return built(width, scale_by=scale_by, **{**KINDS[kind], **heads})
@@ -53,7 +53,7 @@ def test_writes_move_the_stream_as_much_at_every_width():
     assert sp[1] / sp[0] < 0.6
 
 
-def test_the_value_multiplier_is_in_the_table():
+def test_value_multiplier_is_that_of_the_table():
     assert [TABLES[name].value for name in ("sp", "mup_original", "mup")] == [0.0, 0.5, 0.5]
     m = built(256, parametrization="mup", residual="ddl")
     values = [x for x in m.modules() if isinstance(x, Value)]

@@ -23,7 +23,7 @@ class TestAttention:
     def layer(**changes) -> nn.Module:
         return model(**{**ATTENTION, **changes}).blocks[0].mixer
 
-    def test_rope_turns_the_first_channels_and_leaves_the_rest(self):
+    def test_rope_rotates_the_first_channels_and_leaves_the_rest(self):
         layer = self.layer(head_dim_k=8, rope_ratio=0.5)
         x = torch.randn(1, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         cos, sin = layer._angles(torch.arange(5)[None])
@@ -41,7 +41,7 @@ class TestAttention:
     def test_rope_ratio_is_rounded_down_to_pairs(self, ratio: float, rotated: int):
         assert self.layer(head_dim_k=8, rope_ratio=ratio).rotated == rotated
 
-    def test_a_shift_takes_its_share_of_the_token_before(self):
+    def test_shift_mixes_in_its_share_of_the_token_before(self):
         generator = torch.Generator().manual_seed(0)
         x, u = (torch.randn(1, 5, 6, generator=generator) for _ in range(2))
         shift = Shift(6, 3, Role.GATE, "last_key")
@@ -53,7 +53,7 @@ class TestAttention:
         for t in range(1, 5):
             assert torch.allclose(found[t], a[t] * x[0, t - 1] + (1 - a[t]) * x[0, t])
 
-    def test_activations_are_those_of_the_names(self):
+    def test_activations_of_q_k_and_v_are_those_named(self):
         x = torch.linspace(-3, 3, 7)
         expected = {"identity": x, "silu": x * x.sigmoid(), "relu": x.clamp(min=0)}
         expected["elu+1"] = torch.where(x > 0, x + 1, x.exp())
@@ -61,7 +61,7 @@ class TestAttention:
         assert set(ACTIVATIONS) == set(expected)
 
     @pytest.mark.parametrize("gate", [False, True])
-    def test_heads_are_normalized_and_gated(self, gate: bool):
+    def test_attention_heads_are_normalized_and_gated(self, gate: bool):
         layer = self.layer(using_groupnorm=not gate, use_output_gate=gate)
         seen: list[Tensor] = []
         layer.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
@@ -89,7 +89,7 @@ def test_a_causal_channel_convolution_sees_no_later_value():
             assert torch.allclose(read(x.flatten(-2), None, None)[0, 0], convolved @ r, atol=1e-5)
 
 
-def test_the_last_matrices_of_sublayers_begin_smaller():
+def test_depth_scaled_init_shrinks_output_projections():
     plain, scaled = (dict(model(depth_scaled_init=x).named_parameters()) for x in (False, True))
     for name, p in plain.items():
         smaller = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -97,7 +97,7 @@ def test_the_last_matrices_of_sublayers_begin_smaller():
 
 
 @pytest.mark.parametrize("size", [0.0, 0.1])
-def test_mixers_begin_by_saying_little_or_nothing(size):
+def test_mixer_output_init_scales_output_projections_which_still_learn_from_zero(size):
     plain, quiet = (model(mixer_output_init=x) for x in (1.0, size))
     for (name, p), (_, x) in zip(plain.named_parameters(), quiet.named_parameters(), strict=True):
         assert torch.allclose(x, p * size if name.endswith("o_proj.weight") else p, rtol=1e-6), name
@@ -107,7 +107,7 @@ def test_mixers_begin_by_saying_little_or_nothing(size):
     assert all(grad.abs().max() > 0 for grad in outputs), "a matrix of 0 still learns"
 
 
-def test_label_smoothing_is_pytorchs_and_for_training_alone():
+def test_label_smoothing_is_pytorchs_and_only_in_training():
     m, ids = model(label_smoothing=0.1), tokens(2, 9)
     inputs, targets = ids[:, :-1], ids[:, 1:].clone()
     targets[0, 2:5] = -100
@@ -129,7 +129,7 @@ def test_label_smoothing_is_pytorchs_and_for_training_alone():
     )
 
 
-def test_forgetting_is_a_factor_on_every_decay_rate():
+def test_forgetting_multiplies_every_decay_rate():
     draws = [
         decay_rates(torch.empty(1000), torch.Generator().manual_seed(0), factor=factor).exp()
         for factor in (1.0, 1 / 16)
@@ -142,7 +142,7 @@ def test_forgetting_is_a_factor_on_every_decay_rate():
     # ten seconds each, most of it PyTorch's tracing: two that have every module between them, the rest slow
     [name if name in ("token-conv", "lm") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
 )
-def test_one_graph_under_compile_with_the_same_gradients(name: str):
+def test_deep_delta_compiles_into_one_graph_with_the_same_gradients(name: str):
     """torch.compile(fullgraph=True): any break of the graph would be an error."""
     attention = [0] if MODELS[name].get("attention_layers") else []
     sizes = {**MODELS[name], "num_hidden_layers": 1, "attention_layers": attention}
@@ -162,7 +162,7 @@ def test_one_graph_under_compile_with_the_same_gradients(name: str):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradient_checkpointing_changes_no_gradient(name: str):
+def test_gradient_checkpointing_changes_no_deep_delta_gradient(name: str):
     m, ids = model(**MODELS[name]).train(), tokens(2, 10)
 
     def gradients() -> list[Tensor]:
@@ -180,7 +180,7 @@ def test_gradient_checkpointing_changes_no_gradient(name: str):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_autocast_keeps_the_stream_and_gates_in_float32_and_the_loss_near(name: str):
+def test_autocast_keeps_stream_and_gates_in_float32(name: str):
     """Matrix products of 2^-9 relative error through three blocks; a stream of bfloat16 would err as much in
     every sum. Gates' logits are float32 maps of float32 inputs."""
     m, ids = model(dtype=torch.float32, **MODELS[name]).train(), tokens(4, 16)
@@ -200,7 +200,7 @@ def test_autocast_keeps_the_stream_and_gates_in_float32_and_the_loss_near(name: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_in_bfloat16_generates_like_its_forward(name: str):
+def test_deep_delta_generation_in_bfloat16_follows_its_forward(name: str):
     """Greedy, a token at a time from a prompt of one and of five, as its own uncached logits have it.
 
     Where bfloat16's roundings decide between two tokens, either may come: logits then differ by less than

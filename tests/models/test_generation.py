@@ -25,7 +25,7 @@ def greedy_by_hand(m: DeltaForCausalLM, ids: Tensor, steps: int) -> Tensor:
 
 @kinds
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 63, 64, 65])
-def test_greedy_is_the_uncached_forwards_choice(kind: str, T: int):
+def test_greedy_generation_is_the_choice_of_the_uncached_forward(kind: str, T: int):
     """Prompts shorter than the convolution, and both sides of a chunk's end."""
     m, ids = model(**KINDS[kind]), tokens(2, T)
     output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
@@ -37,7 +37,7 @@ def test_greedy_is_the_uncached_forwards_choice(kind: str, T: int):
 
 
 @kinds
-def test_in_float32_as_well(kind: str):
+def test_greedy_generation_in_float32_is_the_choice_of_the_uncached_forward(kind: str):
     m, ids = model(dtype=torch.float32, **KINDS[kind]), tokens(2, 7)
     output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
     with torch.no_grad():
@@ -46,12 +46,12 @@ def test_in_float32_as_well(kind: str):
 
 
 @kinds
-def test_without_a_cache_the_same(kind: str):
+def test_generation_without_a_cache_is_the_same(kind: str):
     m, ids = model(**KINDS[kind]), tokens(2, 5)
     assert torch.equal(m.generate(ids, **GREEDY, use_cache=False), m.generate(ids, **GREEDY))
 
 
-def test_a_stale_cache_would_be_seen():
+def test_a_stale_cache_changes_generation():
     """The companion: a step from a state one token old gives other logits."""
     m, ids = model(), tokens(2, 9)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_sampling_draws_the_same_with_and_without_a_cache(kind: str):
 
 
 @kinds
-def test_prompts_read_in_pieces(kind: str):
+def test_a_prompt_may_be_read_in_pieces(kind: str):
     m, ids = model(**KINDS[kind]), tokens(2, 11)
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, :4] = 0
@@ -128,7 +128,7 @@ def test_prompts_read_in_pieces(kind: str):
 
 
 @kinds
-def test_a_conversation_goes_on_from_its_cache(kind: str):
+def test_a_conversation_continues_from_its_cache(kind: str):
     m, ids = model(**KINDS[kind]), tokens(1, 5)
     first = m.generate(ids, **GREEDY, return_dict_in_generate=True)
     more = torch.cat([first.sequences, tokens(1, 3, seed=9)], dim=1)
@@ -138,13 +138,13 @@ def test_a_conversation_goes_on_from_its_cache(kind: str):
     assert first.past_key_values.get_seq_length() == 16, "the copy is a copy"
 
 
-def test_embeddings_as_prompt():
+def test_embeddings_may_be_the_prompt():
     m, ids = model(), tokens(2, 5)
     found = m.generate(inputs_embeds=m.embed(ids), **GREEDY)
     assert torch.equal(found, m.generate(ids, **GREEDY)[:, 5:])
 
 
-def test_streaming_hands_out_every_token():
+def test_streamer_receives_every_token():
     m, ids, seen = model(), tokens(1, 5), []
 
     class Collect(TextStreamer):
@@ -170,7 +170,7 @@ class TestCache:
             return m, ids, m(ids, attention_mask=mask, use_cache=True).past_key_values
 
     @kinds
-    def test_rows_move_together(self, kind: str):
+    def test_reordering_moves_whole_rows_of_the_cache(self, kind: str):
         m, _, cache = self.filled(kind)
         next_ids = tokens(3, 1, seed=5)
         with torch.no_grad():
@@ -186,7 +186,7 @@ class TestCache:
             )
 
     @kinds
-    def test_reset_is_as_new(self, kind: str):
+    def test_a_reset_cache_is_as_new(self, kind: str):
         m, ids, cache = self.filled(kind)
         cache.reset()
         with torch.no_grad():
@@ -195,7 +195,7 @@ class TestCache:
                 and cache.get_seq_length() == 9
             )
 
-    def test_its_size_is_that_of_one_token(self):
+    def test_the_cache_does_not_grow_with_the_text(self):
         sizes = []
         m = model()
         for T in (3, 60):
@@ -214,7 +214,7 @@ class TestCache:
         cache = model(dtype=torch.bfloat16)(tokens(1, 5), use_cache=True).past_key_values
         assert {layer.state.dtype for layer in cache.memory} == {torch.float32}
 
-    def test_cropping_is_refused_and_says_what_to_do(self):
+    def test_cropping_a_cache_is_refused(self):
         with pytest.raises(NotImplementedError, match="cannot forget its last tokens; keep a copy"):
             DeltaCache(2).crop(-1)
 
@@ -222,7 +222,7 @@ class TestCache:
         with pytest.raises(ValueError, match="past_key_values is a DynamicCache; pass a DeltaCache"):
             model()(tokens(1, 2), past_key_values=DynamicCache())
 
-    def test_training_makes_none_unless_asked(self):
+    def test_training_makes_no_cache_unless_asked(self):
         m = model()
         assert m(tokens(1, 2)).past_key_values is not None
         assert m.train()(tokens(1, 2)).past_key_values is None
@@ -262,7 +262,7 @@ class TestSaving:
         assert (A > 0).all() and (A < 16).all() and len(A.unique()) == len(A)
         assert torch.equal(loaded.blocks[1].mixer.dt_bias, m.blocks[1].mixer.dt_bias)
 
-    def test_more_rows_in_the_vocabulary(self):
+    def test_resized_vocabularies_keep_their_tags(self):
         from delta_trn.models.parameters import scaled_parameters
 
         for tied in (True, False):

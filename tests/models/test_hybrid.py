@@ -48,14 +48,14 @@ def literal(layer: Attention, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("T", [1, 2, 17])
-def test_forward_is_the_formula(T: int):
+def test_attention_computes_its_formula(T: int):
     layer, x = attention(), inputs(T)
     with torch.no_grad():
         found, expected = layer(x, rows(T)), torch.stack([literal(layer, row) for row in x])
     assert error(found, expected) < 10 * T * ANGLE
 
 
-def test_a_position_that_is_off_by_one_would_be_seen():
+def test_positions_off_by_one_change_attention():
     """The companion: one key a place too far is far more than the tolerance."""
     layer, x, sequences = attention(), inputs(17), rows(17)
     position = sequences.position.clone()
@@ -66,14 +66,14 @@ def test_a_position_that_is_off_by_one_would_be_seen():
 
 
 @pytest.mark.parametrize("shift", [1, 1000])
-def test_only_distances_matter(shift: int):
+def test_rope_depends_on_distances_only(shift: int):
     layer, x, sequences = attention(), inputs(20), rows(20)
     with torch.no_grad():
         found = layer(x, replace(sequences, position=sequences.position + shift))
         assert error(found, layer(x, sequences)) < 10 * (20 + shift) * ANGLE
 
 
-def test_no_layer_but_attention_knows_the_place_of_a_token():
+def test_logits_do_not_depend_on_absolute_positions():
     """Positions enter by RoPE only, and there only by distance: forty places of padding change nothing."""
     m, ids = model(attention_layers=[1]), tokens(1, 6)
     late, mask = torch.cat([tokens(1, 40, seed=2), ids], dim=1), torch.ones(1, 46, dtype=torch.long)
@@ -97,12 +97,12 @@ def test_logits_scale_as_one_over_the_size_of_growing_heads(changes: dict, expec
     assert attention(**changes).scale == pytest.approx(expected)
 
 
-def test_layers_are_those_that_the_configuration_names():
+def test_attention_layers_stand_where_the_configuration_says():
     m = model(attention_layers=[0, 2])
     assert [type(block.mixer).__name__ for block in m.blocks] == ["Attention", "GatedDeltaNet", "Attention"]
 
 
-def test_it_has_as_many_weights_as_the_projections_it_replaces():
+def test_attention_has_as_many_weights_as_the_projections_it_replaces():
     def weights(layer: torch.nn.Module, *names: str) -> int:
         return sum(layer.get_parameter(f"{name}_proj.weight").numel() for name in names)
 

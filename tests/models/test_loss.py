@@ -2,7 +2,6 @@
 
 import copy
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,16 @@ from delta_trn.backends.layers.pytorch import AT_ONCE
 from delta_trn.backends.parity.judge import error
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.language_model import linear_cross_entropy
-from delta_trn.models.sequence import Sequences
-from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, model, tokens
+from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, model, packed, rows, tokens
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def rows(T: int, **given: Any) -> Sequences:
-    return Sequences.rows(T, torch.device("cpu"), **given)
-
-
-def parts(lengths: list[int]) -> tuple[Tensor, list[slice]]:
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    return ends, [slice(int(a), int(b)) for a, b in pairwise(ends)]
 
 
 class TestReadout:
     @pytest.mark.parametrize(
         "changes", [{}, {"init": "authors", "initializer_range": 0.02}], ids=["ours", "authors"]
     )
-    def test_the_length_of_o_is_lost_in_its_norm_but_for_epsilon(self, changes: dict[str, Any]):
+    def test_the_output_norm_cancels_the_length_of_o_except_for_epsilon(self, changes: dict[str, Any]):
         """With y = RMSNorm(o) gate and c = V eps / (|o|^2 + V eps), exactly o . dL/do = c (y . dL/dy).
 
         So o . dL/do = 0 wherever epsilon is negligible, which is what sqrt(K) is for. With the released scale
@@ -58,12 +47,12 @@ class TestReadout:
             assert c.median() < 1e-3
 
     @pytest.mark.parametrize(("readout", "scale"), [("sqrt_k", 6**0.5), ("none", 6**-0.5)])
-    def test_its_scale(self, readout: str, scale: float):
+    def test_readout_sets_the_scale(self, readout: str, scale: float):
         assert model(readout=readout).blocks[0].mixer.scale == pytest.approx(scale)
 
 
 class TestLoss:
-    def test_is_cross_entropy_and_its_gradients(self):
+    def test_loss_and_gradients_are_those_of_cross_entropy(self):
         m, ids = model(), tokens(2, 30)
         inputs, targets = ids[:, :-1], ids[:, 1:].clone()
         targets[0, :7] = -100
@@ -77,28 +66,30 @@ class TestLoss:
             assert_same(a, b, what=name, factor=10)
 
     @pytest.mark.parametrize("tokens_at_once", [1, 3, 1000])
-    def test_chunks_do_not_matter(self, tokens_at_once: int, monkeypatch: pytest.MonkeyPatch):
+    def test_loss_does_not_depend_on_the_chunk_size(
+        self, tokens_at_once: int, monkeypatch: pytest.MonkeyPatch
+    ):
         m, ids = model(), tokens(2, 9)
         whole = m.loss(ids, ids)
         monkeypatch.setitem(AT_ONCE, "cpu", tokens_at_once * VOCABULARY)
         assert_same(m.loss(ids, ids), whole)
 
-    def test_labels_follow_transformers_convention(self):
+    def test_labels_are_shifted_as_transformers_does(self):
         m, ids = model(), tokens(2, 30)
         labels = ids.clone()
         labels[:, :4] = -100
         expected = F.cross_entropy(m(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         assert_same(m(ids, labels=labels).loss, expected)
 
-    def test_labels_of_packed_sequences_do_not_cross_their_ends(self):
+    def test_packed_sequences_do_not_predict_across_their_ends(self):
         m, ids = model(), tokens(1, 20)
-        cu_seqlens, places = parts([7, 0, 13])
+        cu_seqlens, places = packed([7, 0, 13])
         separate = [
             m(ids[:, p], labels=ids[:, p]).loss * (p.stop - p.start - 1) for p in (places[0], places[2])
         ]
         assert_same(m(ids, labels=ids, cu_seqlens=cu_seqlens).loss, sum(separate) / 18)
 
-    def test_nothing_to_predict_is_no_loss_and_no_gradient(self):
+    def test_loss_and_gradients_are_zero_without_targets(self):
         m, ids = model(), tokens(1, 5)
         loss = m.loss(ids, torch.full_like(ids, -7), ignore_index=-7)
         loss.backward()
@@ -158,7 +149,7 @@ class TestPrecision:
         assert norms == [(torch.float32, torch.float32)] and loss.dtype == torch.float32
         assert {p.grad.dtype for p in m.parameters()} == {torch.float32}
 
-    def test_gates_under_autocast_are_those_without(self):
+    def test_autocast_does_not_change_gates(self):
         layer = model(dtype=torch.float32).blocks[0].mixer
         x = torch.randn(2, 20, 32)
         exact = layer.gates(x, rows(20))
@@ -167,7 +158,7 @@ class TestPrecision:
         assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
 
     @pytest.mark.parametrize("how", ["autocast", "weights"])
-    def test_bfloat16_is_as_close_as_its_roundings(self, how: str):
+    def test_bfloat16_error_is_that_of_its_roundings(self, how: str):
         """Rounding weights is one error a product; with what they multiply and what comes out it is three,
         sqrt(3) times one at random. Twice that is allowed.
         """
@@ -181,7 +172,7 @@ class TestPrecision:
         assert found.dtype == torch.bfloat16
         assert 0.5 * of_weights < error(found.float(), expected) < 2 * 3**0.5 * of_weights
 
-    def test_loading_keeps_what_bfloat16_would_freeze_in_float32(self, tmp_path: Path):
+    def test_loading_in_bfloat16_keeps_A_log_and_dt_bias_in_float32(self, tmp_path: Path):
         m = model(dtype=torch.float32)
         m.save_pretrained(tmp_path)
         loaded = DeltaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -195,7 +186,7 @@ class TestPrecision:
 
 class TestTransformations:
     @kinds
-    def test_checkpointing_gives_the_same_gradients(self, kind: str):
+    def test_gradient_checkpointing_gives_the_same_gradients(self, kind: str):
         m, ids = model(**KINDS[kind]).train(), tokens(2, 20)
         m.loss(ids, ids).backward()
         plain = {name: p.grad.clone() for name, p in m.named_parameters()}

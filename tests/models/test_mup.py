@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from delta_trn.models import DeltaConfig, DeltaForCausalLM
-from delta_trn.models.mup import OPTIMIZERS, TABLES, Role, Rule, markdown_table
+from delta_trn.models.mup import OPTIMIZERS, TABLES, Role, Rule, _power, markdown_table
 from delta_trn.models.parameters import ScaledParameter, scaled_parameters, tagged_parameters
 from tests.support.tiny_models import config, model, tokens
 
@@ -97,7 +97,7 @@ def test_every_class_gets_exactly_what_the_paper_says(name: str, n: int, tied: b
     assert m.logits_multiplier == factor(MULTIPLIER, "head")
 
 
-def test_the_factors_of_hidden_matrices_are_those_of_the_papers_f():
+def test_initial_std_of_hidden_matrices_is_the_papers():
     """0.32 / sqrt(d), which is 0.02 at d = 256."""
     for width in (256, 512, 1024, 1536):
         with torch.device("meta"):
@@ -118,7 +118,7 @@ def test_declared_roles_are_those_that_shapes_imply(scale_by: str, tied: bool, a
         assert tag.role.growing == grew, f"{name}: declared {tag.role.name}, {grew} dimensions grew"
 
 
-def test_roles_of_the_wrong_growth_are_found():
+def test_roles_that_disagree_with_shapes_are_found():
     """The companion: roles for larger heads, shapes of more heads."""
     narrow, wide = built(64), built(128)
     found = {name: tag.role for name, _, tag in tagged_parameters(narrow)}
@@ -154,12 +154,12 @@ def test_a_parameter_without_a_role_is_named():
         scaled_parameters(m, optimizer="adamw", lr=1.0, weight_decay=0.0)
 
 
-def test_an_optimizer_without_a_column():
+def test_an_optimizer_without_a_column_in_the_table_is_refused():
     with pytest.raises(ValueError, match=r"optimizer='lion' has no column.*adamw, sgd"):
         scaled_parameters(model(), optimizer="lion", lr=1.0, weight_decay=0.0)
 
 
-def test_tags_outlive_copies_and_moves():
+def test_tags_survive_copies_and_moves():
     m = model()
     for changed in (copy.deepcopy(m), copy.deepcopy(m).to(torch.bfloat16), built(64).to_empty(device="cpu")):
         assert len(rows(changed)) == len(list(changed.parameters()))
@@ -167,7 +167,7 @@ def test_tags_outlive_copies_and_moves():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", TABLES)
-def test_independent_decay_is_the_same_at_every_width(optimizer: str, name: str):
+def test_independent_weight_decay_is_the_same_at_every_width(optimizer: str, name: str):
     """What a step takes off a weight is lr * decay."""
     per_step = []
     for n in (1, 2, 4):
@@ -180,46 +180,8 @@ def test_independent_decay_is_the_same_at_every_width(optimizer: str, name: str)
     assert coupled.lr * coupled.weight_decay == pytest.approx(0.1 / 4), "and the default is not"
 
 
-@pytest.mark.parametrize("name", ["mup", "mup_original", "mup_authors", "mup_aligned"])
-def test_at_the_base_width_it_is_the_standard_parametrization_bit_for_bit(name: str):
-    """Same seed: same weights, logits, loss, gradients, and after a step of AdamW."""
-    found = []
-    for parametrization in ("sp", name):
-        m = model(dtype=torch.float32, base_width=32, parametrization=parametrization, attention_layers=[1])
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [r.parameter], "lr": r.lr, "weight_decay": r.weight_decay, "eps": 1e-8 * r.epsilon}
-                for r in rows(m, lr=1e-3).values()
-            ]
-        )
-        ids = tokens(2, 20)
-        loss = m.loss(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        grads = [p.grad.clone() for p in m.parameters()]
-        optimizer.step()
-        found.append([loss.detach(), *grads, *(p.detach() for p in m.parameters()), m(ids).logits.detach()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_away_from_it_it_is_not():
-    sp, mup = (model(parametrization=name).blocks[0].mlp.up_proj.weight for name in ("sp", "mup"))
-    assert not torch.equal(sp, mup) and torch.allclose(sp * 2**-0.5, mup)
-
-
 class TestInitialValues:
-    def test_they_have_the_standard_deviation_that_the_table_says(self):
-        """The sample deviation of n normal numbers is off by 1 / sqrt(2 n), here five times that at most."""
-        for changes in ({}, {"tie_word_embeddings": False}, {"init": "authors"}):
-            m = DeltaForCausalLM(DeltaConfig(vocab_size=500, hidden_size=128, num_hidden_layers=2, **changes))
-            for row in rows(m).values():
-                if row.init_std is not None:
-                    x = row.parameter
-                    assert x.std().item() == pytest.approx(row.init_std, rel=5 / (2 * x.numel()) ** 0.5), (
-                        row.name
-                    )
-                    assert abs(x.mean().item()) < 5 * row.init_std / x.numel() ** 0.5, row.name
-
-    def test_they_follow_mamba2s_laws(self):
+    def test_decays_and_taps_follow_mamba2s_laws(self):
         m = DeltaForCausalLM(
             DeltaConfig(vocab_size=9, hidden_size=64, num_heads=1, num_v_heads=4000, head_dim_k=1)
         )
@@ -233,7 +195,7 @@ class TestInitialValues:
         assert all((norm.weight == 1).all() for norm in (m.norm, layer.o_norm, m.blocks[0].mlp_norm))
 
     @pytest.mark.parametrize("m", [1, 4])
-    def test_the_authors_draw_taps_and_tied_embedding_like_hidden_matrices(self, m: int):
+    def test_init_authors_draws_taps_and_tied_embedding_like_hidden_matrices(self, m: int):
         std = 0.02 * m**-0.5
         found = rows(built(64 * m, init="authors"))
         assert found["blocks.0.mixer.conv.weight"].init_std == found["embed.weight"].init_std == std
@@ -241,13 +203,13 @@ class TestInitialValues:
         c = config(init="authors")
         assert c.readout == "none" and config(init="authors", readout="sqrt_k").readout == "sqrt_k"
 
-    def test_a_seed_says_them_and_the_next_model_differs(self):
+    def test_a_seed_determines_initial_weights_and_the_next_model_differs(self):
         a, b = model(seed=3), model(seed=3)
         c = DeltaForCausalLM(config())
         assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
         assert not torch.equal(b.embed.weight, c.double().embed.weight)
 
-    def test_a_parameter_does_not_depend_on_those_made_before_it(self):
+    def test_initial_values_do_not_depend_on_parameters_made_before(self):
         """More layers, another mixer, untied: what has the same name and shape has the same values."""
         plain = dict(model().named_parameters())
         for changes in (
@@ -264,7 +226,7 @@ class TestInitialValues:
                     continue  # the same names for other things
                 assert torch.equal(plain[name], other[name]), name
 
-    def test_device_and_default_dtype_do_not_matter(self):
+    def test_initial_values_are_the_same_after_construction_on_meta(self):
         torch.manual_seed(0)
         expected = DeltaForCausalLM(config())
         torch.manual_seed(0)
@@ -281,7 +243,7 @@ class TestTable:
             assert set(table.rules) == set(Role)
             assert all(rule.source for rule in table.rules.values())
 
-    def test_standard_means_no_powers_at_all(self):
+    def test_the_standard_parametrization_has_no_powers(self):
         assert all(rule == Rule(source="standard") for rule in TABLES["sp"].rules.values())
         assert TABLES["sp"].attention == 0
 
@@ -292,9 +254,9 @@ class TestTable:
         assert lines[gate + 3] == ["", "lr SGD", "1", "1", "1/√m"]
         assert lines[gate + 4] == ["", "epsilon", "1", "1/√m", "1/√m"]
         assert lines[gate + 8] == ["", "lr SGD", "1", "1", "√m"]
-        assert "m^0.25" in _with_power(0.25)
+        assert "m^0.25" in _power(0.25)
 
-    def test_epsilon_follows_the_gradients(self):
+    def test_adams_epsilon_scales_as_gradients_do(self):
         """At initialization under muP: measured gradients' entries go as the table says Adam's epsilon does.
 
         Roots of mean squares of a hidden matrix, of gains and of the embedding, medians of five seeds; a
@@ -320,12 +282,6 @@ class TestTable:
             assert slope == pytest.approx(TABLES["mup"][rows(m)[name].role].epsilon, abs=0.25), name
 
 
-def _with_power(power: float) -> str:
-    from delta_trn.models.mup import _power
-
-    return _power(power)
-
-
 def trainable(width: int, parametrization: str, seed: int = 0) -> DeltaForCausalLM:
     """Two layers, base width 32; initial weights of a size that matters at that width."""
     torch.manual_seed(seed)
@@ -338,63 +294,3 @@ def trainable(width: int, parametrization: str, seed: int = 0) -> DeltaForCausal
             initializer_range=0.15,
         )
     )
-
-
-def changes_of(width: int, parametrization: str, optimizer: str, lr: float, steps: int) -> dict[str, float]:
-    """Root mean square of how much each activation moved in a few steps on one batch, in float32."""
-    m = trainable(width, parametrization)
-    groups = [
-        {"params": [r.parameter], "lr": r.lr, "eps": 1e-12}
-        for r in rows(m, optimizer, lr=lr, weight_decay=0.0).values()
-    ]
-    if optimizer == "sgd":
-        for group in groups:
-            del group["eps"]
-    stepper = torch.optim.AdamW(groups, weight_decay=0.0) if optimizer == "adamw" else torch.optim.SGD(groups)
-    ids = tokens(8, 33)
-    inputs, targets = ids[:, :-1], ids[:, 1:]
-
-    def activations() -> dict[str, Tensor]:
-        kept: dict[str, Tensor] = {}
-        hooks = [
-            module.register_forward_hook(lambda _, given, out, name=name: kept.update({name: out}))
-            for name, module in {
-                "mixer": m.blocks[1].mixer,
-                "mlp": m.blocks[1].mlp,
-                "qkv": m.blocks[1].mixer.conv,
-                "hidden": m.blocks[1],
-            }.items()
-        ]
-        with torch.no_grad():
-            kept["logits"] = m(inputs, use_cache=False).logits
-        for hook in hooks:
-            hook.remove()
-        x = m.blocks[1].mixer_norm(kept["hidden"])
-        kept["a"], kept["b"] = (layer(x) for layer in (m.blocks[1].mixer.a_proj, m.blocks[1].mixer.b_proj))
-        return {name: x.detach() for name, x in kept.items()}
-
-    before = activations()
-    for _ in range(steps):
-        m.zero_grad()
-        m.loss(inputs, targets).backward()
-        stepper.step()
-    after = activations()
-    return {name: (after[name] - x).square().mean().sqrt().item() for name, x in before.items()}
-
-
-def slopes(parametrization: str, optimizer: str, lr: float) -> dict[str, float]:
-    """log-log slope of each activation's change over widths 32, 64, 128, 256, after 3 steps."""
-    widths = [32, 64, 128, 256]
-    found = [changes_of(width, parametrization, optimizer, lr, 3) for width in widths]
-    x = torch.tensor(widths).double().log()
-    x = x - x.mean()
-    return {
-        name: ((x * torch.tensor([f[name] for f in found]).double().log()).sum() / x.square().sum()).item()
-        for name in found[0]
-    }
-
-
-if __name__ == "__main__":
-    for optimizer, lr in (("adamw", 0.01), ("sgd", 0.1)):
-        for p in ("mup", "mup_original", "sp"):
-            print(optimizer, p, {k: round(v, 2) for k, v in slopes(p, optimizer, lr).items()})

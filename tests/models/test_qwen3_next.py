@@ -118,7 +118,7 @@ def step(model, ids):
     return {"logits": logits.detach(), **grads}
 
 
-def test_logits_and_gradients_are_theirs(model, ours, monkeypatch):
+def test_logits_and_gradients_of_qwen3_next_are_transformers(model, ours, monkeypatch):
     ids = tokens(2, 11)
     expected = step(model, ids)
     install(ours, monkeypatch)
@@ -140,7 +140,7 @@ def test_the_comparison_fails_for_a_decay_that_is_off_by_a_hundredth(model, monk
     assert error(found["logits"], expected["logits"]) > 4 * ALLOWED
 
 
-def test_generation_is_theirs(model, ours, monkeypatch):
+def test_generation_of_qwen3_next_is_transformers(model, ours, monkeypatch):
     ids, options = tokens(2, 7), {"max_new_tokens": 4, "do_sample": False}
     expected = model.generate(ids, **options)
     install(ours, monkeypatch)
@@ -149,7 +149,7 @@ def test_generation_is_theirs(model, ours, monkeypatch):
 
 
 @torch.no_grad()
-def test_several_tokens_after_a_cache_are_one_at_a_time(model, ours, monkeypatch):
+def test_several_tokens_after_a_cache_equal_one_at_a_time(model, ours, monkeypatch):
     install(ours, monkeypatch)
     prompt, more = tokens(1, 8), tokens(1, 12)[:, 4:]
     found = []
@@ -161,7 +161,7 @@ def test_several_tokens_after_a_cache_are_one_at_a_time(model, ours, monkeypatch
 
 
 @torch.no_grad()
-def test_packed_sequences_are_separate_ones(model, ours, monkeypatch):
+def test_packed_sequences_of_qwen3_next_are_separate_ones(model, ours, monkeypatch):
     """What transformers asks only of its CUDA kernels: no padding, sequences end to end."""
     parts = [tokens(1, 9)[:, :5], tokens(1, 9)[:, 5:6], tokens(1, 3)]
     alone = torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
@@ -190,7 +190,7 @@ def given(T, H, HV, K, V, state):
 
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("T", [3, 12, 13])
-def test_chunks_are_the_recurrence_theirs_and_ours(T, state, ours):
+def test_chunked_and_recurrent_rules_agree_theirs_and_ours(T, state, ours):
     tensors, named = given(T, 3, 3, 8, 16, state)
     found = [
         ours.torch_chunk_gated_delta_rule(*tensors, **named),
@@ -211,6 +211,6 @@ def test_grouped_value_heads_are_repeated_queries_and_keys(ours):
     assert all(error(x, y) < ALLOWED for x, y in zip(*outcomes, strict=True))
 
 
-def test_triton_in_the_model(model, monkeypatch):
+def test_triton_runs_in_qwen3_next(model, monkeypatch):
     ours = Ours("triton")
-    test_logits_and_gradients_are_theirs(model, ours, monkeypatch)
+    test_logits_and_gradients_of_qwen3_next_are_transformers(model, ours, monkeypatch)

@@ -119,12 +119,12 @@ class TestTraining:
 
     @pytest.mark.parametrize("parametrization", [name for name in TABLES if name != "sp"])
     @optimizers
-    def test_at_base_width_it_is_standard_to_the_last_bit(self, parametrization: str, optimizer: str):
+    def test_training_at_base_width_is_standard_to_the_last_bit(self, parametrization: str, optimizer: str):
         found, standard = (self.trained(BASE, name, optimizer) for name in (parametrization, "sp"))
         assert all(torch.equal(p, standard[name]) for name, p in found.items())
 
     @optimizers
-    def test_at_another_it_is_not(self, optimizer: str):
+    def test_training_at_another_width_is_not_standard(self, optimizer: str):
         found, standard = (self.trained(2 * BASE, name, optimizer) for name in ("mup", "sp"))
         assert not any(torch.equal(p, standard[name]) for name, p in found.items() if p.dim() == 2)
 
@@ -168,18 +168,20 @@ class TestSizesOfChanges:
         return {name: float(place @ torch.stack(y)) for name, y in sizes.items()}
 
     @pytest.mark.parametrize(("optimizer", "lr"), RATES)
-    def test_are_flat_under_mup(self, optimizer: str, lr: float):
+    def test_changes_of_activations_are_flat_under_mup(self, optimizer: str, lr: float):
         """Seen: at most 0.25 off, one seed, m = 1 to 8; each rule's power is a multiple of 0.5."""
         for name, slope in self.slopes("mup", optimizer, lr).items():
             assert abs(slope) < 0.35, f"{name} changes as width^{slope:.2f}"
 
     @pytest.mark.parametrize(("optimizer", "lr"), RATES)
-    def test_grow_under_the_standard_parametrization(self, optimizer: str, lr: float):
+    def test_changes_of_activations_grow_under_the_standard_parametrization(self, optimizer: str, lr: float):
         """The companion: what the check above is for."""
         for name, slope in self.slopes("sp", optimizer, lr).items():
             assert slope > 0.5, f"{name} changes as width^{slope:.2f}"
 
     @pytest.mark.parametrize(("parametrization", "power"), [("mup_original", 0.5), ("mup_aligned", -0.5)])
-    def test_gates_need_the_papers_rule_for_sgd(self, parametrization: str, power: float):
+    def test_changes_of_gates_under_sgd_are_flat_only_with_the_papers_rule(
+        self, parametrization: str, power: float
+    ):
         """Hidden's learning rate is sqrt(m) too much for them, full alignment's sqrt(m) too little."""
         assert abs(self.slopes(parametrization, "sgd", 0.1)["gates"] - power) < 0.2

@@ -1,5 +1,6 @@
-"""Models of a few thousand parameters, and how far two of their outputs may differ."""
+"""Models of a few thousand parameters, their inputs, and how far two outputs may differ."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -7,10 +8,11 @@ from torch import Tensor
 
 from delta_trn.backends.parity.judge import error
 from delta_trn.models import DeltaConfig, DeltaForCausalLM
+from delta_trn.models.sequence import Sequences
 
 VOCABULARY = 61
 
-# every kind of layer, and heads that group; K = 6, V = 12 and a convolution as in the paper
+# Every kind of layer, and grouped heads; K = 6, V = 12 and a convolution as in the paper
 KINDS: dict[str, dict[str, Any]] = {
     "gdn": {},
     "grouped": {"num_v_heads": 8, "allow_neg_eigval": True},
@@ -27,7 +29,7 @@ def config(**changes: Any) -> DeltaConfig:
         "num_hidden_layers": 3,
         "num_heads": 4,
         "intermediate_multiple": 16,
-        # weights large enough for logits to differ between tokens
+        # large enough for logits to differ between tokens
         "initializer_range": 0.5,
     }
     return DeltaConfig(**{**sizes, **changes})
@@ -42,13 +44,24 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_same(found: Tensor, expected: Tensor, *, what: str = "", factor: float = 1.0) -> None:
-    """The same numbers in another order of summation.
+def rows(T: int, **options: Any) -> Sequences:
+    """Returns the description of rows that are one sequence of T tokens each."""
+    return Sequences.rows(T, torch.device("cpu"), **options)
 
-    Each sum of n terms errs by about sqrt(n) u and passes it on; with n <= 100 here and at most 10 sums and
-    roundings in each of 3 blocks, 30 * 10 u = 300 u would be ordinary bad luck. `factor` is for what a test
-    knows to be larger.
+
+def packed(lengths: list[int]) -> tuple[Tensor, list[slice]]:
+    """Returns the bounds of packed sequences of these lengths, and each one's place."""
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    return bounds, [slice(int(a), int(b)) for a, b in pairwise(bounds)]
+
+
+def assert_same(actual: Tensor, expected: Tensor, *, what: str = "", factor: float = 1.0) -> None:
+    """Asserts that two tensors differ only as different orders of summation make them differ.
+
+    A sum of n terms has an error of about sqrt(n) u and passes it on. With n <= 100 here and at most 10 sums
+    and roundings in each of 3 blocks, 30 * 10 u = 300 u is an ordinary error. `factor` allows more where a
+    test knows that errors are larger.
     """
     u = torch.finfo(expected.dtype).eps / 2
-    wrong, allowed = error(found, expected), 300 * u * factor
+    wrong, allowed = error(actual, expected), 300 * u * factor
     assert wrong <= allowed, f"{what}: error {wrong:.2g} above {allowed:.2g}"
