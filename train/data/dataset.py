@@ -187,8 +187,6 @@ class TokenDataset:
 def open_dataset(path: str | Path) -> TokenDataset:
     """Opens a folder that `prepare` made. Checks every shard's header and size, and reads no token.
 
-        dataset = open_dataset(prepare(DataSection(source="book.txt")))
-
     Raises ShardError if meta.json or a shard is missing or damaged, or a split is empty.
     """
     directory = Path(path).expanduser()

@@ -46,8 +46,6 @@ class Baseline:
 def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
     """Returns costs of the held-out text by name, and keeps them in baselines.json beside the shards.
 
-        baselines(dataset)["unigram"].nats_per_token
-
     uniform       ln of the number of ids
     unigram       -mean ln p(token) over held-out tokens, p from training counts + 1, over the tokenizer's ids
     zlib          level 9, on the held-out documents one after the other, nothing seen before

@@ -177,8 +177,6 @@ def make_loader(
 ) -> Loader:
     """Returns a loader of `batch` sequences of `sequence` tokens per call, for one of `world` ranks.
 
-        inputs, targets = make_loader(dataset, "train", batch=8, sequence=256, seed=0).next_batch()
-
     Raises ShardError if the split is shorter than a sequence, DataError for a number out of range.
     """
     kinds = {"random_crop": RandomCrops, "stream": Stream}

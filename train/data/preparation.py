@@ -35,8 +35,6 @@ FIRST_SHARD: dict[Split, int] = {"val": 0, "train": 1}
 def prepare(data: DataSection, *, show: bool = True) -> Path:
     """Tokenizes `data.source` into shards, and returns their folder.
 
-        folder = prepare(DataSection(source="book.txt", tokenizer="bytes"))
-
     The folder is `data.folder`, or else data/NAME-TOKENIZER-HASH with a hash of the settings and the text.
     Documents are BOS tokens EOS. Those without text are left out, and so are training documents that are also
     in `data.validation`. A folder already complete with the same settings is returned as it is, without any

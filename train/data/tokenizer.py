@@ -31,8 +31,9 @@ DEFAULT_BPE_VOCAB = 4096
 class TextTokenizer:
     """A tokenizer and what a model must know of it.
 
-        tokenizer = load_tokenizer("data/book-bytes-12345678")
-        tokenizer.decode(tokenizer.encode("text")) == "text"
+    >>> tokenizer = plain_bytes()
+    >>> tokenizer.encode("aé"), tokenizer.decode([256, 97, 195, 169, 257])
+    ([256, 97, 195, 169], 'aé')
 
     vocab_size   rows of the embedding; ids from `size` on never occur
     size         number of ids, special ones included

@@ -33,9 +33,10 @@ def duration(seconds: float) -> str:
 class Bar:
     """Shows what share of a job is done and the time left. Cheap enough to call for every batch.
 
-    with Bar(console()) as bar:
-        bar.begin("tokenizing")
-        bar.advance(0.25, "1,000 tokens")
+    >>> with Bar(console()) as bar:
+    ...     bar.begin("tokenizing")
+    ...     bar.advance(0.25, "1,000 tokens")
+    tokenizing
     """
 
     def __init__(self, console: Console, *, show: bool = True):

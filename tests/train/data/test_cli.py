@@ -1,5 +1,7 @@
 """python -m train data: what it prints, and what it exits with."""
 
+import doctest
+import importlib
 import json
 
 import pytest
@@ -9,6 +11,7 @@ from delta_trn.train.commands import data as cli
 from delta_trn.train.data import open_dataset, preparation
 from tests.support.corpus import write_jsonl
 
+EXAMPLES = ("train.data", "train.data.tokenizer", "train.watch.display")
 BODY = ("--text-field", "body")
 
 
@@ -106,3 +109,9 @@ def test_preparation_prints_lines_of_progress_without_a_terminal(source, tmp_pat
 def test_data_prepare_refuses_numbers_out_of_range(source, capsys, option, value, message):
     assert data("prepare", source, f"{option}={value}") == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", EXAMPLES)
+def test_examples_in_docstrings_of_data_run(module):
+    results = doctest.testmod(importlib.import_module(f"delta_trn.{module}"))
+    assert results.attempted and not results.failed
