@@ -69,18 +69,8 @@ SIZES = (
 
 
 @dataclass(frozen=True)
-class Task:
-    """One variant at one pair of sizes and one element type."""
-
-    K: int
-    V: int
-    dtype: str
-    variant: Variant
-
-
-@dataclass(frozen=True)
 class Row:
-    """What the compiler allotted to a Task. stack: bytes per thread; transposed: must be 0."""
+    """What the compiler allotted to a variant. stack: bytes per thread; transposed: must be 0."""
 
     kernel: str
     K: int
@@ -107,8 +97,8 @@ class Row:
         return excesses
 
 
-def tasks(*, quick: bool = False) -> Iterator[Task]:
-    """Yields every configuration of every kernel; quick: a size per kind of tile, the options that train."""
+def variants(*, quick: bool = False) -> Iterator[tuple[int, int, str, Variant]]:
+    """Yields K, V, dtype and variant; quick: few sizes, and the options that training uses."""
     for dtype in ("bf16", "fp32") if quick else ITEMSIZE:
         for modules, everything, few in SIZES:
             sizes = few if quick else everything
@@ -117,32 +107,32 @@ def tasks(*, quick: bool = False) -> Iterator[Task]:
             for K, V in sizes:
                 for module in modules:
                     for variant in module.variants(K, V, ITEMSIZE[dtype], quick):
-                        yield Task(K, V, dtype, variant)
+                        yield K, V, dtype, variant
 
 
-def source(task: Task) -> ASTSource:
-    """Returns the specialization that a launch of `task` would compile: pointers are aligned to 16 bytes."""
-    variant = task.variant
-    signature = variant.signature(task.dtype)
+def source(dtype: str, variant: Variant) -> ASTSource:
+    """Returns the specialization that a launch would compile: pointers are aligned to 16 bytes."""
+    signature = variant.signature(dtype)
     places = {name: (i,) for i, name in enumerate(signature)}
     constants = {places[name]: variant.values[name] for name, t in signature.items() if t == "constexpr"}
     aligned = {places[name]: [["tt.divisibility", 16]] for name, t in signature.items() if t[0] == "*"}
     return ASTSource(variant.function, signature, constants, aligned)
 
 
-def compile_task(task: Task) -> Row:
+def compile_variant(K: int, V: int, dtype: str, variant: Variant) -> Row:
     """Compiles for sm_90 and reads what ptxas allotted. Raises RuntimeError under TRITON_INTERPRET=1."""
     if knobs.runtime.interpret:
         raise RuntimeError(
             "TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them"
         )
-    tile = task.variant.tile
-    compiled = triton.compile(source(task), HOPPER, {"num_warps": tile.warps, "num_stages": tile.stages})
+    tile = variant.tile
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    compiled = triton.compile(source(dtype, variant), HOPPER, options)
     registers, stack = _usage(compiled.asm["cubin"])
     return Row(
-        task.variant.kernel, task.K, task.V, task.dtype, task.variant.options, tile.warps, tile.stages,
-        registers, stack, compiled.metadata.shared,
-        len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])), transposed_products(compiled.asm["ttir"]),
+        variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,
+        compiled.metadata.shared, len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
+        transposed_products(compiled.asm["ttir"]),
     )  # fmt: skip
 
 
@@ -191,9 +181,9 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _compile_at(place: tuple[bool, int]) -> Row:
-    """Compiles the task at a position of `tasks`, since a kernel cannot travel between processes."""
+    """Compiles the variant at a position of `variants`, since a kernel cannot travel between processes."""
     quick, i = place
-    return compile_task(next(islice(tasks(quick=quick), i, None)))
+    return compile_variant(*next(islice(variants(quick=quick), i, None)))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -209,14 +199,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args(arguments)
-    everything = list(tasks(quick=options.quick))
-    kernels = dict.fromkeys(task.variant.kernel for task in everything)
+    everything = list(variants(quick=options.quick))
+    kernels = dict.fromkeys(variant.kernel for *_, variant in everything)
     if unknown := [name for name in options.kernel or () if name not in kernels]:
         parser.error(f"no kernel is named {unknown[0]!r}; choose from: {', '.join(kernels)}")
     selected = [
         (options.quick, i)
-        for i, task in enumerate(everything)
-        if task.variant.kernel in (options.kernel or kernels) and task.dtype in (options.dtype or ITEMSIZE)
+        for i, (_, _, dtype, variant) in enumerate(everything)
+        if variant.kernel in (options.kernel or kernels) and dtype in (options.dtype or ITEMSIZE)
     ]
     rows = []
     with ProcessPoolExecutor(options.jobs) as pool:
