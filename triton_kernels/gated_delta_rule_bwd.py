@@ -373,9 +373,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             f"{layout} segments": ("dstate", "initial_state", "S", "dY", "dS", "dv", "vdY", "carry"),
         }
         for options, names in absent.items():
-            given = values | dict.fromkeys(names)
-            yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, row.reverse, given)
+            reverse = values | dict.fromkeys(names)
+            yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, row.reverse, reverse)
         values |= {"BV": row.gradients.columns}
-        for form, given in gates(quick).items():
+        for form, arguments in gates(quick).items():
             options = f"{layout}, {form}"
-            yield Variant("gradients", options, gradients_kernel, TYPES, row.gradients, values | given)
+            yield Variant("gradients", options, gradients_kernel, TYPES, row.gradients, values | arguments)

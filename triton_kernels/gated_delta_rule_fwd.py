@@ -270,8 +270,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     if not quick:
         uses |= {"infer": ("transition", "S", "U"), "recompute": ("transition", "o")}
     for layout, tables in layouts(quick).items():
-        for form, given in gates(quick).items():
-            values = sizes | tables | given
+        for form, arguments in gates(quick).items():
+            values = sizes | tables | arguments
             yield Variant("prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
         states = ("initial_state", "final_state") if layout == "dense" else ()
         for use, absent in uses.items():

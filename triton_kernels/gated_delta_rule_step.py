@@ -76,5 +76,5 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = tile("step", V)
     values = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.columns, "L2NORM": True}
-    for form, given in gates(quick).items():
-        yield Variant("step", form, step_kernel, TYPES, row, values | given | {"DOT": "ieee"})
+    for form, arguments in gates(quick).items():
+        yield Variant("step", form, step_kernel, TYPES, row, values | arguments | {"DOT": "ieee"})

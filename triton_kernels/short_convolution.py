@@ -206,6 +206,5 @@ def variants(C: int, W: int, itemsize: int, quick: bool):
     if not quick:
         forms |= {"dense": prefix | position, "prefix": position}
     for form, absent in forms.items():
-        given = values | absent
-        yield Variant("short_convolution", f"forward {form}", forward_kernel, TYPES, row, given)
-        yield Variant("short_convolution", f"backward {form}", backward_kernel, TYPES, row, given)
+        for direction, kernel in {"forward": forward_kernel, "backward": backward_kernel}.items():
+            yield Variant("short_convolution", f"{direction} {form}", kernel, TYPES, row, values | absent)
