@@ -1,4 +1,4 @@
-"""One chunk of the gated delta rule on chip: what forward computes and backward computes again.
+"""Computes one chunk of the gated delta rule on chip: what forward computes and backward computes again.
 
 Per value head, for C tokens that meet the state S [K, V]. Q, K [C, K] and V [C, V] have one row per
 token, and b [C] is the running sum of g inside the chunk:
@@ -176,7 +176,7 @@ def compute_decays(g_triangle_sb, table, dropped):
 
 
 def multiply_parts(dst_ps, stationary, moving, a, b):
-    """dst += stationary^T moving, summed over parts: lane or key head a of the one, b of the other."""
+    """Adds stationary^T moving, summed over parts, to dst: lane or key head a of the one, b of the other."""
     for part in range(len(moving)):
         nisa.nc_matmul(dst=dst_ps, stationary=stationary[part][:, a, :], moving=moving[part][:, b, :])
 

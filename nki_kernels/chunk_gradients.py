@@ -1,5 +1,7 @@
-"""One chunk of the gated delta rule backward, on chip. Letters and tiles are those of `nki_kernels.chunk`.
-dS' is the gradient of the state that the chunk leaves, and dX that of any other X.
+"""Computes the gradients of one chunk of the gated delta rule on chip.
+
+Letters and tiles are those of `nki_kernels.chunk`. dS' is the gradient of the state that the chunk leaves,
+and dX that of any other X.
 
     dR  = (P T)^T dO + W dS'                     dV   = diag(beta) dR                          [C, V]
     E   = scale lower(dO U^T . D)                Z    = -strict_lower(dR U^T . D)              [C, C]
@@ -194,7 +196,7 @@ def differentiate_norm(chunk, dqk_sb):
 
 
 def multiply_rows_into(dst, x, y):
-    """dst [rows, 1] = the dot products of rows: the Vector engine multiplies, the Scalar engine adds."""
+    """Sets dst [rows, 1] = the dot products of rows: the Vector engine multiplies, the Scalar engine adds."""
     sum_rows(dst, multiply_elements(x, y), nl.copy)
 
 

@@ -1,4 +1,4 @@
-"""Deep Delta Learning's residual update, one rank-1 correction per token; forward and backward.
+"""Computes Deep Delta Learning's residual update, one rank-1 correction per token; forward and backward.
 
 For one token, X [D, DV], k [D], v [DV], scalar beta; y = r k with r = (k.k + k_eps^2)^-1/2, or r = 1 where
 the operation does not normalize:
@@ -183,7 +183,7 @@ def choose_block(D, DV, most):
 
 
 def add_projection(p_sb, x_sb, k_sb, d0):
-    """p [P, DV] (+)= X^T k over one block of D, which begins at d0; the first block (d0 = 0) sets p."""
+    """Adds X^T k over one block of D, which begins at d0, to p [P, DV]; the first block (d0 = 0) sets p."""
     count, size, DV = x_sb.shape
     # k [count, D], its block from d0 on, seen as [count, size, DV]: the same for each column, a stride of 0
     repeated = k_sb.ap(pattern=[[k_sb.shape[1], count], [1, size], [0, DV]], offset=d0)
@@ -196,7 +196,7 @@ def add_projection(p_sb, x_sb, k_sb, d0):
 
 
 def add_outer(out_sb, x_sb, k_sb, w_sb, d0):
-    """out = X + k w^T over one block of D, which begins at d0; out may be x."""
+    """Sets out = X + k w^T over one block of D, which begins at d0; out may be x."""
     size, DV = x_sb.shape[1], x_sb.shape[2]
     for j in range(DV):
         nisa.scalar_tensor_tensor(

@@ -1,4 +1,4 @@
-"""Seeded arguments for `delta-trn simulator report`; the `example` of each kernel uses them."""
+"""Makes seeded arguments for `delta-trn simulator report`; the `example` of each kernel uses them."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""The gated delta rule backward: from states that forward kept, chunk by chunk from the last.
+"""Computes the gradients of the gated delta rule: from the states that forward kept, last chunk first.
 
 `nki_kernels.chunk` and `nki_kernels.chunk_gradients` have the equations, the letters, and the tiles in a
 chunk's dict. Forward kept the state every `every` chunks. Between two kept states lies a stretch of chunks.

@@ -1,4 +1,4 @@
-"""The gated delta rule forward: chunk by chunk, several heads side by side.
+"""Computes the gated delta rule forward: chunk by chunk, several heads side by side.
 
     S <- exp(g_t) S    u = beta_t (v_t - S^T k_t)    S <- S + k_t u^T    o_t = scale S^T q_t
 

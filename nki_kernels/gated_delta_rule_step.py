@@ -1,4 +1,4 @@
-"""The gated delta rule for one token: the decode step.
+"""Computes the gated delta rule for one token: the decode step.
 
     r = S^T k    p = S^T q    u = beta (v - exp(g) r)                   [V]
     S' = exp(g) S + k u^T     o = scale (exp(g) p + (k . q) u)          S'^T q, without reading S' again
@@ -148,7 +148,7 @@ def compute_writes(r_ps, vectors):
 
 
 def compute_output(o_sb, p_ps, u_sb, vectors):
-    """o [c, V] = scale S'^T q = exp(g) p + (k . q) u; q holds the scale."""
+    """Sets o [c, V] = scale S'^T q = exp(g) p + (k . q) u; q holds the scale."""
     decayed_sb = sbuf(p_ps.shape)
     nisa.tensor_scalar(dst=decayed_sb, data=p_ps, op0=nl.multiply, operand0=vectors["decay"])
     nisa.scalar_tensor_tensor(
@@ -180,7 +180,7 @@ def multiply_states(states, columns, heads, eye_sb):
 
 
 def update_states(states, k_blocks_sb, u_sb, decays_sb, new_lines, first, heads):
-    """S <- decay S + k u^T in place, and out to HBM, from line `first` of new_lines on."""
+    """Sets S to decay S + k u^T in place, and stores it to HBM, from line `first` of new_lines on."""
     c, K = k_blocks_sb.shape[0], k_blocks_sb.shape[2]
     flat = k_blocks_sb.reshape((c, c * K))  # the columns of head h begin at h K
     for i in range(len(states)):
@@ -235,7 +235,7 @@ def load_key_rows(x, start, count, shared):
 
 
 def normalize(x_sb, factor):
-    """x <- factor x / sqrt(sum(x^2) + 1e-6), in place."""
+    """Sets x to factor x / sqrt(sum(x^2) + 1e-6), in place."""
     r_sb = invert_norms(x_sb, L2NORM_EPS)
     nisa.tensor_scalar(dst=x_sb, data=x_sb, op0=nl.multiply, operand0=r_sb, op1=nl.multiply, operand1=factor)
 

@@ -1,4 +1,4 @@
-"""RMS norm of rows, times a gain, times SiLU of a gate; forward and backward.
+"""Computes the RMS norm of rows, times a gain, times SiLU of a gate; forward and backward.
 
     r = (mean(x^2) + eps)^-1/2     h = r x     y = h w SiLU(z)       (y = h w without a gate)
 
@@ -165,7 +165,7 @@ def invert_rms(x_sb, eps):
 
 
 def scale_rows(out_sb, x_sb, r_sb, w_sb):
-    """out = x r w: r [P, slots] is a number per row, w [128, V] the same for all."""
+    """Sets out = x r w: r [P, slots] is a number per row, w [128, V] the same for all."""
     P, slots = r_sb.shape
     for i in range(slots):
         nisa.scalar_tensor_tensor(

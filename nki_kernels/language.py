@@ -1,9 +1,9 @@
-"""The NKI language, from whichever runtime is here. Kernels import nki, nisa and nl from this module.
+"""Gives kernels the NKI language, nki, nisa and nl, from whichever runtime is installed.
 
     RUNTIME   "neuron"      the nki package: compiles for the chip, or runs under nki.simulate
               "simulator"   nki_kernels.simulator: NumPy, for hosts without Neuron packages
 
-find_spec, not an import in try: a package that is installed but broken must fail here and loudly.
+It asks find_spec and does not import in a try: a package that is installed but broken must fail loudly.
 """
 
 from importlib.util import find_spec

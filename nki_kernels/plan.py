@@ -1,4 +1,4 @@
-"""How the NKI kernels cut their work. Plain numbers: this module imports no NKI.
+"""Decides how the NKI kernels cut their work, in plain numbers; this module imports no NKI.
 
 The kernels are unrolled, so a kernel call has a bounded length; `LANE_CHUNKS`, `STEP_HEADS`, `TOKENS` and
 `NUMBERS` are the bounds. Inside a call of the gated delta rule:

@@ -1,4 +1,6 @@
-"""python -m delta_trn.nki_kernels.precision_probe: how exact are the Tensor engine's float32 products?
+"""Measures how exact the Tensor engine's float32 products are.
+
+    python -m delta_trn.nki_kernels.precision_probe
 
 Public measurements disagree: either products round their operands to bfloat16 (errors of 1e-3), or they are
 those of float32 (1e-7). The operands here are 1 + n 2^-12, n = 0 .. 15: float32 holds the sum of their

@@ -1,4 +1,4 @@
-"""The short convolution: causal, depthwise, over time, then SiLU; forward and backward.
+"""Computes the short convolution: causal, depthwise, over time, then SiLU; forward and backward.
 
     z_t = sum_j w_j x_{t - W + 1 + j}     y = SiLU(z)              W taps
 
@@ -334,7 +334,7 @@ def sum_taps(started, taps, eye):
 
 
 def add_products(sum_sb, returns, window_sb, ahead, count):
-    """dw [channels, W] += the tile's sum over time of dz and what tap j saw."""
+    """Adds the tile's sums over time, of dz times what each tap saw, to dw [channels, W]."""
     C, W = sum_sb.shape
     part_sb = sbuf((C, W))
     for j in range(W):

@@ -1,4 +1,4 @@
-"""What the kernels share on chip: tiles, loads, identities and triangles, transpositions, sums of rows.
+"""Holds what the kernels share on chip: tiles, loads, identities and triangles, transpositions, sums of rows.
 
 These are plain functions that a kernel inlines. Products that add up in PSUM always name the same view of it:
 whether a matmul adds or overwrites, NKI decides by the view.
@@ -40,7 +40,7 @@ def load_padded(src, rows):
 
 
 def copy_scaled(dst, src, factor: Any = 1.0):
-    """dst = factor src on the Scalar engine, the least busy one; factor is a number or a tile [P, 1]."""
+    """Sets dst = factor src on the Scalar engine, the least busy one; factor is a number or a tile [P, 1]."""
     nisa.activation(dst=dst, op=nl.copy, data=src, scale=factor)
 
 
@@ -138,7 +138,7 @@ def transpose(x_sb, parts, identity_sb, factor=1.0):
 
 
 def sum_rows(dst, data, op):
-    """dst [P, 1] = the sums of op(data) [P, free] along the free axis, on the Scalar engine."""
+    """Sets dst [P, 1] = the sums of op(data) [P, free] along the free axis, on the Scalar engine."""
     passed_sb = sbuf(data.shape)
     nisa.activation(
         dst=passed_sb, op=op, data=data, reduce_op=nl.add, reduce_res=dst,

@@ -1,4 +1,4 @@
-"""The inverse of I + L for strictly lower L, for all lanes of a wave at once, by merging blocks in place.
+"""Inverts I + L for strictly lower L, for all lanes of a wave at once, by merging blocks in place.
 
 Blocks of size s are inverted; pairs of them become blocks of size 2s, because
 
