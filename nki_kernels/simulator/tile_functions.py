@@ -45,7 +45,9 @@ def apply(op: Operator, operands: tuple[Any, ...], dtype: object) -> Any:
     if not any(isinstance(x, NkiTensor) for x in operands):
         raise TypeError(f"{op!r} needs a tile, got {', '.join(type(x).__name__ for x in operands)}")
     result = _result_dtype(operands, dtype)
-    return _unary(op, *operands, result) if len(operands) == 1 else _binary(op, *operands, result)
+    if len(operands) == 1:
+        return _unary(op, operands[0], result)
+    return _binary(op, operands[0], operands[1], result)
 
 
 def _unary(op: Operator, x: NkiTensor, dtype: DType) -> NkiTensor:
