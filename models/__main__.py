@@ -1,4 +1,4 @@
-"""python -m models: the muP table, as the README has it."""
+"""Prints the muP table as docs/mup.md shows it: python -m delta_trn.models."""
 
 from delta_trn.models.mup import markdown_table
 

@@ -1,4 +1,4 @@
-"""What generation keeps between calls: of one size however long the text is, except in attention layers."""
+"""The cache of generation. Its size does not grow with the text, except in attention layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from transformers import Cache
 
 @dataclass
 class LayerCache:
-    """One layer's memory; what a layer does not use stays None.
+    """The memory of one layer; a slot that the layer does not use stays None.
 
-    convolution     [B, taps - 1, C]    the last inputs of the short convolution
-    state           [B, HV, K, V]       the delta rule's S, float32
-    keys, values    [B, H, T, D]        softmax attention's past
-    last_key, last_value    [B, 1, H D] its projections' last outputs, where a shift takes shares of them
-    mixer_read, mlp_read    [B, taps - 1, d DV]     the last of the streams that the sublayers read by a
-                                                    convolution over time
+    convolution             [B, taps - 1, C]    last inputs of the short convolution
+    state                   [B, HV, K, V]       state S of the delta rule, float32
+    keys, values            [B, H, T, D]        past of softmax attention
+    last_key, last_value    [B, 1, H D]         last key and value before a shift mixes them in
+    mixer_read, mlp_read    [B, taps - 1, d DV] last streams that a sublayer reads by a convolution over time
     """
 
     convolution: Tensor | None = None
@@ -33,11 +32,18 @@ class LayerCache:
 
 
 class DeltaCache(Cache):
-    """The memory of a model with so many layers. `DeltaForCausalLM` makes, fills and returns it.
+    """The memory of a model with `layers` layers. `DeltaForCausalLM` makes, fills and returns it.
 
-    length      tokens seen, padding included: transformers' count
-    real        [B, length] bool, False at padding; None: there was none
-    first, last the memory of what begins the residual stream, and of what reads it at the end
+    length      number of tokens seen, padding included, as transformers counts
+    real        [B, length] bool, False at padding; None if there was no padding
+    first, last the memory of the modules that start the residual stream and read it at the end
+
+        >>> import torch
+        >>> from delta_trn.models import DeltaConfig, DeltaForCausalLM
+        >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2)).eval()
+        >>> cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+        >>> cache.get_seq_length(), tuple(cache.memory[0].state.shape)
+        (3, (1, 6, 4, 8))
     """
 
     def __init__(self, layers: int) -> None:
@@ -48,7 +54,7 @@ class DeltaCache(Cache):
         self.real: Tensor | None = None
 
     def extend(self, B: int, T: int, real: Tensor | None) -> None:
-        """Notes T more tokens a row, `real` [B, T] as above."""
+        """Counts T more tokens per row; real [B, T] is False at padding."""
         if real is not None and self.real is None:
             self.real = real.new_ones(B, self.length)
         if self.real is not None:
@@ -64,9 +70,9 @@ class DeltaCache(Cache):
 
     @property
     def rows(self) -> int | None:
-        """B of what it holds; None while that is nothing."""
-        held = (x for layer in self._all() for x in vars(layer).values() if x is not None)
-        return next((x.shape[0] for x in held), None)
+        """The number of rows B; None while the cache is empty."""
+        tensors = (x for layer in self._all() for x in vars(layer).values() if x is not None)
+        return next((x.shape[0] for x in tensors), None)
 
     @property
     def is_compileable(self) -> bool:
@@ -82,11 +88,11 @@ class DeltaCache(Cache):
         )
 
     def reset(self) -> None:
-        """As new."""
+        """Empties the cache."""
         self.__init__(len(self.memory))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was: what beam search asks for."""
+        """Replaces row i by row beam_idx[i], for beam search."""
         self._rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -123,8 +123,8 @@ TABLES: Mapping[str, Table] = {
 def markdown_table(parametrizations: tuple[str, ...] = ("sp", "mup_original", "mup")) -> str:
     """Returns the table as Markdown: one row per role and quantity, one column per parametrization.
 
-    >>> print(markdown_table(("sp", "mup")).splitlines()[4])
-    | | multiplier | 1 | 1/m |
+    >>> print(markdown_table(("sp", "mup")).splitlines()[3])
+    |  | multiplier | 1 | 1/m |
     """
     quantities = {
         "init std": "init_std",

@@ -1,4 +1,4 @@
-"""Which tokens of a batch belong together: padding, packing, and what came before."""
+"""Describes which tokens of a batch belong together: padding, packing, and tokens of earlier calls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Padding:
-    """Padding is as if it were not there. Wherever it lies, the layers see it left of a row's real tokens.
+    """Moves padding, wherever it lies, to the left of a row's real tokens, where layers can ignore it.
 
-    order   [B, T] which token stands where in the layers' arrangement: padding first, otherwise as given
+    order   [B, T] index of the token that stands at each place of that arrangement
     real    [B, T] bool in that arrangement, False at padding
     """
 
@@ -21,13 +21,13 @@ class Padding:
 
     @classmethod
     def of(cls, attention_mask: Tensor | None, B: int, T: int, offset: int) -> Padding | None:
-        """From transformers' mask, [B, offset + T] or [B, T], 0 at padding; None if no new token is."""
+        """Reads transformers' mask, [B, offset + T] or [B, T], 0 at padding; returns None without padding."""
         if attention_mask is None:
             return None
-        given = tuple(attention_mask.shape)
-        if given not in ((B, offset + T), (B, T)):
+        shape = tuple(attention_mask.shape)
+        if shape not in ((B, offset + T), (B, T)):
             raise ValueError(
-                f"attention_mask is {given}, expected {(B, offset + T)}: one entry for each of {offset} "
+                f"attention_mask is {shape}, expected {(B, offset + T)}: one entry for each of {offset} "
                 f"cached and {T} new tokens"
             )
         real = attention_mask[:, -T:].bool()
@@ -37,24 +37,24 @@ class Padding:
         return cls(order, real.gather(1, order))
 
     def arrange(self, x: Tensor) -> Tensor:
-        """[B, T, d] as given -> padding first, and zero."""
+        """Returns x [B, T, d] with padding first, and zero."""
         return x.gather(1, self.order[..., None].expand_as(x)) * self.real[..., None]
 
     def restore(self, x: Tensor) -> Tensor:
-        """[B, T, d] padding first -> as given."""
+        """Undoes `arrange`: returns x [B, T, d] with padding where it was."""
         return torch.empty_like(x).scatter(1, self.order[..., None].expand_as(x), x)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """How the T tokens of each row are to be read; the same for every layer.
+    """Says how every layer has to read the T tokens of each row.
 
-    cu_seqlens  [N + 1] int64: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1] of the one row;
-                None: a row is a sequence
-    position    [B or 1, T] each token's place in its own sequence, for convolutions over packed ones and RoPE
-    real        [B, T, 1] bool, False at padding, which lies left; None: there is none
-    attendable  [B or 1, 1, T, offset + T] bool, True where an attention layer's query may look; None: at all
-                up to it, or there is no attention layer
+    cu_seqlens  [N + 1] int64: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1] of the only row;
+                None: each row is one sequence
+    position    [B or 1, T] index of each token in its own sequence, for RoPE and for packed convolutions
+    real        [B, T, 1] bool, False at padding, which lies left; None: there is no padding
+    attendable  [B or 1, 1, T, offset + T] bool, True where an attention layer's query may look; None: at
+                every token up to its own, or there is no attention layer
     """
 
     cu_seqlens: Tensor | None
@@ -64,7 +64,10 @@ class Sequences:
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, T: int, *, attention: bool) -> Sequences:
-        """N sequences in one row; `attention`: whether any layer is. Raises ValueError for other shapes."""
+        """Describes N sequences in one row; `attention` says whether any layer is attention.
+
+        Raises ValueError for a cu_seqlens of another shape or dtype.
+        """
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int64:
             raise ValueError(
                 f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, expected int64 [N + 1]: the "
@@ -89,10 +92,11 @@ class Sequences:
         padded: bool = False,
         attention: bool = False,
     ) -> Sequences:
-        """A sequence a row, of which `offset` tokens came before; real [B, offset + T], False at padding.
+        """Describes rows of one sequence each, of which `offset` tokens were seen in earlier calls.
 
-        padded      whether any of the T tokens are padding, not only of those before
-        attention   whether any layer is
+        real        [B, offset + T], False at padding
+        padded      whether any of the T new tokens is padding
+        attention   whether any layer is attention
         """
         now = None if real is None or not padded else real[:, offset:, None]
         if not attention:
@@ -102,12 +106,12 @@ class Sequences:
         if real is None:
             allowed = (keys <= queries)[None, None] if offset else None
             return cls(None, keys[None, offset:], None, allowed)
-        # a padding query sees itself: softmax over nothing would be NaN
+        # A padding query attends to itself, because softmax over no key would be NaN.
         allowed = (keys <= queries) & (real[:, None, None, :] | (keys == queries))
         return cls(None, (real.cumsum(1)[:, offset:] - 1).clamp(min=0), now, allowed)
 
     def conv_input(self, x: Tensor, before: Tensor) -> Tensor:
-        """[B, W - 1 + T, C]: the W - 1 inputs before, moved right before the first real one of x, then x."""
+        """Returns [B, W - 1 + T, C]: the W - 1 inputs before, next to the first real one of x, and x."""
         joined = torch.cat([before, x], dim=1)
         if self.real is None:
             return joined

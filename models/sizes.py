@@ -1,14 +1,18 @@
-"""Models of the papers, by name: arguments of DeltaConfig."""
+"""Models of the papers by name: arguments of DeltaConfig.
+
+>>> sorted(named_sizes["gdn-57m"].items())
+[('hidden_size', 512)]
+"""
 
 from typing import Any
 
-# "Deep Delta Learning": attention with heads of 128, RoPE and QK-RMSNorm, in every layer; 50,304 rows, tied
+# "Deep Delta Learning": attention with heads of 128, RoPE and QK-RMSNorm in every layer; 50,304 tied rows
 _SMALL = {"hidden_size": 768, "base_width": 768, "num_hidden_layers": 12, "num_heads": 6}
 _MEDIUM = {"hidden_size": 1024, "base_width": 1024, "num_hidden_layers": 24, "num_heads": 8}
 _VECTOR = {"residual": "ddl"}
 _MATRIX = {"residual": "ddl", "ddl_value_channels": 4}
 _CONV = {"input_embed_shortconv_kernel_size": 4}
-_KINDS: dict[str, dict[str, Any]] = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "mha": {},
     "ddl-vdim1": _VECTOR,
     "ddl-tc": {**_MATRIX, "ddl_compressor": "token"},
@@ -35,18 +39,18 @@ def _transformer(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 named_sizes: dict[str, dict[str, Any]] = {
-    # L = 8, H = 6 and 50,304 rows, tied: arXiv:2606.04048, which counts all parameters, the embedding's too
+    # arXiv:2606.04048: L = 8, H = 6 and 50,304 tied rows; it counts all parameters, the embedding too
     "gdn-21m": {"hidden_size": 256},
     "gdn-57m": {"hidden_size": 512},
     "gdn-105m": {"hidden_size": 768},
     "gdn-171m": {"hidden_size": 1024},
     "gdn-342m": {"hidden_size": 1536},
     **{
-        f"{kind}-{size}": {**_transformer(sizes), **changes}
+        f"{variant}-{size}": {**_transformer(sizes), **changes}
         for size, sizes in (("small", _SMALL), ("medium", _MEDIUM))
-        for kind, changes in _KINDS.items()
+        for variant, changes in _VARIANTS.items()
     },
-    # Deep Delta Learning LM: learned positions, LayerNorm, GELU, gates that begin at 2 sigmoid(-2)
+    # Deep Delta Learning LM: learned positions, LayerNorm, GELU
     "ddl-lm": {
         "vocab_size": 50257,
         "hidden_size": 384,
@@ -64,6 +68,6 @@ named_sizes: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "dropout": 0.1,
         "residual": "ddl_lm",
-        "ddl_beta_init": 0.23840584404423526,
+        "ddl_beta_init": 0.23840584404423526,  # 2 sigmoid(-2)
     },
 }

@@ -1,6 +1,8 @@
 """The model as a function: exact identities in float64, independent implementations, sizes, bad input."""
 
+import doctest
 import math
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -394,3 +396,11 @@ class TestBadCalls:
         m.gradient_checkpointing_enable()
         with pytest.raises(ValueError, match="runs blocks twice"):
             m(tokens(1, 5), use_cache=True)
+
+
+@pytest.mark.parametrize(
+    "module", ["", ".cache", ".config", ".language_model", ".mup", ".parameters", ".settings", ".sizes"]
+)
+def test_examples_in_docstrings_run(module: str):
+    result = doctest.testmod(import_module(f"delta_trn.models{module}"))
+    assert result.attempted > 0 and result.failed == 0

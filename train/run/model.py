@@ -1,4 +1,4 @@
-"""The model that a configuration asks for, and who computes its delta rule."""
+"""Makes the model of a run, and chooses the device and the backend that compute it."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -11,22 +11,25 @@ from delta_trn.train.settings.schema import RunConfig
 if TYPE_CHECKING:
     from delta_trn.models import DeltaConfig, DeltaForCausalLM
 
-# rows that `train.data` gives a tokenizer whose vocab_size is not set
+# Rows that `train.data` gives a tokenizer whose vocab_size is not set.
 _KNOWN_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name, or the machine's preferred one for auto. ConfigError if it is not here."""
+    """Returns the device of that name, or the machine's preferred one for auto; ConfigError if absent."""
     from delta_trn.backends import machine as platform
 
     try:
         return platform.pick(name)
-    except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: PyTorch does not know the word
+    except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: PyTorch does not know the name
         raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
 
 
 def vocabulary(config: RunConfig) -> int:
-    """Rows of the embedding before any data is looked at. ConfigError where only the tokenizer can tell."""
+    """Returns the rows of the embedding as far as settings say, without looking at data.
+
+    Raises ConfigError where only the tokenizer knows.
+    """
     known = (
         config.model.vocab_size or config.data.vocab_size or _KNOWN_VOCABULARIES.get(config.data.tokenizer)
     )
@@ -40,7 +43,7 @@ def vocabulary(config: RunConfig) -> int:
 def model_config(
     config: RunConfig, *, rows: int, bos: int | None = None, eos: int | None = None, pad: int | None = None
 ) -> "DeltaConfig":
-    """The model's own configuration for `rows` of vocabulary. ConfigError if sizes do not go together."""
+    """Returns the model's configuration for `rows` of vocabulary. ConfigError: sizes do not go together."""
     from delta_trn.models import DeltaConfig
     from delta_trn.models.settings import CONFIG_NAMES
 
@@ -59,7 +62,7 @@ def model_config(
 
 
 def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device) -> "DeltaForCausalLM":
-    """The model with its initial weights, float32. They are drawn on the CPU: the same for every device."""
+    """Returns the model with initial float32 weights, drawn on the CPU and so the same on every device."""
     from delta_trn.models import DeltaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -67,7 +70,7 @@ def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device)
         model = DeltaForCausalLM(configuration)
     cast(nn.Module, model).to(device=device, dtype=torch.float32)
     if configuration.tie_word_embeddings:
-        # moving to XLA makes new parameters, one for each name: the matrix would be two, and train apart
+        # Moving to XLA makes a new parameter per name: the matrix would become two that train separately.
         model.lm_head.weight = model.embed.weight
     return model
 
@@ -75,9 +78,9 @@ def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device)
 def choose_backend(
     configuration: "DeltaConfig", config: RunConfig, device: torch.device, precision: str
 ) -> str:
-    """The name of the backend that will compute the delta rule, for the whole process from here on.
+    """Chooses the backend that computes the delta rule in this process from here on, and returns its name.
 
-    Raises BackendRefusal with every reason if none can, or not the one that was asked for.
+    Raises BackendRefusal, with every reason, if none can or if the one that was asked for cannot.
     """
     from delta_trn.backends import use
     from delta_trn.backends.registry import Call, choose
@@ -98,7 +101,7 @@ def choose_backend(
             )
         )
     if configuration.residual in ("ddl", "ddl_lm"):
-        # the residual stream is float32 beside bf16 products
+        # The residual stream is float32 also where products are in bf16.
         depth = Call(
             "delta_residual",
             device.type,
