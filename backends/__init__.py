@@ -4,7 +4,7 @@ gated_delta_rule, gated_delta_rule_step     the operations over time
 delta_residual                              the operation over depth
 log_decay, write_strength                   the gates of Gated DeltaNet alone, which the rule makes too
 short_convolution, gated_rms_norm, add_rms_norm, linear_cross_entropy       a layer's small operations
-use, checking                               the backend; whether data is checked; of a process or a block
+default_backend, checking                   which backend runs; whether data is checked
 describe, BackendRefusal                    what runs here and why not
 """
 
@@ -12,16 +12,17 @@ from delta_trn.backends.checks import checking
 from delta_trn.backends.declarations import declare
 from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
-from delta_trn.backends.gated_delta_rule.gates import log_decay, write_strength
+from delta_trn.backends.gated_delta_rule.contract import log_decay, write_strength
 from delta_trn.backends.layers import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
 from delta_trn.backends.machine import platforms
-from delta_trn.backends.registry import BackendRefusal, Row, use
+from delta_trn.backends.registry import BackendRefusal, Row, default_backend
 from delta_trn.backends.registry import describe as _describe
 
 __all__ = [
     "BackendRefusal",
     "add_rms_norm",
     "checking",
+    "default_backend",
     "delta_residual",
     "describe",
     "gated_delta_rule",
@@ -30,7 +31,6 @@ __all__ = [
     "linear_cross_entropy",
     "log_decay",
     "short_convolution",
-    "use",
     "write_strength",
 ]
 

@@ -1,19 +1,96 @@
-"""What every backend declares. The first automatic one that covers a call is chosen: the order matters."""
+"""What every backend declares, as one table: a row for each backend and operation.
+
+The first automatic backend that covers a call is chosen, so the order matters: those with kernels come first.
+"""
+
+from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
+from collections.abc import Mapping
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
 import torch
 
-from delta_trn.backends.registry import LAYERS, OPERATIONS, Backend, Capability, register
+from delta_trn.backends.registry import Backend, Capability, register
 
-EVERY_FLOAT = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+GPU_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+NEURON_FLOATS = frozenset({torch.float32, torch.bfloat16})
+
+CUDA, CPU = frozenset({"cuda"}), frozenset({"cpu"})
+NEURON = frozenset({"xla", "neuron"})
+
+PSUM_BANK = "2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM"
+NORM_BANKS = "the sums of dweight fill the 8 banks of PSUM"
+NEIGHBORS = "2 W - 2 rows of a tile of 128 are its neighbors'"
+WHOLE_ROWS = "a program holds whole rows in registers, or spills"
 
 
-def _triton_missing(device: str) -> str | None:
+def _rule(file: str) -> str:
+    return f"delta_trn.backends.gated_delta_rule.{file}"
+
+
+def _residual(file: str) -> str:
+    return f"delta_trn.backends.delta_residual.{file}"
+
+
+def _layers(file: str) -> str:
+    return f"delta_trn.backends.layers.{file}"
+
+
+def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Capability]:
+    """Returns the rows of the NKI kernels, which run on a device and in the simulator alike."""
+    on = NEURON_FLOATS, devices, automatic
+    heads = {"K": 256, "V": 512}
+    return {
+        "gated_delta_rule": Capability(_rule("nki_adapter"), *on, heads, PSUM_BANK),
+        "gated_delta_rule_step": Capability(_rule("nki_adapter"), *on, heads, PSUM_BANK),
+        # the keys of 128 tokens stay on chip whole
+        "delta_residual": Capability(_residual("nki_adapter"), *on, {"D": 12288}),
+        "short_convolution": Capability(
+            _layers("nki_adapter"), *on, {"W": 32}, NEIGHBORS, forms=frozenset({"silu"})
+        ),
+        "gated_rms_norm": Capability(_layers("nki_adapter"), *on, {"N": 4096}, NORM_BANKS),
+    }
+
+
+_TRITON = GPU_FLOATS, CUDA | CPU, CUDA
+_LAYERS = Capability(_layers("pytorch"), FLOATS, automatic=None)  # PyTorch's form is every device's
+
+TABLE: Mapping[str, Mapping[str, Capability]] = {
+    "triton": {
+        "gated_delta_rule": Capability(_rule("triton_adapter"), *_TRITON, {"K": 256}, gates=True),
+        "gated_delta_rule_step": Capability(_rule("triton_adapter"), *_TRITON, {"K": 256}, gates=True),
+        "delta_residual": Capability(_residual("triton_adapter"), *_TRITON),
+        "short_convolution": Capability(_layers("triton_adapter"), *_TRITON, {"W": 8}),
+        "gated_rms_norm": Capability(_layers("triton_adapter"), *_TRITON, {"N": 8192}, WHOLE_ROWS),
+        "add_rms_norm": Capability(_layers("triton_adapter"), *_TRITON, {"N": 8192}, WHOLE_ROWS),
+        "linear_cross_entropy": Capability(_layers("triton_adapter"), *_TRITON),
+    },
+    "nki": _nki(NEURON, automatic=NEURON),
+    "chunked": {
+        "gated_delta_rule": Capability(_rule("chunked"), FLOATS, automatic=CPU),
+        "gated_delta_rule_step": Capability(_rule("chunked"), FLOATS, automatic=CPU),
+        "delta_residual": Capability(_residual("chunked"), FLOATS, automatic=CPU),
+        "short_convolution": _LAYERS,
+        "gated_rms_norm": _LAYERS,
+        "add_rms_norm": _LAYERS,
+        "linear_cross_entropy": _LAYERS,
+    },
+    "nki-simulator": _nki(CPU, automatic=frozenset()),
+    # T steps one after the other: exact, and slow on purpose, so only by name
+    "recurrent": {
+        "gated_delta_rule": Capability(_rule("recurrent"), FLOATS),
+        "gated_delta_rule_step": Capability(_rule("recurrent"), FLOATS),
+        "delta_residual": Capability(_residual("recurrent"), FLOATS),
+    },
+}
+
+
+def triton_missing(device: str) -> str | None:
+    """Returns why Triton's kernels cannot run on `device` here; None if they can."""
     if find_spec("triton") is None:
         return "needs the triton package: pip install triton"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -21,121 +98,39 @@ def _triton_missing(device: str) -> str | None:
     return None
 
 
-def _nki_missing(device: str) -> str | None:
+def nki_missing(device: str) -> str | None:
+    """Returns why NKI's kernels cannot run on `device` here; None if they can."""
     if device == "neuron":
-        return import_module("delta_trn.backends.neuron_adapter").missing()
+        return import_module("delta_trn.backends.nki_runtime_adapter").missing()
     absent = [name for name in ("torch_xla", "nki") if find_spec(name) is None]
     if absent:
         return f"needs {' and '.join(absent)}, from AWS Neuron's package index: pip install torch-neuronx nki"
     return None
 
 
-def _simulator_missing(device: str) -> str | None:
-    """Where AWS's nki is installed, kernels are made of its language and only its simulator runs them."""
+def simulator_missing(device: str) -> str | None:
+    """Returns why the simulator cannot run here; None if it can.
+
+    Where AWS's nki is installed, kernels are written in its language, and only its simulator runs them.
+    """
     if find_spec("nki") is None:
         return None
-    found = metadata.version("nki")
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < (0, 3):
-        return f"nki {found} has no simulator: install 0.3 or newer, or none, for the one that is included"
+    version = metadata.version("nki")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 3):
+        return f"nki {version} has no simulator: install 0.3 or newer, or none, for the one that is included"
     return None
 
 
 def declare() -> None:
     """Registers the backends of this tree."""
-    triton = Capability(
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        devices=frozenset({"cuda", "cpu"}),
-        automatic=frozenset({"cuda"}),
-        max_k=256,
-    )
-    rule = replace(triton, gates=True)
-    row = replace(triton, max_k=8192, bound_by="a program holds whole rows in registers, or spills")
-    register(
-        Backend(
-            name="triton",
-            adapter="delta_trn.backends.gated_delta_rule.triton_adapter",
-            capabilities={
-                "gated_delta_rule": rule,
-                "gated_delta_rule_step": rule,
-                "delta_residual": replace(triton, max_k=None),
-                "short_convolution": replace(triton, max_k=None, max_v=8),
-                "gated_rms_norm": row,
-                "add_rms_norm": row,
-                "linear_cross_entropy": replace(triton, max_k=None),
-            },
-            elsewhere=dict.fromkeys(LAYERS, "delta_trn.backends.layers.triton_adapter"),
-            unavailable=_triton_missing,
-            emulated=frozenset({"cpu"}),
+    missing = {"triton": triton_missing, "nki": nki_missing, "nki-simulator": simulator_missing}
+    emulated = {"triton": CPU, "nki-simulator": CPU}
+    for name, capabilities in TABLE.items():
+        register(
+            Backend(
+                name,
+                capabilities,
+                missing.get(name, lambda device: None),
+                emulated.get(name, frozenset()),
+            )
         )
-    )
-    kernels = Capability(
-        dtypes=frozenset({torch.float32, torch.bfloat16}), devices=frozenset({"xla", "neuron"}),
-        automatic=frozenset({"xla", "neuron"}), max_k=256, max_v=512,
-        bound_by="2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM",
-    )  # fmt: skip
-    # over depth K is D: 128 tokens' keys stay on chip whole
-    over_depth = replace(kernels, max_k=12288, max_v=None, bound_by="")
-    taps = replace(
-        kernels, max_k=None, max_v=32, forms=frozenset({"silu"}),
-        bound_by="2 W - 2 rows of a tile of 128 are its neighbors'",
-    )  # fmt: skip
-    norm = replace(kernels, max_k=4096, max_v=None, bound_by="the sums of dweight fill the 8 banks of PSUM")
-    register(
-        Backend(
-            name="nki",
-            adapter="delta_trn.backends.gated_delta_rule.nki_adapter",
-            capabilities={
-                "gated_delta_rule": kernels,
-                "gated_delta_rule_step": kernels,
-                "delta_residual": over_depth,
-                "short_convolution": taps,
-                "gated_rms_norm": norm,
-            },
-            unavailable=_nki_missing,
-            elsewhere=dict.fromkeys(
-                ("short_convolution", "gated_rms_norm"), "delta_trn.backends.layers.nki_adapter"
-            ),
-        )
-    )
-    chunked = Capability(dtypes=EVERY_FLOAT, automatic=frozenset({"cpu"}))
-    register(
-        Backend(
-            name="chunked",
-            adapter="delta_trn.backends.gated_delta_rule.chunked",
-            # after the backends with kernels, since its layers are every device's
-            capabilities=dict.fromkeys(OPERATIONS, chunked)
-            | dict.fromkeys(LAYERS, replace(chunked, automatic=None)),
-            elsewhere={"delta_residual": "delta_trn.backends.delta_residual.chunked"}
-            | dict.fromkeys(LAYERS, "delta_trn.backends.layers.pytorch"),
-        )
-    )
-    here = {"devices": frozenset({"cpu"}), "automatic": frozenset()}
-    simulated = replace(kernels, **here)
-    register(
-        Backend(
-            name="nki-simulator",
-            adapter="delta_trn.backends.gated_delta_rule.nki_adapter",
-            capabilities={
-                "gated_delta_rule": simulated,
-                "gated_delta_rule_step": simulated,
-                "delta_residual": replace(over_depth, **here),
-                "short_convolution": replace(taps, **here),
-                "gated_rms_norm": replace(norm, **here),
-            },
-            unavailable=_simulator_missing,
-            emulated=frozenset({"cpu"}),
-            elsewhere=dict.fromkeys(
-                ("short_convolution", "gated_rms_norm"), "delta_trn.backends.layers.nki_adapter"
-            ),
-        )
-    )
-    # T steps one after the other: right, and slow on purpose, so only by name
-    recurrent = Capability(dtypes=EVERY_FLOAT)
-    register(
-        Backend(
-            name="recurrent",
-            adapter="delta_trn.backends.gated_delta_rule.recurrent",
-            capabilities={op: recurrent for op in OPERATIONS if op not in LAYERS},
-            elsewhere={"delta_residual": "delta_trn.backends.delta_residual.recurrent"},
-        )
-    )

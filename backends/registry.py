@@ -1,11 +1,12 @@
-"""Which backend runs a call. Capabilities are declared; what is not declared is refused, with every reason.
+"""Which backend runs a call: capabilities are declared, and what is not declared is refused with every reason.
 
-A backend is a name, the module of its adapter (imported on first use) and what it can do. `choose` looks at
-where the tensors are, never at their contents, and never substitutes one backend for another.
+`choose` looks at where the tensors are, never at their contents, and never substitutes one backend for another
+unless the caller allows it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -14,21 +15,12 @@ from types import ModuleType
 
 import torch
 
-from delta_trn.backends.gated_delta_rule.gates import AS_GIVEN, Gates
+from delta_trn.backends.checks import dtype_name
 
-# Every device has PyTorch's form of a layer's small operations, and few backends have kernels for all: here a
-# process's default backend is a first choice, and the tensors' device decides where it has none.
-LAYERS: tuple[str, ...] = ("short_convolution", "gated_rms_norm", "add_rms_norm", "linear_cross_entropy")
-OPERATIONS: tuple[str, ...] = ("gated_delta_rule", "gated_delta_rule_step", "delta_residual", *LAYERS)
-
-# what a Call's K and V are
-SIZES: Mapping[str, tuple[str, ...]] = {
-    "delta_residual": ("D", "DV"),
-    "short_convolution": ("C", "W"),
-    "gated_rms_norm": ("N",),
-    "add_rms_norm": ("N",),
-    "linear_cross_entropy": ("d", "vocabulary"),
-}
+OPERATIONS: tuple[str, ...] = (
+    "gated_delta_rule", "gated_delta_rule_step", "delta_residual", "short_convolution", "gated_rms_norm",
+    "add_rms_norm", "linear_cross_entropy",
+)  # fmt: skip
 
 
 class BackendRefusal(RuntimeError):
@@ -36,21 +28,10 @@ class BackendRefusal(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Options:
-    """What an adapter needs to know besides tensors."""
-
-    scale: float
-    use_qk_l2norm_in_kernel: bool
-    output_final_state: bool
-    packed: bool  # cu_seqlens is given
-    gates: Gates = AS_GIVEN  # set only for backends that declare Capability.gates
-
-
-@dataclass(frozen=True)
 class Call:
     """One call as the registry sees it: no tensor, so the decision cannot depend on data.
 
-    K, V    the sizes of heads; of other operations what SIZES says
+    sizes   what an operation calls its sizes, such as {"H": 2, "HV": 4, "K": 64, "V": 128}
     form    which of an operation's forms: "silu" or "linear" of short_convolution, "gated" or "plain" of
             gated_rms_norm
     """
@@ -58,75 +39,58 @@ class Call:
     op: str
     device: str
     dtype: torch.dtype
-    H: int
-    HV: int
-    K: int
-    V: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
     packed: bool = False
     gradients: bool = False
     form: str = ""
 
     def __str__(self) -> str:
-        sizes = [f"{name}={size}" for name, size in zip(self.names, (self.K, self.V), strict=False)]
-        if self.op not in SIZES:
-            sizes = [f"H={self.H}", *([] if self.H == self.HV else [f"HV={self.HV}"]), *sizes]
-        extras = "".join(
-            f", {word}"
-            for word in (self.form, "packed" * self.packed, "gradients on" * self.gradients)
-            if word
-        )
-        return f"{self.op} for {' '.join(sizes)} {_dtype(self.dtype)} on {self.device}{extras}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What K and V are called."""
-        return SIZES.get(self.op, ("K", "V"))
+        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
+        words = (self.form, "packed" * self.packed, "gradients on" * self.gradients)
+        options = "".join(f", {word}" for word in words if word)
+        return f"{self.op} for {sizes} {dtype_name(self.dtype)} on {self.device}{options}"
 
 
 @dataclass(frozen=True)
 class Capability:
     """What one backend can do for one operation.
 
-    devices     device types it runs on when named; None: every device PyTorch has
-    automatic   device types on which it is chosen unasked; None: every one
-    max_k, max_v, k_multiple    bounds on sizes; None: no bound
-    bound_by    what bounds them, for the reader of a refusal
+    adapter     the module with its functions, imported when first needed
+    devices     device types on which it runs when named; None: every one that PyTorch has
+    automatic   device types on which it is chosen when nobody names a backend; None: every one
+    limits      the largest sizes, by the names of `Call.sizes`
+    bound_by    what sets the limits, for the reader of a refusal
     forms       the forms it has; None: all
-    gates       whether its kernels make g and beta of what a layer projects (`backends.gates`)
+    gates       whether its kernels make g and beta from a layer's projections
     """
 
+    adapter: str
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str] | None = None
     automatic: frozenset[str] | None = frozenset()
-    max_k: int | None = None
-    max_v: int | None = None
-    k_multiple: int | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
     bound_by: str = ""
     packed: bool = True
     gradients: bool = True
     forms: frozenset[str] | None = None
     gates: bool = False
 
-    def chosen_on(self, device: str) -> bool:
-        """Whether unasked."""
+    def is_automatic_on(self, device: str) -> bool:
+        """Returns whether it is chosen for `device` when the caller names no backend."""
         return self.automatic is None or device in self.automatic
 
     def refusals(self, call: Call) -> list[str]:
-        """Every reason why this cannot run `call`; empty if it can."""
+        """Returns every reason why this cannot run `call`; empty if it can."""
         reasons = []
-        K, V = (*call.names, "V")[:2]
         because = f": {self.bound_by}" if self.bound_by else ""
         if self.devices is not None and call.device not in self.devices:
             reasons.append(f"runs on {', '.join(sorted(self.devices))}; tensors are on {call.device}")
         if call.dtype not in self.dtypes:
-            known = ", ".join(sorted(map(_dtype, self.dtypes)))
-            reasons.append(f"computes {known}; tensors are {_dtype(call.dtype)}")
-        if self.max_k is not None and self.max_k < call.K:
-            reasons.append(f"{K}={call.K} is above {self.max_k}{because}")
-        if self.k_multiple is not None and call.K % self.k_multiple:
-            reasons.append(f"{K}={call.K} is not a multiple of {self.k_multiple}")
-        if self.max_v is not None and self.max_v < call.V:
-            reasons.append(f"{V}={call.V} is above {self.max_v}{because}")
+            known = ", ".join(sorted(map(dtype_name, self.dtypes)))
+            reasons.append(f"computes {known}; tensors are {dtype_name(call.dtype)}")
+        for name, limit in self.limits.items():
+            if call.sizes.get(name, 0) > limit:
+                reasons.append(f"{name}={call.sizes[name]} is above {limit}{because}")
         if self.forms is not None and call.form not in self.forms:
             reasons.append(f"computes {', '.join(sorted(self.forms))}; this call is {call.form}")
         if call.packed and not self.packed:
@@ -136,28 +100,21 @@ class Capability:
         return reasons
 
 
-def _always(device: str) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Backend:
-    """A name, its adapter's module, and per operation its capability.
+    """A name, and a capability for each operation that it implements.
 
     unavailable     device type -> why it cannot run on such tensors on this machine (a package, a switch)
-    emulated        device types on which it runs in an interpreter or simulator: right, and slow beyond use
-    elsewhere       operation -> module, for operations that are not in the adapter
+    emulated        device types on which it runs in an interpreter or simulator: exact, but too slow to use
     """
 
     name: str
-    adapter: str
     capabilities: Mapping[str, Capability]
-    unavailable: Callable[[str], str | None] = _always
+    unavailable: Callable[[str], str | None] = lambda device: None
     emulated: frozenset[str] = frozenset()
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def refusals(self, call: Call) -> list[str]:
-        """Every reason why this backend cannot run `call` here."""
+        """Returns every reason why this backend cannot run `call` here."""
         capability = self.capabilities.get(call.op)
         if capability is None:
             return [f"does not implement {call.op}"]
@@ -171,9 +128,7 @@ BACKENDS: dict[str, Backend] = {}
 def register(backend: Backend) -> None:
     """Adds a backend. Raises ValueError if the name is taken or an operation is unknown."""
     if backend.name in BACKENDS:
-        raise ValueError(
-            f"backend {backend.name!r} is registered already, by {BACKENDS[backend.name].adapter}"
-        )
+        raise ValueError(f"backend {backend.name!r} is registered already; choose another name")
     unknown = sorted(set(backend.capabilities) - set(OPERATIONS))
     if unknown:
         raise ValueError(f"backend {backend.name!r} declares {unknown}; operations are {OPERATIONS}")
@@ -182,78 +137,120 @@ def register(backend: Backend) -> None:
 
 @dataclass(frozen=True)
 class Selection:
-    """The process's default backend, and the ones that may be chosen where they are not automatic."""
+    """The default backend, and the ones that may run what it, or the device's own, cannot."""
 
     name: str | None = None
     allow: tuple[str, ...] = ()
 
 
-SELECTION = Selection()
+class _Selected(threading.local):
+    """A thread's own selection. A ContextVar would say the same, but torch.compile cannot guard on one."""
+
+    value: Selection | None = None
 
 
-class _Restore:
-    """What `use` returns: as a context manager it puts the previous selection back."""
+_thread = _Selected()
+_main_thread = Selection()
 
-    def __init__(self, previous: Selection) -> None:
-        self.previous = previous
+
+def selection() -> Selection:
+    """Returns the selection that holds in this thread."""
+    own = _thread.value
+    return _main_thread if own is None else own
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _select(value: Selection | None) -> None:
+    global _main_thread
+    if _in_main_thread():
+        _main_thread = value or Selection()
+    else:
+        _thread.value = value
+
+
+class default_backend:
+    """Sets the default backend, from now on or, as a context manager, for a block.
+
+    name    runs every operation for which the caller names no backend, and refuses what it cannot run; None:
+            the device of the tensors decides
+    allow   backends that may run what `name`, or the device's own backend, cannot: in PyTorch on an XLA device
+            without NKI, or the operations for which a backend has no kernel
+
+    Holds in this thread. The main thread's default also holds in threads that set none: autograd may run a
+    checkpointed layer in a thread of its own. Raises BackendRefusal for an unknown name.
+
+        >>> from delta_trn import default_backend
+        >>> with default_backend("recurrent", allow=["chunked"]):
+        ...     pass
+    """
+
+    def __init__(self, name: str | None = None, *, allow: Iterable[str] = ()) -> None:
+        allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        for wanted in (*allow, *([] if name is None else [name])):
+            _known(wanted)
+        self.selection = Selection(name, allow)
+        self.previous: list[Selection | None] = [_main_thread if _in_main_thread() else _thread.value]
+        _select(self.selection)
 
     def __enter__(self) -> None:
-        return None
+        self.previous.append(self.selection)
+        _select(self.selection)
 
     def __exit__(self, *exception: object) -> None:
-        global SELECTION
-        SELECTION = self.previous
+        self.previous.pop()
+        _select(self.previous[-1])
 
 
-def use(name: str | None = None, *, allow: Iterable[str] = ()) -> _Restore:
-    """Sets the process's default backend; None chooses by the tensors' device.
+def choose(call: Call, name: str | None = None) -> Backend:
+    """Returns the backend that runs `call`. Raises BackendRefusal with every reason of every candidate.
 
-    `allow` names backends that may also be chosen on devices where they otherwise run only by name, after
-    the automatic ones: `use(allow=["chunked"])` lets an XLA machine without NKI train in PyTorch. For LAYERS
-    the default is a first choice. Holds from the call on, or for a block: `with use("recurrent"): ...`.
-    Raises BackendRefusal for an unknown name.
+    A name in the call is strict. Else the default backend is asked, or without one the device's automatic
+    backends in the order of registration; last the backends that the default allows.
     """
-    global SELECTION
-    allow = (allow,) if isinstance(allow, str) else tuple(allow)
-    for wanted in (*allow, *([] if name is None else [name])):
-        _known(wanted)
-    previous, SELECTION = SELECTION, Selection(name, allow)
-    return _Restore(previous)
+    return _choose(call, name, selection())
 
 
-def choose(call: Call, name: str | None = None, selection: Selection | None = None) -> Backend:
-    """The backend named, else the process's default, else the device's automatic one. No substitutes.
-
-    For LAYERS the process's default comes first among the automatic ones. Raises BackendRefusal that names
-    every reason of every candidate.
-    """
-    selection = SELECTION if selection is None else selection
-    preferred = None
-    if call.op in LAYERS and name is None:
-        preferred = selection.name
-    elif name is None:
-        name = selection.name
-    candidates = list(BACKENDS.values()) if name is None else [_known(name)]
-    candidates.sort(key=lambda backend: backend.name != preferred)
-    refused: dict[str, list[str]] = {}
-    by_name = []
+def _choose(call: Call, name: str | None, default: Selection) -> Backend:
+    if name is not None:
+        candidates = [_known(name)]
+    elif default.name is not None:
+        candidates = [_known(wanted) for wanted in (default.name, *default.allow)]
+    else:
+        candidates = [backend for backend in BACKENDS.values() if _is_automatic(backend, call)]
+        candidates += [_known(wanted) for wanted in default.allow]
     for backend in candidates:
+        if not backend.refusals(call):
+            return backend
+    raise BackendRefusal(_explain(call, name, default, candidates))
+
+
+def _is_automatic(backend: Backend, call: Call) -> bool:
+    capability = backend.capabilities.get(call.op)
+    return capability is not None and capability.is_automatic_on(call.device)
+
+
+def _explain(call: Call, name: str | None, default: Selection, candidates: list[Backend]) -> str:
+    """Returns the message of a refusal: every reason, and which backends would run the call if asked."""
+    asked = [backend.name for backend in candidates]
+    chosen_by_device = name is None and default.name is None
+    lines, able = [], []
+    width = max(map(len, BACKENDS), default=0)
+    for backend in BACKENDS.values():
         reasons = backend.refusals(call)
-        if reasons:
-            refused[backend.name] = reasons
-        elif (
-            name is not None
-            or backend.name == preferred
-            or backend.capabilities[call.op].chosen_on(call.device)
-        ):
-            return backend
-        else:
-            by_name.append(backend)
-    for backend in by_name:
-        if backend.name in selection.allow:
-            return backend
-        refused[backend.name] = [f'runs on {call.device} only when asked for: backend="{backend.name}"']
-    raise BackendRefusal(_explain(call, refused))
+        if not reasons:
+            able.append(backend.name)
+            reasons = [f'runs on {call.device} only when asked for: backend="{backend.name}"']
+        if chosen_by_device or backend.name in asked:
+            lines += [f"  {backend.name:{width}}  {reason}" for reason in reasons]
+    if able and name is None and default.name is not None:
+        lines.append(
+            f"{default.name} is the default backend, and nothing replaces it unasked; "
+            f'allow another with default_backend("{default.name}", allow=["{able[0]}"])'
+        )
+    return "\n".join([f"no backend can run {call}:", *lines])
 
 
 @torch.compiler.assume_constant_result
@@ -261,30 +258,29 @@ def chosen_name(
     op: str,
     device: str,
     dtype: torch.dtype,
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[tuple[str, int], ...],
     packed: bool,
     gradients: bool,
+    form: str,
     name: str | None,
+    default: str | None,
     allow: tuple[str, ...],
-    default: str | None = None,
-    form: str = "",
 ) -> str:
-    """`choose` on plain values, so that torch.compile may evaluate it while tracing."""
-    call = Call(op, device, dtype, *sizes, packed, gradients, form)
-    return choose(call, name, Selection(default, allow)).name
+    """Returns the name that `choose` finds; takes plain values, so that torch.compile may call it in a trace."""
+    call = Call(op, device, dtype, dict(sizes), packed, gradients, form)
+    return _choose(call, name, Selection(default, allow)).name
 
 
 @torch.compiler.assume_constant_result
 def makes_gates(op: str, name: str) -> bool:
-    """Whether the backend's kernels take what a layer projects in place of g and beta."""
+    """Returns whether the backend's kernels make g and beta from what a layer projects."""
     return _known(name).capabilities[op].gates
 
 
 @cache
 def adapter(name: str, op: str = OPERATIONS[0]) -> ModuleType:
-    """The module that computes an operation, imported when first needed."""
-    backend = _known(name)
-    return import_module(backend.elsewhere.get(op, backend.adapter))
+    """Returns the module that computes an operation; imports it when first needed."""
+    return import_module(_known(name).capabilities[op].adapter)
 
 
 def _known(name: str) -> Backend:
@@ -293,21 +289,11 @@ def _known(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def _explain(call: Call, refused: Mapping[str, list[str]]) -> str:
-    width = max(map(len, refused), default=0)
-    lines = [f"  {name:{width}}  {reason}" for name, reasons in refused.items() for reason in reasons]
-    return "\n".join([f"no backend can run {call}:", *lines])
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True)
 class Row:
     """One operation of one backend on this machine.
 
-    automatic   device types of this machine on which it is chosen unasked
+    automatic   device types of this machine on which it is chosen when nobody names a backend
     named       device types of this machine on which it runs when named
     reasons     why not on the others, and what it needs
     """
@@ -320,9 +306,9 @@ class Row:
 
 
 def describe(devices: Iterable[str]) -> list[Row]:
-    """Which backend runs which operation on tensors of the given device types, and why not.
+    """Returns a row for each operation and backend: on which of the given device types it runs, and why not.
 
-    Sizes and dtypes are a call's own affair: a row asks for K = 64, V = 4, in a dtype the backend declares.
+    A row asks in a dtype that the backend declares and for no particular sizes.
     """
     rows = []
     for op in OPERATIONS:
@@ -332,12 +318,12 @@ def describe(devices: Iterable[str]) -> list[Row]:
                 rows.append(Row(op, backend.name, (), (), (f"does not implement {op}",)))
                 continue
             form = min(capability.forms or ("",))
-            probe = Call(op, "", min(capability.dtypes, key=str), 1, 1, 64, 4, form=form)
+            probe = Call(op, "", min(capability.dtypes, key=str), form=form)
             refused = {device: backend.refusals(replace(probe, device=device)) for device in devices}
             here = tuple(device for device, reasons in refused.items() if not reasons)
-            automatic = tuple(device for device in here if capability.chosen_on(device))
+            automatic = tuple(device for device in here if capability.is_automatic_on(device))
             absent = sorted((capability.automatic or frozenset()) - set(refused))
-            reasons = [f"{device}: {reason}" for device, found in refused.items() for reason in found]
+            reasons = [f"{device}: {reason}" for device, given in refused.items() for reason in given]
             reasons += [f"{device}: this machine has no such device" for device in absent]
             rows.append(Row(op, backend.name, automatic, here, tuple(reasons)))
     return rows

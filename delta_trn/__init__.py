@@ -3,7 +3,8 @@
     name                                        what it is
     gated_delta_rule, gated_delta_rule_step     the scan over time, and one token of it
     delta_residual                              the same rule over depth
-    use, checking, describe, BackendRefusal     which backend runs, whether data is checked, what runs here
+    default_backend, checking, describe         which backend runs, whether data is checked, what runs here
+    BackendRefusal                              no backend, or not the one asked for, can run a call
     DeltaConfig, DeltaForCausalLM, DeltaCache   the models; `AutoModelForCausalLM` knows them, too
 
 Importing this package imports neither torch nor transformers: a name is loaded when it is first used, and the
@@ -28,7 +29,7 @@ _HOMES = {
     "gated_delta_rule": "delta_trn.backends",
     "gated_delta_rule_step": "delta_trn.backends",
     "delta_residual": "delta_trn.backends",
-    "use": "delta_trn.backends",
+    "default_backend": "delta_trn.backends",
     "checking": "delta_trn.backends",
     "describe": "delta_trn.backends",
     "BackendRefusal": "delta_trn.backends",

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from delta_trn.backends.parity.__main__ import subjects
-from delta_trn.backends.registry import BACKENDS, use
+from delta_trn.backends.registry import BACKENDS, default_backend
 
 
 def pytest_addoption(parser):
@@ -51,9 +51,9 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(autouse=True)
-def default_backend():
+def no_default_backend():
     """Restores the default backend, which a run in the test's own process sets."""
-    with use():
+    with default_backend():
         yield
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from operator import index
 
-import torch
 from torch import Tensor
 
-from delta_trn.backends import checks, registry
+from delta_trn.backends.checks import (
+    in_brackets,
+    is_checking,
+    require_dtypes,
+    require_finite,
+    require_one_device,
+    require_short_keys,
+    require_strengths,
+    require_tensors,
+    shape_of,
+)
+from delta_trn.backends.delta_residual.contract import Residual
 from delta_trn.backends.operator import Operator
-
-OP = "delta_residual"
 
 
 def delta_residual(
@@ -41,25 +49,50 @@ def delta_residual(
     device. Raises BackendRefusal, with every reason, and never substitutes; TypeError and ValueError for
     arguments that do not fit.
     """
-    checks.residual_arguments(x, k, v, beta, k_eps)
+    _check(x, k, v, beta, k_eps)
     D = index(k.shape[-1])
     DV = 1 if x.dim() == k.dim() else index(x.shape[-1])
-    gradients = torch.is_grad_enabled() and any(y.requires_grad for y in (x, k, v, beta))
-    selection = registry.SELECTION
-    name = selection.name if backend is None else backend
-    chosen = registry.chosen_name(
-        OP, x.device.type, x.dtype, (1, 1, D, DV), False, gradients, name, selection.allow
-    )
+    name, save = OPERATOR.choose((x, k, v, beta), {"D": D, "DV": DV}, backend)
     tokens = (x.reshape(-1, D, DV), k.reshape(-1, D), v.reshape(-1, DV), beta.reshape(-1))
-    (out,) = OPERATOR(*tokens, k_eps, backend=chosen)
+    (out,) = OPERATOR(Residual(*tokens, k_eps), save=save, backend=name)
+    assert out is not None
     return out.reshape(x.shape)
 
 
-# on flattened tokens: x [M, D, DV], k [M, D], v [M, DV], beta [M]
+def _check(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> None:
+    """Raises TypeError or ValueError unless shapes, dtypes and devices fit."""
+    require_tensors(x=x, k=k, v=v, beta=beta)
+    lead = tuple(k.shape[:-1])
+    if k.dim() < 1 or x.dim() not in (k.dim(), k.dim() + 1) or x.shape[: k.dim()] != k.shape:
+        raise ValueError(
+            f"k {shape_of(k)} does not fit x {shape_of(x)}; with x [..., D, DV] or [..., D] k is [..., D]"
+        )
+    wanted = lead if x.dim() == k.dim() else (*lead, x.shape[-1])
+    if tuple(v.shape) != wanted:
+        raise ValueError(f"v {shape_of(v)} does not fit x {shape_of(x)}; expected {in_brackets(wanted)}")
+    if tuple(beta.shape) != lead:
+        raise ValueError(f"beta {shape_of(beta)} does not fit k {shape_of(k)}; expected {in_brackets(lead)}")
+    if 0 in x.shape:
+        raise ValueError(f"x {shape_of(x)} is empty; skip the call")
+    require_dtypes(x, "x", {"k": k, "v": v}, {"beta": beta})
+    require_one_device(x, "x", {"k": k, "v": v, "beta": beta})
+    if k_eps is not None and not 0 < k_eps < float("inf"):
+        raise ValueError(f"k_eps={k_eps} must be above 0 and finite, or None where k has norm 1 already")
+
+
+def _check_values(call: Residual) -> None:
+    """Raises ValueError, in check mode, for data that the operation can make no sense of."""
+    if not is_checking():
+        return
+    require_finite({"x": call.x, "k": call.k, "v": call.v, "beta": call.beta})
+    require_strengths(call.beta, "2 sigmoid(b)")
+    if call.k_eps is None:
+        require_short_keys(call.k, "k_eps")
+
+
 OPERATOR = Operator(
-    OP,
-    tensors=("x", "k", "v", "beta"),
-    options={"k_eps": "float?"},
-    fakes=lambda x, *rest: [x.new_empty(x.shape)],
-    values=checks.residual_values,
+    "delta_residual",
+    Residual,
+    fakes=lambda call: [call.x.new_empty(call.x.shape)],
+    values=_check_values,
 )

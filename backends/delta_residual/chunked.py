@@ -17,30 +17,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from delta_trn.backends.delta_residual.contract import Gradients, Residual
 
-def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> Tensor:
-    """x [M, D, DV], k [M, D], v [M, DV], beta [M] -> like x."""
-    X, k_, v_, beta_ = _full(x, k, v, beta)
-    y = k_ * _reciprocal_norm(k_, k_eps)
+
+def forward(call: Residual, *, save: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns X', and nothing to save."""
+    X, k_, v_, beta_ = _full(call.x, call.k, call.v, call.beta)
+    y = k_ * _reciprocal_norm(k_, call.k_eps)
     w = beta_[:, None] * (v_ - _along(X, y))
-    return torch.addcmul(X, y[:, :, None], w[:, None, :]).to(x.dtype)
+    return torch.addcmul(X, y[:, :, None], w[:, None, :]).to(call.x.dtype), []
 
 
-def delta_residual_backward(
-    dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dk, dv, dbeta."""
-    X, k_, v_, beta_, dX = _full(x, k, v, beta, dout)
-    r = _reciprocal_norm(k_, k_eps)
+def backward(dout: Tensor, call: Residual, saved: list[Tensor]) -> Gradients:
+    """Returns dx, dk, dv, dbeta."""
+    X, k_, v_, beta_, dX = _full(call.x, call.k, call.v, call.beta, dout)
+    r = _reciprocal_norm(k_, call.k_eps)
     y = k_ * r
     p, s = _along(X, y), _along(dX, y)
     e, dv = v_ - p, beta_[:, None] * s
     dbeta = (s * e).sum(-1)
     dy = _across(dX, beta_[:, None] * e) - _across(X, dv)
-    if k_eps is not None:
+    if call.k_eps is not None:
         dy = r * (dy - y * (beta_ * (dbeta - (p * s).sum(-1)))[:, None])
     dx = torch.addcmul(dX, y[:, :, None], dv[:, None, :], value=-1)
-    return dx.to(x.dtype), dy.to(k.dtype), dv.to(v.dtype), dbeta.to(beta.dtype)
+    return dx.to(call.x.dtype), dy.to(call.k.dtype), dv.to(call.v.dtype), dbeta.to(call.beta.dtype)
 
 
 def _reciprocal_norm(k: Tensor, k_eps: float | None) -> Tensor:

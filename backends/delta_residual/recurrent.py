@@ -10,32 +10,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from delta_trn.backends.delta_residual.contract import Gradients, Residual
 
-def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> Tensor:
-    """x [M, D, DV], k [M, D], v [M, DV], beta [M] -> like x."""
-    X, k_, v_, beta_ = _full(x, k, v, beta)
-    y = k_ / _norm(k_, k_eps)
+
+def forward(call: Residual, *, save: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns X', and nothing to save."""
+    X, k_, v_, beta_ = _full(call.x, call.k, call.v, call.beta)
+    y = k_ / _norm(k_, call.k_eps)
     missing = v_ - torch.einsum("md,mdv->mv", y, X)
-    return (X + beta_[:, None, None] * y[:, :, None] * missing[:, None, :]).to(x.dtype)
+    return (X + beta_[:, None, None] * y[:, :, None] * missing[:, None, :]).to(call.x.dtype), []
 
 
-def delta_residual_backward(
-    dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dk, dv, dbeta; an operator runs below autograd, so the chain rule is written out."""
-    X, k_, v_, beta_, dX = _full(x, k, v, beta, dout)
-    n = _norm(k_, k_eps)
+def backward(dout: Tensor, call: Residual, saved: list[Tensor]) -> Gradients:
+    """Returns dx, dk, dv, dbeta; an operator runs below autograd, so the chain rule is written out."""
+    X, k_, v_, beta_, dX = _full(call.x, call.k, call.v, call.beta, dout)
+    n = _norm(k_, call.k_eps)
     y = k_ / n
     missing = v_ - torch.einsum("md,mdv->mv", y, X)
     dwrite = torch.einsum("md,mdv->mv", y, dX)  # gradient of beta (v - X^T y)
     dmissing = beta_[:, None] * dwrite
     dy = torch.einsum("mdv,mv->md", dX, beta_[:, None] * missing) - torch.einsum("mdv,mv->md", X, dmissing)
     dk = dy / n
-    if k_eps is not None:
+    if call.k_eps is not None:
         dk = dk - k_ * (k_ * dy).sum(-1, keepdim=True) / n**3
     dx = dX - y[:, :, None] * dmissing[:, None, :]
     dbeta = (dwrite * missing).sum(-1)
-    return dx.to(x.dtype), dk.to(k.dtype), dmissing.to(v.dtype), dbeta.to(beta.dtype)
+    return dx.to(call.x.dtype), dk.to(call.k.dtype), dmissing.to(call.v.dtype), dbeta.to(call.beta.dtype)
 
 
 def _norm(k: Tensor, k_eps: float | None) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from operator import index
-
-import torch
 from torch import Tensor
 
-from delta_trn.backends import checks, registry
-from delta_trn.backends.gated_delta_rule import autograd
-from delta_trn.backends.gated_delta_rule.gates import AS_GIVEN, Gates
+from delta_trn.backends import registry
+from delta_trn.backends.gated_delta_rule import checks
+from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Step, state_dtype, with_gates_made
+from delta_trn.backends.operator import Operator, gradients_wanted
 
 
 def gated_delta_rule(
@@ -67,30 +65,24 @@ def gated_delta_rule(
     flash-linear-attention's chunk_gated_delta_rule.
     """
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens)
-    gates = checks.gate_arguments(
+    beta_max = checks.gate_arguments(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
     )
-    gradients = _gradients_wanted(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    name = _chosen("gated_delta_rule", q, v, cu_seqlens is not None, gradients, backend)
-    g, beta, gates = _made(gates, g, beta, "gated_delta_rule", name)
-    factor = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    return autograd.gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gates.A_log,
-        gates.dt_bias,
-        initial_state,
-        cu_seqlens,
-        factor,
-        gates.beta_max,
-        use_qk_l2norm_in_kernel,
-        output_final_state,
-        gradients,
-        name,
+    call = Rule(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
+        scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale),
+        beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state,
+    )  # fmt: skip
+    name, save = OPERATOR.choose(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state),
+        _sizes(q, v),
+        backend,
+        packed=cu_seqlens is not None,
     )
+    if not registry.makes_gates(OPERATOR.name, name):
+        call = with_gates_made(call)
+    o, final_state = OPERATOR(call, save=save, backend=name)
+    return o, final_state if output_final_state else None
 
 
 def gated_delta_rule_step(
@@ -122,10 +114,10 @@ def gated_delta_rule_step(
     Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend; it raises alike.
     """
     checks.step_arguments(q, k, v, g, beta, state)
-    gates = checks.gate_arguments(
+    beta_max = checks.gate_arguments(
         q, v.shape[1], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
     )
-    if _gradients_wanted(q, k, v, g, beta, state, A_log, dt_bias):
+    if gradients_wanted(q, k, v, g, beta, A_log, dt_bias, state):
         o, final_state = gated_delta_rule(
             *(x[:, None] for x in (q, k, v, g, beta)),
             scale=scale,
@@ -141,39 +133,46 @@ def gated_delta_rule_step(
         )
         assert final_state is not None
         return o[:, 0], final_state
-    name = _chosen("gated_delta_rule_step", q, v, packed=False, gradients=False, backend=backend)
-    g, beta, gates = _made(gates, g, beta, "gated_delta_rule_step", name)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return autograd.gated_delta_rule_step(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gates.A_log,
-        gates.dt_bias,
-        state,
-        scale,
-        gates.beta_max,
-        use_qk_l2norm_in_kernel,
-        name,
-    )
+    name, _ = STEP_OPERATOR.choose((q,), _sizes(q, v), backend)
+    call = Step(
+        q, k, v, g, beta, state, A_log, dt_bias,
+        scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale),
+        beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    if not registry.makes_gates(STEP_OPERATOR.name, name):
+        call = with_gates_made(call)
+    o, state = STEP_OPERATOR(call, save=False, backend=name)
+    return o, state
 
 
-def _made(gates: Gates, g: Tensor, beta: Tensor, op: str, name: str) -> tuple[Tensor, Tensor, Gates]:
-    """g, beta and what is left to make of them, once PyTorch has made what the backend's kernels do not."""
-    if not gates.given or registry.makes_gates(op, name):
-        return g, beta, gates
-    return *gates.applied(g, beta), AS_GIVEN
+def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    return {"H": q.shape[-2], "HV": v.shape[-2], "K": q.shape[-1], "V": v.shape[-1]}
 
 
-def _gradients_wanted(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def _outputs_like(call: Rule) -> tuple[Tensor, Tensor | None]:
+    """Returns tensors like o and final_state, with nothing in them."""
+    q, v, final_state = call.q, call.v, None
+    if call.output_final_state:
+        shape = (call.sequences, v.shape[2], q.shape[3], v.shape[3])
+        final_state = q.new_empty(shape, dtype=state_dtype(q.dtype))
+    return v.new_empty(v.shape), final_state
 
 
-def _chosen(op: str, q: Tensor, v: Tensor, packed: bool, gradients: bool, backend: str | None) -> str:
-    selection = registry.SELECTION
-    name = selection.name if backend is None else backend
-    # index(): head sizes are constants of a compiled graph, even of one with dynamic shapes
-    sizes = (index(q.shape[-2]), index(v.shape[-2]), index(q.shape[-1]), index(v.shape[-1]))
-    return registry.chosen_name(op, q.device.type, q.dtype, sizes, packed, gradients, name, selection.allow)
+# the public functions make their calls; everything between them and an adapter is here
+OPERATOR = Operator(
+    "gated_delta_rule",
+    Rule,
+    fakes=_outputs_like,
+    outputs=("o", "final_state?"),
+    gradients=[(name,) for name in Gradients._fields],
+    values=checks.values,
+)
+STEP_OPERATOR = Operator(
+    "gated_delta_rule_step",
+    Step,
+    fakes=lambda call: (call.v.new_empty(call.v.shape), call.state.new_empty(call.state.shape)),
+    outputs=("o", "state"),
+    forward="step",
+    gradients=(),
+    values=checks.values,
+)

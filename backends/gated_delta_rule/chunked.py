@@ -28,10 +28,16 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule.chunk_layout import Layout, capacity, layout
+from delta_trn.backends.gated_delta_rule.contract import (
+    L2NORM_EPS,
+    Gradients,
+    Rule,
+    Shapes,
+    Step,
+    state_dtype,
+)
 from delta_trn.backends.gated_delta_rule.triangular import triangular_inverse
-from delta_trn.backends.registry import Options
 
-L2NORM_EPS = 1e-6
 # elements of the largest tensor of the chunks done at a time, in time and in number
 BLOCK = 1 << 20
 
@@ -41,45 +47,25 @@ def chunk_size(K: int, V: int) -> int:
     return 64 if K > 64 else 32
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which all is computed and states are kept."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def saved_shapes(
-    q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, options: Options
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def saved_shapes(call: Rule) -> Shapes:
     """What forward leaves for backward: q, k, their reciprocal norms, v, D, P, G, N, w, A, U, all states."""
-    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    C, dtype = chunk_size(K, V), state_dtype(q.dtype)
-    M = capacity(B, T, C, cu_seqlens) * HV
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    norms = (M, C, 1) if options.use_qk_l2norm_in_kernel else (0,)
+    (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
+    C, dtype = chunk_size(K, V), state_dtype(call.q.dtype)
+    M = capacity(B, T, C, call.cu_seqlens) * HV
+    norms = (M, C, 1) if call.l2norm else (0,)
     shapes = [(M, C, K), (M, C, K), norms, norms, (M, C, V), *[(M, C, C)] * 4]
-    shapes += [(M, C, K), (M, K, K), (M, C, V), (M + N * HV, K, V)]
+    shapes += [(M, C, K), (M, K, K), (M, C, V), (M + call.sequences * HV, K, V)]
     return [(shape, dtype) for shape in shapes]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    options: Options,
-    *,
-    save: bool,
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """o, final_state and what `saved_shapes` lists; shapes as in `backends.gated_delta_rule`."""
+    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    at, at_once = layout(B, T, C, cu_seqlens), _at_once(C, K, V)
+    at, at_once = layout(B, T, C, call.cu_seqlens), _at_once(C, K, V)
     M = at.chunks * HV
-    saved = [
-        q.new_empty(shape, dtype=d) for shape, d in saved_shapes(q, v, initial_state, cu_seqlens, options)
-    ]
+    saved = [q.new_empty(shape, dtype=saved_dtype) for shape, saved_dtype in saved_shapes(call)]
     Q, K_, rq, rk, V_, D, P, G, N, w, A, U = (x[:M] for x in saved[:-1])
     states = saved[-1][: M + at.N * HV]
     b, gam, lam = _decays(at, g, HV, dtype)
@@ -87,16 +73,16 @@ def forward(
     for x, chunks in ((q, Q), (k, K_)):
         at.split(x, chunks.unflatten(0, (-1, H, group)))
     at.split(v, V_.unflatten(0, (-1, HV, 1)))
-    states[: at.N * HV] = 0 if initial_state is None else at.sorted(initial_state).flatten(0, 1)
+    states[: at.N * HV] = 0 if call.initial_state is None else at.sorted(call.initial_state).flatten(0, 1)
     after = states[at.N * HV :]
     o_ = torch.empty_like(U)
     for span, steps in at.spans(HV, at_once):
         for i in _blocks(span, at_once):
-            if options.use_qk_l2norm_in_kernel:
+            if call.l2norm:
                 for x, r in ((Q[i], rq[i]), (K_[i], rk[i])):
                     torch.linalg.vecdot(x, x, out=r[..., 0])
                     x.mul_(r.add_(L2NORM_EPS).rsqrt_())
-            Q[i].mul_(options.scale)
+            Q[i].mul_(call.scale)
             k_, be = K_[i], beta_[i]
             D[i] = decay_matrix(b[i], dtype)
             torch.bmm(Q[i], k_.mT, out=P[i]).mul_(D[i])
@@ -113,33 +99,20 @@ def forward(
             U[i].baddbmm_(w[i], S)
             torch.bmm(Q[i] * gam[i], S, out=o_[i]).baddbmm_(P[i], U[i])
     o = at.join(o_.view(at.chunks, HV, C, V), v.new_empty(v.shape))
-    final_state = at.lasts(states.unflatten(0, (-1, HV))) if options.output_final_state else None
+    final_state = at.lasts(states.unflatten(0, (-1, HV))) if call.output_final_state else None
     return o, final_state, saved if save else []
 
 
-def backward(
-    do: Tensor,
-    dstate: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: list[Tensor],
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
+    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    at, at_once = layout(B, T, C, cu_seqlens), _at_once(C, K, V)
+    at, at_once = layout(B, T, C, call.cu_seqlens), _at_once(C, K, V)
     M = at.chunks * HV
     Q, K_, rq, rk, V_, D, P, G, N, w, A, U = (x[:M] for x in saved[:-1])
     states = saved[-1][: M + at.N * HV]
-    inverse_square = (
-        options.scale**-2 if options.scale else 0.0
-    )  # without scale there is no Q, and no dq either
+    inverse_square = call.scale**-2 if call.scale else 0.0  # without scale there is no Q, and no dq either
     _, gam, lam = _decays(at, g, HV, dtype)
     beta_ = at.split(beta, gam.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
     dO = at.split(do, torch.empty_like(U).unflatten(0, (-1, HV, 1))).view(M, C, V)
@@ -171,29 +144,30 @@ def backward(
             dg_[i] = log_decay_gradient(read, reads, written, carried)
             dq.baddbmm_(dP, k_)
             dk.addcmul_(dk_S, be, value=-1).baddbmm_(dP.mT, Q[i]).baddbmm_(dG + dG.mT, k_, alpha=-1)
-            if options.use_qk_l2norm_in_kernel:
+            if call.l2norm:
                 dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-inverse_square).mul_(rq[i])
                 dk.addcmul_(k_, _dot(dk, k_)[..., None], value=-1).mul_(rk[i])
             torch.mul(dR, be, out=dU[i])
     dv = at.join(dU.view(at.chunks, HV, C, V), v.new_empty(v.shape))
     dq, dk = (
         at.join(_ungrouped(y.view(at.chunks, H, group, C, K)), x.new_empty(x.shape), factor)
-        for y, x, factor in ((dQ, q, options.scale), (dK, k, 1.0))
+        for y, x, factor in ((dQ, q, call.scale), (dK, k, 1.0))
     )
     dg = at.join(dg_.view(at.chunks, HV, C), g.new_empty(g.shape))
     dbeta = at.join(dbeta_.view(at.chunks, HV, C), beta.new_empty(beta.shape))
     dfirst = dstates[: at.N * HV].view(at.N, HV, K, V)
-    return dq, dk, dv, dg, dbeta, None if initial_state is None else at.as_given(dfirst)
+    dinitial = None if call.initial_state is None else at.as_given(dfirst)
+    return Gradients(dq, dk, dv, dg, dbeta, initial_state=dinitial)
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
+def step(call: Step) -> tuple[Tensor, Tensor]:
     """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
+    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
+    state = call.state
     B, HV, K, V = state.shape
     dtype = state.dtype
     qk = torch.stack((q, k), 2).to(dtype)
-    if options.use_qk_l2norm_in_kernel:
+    if call.l2norm:
         qk = qk * (qk.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
     if q.shape[1] != HV:
         qk = qk.repeat_interleave(HV // q.shape[1], 1)
@@ -203,7 +177,7 @@ def step(
         -1, 1, 1
     )
     S.baddbmm_(qk[:, 1:].mT, u)
-    o = torch.bmm(qk[:, :1], S).mul_(options.scale)
+    o = torch.bmm(qk[:, :1], S).mul_(call.scale)
     return o.view(B, HV, V).to(v.dtype), S.view(B, HV, K, V)
 
 

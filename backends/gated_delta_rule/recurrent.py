@@ -5,12 +5,12 @@ Forward, per value head (arXiv:2412.06464, eq. 10, with the state stored as [K, 
     S'_t = exp(g_t) S_{t-1}         r_t = S'_t^T k_t            u_t = beta_t (v_t - r_t)
     S_t  = S'_t + k_t u_t^T         o_t = scale S_t^T q_t
 
-Backward, from the last token to the first, with D the gradient of S_t that later tokens left:
+Backward, from the last token to the first; dS is at first the gradient of S_t that later tokens cause:
 
-    dq_t = scale S_t do_t           D  += scale q_t do_t^T
-    du   = D^T k_t                  dbeta_t = <du, v_t - r_t>   dv_t = beta_t du
-    dk_t = D u_t - S'_t dv_t        D  -= k_t dv_t^T            (now the gradient of S'_t)
-    dg_t = <D, S'_t>                D  <- exp(g_t) D            (now the gradient of S_{t-1})
+    dq_t = scale S_t do_t           dS += scale q_t do_t^T
+    du   = dS^T k_t                 dbeta_t = <du, v_t - r_t>   dv_t = beta_t du
+    dk_t = dS u_t - S'_t dv_t       dS -= k_t dv_t^T            (now the gradient of S'_t)
+    dg_t = <dS, S'_t>               dS <- exp(g_t) dS           (now the gradient of S_{t-1})
 
 The state is float32, float64 for float64 inputs, whatever the dtype of q, k, v. Nothing is saved: backward
 walks forward once for the states at segment starts and again inside each segment, so memory grows with
@@ -24,128 +24,110 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from delta_trn.backends.registry import Options
+from delta_trn.backends.gated_delta_rule.contract import (
+    L2NORM_EPS,
+    Gradients,
+    Rule,
+    Shapes,
+    Step,
+    state_dtype,
+)
 
 # sqrt(2048) is 45: near the least memory at the longest case of the default suite, 32 + 64 states
 SEGMENT = 64
 
-L2NORM_EPS = 1e-6
 
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    options: Options,
-    *,
-    save: bool,
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """o, final_state and nothing to save; shapes as in `backends.gated_delta_rule`."""
-    Q, K, V, G, beta_ = _prepared(q, k, v, g, beta, options)
+def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Returns o and final_state; saves nothing."""
+    Q, K, V, g, beta = _prepare(call)
     o = V.new_empty(V.shape)
-    final = _zero_states(V, K, cu_seqlens)
-    for tokens, states in _sequences(V, cu_seqlens):
-        S = final[states] if initial_state is None else initial_state[states].to(V.dtype)
+    final = _zero_states(call)
+    for tokens, rows in _sequences(call):
+        S = final[rows] if call.initial_state is None else call.initial_state[rows].to(V.dtype)
         for t in tokens:
-            S = _written(S, K[:, t], V[:, t], G[:, t], beta_[:, t])
-            o[:, t] = options.scale * _read(S, Q[:, t])
-        final[states] = S
-    return o.to(v.dtype), final if options.output_final_state else None, []
+            S = _write(S, K[:, t], V[:, t], g[:, t], beta[:, t])
+            o[:, t] = call.scale * _read(S, Q[:, t])
+        final[rows] = S
+    return o.to(call.v.dtype), final if call.output_final_state else None, []
 
 
-def backward(
-    do: Tensor,
-    dstate: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: list[Tensor],
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
-    Q, K, V, G, beta_ = _prepared(q, k, v, g, beta, options)
+def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
+    """Returns the gradients; walks each segment forward for its states, then back."""
+    Q, K, V, g, beta = _prepare(call)
     dO = do.to(V.dtype)
-    dQ, dK, dV, dG, dbeta = (x.new_zeros(x.shape) for x in (Q, K, V, G, beta_))
-    first = _zero_states(V, K, cu_seqlens) if initial_state is None else initial_state.to(V.dtype)
+    dQ, dK, dV, dg, dbeta = (x.new_zeros(x.shape) for x in (Q, K, V, g, beta))
+    first = _zero_states(call) if call.initial_state is None else call.initial_state.to(V.dtype)
     dfirst = first.new_zeros(first.shape) if dstate is None else dstate.to(V.dtype).clone()
-    for tokens, states in _sequences(V, cu_seqlens):
-        D, S = dfirst[states], first[states]
+    for tokens, rows in _sequences(call):
+        dS, S = dfirst[rows], first[rows]
         starts = []
         for t in tokens:
             if (t - tokens.start) % SEGMENT == 0:
                 starts.append(S)
-            S = _written(S, K[:, t], V[:, t], G[:, t], beta_[:, t])
+            S = _write(S, K[:, t], V[:, t], g[:, t], beta[:, t])
         for segment in reversed(range(len(starts))):
             segment_tokens = tokens[segment * SEGMENT : (segment + 1) * SEGMENT]
             before = [starts[segment]]
             for t in segment_tokens[:-1]:
-                before.append(_written(before[-1], K[:, t], V[:, t], G[:, t], beta_[:, t]))
+                before.append(_write(before[-1], K[:, t], V[:, t], g[:, t], beta[:, t]))
             for t in reversed(segment_tokens):
-                at = (slice(None), t)
-                decay = G[at].exp()[..., None, None]
+                token = (slice(None), t)  # of every row of the batch
+                decay = g[token].exp()[..., None, None]
                 S_decayed = decay * before.pop()
-                missing = V[at] - _read(S_decayed, K[at])
-                u = beta_[at][..., None] * missing
-                dQ[at] = options.scale * (_recalled(S_decayed, dO[at]) + _dot(u, dO[at]) * K[at])
-                D = D + _outer(options.scale * Q[at], dO[at])
-                du = _read(D, K[at])
-                dbeta[at] = (du * missing).sum(-1)
-                dV[at] = beta_[at][..., None] * du
-                dK[at] = _recalled(D, u) - _recalled(S_decayed, dV[at])
-                D = D - _outer(K[at], dV[at])
-                dG[at] = (D * S_decayed).sum((-1, -2))
-                D = decay * D
-        dfirst[states] = D
-    dq = _ungrouped(dQ, q, options).to(q.dtype)
-    dk = _ungrouped(dK, k, options).to(k.dtype)
-    dinitial = None if initial_state is None else dfirst.to(initial_state.dtype)
-    return dq, dk, dV.to(v.dtype), dG.to(g.dtype), dbeta.to(beta.dtype), dinitial
+                missing = V[token] - _read(S_decayed, K[token])
+                u = beta[token][..., None] * missing
+                dQ[token] = call.scale * (_apply(S_decayed, dO[token]) + _dot(u, dO[token]) * K[token])
+                dS = dS + _outer(call.scale * Q[token], dO[token])
+                du = _read(dS, K[token])
+                dbeta[token] = (du * missing).sum(-1)
+                dV[token] = beta[token][..., None] * du
+                dK[token] = _apply(dS, u) - _apply(S_decayed, dV[token])
+                dS = dS - _outer(K[token], dV[token])
+                dg[token] = (dS * S_decayed).sum((-1, -2))
+                dS = decay * dS
+        dfirst[rows] = dS
+    dq = _gradient_of_input(dQ, call.q, call.l2norm).to(call.q.dtype)
+    dk = _gradient_of_input(dK, call.k, call.l2norm).to(call.k.dtype)
+    dinitial = None if call.initial_state is None else dfirst.to(call.initial_state.dtype)
+    return Gradients(
+        dq, dk, dV.to(call.v.dtype), dg.to(call.g.dtype), dbeta.to(call.beta.dtype), initial_state=dinitial
+    )
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
-    """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
-    prepared = _prepared(*(x.unsqueeze(1) for x in (q, k, v, g, beta)), options=options)
-    Q, K, V, G, beta_ = (x[:, 0] for x in prepared)
-    S = _written(state.to(V.dtype), K, V, G, beta_)
-    return (options.scale * _read(S, Q)).to(v.dtype), S
+def step(call: Step) -> tuple[Tensor, Tensor]:
+    """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
+    one_token = Rule(
+        *(x.unsqueeze(1) for x in (call.q, call.k, call.v, call.g, call.beta)), l2norm=call.l2norm
+    )
+    Q, K, V, g, beta = (x[:, 0] for x in _prepare(one_token))
+    S = _write(call.state.to(V.dtype), K, V, g, beta)
+    return (call.scale * _read(S, Q)).to(call.v.dtype), S
 
 
-def saved_shapes(
-    q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, options: Options
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Nothing is saved."""
+def saved_shapes(call: Rule) -> Shapes:
+    """Returns nothing, since nothing is saved."""
     return []
 
 
-def _written(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """S_t from S_{t-1} [.., K, V] and one token's k [.., K], v [.., V], g, beta [..]."""
+def _write(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Returns S_t from S_{t-1} [.., K, V] and one token's k [.., K], v [.., V], g, beta [..]."""
     S = g.exp()[..., None, None] * S
     u = beta[..., None] * (v - _read(S, k))
     return S + _outer(k, u)
 
 
 def _read(S: Tensor, k: Tensor) -> Tensor:
-    """S^T k."""
+    """Returns S^T k."""
     return (k[..., None, :] @ S).squeeze(-2)
 
 
-def _recalled(S: Tensor, v: Tensor) -> Tensor:
-    """S v."""
+def _apply(S: Tensor, v: Tensor) -> Tensor:
+    """Returns S v."""
     return (S @ v[..., None]).squeeze(-1)
 
 
 def _outer(k: Tensor, v: Tensor) -> Tensor:
-    """k v^T."""
+    """Returns k v^T."""
     return k[..., None] * v[..., None, :]
 
 
@@ -153,14 +135,12 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1, keepdim=True)
 
 
-def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Everything in the state's dtype, q and k normalized where asked and one per value head."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    group = v.shape[2] // q.shape[2]
-    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
-    if options.use_qk_l2norm_in_kernel:
+def _prepare(call: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns q, k, v, g, beta in the state's dtype, q and k normalized where asked, one per value head."""
+    dtype = state_dtype(call.q.dtype)
+    group = call.v.shape[2] // call.q.shape[2]
+    q, k, v, g, beta = (x.to(dtype) for x in (call.q, call.k, call.v, call.g, call.beta))
+    if call.l2norm:
         q, k = (x * _reciprocal_norm(x) for x in (q, k))
     q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
     return q, k, v, g, beta
@@ -170,10 +150,13 @@ def _reciprocal_norm(x: Tensor) -> Tensor:
     return (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
 
 
-def _ungrouped(dy: Tensor, x: Tensor, options: Options) -> Tensor:
-    """Gradient of x [B, T, H, K] from that of its normalized copies, dy [B, T, HV, K]: r (dy - y <y, dy>)."""
+def _gradient_of_input(dy: Tensor, x: Tensor, l2norm: bool) -> Tensor:
+    """Returns the gradient of x [B, T, H, K] from dy [B, T, HV, K], that of its copies y, one per value head.
+
+    Normalized copies are y = r x with r = 1 / |x|:  dx = r (dy - y <y, dy>).
+    """
     dy = dy.unflatten(2, (x.shape[2], -1)).sum(3)
-    if not options.use_qk_l2norm_in_kernel:
+    if not l2norm:
         return dy
     x = x.to(dy.dtype)
     r = _reciprocal_norm(x)
@@ -181,16 +164,16 @@ def _ungrouped(dy: Tensor, x: Tensor, options: Options) -> Tensor:
     return r * (dy - y * _dot(y, dy))
 
 
-def _zero_states(V: Tensor, K: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    N = V.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return V.new_zeros((N, V.shape[2], K.shape[3], V.shape[3]))
+def _zero_states(call: Rule) -> Tensor:
+    shape = (call.sequences, call.v.shape[2], call.k.shape[3], call.v.shape[3])
+    return call.v.new_zeros(shape, dtype=state_dtype(call.q.dtype))
 
 
-def _sequences(V: Tensor, cu_seqlens: Tensor | None) -> Iterator[tuple[range, slice]]:
-    """Tokens, and rows of the states, that go together: the whole batch at once, or one packed sequence."""
-    if cu_seqlens is None:
-        yield range(V.shape[1]), slice(None)
+def _sequences(call: Rule) -> Iterator[tuple[range, slice]]:
+    """Yields tokens, and the rows of their states: the whole batch at once, or one packed sequence."""
+    if call.cu_seqlens is None:
+        yield range(call.v.shape[1]), slice(None)
         return
-    bounds = cu_seqlens.tolist()
+    bounds = call.cu_seqlens.tolist()
     for n in range(len(bounds) - 1):
         yield range(bounds[n], bounds[n + 1]), slice(n, n + 1)

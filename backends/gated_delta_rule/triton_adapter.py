@@ -6,13 +6,12 @@ lengths become tables by tensor operations, so every call may be captured in a C
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     chunk_counts,
     chunk_tables,
@@ -20,7 +19,6 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     segment_tables,
 )
 from delta_trn.triton_kernels import (
-    delta_residual,
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
     gated_delta_rule_step,
@@ -32,84 +30,43 @@ from delta_trn.triton_kernels.launch import Tile as Tile
 from delta_trn.triton_kernels.launch import adjusted as adjusted
 from delta_trn.triton_kernels.launch import config
 
-if TYPE_CHECKING:
-    from delta_trn.backends.registry import Options
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-SaveH = Literal["auto", True, False]
-
-# 512 MiB a call: eight layers of the paper's width-1024 model at 30 x 1024 tokens keep 2.3 GB in all
-SAVE_H_BYTES = 512 * 2**20
-
-_save_h: SaveH = "auto"
+# Whether forward keeps h and U (the states at chunk starts and what each chunk writes) for backward. True
+# spends (2 K / C + 2) V bytes of bfloat16 per token and value head and spares backward one scan; False
+# recomputes them; "auto" keeps them up to KEPT_BYTES per call.
+KEEP_STATES: Literal["auto", True, False] = "auto"
+# 512 MiB: eight layers of the paper's width-1024 model at 30 x 1024 tokens keep 2.3 GB in all
+KEPT_BYTES = 512 * 2**20
 
 
-def keep_states(save_h: SaveH) -> None:
-    """Whether forward keeps h and U (the states at chunk starts and what each chunk writes) for backward.
-
-    True spends (2 K / C + 2) V bytes of bfloat16 per token and value head and spares backward one scan; False
-    recomputes them; "auto", the default, keeps them up to SAVE_H_BYTES a call. Raises ValueError for other
-    values.
-    """
-    global _save_h
-    if save_h not in ("auto", True, False):
-        raise ValueError(f"save_h={save_h!r} is none of 'auto', True, False; pass one of them")
-    _save_h = save_h
-
-
-def on_its_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Launches where the first tensor is: left alone, Triton launches on the current device."""
-
-    @wraps(function)
-    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with torch.cuda.device_of(args[0]):
-            return function(*args, **kwargs)
-
-    return guarded
-
-
-@on_its_device
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    options: Options,
-    *,
-    save: bool,
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """o, final_state and what `backward` reads: N, P, rows; states, A of segments; h, U. The last two pairs
     are empty tensors where sequences stay whole and where states are not kept.
     """
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    initial_state = None if initial_state is None else initial_state.contiguous()
+    q, k, v, g, beta = (x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta))
+    initial_state = None if call.initial_state is None else call.initial_state.contiguous()
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     row = config(K, V, itemsize=q.element_size())
-    chunks, gates = chunk_tables(q, cu_seqlens, row.C), options.gates
+    chunks = chunk_tables(q, call.cu_seqlens, row.C)
     N, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared(chunks, HV, q.dtype))
     gated_delta_rule_fwd.prepare(
         q,
         k,
         g,
         beta,
-        gates.A_log,
-        gates.dt_bias,
+        call.A_log,
+        call.dt_bias,
         N,
         P,
         rows,
-        scale=options.scale,
-        l2norm=options.use_qk_l2norm_in_kernel,
-        beta_max=gates.beta_max,
+        scale=call.scale,
+        l2norm=call.l2norm,
+        beta_max=call.beta_max,
         chunks=chunks,
         config=row,
     )
     o = torch.empty_like(v)
     final_state = None
-    if options.output_final_state:
+    if call.output_final_state:
         final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
     states = A = h = U = None
     scanned, start, final = chunks, initial_state, final_state
@@ -134,32 +91,19 @@ def forward(
     return o, final_state, [q.new_empty(0) if x is None else x for x in (N, P, rows, states, A, h, U)]
 
 
-@on_its_device
-def backward(
-    do: Tensor,
-    dstate: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: list[Tensor],
-    options: Options,
-) -> tuple[Tensor | None, ...]:
+def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype.
 
     Where the gates are made here, then those of A_log and dt_bias (None without one).
     """
-    do, q, k, v, g, beta = (x.contiguous() for x in (do.to(q.dtype), q, k, v, g, beta))
-    initial_state = None if initial_state is None else initial_state.contiguous()
+    q, k, v, g, beta = (x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta))
+    do = do.to(q.dtype).contiguous()
+    initial_state = None if call.initial_state is None else call.initial_state.contiguous()
     dstate = None if dstate is None else dstate.contiguous()
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     row = config(K, V, itemsize=q.element_size())
-    chunks = chunk_tables(q, cu_seqlens, row.C)
-    scale = options.scale
+    chunks = chunk_tables(q, call.cu_seqlens, row.C)
     N, P, rows, states, A, h, U = saved
     scanned = chunks
     dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
@@ -197,75 +141,52 @@ def backward(
     per_head = q.dtype if HV == H else torch.float32
     dq, dk = (q.new_empty((B, T, HV, K), dtype=per_head) for _ in range(2))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-    gates, dgates = options.gates, None
-    if gates.A_log is not None:
+    dgates = None
+    if call.A_log is not None:
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
     gated_delta_rule_bwd.gradients(
-        q, k, do, g, beta, gates.A_log, gates.dt_bias, rows, h, U, dY, dh, vdY, carry,
-        dq=dq, dk=dk, dg=dg, dbeta=dbeta, dgates=dgates, scale=scale, l2norm=options.use_qk_l2norm_in_kernel,
-        beta_max=gates.beta_max, chunks=chunks, config=row,
+        q, k, do, g, beta, call.A_log, call.dt_bias, rows, h, U, dY, dh, vdY, carry,
+        dq=dq, dk=dk, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm,
+        beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
     if dgates is None:
-        return dq, dk, dv, dg, dbeta, dinitial
+        return Gradients(dq, dk, dv, dg, dbeta, initial_state=dinitial)
     # two sums, since results of an operator may not share memory
     dA_log, ddt_bias = (
         None if x is None else part.sum(0).to(x.dtype)
-        for x, part in zip((gates.A_log, gates.dt_bias), dgates.unbind(2), strict=True)
+        for x, part in zip((call.A_log, call.dt_bias), dgates.unbind(2), strict=True)
     )
-    return dq, dk, dv, dg, dbeta, dinitial, dA_log, ddt_bias
+    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
-@on_its_device
-def step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
+def step(call: Step) -> tuple[Tensor, Tensor]:
     """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
-    q, k, v, g, beta, state = (x.contiguous() for x in (q, k, v, g, beta, state))
+    q, k, v, g, beta, state = (
+        x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta, call.state)
+    )
     o, new = torch.empty_like(v), torch.empty_like(state)
-    gates = options.gates
     gated_delta_rule_step.step(
-        q, k, v, g, beta, gates.A_log, gates.dt_bias, state, o, new,
-        scale=options.scale, l2norm=options.use_qk_l2norm_in_kernel, beta_max=gates.beta_max,
+        q, k, v, g, beta, call.A_log, call.dt_bias, state, o, new,
+        scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
     )  # fmt: skip
     return o, new
 
 
-@on_its_device
-def delta_residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> Tensor:
-    """X' = X + beta k (v^T - k^T X): x [M, D, DV], k [M, D], v [M, DV], beta [M]; k_eps None: k as it is."""
-    x, k, v, beta = (y.contiguous() for y in (x, k, v, beta))
-    out = torch.empty_like(x)
-    delta_residual.forward(x, k, v, beta, out, k_eps=k_eps)
-    return out
-
-
-@on_its_device
-def delta_residual_backward(
-    dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, k, v, beta, each in its input's dtype."""
-    dout, x, k, v, beta = (y.contiguous() for y in (dout, x, k, v, beta))
-    dx, dk, dv, dbeta = (torch.empty_like(y) for y in (x, k, v, beta))
-    delta_residual.backward(dout, x, k, v, beta, dx=dx, dk=dk, dv=dv, dbeta=dbeta, k_eps=k_eps)
-    return dx, dk, dv, dbeta
-
-
-def saved_shapes(
-    q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, options: Options
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def saved_shapes(call: Rule) -> Shapes:
     """Shapes and dtypes of what `forward` saves, from shapes alone."""
-    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    q, (HV, V) = call.q, call.v.shape[2:]
+    K = q.shape[3]
     row = config(K, V, itemsize=q.element_size())
-    chunks = chunk_counts(q, cu_seqlens, row.C)
+    chunks = chunk_counts(q, call.cu_seqlens, row.C)
     count = segment_count(chunks, HV, K, V, row, q.device)
     split = _segments(count, HV, K, V) if count else [((0,), q.dtype)] * 2
     kept = _states(chunks, HV, K, V, q.dtype) if _keeps(chunks, HV, K, V, q.dtype) else [((0,), q.dtype)] * 2
     return [*_prepared(chunks, HV, q.dtype), *split, *kept]
 
 
-def _prepared(chunks: Chunks, HV: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _prepared(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
     """N, P, rows."""
     C = chunks.size
     words = 1 if dtype == torch.float32 else 2
@@ -273,19 +194,17 @@ def _prepared(chunks: Chunks, HV: int, dtype: torch.dtype) -> list[tuple[tuple[i
     return [((*head, words, C, C), dtype), ((*head, C, C), dtype), ((*head, 8, C), torch.float32)]
 
 
-def _states(
-    chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _states(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> Shapes:
     """h, U."""
     return [((chunks.count, HV, V, K), dtype), ((chunks.count, HV, chunks.size, V), dtype)]
 
 
-def _segments(count: int, HV: int, K: int, V: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _segments(count: int, HV: int, K: int, V: int) -> Shapes:
     """States at the beginning of segments, and A."""
     return [((count, HV, K, V), torch.float32), ((count, HV, K, K), torch.float32)]
 
 
 def _keeps(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> bool:
-    if _save_h == "auto":
-        return chunks.count * HV * V * (K + chunks.size) * dtype.itemsize <= SAVE_H_BYTES
-    return _save_h
+    if KEEP_STATES == "auto":
+        return chunks.count * HV * V * (K + chunks.size) * dtype.itemsize <= KEPT_BYTES
+    return KEEP_STATES

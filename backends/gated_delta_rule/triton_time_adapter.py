@@ -16,23 +16,10 @@ from torch import Tensor
 from delta_trn.triton_kernels.chunks import PROCESSORS, Chunks, Segments, chunks_per_segment
 from delta_trn.triton_kernels.launch import Config
 
-SegmentLength = Literal["auto"] | int | None
-
-_segment: SegmentLength = "auto"
-
-
-def split_sequences(segment: SegmentLength) -> None:
-    """Whether sequences are cut into segments that are scanned side by side, and of how many chunks.
-
-    "auto", the default, cuts where the scans of whole sequences would leave most of the device idle; None
-    never cuts. Backward cuts as forward did. Raises ValueError for other values.
-    """
-    global _segment
-    if segment not in ("auto", None) and not (isinstance(segment, int) and segment > 0):
-        raise ValueError(
-            f"segment={segment!r} is none of 'auto', None and a number of chunks; pass one of them"
-        )
-    _segment = segment
+# How many chunks make a segment: sequences are cut into segments that are scanned side by side. "auto" cuts
+# where the scans of whole sequences would leave most of the device idle; None never cuts. Backward must cut as
+# forward did.
+SEGMENT: Literal["auto"] | int | None = "auto"
 
 
 def chunk_counts(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
@@ -94,8 +81,8 @@ def _count(chunks: Chunks, length: int) -> int:
 
 def _length(chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device) -> int:
     """Chunks in a segment; 0: sequences stay whole."""
-    if _segment != "auto":
-        return _segment or 0
+    if SEGMENT != "auto":
+        return SEGMENT or 0
     NV, NK = (-(-size // config.scan.columns) for size in (V, K))
     average = chunks.per_sequence // (chunks.sequences if chunks.packed else 1)
     programs, processors = chunks.sequences * HV * NV, _processors(device)

@@ -7,15 +7,14 @@ kernels take its place where there are some. A name in `backend` is strict; the 
 
 from __future__ import annotations
 
-from operator import index
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from delta_trn.backends import registry
-from delta_trn.backends.checks import finite
-from delta_trn.backends.layers import checks as layer_checks
+from delta_trn.backends.checks import require_finite
+from delta_trn.backends.layers import checks
+from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, SumNorm
 from delta_trn.backends.operator import Operator
 
 Activation = Literal["silu", "linear"]
@@ -44,13 +43,13 @@ def short_convolution(
     Sums are float32 (float64 for float64 inputs). Differentiable once in x, weight and prefix. Raises
     BackendRefusal, TypeError and ValueError as `gated_delta_rule` does.
     """
-    layer_checks.convolution(x, weight, prefix, position, activation)
-    sizes = index(x.shape[-1]), index(weight.shape[-1])
-    given = (x, weight, prefix, position)
-    name, save = _chosen(
-        "short_convolution", given, sizes, backend, form=activation, packed=position is not None
-    )
-    return _CONVOLUTION(*given, activation, save, backend=name)[0]
+    checks.convolution(x, weight, prefix, position, activation)
+    name, save = CONVOLUTION.choose(
+        (x, weight, prefix), {"C": x.shape[-1], "W": weight.shape[-1]}, backend,
+        form=activation, packed=position is not None,
+    )  # fmt: skip
+    (y,) = CONVOLUTION(Convolution(x, weight, prefix, position, activation), save=save, backend=name)
+    return y  # type: ignore[return-value]
 
 
 def gated_rms_norm(
@@ -67,10 +66,11 @@ def gated_rms_norm(
     Sums are float32 (float64 for float64 inputs). Differentiable once in all three; raises as
     `gated_delta_rule` does.
     """
-    layer_checks.norm(x, {"gate": gate}, weight, eps)
-    given, form = (x, gate, weight), "plain" if gate is None else "gated"
-    name, save = _chosen("gated_rms_norm", given, (index(x.shape[-1]), 1), backend, form=form)
-    return _NORM(*given, eps, save, backend=name)[0]
+    checks.norm(x, {"gate": gate}, weight, eps)
+    form = "plain" if gate is None else "gated"
+    name, save = NORM.choose((x, gate, weight), {"N": x.shape[-1]}, backend, form=form)
+    (y,) = NORM(GatedNorm(x, gate, weight, eps), save=save, backend=name)
+    return y  # type: ignore[return-value]
 
 
 def add_rms_norm(
@@ -86,13 +86,12 @@ def add_rms_norm(
 
     Numerics and errors as for `gated_rms_norm`; differentiable through both results.
     """
-    layer_checks.norm(x, {"residual": residual}, weight, eps)
+    checks.norm(x, {"residual": residual}, weight, eps)
     if torch.promote_types(x.dtype, residual.dtype) != residual.dtype:
         raise TypeError(f"x is {x.dtype}, residual is {residual.dtype}; cast x: the sum has residual's dtype")
-    given = (x, residual, weight)
-    name, save = _chosen("add_rms_norm", given, (index(x.shape[-1]), 1), backend)
-    y, total = _SUM_NORM(*given, eps, save, backend=name)
-    return y, total
+    name, save = SUM_NORM.choose((x, residual, weight), {"N": x.shape[-1]}, backend)
+    y, total = SUM_NORM(SumNorm(x, residual, weight, eps), save=save, backend=name)
+    return y, total  # type: ignore[return-value]
 
 
 def linear_cross_entropy(
@@ -110,75 +109,49 @@ def linear_cross_entropy(
     Gradients are computed together with the loss, some tokens at a time: one softmax, nothing recomputed.
     Differentiable once in hidden and weight; raises as `gated_delta_rule` does.
     """
-    layer_checks.readout(hidden, weight, targets)
-    sizes = index(weight.shape[1]), index(weight.shape[0])
-    given = (hidden, weight, targets)
-    name, save = _chosen("linear_cross_entropy", given, sizes, backend)
-    return _CROSS_ENTROPY(*given, ignore_index, save, backend=name)[0]
+    checks.readout(hidden, weight, targets)
+    sizes = {"d": weight.shape[1], "vocabulary": weight.shape[0]}
+    name, save = CROSS_ENTROPY.choose((hidden, weight), sizes, backend)
+    (loss,) = CROSS_ENTROPY(Readout(hidden, weight, targets, ignore_index), save=save, backend=name)
+    return loss  # type: ignore[return-value]
 
 
-def _chosen(
-    op: str,
-    given: tuple[Tensor | None, ...],
-    sizes: tuple[int, int],
-    backend: str | None,
-    *,
-    form: str = "",
-    packed: bool = False,
-) -> tuple[str, bool]:
-    """The backend's name, and whether gradients are wanted."""
-    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    x, selection = given[0], registry.SELECTION
-    assert x is not None
-    name = registry.chosen_name(
-        op, x.device.type, x.dtype, (1, 1, *sizes), packed, gradients, backend,
-        selection.allow, selection.name, form,
-    )  # fmt: skip
-    return name, gradients
-
-
-_CONVOLUTION = Operator(
+CONVOLUTION = Operator(
     "short_convolution",
-    tensors=("x", "weight", "prefix?", "position?"),
-    options={"activation": "str", "save": "bool"},
-    fakes=lambda x, *rest: [x.new_empty(x.shape)],
+    Convolution,
+    prefix="short_convolution_",
+    fakes=lambda call: [call.x.new_empty(call.x.shape)],
     gradients=(("x",), ("weight",), ("prefix",)),
-    values=lambda x, weight, prefix, *rest: finite({"x": x, "weight": weight, "prefix": prefix}),
+    values=lambda call: require_finite({"x": call.x, "weight": call.weight, "prefix": call.prefix}),
 )
-_NORM = Operator(
+NORM = Operator(
     "gated_rms_norm",
-    tensors=("x", "gate?", "weight"),
-    options={"eps": "float", "save": "bool"},
-    fakes=lambda x, *rest: [x.new_empty(x.shape)],
-    values=lambda x, gate, weight, *rest: finite({"x": x, "gate": gate, "weight": weight}),
+    GatedNorm,
+    prefix="gated_rms_norm_",
+    fakes=lambda call: [call.x.new_empty(call.x.shape)],
+    values=lambda call: require_finite({"x": call.x, "gate": call.gate, "weight": call.weight}),
 )
-_SUM_NORM = Operator(
+SUM_NORM = Operator(
     "add_rms_norm",
-    tensors=("x", "residual", "weight"),
-    options={"eps": "float", "save": "bool"},
+    SumNorm,
+    prefix="add_rms_norm_",
     outputs=("y", "total"),
-    fakes=lambda x, residual, *rest: [residual.new_empty(residual.shape), residual.new_empty(residual.shape)],
+    fakes=lambda call: [call.residual.new_empty(call.residual.shape) for _ in range(2)],
     # the total is in memory anyway, for what the residual stream meets next; its terms need not be
-    reads=("total", "weight"),
+    reads=("weight", "total"),
     gradients=(("x", "residual"), ("weight",)),
-    backward_fakes=lambda dy, dtotal, total, weight, *rest: [
-        total.new_empty(total.shape),
-        weight.new_empty(weight.shape),
-    ],
-    values=lambda x, residual, weight, *rest: finite({"x": x, "residual": residual, "weight": weight}),
+    gradient_fakes=lambda call, saved: [x.new_empty(x.shape) for x in (saved[0], call.weight)],
+    values=lambda call: require_finite({"x": call.x, "residual": call.residual, "weight": call.weight}),
 )
-_CROSS_ENTROPY = Operator(
+CROSS_ENTROPY = Operator(
     "linear_cross_entropy",
-    tensors=("hidden", "weight", "targets"),
-    options={"ignore_index": "int", "save": "bool"},
-    fakes=lambda hidden, *rest: [
-        hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    Readout,
+    prefix="linear_cross_entropy_",
+    fakes=lambda call: [
+        call.hidden.new_empty((), dtype=torch.promote_types(call.hidden.dtype, torch.float32))
     ],
     reads=(),
     gradients=(("hidden",), ("weight",)),
-    backward_fakes=lambda dloss, dhidden, dweight, *rest: [
-        dhidden.new_empty(dhidden.shape),
-        dweight.new_empty(dweight.shape),
-    ],
-    values=lambda hidden, weight, *rest: finite({"hidden": hidden, "weight": weight}),
+    gradient_fakes=lambda call, saved: [x.new_empty(x.shape) for x in saved[:2]],
+    values=lambda call: require_finite({"hidden": call.hidden, "weight": call.weight}),
 )

@@ -12,170 +12,152 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# How many logits at once. A CPU works from its caches, a GPU wants a thousand tokens of a large vocabulary.
-AT_ONCE = {"cpu": 2**20, "other": 2**26}
+from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, Shapes, SumNorm
+
+# How many logits are in memory at a time: a CPU works from its caches, and a GPU is busy only with a thousand tokens
+# of a large vocabulary.
+LOGITS = {"cpu": 2**20, "other": 2**26}
 
 
-def short_convolution_forward(
-    x: Tensor, weight: Tensor, prefix: Tensor | None, position: Tensor | None, activation: str, save: bool
-) -> tuple[Tensor, ...]:
-    """W shifted multiply-adds: on a CPU a quarter of the time of conv1d with groups, forward and backward."""
-    z = _convolved(_joined(x, weight.shape[1], prefix), _taps(x, weight), position)
-    if activation == "linear":
-        return (z.to(x.dtype),)
-    y = F.silu(z).to(x.dtype)
-    return (y, z) if _keeps_z(x, activation, save) else (y,)
+def short_convolution_forward(call: Convolution, *, save: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns y; saves z of float32 inputs.
+
+    W shifted multiply-adds take a quarter of the time of conv1d with groups on a CPU, forward and backward.
+    """
+    x, weight = call.x, call.weight
+    z = _convolve(_with_prefix(x, weight.shape[1], call.prefix), _taps(x, weight), call.position)
+    y = (z if call.activation == "linear" else F.silu(z)).to(x.dtype)
+    return y, [z] if save and _saves_z(call) else []
 
 
-def short_convolution_saved(
-    x: Tensor, weight: Tensor, prefix: Tensor | None, position: Tensor | None, activation: str, save: bool
-) -> list[tuple[torch.Size, torch.dtype]]:
-    """z."""
-    return [(x.shape, x.dtype)] if _keeps_z(x, activation, save) else []
+def short_convolution_saved_shapes(call: Convolution) -> Shapes:
+    """Returns the shape of z, where it is saved."""
+    return [(call.x.shape, call.x.dtype)] if _saves_z(call) else []
 
 
 def short_convolution_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    prefix: Tensor | None,
-    position: Tensor | None,
-    *kept: Tensor | str | bool,
+    dy: Tensor, call: Convolution, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx, dweight, dprefix; `kept` ends in the two options."""
+    """Returns dx, dweight, dprefix."""
+    x, weight, position = call.x, call.weight, call.position
     full, W, T = _full(x.dtype), weight.shape[1], x.shape[1]
-    joined, taps = _joined(x, W, prefix), _taps(x, weight)
+    joined, taps = _with_prefix(x, W, call.prefix), _taps(x, weight)
     dz = dy.to(full)
-    if kept[-2] == "silu":
-        z = kept[0] if isinstance(kept[0], Tensor) else _convolved(joined, taps, position)
+    if call.activation == "silu":
+        z = saved[0] if saved else _convolve(joined, taps, position)
         dz = torch.ops.aten.silu_backward(dz, z)
     dx = dz.new_zeros(joined.shape)
     dtaps = []
     for j in range(W):
-        part = _own(dz, position, W - 1 - j)
+        part = _within_sequence(dz, position, W - 1 - j)
         dx[:, j : j + T].addcmul_(part, taps[j])
         dtaps.append((part * joined[:, j : j + T]).sum((0, 1)))
     dx = dx.to(x.dtype)
-    dprefix = None if prefix is None else dx[:, : W - 1]
+    dprefix = None if call.prefix is None else dx[:, : W - 1]
     return dx[:, W - 1 :], torch.stack(dtaps, dim=1).to(weight.dtype), dprefix
 
 
-def gated_rms_norm_forward(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, save: bool
-) -> tuple[Tensor, ...]:
-    """y, and r of every row, which backward wants."""
-    full = x.to(_full(x.dtype))
-    r = _reciprocal_norm(full, eps)
-    y = (full * r).mul_(weight)
-    if gate is not None:
-        y = y * F.silu(gate.to(_full(gate.dtype)))
-    return y.to(x.dtype), *([r] if save else [])
+def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns y; saves the reciprocal norm of every row."""
+    y, r = _normalize(call.x, call.weight, call.eps)
+    if call.gate is not None:
+        y = y * F.silu(call.gate.to(_full(call.gate.dtype)))
+    return y.to(call.x.dtype), [r] if save else []
 
 
-def gated_rms_norm_saved(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, save: bool
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """r."""
-    return [((*x.shape[:-1], 1), _full(x.dtype))] if save else []
+def gated_rms_norm_saved_shapes(call: GatedNorm) -> Shapes:
+    """Returns the shape of the reciprocal norms."""
+    return [((*call.x.shape[:-1], 1), _full(call.x.dtype))]
 
 
 def gated_rms_norm_backward(
-    dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, r: Tensor, eps: float, save: bool
+    dy: Tensor, call: GatedNorm, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dx, dgate, dweight."""
+    """Returns dx, dgate, dweight."""
+    x, weight, (r,) = call.x, call.weight, saved
     dn, dgate = dy.to(_full(x.dtype)), None
-    if gate is not None:
-        z = gate.to(_full(gate.dtype))
-        dgate = torch.ops.aten.silu_backward(dn * ((x * r) * weight), z).to(gate.dtype)
+    if call.gate is not None:
+        z = call.gate.to(_full(call.gate.dtype))
+        dgate = torch.ops.aten.silu_backward(dn * ((x * r) * weight), z).to(call.gate.dtype)
         dn = dn * F.silu(z)
     dx, dweight = _norm_backward(dn, x, r, weight)
     return dx.to(x.dtype), dgate, dweight
 
 
-def add_rms_norm_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, save: bool
-) -> tuple[Tensor, ...]:
-    """y, total, and r of every row of total."""
-    total = residual + x
-    y, *kept = gated_rms_norm_forward(total, None, weight, eps, save)
-    return y, total, *kept
+def add_rms_norm_forward(call: SumNorm, *, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Returns y and total; saves the reciprocal norm of every row of total."""
+    total = call.residual + call.x
+    y, r = _normalize(total, call.weight, call.eps)
+    return y.to(total.dtype), total, [r] if save else []
 
 
-def add_rms_norm_saved(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, save: bool
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """r."""
-    return gated_rms_norm_saved(residual, None, weight, eps, save)
+def add_rms_norm_saved_shapes(call: SumNorm) -> Shapes:
+    """Returns the shape of the reciprocal norms."""
+    return [((*call.residual.shape[:-1], 1), _full(call.residual.dtype))]
 
 
 def add_rms_norm_backward(
-    dy: Tensor, dtotal: Tensor, total: Tensor, weight: Tensor, r: Tensor, eps: float, save: bool
+    dy: Tensor, dtotal: Tensor, call: SumNorm, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the sum, and so of both its terms; dweight."""
-    dx, dweight = _norm_backward(dy.to(_full(total.dtype)), total, r, weight)
+    """Returns the gradient of the sum, and so of both its terms, and dweight."""
+    total, r = saved
+    dx, dweight = _norm_backward(dy.to(_full(total.dtype)), total, r, call.weight)
     return dtotal + dx.to(total.dtype), dweight
 
 
-def linear_cross_entropy_forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, save: bool
-) -> tuple[Tensor, ...]:
-    """The mean loss, and where asked for dhidden, dweight, both times count, and count."""
-    return tokenwise_cross_entropy(hidden, weight, targets, ignore_index, save, _softmax_)
+def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns the mean loss; saves dhidden and dweight, both times the number of targets, and that number."""
+    return tokenwise_cross_entropy(call, save, _softmax_)
 
 
-def linear_cross_entropy_saved(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, save: bool
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """dhidden, dweight, count."""
-    full = _full(hidden.dtype)
-    return [(hidden.shape, hidden.dtype), (weight.shape, full), ((), full)] if save else []
+def linear_cross_entropy_saved_shapes(call: Readout) -> Shapes:
+    """Returns the shapes of dhidden, dweight and the number of targets."""
+    full = _full(call.hidden.dtype)
+    return [(call.hidden.shape, call.hidden.dtype), (call.weight.shape, full), ((), full)]
 
 
-def linear_cross_entropy_backward(
-    dloss: Tensor, dhidden: Tensor, dweight: Tensor, count: Tensor, ignore_index: int, save: bool
-) -> tuple[Tensor, Tensor]:
-    """dhidden, and dweight in full precision."""
+def linear_cross_entropy_backward(dloss: Tensor, call: Readout, saved: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns dhidden, and dweight in full precision."""
+    dhidden, dweight, count = saved
     share = dloss / count
     return (dhidden * share).to(dhidden.dtype), dweight * share
 
 
 def tokenwise_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
+    call: Readout,
     save: bool,
     softmax_: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]],
-) -> tuple[Tensor, ...]:
-    """Some tokens at a time; softmax_(logits [n, vocabulary], targets [n, 1], kept [n, 1], save) gives the
-    sum of their losses and, in the dtype of the logits, softmax(z) - onehot, zero where kept is.
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the mean loss, and what is saved, from the logits of some tokens at a time.
+
+    softmax_(logits [n, vocabulary], targets [n, 1], kept [n, 1], save) returns the sum of their losses and, in
+    the dtype of the logits, softmax(z) - onehot, zero where kept is.
     """
+    hidden, weight = call.hidden, call.weight
     full = _full(hidden.dtype)
     w = weight.to(hidden.dtype)
-    kept = targets != ignore_index
-    goals = targets.where(kept, 0)[:, None]
+    kept = call.targets != call.ignore_index
+    targets = call.targets.where(kept, 0)[:, None]
     kept = kept.to(full)[:, None]
     count = kept.sum().clamp(min=1)
     total = torch.zeros((), dtype=full, device=hidden.device)
     dhidden = []
     dweight = torch.zeros(weight.shape, dtype=full, device=weight.device) if save else None
-    chunk = max(AT_ONCE["cpu" if hidden.device.type == "cpu" else "other"] // weight.shape[0], 1)
-    for h, goal, keep in zip(hidden.split(chunk), goals.split(chunk), kept.split(chunk), strict=True):
-        loss, dz = softmax_(h @ w.t(), goal, keep, save)
+    rows = max(LOGITS["cpu" if hidden.device.type == "cpu" else "other"] // weight.shape[0], 1)
+    for h, target, keep in zip(hidden.split(rows), targets.split(rows), kept.split(rows), strict=True):
+        loss, dz = softmax_(h @ w.t(), target, keep, save)
         total += loss
         if dweight is not None and dz is not None:
             dhidden.append(dz @ w)
             dweight += dz.t() @ h
-    if dweight is None:
-        return (total / count,)
-    return total / count, torch.cat(dhidden), dweight, count
+    return total / count, [] if dweight is None else [torch.cat(dhidden), dweight, count]
 
 
-def _softmax_(logits: Tensor, goal: Tensor, keep: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
+def _softmax_(logits: Tensor, target: Tensor, keep: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
     log_p = torch.log_softmax(logits.to(keep.dtype), dim=1)
-    loss = -(log_p.gather(1, goal) * keep).sum()
+    loss = -(log_p.gather(1, target) * keep).sum()
     # the mean's 1 / count comes last, where it cannot underflow
-    dz = log_p.exp_().mul_(keep).scatter_add_(1, goal, -keep).to(logits.dtype) if save else None
+    dz = log_p.exp_().mul_(keep).scatter_add_(1, target, -keep).to(logits.dtype) if save else None
     return loss, dz
 
 
@@ -188,26 +170,32 @@ def _norm_backward(dn: Tensor, x: Tensor, r: Tensor, weight: Tensor) -> tuple[Te
     return n.addcmul_(h, along, value=-1).mul_(r), dweight.to(weight.dtype)
 
 
-def _reciprocal_norm(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns weight x / |x| and the reciprocal norm of every row, in full precision."""
+    full = x.to(_full(x.dtype))
+    r = torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
+    return (full * r).mul_(weight), r
 
 
-def _convolved(joined: Tensor, taps: Tensor, position: Tensor | None) -> Tensor:
-    """z [B, T, C] in full precision."""
+def _convolve(joined: Tensor, taps: Tensor, position: Tensor | None) -> Tensor:
+    """Returns z [B, T, C] in full precision."""
     W, T = taps.shape[0], joined.shape[1] - taps.shape[0] + 1
     z = joined[:, W - 1 :] * taps[W - 1]
     for j in range(W - 1):
-        z.addcmul_(_own(joined[:, j : j + T], position, W - 1 - j), taps[j])
+        z.addcmul_(_within_sequence(joined[:, j : j + T], position, W - 1 - j), taps[j])
     return z
 
 
-def _keeps_z(x: Tensor, activation: str, save: bool) -> bool:
-    """Narrower inputs make it again: rounded to them it would cost dweight a thousand times its error."""
-    return save and activation == "silu" and x.dtype == _full(x.dtype)
+def _saves_z(call: Convolution) -> bool:
+    """Returns whether z is saved: only for wide inputs.
+
+    Rounded to a narrower dtype, z would make the error of dweight a thousand times as large.
+    """
+    return call.activation == "silu" and call.x.dtype == _full(call.x.dtype)
 
 
-def _joined(x: Tensor, W: int, prefix: Tensor | None) -> Tensor:
-    """[B, W - 1 + T, C]: what came before, or zeros, then x."""
+def _with_prefix(x: Tensor, W: int, prefix: Tensor | None) -> Tensor:
+    """Returns [B, W - 1 + T, C]: what came before, or zeros, then x."""
     return F.pad(x, (0, 0, W - 1, 0)) if prefix is None else torch.cat([prefix, x], dim=1)
 
 
@@ -215,8 +203,8 @@ def _taps(x: Tensor, weight: Tensor) -> Tensor:
     return weight.to(_full(x.dtype)).t().contiguous()
 
 
-def _own(part: Tensor, position: Tensor | None, back: int) -> Tensor:
-    """[B, T, C], zero for tokens that do not have `back` others before them in their sequence."""
+def _within_sequence(part: Tensor, position: Tensor | None, back: int) -> Tensor:
+    """Returns `part`, zero for tokens with fewer than `back` others before them in their sequence."""
     return part if position is None or back == 0 else part * (position >= back)[:, None]
 
 

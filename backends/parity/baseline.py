@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from delta_trn.backends.registry import Options
 
 CHUNK = 64
 
@@ -57,12 +56,13 @@ def gated_delta_rule(
     beta: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    options: Options,
+    scale: float,
+    l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """o and final_state, shapes as in `backends.gated_delta_rule`; differentiable by PyTorch's autograd."""
     dtype, group = q.dtype, v.shape[2] // q.shape[2]
     q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
-    if options.use_qk_l2norm_in_kernel:
+    if l2norm:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
     q, k, v, g, beta = (x.movedim(1, 2) for x in (q, k, v, g, beta))  # [B, HV, T, ..]
@@ -77,7 +77,7 @@ def gated_delta_rule(
         for start in range(bounds[n], bounds[n + 1], CHUNK):
             chunk = slice(start, min(start + CHUNK, bounds[n + 1]))
             cut = [x[:, :, chunk] for x in (q, k, v, g, beta)]
-            o, S = _chunk(*cut, S=S, scale=options.scale, dtype=dtype)
+            o, S = _chunk(*cut, S=S, scale=scale, dtype=dtype)
             outputs.append(o)
         states.append(S)
     return torch.cat(outputs, dim=2).movedim(1, 2).to(dtype), torch.cat(states)

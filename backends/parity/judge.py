@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule import gated_delta_rule
+from delta_trn.backends.gated_delta_rule.contract import make_gates
 from delta_trn.backends.parity import baseline
 from delta_trn.backends.parity.rule_cases import PER_HEAD, Case, Inputs, inputs
-from delta_trn.backends.registry import Options
 
 FACTOR = 2.0
 DTYPES = (torch.float32, torch.bfloat16)
@@ -177,11 +177,11 @@ def baseline_outcome(given: Inputs) -> dict[str, Tensor]:
     """The same from the baseline."""
     leaves = _leaves(given)
     case = given.case
-    options = Options(case.K**-0.5, case.normalized_inside, True, given.cu_seqlens is not None)
     q, k, v, g, beta = (leaves[name] for name in ("q", "k", "v", "g", "beta"))
-    g, beta = replace(given, **leaves).gates().applied(g, beta)
+    beta_max = 0.0 if case.gates is None else 2.0 if case.reflect else 1.0
+    g, beta = make_gates(g, beta, leaves.get("A_log"), leaves.get("dt_bias"), beta_max)
     o, final_state = baseline.gated_delta_rule(
-        q, k, v, g, beta, leaves.get("initial_state"), given.cu_seqlens, options
+        q, k, v, g, beta, leaves.get("initial_state"), given.cu_seqlens, case.K**-0.5, case.normalized_inside
     )
     return _with_gradients(given, leaves, o, final_state)
 

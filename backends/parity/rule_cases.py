@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_rule.gates import AS_GIVEN, Gates
 
 Array = np.ndarray
 
@@ -278,12 +277,6 @@ class Inputs:
             return found
         gates = {"use_gate_in_kernel": True, "A_log": self.A_log, "dt_bias": self.dt_bias}
         return found | gates | {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect}
-
-    def gates(self) -> Gates:
-        """What g and beta are."""
-        if self.case.gates is None:
-            return AS_GIVEN
-        return Gates(self.A_log, self.dt_bias, 2.0 if self.case.reflect else 1.0)
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, those that are there."""

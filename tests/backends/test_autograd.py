@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import normalize
 
-from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, use
+from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, default_backend
 from delta_trn.backends.gated_delta_rule import autograd
 from delta_trn.backends.registry import adapter
 
@@ -297,6 +297,6 @@ def test_a_compiled_function_follows_the_process_default(monkeypatch):
     given = [x.detach() for x in tensors(state=False)]
     compiled = torch.compile(gated_delta_rule, backend="eager", fullgraph=True)
     for name in ("recurrent", "chunked", "recurrent"):
-        with use(name):
+        with default_backend(name):
             compiled(*given)
     assert ran == ["recurrent", "chunked", "recurrent"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from delta_trn.backends import BackendRefusal, checking, gated_delta_rule, gated_delta_rule_step, use
+from delta_trn.backends import BackendRefusal, checking, gated_delta_rule, gated_delta_rule_step, default_backend
 from delta_trn.backends.registry import adapter
 
 B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5
@@ -15,7 +15,7 @@ B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5
 
 @pytest.fixture(autouse=True)
 def _selection():
-    with use():
+    with default_backend():
         yield
 
 
@@ -191,7 +191,7 @@ def spy(monkeypatch):
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
 def test_the_backend_that_was_asked_for_is_the_one_that_ran(backend, spy):
     gated_delta_rule(**arguments(), backend=backend)
-    with use(backend):
+    with default_backend(backend):
         gated_delta_rule(**arguments())
         step = {name: x[:, 0] for name, x in arguments().items()}
         gated_delta_rule_step(**step, state=torch.zeros(B, HV, K, V))

@@ -14,7 +14,7 @@ from delta_trn.backends import (
     gated_rms_norm,
     linear_cross_entropy,
     short_convolution,
-    use,
+    default_backend,
 )
 from delta_trn.backends.layers import _CONVOLUTION, _CROSS_ENTROPY, _NORM, _SUM_NORM
 from delta_trn.backends.operator import Operator
@@ -183,7 +183,7 @@ def test_the_processes_default_is_a_first_choice():
     """A default that lacks an operation, or a size of it, leaves it to the device; a name does not."""
     call = Call("gated_rms_norm", "cpu", torch.float32, 1, 1, 64, 1, form="gated")
     assert choose(call).name == "chunked"
-    with use("nki-simulator"):
+    with default_backend("nki-simulator"):
         assert choose(call).name == "nki-simulator"
         assert choose(Call("add_rms_norm", "cpu", torch.float32, 1, 1, 64, 1)).name == "chunked"
         assert (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from delta_trn import backends
-from delta_trn.backends import BackendRefusal, registry, use
+from delta_trn.backends import BackendRefusal, registry, default_backend
 from delta_trn.backends import __main__ as command
 from delta_trn.backends.facts import ROOT
 from delta_trn.backends.registry import BACKENDS, Backend, Call, Capability, choose, register
@@ -18,7 +18,7 @@ CALL = Call("gated_delta_rule", "cpu", torch.float32, H=2, HV=2, K=64, V=64, gra
 
 @pytest.fixture(autouse=True)
 def _selection():
-    with use():
+    with default_backend():
         yield
 
 
@@ -57,7 +57,7 @@ def test_nothing_falls_back_on_a_device_without_its_own_backend():
 
 
 def test_a_backend_that_the_caller_allows_is_chosen_after_the_automatic_ones():
-    with use(allow=["chunked"]):
+    with default_backend(allow=["chunked"]):
         assert choose(replace(CALL, device="xla")).name == "chunked"
         assert choose(CALL).name == "chunked"
     with pytest.raises(BackendRefusal):
@@ -65,16 +65,16 @@ def test_a_backend_that_the_caller_allows_is_chosen_after_the_automatic_ones():
 
 
 def test_the_process_default_is_one_name_and_a_call_may_name_another():
-    use("recurrent")
+    default_backend("recurrent")
     assert choose(CALL).name == "recurrent"
     assert choose(CALL, "chunked").name == "chunked"
-    use()
+    default_backend()
     assert choose(CALL).name == "chunked"
 
 
 def test_use_restores_what_was_before_even_after_an_exception():
-    use("recurrent")
-    with pytest.raises(KeyError), use("chunked"):
+    default_backend("recurrent")
+    with pytest.raises(KeyError), default_backend("chunked"):
         assert choose(CALL).name == "chunked"
         raise KeyError
     assert choose(CALL).name == "recurrent"
@@ -89,7 +89,7 @@ def test_use_restores_what_was_before_even_after_an_exception():
 )
 def test_an_unknown_name_is_refused_when_it_is_set(given, message):
     with pytest.raises(BackendRefusal, match=message):
-        use(**given)
+        default_backend(**given)
     assert choose(CALL).name == "chunked"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_trn.backends import BackendRefusal, gated_delta_rule, use
+from delta_trn.backends import BackendRefusal, gated_delta_rule, default_backend
 from delta_trn.backends.declarations import _nki_missing
 from delta_trn.backends.gated_delta_rule import nki_adapter
 from delta_trn.backends.parity.judge import FACTOR, error, floor, outcome, verdicts
@@ -290,7 +290,7 @@ def training_step(name, dtype, kind, rounded=None):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + 2.0**-24 * torch.randn(p.shape, generator=generator, dtype=dtype))
-    with use(name):
+    with default_backend(name):
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
     return {"loss": loss.detach()} | {key: p.grad for key, p in model.named_parameters()}

@@ -82,12 +82,12 @@ def choose_backend(
 
     Raises BackendRefusal, with every reason, if none can or if the one that was asked for cannot.
     """
-    from delta_trn.backends import use
+    from delta_trn.backends import default_backend
     from delta_trn.backends.registry import Call, choose
 
     named = None if config.backend == "auto" else config.backend
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    with use(named):
+    with default_backend(named):
         chosen = choose(
             Call(
                 "gated_delta_rule",
@@ -113,5 +113,5 @@ def choose_backend(
             gradients=True,
         )
         choose(depth, chosen.name)
-    use(chosen.name)
+    default_backend(chosen.name)
     return chosen.name

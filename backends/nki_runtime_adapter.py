@@ -1,9 +1,13 @@
-"""NKI kernels as operators of TorchNeuron, PyTorch's own device on Trn2 and Trn3 ("neuron" tensors).
+"""Runs an NKI kernel on the tensors it is given: XLA's, TorchNeuron's, or the CPU's in a simulator.
 
-There a kernel may be called as it is, but a graph that torch.compile(backend="neuron") captures cannot see
-such a call. `torch_neuronx.nki_op` makes an operator of a function whose arguments have types, which are the
-operator's schema, and looks through the function while it compiles. So there is one function per kernel here,
-and nothing in it but the call. Differentiating stays where it is for every backend, above the adapters.
+    xla       the kernel is recorded in the lazy graph and compiled with it
+    neuron    the kernel is an operator of TorchNeuron, PyTorch's own device on Trn2 and Trn3
+    cpu       the kernel runs under `nki.simulate`: our simulator, or AWS's where its nki package is installed
+
+On TorchNeuron a kernel could be called directly, but a graph that torch.compile(backend="neuron") captures
+cannot see such a call. `torch_neuronx.nki_op` makes an operator of a function, reads its schema from the types of
+the arguments, and looks through the function while it compiles. So there is one function per kernel here, with
+nothing in it but the call.
 
 Sources: AWS's guide to NKI kernels in torch-neuronx 2.14 (Neuron SDK 2.33), and torch.library's rules for
 types of arguments.
@@ -11,26 +15,80 @@ types of arguments.
 
 # no annotations import: the types below must be types when nki_op reads them
 
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+import torch
 from torch import Tensor
 
+from delta_trn.backends.registry import BackendRefusal
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
+from delta_trn.nki_kernels.language import nki
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
+
+TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
+
+
+def run(kernel: Any, *args: Any) -> Any:
+    """Returns a kernel's output, or its outputs, on the device of its first tensor."""
+    if args[0].device.type != "cpu":
+        dense = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
+        return launch(kernel, dense) if args[0].device.type == "neuron" else kernel(*dense)
+    outputs = simulate(kernel, *(_array(x) if isinstance(x, Tensor) else x for x in args))
+    return tuple(map(_tensor, outputs)) if isinstance(outputs, tuple) else _tensor(outputs)
+
+
+def simulate(kernel: Any, *args: Any) -> Any:
+    """Returns the kernel's outputs on NumPy arrays.
+
+    The target is Trn1 unless Neuron's own variable names one: without it AWS's simulator takes the rules of
+    Trn3.
+    """
+    named = os.environ.get(TARGET)
+    os.environ[TARGET] = named or "trn1"
+    try:
+        return nki.simulate(kernel)(*args)
+    finally:
+        if named is None:
+            del os.environ[TARGET]
+
+
+def require_within_rsqrt(name: str, value: float, least: float) -> None:
+    """Raises BackendRefusal for an epsilon that the kernels' rsqrt does not take; they would fail an assertion."""
+    if value < least:
+        raise BackendRefusal(
+            f"nki and nki-simulator need {name} >= {least:.3g}, from where on the Scalar engine's rsqrt is "
+            f'exact; {name} is {value}: take a larger one, or backend="chunked"'
+        )
+
+
+def _array(x: Tensor) -> np.ndarray:
+    x = x.detach().contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def _tensor(x: np.ndarray) -> Tensor:
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
 
 
 def _rule_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
     scale: float, l2norm: bool, given: bool, every: int, C: int, lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
-    return _listed(
+    return _as_list(
         gated_delta_rule_fwd(
             q, k, v, g, beta, initial_state, scale, l2norm, given, every, C, lanes, width
         )
@@ -42,7 +100,7 @@ def _rule_backward(
     initial_state: Tensor | None, states: Tensor | None, scale: float, l2norm: bool, given: bool,
     started: bool, every: int, C: int, lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
-    return _listed(
+    return _as_list(
         gated_delta_rule_bwd(
             q, k, v, g, beta, do, dstate, initial_state, states, scale, l2norm, given, started, every, C,
             lanes, width,
@@ -53,41 +111,41 @@ def _rule_backward(
 def _rule_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, l2norm: bool
 ) -> list[Tensor]:
-    return _listed(gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm))
+    return _as_list(gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm))
 
 
 def _residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> list[Tensor]:
-    return _listed(delta_residual_fwd(x, k, v, beta, k_eps))
+    return _as_list(delta_residual_fwd(x, k, v, beta, k_eps))
 
 
 def _residual_backward(
     dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None
 ) -> list[Tensor]:
-    return _listed(delta_residual_bwd(dout, x, k, v, beta, k_eps))
+    return _as_list(delta_residual_bwd(dout, x, k, v, beta, k_eps))
 
 
 def _convolution_forward(
     x: Tensor, weight: Tensor, position: Tensor | None, packed: bool, prefix: Tensor | None = None,
     continued: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    return _listed(short_convolution_fwd(x, weight, position, packed, prefix, continued))
+    return _as_list(short_convolution_fwd(x, weight, position, packed, prefix, continued))
 
 
 def _convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, position: Tensor | None, packed: bool,
     prefix: Tensor | None = None, continued: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    return _listed(short_convolution_bwd(dy, x, weight, position, packed, prefix, continued))
+    return _as_list(short_convolution_bwd(dy, x, weight, position, packed, prefix, continued))
 
 
 def _norm_forward(x: Tensor, z: Tensor | None, weight: Tensor, eps: float, gated: bool) -> list[Tensor]:
-    return _listed(gated_rms_norm_fwd(x, z, weight, eps, gated))
+    return _as_list(gated_rms_norm_fwd(x, z, weight, eps, gated))
 
 
 def _norm_backward(
     dy: Tensor, x: Tensor, z: Tensor | None, weight: Tensor, eps: float, gated: bool
 ) -> list[Tensor]:
-    return _listed(gated_rms_norm_bwd(dy, x, z, weight, eps, gated))
+    return _as_list(gated_rms_norm_bwd(dy, x, z, weight, eps, gated))
 
 
 LAUNCHERS = (
@@ -104,23 +162,23 @@ LAUNCHERS = (
 
 
 def missing() -> str | None:
-    """Why kernels cannot run on "neuron" tensors here; None if they can."""
+    """Returns why kernels cannot run on "neuron" tensors here; None if they can."""
     try:
-        found = import_module("torch_neuronx")
+        package = import_module("torch_neuronx")
     except ModuleNotFoundError:
         return "needs torch_neuronx 2.14 and nki, from AWS Neuron's package index, on Trn2 or Trn3"
-    if not hasattr(found, "nki_op"):
+    if not hasattr(package, "nki_op"):
         return "needs torch_neuronx 2.14 (Neuron SDK 2.33): this one has no nki_op"
     return None
 
 
 def launch(kernel: Any, args: tuple[Any, ...]) -> Any:
-    """The kernel's output, or its outputs, through its operator."""
+    """Returns the kernel's output, or its outputs, through its operator."""
     operators = _operators()
     for i, (known, _) in enumerate(LAUNCHERS):
         if known is kernel:
-            found = operators[i](*args)
-            return found[0] if len(found) == 1 else tuple(found)
+            outputs = operators[i](*args)
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
     raise LookupError(f"kernel {kernel} has no launcher; add one to {__name__}.LAUNCHERS")
 
 
@@ -130,5 +188,5 @@ def _operators() -> list[Callable[..., list[Tensor]]]:
     return [nki_op(f"delta_trn::nki{f.__name__}", mutates_args={})(f) for _, f in LAUNCHERS]
 
 
-def _listed(outputs: Any) -> list[Tensor]:
+def _as_list(outputs: Any) -> list[Tensor]:
     return list(outputs) if isinstance(outputs, tuple) else [outputs]

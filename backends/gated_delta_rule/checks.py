@@ -1,0 +1,191 @@
+"""Checks of the rule's arguments, made before any work.
+
+`arguments`, `step_arguments` and `gate_arguments` read shapes, dtypes and devices only. `values` reads data: the
+bounds of packed sequences on CPU always, everything else only in check mode, since on an accelerator a look at
+data waits for it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, int64
+
+from delta_trn.backends.checks import (
+    in_brackets,
+    is_checking,
+    refuse_where,
+    require_dtypes,
+    require_finite,
+    require_one_device,
+    require_short_keys,
+    require_strengths,
+    require_tensors,
+    shape_of,
+)
+from delta_trn.backends.gated_delta_rule.contract import Rule, Step, make_gates, state_dtype
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raises TypeError or ValueError unless shapes, dtypes and devices fit `gated_delta_rule`."""
+    _shapes_agree(("B", "T"), q=q, k=k, v=v, g=g, beta=beta)
+    B, T = q.shape[:2]
+    if B == 0 or T == 0:
+        raise ValueError(
+            f"q {shape_of(q)} has B={B}, T={T}; both must be at least 1: skip the call for empty input"
+        )
+    require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
+    require_one_device(q, "q", {"k": k, "v": v, "g": g, "beta": beta})
+    sequences = B
+    if cu_seqlens is not None:
+        _packed_shapes(q, cu_seqlens)
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        _state(
+            "initial_state", initial_state, q, (sequences, v.shape[2], q.shape[3], v.shape[3]), "N, HV, K, V"
+        )
+
+
+def step_arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+    """Raises TypeError or ValueError unless shapes, dtypes and devices fit `gated_delta_rule_step`."""
+    _shapes_agree(("B",), q=q, k=k, v=v, g=g, beta=beta)
+    if q.shape[0] == 0:
+        raise ValueError(f"q {shape_of(q)} has B=0; it must be at least 1: skip the call for empty input")
+    require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
+    require_one_device(q, "q", {"k": k, "v": v, "g": g, "beta": beta})
+    _state("state", state, q, (q.shape[0], v.shape[1], q.shape[2], v.shape[2]), "B, HV, K, V")
+
+
+def gate_arguments(
+    q: Tensor,
+    HV: int,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> float:
+    """Returns beta_max (0: beta is a strength). Raises TypeError or ValueError for arguments about gates that do
+    not fit.
+    """
+    if use_gate_in_kernel and A_log is None:
+        raise ValueError("use_gate_in_kernel=True without A_log; pass A_log [HV], and dt_bias [HV] if any")
+    parameters = {name: x for name, x in (("A_log", A_log), ("dt_bias", dt_bias)) if x is not None}
+    if parameters and not use_gate_in_kernel:
+        raise ValueError(
+            f"{' and '.join(parameters)} given with use_gate_in_kernel=False; "
+            "pass True, with what the layer projects as g, or leave them out"
+        )
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "allow_neg_eigval=True doubles the sigmoid that use_beta_sigmoid_in_kernel=True takes here; "
+            "pass that too, or 2 sigmoid(z) as beta"
+        )
+    for name, x in parameters.items():
+        require_tensors(**{name: x})
+        if tuple(x.shape) != (HV,):
+            raise ValueError(f"{name} {shape_of(x)} is not [HV] = {in_brackets((HV,))}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} is {x.dtype}; pass a floating point tensor")
+    require_one_device(q, "q", parameters)
+    return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
+
+
+def _shapes_agree(lead: tuple[str, ...], **tensors: Tensor) -> None:
+    """Ranks and sizes that agree; `lead` names the dimensions before the heads."""
+    last = {"q": ("H", "K"), "k": ("H", "K"), "v": ("HV", "V"), "g": ("HV",), "beta": ("HV",)}
+    require_tensors(**tensors)
+    for name, x in tensors.items():
+        letters = lead + last[name]
+        if x.dim() != len(letters):
+            raise ValueError(
+                f"{name} {shape_of(x)} has {x.dim()} dimensions, expected [{', '.join(letters)}]"
+            )
+    q, k, v, n = tensors["q"], tensors["k"], tensors["v"], len(lead)
+    if q.shape != k.shape:
+        raise ValueError(f"q {shape_of(q)} and k {shape_of(k)} differ; both are [{', '.join(lead)}, H, K]")
+    for name in ("v", "g", "beta"):
+        x = tensors[name]
+        if x.shape[:n] != q.shape[:n]:
+            raise ValueError(
+                f"{name} {shape_of(x)} and q {shape_of(q)} differ in {' or '.join(lead)}; "
+                "all tensors cover the same tokens"
+            )
+        if x.shape[n] != v.shape[n]:
+            raise ValueError(
+                f"{name} {shape_of(x)} has {x.shape[n]} heads, v {shape_of(v)} has {v.shape[n]}; both are HV"
+            )
+    H, HV, K, V = q.shape[n], v.shape[n], q.shape[-1], v.shape[-1]
+    if min(H, HV, K, V) == 0:
+        raise ValueError(
+            f"H={H}, HV={HV}, K={K}, V={V} in q {shape_of(q)}, v {shape_of(v)}; all must be at least 1"
+        )
+    if HV % H:
+        raise ValueError(f"HV={HV} is not a multiple of H={H}; value head j reads query head j // (HV / H)")
+
+
+def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens is a {type(cu_seqlens).__name__}; pass an int64 tensor [N + 1]")
+    if cu_seqlens.dtype != int64:
+        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}, not torch.int64; convert it once with .long()")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens {shape_of(cu_seqlens)} is not [N + 1] with N >= 1; pass [0, end of 1st, ..., T]"
+        )
+    if q.shape[0] != 1:
+        raise ValueError(
+            f"B={q.shape[0]} with cu_seqlens; packed sequences lie end to end in one row: reshape to B=1"
+        )
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, q is on {q.device}; move it to q's device")
+
+
+def _state(name: str, state: Tensor, q: Tensor, wanted: tuple[int, ...], letters: str) -> None:
+    require_tensors(**{name: state})
+    if tuple(state.shape) != wanted:
+        raise ValueError(f"{name} {shape_of(state)} is not [{letters}] = {in_brackets(wanted)}")
+    dtype = state_dtype(q.dtype)
+    if state.dtype != dtype:
+        raise TypeError(
+            f"{name} is {state.dtype}; with {q.dtype} q it is {dtype}: states keep full precision"
+        )
+    if state.device != q.device:
+        raise ValueError(f"{name} is on {state.device}, q is on {q.device}; move it to q's device")
+
+
+def values(call: Rule | Step) -> None:
+    """Raises ValueError for data that no backend can make sense of; the module says when it looks."""
+    cu_seqlens = call.cu_seqlens if isinstance(call, Rule) else None
+    if cu_seqlens is not None and (is_checking() or cu_seqlens.device.type == "cpu"):
+        _bounds(cu_seqlens, call.q.shape[1])
+    if not is_checking():
+        return
+    require_finite(
+        {name: x for name, x in vars(call).items() if isinstance(x, Tensor) and name != "cu_seqlens"}
+    )
+    g, beta = make_gates(call.g, call.beta, call.A_log, call.dt_bias, call.beta_max)
+    refuse_where(
+        g > 0, "g", g, "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha"
+    )
+    require_strengths(beta, "sigmoid(b) or 2 sigmoid(b)")
+    if not call.l2norm:
+        require_short_keys(call.k, "use_qk_l2norm_in_kernel=True")
+
+
+def _bounds(cu_seqlens: Tensor, T: int) -> None:
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != T:
+        raise ValueError(f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must run from 0 to T={T}")
+    for n in range(len(bounds) - 1):
+        if bounds[n] > bounds[n + 1]:
+            raise ValueError(
+                f"cu_seqlens falls from {bounds[n]} at {n} to {bounds[n + 1]} at {n + 1}; "
+                "pass the running sum of the lengths"
+            )

@@ -1,0 +1,165 @@
+"""The contract between the gated delta rule and a backend: a call, its gradients, and four functions.
+
+To add a backend, write a module with the functions of `Adapter` and declare it in
+`backends.declarations`. The grid of `backends.parity` and its judge then apply to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+L2NORM_EPS = 1e-6
+
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One call of `gated_delta_rule`; shapes, dtypes and equations are in `backends.gated_delta_rule`.
+
+    A_log       if given, g is the projection a of the gate:  g <- -exp(A_log) softplus(a + dt_bias)
+    beta_max    if above 0, beta is a projection, too:  beta <- beta_max sigmoid(beta)
+    l2norm      q and k are to be normalized
+
+    Tensors may have any strides.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    scale: float = 1.0
+    beta_max: float = 0.0
+    l2norm: bool = False
+    output_final_state: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """N, the number of sequences."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of `gated_delta_rule_step`: one token per sequence, with the options of `Rule`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    scale: float = 1.0
+    beta_max: float = 0.0
+    l2norm: bool = False
+
+
+class Gradients(NamedTuple):
+    """The gradients of a `Rule`'s tensors, each in its tensor's shape and dtype; None where it is absent.
+
+    No two may share memory.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    initial_state: Tensor | None = None
+
+
+class Adapter(Protocol):
+    """A backend of the gated delta rule: a module with these four functions.
+
+    Arguments have been checked, autocast is off, and nothing here is recorded by autograd. Only a backend that
+    declares `Capability(gates=True)` ever sees `A_log` or `beta_max`; for the others PyTorch makes g and beta
+    before the call. A backend that declares `packed=False` never sees `cu_seqlens`.
+    """
+
+    def forward(self, call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Returns o, final_state and the tensors that backward needs besides the call's own.
+
+        final_state is None unless `call.output_final_state`; the list is empty unless `save`.
+        """
+        ...
+
+    def backward(self, do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
+        """Returns all gradients, from those of o and final_state (None: zeros) and what forward saved.
+
+        Under torch.compile the tensors are the caller's, so none may be written to.
+        """
+        ...
+
+    def step(self, call: Step) -> tuple[Tensor, Tensor]:
+        """Returns o and the new state; `call.state` stays as it is."""
+        ...
+
+    def saved_shapes(self, call: Rule) -> Shapes:
+        """Returns shape and dtype of what forward saves, from shapes alone: torch.compile asks with tensors
+        that have no data, and the lengths of packed sequences are not known.
+        """
+        ...
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of states, and of PyTorch's sums, for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
+    """Returns g = -exp(A_log) softplus(a + dt_bias), the logarithm of the decay (arXiv:2405.21060).
+
+    a is [..., HV], A_log and dt_bias are [HV]. float32 at least: a decay of 0.999 is 1 in bfloat16.
+
+        >>> log_decay(torch.zeros(1), torch.zeros(1)).exp()
+        tensor([0.5000])
+    """
+    a = _full(a)
+    return -_full(A_log).exp() * F.softplus(a if dt_bias is None else a + _full(dt_bias))
+
+
+def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:
+    """Returns beta = beta_max sigmoid(z), in float32 at least.
+
+    >>> write_strength(torch.zeros(1), beta_max=2.0)
+    tensor([1.])
+    """
+    return beta_max * _full(z).sigmoid()
+
+
+def make_gates(
+    g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
+) -> tuple[Tensor, Tensor]:
+    """Returns g and beta of a call; differentiable in everything that they are made of."""
+    with torch.autocast(g.device.type, enabled=False):
+        if A_log is not None:
+            g = log_decay(g, A_log, dt_bias)
+        if beta_max > 0:
+            beta = write_strength(beta, beta_max)
+    return g, beta
+
+
+def with_gates_made(call: Rule | Step) -> Rule | Step:
+    """Returns the call with g and beta made by PyTorch, for a backend whose kernels cannot make them."""
+    if call.A_log is None and not call.beta_max:
+        return call
+    g, beta = make_gates(call.g, call.beta, call.A_log, call.dt_bias, call.beta_max)
+    return replace(call, g=g, beta=beta, A_log=None, dt_bias=None, beta_max=0.0)
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
