@@ -5,9 +5,9 @@
     cpu       the kernel runs under `nki.simulate`: our simulator, or AWS's where its nki package is installed
 
 On TorchNeuron a kernel could be called directly, but a graph that torch.compile(backend="neuron") captures
-cannot see such a call. `torch_neuronx.nki_op` makes an operator of a function, reads its schema from the types of
-the arguments, and looks through the function while it compiles. So there is one function per kernel here, with
-nothing in it but the call.
+cannot see such a call. `torch_neuronx.nki_op` makes an operator of a function, reads its schema from the types
+of the arguments, and looks through the function while it compiles. So there is one function per kernel here,
+with nothing in it but the call.
 
 Sources: AWS's guide to NKI kernels in torch-neuronx 2.14 (Neuron SDK 2.33), and torch.library's rules for
 types of arguments.
@@ -43,8 +43,8 @@ def run(kernel: Any, *args: Any) -> Any:
     if args[0].device.type != "cpu":
         dense = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
         return launch(kernel, dense) if args[0].device.type == "neuron" else kernel(*dense)
-    outputs = simulate(kernel, *(_array(x) if isinstance(x, Tensor) else x for x in args))
-    return tuple(map(_tensor, outputs)) if isinstance(outputs, tuple) else _tensor(outputs)
+    outputs = simulate(kernel, *(to_array(x) if isinstance(x, Tensor) else x for x in args))
+    return tuple(map(to_tensor, outputs)) if isinstance(outputs, tuple) else to_tensor(outputs)
 
 
 def simulate(kernel: Any, *args: Any) -> Any:
@@ -63,7 +63,7 @@ def simulate(kernel: Any, *args: Any) -> Any:
 
 
 def require_within_rsqrt(name: str, value: float, least: float) -> None:
-    """Raises BackendRefusal for an epsilon that the kernels' rsqrt does not take; they would fail an assertion."""
+    """Raises BackendRefusal for an epsilon for which the kernels' rsqrt would fail an assertion."""
     if value < least:
         raise BackendRefusal(
             f"nki and nki-simulator need {name} >= {least:.3g}, from where on the Scalar engine's rsqrt is "
@@ -71,14 +71,14 @@ def require_within_rsqrt(name: str, value: float, least: float) -> None:
         )
 
 
-def _array(x: Tensor) -> np.ndarray:
+def to_array(x: Tensor) -> np.ndarray:
     x = x.detach().contiguous()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()
 
 
-def _tensor(x: np.ndarray) -> Tensor:
+def to_tensor(x: np.ndarray) -> Tensor:
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)

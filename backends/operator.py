@@ -10,9 +10,9 @@ the tensors, then the options.
 Eagerly an operator is a plain autograd.Function. Under torch.compile it is the custom operators
 `delta_trn::NAME` and `delta_trn::NAME_backward`, with the backend's name as an argument; the dataclass gives
 their schemas. Eager calls avoid the custom operators for two reasons. Around an adapter that does nothing, a
-call took 290 us forward and 530 us with backward as a custom operator, and 85 us and 210 us as a function (one
-core, medians of 1000). And inside a custom operator lazy tensors are no longer functionalized (torch 2.9): a
-write into a view does not reach its base, and the chunked adapter returned zeros.
+call took 290 us forward and 530 us with backward as a custom operator, and 85 us and 210 us as a function
+(one core, medians of 1000). And inside a custom operator lazy tensors are no longer functionalized (torch
+2.9): a write into a view does not reach its base, and the chunked adapter returned zeros.
 
 Adapters run with autocast off, since an operation computes in the dtype it is given, and with the tensors'
 CUDA device as the current one, on which Triton launches.
@@ -51,8 +51,8 @@ class Operator:
     prefix      of the adapter's functions, where one module holds several operations
     reads       the tensors and outputs that backward reads; None: all tensors. Other tensors are None in
                 backward's call; outputs come first in its `saved`
-    gradients   for each gradient that backward returns, the names of the tensors that it belongs to; None: one
-                for each tensor; empty: the operation has no backward, and its adapter function, named by
+    gradients   for each gradient that backward returns, the names of the tensors that it belongs to; None:
+                one for each tensor; empty: the operation has no backward, and its adapter function, named by
                 `forward`, neither takes `save` nor returns `saved`
     gradient_fakes      (call, saved) -> tensors like the gradients; None: like their tensors
     values      call -> None; raises ValueError for data that make no sense, in check mode

@@ -1,7 +1,7 @@
-"""Which backend runs a call: capabilities are declared, and what is not declared is refused with every reason.
+"""Decides which backend runs a call. What no backend declares is refused, with every reason.
 
-`choose` looks at where the tensors are, never at their contents, and never substitutes one backend for another
-unless the caller allows it.
+`choose` looks at where the tensors are, never at their contents, and never substitutes one backend for
+another unless the caller allows it.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class default_backend:
 
     name    runs every operation for which the caller names no backend, and refuses what it cannot run; None:
             the device of the tensors decides
-    allow   backends that may run what `name`, or the device's own backend, cannot: in PyTorch on an XLA device
-            without NKI, or the operations for which a backend has no kernel
+    allow   backends that may run what `name`, or the device's own backend, cannot: PyTorch's on an XLA device
+            without NKI, or for the operations for which a backend has no kernel
 
     Holds in this thread. The main thread's default also holds in threads that set none: autograd may run a
     checkpointed layer in a thread of its own. Raises BackendRefusal for an unknown name.
@@ -266,7 +266,7 @@ def chosen_name(
     default: str | None,
     allow: tuple[str, ...],
 ) -> str:
-    """Returns the name that `choose` finds; takes plain values, so that torch.compile may call it in a trace."""
+    """Returns what `choose` finds; takes plain values, so that torch.compile may call it while tracing."""
     call = Call(op, device, dtype, dict(sizes), packed, gradients, form)
     return _choose(call, name, Selection(default, allow)).name
 

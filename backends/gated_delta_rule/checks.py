@@ -1,8 +1,8 @@
 """Checks of the rule's arguments, made before any work.
 
-`arguments`, `step_arguments` and `gate_arguments` read shapes, dtypes and devices only. `values` reads data: the
-bounds of packed sequences on CPU always, everything else only in check mode, since on an accelerator a look at
-data waits for it.
+`arguments`, `step_arguments` and `gate_arguments` read shapes, dtypes and devices only. `values` reads data:
+the bounds of packed sequences on CPU always, everything else only in check mode, since on an accelerator a
+look at data waits for it.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def gate_arguments(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
 ) -> float:
-    """Returns beta_max (0: beta is a strength). Raises TypeError or ValueError for arguments about gates that do
-    not fit.
-    """
+    """Returns beta_max; 0 where beta is a strength. Raises TypeError or ValueError for what does not fit."""
     if use_gate_in_kernel and A_log is None:
         raise ValueError("use_gate_in_kernel=True without A_log; pass A_log [HV], and dt_bias [HV] if any")
     parameters = {name: x for name, x in (("A_log", A_log), ("dt_bias", dt_bias)) if x is not None}

@@ -85,7 +85,7 @@ class Gradients(NamedTuple):
 class Adapter(Protocol):
     """A backend of the gated delta rule: a module with these four functions.
 
-    Arguments have been checked, autocast is off, and nothing here is recorded by autograd. Only a backend that
+    Arguments have been checked, autocast is off, and autograd records nothing here. Only a backend that
     declares `Capability(gates=True)` ever sees `A_log` or `beta_max`; for the others PyTorch makes g and beta
     before the call. A backend that declares `packed=False` never sees `cu_seqlens`.
     """

@@ -101,9 +101,7 @@ def pieces(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[list[Piece]]
 
 
 def saved_shapes(call: Rule) -> Shapes:
-    """Returns the shape of the states before stretches, [B, most of them that there may be, K, HV, V]; nothing
-    for short sequences.
-    """
+    """Returns the shape of the states before stretches, [B, stretches, K, HV, V]; nothing for short T."""
     (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
     whole = call.cu_seqlens is None or _is_stateless(call)
     many = stretches(T) - 1 if whole else T // (CHUNK * EVERY)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule.contract import (

@@ -108,11 +108,11 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     scanned = chunks
     dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
     split = segment_tables(chunks, HV, K, V, row, q.device)
-    expected, found = (0 if split is None else split.chunks.sequences), states.shape[0]
-    if found != expected:
+    cut = 0 if split is None else split.chunks.sequences
+    if states.shape[0] != cut:
         raise RuntimeError(
-            f"forward cut its sequences into {found} segments and backward expects {expected}: "
-            "call split_sequences before forward or after backward, not between them"
+            f"forward cut its sequences into {states.shape[0]} segments and backward expects {cut}: "
+            "leave triton_time_adapter.SEGMENT as it is between the two"
         )
     if split is not None:
         dB, dstates = torch.empty_like(states), torch.empty_like(states)

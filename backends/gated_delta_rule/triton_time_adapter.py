@@ -16,9 +16,8 @@ from torch import Tensor
 from delta_trn.triton_kernels.chunks import PROCESSORS, Chunks, Segments, chunks_per_segment
 from delta_trn.triton_kernels.launch import Config
 
-# How many chunks make a segment: sequences are cut into segments that are scanned side by side. "auto" cuts
-# where the scans of whole sequences would leave most of the device idle; None never cuts. Backward must cut as
-# forward did.
+# How many chunks make a segment; segments of a sequence are scanned side by side. "auto" cuts where the scans
+# of whole sequences would leave most of the device idle; None never cuts. Backward must cut as forward did.
 SEGMENT: Literal["auto"] | int | None = "auto"
 
 

@@ -42,8 +42,8 @@ class GatedNorm:
 class SumNorm:
     """One call of `add_rms_norm`, whose outputs are y and total.
 
-    Backward's call has the weight alone, and `saved` begins with total. It returns the gradient of the sum, which
-    is that of both its terms, and dweight.
+    Backward's call has the weight alone, and `saved` begins with total. It returns the gradient of the sum,
+    which is that of both its terms, and dweight.
     """
 
     x: Tensor

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, Shapes, SumNorm
 
-# How many logits are in memory at a time: a CPU works from its caches, and a GPU is busy only with a thousand tokens
-# of a large vocabulary.
+# How many logits are in memory at a time: a CPU works from its caches, and a GPU is busy only with a thousand
+# tokens of a large vocabulary.
 LOGITS = {"cpu": 2**20, "other": 2**26}
 
 
@@ -106,7 +106,7 @@ def add_rms_norm_backward(
 
 
 def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns the mean loss; saves dhidden and dweight, both times the number of targets, and that number."""
+    """Returns the mean loss; saves dhidden and dweight, times the number of targets, and that number."""
     return tokenwise_cross_entropy(call, save, _softmax_)
 
 

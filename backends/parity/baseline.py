@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-
 CHUNK = 64
 
 

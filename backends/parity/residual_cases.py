@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from delta_trn.backends.delta_residual import OP, delta_residual
+from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.delta_residual import recurrent as depth_recurrent
+from delta_trn.backends.delta_residual.contract import Residual
 from delta_trn.backends.parity.judge import Verdict, judged
 from delta_trn.backends.registry import BACKENDS
 
 # dk has passed the norm, its reciprocal, y, p, s, e, y . dy and the difference of two terms, four times as
 # large as it is where D = 1: 8 and 4^2 roundings
 STEPS = 24
+OP = "delta_residual"
 TENSORS = ("out", "dx", "dk", "dv", "dbeta")
 
 
@@ -121,6 +123,7 @@ def measure(
 
 def _equation(given: Mapping[str, Tensor], k_eps: float | None) -> dict[str, Tensor]:
     x, k, v, beta, dout = (given[name] for name in ("x", "k", "v", "beta", "dout"))
-    out = depth_recurrent.delta_residual_forward(x, k, v, beta, k_eps)
-    grads = depth_recurrent.delta_residual_backward(dout, x, k, v, beta, k_eps)
+    call = Residual(x, k, v, beta, k_eps)
+    out, _ = depth_recurrent.forward(call, save=False)
+    grads = depth_recurrent.backward(dout, call, [])
     return dict(zip(TENSORS, (out, *grads), strict=True))

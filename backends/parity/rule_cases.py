@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 Array = np.ndarray
 
 # name -> g from uniforms x, y in [0, 1). "plain" has the quantiles of a freshly initialized layer:

@@ -13,9 +13,9 @@ from torch.nn.functional import normalize
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule import chunked
+from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.gated_delta_rule.triangular import triangular_inverse
 from delta_trn.backends.parity.judge import error
-from delta_trn.backends.registry import Options
 
 # a float64 result has passed sums over K, V and a chunk, up to 230 terms: their roundoff, 20 for the inverse
 EXACT = 20 * 230**0.5 * torch.finfo(torch.float64).eps / 2
@@ -164,11 +164,11 @@ def test_the_inverse_with_equal_keys(C, beta):
 def test_what_is_saved_has_the_promised_shapes(lengths, K):
     given, _ = made(1, 135, 1, K, 8, HV=2, N=1 if lengths is None else len(lengths))
     cut = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
-    options = Options(1.0, True, False, lengths is not None)
-    *_, saved = chunked.forward(*given, cut, options, save=True)
-    promised = chunked.saved_shapes(given[0], given[2], given[5], cut, options)
+    call = Rule(*given[:5], initial_state=given[5], cu_seqlens=cut, l2norm=True)
+    *_, saved = chunked.forward(call, save=True)
+    promised = chunked.saved_shapes(call)
     assert [(tuple(x.shape), x.dtype) for x in saved] == promised
-    assert chunked.forward(*given, cut, options, save=False)[2] == []
+    assert chunked.forward(call, save=False)[2] == []
 
 
 def trained(function, B, T, H=6, K=32, V=64, **options):

@@ -16,7 +16,7 @@ HERE = [
     for name, backend in BACKENDS.items()
     if "delta_residual" in backend.capabilities
     and not backend.unavailable("cpu")
-    and not backend.refusals(Call("delta_residual", "cpu", torch.float32, 1, 1, D, DV, gradients=True))
+    and not backend.refusals(Call("delta_residual", "cpu", torch.float32, {"D": D, "DV": DV}, gradients=True))
 ]
 DOUBLE = [name for name in HERE if torch.float64 in BACKENDS[name].capabilities["delta_residual"].dtypes]
 
@@ -148,7 +148,9 @@ def test_it_compiles_whole():
     found, expected = (torch.autograd.grad(f(x), x)[0] for f in (compiled, loss))
     assert torch.equal(found, expected)
     torch.library.opcheck(
-        torch.ops.delta_trn.delta_residual.default, (x, k, v, beta, 1e-5, "chunked"), test_utils="test_schema"
+        torch.ops.delta_trn.delta_residual.default,
+        (x, k, v, beta, 1e-5, True, "chunked"),
+        test_utils="test_schema",
     )
 
 
@@ -208,7 +210,7 @@ def test_with_the_custom_operator_it_is_the_same(backend):
     x, k, v = (y.requires_grad_() for y in inputs())
     beta = gates(0.5, x.dtype).requires_grad_()
     leaves = [x, k, v, beta]
-    found, _ = OPERATOR.forward(*leaves, 1e-3, backend)
+    found, _ = OPERATOR.forward(*leaves, 1e-3, True, backend)
     expected = delta_residual(*leaves, k_eps=1e-3, backend=backend)
     assert isinstance(found, Tensor) and torch.equal(found, expected)
     grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected)]

@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from delta_trn.backends import BackendRefusal, checking, gated_delta_rule, gated_delta_rule_step, default_backend
+from delta_trn.backends import (
+    BackendRefusal,
+    checking,
+    default_backend,
+    gated_delta_rule,
+    gated_delta_rule_step,
+)
 from delta_trn.backends.registry import adapter
 
 B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5

@@ -1,5 +1,7 @@
 """The layers' small operations on every backend: against float64, their algebra, one graph, bad input."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,17 +13,17 @@ from delta_trn.backends import (
     BackendRefusal,
     add_rms_norm,
     checking,
+    default_backend,
     gated_rms_norm,
     linear_cross_entropy,
     short_convolution,
-    default_backend,
 )
-from delta_trn.backends.layers import _CONVOLUTION, _CROSS_ENTROPY, _NORM, _SUM_NORM
-from delta_trn.backends.operator import Operator
+from delta_trn.backends.layers import CONVOLUTION, CROSS_ENTROPY, NORM, SUM_NORM
+from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, SumNorm
 from delta_trn.backends.parity import layer_cases
 from delta_trn.backends.parity.judge import DTYPES, error
 from delta_trn.backends.parity.layer_cases import BY_NAME, CASES, EPS
-from delta_trn.backends.registry import BACKENDS, LAYERS, Call, choose
+from delta_trn.backends.registry import BACKENDS, Call, choose
 from delta_trn.triton_kernels import cross_entropy, rms_norm
 from delta_trn.triton_kernels import short_convolution as convolution_kernels
 from tests.support.tiny_models import model, tokens
@@ -37,10 +39,11 @@ def runs(backend, case):
     form = {"short_convolution": ("silu", "linear"), "gated_rms_norm": ("gated", "plain")}.get(
         case.op, ("", "")
     )
-    call = Call(case.op, "cpu", torch.float32, 1, 1, 16, 4, gradients=True, form=form[case.plain])
+    call = Call(case.op, "cpu", torch.float32, {"W": 4}, gradients=True, form=form[case.plain])
     return not BACKENDS[backend].refusals(call)
 
 
+LAYERS = ("short_convolution", "gated_rms_norm", "add_rms_norm", "linear_cross_entropy")
 PAIRS = [(backend, case) for backend in BACKENDS for case in CASES if runs(backend, case)]
 
 
@@ -133,19 +136,19 @@ def test_the_sum_is_the_sum_to_the_bit():
     assert wide.dtype == torch.float32 and torch.equal(wide, residual.float() + x)
 
 
-def operators() -> list[tuple[Operator, list[Tensor | None], tuple]]:
-    leaf = {
-        name: layer_cases.inputs(BY_NAME[name], torch.float32)
-        for name in ("conv_prefix", "norm_head", "sum_odd")
-    }
-    conv, norm, total = ([x for n, x in given.items() if n[0] != "d"] for given in leaf.values())
-    loss = layer_cases.inputs(BY_NAME["loss_ignored"], torch.float32)
+def calls() -> list[tuple]:
+    """An operator and a call of it for every form of every operation."""
+    conv, norm, total, loss = (
+        layer_cases.inputs(BY_NAME[name], torch.float32)
+        for name in ("conv_prefix", "norm_head", "sum_odd", "loss_ignored")
+    )
+    conv, norm, total = ([x for name, x in given.items() if name[0] != "d"] for given in (conv, norm, total))
     return [
-        (_CONVOLUTION, [*conv, None], ("silu", True)),
-        (_NORM, norm, (EPS, True)),
-        (_NORM, [norm[0], None, norm[2]], (EPS, True)),
-        (_SUM_NORM, total, (EPS, True)),
-        (_CROSS_ENTROPY, [loss["hidden"], loss["weight"], loss["targets"]], (-100, True)),
+        (CONVOLUTION, Convolution(*conv)),
+        (NORM, GatedNorm(*norm, EPS)),
+        (NORM, GatedNorm(norm[0], None, norm[2], EPS)),
+        (SUM_NORM, SumNorm(*total, EPS)),
+        (CROSS_ENTROPY, Readout(loss["hidden"], loss["weight"], loss["targets"])),
     ]
 
 
@@ -154,20 +157,21 @@ def operators() -> list[tuple[Operator, list[Tensor | None], tuple]]:
 def test_one_graph_under_compile(which, backend):
     """What torch.compile runs is the custom operator; its results and gradients are the eager ones."""
     torch._dynamo.reset()
-    operator, tensors, options = operators()[which]
-    leaves = [x.clone().requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    operator, call = calls()[which]
+    tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor)}
+    leaves = {name: x.clone().requires_grad_() if x.is_floating_point() else x for name, x in tensors.items()}
+    wanted = [x for x in leaves.values() if x.requires_grad]
 
-    def loss(*given):
-        outputs = operator(*given, *options, backend=backend)
+    def loss(leaves):
+        outputs = operator(replace(call, **leaves), save=True, backend=backend)
         return sum((y * torch.arange(1.0, y.numel() + 1).view(y.shape).sin()).sum() for y in outputs)
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    found, expected = (torch.autograd.grad(f(*leaves), wanted) for f in (compiled, loss))
+    found, expected = (torch.autograd.grad(f(leaves), wanted) for f in (compiled, loss))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     torch.library.opcheck(
         getattr(torch.ops.delta_trn, operator.name).default,
-        (*[x if x is None else x.detach() for x in tensors], *options, backend),
+        (*vars(call).values(), True, backend),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -179,19 +183,34 @@ def test_a_second_derivative_is_refused():
         grad.sum().backward()
 
 
-def test_the_processes_default_is_a_first_choice():
-    """A default that lacks an operation, or a size of it, leaves it to the device; a name does not."""
-    call = Call("gated_rms_norm", "cpu", torch.float32, 1, 1, 64, 1, form="gated")
-    assert choose(call).name == "chunked"
+def norm_call(N=64):
+    return Call("gated_rms_norm", "cpu", torch.float32, {"N": N}, form="gated")
+
+
+def test_a_default_backend_that_lacks_an_operation_refuses_it_unless_another_is_allowed():
+    assert choose(norm_call()).name == "chunked"
+    total = Call("add_rms_norm", "cpu", torch.float32, {"N": 64})
     with default_backend("nki-simulator"):
-        assert choose(call).name == "nki-simulator"
-        assert choose(Call("add_rms_norm", "cpu", torch.float32, 1, 1, 64, 1)).name == "chunked"
-        assert (
-            choose(Call("gated_rms_norm", "cpu", torch.float32, 1, 1, 5000, 1, form="gated")).name
-            == "chunked"
-        )
+        assert choose(norm_call()).name == "nki-simulator"
+        for call in (total, norm_call(5000)):
+            with pytest.raises(BackendRefusal, match=r'default_backend\("nki-simulator", allow=\["\w+"\]\)'):
+                choose(call)
+    with default_backend("nki-simulator", allow=["chunked"]):
+        assert choose(norm_call()).name == "nki-simulator"
+        assert choose(total).name == choose(norm_call(5000)).name == "chunked"
+
+
+def test_a_default_backend_that_cannot_run_here_is_not_replaced_by_pytorch(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with default_backend("triton"), pytest.raises(BackendRefusal, match="only in Triton's interpreter"):
+        gated_rms_norm(ONES, None, torch.ones(4), eps=1e-6)
+    with default_backend("triton", allow=["chunked"]):
+        gated_rms_norm(ONES, None, torch.ones(4), eps=1e-6)
+
+
+def test_a_backend_named_by_the_caller_is_strict():
     with pytest.raises(BackendRefusal, match="N=5000 is above 4096: the sums of dweight fill the 8 banks"):
-        choose(Call("gated_rms_norm", "cpu", torch.float32, 1, 1, 5000, 1, form="gated"), "nki-simulator")
+        choose(norm_call(5000), "nki-simulator")
     with pytest.raises(BackendRefusal, match="nki-simulator  computes silu; this call is linear"):
         short_convolution(torch.ones(1, 2, 3), torch.ones(3, 4), activation="linear", backend="nki-simulator")
     assert {row.op for row in backends.describe() if row.automatic} >= set(LAYERS)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from delta_trn import backends
-from delta_trn.backends import BackendRefusal, registry, default_backend
+from delta_trn.backends import BackendRefusal, default_backend, registry
 from delta_trn.backends import __main__ as command
 from delta_trn.backends.facts import ROOT
 from delta_trn.backends.registry import BACKENDS, Backend, Call, Capability, choose, register
 
-CALL = Call("gated_delta_rule", "cpu", torch.float32, H=2, HV=2, K=64, V=64, gradients=True)
+CALL = Call("gated_delta_rule", "cpu", torch.float32, {"H": 2, "HV": 2, "K": 64, "V": 64}, gradients=True)
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def registered(monkeypatch):
     monkeypatch.setattr(registry, "BACKENDS", dict(BACKENDS))
 
     def add(name, **declared):
-        capability = Capability(dtypes=frozenset({torch.float32}), **declared)
-        registry.register(Backend(name, f"backends.{name}", {"gated_delta_rule": capability}))
+        capability = Capability(f"backends.{name}", frozenset({torch.float32}), **declared)
+        registry.register(Backend(name, {"gated_delta_rule": capability}))
 
     return add
 
@@ -49,7 +49,7 @@ def test_nothing_falls_back_on_a_device_without_its_own_backend():
     with pytest.raises(BackendRefusal) as refusal:
         choose(replace(CALL, device="xla"))
     said = " ".join(str(refusal.value).split())
-    assert "no backend can run gated_delta_rule for H=2 K=64 V=64 float32 on xla, gradients on" in said
+    assert "no backend can run gated_delta_rule for H=2 HV=2 K=64 V=64 float32 on xla, gradients on" in said
     assert 'chunked runs on xla only when asked for: backend="chunked"' in said
     assert 'recurrent runs on xla only when asked for: backend="recurrent"' in said
     assert "triton runs on cpu, cuda; tensors are on xla" in said
@@ -96,9 +96,8 @@ def test_an_unknown_name_is_refused_when_it_is_set(given, message):
 @pytest.mark.parametrize(
     ("declared", "call", "reason"),
     [
-        ({"max_k": 128}, {"K": 256}, "K=256 is above 128"),
-        ({"max_v": 256}, {"V": 512}, "V=512 is above 256"),
-        ({"k_multiple": 32}, {"K": 60}, "K=60 is not a multiple of 32"),
+        ({"limits": {"K": 128}}, {"sizes": {"K": 256}}, "K=256 is above 128"),
+        ({"limits": {"V": 256}}, {"sizes": {"V": 512}}, "V=512 is above 256"),
         ({"packed": False}, {"packed": True}, "does not take packed sequences"),
         ({"gradients": False}, {}, r"has no backward; call it under torch.no_grad\(\)"),
         ({}, {"dtype": torch.float64}, "computes float32; tensors are float64"),
@@ -108,12 +107,12 @@ def test_an_unknown_name_is_refused_when_it_is_set(given, message):
 )
 def test_every_limit_has_its_reason(registered, declared, call, reason):
     registered("limited", **declared)
-    with pytest.raises(BackendRefusal, match=f"limited  {reason}"):
+    with pytest.raises(BackendRefusal, match=rf"limited +{reason}"):
         choose(replace(CALL, **call), "limited")
 
 
 def test_a_refusal_names_every_reason(registered):
-    registered("limited", max_k=32, max_v=32, devices=frozenset({"cuda"}))
+    registered("limited", limits={"K": 32, "V": 32}, devices=frozenset({"cuda"}))
     with pytest.raises(BackendRefusal) as refusal:
         choose(CALL, "limited")
     assert [line.split("  ")[-1] for line in str(refusal.value).splitlines()[1:]] == [
@@ -124,7 +123,7 @@ def test_a_refusal_names_every_reason(registered):
 
 
 def test_what_is_declared_within_its_limits_is_accepted(registered):
-    registered("limited", max_k=64, max_v=64, k_multiple=32)
+    registered("limited", limits={"K": 64, "V": 64})
     assert choose(CALL, "limited").name == "limited"
 
 
@@ -140,11 +139,11 @@ def test_a_missing_package_is_a_reason(monkeypatch):
 def test_a_name_is_registered_once_and_operations_are_known():
     with pytest.raises(
         ValueError,
-        match=r"'chunked' is registered already, by delta_trn\.backends\.gated_delta_rule\.chunked",
+        match=r"'chunked' is registered already; choose another name",
     ):
         register(BACKENDS["chunked"])
     with pytest.raises(ValueError, match=r"declares \['softmax'\]; operations are"):
-        register(Backend("new", "backends.new", {"softmax": Capability(dtypes=frozenset())}))
+        register(Backend("new", {"softmax": Capability("backends.new", frozenset())}))
     assert "new" not in BACKENDS
 
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from delta_trn.backends import BackendRefusal, gated_delta_rule, default_backend
-from delta_trn.backends.declarations import _nki_missing
+from delta_trn.backends import BackendRefusal, default_backend, gated_delta_rule, nki_runtime_adapter
+from delta_trn.backends.declarations import nki_missing
 from delta_trn.backends.gated_delta_rule import nki_adapter
+from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.parity.judge import FACTOR, error, floor, outcome, verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME, SMALL, inputs, select
-from delta_trn.backends.registry import Call, Options, choose
+from delta_trn.backends.registry import Call, choose
 from delta_trn.nki_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
@@ -201,41 +202,40 @@ def test_saved_states_have_the_promised_shape(T, lengths):
     q, v = torch.zeros(1, T, 1, 32), torch.zeros(1, T, 2, 16)
     gates = torch.zeros(1, T, 2)
     bounds = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
-    options = Options(1.0, False, True, bounds is not None)
-    _, _, saved = nki_adapter.forward(q, q, v, gates, gates, None, bounds, options, save=True)
-    promised = nki_adapter.saved_shapes(q, v, None, bounds, options)
+    call = Rule(q, q, v, gates, gates, cu_seqlens=bounds, output_final_state=True)
+    _, _, saved = nki_adapter.forward(call, save=True)
+    promised = nki_adapter.saved_shapes(call)
     assert [(tuple(x.shape), x.dtype) for x in saved] == promised
 
 
 def test_no_time_at_all():
     q, v, gates = torch.zeros(1, 0, 1, 16), torch.zeros(1, 0, 1, 16), torch.zeros(1, 0, 1)
     state = torch.ones(1, 1, 16, 16)
-    options = Options(1.0, False, True, False)
-    o, final, saved = nki_adapter.forward(q, q, v, gates, gates, state, None, options, save=True)
+    call = Rule(q, q, v, gates, gates, initial_state=state, output_final_state=True)
+    o, final, saved = nki_adapter.forward(call, save=True)
     assert o.shape == v.shape and torch.equal(final, state)
-    *_, dstate = nki_adapter.backward(o, state, q, q, v, gates, gates, state, None, saved, options)
-    assert torch.equal(dstate, state)
+    assert torch.equal(nki_adapter.backward(o, state, call, saved).initial_state, state)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"K": 257}, "K=257 is above 256: .* one bank of 2 KiB of trn1's PSUM"),
-        ({"V": 513}, "V=513 is above 512: .* one bank of 2 KiB of trn1's PSUM"),
+        ({"sizes": {"K": 257}}, "K=257 is above 256: .* one bank of 2 KiB of trn1's PSUM"),
+        ({"sizes": {"V": 513}}, "V=513 is above 512: .* one bank of 2 KiB of trn1's PSUM"),
         ({"dtype": torch.float16}, "computes bfloat16, float32"),
         ({"device": "cuda"}, "runs on cpu; tensors are on cuda"),
     ],
 )
 def test_refusals(change, reason):
-    call = Call("gated_delta_rule", "cpu", torch.float32, 2, 2, 64, 64)
+    call = Call("gated_delta_rule", "cpu", torch.float32, {"K": 64, "V": 64})
     assert choose(call, NAME).name == NAME
     with pytest.raises(BackendRefusal, match=reason):
         choose(replace(call, **change), NAME)
 
 
 def test_nki_says_what_it_needs():
-    if _nki_missing("xla"):
-        call = Call("gated_delta_rule", "xla", torch.float32, 2, 2, 64, 64)
+    if nki_missing("xla"):
+        call = Call("gated_delta_rule", "xla", torch.float32)
         with pytest.raises(BackendRefusal, match=r"needs .*nki, from AWS Neuron's package index"):
             choose(call, "nki")
 
@@ -278,7 +278,8 @@ def test_packed_sequences_with_states_are_refused_where_lengths_are_on_the_devic
     q, gates = torch.zeros(1, 5, 1, 16, device="meta"), torch.zeros(1, 5, 1, device="meta")
     bounds = torch.zeros(3, dtype=torch.int64, device="meta")
     with pytest.raises(BackendRefusal, match=r"packed sequences .cu_seqlens. only without states: .*; leave"):
-        nki_adapter.forward(q, q, q, gates, gates, None, bounds, Options(1.0, False, True, True), save=False)
+        call = Rule(q, q, q, gates, gates, cu_seqlens=bounds, output_final_state=True)
+        nki_adapter.forward(call, save=False)
 
 
 def training_step(name, dtype, kind, rounded=None):
@@ -290,7 +291,7 @@ def training_step(name, dtype, kind, rounded=None):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + 2.0**-24 * torch.randn(p.shape, generator=generator, dtype=dtype))
-    with default_backend(name):
+    with default_backend(name, allow=["chunked"]):
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
     return {"loss": loss.detach()} | {key: p.grad for key, p in model.named_parameters()}
@@ -346,7 +347,7 @@ def test_forward_and_backward_take_seconds():
 
 def test_bfloat16_arrays_pass_through_unchanged():
     x = torch.randn(3, 5).to(torch.bfloat16)
-    assert torch.equal(nki_adapter._tensor(nki_adapter._array(x)), x)
+    assert torch.equal(nki_runtime_adapter.to_tensor(nki_runtime_adapter.to_array(x)), x)
     assert (array(x) == nki_adapter._array(x)).all()
 
 

@@ -10,13 +10,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from delta_trn.backends import BackendRefusal, declarations, delta_residual, neuron_adapter
-from delta_trn.backends.gated_delta_rule import nki_adapter
+from delta_trn.backends import BackendRefusal, declarations, delta_residual, nki_runtime_adapter
+from delta_trn.backends.delta_residual import nki_adapter as residual_adapter
+from delta_trn.backends.gated_delta_rule import nki_adapter as rule_adapter
 from delta_trn.backends.parity.judge import outcome
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
 from delta_trn.backends.registry import Call, choose
 
-simulated = nki_adapter.run
+ADAPTERS = (rule_adapter, residual_adapter)
+simulated = nki_runtime_adapter.run
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +44,19 @@ def neuron(registered, monkeypatch):
     """CPU tensors take the path of "neuron" ones; at its end kernels are simulated. Yields what ran."""
     ran = []
     monkeypatch.setitem(sys.modules, "torch_neuronx", registered)
-    monkeypatch.setattr(nki_adapter, "run", lambda kernel, *args: neuron_adapter.launch(kernel, args))
-    for kernel, _ in neuron_adapter.LAUNCHERS:
+    for adapter in ADAPTERS:
+        monkeypatch.setattr(adapter, "run", lambda kernel, *args: nki_runtime_adapter.launch(kernel, args))
+    for kernel, _ in nki_runtime_adapter.LAUNCHERS:
         name = kernel.__name__
 
         def run(*args, kernel=kernel):
             ran.append(kernel.__name__)
             return simulated(kernel, *args)
 
-        monkeypatch.setattr(neuron_adapter, name, run)
-    neuron_adapter._operators.cache_clear()
+        monkeypatch.setattr(nki_runtime_adapter, name, run)
+    nki_runtime_adapter._operators.cache_clear()
     yield ran
-    neuron_adapter._operators.cache_clear()
+    nki_runtime_adapter._operators.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["carry", "ragged", "packed_empty", "final_only"])
@@ -61,7 +64,7 @@ def test_the_rule_is_the_same_through_operators(name, neuron, monkeypatch):
     given = inputs(BY_NAME[name], torch.float32)
     through = outcome(given, "nki-simulator")
     assert {"gated_delta_rule_fwd", "gated_delta_rule_bwd"} <= set(neuron)
-    monkeypatch.setattr(nki_adapter, "run", simulated)
+    monkeypatch.setattr(rule_adapter, "run", simulated)
     direct = outcome(given, "nki-simulator")
     assert all(torch.equal(through[key], x) for key, x in direct.items())
 
@@ -76,19 +79,19 @@ def test_the_residual_is_the_same_through_operators(neuron, monkeypatch):
 
     through = grads()
     assert neuron == ["delta_residual_fwd", "delta_residual_bwd"]
-    monkeypatch.setattr(nki_adapter, "run", simulated)
+    monkeypatch.setattr(residual_adapter, "run", simulated)
     assert all(torch.equal(a, b) for a, b in zip(through, grads(), strict=True))
 
 
 def test_every_kernel_has_a_schema_and_a_stranger_none(neuron):
-    names = [operator._name for operator in neuron_adapter._operators()]
-    assert names == [f"nki{launcher.__name__}" for _, launcher in neuron_adapter.LAUNCHERS]
+    names = [operator._name for operator in nki_runtime_adapter._operators()]
+    assert names == [f"nki{launcher.__name__}" for _, launcher in nki_runtime_adapter.LAUNCHERS]
     with pytest.raises(LookupError, match="has no launcher; add one to"):
-        neuron_adapter.launch(len, (torch.ones(1),))
+        nki_runtime_adapter.launch(len, (torch.ones(1),))
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    call = Call("gated_delta_rule", "neuron", torch.float32, 2, 2, 64, 64)
+    call = Call("gated_delta_rule", "neuron", torch.float32)
     monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
     with pytest.raises(BackendRefusal, match=r"needs torch_neuronx 2\.14 .*: this one has no nki_op"):
         choose(call)
@@ -99,7 +102,7 @@ def test_what_is_missing_is_said(monkeypatch):
 
 def test_where_it_is_there_it_is_chosen_unasked(registered, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_neuronx", registered)
-    call = Call("gated_delta_rule", "neuron", torch.bfloat16, 2, 4, 128, 256, gradients=True)
+    call = Call("gated_delta_rule", "neuron", torch.bfloat16, gradients=True)
     assert choose(call).name == "nki"
 
 
@@ -152,7 +155,7 @@ def test_where_nki_is_installed_its_simulator_runs_the_same_parity(tmp_path):
 
 
 def test_an_nki_without_a_simulator_is_refused(monkeypatch):
-    call = Call("gated_delta_rule", "cpu", torch.float32, 2, 2, 64, 64)
+    call = Call("gated_delta_rule", "cpu", torch.float32)
     monkeypatch.setattr(declarations, "find_spec", lambda name: name)
     monkeypatch.setattr(declarations.metadata, "version", lambda name: "0.2.0+1")
     with pytest.raises(

@@ -5,8 +5,8 @@ import torch
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule import nki_adapter, recurrent
+from delta_trn.backends.gated_delta_rule.contract import Step
 from delta_trn.backends.parity.judge import error
-from delta_trn.backends.registry import Options
 from delta_trn.nki_kernels import gated_delta_rule_step as module
 from delta_trn.nki_kernels.gated_delta_rule_step import example
 from delta_trn.nki_kernels.language import nisa, nl
@@ -63,8 +63,8 @@ def inputs(shape, dtype, hard=""):
 
 def reference(tensors, l2norm, dtype):
     K = tensors[0].shape[-1]
-    options = Options(K**-0.5, l2norm, True, False)
-    o, state = recurrent.step(*(x.to(dtype) for x in tensors), options)
+    call = Step(*(x.to(dtype) for x in tensors), scale=K**-0.5, l2norm=l2norm)
+    o, state = recurrent.step(call)
     return {"o": o, "state": state}
 
 

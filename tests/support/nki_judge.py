@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_trn.backends.gated_delta_rule import nki_adapter
+from delta_trn.backends.nki_runtime_adapter import simulate
 from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.nki_kernels.language import RUNTIME
 from delta_trn.nki_kernels.simulator import Numerics, record
@@ -49,7 +49,7 @@ def run(kernel, *args, target="trn1", numerics=EXACT):
     if RUNTIME == "neuron":
         if target != "trn1" or numerics is not EXACT:
             pytest.skip("AWS's nki is installed: its simulator runs for one target, and exactly")
-        outputs = nki_adapter.simulate(kernel, *arrays)
+        outputs = simulate(kernel, *arrays)
     else:
         outputs = recorded(
             kernel, *arrays, target=target, trace=False, check_source=False, numerics=numerics

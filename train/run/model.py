@@ -87,31 +87,18 @@ def choose_backend(
 
     named = None if config.backend == "auto" else config.backend
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    heads = {
+        "H": configuration.num_heads,
+        "HV": configuration.num_v_heads,
+        "K": configuration.head_dim_k,
+        "V": configuration.head_dim_v,
+    }
     with default_backend(named):
-        chosen = choose(
-            Call(
-                "gated_delta_rule",
-                device.type,
-                dtype,
-                H=configuration.num_heads,
-                HV=configuration.num_v_heads,
-                K=configuration.head_dim_k,
-                V=configuration.head_dim_v,
-                gradients=True,
-            )
-        )
+        chosen = choose(Call("gated_delta_rule", device.type, dtype, heads, gradients=True))
     if configuration.residual in ("ddl", "ddl_lm"):
         # The residual stream is float32 also where products are in bf16.
-        depth = Call(
-            "delta_residual",
-            device.type,
-            torch.float32,
-            H=1,
-            HV=1,
-            K=configuration.hidden_size,
-            V=configuration.ddl_value_channels,
-            gradients=True,
-        )
-        choose(depth, chosen.name)
-    default_backend(chosen.name)
+        sizes = {"D": configuration.hidden_size, "DV": configuration.ddl_value_channels}
+        choose(Call("delta_residual", device.type, torch.float32, sizes, gradients=True), chosen.name)
+    # Few backends have kernels for all of a layer's small operations; PyTorch computes the others.
+    default_backend(chosen.name, allow=["chunked"])
     return chosen.name

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from torch import nn
 from delta_trn.backends import machine as platform
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.bench.timing import Spread, ratios
-from delta_trn.backends.gated_delta_rule import autograd
 from delta_trn.backends.operator import Operator
 from delta_trn.backends.parity.judge import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
@@ -216,20 +215,20 @@ def _part(event: Any) -> str:
 @contextlib.contextmanager
 def _named_operators() -> Iterator[None]:
     """Names operations in the profile: outside of torch.compile they are plain functions."""
-    names = {Operator: lambda given: given[0].name, autograd: lambda given: "gated_delta_rule"}
-    right = {(place, word): getattr(place, word) for place in names for word in ("run", "differentiate")}
+    words = ("compute", "differentiate")
+    plain = {word: getattr(Operator, word) for word in words}
 
-    def named(function: Any, name: Any) -> Any:
-        def call(*given: Any) -> Any:
-            with torch.profiler.record_function(f"delta_trn::{name(given)}"):
-                return function(*given)
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(operator: Operator, *arguments: Any) -> Any:
+            with torch.profiler.record_function(f"delta_trn::{operator.name}"):
+                return function(operator, *arguments)
 
         return call
 
-    for (place, word), function in right.items():
-        setattr(place, word, named(function, names[place]))
+    for word, function in plain.items():
+        setattr(Operator, word, named(function))
     try:
         yield
     finally:
-        for (place, word), function in right.items():
-            setattr(place, word, function)
+        for word, function in plain.items():
+            setattr(Operator, word, function)
