@@ -5,9 +5,9 @@
     cpu       the kernel runs under `nki.simulate`: our simulator, or AWS's where its nki package is installed
 
 On TorchNeuron a kernel could be called directly, but a graph that torch.compile(backend="neuron") captures
-cannot see such a call. `torch_neuronx.nki_op` makes an operator of a function, reads its schema from the types
-of the arguments, and looks through the function while it compiles. So there is one function per kernel here,
-with nothing in it but the call.
+cannot see such a call. `torch_neuronx.nki_op` makes an operator of a function, reads its schema from the
+types of the arguments, and looks through the function while it compiles. So there is one function per kernel
+here, with nothing in it but the call.
 
 Sources: AWS's guide to NKI kernels in torch-neuronx 2.14 (Neuron SDK 2.33), and torch.library's rules for
 types of arguments.

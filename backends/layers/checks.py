@@ -37,8 +37,8 @@ def convolution(
             raise TypeError(f"position is {position.dtype}, not torch.int64; convert it once with .long()")
         if tuple(position.shape) != (x.shape[1],) or x.shape[0] != 1:
             raise ValueError(
-                f"position {shape_of(position)} does not fit x {shape_of(x)}; packed sequences lie end to end in "
-                "B=1, and position is [T]"
+                f"position {shape_of(position)} does not fit x {shape_of(x)}; packed sequences lie end to end "
+                "in B=1, and position is [T]"
             )
         if prefix is not None:
             raise ValueError("prefix and position exclude each other; leave out prefix for packed sequences")
@@ -46,7 +46,7 @@ def convolution(
 
 
 def norm(x: Tensor, other: Mapping[str, Tensor | None], weight: Tensor, eps: float) -> None:
-    """Raises TypeError or ValueError unless shapes, dtypes and devices fit the norms; `other` is like x."""
+    """Raises TypeError or ValueError unless the arguments fit the norms; `other` is like x."""
     _require_floats(x=x, weight=weight, **other)
     if x.dim() == 0 or 0 in x.shape:
         raise ValueError(

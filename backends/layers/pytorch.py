@@ -130,8 +130,8 @@ def tokenwise_cross_entropy(
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the mean loss, and what is saved, from the logits of some tokens at a time.
 
-    softmax_(logits [n, vocabulary], targets [n, 1], kept [n, 1], save) returns the sum of their losses and, in
-    the dtype of the logits, softmax(z) - onehot, zero where kept is.
+    softmax_(logits [n, vocabulary], targets [n, 1], kept [n, 1], save) returns the sum of their losses and,
+    in the dtype of the logits, softmax(z) - onehot, zero where kept is.
     """
     hidden, weight = call.hidden, call.weight
     full = _full(hidden.dtype)
