@@ -46,7 +46,7 @@ def is_checking() -> bool:
     return _CHECKING.get()
 
 
-def require_tensors(**tensors: object) -> None:
+def require_tensors(tensors: Mapping[str, object]) -> None:
     """Raises TypeError for what is no tensor."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):

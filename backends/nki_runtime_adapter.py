@@ -72,6 +72,7 @@ def require_within_rsqrt(name: str, value: float, least: float) -> None:
 
 
 def to_array(x: Tensor) -> np.ndarray:
+    """Returns a tensor as NumPy has it; bfloat16 in ml_dtypes."""
     x = x.detach().contiguous()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -79,6 +80,7 @@ def to_array(x: Tensor) -> np.ndarray:
 
 
 def to_tensor(x: np.ndarray) -> Tensor:
+    """Returns an array as PyTorch has it."""
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)

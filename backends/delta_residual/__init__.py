@@ -61,7 +61,7 @@ def delta_residual(
 
 def _check(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> None:
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit."""
-    require_tensors(x=x, k=k, v=v, beta=beta)
+    require_tensors({"x": x, "k": k, "v": v, "beta": beta})
     lead = tuple(k.shape[:-1])
     if k.dim() < 1 or x.dim() not in (k.dim(), k.dim() + 1) or x.shape[: k.dim()] != k.shape:
         raise ValueError(

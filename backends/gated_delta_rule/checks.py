@@ -86,7 +86,7 @@ def gate_arguments(
             "pass that too, or 2 sigmoid(z) as beta"
         )
     for name, x in parameters.items():
-        require_tensors(**{name: x})
+        require_tensors({name: x})
         if tuple(x.shape) != (HV,):
             raise ValueError(f"{name} {shape_of(x)} is not [HV] = {in_brackets((HV,))}")
         if not x.is_floating_point():
@@ -98,7 +98,7 @@ def gate_arguments(
 def _shapes_agree(lead: tuple[str, ...], **tensors: Tensor) -> None:
     """Ranks and sizes that agree; `lead` names the dimensions before the heads."""
     last = {"q": ("H", "K"), "k": ("H", "K"), "v": ("HV", "V"), "g": ("HV",), "beta": ("HV",)}
-    require_tensors(**tensors)
+    require_tensors(tensors)
     for name, x in tensors.items():
         letters = lead + last[name]
         if x.dim() != len(letters):
@@ -146,7 +146,7 @@ def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _state(name: str, state: Tensor, q: Tensor, wanted: tuple[int, ...], letters: str) -> None:
-    require_tensors(**{name: state})
+    require_tensors({name: state})
     if tuple(state.shape) != wanted:
         raise ValueError(f"{name} {shape_of(state)} is not [{letters}] = {in_brackets(wanted)}")
     dtype = state_dtype(q.dtype)

@@ -37,8 +37,8 @@ def convolution(
             raise TypeError(f"position is {position.dtype}, not torch.int64; convert it once with .long()")
         if tuple(position.shape) != (x.shape[1],) or x.shape[0] != 1:
             raise ValueError(
-                f"position {shape_of(position)} does not fit x {shape_of(x)}; packed sequences lie end to end "
-                "in B=1, and position is [T]"
+                f"position {shape_of(position)} does not fit x {shape_of(x)}; packed sequences lie end to "
+                "end in B=1, and position is [T]"
             )
         if prefix is not None:
             raise ValueError("prefix and position exclude each other; leave out prefix for packed sequences")
@@ -79,7 +79,7 @@ def readout(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
 
 def _require_floats(**tensors: Tensor | None) -> None:
     present = {name: y for name, y in tensors.items() if y is not None}
-    require_tensors(**present)
+    require_tensors(present)
     for name, y in present.items():
         if not y.is_floating_point():
             raise TypeError(f"{name} is {y.dtype}; pass floating point tensors")

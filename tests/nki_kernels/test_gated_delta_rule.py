@@ -348,7 +348,7 @@ def test_forward_and_backward_take_seconds():
 def test_bfloat16_arrays_pass_through_unchanged():
     x = torch.randn(3, 5).to(torch.bfloat16)
     assert torch.equal(nki_runtime_adapter.to_tensor(nki_runtime_adapter.to_array(x)), x)
-    assert (array(x) == nki_adapter._array(x)).all()
+    assert (array(x) == nki_runtime_adapter.to_array(x)).all()
 
 
 @pytest.mark.parametrize("precision", ["float32", "tfloat32", "bfloat16"])
