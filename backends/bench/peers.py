@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from delta_trn.backends.checks import gate_arguments
+from delta_trn.backends.gated_delta_rule.checks import gate_arguments
+from delta_trn.backends.gated_delta_rule.contract import make_gates
 from delta_trn.backends.parity.rule_cases import Inputs
 
 Run = Callable[[Inputs], Tensor]
@@ -77,7 +78,8 @@ class Peer:
 def _made(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, told: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """g and beta by PyTorch, where `told`, which loses its arguments about gates, has them made."""
     gates = {name: told.pop(name) for name in GATES if name in told}
-    return gate_arguments(q, v.shape[2], **gates).applied(g, beta)
+    beta_max = gate_arguments(q, v.shape[2], **gates)
+    return make_gates(g, beta, gates.get("A_log"), gates.get("dt_bias"), beta_max)
 
 
 def _huggingface(name: str) -> Rule:

@@ -10,9 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
-from delta_trn.backends.gated_delta_rule import triton_adapter
-from delta_trn.backends.gated_delta_rule.triton_time_adapter import split_sequences
-from delta_trn.backends.registry import Options
+from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
+from delta_trn.backends.gated_delta_rule.contract import Rule, Step
 from delta_trn.triton_kernels import delta_residual, rms_norm, short_convolution
 from delta_trn.triton_kernels.launch import arithmetic
 
@@ -93,38 +92,33 @@ def normal(*shape, dtype=HALF):
 
 def rule(q, k, v, g, beta, state, do, dstate):
     """Returns everything that forward and backward give."""
-    options = Options(0.1, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=False)
-    o, final, saved = triton_adapter.forward(q, k, v, g, beta, state, None, options, save=True)
-    grads = triton_adapter.backward(do, dstate, q, k, v, g, beta, state, None, saved, options)
-    return o, final, *saved, *grads
+    call = Rule(q, k, v, g, beta, initial_state=state, scale=0.1, l2norm=True, output_final_state=True)
+    o, final, saved = triton_adapter.forward(call, save=True)
+    gradients = triton_adapter.backward(do, dstate, call, saved)
+    return o, final, *saved, *(x for x in gradients if x is not None)
 
 
 @pytest.mark.parametrize(("K", "V"), [(64, 16), (16, 128)], ids=["keys", "values"])
 @pytest.mark.parametrize("segment", [None, 1], ids=["whole", "segments"])
-def test_rule_addresses_the_last_of_2_to_31_elements(K, V, segment, launches):
+def test_rule_addresses_the_last_of_2_to_31_elements(K, V, segment, launches, monkeypatch):
     """Runs the last of more than 2^17 sequences of one chunk."""
     T = 64
     tensors = [normal(1, T, 1, K), normal(1, T, 1, K), normal(1, T, 1, V)]
     tensors += [-normal(1, T, 1, dtype=torch.float32).abs(), normal(1, T, 1, dtype=torch.float32).sigmoid()]
     state = normal(1, 1, K, V, dtype=torch.float32)
     tensors += [state, normal(1, T, 1, V), state + 1]
-    split_sequences(segment)
-    triton_adapter.keep_states(True)
-    try:
-        compare_last_row(launches, rule, tensors, 2**31 // (T * max(K, V)) + 1)
-    finally:
-        split_sequences("auto")
-        triton_adapter.keep_states("auto")
+    monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
+    monkeypatch.setattr(triton_adapter, "KEEP_STATES", True)
+    compare_last_row(launches, rule, tensors, 2**31 // (T * max(K, V)) + 1)
 
 
 def test_step_addresses_the_last_of_2_to_31_elements(launches):
-    options = Options(0.1, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=False)
     tensors = [normal(1, 1, 128)] * 3
     tensors += [-normal(1, 1, dtype=torch.float32).abs(), normal(1, 1, dtype=torch.float32).sigmoid()]
     tensors += [normal(1, 1, 128, 128, dtype=torch.float32)]
 
     def run(q, k, v, g, beta, state):
-        return triton_adapter.step(q, k, v, g, beta, state, options)
+        return triton_adapter.step(Step(q, k, v, g, beta, state, scale=0.1, l2norm=True))
 
     compare_last_row(launches, run, tensors, 2**17 + 1)
 

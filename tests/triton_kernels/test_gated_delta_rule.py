@@ -13,22 +13,15 @@ triton = pytest.importorskip("triton", reason="the triton extra is not installed
 
 import triton.language as tl  # noqa: E402
 
-from delta_trn.backends.gated_delta_rule import triton_adapter  # noqa: E402
-from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_tables, split_sequences  # noqa: E402
-from delta_trn.backends.registry import Options  # noqa: E402
+from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter  # noqa: E402
+from delta_trn.backends.gated_delta_rule.contract import Rule, Step  # noqa: E402
+from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_tables  # noqa: E402
 from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, segments  # noqa: E402
 from delta_trn.triton_kernels.launch import arithmetic, config  # noqa: E402
 from delta_trn.triton_kernels.tiles import invert_unit_lower, round_to, softplus  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ["o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"]
-
-
-@pytest.fixture(autouse=True)
-def settings_are_reset():
-    yield
-    triton_adapter.keep_states("auto")
-    split_sequences("auto")
 
 
 def inputs(*, B=1, T=70, H=1, HV=2, K=32, V=32, N=None, dtype=torch.float32):
@@ -45,15 +38,18 @@ def inputs(*, B=1, T=70, H=1, HV=2, K=32, V=32, N=None, dtype=torch.float32):
     return [x.to(DEVICE) for x in (*narrow, g, beta, state, do.to(dtype), dstate)]
 
 
-def options(K, *, packed=False):
-    return Options(K**-0.5, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=packed)
+def rule(q, k, v, g, beta, state, cu_seqlens=None):
+    return Rule(
+        q, k, v, g, beta, initial_state=state, cu_seqlens=cu_seqlens,
+        scale=q.shape[-1] ** -0.5, l2norm=True, output_final_state=True,
+    )  # fmt: skip
 
 
 def run(q, k, v, g, beta, state, do, dstate, cu_seqlens=None):
     """Runs forward and backward through the adapter; returns a dictionary over NAMES."""
-    chosen = options(q.shape[-1], packed=cu_seqlens is not None)
-    o, final, saved = triton_adapter.forward(q, k, v, g, beta, state, cu_seqlens, chosen, save=True)
-    gradients = triton_adapter.backward(do, dstate, q, k, v, g, beta, state, cu_seqlens, saved, chosen)
+    call = rule(q, k, v, g, beta, state, cu_seqlens)
+    o, final, saved = triton_adapter.forward(call, save=True)
+    gradients = [x for x in triton_adapter.backward(do, dstate, call, saved) if x is not None]
     return dict(zip(NAMES, [o, final, *gradients], strict=True))
 
 
@@ -92,11 +88,11 @@ def test_packed_sequences_never_read_tokens_of_another():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_recomputed_states_give_the_same_bits_as_kept_ones(dtype):
+def test_recomputed_states_give_the_same_bits_as_kept_ones(dtype, monkeypatch):
     tensors = inputs(T=130, dtype=dtype)
     results = []
-    for save_h in (True, False):
-        triton_adapter.keep_states(save_h)
+    for keep in (True, False):
+        monkeypatch.setattr(triton_adapter, "KEEP_STATES", keep)
         results.append(run(*tensors))
     assert all(torch.equal(results[0][name], results[1][name]) for name in NAMES)
 
@@ -106,31 +102,24 @@ def kept(shapes):
     return sum(0 not in shape for shape, _ in shapes)
 
 
-def test_saved_tensors_follow_save_h_and_have_the_declared_shapes():
-    q, k, v, g, beta, state, *_ = inputs()
-    chosen = options(q.shape[-1])
+def test_saved_tensors_have_the_declared_shapes_with_and_without_kept_states(monkeypatch):
+    tensors = inputs()[:6]
     counts = {}
-    for save_h in (True, False, "auto"):
-        triton_adapter.keep_states(save_h)
-        saved = triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=True)[2]
-        declared = triton_adapter.saved_shapes(q.to("meta"), v.to("meta"), None, None, chosen)
+    for keep in (True, False, "auto"):
+        monkeypatch.setattr(triton_adapter, "KEEP_STATES", keep)
+        saved = triton_adapter.forward(rule(*tensors), save=True)[2]
+        declared = triton_adapter.saved_shapes(rule(*(x.to("meta") for x in tensors)))
         assert [(tuple(x.shape), x.dtype) for x in saved] == declared
-        counts[save_h] = kept(declared)
+        counts[keep] = kept(declared)
     assert counts == {True: 5, False: 3, "auto": 5}
-    assert triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=False)[2] == []
+    assert triton_adapter.forward(rule(*tensors), save=False)[2] == []
 
 
-def test_an_unknown_save_h_is_refused_by_its_value():
-    with pytest.raises(ValueError, match="save_h='yes' is none of 'auto', True, False; pass one of them"):
-        triton_adapter.keep_states("yes")  # pyright: ignore[reportArgumentType]
-
-
-def test_automatic_save_h_stops_keeping_states_at_its_bound():
-    chosen = options(128)
+def test_automatic_keeping_of_states_stops_at_its_bound(monkeypatch):
+    monkeypatch.setattr(triton_time_adapter, "SEGMENT", None)
     q = torch.empty(1, 2**19, 8, 128, dtype=torch.bfloat16, device="meta")
-    split_sequences(None)
-    assert kept(triton_adapter.saved_shapes(q, q, None, None, chosen)) == 3
-    assert kept(triton_adapter.saved_shapes(q[:, : 2**16], q[:, : 2**16], None, None, chosen)) == 5
+    for x, count in ((q, 3), (q[:, : 2**16], 5)):
+        assert kept(triton_adapter.saved_shapes(rule(x, x, x, x[..., 0], x[..., 0], None))) == count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -143,10 +132,10 @@ def test_kernels_write_every_element_and_repeat_their_bits(dtype, poison):
 
 def test_decoding_step_by_step_equals_the_whole_sequence():
     q, k, v, g, beta, state, *_ = inputs(B=2, T=5, H=2, HV=4, K=48, V=40)
-    chosen = options(48)
-    o, final, _ = triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=False)
+    o, final, _ = triton_adapter.forward(rule(q, k, v, g, beta, state), save=False)
     for t in range(5):
-        o_t, state = triton_adapter.step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state, chosen)
+        token = (x[:, t] for x in (q, k, v, g, beta))
+        o_t, state = triton_adapter.step(Step(*token, state, scale=48**-0.5, l2norm=True))
         assert error(o_t, o[:, t].double()) < 2**-20
     assert final is not None and error(state, final.double()) < 2**-20
 
@@ -169,7 +158,7 @@ def test_launches_beyond_65535_programs_use_the_first_axis_alone(segment, monkey
         (segments, "chain_kernel"),
     ]:
         monkeypatch.setattr(module, name, Recorder())
-    split_sequences(segment)
+    monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
     q = torch.empty(1, 2**22, 8, 32, dtype=torch.bfloat16, device="meta")
     g = torch.empty(1, 2**22, 8, dtype=torch.float32, device="meta")
     run(q, q, q, g, g, torch.empty(1, 8, 32, 32, device="meta"), q, torch.empty(1, 8, 32, 32, device="meta"))

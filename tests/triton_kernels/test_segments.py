@@ -7,14 +7,13 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
+from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     chunk_tables,
     segment_tables,
-    split_sequences,
 )
 from delta_trn.backends.parity.judge import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
-from delta_trn.backends.registry import Options
 from delta_trn.triton_kernels import segments
 from delta_trn.triton_kernels.chunks import chunks_per_segment
 from delta_trn.triton_kernels.launch import config
@@ -29,7 +28,10 @@ QUICK = ["seam_65", "packed_empty", "final_only"]
 def settings_are_reset():
     yield
     split_sequences("auto")
-    triton_adapter.keep_states("auto")
+
+
+def split_sequences(segment):
+    triton_time_adapter.SEGMENT = segment
 
 
 @pytest.fixture
@@ -106,12 +108,12 @@ def run(leaves, cu_seqlens=None, function=gated_delta_rule):
 
 
 @pytest.mark.parametrize("cuts", [None, [0, 0, 15, 15, 80, 112, 112]], ids=["dense", "packed"])
-def test_segments_repeat_their_bits_also_with_states_recomputed(cuts):
+def test_segments_repeat_their_bits_also_with_states_recomputed(cuts, monkeypatch):
     split_sequences(2)
     bounds = None if cuts is None else torch.tensor(cuts, device=DEVICE)
     leaves = tensors(N=None if cuts is None else len(cuts) - 1)
     first = run(leaves, bounds)
-    triton_adapter.keep_states(False)
+    monkeypatch.setattr(triton_adapter, "KEEP_STATES", False)
     assert all(torch.equal(x, y) for x, y in zip(first, run(leaves, bounds), strict=True))
 
 
@@ -163,14 +165,8 @@ def test_backward_refuses_segments_that_forward_did_not_cut():
     split_sequences(2)
     o = gated_delta_rule(*leaves[:5], backend="triton")[0]
     split_sequences(None)
-    with pytest.raises(RuntimeError, match="cut its sequences into 2 segments and backward expects 0: call"):
+    with pytest.raises(RuntimeError, match="cut its sequences into 2 segments and backward expects 0: leave"):
         o.sum().backward()
-
-
-@pytest.mark.parametrize("segment", [0, -1, "never", 1.5])
-def test_an_unknown_segment_length_is_refused_by_its_value(segment):
-    with pytest.raises(ValueError, match="is none of 'auto', None and a number of chunks"):
-        split_sequences(segment)
 
 
 def test_tables_of_packed_segments_cover_every_chunk_once():
@@ -225,17 +221,18 @@ def test_automatic_segments_are_cut_only_where_most_of_the_device_would_idle(
 
 
 def test_tensors_saved_in_segments_have_the_declared_shapes():
-    q, k, v, g, beta, state = (x.detach() for x in tensors(B=2))
-    chosen = triton_options(q.shape[-1])
+    leaves = [x.detach() for x in tensors(B=2)]
     for segment in (None, 1, 3):
         split_sequences(segment)
-        saved = triton_adapter.forward(q, k, v, g, beta, state, None, chosen, save=True)[2]
-        declared = triton_adapter.saved_shapes(q.to("meta"), v.to("meta"), None, None, chosen)
+        saved = triton_adapter.forward(rule(leaves), save=True)[2]
+        declared = triton_adapter.saved_shapes(rule([x.to("meta") for x in leaves]))
         assert [(tuple(x.shape), x.dtype) for x in saved] == declared
 
 
-def triton_options(K):
-    return Options(K**-0.5, use_qk_l2norm_in_kernel=True, output_final_state=True, packed=False)
+def rule(leaves):
+    *tensors, state = leaves
+    K = state.shape[-2]
+    return Rule(*tensors, initial_state=state, scale=K**-0.5, l2norm=True, output_final_state=True)
 
 
 @pytest.mark.parametrize("processors", [1, 16, 132])
