@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from delta_trn.backends import gated_delta_rule
-from delta_trn.backends.layers.pytorch import AT_ONCE
+from delta_trn.backends.layers.pytorch import LOGITS
 from delta_trn.backends.parity.judge import error
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.language_model import linear_cross_entropy
@@ -71,7 +71,7 @@ class TestLoss:
     ):
         m, ids = model(), tokens(2, 9)
         whole = m.loss(ids, ids)
-        monkeypatch.setitem(AT_ONCE, "cpu", tokens_at_once * VOCABULARY)
+        monkeypatch.setitem(LOGITS, "cpu", tokens_at_once * VOCABULARY)
         assert_same(m.loss(ids, ids), whole)
 
     def test_labels_are_shifted_as_transformers_does(self):
@@ -97,7 +97,7 @@ class TestLoss:
 
     def test_no_logits_of_all_tokens_are_kept(self, monkeypatch: pytest.MonkeyPatch):
         """Nothing that autograd keeps, and nothing made on the way, is as large as all logits."""
-        monkeypatch.setitem(AT_ONCE, "cpu", 64 * VOCABULARY)
+        monkeypatch.setitem(LOGITS, "cpu", 64 * VOCABULARY)
         m, ids = model(dtype=torch.float32), tokens(2, 256)
         largest = 0
 
