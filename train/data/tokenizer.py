@@ -218,7 +218,9 @@ def adopt(tokenizer: Tokenizer, config: dict, vocab_size: int | None) -> TextTok
 
     def append(content: str) -> int:
         tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-        return tokenizer.token_to_id(content)
+        token = tokenizer.token_to_id(content)
+        assert token is not None
+        return token
 
     bos = append(BOS) if bos is None else bos
     eos = append(EOS) if eos is None else eos

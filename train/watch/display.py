@@ -13,9 +13,10 @@ WIDTH_IN_A_FILE = 110  # rich would take 80, and wrap the tables
 
 def console(*, quiet: bool = False, stderr: bool = False) -> Console:
     """Returns a console on standard output, or standard error, as it is at the time of the call."""
-    options = {"highlight": False, "soft_wrap": True, "quiet": quiet, "stderr": stderr}
-    out = Console(**options)
-    return out if out.is_terminal else Console(**options, width=WIDTH_IN_A_FILE)
+    out = Console(highlight=False, soft_wrap=True, quiet=quiet, stderr=stderr)
+    if not out.is_terminal:
+        out.width = WIDTH_IN_A_FILE
+    return out
 
 
 def leads() -> bool:
