@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from delta_trn.train.checkpoints.contents import load_weights, read_state
-from delta_trn.train.checkpoints.store import MANIFEST, CheckpointStore
+from delta_trn.train.checkpoints.store import MANIFEST, CheckpointStore, describe
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import CheckpointError, DiskFull
 from tests.support import tiny_run
@@ -41,11 +41,20 @@ def filled(folder: Path) -> None:
     (folder / "state.json").write_text("{}")
 
 
+def save(store: CheckpointStore, step: int, write=filled) -> Path:
+    """Saves a checkpoint of the files that `write` returns, or of all that it wrote."""
+    with store.writing(step) as folder:
+        store.begin(step)
+        files = write(folder)
+        store.finish(step, [describe(folder.iterdir() if files is None else files)])
+    return store.path(step)
+
+
 @pytest.fixture
 def store(tmp_path) -> CheckpointStore:
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     for step in (5, 10, 15):
-        store.save(step, filled)
+        save(store, step)
     return store
 
 
@@ -93,7 +102,7 @@ class TestStore:
 
     def test_rotation_keeps_the_newest_and_the_best(self, store):
         store.point_best(5)
-        store.save(20, filled)
+        save(store, 20)
         store.rotate(2, keep=5)
         assert store.steps() == [5, 15, 20]
         assert store.best() == 5
@@ -107,7 +116,7 @@ class TestStore:
         assert store.best() is None
 
     def test_saving_a_step_again_replaces_it(self, store):
-        store.save(10, lambda folder: (folder / "b.bin").write_bytes(b"new") and None)
+        save(store, 10, lambda folder: (folder / "b.bin").write_bytes(b"new") and None)
         assert [path.name for path in store.path(10).iterdir() if path.name != MANIFEST] == ["b.bin"]
         assert store.damage(10) is None
 
@@ -122,7 +131,7 @@ class TestStore:
             return write
 
         for names in ((), ("a.bin",)):
-            folder = store.save(20, part(*names))
+            folder = save(store, 20, part(*names))
             assert list(json.loads((folder / MANIFEST).read_bytes())["files"]) == list(names)
 
     @pytest.mark.parametrize("name", ["a.bin", "state.json", MANIFEST])
@@ -173,7 +182,7 @@ class TestFullDisk:
         with pytest.raises(
             DiskFull, match=r"no space left .*step-00000020.*whole \(step 5, step 10, step 15\)"
         ):
-            store.save(20, full)
+            save(store, 20, full)
         assert store.steps() == [5, 10, 15]
         assert [store.damage(step) for step in store.steps()] == [None] * 3
         assert not list(store.directory.glob(".*"))
@@ -204,7 +213,7 @@ class TestFullDisk:
                 patch.setattr(os, "fsync", failing(os.fsync))
                 patch.setattr(os, "rename", failing(os.rename))
                 try:
-                    store.save(20, filled)
+                    save(store, 20)
                 except DiskFull:
                     pass
                 else:

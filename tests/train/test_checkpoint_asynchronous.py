@@ -1,4 +1,4 @@
-"""Saving while training goes on: the same checkpoints, at most one on its way, and no failure unseen."""
+"""Saver while training goes on: the same checkpoints, at most one on its way, and no failure unseen."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from delta_trn.train.checkpoints import contents as checkpoint
-from delta_trn.train.checkpoints.saver import Saving
+from delta_trn.train.checkpoints.saver import Saver
 from tests.support import team_run, tiny_run
 from tests.support.tiny_run import left_by, lines
 
@@ -22,35 +22,35 @@ def keys(data: Path, out: Path, **changes: object) -> list[str]:
     return tiny_run.keys(data, out, log__every=1, checkpoint__asynchronous="true", **changes)
 
 
-class TestSaving:
+class TestSaver:
     def test_a_job_goes_on_while_its_caller_does_and_the_next_waits_for_it(self):
         may_end, done = threading.Event(), []
-        saving = Saving(asynchronous=True)
+        saver = Saver(asynchronous=True)
 
         def first() -> None:
             may_end.wait(60)
             done.append(1)
 
-        saving.begin(first)
-        assert done == [] and not saving.failed
+        saver.begin(first)
+        assert done == [] and not saver.failed
         threading.Timer(0.05, may_end.set).start()
-        saving.begin(lambda: done.append(2))
+        saver.begin(lambda: done.append(2))
         assert done[0] == 1
-        saving.settle()
+        saver.settle()
         assert done == [1, 2]
 
     def test_what_a_job_raises_is_seen_and_raised_once(self):
-        saving = Saving(asynchronous=True)
-        saving.begin(lambda: 1 / 0)
-        saving.wait()
-        assert saving.failed
+        saver = Saver(asynchronous=True)
+        saver.begin(lambda: 1 / 0)
+        saver.wait()
+        assert saver.failed
         with pytest.raises(ZeroDivisionError):
-            saving.begin(lambda: None)
-        saving.settle()
+            saver.begin(lambda: None)
+        saver.settle()
 
     def test_in_turn_it_is_done_when_begin_returns(self):
         done: list[int] = []
-        Saving(asynchronous=False).begin(lambda: done.append(1))
+        Saver(asynchronous=False).begin(lambda: done.append(1))
         assert done == [1]
 
 
@@ -59,7 +59,7 @@ def slowly(before_writing: list[int], monkeypatch) -> None:
     write, step = checkpoint.write, threading.Condition()
     from delta_trn.train.run.loop import _Loop
 
-    one_step, settle = _Loop._one_step, Saving.settle
+    one_step, settle = _Loop._one_step, Saver.settle
     taken, ending = [0], [False]
 
     def stepped(self):
@@ -82,7 +82,7 @@ def slowly(before_writing: list[int], monkeypatch) -> None:
         return write(folder, snapshot, **options)
 
     monkeypatch.setattr(_Loop, "_one_step", stepped)
-    monkeypatch.setattr(Saving, "settle", settling)
+    monkeypatch.setattr(Saver, "settle", settling)
     monkeypatch.setattr(checkpoint, "write", late)
 
 
@@ -110,7 +110,7 @@ def test_a_failure_is_raised_at_the_next_step(data, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoint, "write", full)
-    monkeypatch.setattr(Saving, "begin", _and_wait(Saving.begin))
+    monkeypatch.setattr(Saver, "begin", _and_wait(Saver.begin))
     status, out, err = tiny_run.command("run", "tiny", *keys(data, tmp_path / "run"))
     assert status == 2 and "no space left" in err and "step-00000004" in err and "none yet" in err
     assert max(line["step"] for line in lines(tmp_path / "run")) == 4, "the fifth step is not even reported"
@@ -119,11 +119,11 @@ def test_a_failure_is_raised_at_the_next_step(data, tmp_path, monkeypatch):
 
 
 def _and_wait(begin):
-    def begun(self, job):
+    def begin_and_wait(self, job):
         begin(self, job)
         self.wait()
 
-    return begun
+    return begin_and_wait
 
 
 def test_of_several_processes(data, tmp_path):

@@ -59,8 +59,8 @@ class TestOverview:
 class TestParameters:
     def test_json_has_the_tables_columns_for_every_parameter(self):
         from delta_trn.models import DeltaForCausalLM
-        from delta_trn.train.commands.parameters import scaled
         from delta_trn.train.recipes import recipe
+        from delta_trn.train.run.optimizer import scaled
 
         rows = json.loads(train("parameters", "tiny", "--json"))
         assert {tuple(row) for row in rows} == {

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and how a run is put back into the state it was saved in.
+"""What is in a checkpoint, and how a run is restored from it.
 
 config.json, model.safetensors, generation_config.json    the model as transformers' from_pretrained reads it
 tokenizer.json, tokenizer_config.json, ...                the tokenizer, so that the folder stands alone
@@ -7,17 +7,16 @@ random.safetensors                                        generator states
 state.json                                                step, data position, best so far, configuration
 manifest.json                                             sizes and hashes of the others
 
-Of N processes each writes its part at once, by torch.distributed.checkpoint in its Hugging Face layout:
+N processes write their parts at the same time, by torch.distributed.checkpoint in its Hugging Face layout:
 
-model-0000i-of-0000N.safetensors, model.safetensors.index.json    whole matrices, dealt out by size
+model-0000i-of-0000N.safetensors, model.safetensors.index.json    whole matrices, shared by size
 shard-0000i-model-....safetensors                                 the optimizer's parts, each with its offsets
 
-The weights are put together when the snapshot is taken, because from_pretrained wants whole matrices. That
-is one more gathering of what every forward pass of FSDP gathers, a matrix at a time; doing it afterwards from
-files of parts would read and write all of them once more. The optimizer, twice as large, is never gathered.
+The snapshot gathers the weights, one matrix at a time, because from_pretrained wants whole matrices: each
+forward pass of FSDP gathers as much. The optimizer, twice as large, is never gathered.
 
 torch.distributed.checkpoint's reader sees one set of tensors in either layout, and gives each process the
-parts that it has now: any number of processes, divided in any way, goes on from any other.
+parts that it has now. A run continues on any number of processes, divided in any way.
 """
 
 import contextlib
@@ -61,10 +60,10 @@ _PART = re.compile(r"(?:model|shard)-(\d+)-.*\.safetensors")
 class State:
     """Where a run stands between two steps.
 
-    tokens      trained on so far, by all devices
-    seconds     of training so far, over all processes
+    tokens      tokens trained on so far, by all devices
+    seconds     seconds of training so far, in all processes that continued the run one after another
     position    the loader's state_dict
-    best        [step, validation loss] of the lowest so far
+    best        (step, validation loss) of the lowest so far
     """
 
     step: int = 0
@@ -76,7 +75,7 @@ class State:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where a run stood, and this process's part of what it had, in the host's memory.
+    """What one process writes of a run, in the host's memory.
 
     weights     whole matrices by name, those that this process writes
     owners      name -> process that writes it, of all weights
@@ -91,9 +90,9 @@ class Snapshot:
 
 
 def snapshot(sharding: Sharding, optimizer: Optimizer, state: State, *, copy: bool) -> Snapshot:
-    """What `write` needs. All processes must call.
+    """Returns what `write` needs. All processes must call.
 
-    copy    also what is in the host's memory already, so that training may go on while it is written
+    copy    copies even what is in the host's memory already, so that training may go on meanwhile
     """
     sharding.at_rest()
     named = _distinct(sharding.model)
@@ -131,38 +130,39 @@ def _distinct(model: "DeltaForCausalLM") -> dict[str, Tensor]:
     return named
 
 
+def require_finite(snapshot: Snapshot) -> None:
+    """Diverged if a weight is not finite: saving it would rotate good checkpoints out."""
+    if bad := [name for name, p in snapshot.weights.items() if not bool(torch.isfinite(p).all())]:
+        raise Diverged(
+            f"{len(bad)} parameters are not finite after step {snapshot.state.step}, {bad[0]} first; {REMEDY}"
+        )
+
+
 def write(
     folder: Path,
-    taken: Snapshot,
+    snapshot: Snapshot,
     *,
     config: RunConfig,
     model: "DeltaForCausalLM",
     tokenizer: "TextTokenizer",
     team: Team,
 ) -> list[Path]:
-    """Fill a folder; all processes must call. Returns the files that this one has to answer for.
-
-    Diverged if a weight is not finite: that would rotate good checkpoints out.
-    """
-    if bad := [name for name, p in taken.weights.items() if not bool(torch.isfinite(p).all())]:
-        raise Diverged(
-            f"{len(bad)} parameters are not finite after step {taken.state.step}, {bad[0]} first; {REMEDY}"
-        )
+    """Fills a folder; all processes must call. Returns the files that this process wrote."""
     if team.world == 1:
         with _without_bars():
-            model.save_pretrained(folder, state_dict=taken.weights)
+            model.save_pretrained(folder, state_dict=snapshot.weights)
         # an optimizer without memory is written as an empty file: safetensors has no trouble with that
-        save_file(taken.optimizer, folder / "optimizer.safetensors")
+        save_file(snapshot.optimizer, folder / "optimizer.safetensors")
     else:
-        _write_parts(folder, taken, team)
+        _write_parts(folder, snapshot, team)
     if team.leads:
         if team.world > 1:
             _describe(folder, model)
         tokenizer.save(folder)
-        save_file(taken.generators, folder / _RANDOM)
+        save_file(snapshot.generators, folder / _RANDOM)
         content = {
             "format": FORMAT,
-            **asdict(taken.state),
+            **asdict(snapshot.state),
             "tokenizer": tokenizer.sha256,
             "fingerprint": config.fingerprint(),
             "config": config.model_dump(mode="json"),
@@ -171,17 +171,17 @@ def write(
     return [path for path in folder.iterdir() if _writer(path) == team.rank]
 
 
-def _write_parts(folder: Path, taken: Snapshot, team: Team) -> None:
-    files = {name: 1 + owner for name, owner in taken.owners.items()}
+def _write_parts(folder: Path, snapshot: Snapshot, team: Team) -> None:
+    files = {name: 1 + owner for name, owner in snapshot.owners.items()}
     with _own_errors():
         weights = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files)
-        state_dict_saver.save(taken.weights, storage_writer=weights, process_group=team.files)
+        state_dict_saver.save(snapshot.weights, storage_writer=weights, process_group=team.files)
         parts = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        state_dict_saver.save(taken.optimizer, storage_writer=parts, process_group=team.files)
+        state_dict_saver.save(snapshot.optimizer, storage_writer=parts, process_group=team.files)
 
 
 def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
-    """What save_pretrained writes beside weights. FSDP has made the model's class one of its own."""
+    """Writes what save_pretrained writes beside weights. FSDP has given the model a class of its own."""
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.dtype = torch.float32
     model.config.save_pretrained(folder)
@@ -189,7 +189,7 @@ def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
 
 
 def _writer(path: Path) -> int:
-    """The process that wrote a file: its number is in the name of a part, the rest is the leader's."""
+    """Returns the rank that wrote a file: a part has it in its name, the rest is the leader's."""
     part = _PART.fullmatch(path.name)
     return int(part[1]) - 1 if part else 0
 
@@ -208,7 +208,7 @@ def _on_host(x: Tensor, *, copy: bool) -> Tensor:
 
 
 def read_state(folder: Path) -> tuple[State, RunConfig]:
-    """Where the run stood, and the configuration it had. CheckpointError if this code cannot read it."""
+    """Returns a checkpoint's state and configuration. CheckpointError if this code cannot read it."""
     path = folder / "state.json"
     content = json.loads(path.read_bytes())
     if content.get("format") != FORMAT:
@@ -267,9 +267,9 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
         for name, size in saved.items()
         if name not in own or sharding.shape(name) != size
     ]
-    given = {id(own[name]) for name in saved if name in own}
+    present = {id(own[name]) for name in saved if name in own}
     # a tied matrix has two names and is saved under one
-    missing = [name for name, parameter in own.items() if name not in saved and id(parameter) not in given]
+    missing = [name for name, parameter in own.items() if name not in saved and id(parameter) not in present]
     if wrong or missing:
         raise CheckpointError(
             f"the weights in {folder} are not this model's: {len(missing)} missing, {len(wrong)} unknown or "
@@ -283,7 +283,7 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
 
 
 def _sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor of a checkpoint, by name."""
+    """Returns shape and dtype of every tensor of a checkpoint, by name."""
     known = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: (meta.size, meta.properties.dtype)
@@ -293,15 +293,15 @@ def _sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _read(folder: Path, into: dict[str, Tensor]) -> None:
-    """Fill tensors, or this process's parts of them, by name. Nobody waits for the others."""
+    """Fills tensors, or this process's parts of them, by name. No process waits for another."""
     with _own_errors(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is done by one process: it is meant to be
+        warnings.simplefilter("ignore")  # it warns that one process reads alone, which is intended
         state_dict_loader.load(into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """In place of what torch.distributed.checkpoint packs them into, the first process's error itself."""
+    """Raises the first process's own error instead of the wrapper that torch.distributed.checkpoint makes."""
     try:
         yield
     except CheckpointException as packed:
@@ -310,7 +310,7 @@ def _own_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Transformers draws a bar for every file it writes, through the run's own."""
+    """Keeps transformers from drawing a bar for every file that it writes, across the run's own."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

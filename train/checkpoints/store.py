@@ -1,4 +1,4 @@
-"""A folder of checkpoints, each whole or absent. Knows folders and hashes, not what is in them.
+"""A folder of checkpoints, each whole or absent. It knows folders and hashes, not what is in them.
 
     step-00000100/     whole: renamed here after every file and manifest.json were synced
     .step-*.tmp/       being written, or left by a kill
@@ -6,17 +6,18 @@
     best               symbolic link to the one with the lowest validation loss
 
 manifest.json lists size and sha256 of every other file: truncation and bit rot are found before anything is
-loaded, and not by a shape error, or by nothing at all. Several processes may fill one folder; each hashes
-what it wrote, and the folder gets its name when all have said that theirs is on the disk.
+loaded. Several processes may fill one folder: each hashes what it wrote, and the folder gets its name when
+all files are on the disk.
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from delta_trn.train.files import disk_errors, sha256_of, sync
 from delta_trn.train.settings.errors import CheckpointError
@@ -25,18 +26,7 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d+\.(tmp|old)")
 
-T = TypeVar("T")
 Described = dict[str, dict[str, Any]]
-
-
-class Agreed(Protocol):
-    """How processes do something together: see `Team.agreed`."""
-
-    def __call__(self, work: Callable[[], T], /) -> list[T]: ...
-
-
-def _alone(work: Callable[[], T], /) -> list[T]:
-    return [work()]
 
 
 class CheckpointStore:
@@ -49,50 +39,47 @@ class CheckpointStore:
         return self.directory / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, ascending. None was looked into."""
+        """Returns the steps that have a checkpoint, ascending, without looking into any."""
         if not self.directory.is_dir():
             return []
         found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
-    def save(
-        self,
-        step: int,
-        write: Callable[[Path], Iterable[Path] | None],
-        *,
-        agreed: Agreed = _alone,
-        leads: bool = True,
-    ) -> Path:
-        """Have `write` fill a folder, and give it the step's name once it is on the disk.
+    def _beside(self, step: int) -> Path:
+        return self.directory / f".{self.path(step).name}.tmp"
 
-        Of a team every process calls this, `write` returns the files that are its own (None: all there are),
-        and what goes wrong on one is raised on all. DiskFull if there is no space: the half-written folder is
-        removed, and all others are as they were.
+    @contextmanager
+    def writing(self, step: int, *, leads: bool = True) -> Iterator[Path]:
+        """Surrounds the writing of a checkpoint, and yields the folder to fill between `begin` and `finish`.
+
+        Every process of a team enters it. After an error the half-written folder is removed and all others
+        are as they were; DiskFull if there is no space.
         """
-        final = self.path(step)
-        beside = self.directory / f".{final.name}.tmp"
         whole = [f"step {other}" for other in self.steps() if other != step]
         safe = f"checkpoints already there are whole ({', '.join(whole) or 'none yet'})"
         todo = f"free some space and run `python -m train resume {self.directory.parent}`"
-        with disk_errors(final, f"{safe}: {todo}"):
+        with disk_errors(self.path(step), f"{safe}: {todo}"):
             try:
-                agreed(lambda: self._begin(beside) if leads else None)
-                parts = agreed(lambda: _on_disk(beside, write(beside)))
-                agreed(lambda: self._finish(beside, final, parts) if leads else None)
+                yield self._beside(step)
             except BaseException:
                 if leads:
-                    shutil.rmtree(beside, ignore_errors=True)
+                    shutil.rmtree(self._beside(step), ignore_errors=True)
                 raise
-        return final
 
-    def _begin(self, beside: Path) -> None:
+    def begin(self, step: int) -> None:
+        """Makes the folder to fill, and removes what a kill has left. One process calls it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in self.directory.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-        beside.mkdir()
+        self._beside(step).mkdir()
 
-    def _finish(self, beside: Path, final: Path, parts: list[Described]) -> None:
+    def finish(self, step: int, parts: Iterable[Described]) -> None:
+        """Gives the filled folder its manifest and the step's name. One process calls it, after all others.
+
+        parts   what `describe` returned on each process
+        """
+        beside, final = self._beside(step), self.path(step)
         files = {name: part[name] for part in parts for name in part}
         manifest = {"format": 1, "files": dict(sorted(files.items()))}
         (beside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
@@ -105,7 +92,7 @@ class CheckpointStore:
         sync(self.directory)
 
     def damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint's files, or None. Reads all of them."""
+        """Returns what is wrong with a checkpoint's files, or None. Reads all of them."""
         folder = self.path(step)
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -127,7 +114,7 @@ class CheckpointStore:
         return None
 
     def require_whole(self, step: int) -> Path:
-        """The step's folder. CheckpointError if it is missing or damaged, naming the others."""
+        """Returns the step's folder. CheckpointError if it is missing or damaged, naming the others."""
         if step not in self.steps():
             known = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"no checkpoint of step {step} in {self.directory}; there are: {known}")
@@ -137,7 +124,7 @@ class CheckpointStore:
         return self.path(step)
 
     def newest_whole(self, tell: Callable[[str], None]) -> int | None:
-        """The newest undamaged step, None where there are no checkpoints; `tell` hears of each damaged one.
+        """Returns the newest undamaged step, None where there are none; `tell` hears of each damaged one.
 
         CheckpointError if there are some and all are damaged.
         """
@@ -157,7 +144,7 @@ class CheckpointStore:
         return None
 
     def point_best(self, step: int) -> None:
-        """Make `best` lead to this step's folder."""
+        """Makes `best` lead to this step's folder."""
         beside = self.directory / ".best.tmp"
         beside.unlink(missing_ok=True)
         beside.symlink_to(self.path(step).name, target_is_directory=True)
@@ -165,7 +152,7 @@ class CheckpointStore:
         sync(self.directory)
 
     def best(self) -> int | None:
-        """The step that `best` leads to; None if it leads nowhere."""
+        """Returns the step that `best` leads to; None if it leads nowhere."""
         link = self.directory / "best"
         if not link.is_symlink():
             return None
@@ -173,13 +160,13 @@ class CheckpointStore:
         return int(match[1]) if match and link.exists() else None
 
     def rotate(self, keep_last: int, keep: int | None) -> None:
-        """Remove all but the newest `keep_last` and the step `keep`."""
+        """Removes all but the newest `keep_last` and the step `keep`."""
         for step in self.steps()[:-keep_last]:
             if step != keep:
                 self._remove(self.path(step))
 
     def set_aside(self, after: int) -> list[int]:
-        """Rename checkpoints of later steps to undone-step-*, where only a person looks. Their steps."""
+        """Renames checkpoints of later steps to undone-step-*, which nothing reads. Returns their steps."""
         later = [step for step in self.steps() if step > after]
         for step in later:
             away = self.directory / f"undone-{self.path(step).name}"
@@ -195,10 +182,10 @@ class CheckpointStore:
         shutil.rmtree(away, ignore_errors=True)
 
 
-def _on_disk(folder: Path, mine: Iterable[Path] | None) -> Described:
-    """Sync files, and say of each by name what the manifest will. None of one's own is not all there are."""
-    found: Described = {}
-    for path in folder.iterdir() if mine is None else mine:
+def describe(files: Iterable[Path]) -> Described:
+    """Syncs files to the disk. Returns by name what the manifest has of each."""
+    entries: Described = {}
+    for path in files:
         sync(path)
-        found[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    return found
+        entries[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    return entries

@@ -102,12 +102,14 @@ def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]
 def _read(configs: list[RunConfig], widths: list[int], steps: int, seeds: int) -> "list[Reading]":
     """Takes every reading, and prints a line for each configuration on the way."""
     from delta_trn.train.data import make_loader
-    from delta_trn.train.run.subject import subject
+    from delta_trn.train.run.setup import load_dataset, set_up_process, with_data
     from delta_trn.train.studies.coordinates.check import readings
 
     rows = []
     for config in configs:
-        config, dataset = subject(config)
+        config, _ = set_up_process(config)
+        dataset = load_dataset(config)
+        config = with_data(config, dataset)
 
         def batch(seed: int, config=config, dataset=dataset):
             b = config.batch

@@ -21,9 +21,9 @@ def main(arguments: Sequence[str]) -> int:
     changes = parse(given.changes)
 
     from delta_trn.train.commands.run import drive
-    from delta_trn.train.run.setup import reopened
+    from delta_trn.train.run.setup import resume
     from delta_trn.train.watch.display import console, leads
 
     out = console(quiet=not leads())
-    with reopened(given.run_dir, changes, given.step, lambda text: out.print(text, markup=False)) as run:
+    with resume(given.run_dir, changes, given.step, lambda text: out.print(text, markup=False)) as run:
         return drive(run, changes.get("backend", run.config.backend))

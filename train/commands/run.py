@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     out.print(f"recipe     {given.recipe}: {summary(given.recipe)}", markup=False)
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
-    from delta_trn.train.run.setup import begun, reopened
+    from delta_trn.train.run.setup import resume, start
 
     def tell(text: str) -> None:
         out.print(text, markup=False)
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str]) -> int:
         folder = RunFolder(Path(config.out).expanduser())
         # all of a team see the same: the first one writes it after all have joined
         if folder.config_path.exists():
-            with reopened(folder.path, config, None, tell) as run:
+            with resume(folder.path, config, None, tell) as run:
                 return drive(run, config.backend)
-    with begun(config, tell) as run:
+    with start(config) as run:
         return drive(run, config.backend)
 
 
@@ -61,7 +61,7 @@ def drive(run: "Run", asked_backend: str) -> int:
     """Train a run that stands ready, with everything that is printed around it."""
     from delta_trn.train.neuron.record import notice
     from delta_trn.train.run.loop import train
-    from delta_trn.train.run.setup import held_out_costs
+    from delta_trn.train.run.setup import write_baselines
     from delta_trn.train.settings.errors import TrainError
     from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import Display, console
@@ -74,7 +74,7 @@ def drive(run: "Run", asked_backend: str) -> int:
     for line in (*opening(run, asked_backend), *warmed):
         out.print(line, markup=False)
     with out.status("measuring what zlib and lzma make of the held-out text"):
-        costs = held_out_costs(run)
+        costs = write_baselines(run)
     with Display(run.config.steps, run.state.step, show=leads) as display:
         outcome = train(run, display, observers(run))
     if outcome.stopped:

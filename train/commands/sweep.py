@@ -89,7 +89,7 @@ def _plan(sweep: Sweep, results: Results) -> str:
 
 def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
     from delta_trn.train.checkpoints.run_folder import RunFolder
-    from delta_trn.train.run.subject import data_of
+    from delta_trn.train.run.setup import load_dataset
     from delta_trn.train.studies.sweep.output import write_report
     from delta_trn.train.studies.sweep.runner import execute
     from delta_trn.train.watch.display import console, duration
@@ -104,7 +104,7 @@ def _execute(sweep: Sweep, folder: Path, own: Mapping[str, str | None]) -> int:
     minutes = None if own["max_minutes"] is None else _minutes(own["max_minutes"])
     configs = {t.config.data.model_dump_json(): t.config for t in sweep.trials({})}
     for config in configs.values():
-        data_of(config)  # tokenized before any trial starts: the others would wait for the first one
+        load_dataset(config)  # tokenized before any trial starts: the others would wait for the first one
     with RunFolder(folder).hold():
         write_file(folder / "sweep.json", json.dumps(sweep.as_dict(), indent=1) + "\n", SAFE)
         tell(f"{folder}  {jobs} at a time on {', '.join(devices) if devices else 'cpu'}")

@@ -107,7 +107,7 @@ def _neuron_parallel_compile() -> str:
 def _warm(config: RunConfig) -> int:
     from delta_trn.train.neuron.compiling import compile_all
     from delta_trn.train.neuron.record import caches, compiles, record_path, write_record
-    from delta_trn.train.run.setup import begun
+    from delta_trn.train.run.setup import start
     from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import console, leads
 
@@ -118,7 +118,7 @@ def _warm(config: RunConfig) -> int:
 
     with tempfile.TemporaryDirectory(prefix="delta-trn-warmup-") as folder:
         here = config.model_copy(update={"out": str(Path(folder) / "run")})
-        with begun(here, tell) as run:
+        with start(here) as run:
             graphs = compile_all(run, tell, observers(run))
             if not compiles(run.config, run.device):
                 tell(f"nothing to compile: on {run.device} operators run one by one unless compile=true")
@@ -130,7 +130,7 @@ def _warm(config: RunConfig) -> int:
                 path = record_path(run.config, run.device, run.team.world)
                 write_record(path, graphs)
                 tell(f"recorded in {path}")
-            run.team.told(None)
+            run.team.from_leader(None)
     return 0
 
 

@@ -23,7 +23,7 @@ from delta_trn.train.settings.schema import RunConfig
 
 T = TypeVar("T")
 
-# The others wait so long while the leader prepares a corpus; for all else distribution.timeout_minutes.
+# How long the others wait while the leader prepares a corpus. Elsewhere distribution.timeout_minutes holds.
 PATIENCE = timedelta(hours=12)
 
 _ABOUT_OTHERS = re.compile(
@@ -37,14 +37,14 @@ _HERE = Path(__file__).parents[1]
 class Team:
     """This process among `world`; alone, every method is the identity.
 
-    data_rank, data_world   which of how many shares of a step's sequences this process has. The processes of
-                            one tensor or context group have the same share.
+    data_rank, data_world   this process has share `data_rank` of the `data_world` shares of a step's
+                            sequences. The processes of one tensor or context group have the same share.
     mesh                    [replica, tensor]; None alone. Gradients are averaged over `replica`, which counts
                             the context groups' processes too: each has its own tokens.
     context                 [data, context, tensor]; None where sequences are whole
-    files                   for those who write files, on any thread, while the others' collectives go on
-    patient                 for `leader_first`
-    hosts                   for what is in the hosts' memory, where the default group has only XLA's
+    files                   group for writing files, on any thread, while other collectives go on
+    patient                 group for `leader_first`
+    hosts                   group for values in the hosts' memory, where the default group has only XLA's
     """
 
     rank: int = 0
@@ -63,66 +63,70 @@ class Team:
         return self.rank == 0
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over all processes, the same on each; on the device, without waiting for it."""
+        """Returns the mean over all processes, the same on each; on the device, without waiting for it."""
         if self.world == 1:
             return x
         x = x.clone()
         dist.all_reduce(x)
         return x / self.world
 
-    def largest(self, number: int) -> int:
-        """The largest of all processes' numbers. Waits for all."""
+    def largest(self, numbers: list[int]) -> list[int]:
+        """Returns the largest of all processes' numbers, place by place. Waits for all."""
         if self.world == 1:
-            return number
-        found = torch.tensor(number)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.hosts)
-        return int(found)
+            return numbers
+        largest = torch.tensor(numbers)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.hosts)
+        return largest.tolist()
 
-    def told(self, what: T) -> T:
-        """What the leader has. Waits for it."""
-        return self._told(what, self.hosts)
+    def from_leader(self, value: T) -> T:
+        """Returns the leader's value. Waits for it."""
+        return self._broadcast(value, self.hosts)
 
     def agreed(self, work: Callable[[], T]) -> list[T]:
-        """What work() returns on each process, by rank. Waits for all.
+        """Returns what work() returns on each process, by rank. Waits for all.
 
-        What it raises on one, it raises on all: nobody goes on without the others, or waits for them.
+        What it raises on one process, it raises on all: none goes on without the others, or waits for them.
         """
         if self.world == 1:
             return [work()]
-        found: T | None = None
+        result: T | None = None
         failure: Exception | None = None
         try:
-            found = work()
+            result = work()
         except Exception as error:
             failure = error
-        everybody: list[Any] = [None] * self.world
-        dist.all_gather_object(everybody, (found, failure and _to_be_sent(failure)), group=self.files)
+        outcomes: list[Any] = [None] * self.world
+        dist.all_gather_object(outcomes, (result, failure and _picklable(failure)), group=self.files)
         if failure is not None:
             raise failure
-        for _, others in everybody:
-            if others is not None:
-                raise others
-        return [result for result, _ in everybody]
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]
+
+    def leader_does(self, work: Callable[[], T]) -> T:
+        """Returns what work() returns on the leader, which alone does it. Its error is raised on all."""
+        return self.agreed(lambda: work() if self.leads else None)[0]  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def leader_first(self) -> Iterator[None]:
-        """The leader goes through the block before the others enter it: it makes files, they find them."""
+        """Lets the leader through the block before the others enter it: it makes files, they find them."""
         if not self.leads:
-            self._told(None, self.patient)
+            self._broadcast(None, self.patient)
         yield
         if self.leads:
-            self._told(None, self.patient)
+            self._broadcast(None, self.patient)
 
-    def _told(self, what: T, group: ProcessGroup | None) -> T:
+    def _broadcast(self, value: T, group: ProcessGroup | None) -> T:
         if self.world == 1:
-            return what
-        box = [what]
+            return value
+        box = [value]
         dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
 
-def _to_be_sent(error: Exception) -> Exception:
-    """The error, or one of the same words where another process could not read it."""
+def _picklable(error: Exception) -> Exception:
+    """Returns the error, or one of the same words where another process could not read it."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -131,8 +135,8 @@ def _to_be_sent(error: Exception) -> Exception:
 
 
 @contextlib.contextmanager
-def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
-    """The team of this run, joined for as long as the block lasts. See `require_divisible`.
+def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
+    """Joins the team of this run for as long as the block lasts. See `layout.require_divisible`.
 
     ProcessLost where a collective fails because another process has ended, or does not answer.
     """
@@ -172,7 +176,7 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
 
 
 def _collective(error: Exception) -> str:
-    """What was waited for, and by whom: `all_reduce in train.team.largest`."""
+    """Returns what was waited for, and by whom, such as `all_reduce in train.team.largest`."""
     frames = traceback.extract_tb(error.__traceback__)
     called = [f.name for f in frames if hasattr(dist, f.name) or f.name in ("backward", "full_tensor")]
     ours = [f"{Path(f.filename).stem}.{f.name}" for f in frames if Path(f.filename).parent == _HERE]

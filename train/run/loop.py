@@ -1,4 +1,4 @@
-"""The training loop: which step does what besides stepping. One for every device."""
+"""The training loop, the same on every device: after which step to evaluate, save, log or stop."""
 
 import math
 import time
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import machine as platform
-from delta_trn.train.checkpoints import contents as checkpoint
-from delta_trn.train.checkpoints.saver import Saving
+from delta_trn.train.checkpoints.contents import REMEDY
+from delta_trn.train.checkpoints.saver import Saver
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_crops, is_due
 from delta_trn.train.run.optimizer import learning_rate
 from delta_trn.train.run.sample import Sampling, continue_text
@@ -23,12 +23,10 @@ from delta_trn.train.watch.display import Display
 from delta_trn.train.watch.metrics import Line
 from delta_trn.train.watch.trackers import open_trackers
 
-_FAILED = 1 << 20  # above every number that StopRequest has for a reason
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended. `stopped`: why before the last step, None at it; `signal`: the one that asked."""
+    """How training ended. `stopped`: why before the last step, or None; `signal`: the one that asked."""
 
     step: int
     stopped: str | None = None
@@ -58,7 +56,7 @@ class Observer(Protocol):
 
 
 def train(run: Run, display: Display, observers: Sequence[Observer] = ()) -> Outcome:
-    """Train from where the run stands to its last step, or until asked to stop; then there is a checkpoint.
+    """Trains from where the run stands to its last step, or until asked to stop, and saves a checkpoint.
 
     Raises Diverged when a loss or a gradient is not finite, DiskFull when something cannot be written; the
     checkpoints from before stay as they are.
@@ -92,8 +90,8 @@ class _Loop:
         self.crops = held_out_crops(c, run.dataset, run.layout.micro)
         leads = run.team.leads
         self.trackers = open_trackers(c, run.origin, run.folder, run.state.step) if leads else []
-        given = c.checkpoint.asynchronous
-        self.saving = Saving(run.device.type != "cpu" if given is None else given)
+        asynchronous = c.checkpoint.asynchronous
+        self.saver = Saver(run.device.type != "cpu" if asynchronous is None else asynchronous)
         self.pending: list[_Pending] = []
         self.clock = self.counted = time.monotonic()
 
@@ -117,31 +115,24 @@ class _Loop:
                 self.clock = time.monotonic()  # tokens/s is of training alone
             if reason is not None and not last:
                 break
-        self.saving.settle()  # nothing is reported as saved before it is on the disk
+        self.saver.settle()  # nothing is reported as saved before it is on the disk
         return Outcome(state.step, None if last else reason, None if last else stop.signal)
 
     def _reason(self, stop: StopRequest) -> str | None:
-        """Why to stop now; what went wrong with a checkpoint is raised.
+        """Returns why to stop now, None to go on. Raises what went wrong with a checkpoint.
 
         Processes decide together, after the same step, where they wait anyway.
         """
         team, state = self.run.team, self.run.state
-        if team.world == 1:
-            if self.saving.failed:
-                self.saving.settle()
-            return stop.reason
-        if state.step % self.run.config.log.every:
+        if team.world > 1 and state.step % self.run.config.log.every:
             return None
-        return stop.together(self._largest)
-
-    def _largest(self, number: int) -> int:
-        found = self.run.team.largest(_FAILED if self.saving.failed else number)
-        if found == _FAILED:
-            self.saving.settle()  # raises on all, because what is wrong with one's part is wrong with all's
-        return found
+        signal, is_over, failed = team.largest([stop.signal or 0, int(stop.is_over), int(self.saver.failed)])
+        if failed:
+            self.saver.settle()  # raises on all processes: a save fails on all if it fails on one
+        return stop.reason_for(signal, bool(is_over))
 
     def close(self) -> None:
-        self.saving.wait()
+        self.saver.wait()
         self.run.folder.metrics.close()
         for tracker in self.trackers:
             tracker.close()
@@ -158,7 +149,7 @@ class _Loop:
         self.pending.append(_Pending(state.step, state.tokens, lr, loss, norm))
 
     def _fetch(self) -> None:
-        """Wait for the device, and report every step since the last fetch."""
+        """Waits for the device, and reports every step since the last fetch."""
         if not self.pending:
             return
         steps, self.pending = self.pending, []
@@ -189,34 +180,34 @@ class _Loop:
         )
 
     def _evaluate(self) -> bool:
-        """Report the loss on held-out crops, and a sample. Whether this is to be kept as the best so far."""
+        """Reports the loss on held-out crops, and a sample. Returns whether to save it as the best so far."""
         run, state = self.run, self.run.state
         run.model.eval()
-        found = evaluate(self.loss, self.crops, run.device, run.team)
+        evaluation = evaluate(self.loss, self.crops, run.device, run.team)
         run.model.train()
-        if not math.isfinite(found.loss):
-            raise Diverged(f"validation loss at step {state.step} is {found.loss}; {self._way_back()}")
+        if not math.isfinite(evaluation.loss):
+            raise Diverged(f"validation loss at step {state.step} is {evaluation.loss}; {self._way_back()}")
         self._count_seconds()
-        bits = run.dataset.bits_per_byte(found.loss)
+        bits = run.dataset.bits_per_byte(evaluation.loss)
         self._report(
             [
                 Line(
                     step=state.step,
                     split="val",
-                    loss=found.loss,
+                    loss=evaluation.loss,
                     tokens=state.tokens,
                     seconds=round(state.seconds, 3),
-                    perplexity=found.perplexity,
+                    perplexity=evaluation.perplexity,
                     bits_per_byte=bits,
                     memory=platform.peak_memory(run.device),
                     probes=self._observations(),
                 )
             ]
         )
-        better = state.best is None or found.loss < state.best[1]
+        better = state.best is None or evaluation.loss < state.best[1]
         if better:
-            state.best = state.step, found.loss
-        self._tell_evaluation(found, bits, better)
+            state.best = state.step, evaluation.loss
+        self._tell_evaluation(evaluation, bits, better)
         self._sample()
         return better and run.config.checkpoint.keep_best
 
@@ -227,10 +218,10 @@ class _Loop:
             values |= observer.after_evaluation()
         return values or None
 
-    def _tell_evaluation(self, found: Evaluation, bits: float, better: bool) -> None:
+    def _tell_evaluation(self, evaluation: Evaluation, bits: float, better: bool) -> None:
         self.display.tell(
-            f"step {self.run.state.step}/{self.run.config.steps}  val loss {found.loss:.4f}  "
-            f"perplexity {found.perplexity:,.2f}  bits/byte {bits:.4f}{'  best' if better else ''}"
+            f"step {self.run.state.step}/{self.run.config.steps}  val loss {evaluation.loss:.4f}  "
+            f"perplexity {evaluation.perplexity:,.2f}  bits/byte {bits:.4f}{'  best' if better else ''}"
         )
 
     def _sample(self) -> None:
@@ -244,39 +235,8 @@ class _Loop:
             run.folder.add_sample(run.state.step, text)
 
     def _save(self) -> None:
-        run = self.run
-        self.saving.settle()  # it uses the same group of processes
         self._count_seconds()
-        run.state.position = run.loader.state_dict()
-        taken = checkpoint.snapshot(run.sharding, run.optimizer, run.state, copy=self.saving.asynchronous)
-        # a checkpoint promises that its lines are there
-        run.team.agreed(run.folder.metrics.sync)
-        self.saving.begin(lambda: self._write(taken))
-
-    def _write(self, taken: checkpoint.Snapshot) -> None:
-        run, team, store = self.run, self.run.team, self.run.folder.checkpoints
-        store.save(
-            taken.state.step,
-            lambda folder: checkpoint.write(
-                folder,
-                taken,
-                config=run.config,
-                model=run.model,
-                tokenizer=run.dataset.tokenizer,
-                team=team,
-            ),
-            agreed=team.agreed,
-            leads=team.leads,
-        )
-        team.agreed(lambda: self._tidy(taken.state) if team.leads else None)
-
-    def _tidy(self, state: checkpoint.State) -> None:
-        store, keep = self.run.folder.checkpoints, None
-        if self.run.config.checkpoint.keep_best and state.best is not None:
-            keep = state.best[0]
-            if keep == state.step:
-                store.point_best(keep)
-        store.rotate(self.run.config.checkpoint.keep_last, keep)
+        self.saver.save(self.run)
 
     def _report(self, lines: Sequence[Line]) -> None:
         if not self.run.team.leads:
@@ -303,10 +263,10 @@ class _Loop:
         return Diverged(f"{what} at step {p.step} (lr {p.lr:.3g}); {self._way_back()}")
 
     def _way_back(self) -> str:
-        self.saving.wait()
+        self.saver.wait()
         steps = self.run.folder.checkpoints.steps()
         state = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no checkpoint yet"
-        return f"{state}: {checkpoint.REMEDY} in a new run"
+        return f"{state}: {REMEDY} in a new run"
 
 
 def _finite(pair: tuple[float, float]) -> bool:

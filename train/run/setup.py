@@ -1,4 +1,4 @@
-"""From a configuration, or a run's folder, to everything that training needs, ready between two steps."""
+"""Makes a run ready to train: `start` from a configuration, `resume` from a run's folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.parallel.layout import Layout, layout_of, require_divisible
 from delta_trn.train.parallel.pytorch import PyTorchSharding
 from delta_trn.train.parallel.sharding import Sharding
-from delta_trn.train.parallel.team import Team, assembled
+from delta_trn.train.parallel.team import Team, assemble
 from delta_trn.train.run.model import choose_backend, make_model, model_config, pick_device
 from delta_trn.train.run.optimizer import learning_rate, make_optimizer
 from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderError
@@ -47,7 +47,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Run:
-    """Everything of a run that is there while it runs. `config` has no `auto` left."""
+    """Everything that a run has while it runs. `config` has no `auto` left."""
 
     config: RunConfig
     origin: Origin
@@ -73,23 +73,23 @@ class Run:
 
 
 @contextlib.contextmanager
-def begun(config: RunConfig, tell: Tell) -> Iterator[Run]:
-    """A new run, its folder made and held. What can be wrong with `config` is found before.
+def start(config: RunConfig) -> Iterator[Run]:
+    """Yields a new run, whose folder it makes and holds. Errors in `config` are found before that.
 
     Under torchrun every process calls this; the first one writes.
     """
     trackers.require(config.log)
-    with _teamed(config) as (config, device, team):
-        path = team.told(place_for(config))
+    with _join(config) as (config, device, team):
+        path = team.from_leader(place_for(config))
         with team.leader_first():
-            dataset = _dataset(config)
-        config = _with_data(config, dataset)
-        origin = team.told(new_origin(config, dataset.fingerprint))
-        _same_data(dataset, origin)
-        run = _assembled(config, origin, RunFolder(path), dataset, device, team)
+            dataset = load_dataset(config)
+        config = with_data(config, dataset)
+        origin = team.from_leader(new_origin(config, dataset.fingerprint))
+        _require_same_data(dataset, origin)
+        run = _assemble(config, origin, RunFolder(path), dataset, device, team)
         if team.leads:
-            _make(path)
-        with _held(run.folder, team):
+            _make_folder(path)
+        with _hold(run.folder, team):
             if team.leads:
                 if run.folder.is_taken():
                     raise RunFolderError(
@@ -100,27 +100,25 @@ def begun(config: RunConfig, tell: Tell) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def reopened(path: Path, changes: dict[str, str] | RunConfig, step: int | None, tell: Tell) -> Iterator[Run]:
-    """A run continued from its newest whole checkpoint, that of `step`, or its start if there is none.
+def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, tell: Tell) -> Iterator[Run]:
+    """Yields a run at its newest whole checkpoint, at that of `step`, or at its start if there is none.
 
-    changes   keys and their new values, or the whole configuration as it was given to begin the run
-    tell      hears what is not obvious: damaged checkpoints, changed keys, a start at step 0
+    changes   keys and their new values, or the whole configuration with which the run was started
+    tell      is called with what is not obvious: damaged checkpoints, changed keys, a start at step 0
 
     Raises ConfigError for a change that would make it another run, CheckpointError if the checkpoint is of
     another one.
     """
     folder = RunFolder(path)
     saved, origin = folder.read()
-    config = (
-        _given_again(path, saved, changes) if isinstance(changes, RunConfig) else _changed(saved, changes)
-    )
+    config = _merge(path, saved, changes) if isinstance(changes, RunConfig) else _change(saved, changes)
     trackers.require(config.log)
-    with _teamed(config) as (config, device, team), _held(folder, team):
+    with _join(config) as (config, device, team), _hold(folder, team):
         # hashing every file of a checkpoint once is enough
         if step is None:
-            step = team.agreed(lambda: folder.checkpoints.newest_whole(tell) if team.leads else None)[0]
+            step = team.leader_does(lambda: folder.checkpoints.newest_whole(tell))
         elif step != 0:
-            team.agreed(lambda at=step: folder.checkpoints.require_whole(at) if team.leads else None)
+            team.leader_does(lambda at=step: folder.checkpoints.require_whole(at))
         state = State()
         if step:
             state, at_save = checkpoint.read_state(folder.checkpoints.path(step))
@@ -130,19 +128,19 @@ def reopened(path: Path, changes: dict[str, str] | RunConfig, step: int | None, 
                 f"steps={config.steps} is below step {state.step}, where the run stands; give more"
             )
         with team.leader_first():
-            dataset = _dataset_again(config, origin)
-        config = _with_data(config, dataset)
-        run = _assembled(config, origin, folder, dataset, device, team)
+            dataset = _reload_dataset(config, origin)
+        config = with_data(config, dataset)
+        run = _assemble(config, origin, folder, dataset, device, team)
         if step:
             checkpoint.restore(folder.checkpoints.path(step), run.sharding, run.optimizer)
             run.loader.load_state_dict(state.position)
             run.state = state
-        team.agreed(lambda: _put_back(run, saved, tell) if team.leads else None)
+        team.leader_does(lambda: _rewind(run, saved, tell))
         yield run
 
 
-def _put_back(run: Run, saved: RunConfig, tell: Tell) -> None:
-    """The run's folder as it was after the step where the run stands."""
+def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
+    """Puts the run's folder into the state that it had after the step where the run stands."""
     config, folder, state = run.config, run.folder, run.state
     for key, (old, new) in differences(saved, config).items():
         tell(f"{key} changes from {old} to {new}")
@@ -163,16 +161,16 @@ def _put_back(run: Run, saved: RunConfig, tell: Tell) -> None:
     )
 
 
-def held_out_costs(run: Run) -> dict[str, dict[str, float]]:
-    """The data's baselines by name, kept in the run's folder for its plot and summary."""
+def write_baselines(run: Run) -> dict[str, dict[str, float]]:
+    """Returns the data's baselines by name, and keeps them in the run's folder for its plot."""
     if not run.team.leads:
         return {}
-    found = {name: asdict(cost) for name, cost in baselines(run.dataset).items()}
-    write_file(run.folder.baselines_path, json.dumps(found, indent=1) + "\n")
-    return found
+    costs = {name: asdict(cost) for name, cost in baselines(run.dataset).items()}
+    write_file(run.folder.baselines_path, json.dumps(costs, indent=1) + "\n")
+    return costs
 
 
-def _assembled(
+def _assemble(
     config: RunConfig,
     origin: Origin,
     folder: RunFolder,
@@ -192,7 +190,7 @@ def _assembled(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.train()
-    # before the optimizer: it is to have each process's own parts
+    # before the optimizer, which has each process's own parts
     sharding = shard(model, config, team)
     optimizer = make_optimizer(sharding, config)
     loader = make_loader(
@@ -205,7 +203,7 @@ def _assembled(
         rank=team.data_rank,
         world=team.data_world,
     )
-    # after the model's own draws: nothing in training draws from it today, and resuming restores it
+    # after the model's own draws; dropout draws from it, and resuming restores it
     torch.manual_seed(config.seed)
     return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
 
@@ -219,20 +217,20 @@ def shard(model: DeltaForCausalLM, config: RunConfig, team: Team) -> Sharding:
 
 
 @contextlib.contextmanager
-def _teamed(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
-    """The resolved configuration, this process's device, and the team it is in for as long as this lasts."""
+def _join(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
+    """Yields the configuration without `auto`, this process's device, and the team that it has joined."""
     require_divisible(config, platform.processes().world)
-    config, device = _resolved(config)
-    with assembled(config, device) as team:
+    config, device = set_up_process(config)
+    with assemble(config, device) as team:
         yield config, device, team
 
 
-def _held(folder: RunFolder, team: Team) -> contextlib.AbstractContextManager[None]:
-    """The folder held by the process that writes to it."""
+def _hold(folder: RunFolder, team: Team) -> contextlib.AbstractContextManager[None]:
+    """Holds the folder in the process that writes to it."""
     return folder.hold() if team.leads else contextlib.nullcontext()
 
 
-def _same_data(dataset: TokenDataset, origin: Origin) -> None:
+def _require_same_data(dataset: TokenDataset, origin: Origin) -> None:
     if dataset.fingerprint != origin.data:
         raise DataError(
             f"{dataset.path} holds other tokens here than on the first process (fingerprint "
@@ -240,8 +238,11 @@ def _same_data(dataset: TokenDataset, origin: Origin) -> None:
         )
 
 
-def _resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
-    """Device, precision and backend in place of `auto`; the process set up for them."""
+def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
+    """Sets this whole process up for a run: precision of products, determinism, the backend of operations.
+
+    Returns the configuration without `auto` in device, precision and backend, and this process's device.
+    """
     device = pick_device(config.device)
     precision = config.precision
     if precision == "auto":
@@ -261,29 +262,32 @@ def _resolved(config: RunConfig) -> tuple[RunConfig, torch.device]:
     return config.model_copy(update=changes), device
 
 
-def _dataset(config: RunConfig) -> TokenDataset:
-    """The prepared folder that data.source is, or the one that preparing it makes or finds."""
+def load_dataset(config: RunConfig) -> TokenDataset:
+    """Returns the prepared folder that data.source is, or the one that preparing it makes or finds."""
     source = Path(config.data.source).expanduser()
     if (source / "meta.json").is_file() or any(source.glob("*_train_*.bin*")):
         return open_dataset(source)  # shards without meta.json too: they are damaged, not text
     return open_dataset(prepare(config.data))
 
 
-def _dataset_again(config: RunConfig, origin: Origin) -> TokenDataset:
-    """The tokens a run was begun with, where they were or prepared anew. DataError if they differ now."""
+def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
+    """Returns the tokens with which a run was started. DataError if they differ now."""
     where = config.data.folder
-    dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else _dataset(config)
+    dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else load_dataset(config)
     if dataset.fingerprint != origin.data:
         raise DataError(
             f"{dataset.path} holds other tokens than the run began with (fingerprint "
             f"{dataset.fingerprint[:16]}, expected {origin.data[:16]}); put the old ones back, name their "
-            "folder with data.folder=DIR, or begin a new run"
+            "folder with data.folder=DIR, or start a new run"
         )
     return dataset
 
 
-def _with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
-    """What only the data could tell. ConfigError if the model's vocabulary is too small for it."""
+def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
+    """Returns the configuration with what only the data can tell: rows of the vocabulary, steps, the folder.
+
+    ConfigError if the model's vocabulary is too small for the data.
+    """
     rows, ids = config.model.vocab_size, dataset.meta.tokenizer.size
     if rows is not None and rows < ids:
         raise ConfigError(
@@ -303,51 +307,51 @@ def _with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
     )
 
 
-def _changed(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
-    """The saved configuration with changes. ConfigError for keys that make another run of it."""
+def _change(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
+    """Returns the saved configuration with changes. ConfigError for keys that would make it another run."""
     if "device" in changes:
         changes = {"backend": "auto", **changes}  # another device has another backend
     config = apply(saved, changes)
-    if refused := _refused(saved, config):
+    if refused := _refused_changes(saved, config):
         listed = ", ".join(f"{key} from {old} to {new}" for key, (old, new) in refused.items())
         raise ConfigError(
-            f"resuming may not change {listed}: that is another run; begin one with `run` and out=DIR"
+            f"resuming may not change {listed}: that is another run; start one with `run` and out=DIR"
         )
     return config
 
 
-def _given_again(path: Path, saved: RunConfig, given: RunConfig) -> RunConfig:
-    """`given` with what the run found out where it says auto. ConfigError if it is not the run's."""
-    found: dict[str, Any] = {"out": saved.out}
+def _merge(path: Path, saved: RunConfig, given: RunConfig) -> RunConfig:
+    """Returns `given` with what the run resolved where it says auto. ConfigError if it is another run's."""
+    resolved: dict[str, Any] = {"out": saved.out}
     if given.device in ("auto", saved.device):
-        found["device"] = saved.device
-        found |= {} if given.backend != "auto" else {"backend": saved.backend}
+        resolved["device"] = saved.device
+        resolved |= {} if given.backend != "auto" else {"backend": saved.backend}
     if given.precision == "auto":
-        found["precision"] = saved.precision
+        resolved["precision"] = saved.precision
     if given.epochs is not None:
-        found["steps"] = saved.steps  # until the data says how many they are
+        resolved["steps"] = saved.steps  # until the data says how many they are
     config = given.model_copy(
         update={
-            **found,
+            **resolved,
             "model": given.model.model_copy(
                 update={"vocab_size": given.model.vocab_size or saved.model.vocab_size}
             ),
             "data": given.data.model_copy(update={"folder": given.data.folder or saved.data.folder}),
         }
     )
-    if refused := _refused(saved, config):
+    if refused := _refused_changes(saved, config):
         listed = ", ".join(f"{key} was {old}, is {new}" for key, (old, new) in refused.items())
         raise ConfigError(
-            f"{path} holds another run: {listed}; give what it was begun with, or another out=DIR"
+            f"{path} holds another run: {listed}; give what it was started with, or another out=DIR"
         )
     return config
 
 
-def _refused(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+def _refused_changes(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {k: pair for k, pair in differences(saved, now).items() if not may_change_on_resume(k)}
 
 
-def _make(path: Path) -> None:
+def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -2,13 +2,12 @@
 
 import signal
 import time
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 
 class StopRequest:
-    """Within `with`, the first SIGTERM or Ctrl-C sets `reason` and the second ends the process."""
+    """Within `with`, the first SIGTERM or Ctrl-C sets `reason`, and the second ends the process."""
 
     def __init__(self, max_minutes: float | None):
         self._minutes = max_minutes
@@ -17,26 +16,25 @@ class StopRequest:
         self.signal: int | None = None
 
     @property
+    def is_over(self) -> bool:
+        """Whether the allowed time is over."""
+        return self._until is not None and time.monotonic() >= self._until
+
+    @property
     def reason(self) -> str | None:
         """Why to stop now; None: go on."""
-        if self.signal is not None:
-            return signal.Signals(self.signal).name
-        if self._until is not None and time.monotonic() >= self._until:
-            return f"max_minutes={self._minutes:g}"
-        return None
+        return self.reason_for(self.signal or 0, self.is_over)
 
-    def together(self, largest: Callable[[int], int]) -> str | None:
-        """`reason` of any of several processes, the same for all. `largest`: of everybody's numbers.
+    def reason_for(self, number: int, is_over: bool) -> str | None:
+        """Returns why to stop: a signal of that number (0: none), or that the time is over.
 
-        What comes to this process after its number was sent waits for the next time: the others know nothing
-        of it, and would go on without it.
+        Several processes give what they have agreed on. A signal that comes to one of them later waits until
+        they agree again: the others know nothing of it, and would go on without this one.
         """
-        mine = 1 + self.signal if self.signal is not None else int(self.reason is not None)
-        asked = largest(mine)
-        if asked > 1:
-            self.signal = asked - 1
-            return signal.Signals(self.signal).name
-        return f"max_minutes={self._minutes:g}" if asked else None
+        if number:
+            self.signal = number
+            return signal.Signals(number).name
+        return f"max_minutes={self._minutes:g}" if is_over else None
 
     def __enter__(self) -> "StopRequest":
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -44,7 +42,7 @@ class StopRequest:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
 

@@ -30,8 +30,8 @@ from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.run.optimizer import make_optimizer
+from delta_trn.train.run.setup import set_up_process
 from delta_trn.train.run.step import TrainingStep, loss_function
-from delta_trn.train.run.subject import resolved
 from delta_trn.train.settings.errors import ConfigError, TrainError
 from delta_trn.train.settings.schema import RunConfig
 
@@ -72,7 +72,7 @@ class Workload:
     """A recipe's model, ready to step on one batch of random tokens."""
 
     def __init__(self, config: RunConfig) -> None:
-        config, self.device = resolved(config)
+        config, self.device = set_up_process(config)
         self.config = config
         rows = vocabulary(config)
         configuration = model_config(config, rows=rows)

@@ -55,27 +55,15 @@ def written_by(way: str, data: Path, out: Path) -> Path:
 
 def resaved(arguments: list[str], log: str) -> None:
     """On each process: open the run, and at once save what was opened as another checkpoint of it."""
-    from delta_trn.train.checkpoints import contents as checkpoint
-    from delta_trn.train.run.setup import reopened
+    from delta_trn.train.checkpoints.saver import Saver
+    from delta_trn.train.run.setup import resume
     from delta_trn.train.settings.overrides import parse
 
     tiny_run.into(log)
     out, step, *changes = arguments
-    with reopened(Path(out), parse(changes), None, print) as run:
-        taken = checkpoint.snapshot(run.sharding, run.optimizer, run.state, copy=True)
-        run.folder.checkpoints.save(
-            int(step),
-            lambda folder: checkpoint.write(
-                folder,
-                taken,
-                config=run.config,
-                model=run.model,
-                tokenizer=run.dataset.tokenizer,
-                team=run.team,
-            ),
-            agreed=run.team.agreed,
-            leads=run.team.leads,
-        )
+    with resume(Path(out), parse(changes), None, print) as run:
+        assert run.state.step == int(step)
+        Saver(asynchronous=False).save(run)
 
 
 def wholes(folder: Path) -> dict[str, Tensor]:

@@ -259,7 +259,7 @@ def run_trial(config: RunConfig, folder: Path) -> int:
     Returns the exit status: 0 with a result, otherwise 128 + the signal that stopped it.
     """
     from delta_trn.train.run.loop import train
-    from delta_trn.train.run.setup import begun, reopened
+    from delta_trn.train.run.setup import resume, start
     from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import Display
     from delta_trn.train.watch.metrics import read
@@ -268,9 +268,9 @@ def run_trial(config: RunConfig, folder: Path) -> int:
         return 0  # the runner was killed before it wrote the line
     config = config.model_copy(update={"out": str(folder)})
     if (folder / "config.json").exists():
-        opened = reopened(folder, {"device": config.device}, None, print)
+        opened = resume(folder, {"device": config.device}, None, print)
     else:
-        opened = begun(config, print)
+        opened = start(config)
     with opened as run:
         try:
             outcome = train(run, Display(config.steps, run.state.step, show=False), observers(run))
