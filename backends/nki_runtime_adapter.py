@@ -88,24 +88,24 @@ def to_tensor(x: np.ndarray) -> Tensor:
 
 def _rule_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
-    scale: float, l2norm: bool, given: bool, every: int, C: int, lanes: int, width: int,
+    scale: float, l2norm: bool, has_state: bool, every: int, C: int, lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(
         gated_delta_rule_fwd(
-            q, k, v, g, beta, initial_state, scale, l2norm, given, every, C, lanes, width
+            q, k, v, g, beta, initial_state, scale, l2norm, has_state, every, C, lanes, width
         )
     )  # fmt: skip
 
 
 def _rule_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor, dstate: Tensor | None,
-    initial_state: Tensor | None, states: Tensor | None, scale: float, l2norm: bool, given: bool,
-    started: bool, every: int, C: int, lanes: int, width: int,
+    initial_state: Tensor | None, states: Tensor | None, scale: float, l2norm: bool, has_dstate: bool,
+    has_state: bool, every: int, C: int, lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(
         gated_delta_rule_bwd(
-            q, k, v, g, beta, do, dstate, initial_state, states, scale, l2norm, given, started, every, C,
-            lanes, width,
+            q, k, v, g, beta, do, dstate, initial_state, states, scale, l2norm, has_dstate, has_state, every,
+            C, lanes, width,
         )
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Decides how the NKI kernels cut their work, in plain numbers; this module imports no NKI.
 
 The kernels are unrolled, so a kernel call has a bounded length; `LANE_CHUNKS`, `STEP_HEADS`, `TOKENS` and
-`NUMBERS` are the bounds. Inside a call of the gated delta rule:
+`ELEMENTS` are the bounds. Inside a call of the gated delta rule:
 
     lane      one value head of one sequence
     bundle    up to four lanes of one sequence, whose small matrices lie side by side on the free axis, so
@@ -25,7 +25,7 @@ LANES = (
 LANE_CHUNKS = 64  # chunks of one head per call of the rule: 8,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
-NUMBERS = 2**21  # of x per call of the norm
+ELEMENTS = 2**21  # of x per call of the norm
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,16 @@ class Plan:
     width: int
 
 
-def plan(N: int, H: int, HV: int, K: int, V: int) -> Plan:
+def choose(N: int, H: int, HV: int, K: int, V: int) -> Plan:
     """Chooses as many lanes as fit SBUF, in two bundles where there are two; tests check the peaks."""
     lanes = next(count for most_k, most_v, count in LANES if most_k >= K and most_v >= V)
     width = max(min(max(2, lanes // 2), -(-N * HV // 2)), min(HV // H, lanes, WIDTH))
     return Plan(EVERY, CHUNK, lanes, width)
+
+
+def stretches(T: int) -> int:
+    """Returns in how many stretches backward solves T tokens; each but the first needs a kept state."""
+    return -(-T // (CHUNK * EVERY))
 
 
 def split(n, size):

@@ -1,15 +1,12 @@
-"""NKI's side of the operations: cuts a call into kernel calls of bounded length, runs them, joins results.
+"""Cuts a call of the gated delta rule into NKI kernel calls of bounded length, runs them, and joins results.
 
-One module for two backends. On XLA tensors (`nki`) a kernel call is recorded in the lazy graph and compiled
-with it, on TorchNeuron's it is an operator's (`backends.neuron_adapter`); on CPU tensors (`nki-simulator`) it
-runs under `nki.simulate`: our simulator, or AWS's where its nki package is installed.
+The module serves two backends, `nki` and `nki-simulator`; `backends.nki_runtime_adapter` tells them apart by
+the device. Kernels are unrolled, so a kernel call takes at most `plan.LANE_CHUNKS` chunks of one head each.
+Longer calls are cut into groups of sequences first, then in time, where the state is handed on.
 
-Kernels are unrolled, so a call is at most LANE_CHUNKS chunks of one head each; longer ones are cut in
-sequences first, then in time, where the state is handed on.
-
-Lengths are constants of a kernel. Packed sequences that nobody gives a state to or asks one of, as in
-training, need none: a decay that erases the state at each first token makes them one sequence, whatever their
-lengths. Otherwise they are cut by their lengths, read from cu_seqlens on the host.
+Lengths are constants of a kernel. Packed sequences that are given no state and asked for none, as in
+training, need no lengths: a decay that erases the state at each first token makes them one sequence.
+Otherwise they are cut by their lengths, read from cu_seqlens on the host.
 """
 
 from __future__ import annotations
@@ -23,42 +20,19 @@ from torch import Tensor
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 from delta_trn.backends.nki_runtime_adapter import run
 from delta_trn.backends.registry import BackendRefusal
+from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
 from delta_trn.nki_kernels.tiles import FAR_BELOW
 
-LANE_CHUNKS = 64  # 8,000 instructions backward, 4,000 forward
-STEP_HEADS = 256  # a decode step of so many is 1,500 to 2,600 instructions
-CHUNK = 128
-EVERY = 2  # chunks between kept states: 1.2 times the least bytes a step instead of 1.5, in bfloat16
-WIDTH = 4  # a C x C matrix of each of 4 lanes is one bank of PSUM
-LANES = ((64, 128, 8), (128, 256, 6), (256, 512, 2))  # K, V up to these: so many leave a tenth of SBUF free
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the kernels cut their work; see `gated_delta_rule_fwd`."""
-
-    every: int
-    C: int
-    lanes: int
-    width: int
-
-
-def plan(N: int, H: int, HV: int, K: int, V: int) -> Plan:
-    """Lanes that fit SBUF, in two bundles where there are two; the simulator's peaks are in the tests."""
-    lanes = next(n for most_k, most_v, n in LANES if most_k >= K and most_v >= V)
-    width = max(min(max(2, lanes // 2), -(-N * HV // 2)), min(HV // H, lanes, WIDTH))
-    return Plan(EVERY, CHUNK, lanes, width)
-
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a call: some sequences over some tokens. rows index q, sequences the states.
+    """Names part of a call: some sequences over some tokens. `rows` index q, `sequences` index the states.
 
-    kept is where the states lie that this piece keeps. The one before kept.start is the state that it found,
-    if that was handed on to it; the first piece finds the call's initial state.
+    `kept` is where the states lie that this piece keeps. The one before kept.start is the state that it
+    starts from, if that was handed on to it; the first piece starts from the call's initial state.
     """
 
     rows: slice
@@ -71,40 +45,36 @@ class Piece:
         return slice(self.kept.start - 1, self.kept.start)
 
 
-def stretches(T: int) -> int:
-    """Backward solves a sequence of T tokens in so many stretches; each but the first needs a kept state."""
-    return -(-T // (CHUNK * EVERY))
-
-
 def pieces(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[list[Piece]]:
-    """Per group of sequences its pieces in the order of time; none for empty sequences."""
+    """Returns the pieces of each group of sequences in the order of time; none for empty sequences."""
     B, T, HV = q.shape[0], q.shape[1], v.shape[2]
     if cu_seqlens is None:
-        together = max(1, min(B, LANE_CHUNKS // max(1, HV * stretches(T) * EVERY)))
+        together = max(1, min(B, plan.LANE_CHUNKS // max(1, HV * plan.stretches(T) * plan.EVERY)))
         groups = [(slice(b, min(b + together, B)),) * 2 + (0, T, 0) for b in range(0, B, together)]
     else:
         bounds = _bounds(cu_seqlens)
         groups, kept = [], 0
         for n in range(len(bounds) - 1):
             groups.append((slice(0, 1), slice(n, n + 1), bounds[n], bounds[n + 1], kept))
-            kept += max(0, stretches(bounds[n + 1] - bounds[n]) - 1)
-    length = max(1, LANE_CHUNKS // (HV * EVERY)) * CHUNK * EVERY
-    found = []
+            kept += max(0, plan.stretches(bounds[n + 1] - bounds[n]) - 1)
+    length = max(1, plan.LANE_CHUNKS // (HV * plan.EVERY)) * plan.CHUNK * plan.EVERY
+    lists = []
     for rows, sequences, start, stop, kept in groups:
-        cut = []
-        for at in range(start, stop, length):
-            end, first = min(at + length, stop), kept + (at - start) // (CHUNK * EVERY)
-            many = stretches(end - at) - 1
-            cut.append(Piece(rows, sequences, slice(at, end), slice(first, first + many)))
-        found.append(cut)
-    return found
+        group = []
+        for first in range(start, stop, length):
+            last = min(first + length, stop)
+            low = kept + (first - start) // (plan.CHUNK * plan.EVERY)
+            high = low + plan.stretches(last - first) - 1
+            group.append(Piece(rows, sequences, slice(first, last), slice(low, high)))
+        lists.append(group)
+    return lists
 
 
 def saved_shapes(call: Rule) -> Shapes:
     """Returns the shape of the states before stretches, [B, stretches, K, HV, V]; nothing for short T."""
     (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
     whole = call.cu_seqlens is None or _is_stateless(call)
-    many = stretches(T) - 1 if whole else T // (CHUNK * EVERY)
+    many = plan.stretches(T) - 1 if whole else T // (plan.CHUNK * plan.EVERY)
     return [((B, many, K, HV, V), torch.float32)] if many > 0 else []
 
 
@@ -120,7 +90,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         S = None if call.initial_state is None else call.initial_state[sequences]
         for piece in group:
             cut = [x[piece.rows, piece.tokens] for x in (q, call.k, v, call.g, call.beta)]
-            how = plan(rows.stop - rows.start, H, HV, K, V)
+            cuts = plan.choose(rows.stop - rows.start, H, HV, K, V)
             if save and S is not None and piece is not group[0]:
                 states.append((piece.rows, piece.handed_on, S.transpose(1, 2).unsqueeze(1)))
             o, S, *kept = run(
@@ -130,10 +100,10 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
                 call.scale,
                 call.l2norm,
                 S is not None,
-                how.every if save else 0,
-                how.C,
-                how.lanes,
-                how.width,
+                cuts.every if save else 0,
+                cuts.C,
+                cuts.lanes,
+                cuts.width,
             )
             outs.append((piece.rows, piece.tokens, o))
             states += [(piece.rows, piece.kept, x) for x in kept]
@@ -161,7 +131,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dS = None if dstate is None else dstate[sequences]
         for piece in reversed(group):
             cut = [x[piece.rows, piece.tokens] for x in (*inputs, do)]
-            how = plan(rows.stop - rows.start, H, HV, K, V)
+            cuts = plan.choose(rows.stop - rows.start, H, HV, K, V)
             S = None if call.initial_state is None else call.initial_state[sequences]
             if piece is not group[0]:
                 S = saved[0][piece.rows, piece.handed_on].squeeze(1).transpose(1, 2)
@@ -175,10 +145,10 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
                 call.l2norm,
                 dS is not None,
                 S is not None,
-                how.every,
-                how.C,
-                how.lanes,
-                how.width,
+                cuts.every,
+                cuts.C,
+                cuts.lanes,
+                cuts.width,
             )
             for part, gradient, x in zip(parts, gradients, inputs, strict=True):
                 part.append((piece.rows, piece.tokens, _sum_parts(gradient, x)))
@@ -191,9 +161,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
-    """Returns o and the new state; a kernel call takes as many sequences as STEP_HEADS allows."""
+    """Returns o and the new state; a kernel call takes as many sequences as plan.STEP_HEADS allows."""
     B, HV = call.v.shape[:2]
-    together = max(1, STEP_HEADS // HV)
+    together = max(1, plan.STEP_HEADS // HV)
     results = []
     for b in range(0, B, together):
         cut = [x[b : b + together] for x in (call.q, call.k, call.v, call.g, call.beta, call.state)]
@@ -205,7 +175,7 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 
 
 def _groups(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Iterator[tuple[list[Piece], slice, slice]]:
-    """Each group's pieces, its rows of q and its sequences; an empty sequence is a group without pieces."""
+    """Yields each group's pieces, its rows of q and its sequences; an empty sequence has no pieces."""
     for n, group in enumerate(pieces(q, v, cu_seqlens)):
         if group:
             yield group, group[0].rows, group[0].sequences
@@ -219,14 +189,14 @@ def _is_stateless(call: Rule) -> bool:
 
 
 def _first_tokens(g: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Where in g [1, T, HV] a packed sequence begins, on the device that cu_seqlens is on."""
-    T = g.shape[1]  # where empty sequences begin that end the row
+    """Returns where in g [1, T, HV] a packed sequence begins, on the device that cu_seqlens is on."""
+    T = g.shape[1]  # empty sequences at the end begin at T, which is cut off again
     first = torch.zeros(T + 1, dtype=torch.bool, device=g.device)
     return first.index_fill(0, cu_seqlens[:-1].long(), True)[:T].view(1, T, 1)
 
 
 def _bounds(cu_seqlens: Tensor) -> list[int]:
-    """The lengths, on the host. Raises BackendRefusal where that would end XLA's graph in every step."""
+    """Reads the bounds on the host. Raises BackendRefusal where that would end XLA's graph in every step."""
     if cu_seqlens.device.type == "cpu":
         return cu_seqlens.tolist()
     raise BackendRefusal(
@@ -236,13 +206,13 @@ def _bounds(cu_seqlens: Tensor) -> list[int]:
 
 
 def _sum_parts(grad: Tensor, x: Tensor) -> Tensor:
-    """The kernel leaves a key head's gradient in parts where its group of value heads is large."""
+    """Puts parts at their rows and places in a tensor like `like`; returns a part that is everything."""
     parts = grad.shape[2] // x.shape[2]
     return grad if parts == 1 else grad.unflatten(2, (x.shape[2], parts)).sum(3).to(x.dtype)
 
 
 def _join(parts: list[tuple[slice, slice, Tensor]], like: Tensor) -> Tensor:
-    """Parts at their rows and places in a tensor like `like`; one that is everything, as it is."""
+    """Puts parts at their rows and places in a tensor like `like`; a part that is everything is returned."""
     if len(parts) == 1 and parts[0][2].shape == like.shape:
         return parts[0][2]
     out = torch.zeros_like(like)

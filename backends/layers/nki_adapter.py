@@ -10,10 +10,9 @@ from torch import Tensor
 
 from delta_trn.backends.layers.contract import Convolution, GatedNorm
 from delta_trn.backends.nki_runtime_adapter import require_within_rsqrt, run
+from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_rms_norm import LEAST_EPS, gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
-
-ELEMENTS = 2**21  # of x in a call of the norm's kernel
 
 
 def short_convolution_forward(call: Convolution, *, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -58,7 +57,7 @@ def gated_rms_norm_backward(
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
     """Returns x as rows [M, N], as many in a piece as a kernel call takes."""
     N = x.shape[-1]
-    return x.reshape(-1, N).split(max(1, ELEMENTS // N))
+    return x.reshape(-1, N).split(max(1, plan.ELEMENTS // N))
 
 
 def _gate_pieces(call: GatedNorm) -> tuple[Tensor | None, ...]:

@@ -8,6 +8,7 @@ from delta_trn.backends.delta_residual import nki_adapter
 from delta_trn.backends.delta_residual.contract import Residual
 from delta_trn.backends.parity.residual_cases import BY_NAME, TENSORS, inputs, outcome, verdicts
 from delta_trn.nki_kernels import delta_residual as kernels
+from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.delta_residual import (
     add_projection,
     build_diagonal,
@@ -67,7 +68,7 @@ def test_the_adapter_cuts_tokens_without_changing_results(beta_dtype, monkeypatc
     out = run(delta_residual_fwd, x, k, v, beta, 1e-3)
     whole = [out, *run(delta_residual_bwd, dout, x, k, v, beta, 1e-3)]
     assert [t.dtype for t in whole] == [torch.bfloat16] * 4 + [beta_dtype]
-    monkeypatch.setattr(nki_adapter, "TOKENS", 2)
+    monkeypatch.setattr(plan, "TOKENS", 2)
     call = Residual(x, k, v, beta, 1e-3)
     out, _ = nki_adapter.forward(call, save=True)
     cut = [out, *nki_adapter.backward(dout, call, [])]

@@ -18,6 +18,7 @@ from delta_trn.backends.registry import Call, choose
 from delta_trn.nki_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
+    plan,
     precision_probe,
     tiles,
     triangular,
@@ -52,7 +53,7 @@ def rows():
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(rows()))
-def test_agrees_with_the_judge(name, dtype, poison):
+def test_the_kernels_agree_with_the_judge(name, dtype, poison):
     found = verdicts(BY_NAME[name], dtype, NAME)
     assert {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"} <= {verdict.tensor for verdict in found}
     failed = [str(verdict) for verdict in found if not verdict.passed]
@@ -89,7 +90,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_planted_fault_turns_parity_red(fault, monkeypatch):
+def test_a_fault_planted_in_the_kernels_turns_parity_red(fault, monkeypatch):
     name, tensor, module, function, mistake = fault
     assert findings(FORWARD) == findings(BACKWARD) == ()  # cached, so that the mistake's source is not judged
     monkeypatch.setattr(module, function, mistake)
@@ -122,7 +123,7 @@ def correlated(C, rho, beta, seed):
 
 @pytest.mark.parametrize("C", [2, 4, 32, 128])
 @pytest.mark.parametrize("rho", [0.0, 0.9, 1.0])
-def test_the_inverse_keeps_its_digits(C, rho):
+def test_the_inverse_keeps_its_digits_for_correlated_keys(C, rho):
     G = np.stack([correlated(C, rho, 1.0, seed) for seed in range(3)])
     above = np.triu(np.ones((C, C), np.float32)) * 7  # must be ignored
     T, Tt = run(inverse_of, torch.from_numpy((G + above).transpose(2, 0, 1)), C, 3).numpy()
@@ -149,12 +150,12 @@ def test_a_power_series_for_the_inverse_loses_every_digit():
     ("K", "V", "H", "HV"),
     [(32, 64, 4, 4), (64, 128, 8, 8), (128, 256, 6, 6), (128, 256, 1, 4), (256, 512, 2, 2), (256, 512, 1, 4)],
 )
-def test_every_size_fits_on_chip_as_planned(K, V, H, HV):
+def test_every_planned_size_fits_on_chip(K, V, H, HV):
     """The simulator refuses what does not; a tenth stays free, since compilers overlap work.
 
     Two whole stretches: backward, the second holds two chunks beside the state that the first starts from.
     """
-    how = nki_adapter.plan(1, H, HV, K, V)
+    how = plan.choose(1, H, HV, K, V)
     for module in (gated_delta_rule_fwd, gated_delta_rule_bwd):
         kernel, arguments = module.example(
             T=2 * how.every * how.C, H=H, HV=HV, K=K, V=V, every=how.every, C=how.C, lanes=how.lanes,
@@ -172,13 +173,13 @@ def test_more_lanes_than_planned_do_not_fit():
 
 
 @pytest.mark.parametrize(("cut", "parts"), [(2, 3), (8, 2)])
-def test_a_call_that_is_cut_computes_the_same(cut, parts, monkeypatch):
+def test_a_call_cut_in_sequences_and_time_computes_the_same(cut, parts, monkeypatch):
     """Cut in sequences and in time, the state handed on in float32: only orders of summation may differ."""
     case = replace(BY_NAME["carry"], T=700, K=32, V=32, H=2)
     given = inputs(case, torch.float32)
     whole = outcome(given, NAME)
     assert len(nki_adapter.pieces(given.q, given.v, None)) == 1
-    monkeypatch.setattr(nki_adapter, "LANE_CHUNKS", cut)
+    monkeypatch.setattr(plan, "LANE_CHUNKS", cut)
     groups = nki_adapter.pieces(given.q, given.v, None)
     assert [len(group) for group in groups] == [parts, parts]
     in_parts = outcome(given, NAME)
@@ -189,7 +190,7 @@ def test_a_call_that_is_cut_computes_the_same(cut, parts, monkeypatch):
 def test_states_kept_more_or_less_often_give_the_same_gradients(every, monkeypatch):
     given = inputs(replace(BY_NAME["carry"], T=300, K=32, V=32, H=2), torch.float32)
     every_second = outcome(given, NAME)
-    monkeypatch.setattr(nki_adapter, "EVERY", every)
+    monkeypatch.setattr(plan, "EVERY", every)
     other = outcome(given, NAME)
     assert all(error(other[name], x) <= floor(given.case, torch.float32) for name, x in every_second.items())
 
@@ -208,7 +209,7 @@ def test_saved_states_have_the_promised_shape(T, lengths):
     assert [(tuple(x.shape), x.dtype) for x in saved] == promised
 
 
-def test_no_time_at_all():
+def test_a_call_without_tokens_hands_the_state_and_its_gradient_on():
     q, v, gates = torch.zeros(1, 0, 1, 16), torch.zeros(1, 0, 1, 16), torch.zeros(1, 0, 1)
     state = torch.ones(1, 1, 16, 16)
     call = Rule(q, q, v, gates, gates, initial_state=state, output_final_state=True)
@@ -226,14 +227,14 @@ def test_no_time_at_all():
         ({"device": "cuda"}, "runs on cpu; tensors are on cuda"),
     ],
 )
-def test_refusals(change, reason):
+def test_the_simulator_refuses_what_does_not_fit(change, reason):
     call = Call("gated_delta_rule", "cpu", torch.float32, {"K": 64, "V": 64})
     assert choose(call, NAME).name == NAME
     with pytest.raises(BackendRefusal, match=reason):
         choose(replace(call, **change), NAME)
 
 
-def test_nki_says_what_it_needs():
+def test_the_refusal_of_nki_names_the_packages_it_needs():
     if nki_missing("xla"):
         call = Call("gated_delta_rule", "xla", torch.float32)
         with pytest.raises(BackendRefusal, match=r"needs .*nki, from AWS Neuron's package index"):
@@ -321,7 +322,7 @@ def wrong_gradients(kind):
 
 
 @pytest.mark.parametrize("kind", ["gdn", "grouped"])
-def test_a_training_step_is_the_one_of_chunked(kind):
+def test_a_training_step_errs_no_more_than_on_chunked(kind):
     assert not wrong_gradients(kind)
 
 
@@ -334,7 +335,7 @@ def test_a_wrong_training_step_is_seen(monkeypatch):
 
 
 @pytest.mark.serial
-def test_forward_and_backward_take_seconds():
+def test_forward_and_backward_take_seconds_on_the_simulator():
     """The budget of the simulator's users: B=1 T=256 H=2 K=64 V=128 within 20 s."""
     start = time.perf_counter()
     q = torch.randn(1, 256, 2, 64, requires_grad=True)
@@ -345,21 +346,21 @@ def test_forward_and_backward_take_seconds():
     assert time.perf_counter() - start < 20.0
 
 
-def test_bfloat16_arrays_pass_through_unchanged():
+def test_bfloat16_tensors_become_arrays_and_back_unchanged():
     x = torch.randn(3, 5).to(torch.bfloat16)
     assert torch.equal(nki_runtime_adapter.to_tensor(nki_runtime_adapter.to_array(x)), x)
     assert (array(x) == nki_runtime_adapter.to_array(x)).all()
 
 
 @pytest.mark.parametrize("precision", ["float32", "tfloat32", "bfloat16"])
-def test_the_precision_probe_tells_what_products_are(precision):
+def test_the_precision_probe_names_the_precision_of_products(precision):
     found = recorded(
         precision_probe.product, *precision_probe.operands(), numerics=Numerics(matmul=precision)
     ).outputs
     assert precision_probe.verdict(found)[0] == precision
 
 
-def test_tensors_off_the_host_reach_the_kernel_as_they_are():
+def test_tensors_off_the_host_reach_the_kernel_dense_and_unconverted():
     """What XLA's lazy graph records: the kernel itself, on contiguous tensors, numbers as constants."""
     seen = []
 

@@ -60,7 +60,7 @@ def neuron(registered, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["carry", "ragged", "packed_empty", "final_only"])
-def test_the_rule_is_the_same_through_operators(name, neuron, monkeypatch):
+def test_the_rule_computes_the_same_through_torchneuron_operators(name, neuron, monkeypatch):
     given = inputs(BY_NAME[name], torch.float32)
     through = outcome(given, "nki-simulator")
     assert {"gated_delta_rule_fwd", "gated_delta_rule_bwd"} <= set(neuron)
@@ -69,7 +69,7 @@ def test_the_rule_is_the_same_through_operators(name, neuron, monkeypatch):
     assert all(torch.equal(through[key], x) for key, x in direct.items())
 
 
-def test_the_residual_is_the_same_through_operators(neuron, monkeypatch):
+def test_the_residual_computes_the_same_through_torchneuron_operators(neuron, monkeypatch):
     x, k, v, beta = torch.randn(5, 8, 2), torch.randn(5, 8), torch.randn(5, 2), torch.rand(5)
     leaves = [y.requires_grad_() for y in (x, k, v, beta)]
 
@@ -83,14 +83,14 @@ def test_the_residual_is_the_same_through_operators(neuron, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(through, grads(), strict=True))
 
 
-def test_every_kernel_has_a_schema_and_a_stranger_none(neuron):
+def test_every_kernel_has_a_schema_and_an_unknown_function_is_refused(neuron):
     names = [operator._name for operator in nki_runtime_adapter._operators()]
     assert names == [f"nki{launcher.__name__}" for _, launcher in nki_runtime_adapter.LAUNCHERS]
     with pytest.raises(LookupError, match="has no launcher; add one to"):
         nki_runtime_adapter.launch(len, (torch.ones(1),))
 
 
-def test_what_is_missing_is_said(monkeypatch):
+def test_the_refusal_on_neuron_tensors_names_the_missing_packages(monkeypatch):
     call = Call("gated_delta_rule", "neuron", torch.float32)
     monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
     with pytest.raises(BackendRefusal, match=r"needs torch_neuronx 2\.14 .*: this one has no nki_op"):
@@ -100,7 +100,7 @@ def test_what_is_missing_is_said(monkeypatch):
         choose(call)
 
 
-def test_where_it_is_there_it_is_chosen_unasked(registered, monkeypatch):
+def test_nki_is_the_default_on_neuron_tensors_where_it_runs(registered, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_neuronx", registered)
     call = Call("gated_delta_rule", "neuron", torch.bfloat16, gradients=True)
     assert choose(call).name == "nki"
@@ -133,7 +133,7 @@ def simulate(kernel):
 
 
 @pytest.mark.skipif(find_spec("nki") is not None, reason="the real nki is installed here")
-def test_where_nki_is_installed_its_simulator_runs_the_same_parity(tmp_path):
+def test_parity_holds_on_the_simulator_of_an_installed_nki(tmp_path):
     """In a process where a package `nki` is installed: ours under its name."""
     package, record = tmp_path / "nki", tmp_path / "nki-0.3.0.dist-info"
     package.mkdir()

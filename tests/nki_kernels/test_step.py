@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
-from delta_trn.backends.gated_delta_rule import nki_adapter, recurrent
+from delta_trn.backends.gated_delta_rule import recurrent
 from delta_trn.backends.gated_delta_rule.contract import Step
 from delta_trn.backends.parity.judge import error
 from delta_trn.nki_kernels import gated_delta_rule_step as module
+from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_step import example
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.tiles import invert_norms
@@ -177,7 +178,7 @@ def test_a_batch_of_many_heads_is_cut_without_changing_results(monkeypatch):
     """More heads than a kernel call takes: the pieces are those of one call, but for the order of sums."""
     tensors = inputs((5, 1, 2, 32, 16), torch.float32)
     once = gated_delta_rule_step(*tensors, backend="nki-simulator")
-    monkeypatch.setattr(nki_adapter, "STEP_HEADS", 4)
+    monkeypatch.setattr(plan, "STEP_HEADS", 4)
     for cut, whole in zip(gated_delta_rule_step(*tensors, backend="nki-simulator"), once, strict=True):
         assert error(cut, whole) < 2**-20
 
