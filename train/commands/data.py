@@ -99,8 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--out", help="folder to write (default: data/NAME-TOKENIZER-HASH)")
     for name in OPTIONS:
         field = DataSection.model_fields[name]
-        meaning = (field.description or "").replace("%", "%%")
-        make.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=f"{meaning} ({field.default})")
+        default = "" if field.default is None else f" ({field.default})"
+        meaning = f"{field.description}{default}".replace("%", "%%")
+        make.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=meaning)
     make.add_argument("--quiet", action="store_true", help="print no progress")
 
     info = commands.add_parser("info", help="what a folder holds")

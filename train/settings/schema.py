@@ -92,11 +92,11 @@ class DataSection(Section):
     tokenizer: str = "bytebpe"
     """gpt2, bytebpe (trained on the training documents), bytes, or the path of a tokenizer.json"""
     vocab_size: CountOrNone = None
-    """rows for the tokenizer; none: 4096 for bytebpe, else its size up to a multiple of 64"""
+    """rows of the embedding; none: 4096 for bytebpe, else its size up to a multiple of 64"""
     subset: str | None = None
-    """of a Hugging Face dataset, such as sample-10BT"""
+    """subset of a Hugging Face dataset, such as sample-10BT"""
     split: str = "train"
-    """of a Hugging Face dataset"""
+    """split of a Hugging Face dataset"""
     revision: str | None = None
     """commit or tag of a Hugging Face dataset"""
     text_field: str = "text"
@@ -108,11 +108,11 @@ class DataSection(Section):
     shard_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] = 100_000_000
     """tokens in a shard, whose header counts them in an int32"""
     max_documents: CountOrNone = None
-    """read so many documents of the source; none: all"""
+    """how many documents of the source are read; none: all"""
     max_tokens: CountOrNone = None
-    """stop after the document that makes so many tokens; none: never"""
+    """how many tokens are enough: no further document is read; none: no limit"""
     seed: int = 0
-    """of the choice of held-out documents"""
+    """seed of the choice of held-out documents"""
     loader: Literal["random_crop", "stream"] = "random_crop"
     """crops drawn with replacement, or every token in turn"""
 
