@@ -28,11 +28,6 @@ def one_dimensional_tile():
     sbuf(128)
 
 
-@CASES.refuses("dma_copy dst partition dimension 256 exceeds maximum 128")
-def too_many_partitions_in_dma():
-    nisa.dma_copy(dst=sbuf(256, 4), src=nl.ndarray((256, 4), F32, nl.shared_hbm))
-
-
 @CASES.refuses("tensor_copy src partition dimension 129 exceeds maximum 128")
 def too_many_partitions_in_an_engine():
     nisa.tensor_copy(dst=sbuf(129, 4), src=sbuf(129, 4))
@@ -188,11 +183,6 @@ def affine_select_on_psum():
 @CASES.refuses("psum, which the GpSimd engine cannot access", StrictError)
 def power_on_psum():
     nisa.tensor_scalar(dst=sbuf(4, 4), data=product(4, 4), op0=nl.power, operand0=2.0)
-
-
-@CASES.refuses("psum, which the GpSimd engine cannot access", StrictError)
-def copy_from_psum_on_gpsimd():
-    nisa.tensor_copy(dst=sbuf(4, 4), src=product(4, 4), engine=nisa.engine.gpsimd)
 
 
 @CASES.refuses("engine must be one of vector, gpsimd, got scalar")
@@ -410,13 +400,6 @@ def output_from_unwritten_memory():
 @CASES.refuses("must be in shared_hbm, got sbuf", StrictError)
 def output_on_chip():
     return ones(4, 4)
-
-
-@CASES.refuses("must be in shared_hbm, got private_hbm", StrictError)
-def output_in_scratch():
-    out = nl.ndarray((1, 1), F32, nl.private_hbm)
-    nisa.dma_copy(dst=out, src=ones(1, 1))
-    return out
 
 
 @CASES.refuses("kernel output 0 must be a tensor, got int", TypeError)
