@@ -44,7 +44,7 @@ class DeltaConfig(PretrainedConfig):
         self._require_residual()
         tokens = {name: getattr(self, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         self._require_rows(tokens)
-        super().__init__(**arguments, **tokens, tie_word_embeddings=self.tie_word_embeddings)
+        super().__init__(**{**arguments, **tokens, "tie_word_embeddings": self.tie_word_embeddings})
 
     @property
     def head_dim_v(self) -> int:
@@ -71,13 +71,13 @@ class DeltaConfig(PretrainedConfig):
         d, H = self.hidden_size, self.num_heads
         if self.num_v_heads is None:
             self.num_v_heads = H
-        if self.head_dim_k is None and not (size := int(0.75 * d // H)):
+        if self.head_dim_k is None:
+            self.head_dim_k = int(0.75 * d // H)
+        if self.head_dim_k == 0:
             raise ValueError(
                 f"hidden_size={d} is too narrow for num_heads={H}: K = int(0.75 d // H) is 0; give at most "
                 f"{int(0.75 * d)} heads, or head_dim_k"
             )
-        elif self.head_dim_k is None:
-            self.head_dim_k = size
         if self.intermediate_size is None:
             multiple = self.intermediate_multiple
             self.intermediate_size = -(-int(8 * d / 3) // multiple) * multiple

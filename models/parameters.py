@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ def initialize(model: PreTrainedModel) -> None:
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        std = initial_std(tag, model.config)
+        std = initial_std(tag, cast(DeltaConfig, model.config))
         if tag.law is not None:
             values = tag.law(values, generator)
         elif std is not None:
@@ -145,7 +146,7 @@ def scaled_parameters(
         raise ValueError(
             f"memory={memory} must be above 0: how long heads remember, relative to the base model's"
         )
-    config = model.config
+    config = cast(DeltaConfig, model.config)
     m, table = config.width_ratio, TABLES[config.parametrization]
     rows = []
     for name, parameter, tag in tagged_parameters(model):
