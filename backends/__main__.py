@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from delta_trn.backends import describe
-from delta_trn.backends import machine as device
+from delta_trn.backends import describe, machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one row per operation and backend; takes no arguments but --help."""
     argparse.ArgumentParser(prog="delta-trn backends", description=__doc__).parse_args(arguments)
-    devices = device.platforms()
-    models = ", ".join(f"{kind} ({device.describe(device.pick(kind))})" for kind in devices)
+    devices = machine.platforms()
+    models = ", ".join(f"{kind} ({machine.describe(machine.pick(kind))})" for kind in devices)
     console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(f"devices here: {models}", highlight=False)
     table = Table()

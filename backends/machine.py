@@ -1,4 +1,7 @@
-"""Facts about the machine, in one place. The only import of torch_xla outside the NKI adapter."""
+"""Everything that is asked about the machine: devices, memory, versions, the checkout's commit.
+
+The only import of torch_xla, beside the NKI runtime's.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,32 @@ import os
 import platform
 import resource
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def xla() -> ModuleType | None:
-    """torch_xla, where it is installed. A torch_xla that is there but broken raises."""
+    """Returns torch_xla, or None where it is not installed. A broken torch_xla raises."""
     return import_module("torch_xla") if find_spec("torch_xla") is not None else None
 
 
 @cache
 def platforms() -> tuple[str, ...]:
-    """The device types of this machine, the preferred one first."""
+    """Returns the device types of this machine, the preferred one first."""
     kinds = []
     if find_spec("torch_xla") is not None:
         kinds.append("xla")
@@ -38,9 +46,9 @@ def platforms() -> tuple[str, ...]:
 
 
 def pick(name: str | None = None) -> torch.device:
-    """The device called `name` ("cpu", "cuda", "cuda:1", "xla", "neuron"), or the machine's preferred one.
+    """Returns the device called `name` ("cpu", "cuda:1", "xla", "neuron"), or the machine's preferred one.
 
-    Under torchrun, "cuda" is the one of this process. Raises ValueError for one that is not here.
+    Under torchrun, "cuda" is this process's own. Raises ValueError for a device that is not here.
     """
     wanted = torch.device(platforms()[0] if name is None or name == "auto" else name)
     if wanted.type not in platforms():
@@ -76,14 +84,14 @@ def synchronize(device: torch.device, *, wait: bool = True) -> None:
 
 
 def compilations() -> int:
-    """How many graphs XLA has compiled in this process."""
+    """Returns how many graphs XLA has compiled in this process."""
     _xla()
     found = import_module("torch_xla.debug.metrics").metric_data("CompileTime")
     return int(found[0]) if found else 0
 
 
 def fallbacks() -> dict[str, int]:
-    """ATen operations that XLA could not compile, each a wait for the device, and how often they ran."""
+    """Counts the calls of ATen operations that XLA could not compile; each waits for the device."""
     _xla()
     metrics = import_module("torch_xla.debug.metrics")
     names = [name for name in metrics.counter_names() if name.startswith("aten::")]
@@ -91,15 +99,15 @@ def fallbacks() -> dict[str, int]:
 
 
 def is_neuron(device: torch.device) -> bool:
-    """Whether an XLA device is a NeuronCore: torch_neuronx is what puts its plugin into torch_xla."""
+    """Returns whether an XLA device is a NeuronCore: torch_neuronx puts its plugin into torch_xla."""
     return device.type == "xla" and find_spec("torch_neuronx") is not None
 
 
 @dataclass(frozen=True)
 class ProgramCache:
-    """Where a compiler keeps what it compiled, beyond the process: a folder, or a URL that starts with s3://.
+    """A compiler's cache on disk: a folder, or a URL that starts with s3://.
 
-    entries     pattern of one compiled program's own file or folder in it; its name has the compiler's key
+    entries     pattern of the file or folder of one compiled program; its name has the compiler's key
     """
 
     compiler: str
@@ -107,18 +115,20 @@ class ProgramCache:
     entries: str
 
     def keys(self) -> frozenset[str]:
-        """Of every program that is there now; none for s3, which only the compiler reads."""
+        """Returns the key of every program in it; none for s3, which only the compiler reads."""
         if "://" in self.place:
             return frozenset()
         return frozenset(path.name for path in Path(self.place).glob(self.entries))
 
 
 def program_caches(device: torch.device, *, compiled: bool, triton: bool) -> tuple[ProgramCache, ...]:
-    """The caches that a process on `device` fills, as their own tools' variables have them; the first leads.
+    """Returns the caches that a process on `device` fills, the device's own compiler first.
 
-    compiled    by torch.compile; `triton`: with Triton kernels
-    None for XLA's CPU device: its runtime cannot load a saved program (torch_xla 2.9: "Deserializing
-    serialized executable not supported"), so that every process compiles again.
+    compiled    torch.compile is used
+    triton      Triton kernels are used
+
+    Their tools' environment variables say where they are. XLA's CPU device has none: its runtime cannot load
+    a saved program (torch_xla 2.9: "Deserializing serialized executable not supported").
     """
     found = []
     if is_neuron(device):
@@ -144,7 +154,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes since the last reset: CUDA's allocator's peak; else this process's peak resident size."""
+    """Returns the peak in bytes since the last reset: of CUDA's allocator, else of the resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     for line in _STATUS.read_text().splitlines() if _STATUS.exists() else []:
@@ -155,7 +165,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def describe(device: torch.device) -> str:
-    """The model name of the device, never the host's."""
+    """Returns the model name of the device, never the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "xla":
@@ -164,7 +174,7 @@ def describe(device: torch.device) -> str:
 
 
 def supports_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 products are made in hardware, so that training in it pays."""
+    """Returns whether bfloat16 products are made in hardware, so that training in it pays."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type in ("xla", "neuron"):
@@ -175,7 +185,7 @@ def supports_bfloat16(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that torchrun started; alone: 0, 1, 0."""
+    """This process among those that torchrun started; 0, 1, 0 for one that is alone."""
 
     rank: int
     world: int
@@ -183,7 +193,7 @@ class Processes:
 
 
 def processes() -> Processes:
-    """Read from the variables that torchrun sets."""
+    """Reads the variables that torchrun sets."""
     return Processes(
         rank=int(os.environ.get("RANK", "0")),
         world=int(os.environ.get("WORLD_SIZE", "1")),
@@ -192,7 +202,7 @@ def processes() -> Processes:
 
 
 def collectives(device: torch.device) -> str:
-    """torch.distributed's backend for tensors on `device`; on CUDA also one for the host's tensors."""
+    """Returns torch.distributed's backend for tensors on `device`; on CUDA also one for the host's."""
     if device.type == "xla":
         import_module("torch_xla.distributed.xla_backend")  # importing it registers the backend
         return "xla"
@@ -200,12 +210,46 @@ def collectives(device: torch.device) -> str:
 
 
 def threads() -> int:
-    """CPU threads PyTorch computes with inside one operation."""
+    """Returns how many CPU threads PyTorch uses inside one operation."""
     return torch.get_num_threads()
 
 
+def facts(device: torch.device) -> dict[str, Any]:
+    """Returns where a measurement is made: device, versions, threads and commit, but never a host's name.
+
+    The version of a package that is not installed is None; so is the commit where there is no checkout.
+    """
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    return {
+        "device": describe(device),
+        "device_type": device.type,
+        "threads": threads(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "triton", "transformers", "numpy")},
+        "commit": commit,
+        "dirty": None if commit is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _git(*command: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
 def _torchneuron() -> bool:
-    """Whether PyTorch has the device that torch_neuronx 2.14 gives it on Trn2 and Trn3, without torch_xla.
+    """Returns whether PyTorch has the device that torch_neuronx 2.14 adds on Trn2 and Trn3.
 
     Importing torch_neuronx registers it. Not run on a chip.
     """

@@ -28,15 +28,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from delta_trn.backends import machine as platform_facts
+from delta_trn.backends import machine
 from delta_trn.backends.bench import figures as bench_figures
 from delta_trn.backends.bench import step as bench_step
 from delta_trn.backends.bench.figures import PASSES, passes
 from delta_trn.backends.bench.peers import PEERS, Run
 from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
 from delta_trn.backends.bench.timing import Spread, interleaved, modes, ratios
-from delta_trn.backends.facts import facts
 from delta_trn.backends.gated_delta_rule import gated_delta_rule
+from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import NOT_RUN, Subject, subjects
 from delta_trn.backends.parity.judge import GRADIENTS, verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, Inputs, inputs, select
@@ -110,12 +110,12 @@ def peak_bytes(name: str, case: Case, dtype: torch.dtype, device: torch.device) 
     small = replace(case, B=1, T=min(case.T, 64), lengths=None)
     prepared(contender(name), inputs(small, dtype).to(device), "forward+backward")()
     call = prepared(contender(name), inputs(case, dtype).to(device), "forward+backward")
-    platform_facts.synchronize(device)
-    platform_facts.reset_peak_memory(device)
-    before = platform_facts.peak_memory(device)
+    machine.synchronize(device)
+    machine.reset_peak_memory(device)
+    before = machine.peak_memory(device)
     call()
-    platform_facts.synchronize(device)
-    return platform_facts.peak_memory(device) - before
+    machine.synchronize(device)
+    return machine.peak_memory(device) - before
 
 
 def _peak_bytes_here(name: str, case: str, dtype: str, threads: int) -> int:
@@ -138,7 +138,7 @@ def bench(
     dtype: torch.dtype,
     peers: Sequence[str],
     seconds: float,
-    machine: Ceilings,
+    ceiling: Ceilings,
 ) -> list[Timing]:
     """All passes of one case. Raises ParityError, with the failures, unless its parity is green."""
     device = torch.device(subject.device)
@@ -175,7 +175,7 @@ def bench(
                         ms=Spread.of(milliseconds),
                         ratio=over[name],
                         rounds=len(milliseconds),
-                        floor_ms=machine.floor_ms(least[phase]) if ours else None,
+                        floor_ms=ceiling.floor_ms(least[phase]) if ours else None,
                         memory_bytes=taken[name],
                         worst_error=worst if ours else None,
                     )
@@ -302,12 +302,12 @@ def _main(given: argparse.Namespace, subject: Subject, cases: Sequence[Case]) ->
     absent = {name: reason for name in wanted if (reason := PEERS[name].absent(subject.device))}
     peers = [name for name in wanted if name not in absent]
     device = torch.device(subject.device)
-    machine = ceilings(device, dtype)
-    about = facts(device) | machine.facts()
+    ceiling = ceilings(device, dtype)
+    about = facts(device) | ceiling.facts()
     console.print(
         f"{subject.backend} on {about['device']}, {about['threads']} threads, torch {about['torch']}"
     )
-    console.print(f"this machine at its best: {machine}", highlight=False)
+    console.print(f"this machine at its best: {ceiling}", highlight=False)
     for name, reason in absent.items():
         console.print(f"peer {name}: {NOT_RUN}, {reason}", highlight=False)
     rows: list[Timing] = []
@@ -315,7 +315,7 @@ def _main(given: argparse.Namespace, subject: Subject, cases: Sequence[Case]) ->
     for case in cases:
         able = [name for name in peers if PEERS[name].packed or not case.lengths]
         try:
-            rows += bench(subject, case, dtype, able, given.seconds, machine)
+            rows += bench(subject, case, dtype, able, given.seconds, ceiling)
         except ParityError as failure:
             red = True
             console.print(str(failure), style="bold red")

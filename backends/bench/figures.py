@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delta_trn.backends.facts import ROOT
+from delta_trn.backends.machine import ROOT
 from delta_trn.backends.parity.__main__ import NOT_RUN
 from delta_trn.backends.parity.rule_cases import CASES, Case
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from delta_trn.backends import machine as platform_facts
+from delta_trn.backends import machine
 
 Call = Callable[[], None]
 
@@ -43,7 +43,7 @@ def interleaved(calls: Mapping[str, Call], device: torch.device, seconds: float)
     clock = _cuda_clock if device.type == "cuda" else _cpu_clock
     for call in calls.values():
         call()
-    platform_facts.synchronize(device)
+    machine.synchronize(device)
     found: dict[str, list[float]] = {name: [] for name in calls}
     start, rounds = time.perf_counter(), 0
     while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - start < seconds):
@@ -96,7 +96,7 @@ def _graph(call: Call) -> Call | None:
 def _cpu_clock(call: Call, device: torch.device) -> float:
     start = time.perf_counter()
     call()
-    platform_facts.synchronize(device)
+    machine.synchronize(device)
     return 1e3 * (time.perf_counter() - start)
 
 

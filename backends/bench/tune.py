@@ -22,8 +22,8 @@ import torch
 
 from delta_trn.backends.bench.__main__ import contender, prepared
 from delta_trn.backends.bench.timing import Spread, interleaved
-from delta_trn.backends.facts import facts
 from delta_trn.backends.gated_delta_rule.triton_adapter import Config, Tile, adjusted, config
+from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import Subject, subjects
 from delta_trn.backends.parity.judge import verdicts
 from delta_trn.backends.parity.rule_cases import Case, inputs, select

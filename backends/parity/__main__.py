@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from delta_trn.backends import machine as platform_facts
-from delta_trn.backends.facts import ROOT, facts
+from delta_trn.backends import machine
+from delta_trn.backends.machine import ROOT, facts
 from delta_trn.backends.parity import goldens, layer_cases
 from delta_trn.backends.parity import residual_cases as depth_cases
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, verdicts
@@ -67,7 +67,7 @@ def subjects(names: Sequence[str] | None = None) -> list[Subject]:
         backend = BACKENDS[name]
         capability = backend.capabilities.get("gated_delta_rule")
         reasons = []
-        for device in platform_facts.platforms():
+        for device in machine.platforms():
             outside = capability is None or (
                 capability.devices is not None and device not in capability.devices
             )

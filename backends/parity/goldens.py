@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from delta_trn.backends.facts import facts
+from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.judge import DTYPES, Verdict, outcome, reference
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from delta_trn.backends import machine as device
+from delta_trn.backends import machine
 from delta_trn.backends.bench import __main__ as bench
 from delta_trn.backends.bench import roofline, timing
 from delta_trn.backends.bench import step as bench_step
@@ -97,9 +97,9 @@ def test_floors_count_what_was_published():
 
 
 def test_a_floor_is_the_longer_of_two():
-    machine = Ceilings(flops_per_s=1e12, bytes_per_s=1e9)
-    assert machine.floor_ms(roofline.Work(2e9, 1e6)) == 2.0
-    assert machine.floor_ms(roofline.Work(1e9, 5e6)) == 5.0
+    ceilings = Ceilings(flops_per_s=1e12, bytes_per_s=1e9)
+    assert ceilings.floor_ms(roofline.Work(2e9, 1e6)) == 2.0
+    assert ceilings.floor_ms(roofline.Work(1e9, 5e6)) == 5.0
 
 
 def test_ceilings_are_measured_here(monkeypatch):
@@ -185,7 +185,7 @@ def test_memory_is_what_a_pass_takes():
     theirs = bench.memory("hf", case, torch.float32, CPU)
     assert 6 * 2**20 < ours < 400 * 2**20
     assert 6 * 2**20 < theirs < 400 * 2**20
-    assert device.peak_memory(CPU) > ours
+    assert machine.peak_memory(CPU) > ours
 
 
 @pytest.mark.parametrize("tag, some", [("bench", "paper_1024"), ("bench-cpu", "cpu_train")])

@@ -9,52 +9,52 @@ from typing import Any
 import pytest
 import torch
 
-from delta_trn.backends import machine as device
-from delta_trn.backends.facts import facts
+from delta_trn.backends import machine
+from delta_trn.backends.machine import facts
 
 CPU = torch.device("cpu")
 
 
 def test_the_machine_has_a_cpu_and_prefers_accelerators():
-    here = device.platforms()
+    here = machine.platforms()
     assert here[-1] == "cpu"
     assert ("cuda" in here) == torch.cuda.is_available()
 
 
 def test_pick_takes_the_preferred_device_or_the_one_named(monkeypatch):
-    assert device.pick("cpu") == CPU
-    assert device.pick().type == device.pick("auto").type == device.platforms()[0]
-    monkeypatch.setattr(device, "platforms", lambda: ("cpu",))
+    assert machine.pick("cpu") == CPU
+    assert machine.pick().type == machine.pick("auto").type == machine.platforms()[0]
+    monkeypatch.setattr(machine, "platforms", lambda: ("cpu",))
     with pytest.raises(ValueError, match="device cuda is not on this machine, which has: cpu"):
-        device.pick("cuda")
+        machine.pick("cuda")
     with pytest.raises(ValueError, match="device xla is not on this machine"):
-        device.pick("xla")
+        machine.pick("xla")
 
 
 def test_each_local_rank_has_its_own_cuda_device(monkeypatch):
-    monkeypatch.setattr(device, "platforms", lambda: ("cuda", "cpu"))
+    monkeypatch.setattr(machine, "platforms", lambda: ("cuda", "cpu"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert device.pick("cuda") == torch.device("cuda", 3)
-    assert device.pick("cuda:1") == torch.device("cuda", 1)
+    assert machine.pick("cuda") == torch.device("cuda", 3)
+    assert machine.pick("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="device cuda:7 is not here; CUDA devices are 0 to 3"):
-        device.pick("cuda:7")
+        machine.pick("cuda:7")
 
 
 def test_xla_without_torch_xla_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(device, "platforms", lambda: ("xla", "cpu"))
-    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "platforms", lambda: ("xla", "cpu"))
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="device xla needs torch_xla, which is not installed"):
-        device.pick("xla")
+        machine.pick("xla")
 
 
 def test_xlas_cpu_device_is_refused_to_several_processes(monkeypatch):
     """They would train apart: torch_xla 2.9 reduces over nobody there, and raises nothing."""
-    monkeypatch.setattr(device, "platforms", lambda: ("xla", "cpu"))
+    monkeypatch.setattr(machine, "platforms", lambda: ("xla", "cpu"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     with pytest.raises(ValueError, match="knows no other processes"):
-        device.pick("xla")
+        machine.pick("xla")
 
 
 def test_torchneurons_device_is_known_by_what_it_registers(monkeypatch):
@@ -63,51 +63,51 @@ def test_torchneurons_device_is_known_by_what_it_registers(monkeypatch):
     neuron: Any = SimpleNamespace(type="neuron", index=None)
     there = {"torch_neuronx"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(device, "find_spec", lambda name: name in there or None)
-    monkeypatch.setattr(device, "import_module", lambda name: there.add("registered"))
+    monkeypatch.setattr(machine, "find_spec", lambda name: name in there or None)
+    monkeypatch.setattr(machine, "import_module", lambda name: there.add("registered"))
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda **_: neuron if "registered" in there else None
     )
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    device.platforms.cache_clear()
+    machine.platforms.cache_clear()
     try:
-        assert device.platforms() == ("neuron", "cpu")
+        assert machine.platforms() == ("neuron", "cpu")
         there.add("torch_xla")  # torch_neuronx 2.9 is torch_xla's plugin
-        device.platforms.cache_clear()
-        assert device.platforms() == ("xla", "cpu")
+        machine.platforms.cache_clear()
+        assert machine.platforms() == ("xla", "cpu")
     finally:
-        device.platforms.cache_clear()
-    device.synchronize(neuron)
-    device.synchronize(neuron, wait=False)
-    assert waited == [neuron] and device.describe(neuron) == "NeuronCore"
+        machine.platforms.cache_clear()
+    machine.synchronize(neuron)
+    machine.synchronize(neuron, wait=False)
+    assert waited == [neuron] and machine.describe(neuron) == "NeuronCore"
 
 
 def test_processes_are_those_of_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert device.processes() == device.Processes(rank=0, world=1, local_rank=0)
+    assert machine.processes() == machine.Processes(rank=0, world=1, local_rank=0)
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert device.processes() == device.Processes(rank=5, world=8, local_rank=1)
+    assert machine.processes() == machine.Processes(rank=5, world=8, local_rank=1)
 
 
 def test_peak_memory_counts_bytes():
-    device.reset_peak_memory(CPU)
-    before = device.peak_memory(CPU)
+    machine.reset_peak_memory(CPU)
+    before = machine.peak_memory(CPU)
     held = torch.ones(60_000_000)
-    device.synchronize(CPU)
-    assert 10e6 < before < device.peak_memory(CPU)
+    machine.synchronize(CPU)
+    assert 10e6 < before < machine.peak_memory(CPU)
     assert held.sum() == 60_000_000
-    assert device.peak_memory(CPU) < 200e9
+    assert machine.peak_memory(CPU) < 200e9
 
 
 def test_threads_are_pytorchs():
-    assert device.threads() == torch.get_num_threads()
+    assert machine.threads() == torch.get_num_threads()
 
 
 def test_bfloat16_support_is_a_fact_not_a_wish():
-    assert device.supports_bfloat16(CPU) in (True, False)
+    assert machine.supports_bfloat16(CPU) in (True, False)
 
 
 def test_facts_say_where_a_number_was_made_but_not_on_which_host():

@@ -9,8 +9,8 @@ from torch.nn.functional import normalize
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from delta_trn.backends import gated_delta_rule
-from delta_trn.backends.facts import ROOT
 from delta_trn.backends.gated_delta_rule.recurrent import SEGMENT
+from delta_trn.backends.machine import ROOT
 from delta_trn.backends.parity.judge import GRADIENTS, error, outcome, reference
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
 

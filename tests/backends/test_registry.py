@@ -10,7 +10,7 @@ import torch
 from delta_trn import backends
 from delta_trn.backends import BackendRefusal, default_backend, registry
 from delta_trn.backends import __main__ as command
-from delta_trn.backends.facts import ROOT
+from delta_trn.backends.machine import ROOT
 from delta_trn.backends.registry import BACKENDS, Backend, Call, Capability, choose, register
 
 CALL = Call("gated_delta_rule", "cpu", torch.float32, {"H": 2, "HV": 2, "K": 64, "V": 64}, gradients=True)

@@ -7,7 +7,7 @@ import stat
 import pytest
 import torch
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.commands import warmup
 from delta_trn.train.neuron import record
 from delta_trn.train.neuron.graphs import Sizes, graphs
@@ -132,23 +132,23 @@ class TestFingerprint:
 class TestCaches:
     def test_the_cache_of_a_gpu_is_tritons(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-        (cache,) = platform.program_caches(CUDA, compiled=False, triton=True)
+        (cache,) = machine.program_caches(CUDA, compiled=False, triton=True)
         assert cache.keys() == frozenset()
         (tmp_path / "KEY").mkdir()
         assert cache.keys() == {"KEY"}
 
     def test_the_cache_of_torch_compile_is_inductors(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        (cache,) = platform.program_caches(CPU, compiled=True, triton=False)
+        (cache,) = machine.program_caches(CPU, compiled=True, triton=False)
         (tmp_path / "fxgraph" / "ab" / "KEY").mkdir(parents=True)
         assert cache.keys() == {"KEY"}
 
     def test_the_cache_of_neuron_is_where_its_variables_say(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(platform, "is_neuron", lambda device: True)
+        monkeypatch.setattr(machine, "is_neuron", lambda device: True)
         xla = torch.device("xla")
 
-        def found() -> platform.ProgramCache:
-            return platform.program_caches(xla, compiled=False, triton=False)[0]
+        def found() -> machine.ProgramCache:
+            return machine.program_caches(xla, compiled=False, triton=False)[0]
 
         for name in ("NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL"):
             monkeypatch.delenv(name, raising=False)
@@ -162,9 +162,9 @@ class TestCaches:
         assert found().place == str(tmp_path) and found().keys() == {"MODULE_1"}
 
     def test_the_cpu_device_of_xla_has_no_cache(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(platform, "is_neuron", lambda device: False)
+        monkeypatch.setattr(machine, "is_neuron", lambda device: False)
         xla = torch.device("xla")
-        assert platform.program_caches(xla, compiled=False, triton=False) == ()
+        assert machine.program_caches(xla, compiled=False, triton=False) == ()
         assert notice(config(), xla, 2, tmp_path) == [
             "cache      none: XLA's CPU device compiles in every process anew"
         ]
@@ -231,7 +231,7 @@ class TestNeuron:
         script.write_text(f'#!/bin/sh\necho wrapped "$@" >> {log}\nexit ${{STATUS:-0}}\n')
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setattr(platform, "is_neuron", lambda device: True)
+        monkeypatch.setattr(machine, "is_neuron", lambda device: True)
         python = tmp_path / "bin" / "python"
         python.write_text(f'#!/bin/sh\necho plain "$@" >> {log}\n')
         python.chmod(script.stat().st_mode)
@@ -254,7 +254,7 @@ class TestNeuron:
         assert len(started.read_text().splitlines()) == 1
 
     def test_a_missing_neuron_parallel_compile_is_named(self, monkeypatch):
-        monkeypatch.setattr(platform, "is_neuron", lambda device: True)
+        monkeypatch.setattr(machine, "is_neuron", lambda device: True)
         monkeypatch.setattr(warmup.shutil, "which", lambda name: None)
         status, _, error = tiny_run.command("warmup", "tiny", "device=cpu")
         assert status == 2 and "it comes with torch-neuronx" in error

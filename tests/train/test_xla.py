@@ -9,8 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from delta_trn.backends import gated_delta_rule
-from delta_trn.backends import machine as platform
+from delta_trn.backends import gated_delta_rule, machine
 from delta_trn.backends.gated_delta_rule.triangular import merged_inverse, triangular_inverse
 from tests.support import tiny_run
 
@@ -39,10 +38,10 @@ def runs(tmp_path_factory):
 
     def counted(kind, work):
         def wrapped(*arguments):
-            before = platform.compilations() if device == "xla" else 0
+            before = machine.compilations() if device == "xla" else 0
             found = work(*arguments)
             if device == "xla":
-                counts[kind].append(platform.compilations() - before)
+                counts[kind].append(machine.compilations() - before)
             return found
 
         return wrapped
@@ -61,7 +60,7 @@ def runs(tmp_path_factory):
             renamed = {key.replace(".", "__"): value for key, value in changes.items()}
             tiny_run.train("run", "tiny", *tiny_run.keys(data, out, **renamed))
             lines[device] = tiny_run.lines(out)
-    return lines, counts, platform.fallbacks(), folder / "xla"
+    return lines, counts, machine.fallbacks(), folder / "xla"
 
 
 @needs_xla
@@ -109,7 +108,7 @@ class TestGatedDeltaRule:
         given += [-torch.rand(B, T, HV, generator=generator), torch.rand(B, T, HV, generator=generator)]
         given.append(torch.randn(B, HV, K, V, generator=generator))
         found = []
-        for device in (platform.pick("xla"), torch.device("cpu")):
+        for device in (machine.pick("xla"), torch.device("cpu")):
             inputs = [x.detach().to(device).requires_grad_() for x in given]
             *five, state = inputs
             o, final = gated_delta_rule(
@@ -128,20 +127,20 @@ class TestGatedDeltaRule:
 
 @needs_xla
 def test_a_new_shape_is_counted():
-    device = platform.pick("xla")
+    device = machine.pick("xla")
     counts = []
     for size in (3, 3, 4):
         torch.ones(size, device=device).mul(2).cumsum(0)
         (torch.ones(size).to(device) * 2.5).sum().item()
-        counts.append(platform.compilations())
+        counts.append(machine.compilations())
     assert counts[0] == counts[1] < counts[2]
 
 
 @needs_xla
 def test_an_operation_on_the_host_is_counted():
-    L = torch.eye(4, device=platform.pick("xla"))
+    L = torch.eye(4, device=machine.pick("xla"))
     torch.linalg.solve_triangular(L, L, upper=False)
-    assert any("solve_triangular" in name for name in platform.fallbacks())
+    assert any("solve_triangular" in name for name in machine.fallbacks())
 
 
 class TestMergedInverse:

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
     config = apply(recipe(given.recipe), parse(given.changes))
 
-    from delta_trn.backends.facts import facts
+    from delta_trn.backends.machine import facts
     from delta_trn.train.studies.throughput import OURS, Workload, measure, require_parity, shares
 
     workload = Workload(config)

@@ -36,12 +36,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.list:
         return _list(config, max(world, options.processes))
 
-    from delta_trn.backends import machine as platform
+    from delta_trn.backends import machine
     from delta_trn.train.run.model import pick_device
 
     command = [options.recipe, *options.changes, "--here"]
     started = options.here or world > 1 or COLLECTING in os.environ
-    if not started and platform.is_neuron(pick_device(config.device)):
+    if not started and machine.is_neuron(pick_device(config.device)):
         # all graphs at once, by many compilers; then each again, which shows that it comes from the cache
         _start(command, options.processes, wrapper=_neuron_parallel_compile())
         _start(command, options.processes)
@@ -76,9 +76,9 @@ def _list(config: RunConfig, world: int) -> int:
 
 def _device_type(name: str) -> str:
     """Returns the type even of a device that is not here: a laptop can list what a cluster compiles."""
-    from delta_trn.backends import machine as platform
+    from delta_trn.backends import machine
 
-    return platform.platforms()[0] if name == "auto" else name.partition(":")[0]
+    return machine.platforms()[0] if name == "auto" else name.partition(":")[0]
 
 
 def _start(arguments: list[str], processes: int, wrapper: str | None = None) -> None:

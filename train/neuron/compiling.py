@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.neuron.graphs import Sizes, graphs, tail
 from delta_trn.train.neuron.record import caches
 from delta_trn.train.run.evaluate import evaluate, held_out_crops, held_out_windows
@@ -39,7 +39,7 @@ def compile_all(run: Run, tell: Tell, observers: Sequence[Observer] = ()) -> lis
         began = time.monotonic()
         for _ in range(STEPS if graph.name == "step" else 1):
             work[graph.name]()
-        platform.synchronize(run.device)
+        machine.synchronize(run.device)
         seconds = time.monotonic() - began
         keys = sorted(set().union(*(c.keys() - old for c, old in zip(kept, before, strict=True))))
         programs = _programs(run) - count if run.device.type == "xla" else len(keys)
@@ -55,7 +55,7 @@ def sizes(run: Run) -> Sizes:
 
 
 def _programs(run: Run) -> int:
-    return platform.compilations() if run.device.type == "xla" else 0
+    return machine.compilations() if run.device.type == "xla" else 0
 
 
 def _work(run: Run, observers: Sequence[Observer]) -> dict[str, Callable[[], None]]:

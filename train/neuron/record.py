@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.files import write_file
 from delta_trn.train.settings.schema import RunConfig, flatten, is_one_of
 
@@ -36,9 +36,9 @@ _NOT_IN_GRAPHS = frozenset(
 )
 
 
-def caches(config: RunConfig, device: torch.device) -> tuple[platform.ProgramCache, ...]:
+def caches(config: RunConfig, device: torch.device) -> tuple[machine.ProgramCache, ...]:
     """Returns the caches that this run's compilers fill."""
-    return platform.program_caches(device, compiled=config.compile, triton=config.backend == "triton")
+    return machine.program_caches(device, compiled=config.compile, triton=config.backend == "triton")
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
@@ -57,7 +57,7 @@ def fingerprint(config: RunConfig, device: torch.device, world: int) -> str:
         config.schedule.warmup > 0,  # a first rate of 0 is a constant to XLA
         _versions(),
         [os.environ.get(name, "") for name in ("NEURON_CC_FLAGS", "XLA_FLAGS")],
-        platform.describe(device),
+        machine.describe(device),
         world,
     ]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())

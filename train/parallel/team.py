@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.parallel.rendezvous import join
 from delta_trn.train.settings.errors import ProcessLost
 from delta_trn.train.settings.schema import RunConfig
@@ -140,7 +140,7 @@ def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
 
     ProcessLost where a collective fails because another process has ended, or does not answer.
     """
-    here = platform.processes()
+    here = machine.processes()
     if here.world == 1:
         yield Team()
         return
@@ -149,7 +149,7 @@ def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
     # over XLA's devices a mesh has no groups (torch 2.9); over the hosts it has the default group's kind
     kind = "cpu" if device.type == "xla" else device.type
     try:
-        join(platform.collectives(device), timeout)
+        join(machine.collectives(device), timeout)
         replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
         mesh = init_device_mesh(kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
         context = None

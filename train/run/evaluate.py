@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.data import TokenDataset, evaluation_batches, make_loader
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.schema import RunConfig
@@ -42,7 +42,7 @@ def evaluate(
             mean = loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
             total += mean.to(exact) * targets.numel()
             tokens += targets.numel()
-            platform.synchronize(device, wait=False)
+            machine.synchronize(device, wait=False)
     mean = total / tokens
     return Evaluation((mean if team is None else team.mean(mean)).item(), tokens)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.checkpoints.contents import REMEDY
 from delta_trn.train.checkpoints.saver import Saver
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_crops, is_due
@@ -199,7 +199,7 @@ class _Loop:
                     seconds=round(state.seconds, 3),
                     perplexity=evaluation.perplexity,
                     bits_per_byte=bits,
-                    memory=platform.peak_memory(run.device),
+                    memory=machine.peak_memory(run.device),
                     probes=self._observations(),
                 )
             ]

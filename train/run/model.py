@@ -17,10 +17,10 @@ _KNOWN_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
 
 def pick_device(name: str) -> torch.device:
     """Returns the device of that name, or the machine's preferred one for auto; ConfigError if absent."""
-    from delta_trn.backends import machine as platform
+    from delta_trn.backends import machine
 
     try:
-        return platform.pick(name)
+        return machine.pick(name)
     except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: PyTorch does not know the name
         raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
 

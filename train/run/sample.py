@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.checkpoints.contents import load_weights
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import TextTokenizer, load_tokenizer
@@ -110,7 +110,7 @@ def token_by_token(
     for _ in range(sampling.tokens):
         output: Any = cast(Any, model)(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = output.past_key_values
-        platform.synchronize(
+        machine.synchronize(
             device, wait=False
         )  # with the states, or the next graph would have this one in it
         scores = processors(drawn, output.logits[:, -1].cpu().float())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.checkpoints.contents import State
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder, new_origin, place_for
@@ -219,7 +219,7 @@ def shard(model: DeltaForCausalLM, config: RunConfig, team: Team) -> Sharding:
 @contextlib.contextmanager
 def _join(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
     """Yields the configuration without `auto`, this process's device, and the team that it has joined."""
-    require_divisible(config, platform.processes().world)
+    require_divisible(config, machine.processes().world)
     config, device = set_up_process(config)
     with assemble(config, device) as team:
         yield config, device, team
@@ -247,7 +247,7 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
     precision = config.precision
     if precision == "auto":
         # some CPUs have bf16 products, most emulate them slower than float32
-        accelerated = device.type != "cpu" and platform.supports_bfloat16(device)
+        accelerated = device.type != "cpu" and machine.supports_bfloat16(device)
         precision = "bf16" if accelerated else "float32"
     if precision == "bf16":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
@@ -257,7 +257,7 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
         torch.use_deterministic_algorithms(True)
     backend = choose_backend(model_config(config, rows=1), config, device, precision)
     # without the process's own number: every process's configuration is the run's
-    named = device.type if platform.processes().world > 1 else str(device)
+    named = device.type if machine.processes().world > 1 else str(device)
     changes = {"device": named, "precision": precision, "backend": backend}
     return config.model_copy(update=changes), device
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.optimizer import set_learning_rate
 from delta_trn.train.settings.schema import RunConfig
@@ -62,7 +62,7 @@ class TrainingStep:
             total += loss.detach()
         norm = self.sharding.step(self.optimizer, self.clip)
         mean = self.sharding.team.mean(total)
-        platform.synchronize(self.device, wait=False)  # on XLA a step is one graph
+        machine.synchronize(self.device, wait=False)  # on XLA a step is one graph
         return mean, norm
 
     def _moved(self, tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.bench.timing import Spread, ratios
 from delta_trn.backends.operator import Operator
@@ -104,10 +104,10 @@ class Workload:
     def __call__(self, contender: str) -> float:
         """One step; its seconds. A rate of 0 leaves the weights, so that steps are alike."""
         with operator_of(self.model, contender):
-            platform.synchronize(self.device)
+            machine.synchronize(self.device)
             begun = time.perf_counter()
             self.step(*self.batch, 0.0)
-            platform.synchronize(self.device)
+            machine.synchronize(self.device)
             return time.perf_counter() - begun
 
     def loss_of(self, contender: str) -> float:
@@ -118,9 +118,9 @@ class Workload:
 
     def peak_bytes(self, contender: str) -> int:
         """Of a step: weights, gradients, optimizer's state and everything else."""
-        platform.reset_peak_memory(self.device)
+        machine.reset_peak_memory(self.device)
         self(contender)
-        return platform.peak_memory(self.device)
+        return machine.peak_memory(self.device)
 
 
 @contextlib.contextmanager

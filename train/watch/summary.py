@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from delta_trn.backends import machine as platform
+from delta_trn.backends import machine
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_windows, windows_at_once
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import loss_function
@@ -60,8 +60,8 @@ def opening(run: Run, asked_backend: str) -> list[str]:
 
 
 def _device(run: Run) -> str:
-    name = platform.describe(run.device)
-    return f"{name}, {platform.threads()} threads" if run.device.type == "cpu" else name
+    name = machine.describe(run.device)
+    return f"{name}, {machine.threads()} threads" if run.device.type == "cpu" else name
 
 
 @dataclass(frozen=True)
