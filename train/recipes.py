@@ -1,10 +1,10 @@
-"""Named runs: functions that return a RunConfig. The first line of the docstring is what lists show."""
+"""Named runs: functions that return a RunConfig. Lists show the first line of the docstring."""
 
 import os
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from delta_trn.train.settings.environment import with_environment
+from delta_trn.train.settings.environment import read_variables, with_environment
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.schema import (
     BatchSection,
@@ -203,7 +203,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
 
 
 def recipe(name: str) -> RunConfig:
-    """The configuration of a named recipe. UsageError lists the known ones."""
+    """Returns the configuration of a named recipe. UsageError lists the known ones."""
     if name not in RECIPES:
         near = get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {near[0]}? known" if near else "known"
@@ -212,5 +212,10 @@ def recipe(name: str) -> RunConfig:
 
 
 def summary(name: str) -> str:
-    """One line about a recipe."""
+    """Returns one line about a recipe."""
     return (RECIPES[name].__doc__ or "").strip().splitlines()[0]
+
+
+def variables(name: str) -> list[str]:
+    """Returns NAME=value of every environment variable that has changed a recipe."""
+    return read_variables(os.environ) if name == ddl_lm_tinystories.__name__ else []

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from delta_trn.train.recipes import recipe, summary
+from delta_trn.train.recipes import recipe, summary, variables
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply, parse
 from delta_trn.train.settings.schema import RunConfig, flatten, meaning
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     out = console(quiet=not leads())
     # at once: loading torch and transformers takes seconds, in which nothing else could be said
     out.print(f"recipe     {given.recipe}: {summary(given.recipe)}", markup=False)
+    if given_by_environment := variables(given.recipe):
+        out.print(f"variables  {' '.join(given_by_environment)} from the environment", markup=False)
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
     from delta_trn.train.run.setup import resume, start
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def drive(run: "Run", asked_backend: str) -> int:
-    """Train a run that stands ready, with everything that is printed around it."""
+    """Trains a run, and prints what belongs before and after it. Returns the exit status."""
     from delta_trn.train.neuron.record import notice
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import write_baselines
@@ -97,7 +99,7 @@ def drive(run: "Run", asked_backend: str) -> int:
 
 
 def keys(config: RunConfig) -> str:
-    """Every key with its value in this run and what it means."""
+    """Returns every key with its value in this run and its description, one per line."""
     rows = [(f"{key}={_shown(value)}", meaning(key)) for key, value in flatten(config)]
     width = max(len(left) for left, _ in rows)
     return "\n".join(f"{left:{width}}  {right}" for left, right in rows)

@@ -1,7 +1,7 @@
 """Deep Delta Learning LM's settings by environment variables, as its users know them.
 
-They are the defaults of one recipe, `ddl_lm_tinystories`; `key=value` on the command line comes after them,
-and config.json has the result. No other recipe reads them.
+One recipe reads them, `ddl_lm_tinystories`, as its defaults; `run` prints those that are set. `key=value` on
+the command line overrides them.
 
     variable                key
     TOKENIZER_NAME          data.tokenizer
@@ -15,9 +15,8 @@ and config.json has the result. No other recipe reads them.
     CHECKPOINT_PATH         out
     WANDB_API_KEY           log.wandb=true if it is not empty; wandb itself reads the key
 
-IS_RESUME=true is refused: to resume is a command here. Not read: NUM_WORKERS, since batches are cut from a
-file in memory; DATA_LENGTH, since stories are packed whole; AWS_*, since a run's folder can be copied by
-whatever copies files.
+IS_RESUME=true is refused, because `resume` is a command here. These are not read: NUM_WORKERS (batches come
+from a file in memory), DATA_LENGTH (stories are packed whole), and AWS_* (any tool can copy a run's folder).
 """
 
 from collections.abc import Mapping
@@ -41,7 +40,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def with_environment(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
-    """The configuration with what the variables say; empty ones say nothing. ConfigError names wrong ones."""
+    """Returns the configuration with the values of all variables that are set. ConfigError names wrong ones."""
     if environment.get("IS_RESUME", "").strip().lower() in ("1", "true", "yes", "on"):
         raise ConfigError(
             "IS_RESUME begins no new run: continue one with `python -m train resume RUN_DIR`, or unset it"
@@ -55,8 +54,15 @@ def with_environment(config: RunConfig, environment: Mapping[str, str]) -> RunCo
     try:
         return apply(config, changes)
     except ConfigError as error:
-        given = ", ".join(f"{name}={environment[name]}" for name in KEYS if environment.get(name))
-        raise ConfigError(f"{error}, from the environment variables {given}") from None
+        names = ", ".join(read_variables(environment))
+        raise ConfigError(f"{error}, from the environment variables {names}") from None
+
+
+def read_variables(environment: Mapping[str, str]) -> list[str]:
+    """Returns NAME=value of every variable that is set, without the secret one's value."""
+    names = [name for name in KEYS if environment.get(name, "").strip()]
+    secret = ["WANDB_API_KEY"] if environment.get("WANDB_API_KEY", "").strip() else []
+    return [f"{name}={environment[name].strip()}" for name in names] + secret
 
 
 def _in_minutes(hours: str) -> str:

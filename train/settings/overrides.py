@@ -14,20 +14,24 @@ _POWER = re.compile(r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?")  # 2**-8.5, as learning r
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """key -> value of each `key=value`. UsageError for anything else, and for a key given twice."""
-    found: dict[str, str] = {}
+    """Returns key -> value of each `key=value`. UsageError for anything else, and for a key given twice.
+
+    >>> parse(["steps=100", "optimizer.lr=4e-3"])
+    {'steps': '100', 'optimizer.lr': '4e-3'}
+    """
+    changes: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
             raise UsageError(f"expected key=value, got {argument!r}, as in steps=100")
-        if key in found:
-            raise UsageError(f"{key} is given twice: {found[key]!r} and {value!r}")
-        found[key] = value
-    return found
+        if key in changes:
+            raise UsageError(f"{key} is given twice: {changes[key]!r} and {value!r}")
+        changes[key] = value
+    return changes
 
 
 def apply(config: RunConfig, changes: dict[str, str]) -> RunConfig:
-    """The configuration with these keys changed. ConfigError: unknown key, wrong value, or no effect."""
+    """Returns the configuration with changes. ConfigError for an unknown key, a wrong value, or no effect."""
     tree = config.model_dump()
     for key, text in changes.items():
         section, name = _locate(tree, key)
@@ -67,7 +71,7 @@ def whole_number(key: str, text: str, *, least: int = 1) -> int:
 
 
 def annotation(key: str) -> Any:
-    """The declared type of a leaf key."""
+    """Returns the declared type of a leaf key."""
     section: type[Section] = RunConfig
     *path, name = key.split(".")
     for part in path:
@@ -103,7 +107,7 @@ def _unknown(key: str) -> str:
 
 
 def _value(kind: Any, text: str) -> Any:
-    """What pydantic should see: None, a list, or the text, which it converts and checks."""
+    """Returns what pydantic converts and checks: None, a list, or the text."""
     if text.lower() in ("none", "null") and type(None) in get_args(kind):
         return None
     if get_origin(kind) is tuple:

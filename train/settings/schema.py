@@ -41,13 +41,13 @@ class OptimizerSection(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     """AdamW, or SGD with Nesterov momentum"""
     lr: Positive = 1e-3
-    """highest learning rate at base_width; a parameter's own is this times its factor"""
+    """peak learning rate at base_width; a parameter's own rate is this times its factor"""
     weight_decay: Real = 0.1
     """decoupled for AdamW, times the learning rate; models.mup's table says which parameters decay"""
     independent_weight_decay: bool = False
     """adamw: weight decay without a parameter's own factor, so that wide matrices decay as fast as narrow"""
     memory: Positive = 1.0
-    """sgd: how long heads remember, over the base model's: rates of what they store are divided by it"""
+    """sgd: how long heads remember, over the base model; the rates of what they store are divided by it"""
     beta1: Fraction = 0.9
     """adamw: decay of the gradient's mean"""
     beta2: Fraction = 0.95
@@ -75,11 +75,11 @@ class BatchSection(Section):
     """What one optimizer step sees."""
 
     sequences: Count = 8
-    """sequences in a step, over all devices and accumulation"""
+    """sequences per step, over all devices and micro-batches"""
     length: Count = 512
-    """tokens in a sequence"""
+    """tokens per sequence"""
     micro: CountOrNone = None
-    """sequences in one forward pass of a device; none: all of a step at once"""
+    """sequences per forward pass of a device; none: its whole share of a step"""
 
 
 class DataSection(Section):
@@ -100,7 +100,7 @@ class DataSection(Section):
     revision: str | None = None
     """commit or tag of a Hugging Face dataset"""
     text_field: str = "text"
-    """field or column with the text"""
+    """field or column of the source that has the text"""
     validation: str | None = None
     """held-out text: a path, or a split of the same dataset; none: val_fraction of the documents"""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
@@ -114,7 +114,7 @@ class DataSection(Section):
     seed: int = 0
     """seed of the choice of held-out documents"""
     loader: Literal["random_crop", "stream"] = "random_crop"
-    """crops drawn with replacement, or every token in turn"""
+    """training batches: random_crop draws crops with replacement, stream reads every token in turn"""
 
 
 class EvaluationSection(Section):
@@ -123,100 +123,100 @@ class EvaluationSection(Section):
     every: Count = 1000
     """steps between evaluations; there is always one after the last step"""
     sequences: Count = 64
-    """crops"""
+    """crops of held-out text in one evaluation"""
     batch: CountOrNone = None
-    """crops in one forward pass, a divisor of sequences; none: the largest up to a step's micro-batch"""
+    """crops in one forward pass, a divisor of evaluation.sequences; none: at most a step's micro-batch"""
     seed: int = 0
-    """of the choice of crops"""
+    """seed of the choice of held-out crops"""
     final_tokens: NotNegative = 0
-    """after the last step also measure so many held-out tokens, in order; 0: the summary shows the crops"""
+    """held-out tokens to measure in order after the last step; 0: the summary has the crops' loss"""
 
 
 class SampleSection(Section):
-    """Text written to samples.txt at every evaluation. Does not touch the run's random numbers."""
+    """Text written to samples.txt at every evaluation, without a change to the run's random numbers."""
 
     tokens: NotNegative = 64
-    """tokens to generate; 0: no samples"""
+    """tokens of each sample; 0: no samples"""
     prompt: str = ""
-    """text to continue"""
+    """text that a sample continues"""
     temperature: Real = 0.8
-    """0: the most probable token each time"""
+    """sampling temperature; 0: the most probable token each time"""
     top_k: CountOrNone = 50
-    """draw from the k most probable tokens; none: all"""
+    """sample from the k most probable tokens; none: from all"""
     top_p: Share | None = None
-    """draw from the most probable tokens that make up this probability; none: all"""
+    """sample from the most probable tokens that make up this probability; none: from all"""
 
 
 class CheckpointSection(Section):
-    """Whole folders checkpoints/step-XXXXXXXX."""
+    """When to write checkpoints/step-XXXXXXXX, and which of them to keep."""
 
     every: Count = 1000
-    """steps between checkpoints; there is always one after the last step and when a run is told to stop"""
+    """steps between checkpoints; the last step and every stop have one, too"""
     keep_last: Count = 3
-    """newest checkpoints to keep"""
+    """number of newest checkpoints to keep"""
     keep_best: bool = True
-    """also save and keep the one with the lowest validation loss"""
+    """also save and keep the checkpoint with the lowest validation loss"""
     asynchronous: bool | None = None
-    """write while training goes on, from a copy in the host's memory; none: unless the device is a CPU"""
+    """write checkpoints while training goes on, from a copy; none: unless the device is a CPU"""
 
 
 class DistributionSection(Section):
     """How the processes that torchrun started share the work. One process needs none of it."""
 
     mode: Literal["ddp", "fsdp", "zero1"] = "ddp"
-    """what a process has a part of, not all: nothing (ddp), the optimizer (zero1), weights too (fsdp)"""
+    """what each process has only a part of: nothing (ddp), optimizer (zero1), weights too (fsdp)"""
     tensor: Count = 1
-    """processes that divide each layer's heads and inner sizes among them; a divisor of the heads"""
+    """processes that divide each layer's heads and inner sizes; a divisor of the heads"""
     context: Count = 1
-    """processes that divide each sequence among them, passing the delta rule's states on"""
+    """processes that divide each sequence, and pass the delta rule's states on"""
     timeout_minutes: Positive = 30.0
-    """a process that waits so long for another ends with a message"""
+    """minutes that a process waits for another before it ends with a message"""
 
 
 class LogSection(Section):
-    """metrics.jsonl has a line a step whatever stands here."""
+    """What is shown and sent elsewhere; metrics.jsonl always has one line per step."""
 
     every: Count = 10
-    """steps between fetches of the losses from the device: each fetch waits for it"""
+    """steps between fetches of losses from the device; each fetch waits for it"""
     probes: bool = False
     """measure sizes, gradients and updates inside the model at every evaluation, for `plot`"""
     wandb: bool = False
-    """send metrics to Weights & Biases too"""
+    """send metrics to Weights & Biases, too"""
     wandb_project: str = "delta-trn"
-    """project there"""
+    """project at Weights & Biases"""
     tensorboard: bool = False
-    """write TensorBoard events into the run's folder too"""
+    """write TensorBoard events into the run's folder, too"""
 
 
 class RunConfig(Section):
-    """Everything a run is. Recipes are functions that return one."""
+    """The whole configuration of a run. Recipes are functions that return one."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "run"
-    """what the run is called"""
+    """name of the run"""
     out: str | None = None
     """folder of the run; none: runs/NAME, or the first free runs/NAME-2, runs/NAME-3, ..."""
     steps: Count = 1000
     """optimizer steps"""
     epochs: Positive | None = None
-    """passes over the training tokens, which then say how many steps there are; none: steps"""
+    """passes over the training tokens, in place of steps; none: steps"""
     seed: int = 42
-    """of initial weights and training batches"""
+    """seed of initial weights and training batches"""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
+    """device to train on: auto, cpu, cuda, cuda:1, xla, ..."""
     backend: str = "auto"
-    """who computes the delta rule: a name (`python -m backends` lists them), or auto: chosen by device"""
+    """backend of the delta rule (`python -m backends` lists them); auto: chosen by device"""
     precision: Literal["auto", "float32", "bf16"] = "auto"
-    """of matrix products; weights are float32 always; auto: bf16 on accelerators, float32 on a CPU"""
+    """precision of matrix products, with float32 weights; auto: bf16 on accelerators, float32 on a CPU"""
     parametrization: Parametrization = "mup"
     """how initialization, multipliers and learning rates scale with width"""
     compile: bool = False
-    """torch.compile the model"""
+    """compile the model with torch.compile"""
     gradient_checkpointing: bool = False
     """recompute activations in backward instead of keeping them"""
     deterministic: bool = False
     """refuse operations whose result varies from run to run"""
     max_minutes: Positive | None = None
-    """stop with a checkpoint after so many minutes of training in this process; none: never"""
+    """minutes of training in this process, then a checkpoint and a stop; none: no limit"""
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -257,6 +257,11 @@ class RunConfig(Section):
                 f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
                 "distribution.context at 1"
             )
+        if self.log.probes and (d.mode != "ddp" or d.tensor > 1):
+            raise ValueError(
+                f"log.probes=true measures whole matrices, which distribution.mode={d.mode} with "
+                f"distribution.tensor={d.tensor} divides; use mode=ddp and tensor=1, or log.probes=false"
+            )
         decay = self.schedule.decay_steps
         if decay is not None and decay <= self.schedule.warmup:
             raise ValueError(
@@ -265,7 +270,7 @@ class RunConfig(Section):
         return self
 
     def fingerprint(self) -> str:
-        """16 hex digits of the keys that determine what is learned: equal fingerprints, the same curve."""
+        """Returns 16 hex digits of the keys that decide what is learned: equal digits, the same curve."""
         mathematics = {key: value for key, value in flatten(self) if not is_one_of(key, NOT_MATHEMATICS)}
         return hashlib.sha256(json.dumps(mathematics, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -278,7 +283,7 @@ NOT_MATHEMATICS = frozenset(
         "distribution",
     )
 )
-# What `resume` lets through. With other crops the validation losses of one run could not be compared.
+# Keys that `resume` may change. With other crops the validation losses of one run could not be compared.
 RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs"}) - {"name", "out"}
 NOT_RESUMABLE = frozenset(("evaluation.sequences", "evaluation.seed"))
 
@@ -294,7 +299,7 @@ def may_change_on_resume(key: str) -> bool:
 
 
 def flatten(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value as JSON has it) of every leaf, in order of declaration."""
+    """Yields (dotted key, value as JSON has it) of every leaf, in order of declaration."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -304,7 +309,7 @@ def flatten(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def meaning(key: str) -> str:
-    """What a key is for."""
+    """Returns the description of a key."""
     section: Any = RunConfig
     *path, name = key.split(".")
     for part in path:
@@ -313,13 +318,13 @@ def meaning(key: str) -> str:
 
 
 def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Key -> (saved, now) wherever two configurations differ."""
+    """Returns key -> (saved, now) wherever two configurations differ."""
     mine = dict(flatten(now))
     return {key: (value, mine[key]) for key, value in flatten(saved) if mine[key] != value}
 
 
 def validated(tree: dict[str, Any], where: str = "") -> RunConfig:
-    """The configuration of a nested dictionary. ConfigError names every wrong key with its value."""
+    """Returns the configuration of a nested dictionary. ConfigError names every wrong key and value."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
