@@ -40,7 +40,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def with_environment(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
-    """Returns the configuration with the values of all variables that are set. ConfigError names wrong ones."""
+    """Returns the configuration with the values of all variables set. ConfigError names wrong ones."""
     if environment.get("IS_RESUME", "").strip().lower() in ("1", "true", "yes", "on"):
         raise ConfigError(
             "IS_RESUME begins no new run: continue one with `python -m train resume RUN_DIR`, or unset it"
