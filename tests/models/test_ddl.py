@@ -1,4 +1,4 @@
-"""Deep Delta Learning models: the residual kinds, what they equal at their limits, sizes, caches."""
+"""Deep Delta Learning models: every residual, what it equals in limiting cases, sizes and caches."""
 
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def built(seed: int = 0, **changes: Any) -> DeltaForCausalLM:
-    """With convolutions and reading weights away from where they begin, so that they count."""
+    """Returns a model whose convolutions and reading weights are away from their initial identity."""
     m = model(seed, **changes)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def logits(m: DeltaForCausalLM, ids: Tensor, **given: Any) -> Tensor:
 
 @pytest.mark.parametrize("attention_layers", [[], [0, 1, 2]], ids=["gdn", "attention"])
 def test_deep_delta_generation_with_a_cache_equals_the_forward_without(kind, attention_layers):
-    """Every residual with either mixer, from prompts shorter and longer than any convolution's taps."""
+    """Tries every residual with either mixer, and prompts shorter and longer than a convolution's taps."""
     m, ids = built(**{**kind, "attention_layers": attention_layers}), tokens(2, 8)
     with torch.no_grad():
         whole = logits(m, ids, use_cache=False)
@@ -79,7 +79,7 @@ def test_deep_delta_generation_with_a_cache_equals_the_forward_without(kind, att
 
 
 def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(kind):
-    """A token sees none after it; packing and padding change nothing."""
+    """No token sees a later one; packing and padding change nothing."""
     m, ids = built(**kind), tokens(1, 11)
     with torch.no_grad():
         whole = logits(m, ids)
@@ -90,7 +90,7 @@ def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(kind):
         padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], dim=1)
         mask = torch.tensor([[0] * 3 + [1] * 11])
         assert_same(logits(m, padded, attention_mask=mask)[:, 3:], whole, what="padded", factor=4)
-        assert (whole[:, 4:] - logits(m, ids[:, 4:])).abs().max() > 1e-3, "the past counts"
+        assert (whole[:, 4:] - logits(m, ids[:, 4:])).abs().max() > 1e-3, "earlier tokens have no influence"
 
 
 def test_every_parameter_gets_a_gradient(kind):
@@ -114,7 +114,7 @@ def test_a_checkpoint_gives_the_same_model(kind, tmp_path):
 
 @pytest.mark.parametrize("name", ["vector", "token-conv", "channel", "write-only", "lm"])
 def test_closed_gates_leave_the_embedding(name):
-    """beta = 0: the readout of the embedding, whatever blocks compute."""
+    """With beta = 0 the logits are the readout of the embedding, whatever the blocks compute."""
     m, ids = model(**KINDS[name]), tokens(2, 7)
     with torch.no_grad():
         for module in m.modules():
@@ -130,7 +130,7 @@ def test_closed_gates_leave_the_embedding(name):
 
 @pytest.mark.parametrize("compressor", ["token", "channel"])
 def test_an_expanded_state_of_one_channel_is_the_vector_model(compressor):
-    """With DV = 1 and a compressor at the identity; of a channel convolution one tap reaches."""
+    """Holds with DV = 1 and the compressor at its identity, where one tap of a channel convolution acts."""
     vector, ids = model(**KINDS["vector"]), tokens(2, 8)
     matrix = model(residual="ddl", ddl_value_channels=1, ddl_compressor=compressor)
     shared = vector.state_dict()
@@ -141,7 +141,7 @@ def test_an_expanded_state_of_one_channel_is_the_vector_model(compressor):
 
 
 def test_copies_of_the_state_start_equal_and_diverge():
-    """At first DV columns are copies, and stay so only where v is one number for all of them."""
+    """The DV columns start as copies and would stay so only if v were one number for all of them."""
     m, ids = model(**KINDS["channel"]), tokens(1, 6)
     with torch.no_grad():
         states = m(ids, output_hidden_states=True).hidden_states
@@ -152,7 +152,7 @@ def test_copies_of_the_state_start_equal_and_diverge():
 
 @pytest.mark.parametrize("name", ["ddl-cc-small", "ddl-tc-small"])
 def test_inputs_of_sublayers_have_rms_one_at_initialization(name):
-    """The averaging initialization; the released one leaves 0.11 and 0.17 at this width."""
+    """Holds for the averaging initialization; the released one leaves 0.11 and 0.17 at this width."""
     sizes = {**named_sizes[name], "num_hidden_layers": 2, "vocab_size": 64, "attention_layers": (0, 1)}
     torch.manual_seed(0)
     m = DeltaForCausalLM(DeltaConfig(**{**sizes, "initializer_range": 0.02}))
@@ -191,14 +191,14 @@ COUNTS = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_deep_delta_sizes_have_the_papers_parameter_counts(name):
-    """123.59M, 123.84M, 123.72M; 353.51M, 354.16M, 353.86M; and 34.85M of Deep Delta Learning LM."""
+    """The paper says 123.59M, 123.84M, 123.72M; 353.51M, 354.16M, 353.86M; DDL-LM has 34.85M."""
     with torch.device("meta"):
         m = DeltaForCausalLM(DeltaConfig(**named_sizes[name]))
     assert sum(p.numel() for p in m.parameters()) == COUNTS[name]
 
 
 def test_gates_of_ddl_lm_start_at_0238():
-    """beta_init is a gate's value; the released code's own initialization overwrites it and begins at 1."""
+    """ddl_beta_init is the value of a gate; the released code overwrites it and starts at 1."""
     sizes = {**named_sizes["ddl-lm"], "num_hidden_layers": 2, "attention_layers": (0, 1), "vocab_size": 64}
     torch.manual_seed(0)
     m = DeltaForCausalLM(DeltaConfig(**sizes)).eval()

@@ -1,4 +1,4 @@
-"""Deep Delta Learning's parameters over width: tags against shapes, writes against the derivation."""
+"""Deep Delta Learning over widths: tags compared with shapes, writes with their derivation."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_declared_roles_of_deep_delta_are_those_that_shapes_imply(kind, scale_by
 
 
 def change_of_the_stream(width: int, parametrization: str) -> float:
-    """rms of what the blocks change in the stream, after the embedding is made of size one."""
+    """Returns the rms of what the blocks change in the stream, for embeddings of rms one."""
     torch.manual_seed(0)
     m = built(
         width, meta=False, residual="ddl", parametrization=parametrization, attention_layers=[0, 1, 2],

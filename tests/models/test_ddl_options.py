@@ -1,4 +1,4 @@
-"""Options of Deep Delta Learning's models, each against its equation or its own definition."""
+"""Options of Deep Delta Learning models, each compared with its equation or its definition."""
 
 import pytest
 import torch
@@ -143,7 +143,7 @@ def test_forgetting_multiplies_every_decay_rate():
     [name if name in ("token-conv", "lm") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
 )
 def test_deep_delta_compiles_into_one_graph_with_the_same_gradients(name: str):
-    """torch.compile(fullgraph=True): any break of the graph would be an error."""
+    """With torch.compile(fullgraph=True) any break of the graph is an error."""
     attention = [0] if MODELS[name].get("attention_layers") else []
     sizes = {**MODELS[name], "num_hidden_layers": 1, "attention_layers": attention}
     m, ids = model(dtype=torch.float32, **sizes).train(), tokens(2, 10)
@@ -181,8 +181,10 @@ def test_gradient_checkpointing_changes_no_deep_delta_gradient(name: str):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_keeps_stream_and_gates_in_float32(name: str):
-    """Matrix products of 2^-9 relative error through three blocks; a stream of bfloat16 would err as much in
-    every sum. Gates' logits are float32 maps of float32 inputs."""
+    """Products have a relative error of 2^-9; a bfloat16 stream would add as much in every sum.
+
+    The logits of gates are float32 maps of float32 inputs.
+    """
     m, ids = model(dtype=torch.float32, **MODELS[name]).train(), tokens(4, 16)
     plain = m.loss(ids[:, :-1], ids[:, 1:])
     gates: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""generate() and the cache: token for token what the uncached forward gives."""
+"""Checks that generate() and its cache choose the tokens that the uncached forward chooses."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
 def greedy_by_hand(m: DeltaForCausalLM, ids: Tensor, steps: int) -> Tensor:
-    """The largest logit of a full forward, again and again, without a cache."""
+    """Generates by taking the largest logit of a whole forward at each step, without a cache."""
     with torch.no_grad():
         for _ in range(steps):
             ids = torch.cat([ids, m(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
@@ -26,7 +26,7 @@ def greedy_by_hand(m: DeltaForCausalLM, ids: Tensor, steps: int) -> Tensor:
 @kinds
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 63, 64, 65])
 def test_greedy_generation_is_the_choice_of_the_uncached_forward(kind: str, T: int):
-    """Prompts shorter than the convolution, and both sides of a chunk's end."""
+    """Tries prompts shorter than the convolution, and lengths on both sides of a chunk's end."""
     m, ids = model(**KINDS[kind]), tokens(2, T)
     output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
     assert torch.equal(output.sequences, greedy_by_hand(m, ids, 12))
@@ -52,7 +52,7 @@ def test_generation_without_a_cache_is_the_same(kind: str):
 
 
 def test_a_stale_cache_changes_generation():
-    """The companion: a step from a state one token old gives other logits."""
+    """A step from a state that is one token old gives other logits."""
     m, ids = model(), tokens(2, 9)
     with torch.no_grad():
         right = m(ids, use_cache=False).logits[:, -1]

@@ -11,7 +11,7 @@ from delta_trn.models.attention import Attention
 from delta_trn.models.sequence import Sequences
 from tests.support.tiny_models import assert_same, model, tokens
 
-# angles are in float32 whatever the weights: at position p they are off by up to p times its epsilon
+# Angles are in float32 whatever the weights: at position p their error is up to p times its epsilon.
 ANGLE = torch.finfo(torch.float32).eps
 
 
@@ -28,7 +28,7 @@ def inputs(T: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def literal(layer: Attention, x: Tensor) -> Tensor:
-    """[T, d]: pairs as complex numbers, turned by the distance of query and key and never by a position."""
+    """Returns y [T, d], with pairs as complex numbers that only the distance of query and key rotates."""
     T, D = x.shape[0], layer.D
     q, k, v = (
         (x @ p.weight.T).unflatten(1, (-1, D)).unbind(1) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
@@ -56,7 +56,7 @@ def test_attention_computes_its_formula(T: int):
 
 
 def test_positions_off_by_one_change_attention():
-    """The companion: one key a place too far is far more than the tolerance."""
+    """Shifting keys by one place changes the output by far more than the tolerance."""
     layer, x, sequences = attention(), inputs(17), rows(17)
     position = sequences.position.clone()
     position[:, 8:] += 1
@@ -74,7 +74,7 @@ def test_rope_depends_on_distances_only(shift: int):
 
 
 def test_logits_do_not_depend_on_absolute_positions():
-    """Positions enter by RoPE only, and there only by distance: forty places of padding change nothing."""
+    """Positions enter through RoPE only, as distances: forty places of padding change nothing."""
     m, ids = model(attention_layers=[1]), tokens(1, 6)
     late, mask = torch.cat([tokens(1, 40, seed=2), ids], dim=1), torch.ones(1, 46, dtype=torch.long)
     mask[:, :40] = 0

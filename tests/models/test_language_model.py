@@ -1,4 +1,4 @@
-"""The model as a function: exact identities in float64, independent implementations, sizes, bad input."""
+"""The model as a function: identities in float64, other implementations, sizes and bad input."""
 
 import doctest
 import math
@@ -57,7 +57,7 @@ class TestLayer:
             assert_same(layer(x, rows(T)), self.by_its_equations(layer, x))
 
     def test_weights_of_qwen3_next_compute_what_transformers_computes(self):
-        """transformers' own layer, its packed projections unpacked into ours."""
+        """Compares with transformers' layer, whose packed projections are unpacked into ours."""
         c = config(num_v_heads=8, readout="none")
         d, H, HV, K, V = c.hidden_size, c.num_heads, c.num_v_heads, c.head_dim_k, c.head_dim_v
         theirs = Qwen3NextGatedDeltaNet(
@@ -128,7 +128,7 @@ class TestLayer:
         )
 
     def test_reversed_taps_fail_the_comparison_with_the_equations(self):
-        """The companion of the checks above: they are not blind to the order of taps."""
+        """The comparison above depends on the order of taps."""
         layer = model().blocks[0].mixer
         x = torch.randn(1, 17, 32, dtype=torch.float64)
         expected = self.by_its_equations(layer, x)
@@ -169,7 +169,7 @@ class TestTokensSeeWhatTheyShould:
                     assert_same(together[:, place], m(ids[:, place]).logits, what=str(place))
 
     def test_packed_tokens_without_boundaries_influence_each_other(self):
-        """The companion: what leaks when cu_seqlens is left out is far more than the tolerance."""
+        """Without cu_seqlens, other sequences change logits by far more than the tolerance."""
         m, ids = model(), tokens(1, 12)
         with torch.no_grad():
             assert error(m(ids).logits[:, 6:], m(ids[:, 6:]).logits) > 1e-3
@@ -244,7 +244,7 @@ class TestPadding:
 
     @kinds
     def test_padding_may_lie_in_any_part_of_a_forward_in_parts(self, kind: str):
-        """Turns of a conversation of different lengths: whole rows of a part may be padding."""
+        """In a conversation with turns of different lengths, whole rows of a part may be padding."""
         m = model(**KINDS[kind])
         ids, masks = (
             tokens(5, 25),

@@ -1,4 +1,4 @@
-"""The loss, precision and transformations of the model: what it computes, however it is computed."""
+"""The loss of the model, its precision, and that checkpointing and compiling do not change it."""
 
 import copy
 import math
@@ -96,7 +96,7 @@ class TestLoss:
         assert loss == 0 and all(not p.grad.any() for p in m.parameters())
 
     def test_no_logits_of_all_tokens_are_kept(self, monkeypatch: pytest.MonkeyPatch):
-        """Nothing that autograd keeps, and nothing made on the way, is as large as all logits."""
+        """No tensor that autograd keeps, and no intermediate one, is as large as all logits."""
         monkeypatch.setitem(LOGITS, "cpu", 64 * VOCABULARY)
         m, ids = model(dtype=torch.float32), tokens(2, 256)
         largest = 0
@@ -159,7 +159,7 @@ class TestPrecision:
 
     @pytest.mark.parametrize("how", ["autocast", "weights"])
     def test_bfloat16_error_is_that_of_its_roundings(self, how: str):
-        """Rounding weights is one error a product; with what they multiply and what comes out it is three,
+        """Rounding weights is one error per product; with what they multiply and what comes out it is three,
         sqrt(3) times one at random. Twice that is allowed.
         """
         exact, ids = model(dtype=torch.float32), tokens(2, 70)
@@ -199,7 +199,7 @@ class TestTransformations:
         assert all(torch.equal(p.grad, plain[name]) for name, p in m.named_parameters())
 
     def compiled_and_not(self, autocast: bool, **kind: Any) -> list[list[Tensor]]:
-        """[compiled, eager] of the loss and every gradient, of packed sequences."""
+        """Returns [compiled, eager] lists of the loss and every gradient of packed sequences."""
         torch._dynamo.reset()
         m, ids = model(dtype=torch.float32, **kind).train(), tokens(1, 41)
         compiled = torch.compile(m.loss, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -219,7 +219,7 @@ class TestTransformations:
             assert_same(a, b, factor=10)
 
     def test_training_compiles_under_autocast(self):
-        """Both round to bfloat16, at other places: no farther apart than from float32."""
+        """Both round to bfloat16 in different places, so they may differ as much as from float32."""
         kind = {"num_hidden_layers": 1}
         m, ids = model(dtype=torch.float32, **kind), tokens(1, 41)
         loss = m.loss(ids[:, :-1], ids[:, 1:], cu_seqlens=torch.tensor([0, 11, 11, 40]))

@@ -16,7 +16,7 @@ from tests.support.tiny_models import config, model, tokens
 
 
 def built(width: int, *, scale_by: str = "head_dim", **changes: Any) -> DeltaForCausalLM:
-    """Without memory, at base width 64. Width enlarges 4 heads, or adds heads of size 12."""
+    """Returns a meta model of base width 64; width enlarges 4 heads, or adds heads of size 12."""
     heads = {"num_heads": 4} if scale_by == "head_dim" else {"num_heads": width // 16, "head_dim_k": 12}
     sizes = {"hidden_size": width, "base_width": 64, "initializer_range": 0.02, **heads}
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def test_every_class_gets_exactly_what_the_paper_says(name: str, n: int, tied: b
 
 
 def test_initial_std_of_hidden_matrices_is_the_papers():
-    """0.32 / sqrt(d), which is 0.02 at d = 256."""
+    """The paper has 0.32 / sqrt(d), which is 0.02 at d = 256."""
     for width in (256, 512, 1024, 1536):
         with torch.device("meta"):
             m = DeltaForCausalLM(DeltaConfig(hidden_size=width, num_hidden_layers=1))
@@ -119,7 +119,7 @@ def test_declared_roles_are_those_that_shapes_imply(scale_by: str, tied: bool, a
 
 
 def test_roles_that_disagree_with_shapes_are_found():
-    """The companion: roles for larger heads, shapes of more heads."""
+    """Compares the roles for larger heads with the shapes of more heads: the check above finds that."""
     narrow, wide = built(64), built(128)
     found = {name: tag.role for name, _, tag in tagged_parameters(narrow)}
     shapes = {name: p.shape for name, p, _ in tagged_parameters(built(128, scale_by="heads"))}
@@ -168,7 +168,7 @@ def test_tags_survive_copies_and_moves():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", TABLES)
 def test_independent_weight_decay_is_the_same_at_every_width(optimizer: str, name: str):
-    """What a step takes off a weight is lr * decay."""
+    """A step takes lr * decay off a weight."""
     per_step = []
     for n in (1, 2, 4):
         m = built(64 * n, parametrization=name)
@@ -177,7 +177,7 @@ def test_independent_weight_decay_is_the_same_at_every_width(optimizer: str, nam
     assert per_step[1] == pytest.approx(per_step[0])
     assert per_step[2] == pytest.approx(per_step[0])
     coupled = rows(built(256, parametrization="mup"))["blocks.0.mlp.up_proj.weight"]
-    assert coupled.lr * coupled.weight_decay == pytest.approx(0.1 / 4), "and the default is not"
+    assert coupled.lr * coupled.weight_decay == pytest.approx(0.1 / 4), "the default depends on the width"
 
 
 class TestInitialValues:
@@ -210,7 +210,7 @@ class TestInitialValues:
         assert not torch.equal(b.embed.weight, c.double().embed.weight)
 
     def test_initial_values_do_not_depend_on_parameters_made_before(self):
-        """More layers, another mixer, untied: what has the same name and shape has the same values."""
+        """With more layers, another mixer or untied logits, equal names and shapes have equal values."""
         plain = dict(model().named_parameters())
         for changes in (
             {"num_hidden_layers": 5},

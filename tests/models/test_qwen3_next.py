@@ -21,12 +21,12 @@ NAMES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "ca
 
 
 def positions(cu_seqlens):
-    """Of each token in its own sequence."""
+    """Returns the index of each token in its own sequence."""
     return None if cu_seqlens is None else torch.cat([torch.arange(int(n)) for n in cu_seqlens.diff()])
 
 
 class Ours:
-    """Our operations under transformers' names and layouts, by one backend; `ran` says what was called."""
+    """Our operations under transformers' names and layouts, by one backend; `ran` lists the calls."""
 
     def __init__(self, backend):
         self.backend, self.ran = backend, set()
@@ -110,7 +110,7 @@ def tokens(*shape):
 
 
 def step(model, ids):
-    """Logits, and the gradient of every parameter."""
+    """Returns the logits and the gradient of every parameter."""
     model.zero_grad()
     logits = model(ids, use_cache=False).logits
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
@@ -162,7 +162,7 @@ def test_several_tokens_after_a_cache_equal_one_at_a_time(model, ours, monkeypat
 
 @torch.no_grad()
 def test_packed_sequences_of_qwen3_next_are_separate_ones(model, ours, monkeypatch):
-    """What transformers asks only of its CUDA kernels: no padding, sequences end to end."""
+    """transformers packs sequences end to end, without padding, only for its CUDA kernels."""
     parts = [tokens(1, 9)[:, :5], tokens(1, 9)[:, 5:6], tokens(1, 3)]
     alone = torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
     bounds = torch.tensor([0, 5, 6, 9], dtype=torch.int32)

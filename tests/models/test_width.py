@@ -1,4 +1,4 @@
-"""What width changes and what it must not, measured: initial scales, the output norm, training, steps."""
+"""Measures what width changes and what it must not: initial scales, output norm, training, steps."""
 
 import math
 from collections import defaultdict
@@ -19,7 +19,7 @@ optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
 def model(width: int, seed: int = 0, **changes: Any) -> DeltaForCausalLM:
-    """Two heads that grow with width: K = 24, 48, 96 at m = 1, 2, 4."""
+    """Returns a model of two heads that grow with width: K = 24, 48, 96 at m = 1, 2, 4."""
     torch.manual_seed(seed)
     sizes = {"base_width": BASE, "vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_heads": 2}
     return DeltaForCausalLM(
@@ -32,7 +32,7 @@ def rows(m: DeltaForCausalLM, optimizer: str = "adamw", lr: float = 1.0) -> list
 
 
 def train(m: DeltaForCausalLM, optimizer: str, steps: int, lr: float, ids: Tensor) -> None:
-    """So many steps on the same tokens, with what the table gives every parameter."""
+    """Takes `steps` steps on the same tokens with the factors that the table gives every parameter."""
     groups: list[dict[str, Any]] = []
     for row in rows(m, optimizer, lr):
         group = {"params": [row.parameter], "lr": row.lr, "weight_decay": row.weight_decay}
@@ -48,7 +48,7 @@ def train(m: DeltaForCausalLM, optimizer: str, steps: int, lr: float, ids: Tenso
 @pytest.mark.parametrize("init", ["delta_trn", "authors"])
 @pytest.mark.parametrize("parametrization", TABLES)
 def test_initial_weights_have_the_std_of_their_role(parametrization: str, init: str, m: int):
-    """The std of n numbers is off by 1 / sqrt(2 n) of itself: five times that is allowed."""
+    """The std of n numbers has a relative error of about 1 / sqrt(2 n); five times that is allowed."""
     hidden = 0.02 if parametrization == "sp" else 0.02 / math.sqrt(m)
     expected = {"embed": 0.02 if init == "delta_trn" else hidden, "conv": hidden}
     numbers: dict[str, list[Tensor]] = defaultdict(list)
@@ -77,11 +77,11 @@ def test_nothing_is_drawn_for_parameters_without_memory(monkeypatch: pytest.Monk
 
 
 class TestOutputNorm:
-    """arXiv:2606.04048 takes o to be normalized; in its released code, at initialization, it is not."""
+    """arXiv:2606.04048 assumes that o is normalized; in its released code, at initialization, it is not."""
 
     @staticmethod
     def regime(width: int, **changes: Any) -> float:
-        """mean(o^2) / epsilon of the output norm, for inputs of mean square 1."""
+        """Returns mean(o^2) / epsilon of the output norm, for inputs of mean square 1."""
         m = model(width, base_width=256, num_heads=6, num_hidden_layers=1, **changes)
         layer, seen = m.blocks[0].mixer, []
         layer.o_norm.register_forward_pre_hook(lambda _, given: seen.append(given[0].square().mean()))
@@ -130,7 +130,7 @@ class TestTraining:
 
 
 class TestSizesOfChanges:
-    """A few steps on one batch change what a model computes by as much at every width; under SP by more."""
+    """Steps change what a muP model computes equally at every width; under SP wide models change more."""
 
     WIDTHS = (64, 128, 256, 512)
     RATES = (("adamw", 1e-3), ("sgd", 0.1))
@@ -146,7 +146,7 @@ class TestSizesOfChanges:
     @staticmethod
     @torch.no_grad()
     def observed(m: DeltaForCausalLM, ids: Tensor, x: Tensor) -> dict[str, Tensor]:
-        """Of the same tokens; gates and their bias of the same inputs x, to see these parameters alone."""
+        """Returns activations of the same tokens, and gates of the same x, which isolates their weights."""
         layer = m.blocks[-1].mixer
         output = m(ids, output_hidden_states=True, use_cache=False)
         gates = [x @ projection.weight.T for projection in (layer.a_proj, layer.b_proj)]
@@ -154,7 +154,7 @@ class TestSizesOfChanges:
 
     @classmethod
     def slopes(cls, parametrization: str, optimizer: str, lr: float) -> dict[str, float]:
-        """Of log rms of the change against log width."""
+        """Returns slopes of log rms of the change against log width."""
         ids, sizes = tokens(2, 33), defaultdict(list)
         for width in cls.WIDTHS:
             m = model(width, parametrization=parametrization, num_hidden_layers=1)
@@ -169,13 +169,13 @@ class TestSizesOfChanges:
 
     @pytest.mark.parametrize(("optimizer", "lr"), RATES)
     def test_changes_of_activations_are_flat_under_mup(self, optimizer: str, lr: float):
-        """Seen: at most 0.25 off, one seed, m = 1 to 8; each rule's power is a multiple of 0.5."""
+        """Measured: at most 0.25, one seed, m = 1 to 8. A wrong rule is off by a multiple of 0.5."""
         for name, slope in self.slopes("mup", optimizer, lr).items():
             assert abs(slope) < 0.35, f"{name} changes as width^{slope:.2f}"
 
     @pytest.mark.parametrize(("optimizer", "lr"), RATES)
     def test_changes_of_activations_grow_under_the_standard_parametrization(self, optimizer: str, lr: float):
-        """The companion: what the check above is for."""
+        """Without muP the slopes are far above the limit of the check above."""
         for name, slope in self.slopes("sp", optimizer, lr).items():
             assert slope > 0.5, f"{name} changes as width^{slope:.2f}"
 
@@ -183,5 +183,5 @@ class TestSizesOfChanges:
     def test_changes_of_gates_under_sgd_are_flat_only_with_the_papers_rule(
         self, parametrization: str, power: float
     ):
-        """Hidden's learning rate is sqrt(m) too much for them, full alignment's sqrt(m) too little."""
+        """Hidden matrices' rate is sqrt(m) too large for gates, that of full alignment sqrt(m) too small."""
         assert abs(self.slopes(parametrization, "sgd", 0.1)["gates"] - power) < 0.2
