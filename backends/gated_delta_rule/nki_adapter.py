@@ -206,13 +206,13 @@ def _bounds(cu_seqlens: Tensor) -> list[int]:
 
 
 def _sum_parts(grad: Tensor, x: Tensor) -> Tensor:
-    """Puts parts at their rows and places in a tensor like `like`; returns a part that is everything."""
+    """Sums the parts in which the kernel leaves a key head's gradient if its group is large."""
     parts = grad.shape[2] // x.shape[2]
     return grad if parts == 1 else grad.unflatten(2, (x.shape[2], parts)).sum(3).to(x.dtype)
 
 
 def _join(parts: list[tuple[slice, slice, Tensor]], like: Tensor) -> Tensor:
-    """Puts parts at their rows and places in a tensor like `like`; a part that is everything is returned."""
+    """Puts parts at their rows and places in a tensor like `like`; a part that is all of it is returned."""
     if len(parts) == 1 and parts[0][2].shape == like.shape:
         return parts[0][2]
     out = torch.zeros_like(like)

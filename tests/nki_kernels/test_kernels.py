@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from delta_trn.backends.nki_runtime_adapter import to_tensor
 from delta_trn.nki_kernels import (
     delta_residual,
     gated_delta_rule_bwd,
@@ -13,7 +14,7 @@ from delta_trn.nki_kernels import (
     short_convolution,
 )
 from delta_trn.nki_kernels.simulator.subset import findings
-from tests.support.nki_judge import run, tensor
+from tests.support.nki_judge import run
 
 RULE = {"B": 1, "T": 40, "H": 1, "HV": 2, "K": 48, "V": 96, "C": 32, "dtype": "bfloat16"}
 RESIDUAL = {"M": 3, "D": 96, "dtype": "bfloat16"}
@@ -45,7 +46,7 @@ def test_source_is_in_the_subset_of_every_release(kernel, arguments):
 @pytest.mark.parametrize("target", ["trn2", "trn3"])
 @pytest.mark.parametrize(("kernel", "arguments"), EXAMPLES, ids=name)
 def test_later_generations_compute_the_same(kernel, arguments, target):
-    arguments = [tensor(x) if hasattr(x, "dtype") else x for x in arguments]
+    arguments = [to_tensor(x) if hasattr(x, "dtype") else x for x in arguments]
     first, later = run(kernel, *arguments), run(kernel, *arguments, target=target)
     pairs = zip(first, later, strict=True) if isinstance(first, tuple) else [(first, later)]
     assert all(torch.equal(a, b) for a, b in pairs)

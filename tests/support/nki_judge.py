@@ -2,12 +2,10 @@
 
 import math
 
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
 
-from delta_trn.backends.nki_runtime_adapter import simulate
+from delta_trn.backends.nki_runtime_adapter import simulate, to_array, to_tensor
 from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.nki_kernels.language import RUNTIME
 from delta_trn.nki_kernels.simulator import Numerics, record
@@ -23,29 +21,13 @@ def normal(generator, *shape):
     return torch.randn(shape, generator=generator)
 
 
-def array(x):
-    """Returns a tensor as the simulator takes it, and anything else unchanged."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    x = x.detach().contiguous()
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
-
-
-def tensor(x):
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
-
-
 def run(kernel, *args, target="trn1", numerics=EXACT):
     """Returns the kernel's outputs, with every strict check on but that of the source.
 
     The check of the source has a test of its own; its findings are cached, and must not be those of a planted
     fault. Where AWS's nki is installed, kernels are made of its language, and its simulator runs them.
     """
-    arrays = [array(x) for x in args]
+    arrays = [to_array(x) if isinstance(x, torch.Tensor) else x for x in args]
     if RUNTIME == "neuron":
         if target != "trn1" or numerics is not EXACT:
             pytest.skip("AWS's nki is installed: its simulator runs for one target, and exactly")
@@ -54,7 +36,7 @@ def run(kernel, *args, target="trn1", numerics=EXACT):
         outputs = recorded(
             kernel, *arrays, target=target, trace=False, check_source=False, numerics=numerics
         ).outputs
-    return tuple(map(tensor, outputs)) if isinstance(outputs, tuple) else tensor(outputs)
+    return tuple(map(to_tensor, outputs)) if isinstance(outputs, tuple) else to_tensor(outputs)
 
 
 def recorded(kernel, *args, **options):
