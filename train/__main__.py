@@ -1,4 +1,4 @@
-"""python -m train COMMAND ...        without a command: what there is"""
+"""python -m train COMMAND ...        lists the commands where none is given"""
 
 import os
 import sys
@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done; 2: it could not be, stderr says why; 128 + n: stopped for signal n."""
+    """Runs one command. Returns 0: done; 2: refused, and stderr says why; 128 + n: stopped by signal n."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not given or given[0] in ("-h", "--help", "help"):

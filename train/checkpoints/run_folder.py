@@ -1,4 +1,4 @@
-"""A run's folder: where its files are, whose it is at the moment, and the configuration it was begun with."""
+"""A run's folder: where its files are, which process holds it, and the configuration of the run."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ _VERSIONS = ("delta-trn", "torch", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Origin:
-    """What config.json holds beside the configuration.
+    """What config.json has beside the configuration.
 
     id     names the run where names are shared, as at Weights & Biases
     data   fingerprint of the tokens
@@ -38,7 +38,7 @@ class Origin:
 
 
 class RunFolder:
-    """config.json  metrics.jsonl  checkpoints/  samples.txt  baselines.json  summary.json  loss.png"""
+    """The files of a run: config.json, metrics.jsonl, checkpoints/, samples.txt, summary.json, pictures."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -62,11 +62,11 @@ class RunFolder:
         return self.path / "loss.png"
 
     def is_taken(self) -> bool:
-        """Whether more than a lock is in it. A run killed before its first file leaves it free."""
+        """Whether more than a lock is in it. A run that was killed before its first file leaves it free."""
         return self.path.exists() and any(not name.startswith(".") for name in os.listdir(self.path))
 
     def read(self) -> tuple[RunConfig, Origin]:
-        """Configuration and origin of the run begun here. RunFolderError if there is none to be read."""
+        """Returns configuration and origin of the run. RunFolderError if there is none that can be read."""
         if not self.path.is_dir():
             raise RunFolderError(f"{self.path} is not a folder; a run's folder is what `run` printed")
         try:
@@ -85,16 +85,16 @@ class RunFolder:
         return validated(tree, where=f"{self.config_path}: "), origin
 
     def write(self, config: RunConfig, origin: Origin) -> None:
-        """Write config.json: the tree, `fingerprint`, and the origin under `run`."""
+        """Writes config.json: the configuration, `fingerprint`, and the origin under `run`."""
         tree = {**config.model_dump(mode="json"), "fingerprint": config.fingerprint(), "run": vars(origin)}
         write_file(self.config_path, json.dumps(tree, indent=2) + "\n")
 
     def write_summary(self, found: dict[str, float], baselines: dict[str, dict[str, float]]) -> None:
-        """Write summary.json: what the end of a run prints, for programs."""
+        """Writes summary.json: what the end of a run prints, for programs."""
         write_file(self.path / "summary.json", json.dumps({**found, "baselines": baselines}, indent=1) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Take back everything that was reported about later steps."""
+        """Removes everything that was reported about later steps."""
         self.metrics.truncate_after(step)
         if self.samples_path.exists():
             text = self.samples_path.read_text(encoding="utf-8", errors="replace")
@@ -103,12 +103,12 @@ class RunFolder:
                 write_file(self.samples_path, kept)
 
     def add_sample(self, step: int, text: str) -> None:
-        """Append a sample to samples.txt. The file is replaced, so that a kill leaves no half of one."""
+        """Appends a sample to samples.txt. The file is replaced, so that a kill leaves no half sample."""
         before = self.samples_path.read_text(encoding="utf-8") if self.samples_path.exists() else ""
         write_file(self.samples_path, f"{before}{_SAMPLE.format(step)}\n{text}\n\n")
 
     def last_sample(self) -> str:
-        """The newest text of samples.txt; empty if there is none."""
+        """Returns the newest text of samples.txt; empty if there is none."""
         if not self.samples_path.exists():
             return ""
         blocks = [block for _, block in _blocks(self.samples_path.read_text(encoding="utf-8"))]
@@ -125,14 +125,14 @@ class RunFolder:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """(step, text with its heading) of every sample."""
+    """Yields (step, text with its heading) of every sample."""
     starts = [*(match.start() for match in _HEADING.finditer(text)), len(text)]
     for start, end in pairwise(starts):
         yield int(_HEADING.match(text, start)[1]), text[start:end]  # type: ignore[index]
 
 
 def place_for(config: RunConfig) -> Path:
-    """The folder that a new run will have: `out`, or the first free one. RunFolderError if `out` is not."""
+    """Returns the folder of a new run: `out`, or the first free one. RunFolderError if `out` is taken."""
     if config.out is not None:
         path = Path(config.out).expanduser()
         if path.exists() and not path.is_dir():
@@ -150,7 +150,7 @@ def place_for(config: RunConfig) -> Path:
 
 
 def new_origin(config: RunConfig, data: str) -> Origin:
-    """The origin of a run begun now, here."""
+    """Returns the origin of a run that starts now, here."""
     versions = {"python": platform.python_version()}
     for package in _VERSIONS:
         with contextlib.suppress(PackageNotFoundError):

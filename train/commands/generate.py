@@ -11,25 +11,25 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
     from delta_trn.train.run.sample import Sampling, chosen_step, continue_text, load_for_generation
 
     sampling = Sampling(
-        tokens=given.tokens,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        repetition_penalty=given.repetition_penalty,
-        seed=given.seed,
+        tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
     )
-    folder = RunFolder(given.run_dir)
+    folder = RunFolder(options.run_dir)
     folder.read()
-    path = folder.checkpoints.require_whole(chosen_step(folder, given.checkpoint))
-    model, tokenizer = load_for_generation(path, _device(given.device))
-    _write(given.prompt)
-    continue_text(model, tokenizer, given.prompt, sampling, stream=_write)
+    path = folder.checkpoints.require_whole(chosen_step(folder, options.checkpoint))
+    model, tokenizer = load_for_generation(path, _device(options.device))
+    _write(options.prompt)
+    continue_text(model, tokenizer, options.prompt, sampling, stream=_write)
     print()
     return 0
 

@@ -25,13 +25,13 @@ def main(arguments: Sequence[str]) -> int:
         "changes", nargs="*", metavar="key=value", help="keys to change, such as model.width=512"
     )
     parser.add_argument("--json", action="store_true", help="a list of objects; init_std null: not normal")
-    given = parser.parse_intermixed_args(arguments)
-    config = apply(recipe(given.recipe), parse(given.changes))
+    options = parser.parse_intermixed_args(arguments)
+    config = apply(recipe(options.recipe), parse(options.changes))
 
     from delta_trn.train.run.optimizer import scaled
 
     rows = [_row(row) for row in scaled(config)]
-    print(json.dumps(rows, indent=1) if given.json else _table(rows))
+    print(json.dumps(rows, indent=1) if options.json else _table(rows))
     return 0
 
 

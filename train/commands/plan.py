@@ -17,14 +17,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--json", action="store_true", help="a list of objects")
-    given = parser.parse_intermixed_args(arguments)
-    config = apply(recipe(given.recipe), parse(given.changes))
+    options = parser.parse_intermixed_args(arguments)
+    config = apply(recipe(options.recipe), parse(options.changes))
 
     from delta_trn.train.parallel.plan import WORKERS, rows, size_of
 
     size = size_of(config)
     found = rows(config, size)
-    if given.json:
+    if options.json:
         print(json.dumps([row.as_dict() for row in found], indent=1))
         return 0
     print(

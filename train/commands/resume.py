@@ -17,13 +17,13 @@ def main(arguments: Sequence[str]) -> int:
         "changes", nargs="*", metavar="key=value", help="what may change: steps, max_minutes, device, ..."
     )
     parser.add_argument("--step", type=int, help="continue from this checkpoint instead; 0: from the start")
-    given = parser.parse_intermixed_args(arguments)
-    changes = parse(given.changes)
+    options = parser.parse_intermixed_args(arguments)
+    changes = parse(options.changes)
 
     from delta_trn.train.commands.run import drive
     from delta_trn.train.run.setup import resume
     from delta_trn.train.watch.display import console, leads
 
     out = console(quiet=not leads())
-    with resume(given.run_dir, changes, given.step, lambda text: out.print(text, markup=False)) as run:
+    with resume(options.run_dir, changes, options.step, lambda text: out.print(text, markup=False)) as run:
         return drive(run, changes.get("backend", run.config.backend))

@@ -25,11 +25,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--or-resume",
         action="store_true",
-        help="if out=DIR holds this run already, continue it: what torchrun restarts goes on by itself",
+        help="continue the run in out=DIR if there is one already, as after a restart by torchrun",
     )
-    given = parser.parse_intermixed_args(arguments)
-    config = apply(recipe(given.recipe), parse(given.changes))
-    if given.keys:
+    options = parser.parse_intermixed_args(arguments)
+    config = apply(recipe(options.recipe), parse(options.changes))
+    if options.keys:
         print(keys(config))
         return 0
 
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str]) -> int:
 
     out = console(quiet=not leads())
     # at once: loading torch and transformers takes seconds, in which nothing else could be said
-    out.print(f"recipe     {given.recipe}: {summary(given.recipe)}", markup=False)
-    if given_by_environment := variables(given.recipe):
-        out.print(f"variables  {' '.join(given_by_environment)} from the environment", markup=False)
+    out.print(f"recipe     {options.recipe}: {summary(options.recipe)}", markup=False)
+    if names := variables(options.recipe):
+        out.print(f"variables  {' '.join(names)} from the environment", markup=False)
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
     from delta_trn.train.run.setup import resume, start
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     def tell(text: str) -> None:
         out.print(text, markup=False)
 
-    if given.or_resume:
+    if options.or_resume:
         if config.out is None:
             raise ConfigError("--or-resume needs out=DIR: without it every run gets a new folder")
         folder = RunFolder(Path(config.out).expanduser())

@@ -46,7 +46,7 @@ def divide_heads(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]
 
 
 class HeadParallel(ParallelStyle):
-    """GatedDeltaNet with columns of its projections in, rows of o_proj out: HV / n value heads a process.
+    """Divides GatedDeltaNet by columns of its projections and rows of o_proj: HV / n value heads per process.
 
     The layer's own forward runs on local tensors. Around it, in torch.distributed.tensor's terms: x is
     replicated and its gradient partial, y is partial, as is the gradient of the norm's gain that heads share.

@@ -23,7 +23,7 @@ class Layout:
 
     @property
     def micro_batches(self) -> int:
-        """Forward passes in a step."""
+        """Number of forward passes in a step."""
         return self.sequences // self.micro
 
 

@@ -11,7 +11,7 @@ from delta_trn.train.settings.schema import RunConfig
 
 @dataclass(frozen=True)
 class Worker:
-    """One process's device. FLOP/s dense bf16; bytes; bytes/s of a ring inside a node, and between nodes.
+    """One process's device: dense bf16 FLOP/s, bytes, and bytes/s of a ring inside and between nodes.
 
     A ring over nodes enters and leaves each once, so that the whole node's network carries it.
     """
@@ -46,7 +46,7 @@ CHUNK = 64  # tokens of a chunk, as the accelerators' kernels have it
 
 @dataclass(frozen=True)
 class Size:
-    """parameters: all; matrices: those that every token is multiplied by, the readout among them."""
+    """Sizes of a model. `matrices` counts what every token is multiplied by, the readout among it."""
 
     parameters: int
     matrices: int
@@ -60,7 +60,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Row:
-    """One number of workers. FLOPs and bytes of one worker in one step; seconds at the data sheet's peaks.
+    """FLOPs and bytes of one of `workers` workers in one step, and seconds at the data sheet's peaks.
 
     limit   what keeps a step from being shorter: compute, network, or why there is no such run
     """
@@ -82,7 +82,7 @@ class Row:
 
 
 def size_of(config: RunConfig) -> Size:
-    """Sizes of a run's model, from its parameters' shapes. No weights are made."""
+    """Returns the sizes of a run's model from its parameters' shapes. No weights are made."""
     from delta_trn.train.run.model import model_config, vocabulary
     from delta_trn.train.run.optimizer import scaled
 
@@ -108,7 +108,7 @@ def size_of(config: RunConfig) -> Size:
 
 
 def step_flops(size: Size, tokens: int) -> float:
-    """Forward and backward: 6 FLOPs a matrix element and token, and three times the chunked delta rule's.
+    """Returns FLOPs of forward and backward: 6 per matrix element and token, and 3 times the delta rule's.
 
     A chunk of C tokens of a head: q k^T and k k^T (2 C^2 K each), the inverse (2 C^3 / 3), its products with
     k and v (2 C^2 (K + V)), the state read twice and written (6 C K V), P u (2 C^2 V).
@@ -119,23 +119,23 @@ def step_flops(size: Size, tokens: int) -> float:
 
 
 def state_bytes(size: Size, mode: str, n: int) -> float:
-    """Weights, gradients and AdamW's two moments in float32: 16 bytes a parameter, or the part of `mode`."""
+    """Returns bytes of weights, gradients and AdamW's moments: 16 per parameter, or the part of `mode`."""
     kept = {"ddp": 16.0, "zero1": 8 + 8 / n, "fsdp": 16 / n}[mode]
     return size.parameters * kept
 
 
 def collective_bytes(size: Size, mode: str, n: int, micro_batches: int) -> float:
-    """Bytes that one worker sends in a step, by rings: an all-reduce is 2 (n - 1) / n of the data.
+    """Returns the bytes that one worker sends in a step. A ring's all-reduce is 2 (n - 1) / n of the data.
 
     fsdp gathers the weights for every micro-batch's forward and backward, and scatters gradients once;
-    ZeRO-1 all-reduces gradients (DDP's way) and then sends everybody its part of the weights.
+    zero1 all-reduces gradients and gathers the weights, at most: PyTorch's own way scatters instead.
     """
     turns = {"ddp": 2, "zero1": 3, "fsdp": 2 * micro_batches + 1}[mode]
     return turns * 4 * size.parameters * (n - 1) / n
 
 
 def activation_bytes(size: Size, config: RunConfig, micro: int) -> float:
-    """What backward reads of one micro-batch: bf16 or float32 a channel that a block keeps; estimated.
+    """Returns an estimate of what backward reads of one micro-batch: bf16 or float32 per channel kept.
 
     A block keeps about 4 d, q k v g o of the mixer twice, and 3 inner; checkpointing keeps d.
     """
@@ -146,7 +146,7 @@ def activation_bytes(size: Size, config: RunConfig, micro: int) -> float:
 
 
 def rows(config: RunConfig, size: Size) -> list[Row]:
-    """Every worker kind at every count, data parallel at the recipe's global batch (strong scaling)."""
+    """Returns a row per worker and count, data parallel at the recipe's global batch (strong scaling)."""
     return [_row(config, size, worker, n) for worker in WORKERS for n in COUNTS]
 
 

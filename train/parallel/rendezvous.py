@@ -24,7 +24,7 @@ _SECONDS = 0.01  # between two looks at the tickets
 
 
 def fresh_part(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
-    """A part of `store` that only the `world` processes have that call this now, each with its rank.
+    """Returns a part of `store` for the `world` processes that call this now, each with its rank.
 
     Raises TimeoutError with the ranks that did not come, and RuntimeError (torch's) where the leader did not.
     """
@@ -49,7 +49,7 @@ def fresh_part(store: Store, rank: int, world: int, timeout: timedelta) -> Store
 
 
 def join(backend: str, timeout: timedelta) -> None:
-    """torch.distributed's default group, of the processes that torchrun's variables tell of."""
+    """Makes torch.distributed's default group, of the processes that torchrun's variables name."""
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     part = fresh_part(store, rank, world, timeout)

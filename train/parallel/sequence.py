@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:
-    """Have every layer continue from the segment before. With a cache, layers work as they did."""
+    """Makes every layer continue from the segment before. With a cache, layers work as they did."""
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
             module.scan = _Scan(mesh)
@@ -36,7 +36,7 @@ def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:
 
 
 def gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """[n, *x.shape]: everybody's x. The gradient of a process's x is the sum of all processes' gradients."""
+    """Returns all processes' x as [n, *x.shape]. The gradient of x is the sum of all processes' gradients."""
     parts = DTensor.from_local(x[None].contiguous(), mesh, [Shard(0)], run_check=False)
     return parts.full_tensor(grad_placements=[Partial()])
 
@@ -61,7 +61,7 @@ def segment_map(
 
 
 def state_before(A: Tensor, B: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The state with which this process's segment begins; zero on the first."""
+    """Returns the state with which this process's segment begins: zero on the first."""
     both = gathered(torch.cat([A, B], dim=-1), mesh)
     K = A.shape[-1]
     # the gather's gradient needs every process's part in the sum: 0 * both ties the first one's in too
@@ -109,7 +109,7 @@ class _Scan:
 
 
 class _Convolution:
-    """The last W - 1 inputs of the segment before stand where alone there are zeros."""
+    """Puts the last W - 1 inputs of the segment before in the place of the zeros before a sequence."""
 
     def __init__(self, module: ShortConvolution, mesh: DeviceMesh):
         self.module, self.mesh = module, mesh

@@ -35,7 +35,7 @@ _HERE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Team:
-    """This process among `world`; alone, every method is the identity.
+    """This process among `world` processes. Alone, every method returns what it is given.
 
     data_rank, data_world   this process has share `data_rank` of the `data_world` shares of a step's
                             sequences. The processes of one tensor or context group have the same share.
@@ -188,7 +188,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _hosts(timeout: timedelta) -> ProcessGroup:
-    """All processes once more, over the hosts' own network."""
+    """Returns another group of all processes, over the hosts' own network."""
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, ProcessGroup)  # the other is for those left out
     return group

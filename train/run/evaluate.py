@@ -15,7 +15,7 @@ from delta_trn.train.settings.schema import RunConfig
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss` in nats a token, over `tokens` of them."""
+    """A held-out loss: `loss` in nats per token, over `tokens` of them."""
 
     loss: float
     tokens: int
@@ -31,7 +31,7 @@ def evaluate(
     device: torch.device,
     team: Team | None = None,
 ) -> Evaluation:
-    """The mean of `loss` over all targets. One wait for the device, at the end.
+    """Returns the mean of `loss` over all targets. It waits for the device once, at the end.
 
     Every process of the team goes through all batches: a divided model needs all of them for each.
     """
@@ -50,7 +50,7 @@ def evaluate(
 def held_out_windows(
     dataset: TokenDataset, *, tokens: int, sequence: int, batch: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first `tokens` held-out tokens in order, each once: whole windows of `sequence`, at least one."""
+    """Yields the first `tokens` held-out tokens in order: whole windows of `sequence`, at least one."""
     total = dataset.split("val").tokens - 1  # the first token has nothing before it
     windows = max(min(tokens, total) // sequence, 1)
     loader = make_loader(dataset, "val", kind="stream", batch=1, sequence=sequence, seed=0)
@@ -67,7 +67,7 @@ def is_due(config: RunConfig, step: int) -> bool:
 def held_out_crops(
     config: RunConfig, dataset: TokenDataset, micro: int, *, at_most: int | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """The fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
+    """Returns the fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
     e, size = config.evaluation, crops_at_once(config, micro)
     batches = evaluation_batches(
         dataset, batch=size, sequence=config.batch.length, batches=e.sequences // size, seed=e.seed
@@ -76,11 +76,11 @@ def held_out_crops(
 
 
 def crops_at_once(config: RunConfig, micro: int) -> int:
-    """Crops in one forward pass: evaluation.batch, or their largest divisor that is at most `micro`."""
+    """Returns crops per forward pass: evaluation.batch, or their largest divisor that is at most `micro`."""
     e = config.evaluation
     return e.batch or max(n for n in range(1, min(e.sequences, micro) + 1) if e.sequences % n == 0)
 
 
 def windows_at_once(config: RunConfig) -> int:
-    """Windows of held-out text in order in one forward pass, at most."""
+    """Returns the largest number of windows per forward pass where held-out text is read in order."""
     return config.evaluation.batch or min(config.batch.micro or config.batch.sequences, 64)

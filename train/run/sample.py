@@ -52,7 +52,7 @@ def continue_text(
     sampling: Sampling,
     stream: Callable[[str], None] | None = None,
 ) -> str:
-    """The prompt's continuation, up to `sampling.tokens` tokens or the end of the document.
+    """Returns the prompt's continuation, up to `sampling.tokens` tokens or the end of the document.
 
     `stream` gets the text piece by piece as it is made. The process's random numbers are left as they were.
     """
@@ -98,7 +98,7 @@ def token_by_token(
     eos: int | None,
     streamer: "TextStream | None" = None,
 ) -> Tensor:
-    """ids [1, T] -> [1, T + new] on the CPU: what transformers' generate gives, in shapes that do not grow.
+    """Continues ids [1, T] to [1, T + new] on the CPU, as transformers' generate does, but in fixed shapes.
 
     One graph for the prompt and one for every token after it, however many: on XLA generate's own would be
     compiled anew for each length. With attention layers they still grow, by their past.
@@ -129,7 +129,7 @@ def token_by_token(
 
 
 def _processors(sampling: Sampling) -> Any:
-    """transformers' own, in the order of its generate."""
+    """Returns transformers' own processors, in the order of its generate."""
     from transformers.generation import logits_process as known
 
     found: Any = known.LogitsProcessorList()
@@ -145,7 +145,7 @@ def _processors(sampling: Sampling) -> Any:
 
 
 class TextStream:
-    """What transformers calls a streamer: it is given the prompt first, then token after token."""
+    """A streamer for transformers: it receives the prompt first, then token after token."""
 
     def __init__(self, tokenizer: TextTokenizer, stream: Callable[[str], None]):
         self._tokenizer, self._stream = tokenizer, stream
@@ -172,7 +172,7 @@ class TextStream:
 
 
 def chosen_step(folder: RunFolder, which: str) -> int:
-    """The step that "best", "last" or a number names. CheckpointError if there is none such."""
+    """Returns the step that "best", "last" or a number names. CheckpointError if there is none."""
     steps = folder.checkpoints.steps()
     if not steps:
         raise CheckpointError(
@@ -196,7 +196,7 @@ def chosen_step(folder: RunFolder, which: str) -> int:
 
 
 def load_for_generation(folder: Path, device: torch.device) -> tuple["DeltaForCausalLM", TextTokenizer]:
-    """Model and tokenizer of a checkpoint's folder. CheckpointError if they do not fit."""
+    """Returns model and tokenizer of a checkpoint's folder. CheckpointError if they do not fit."""
     from delta_trn.models import DeltaConfig, DeltaForCausalLM
 
     configuration = DeltaConfig.from_pretrained(folder)

@@ -1,8 +1,8 @@
-"""metrics.jsonl: one object a line, a line for each step and each evaluation.
+"""metrics.jsonl: one JSON object per line, one line per step and per evaluation.
 
-    every line     step, split ("train" or "val"), loss in nats a token, tokens trained on so far, seconds
+    every line     step, split ("train" or "val"), loss in nats per token, tokens trained on so far, seconds
     train          lr before per-parameter factors, grad_norm before clipping, tokens_per_s
-    val            perplexity, bits_per_byte; with log.probes also probes, by the names in probes.py
+    val            perplexity, bits_per_byte; with log.probes also probes (studies/probes/mixer.py)
 
 All but MEASURED repeats bit for bit when a run is repeated, or killed and resumed, on a CPU.
 """
@@ -22,7 +22,7 @@ MEASURED = frozenset(("seconds", "tokens_per_s", "memory"))
 
 @dataclass(frozen=True)
 class Line:
-    """One measurement. None where the split has no such number."""
+    """One measurement. A field is None where the split has no such number."""
 
     step: int
     split: Literal["train", "val"]
@@ -45,14 +45,14 @@ class Line:
 
 
 class MetricsFile:
-    """Appends lines. What a kill left half-written is cut off by `truncate_after`."""
+    """Appends lines. `truncate_after` cuts off what a kill has left half-written."""
 
     def __init__(self, path: Path):
         self.path = path
         self._file = None
 
     def append(self, lines: Iterable[Line]) -> None:
-        """Write lines at once; after a kill of this process they are in the file."""
+        """Writes lines at once: they are in the file even if this process is killed afterwards."""
         safe = "the checkpoints are whole: free some space and resume the run"
         with disk_errors(self.path, safe):
             if self._file is None:
@@ -61,12 +61,12 @@ class MetricsFile:
             self._file.flush()
 
     def sync(self) -> None:
-        """Have every line on the disk."""
+        """Flushes every line to the disk."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
-        """Cut the file before the first line that is not whole, or is of a later step."""
+        """Cuts the file before the first line that is not whole, or is of a later step."""
         self.close()
         if not self.path.exists():
             return
@@ -87,7 +87,7 @@ class MetricsFile:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl; a last one that a kill cut short is left out."""
+    """Yields the whole lines of a metrics.jsonl, without a last one that a kill has cut short."""
     if not path.exists():
         return
     with open(path, "rb") as file:

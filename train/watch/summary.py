@@ -25,7 +25,7 @@ BASELINES = {
 
 
 def opening(run: Run, asked_backend: str) -> list[str]:
-    """What is about to happen, a line each."""
+    """Returns the lines before a run: what is about to happen."""
     c, meta = run.config, run.dataset.meta
     parameters = list(run.model.parameters())
     total = sum(p.numel() for p in parameters)
@@ -66,7 +66,7 @@ def _device(run: Run) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has come to: cost of `held_out` tokens after training on `tokens`."""
+    """The result of a run: the loss on `held_out` tokens after training on `tokens`."""
 
     step: int
     tokens: int
@@ -78,7 +78,7 @@ class Result:
 
 
 def result(run: Run) -> Result | None:
-    """Loss on held-out text: of a finished run on final_tokens in order, else the last one on the crops.
+    """Returns the loss on held-out text: a finished run's on final_tokens in order, else the last on crops.
 
     None before the first evaluation.
     """
@@ -119,7 +119,7 @@ def _in_order(run: Run) -> Evaluation:
 def closing(
     run: Run, found: Result | None, costs: dict[str, dict[str, float]], console: Console, plot: str | None
 ) -> None:
-    """The result beside the baselines, a sample, the picture, and how to go on."""
+    """Prints the result beside the baselines, a sample, the picture, and how to go on."""
     if found is not None:
         console.print(_table(run.config, found, costs))
     if sample := run.folder.last_sample().strip("\n"):

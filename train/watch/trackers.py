@@ -24,7 +24,7 @@ def require(log: LogSection) -> None:
 
 
 def open_trackers(config: RunConfig, origin: Origin, folder: RunFolder, step: int) -> list[Tracker]:
-    """Those that the configuration asks for, told to forget steps after `step` where they can."""
+    """Returns those that the configuration asks for. TensorBoard drops what it has of steps after `step`."""
     trackers: list[Tracker] = []
     if config.log.wandb:
         trackers.append(_WeightsAndBiases(config, origin, folder))
