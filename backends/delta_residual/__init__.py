@@ -45,9 +45,15 @@ def delta_residual(
     k_eps makes the operation normalize: k / sqrt(|k|^2 + k_eps^2). Sums are float32 (float64 for float64
     inputs) on every backend, also under autocast. Differentiable once in x, k, v and beta.
 
-    backend as in `gated_delta_rule`: a name, or None for the process's default, else the one for the tensors'
+    backend as in `gated_delta_rule`: a name, or None for the default backend, else the one for the tensors'
     device. Raises BackendRefusal, with every reason, and never substitutes; TypeError and ValueError for
     arguments that do not fit.
+
+        >>> import torch
+        >>> from delta_trn import delta_residual
+        >>> x, k = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 0.0]])
+        >>> delta_residual(x, k, v=torch.tensor([5.0]), beta=torch.tensor([1.0]))
+        tensor([[5., 1.]])
     """
     _check(x, k, v, beta, k_eps)
     D = index(k.shape[-1])

@@ -1,4 +1,23 @@
-"""The operations: what they compute, in which shapes, and who runs them."""
+"""The gated delta rule: what it computes, in which shapes, and the notation of all its backends.
+
+Per value head, with state S [K, V]:
+
+    S <- exp(g_t) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
+
+Backends that work chunk by chunk (PyTorch, Triton, NKI, and parity's baseline) share these letters. Q, K, V
+are the chunk's rows, `.` is the elementwise product, C the number of tokens in a chunk:
+
+    b       running sum of g inside the chunk               [C]
+    D       exp(b_i - b_j) for i >= j, else 0               [C, C]
+    L       strict lower triangle of diag(beta) K K^T . D   [C, C]
+    T       (I + L)^-1                                      [C, C]
+    P       scale * lower(Q K^T) . D                        [C, C]
+    U       what the chunk writes                           [C, V]
+    S, dS   the state and its gradient                      [K, V]
+    A       a segment's transition: S -> A S + ...          [K, K]
+
+`contract` says what a backend is; `recurrent` is the equation itself, and the judge of all others.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +68,8 @@ def gated_delta_rule(
     K. Without cu_seqlens, N = B. Differentiable once in all tensors but cu_seqlens, through o and through
     final_state.
 
-    g and beta may be what a layer projects, of any sign, and are then made here, by kernels that can at no
-    extra pass over memory, else by PyTorch (Mamba-2's decay, arXiv:2405.21060):
+    g and beta may be a layer's projections, of any sign. They are then made here: by kernels where these can,
+    without another pass over memory, else by PyTorch (Mamba-2's decay, arXiv:2405.21060):
 
         use_gate_in_kernel          g <- -exp(A_log) softplus(g + dt_bias); A_log, dt_bias [HV], any float,
                                     dt_bias may be None
@@ -59,10 +78,18 @@ def gated_delta_rule(
     Numerics: products in the dtype of q, also under autocast; states, decay sums, exponentials and the
     triangular inverse in float32 on every backend (float64 for float64 inputs).
 
-    backend names one ("chunked", "recurrent", "triton", ...); None takes the process's default
-    (`backends.use`), else the one for the tensors' device. Raises BackendRefusal, with every reason, and
-    never substitutes; TypeError and ValueError for arguments that do not fit. Names and order are those of
+    backend names one ("chunked", "recurrent", "triton", ...); None takes the default backend
+    (`default_backend`), else the one for the tensors' device. Raises BackendRefusal, with every reason, and
+    never substitutes; TypeError and ValueError for arguments that do not fit. Names are those of
     flash-linear-attention's chunk_gated_delta_rule.
+
+        >>> import torch
+        >>> from delta_trn import gated_delta_rule
+        >>> x = torch.ones(1, 2, 1, 1)                          # two tokens, one head of size 1
+        >>> g, beta = torch.full((1, 2, 1), 0.5).log(), torch.ones(1, 2, 1)
+        >>> o, state = gated_delta_rule(x, x, 2 * x, g, beta, output_final_state=True)
+        >>> o.flatten().tolist(), state.item()
+        ([2.0, 2.0], 2.0)
     """
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens)
     beta_max = checks.gate_arguments(
@@ -112,6 +139,13 @@ def gated_delta_rule_step(
             state       [B, HV, K, V]   after the token
 
     Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend; it raises alike.
+
+        >>> import torch
+        >>> from delta_trn import gated_delta_rule_step
+        >>> x, one = torch.ones(1, 1, 1), torch.ones(1, 1)
+        >>> o, state = gated_delta_rule_step(x, x, 3 * x, 0 * one, one, torch.zeros(1, 1, 1, 1))
+        >>> o.item(), state.item()
+        (3.0, 3.0)
     """
     checks.step_arguments(q, k, v, g, beta, state)
     beta_max = checks.gate_arguments(

@@ -1,4 +1,4 @@
-"""Tokens of sequences, cut into chunks of C that lie together, and back."""
+"""Cuts sequences into chunks of C tokens that lie together, and joins them again."""
 
 from __future__ import annotations
 
@@ -34,23 +34,24 @@ class Layout:
 
     @property
     def chunks(self) -> int:
+        """The number of chunks of all sequences."""
         return sum(self.active)
 
     @property
     def N(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return self.B if self.order is None else self.order.shape[0]
 
     def sorted(self, states: Tensor) -> Tensor:
-        """[N, ...] in the order of the layout."""
+        """Returns states [N, ...] in the order of the layout."""
         return states if self.order is None else states[self.order]
 
     def as_given(self, states: Tensor) -> Tensor:
-        """[N, ...] back in the order of the sequences; a new tensor."""
+        """Returns a new tensor of states [N, ...], back in the order of the sequences."""
         return states.clone() if self.order is None else states[self.order.argsort()]
 
     def firsts(self, states: Tensor, rows: slice) -> Tensor:
-        """Of all states [(N + chunks) heads, ...], those that chunks in these rows begin with."""
+        """Returns the first states of the chunks in `rows`, from all states [(N + chunks) heads, ...]."""
         if self.first is None:
             return states[rows]
         heads = states.shape[0] // (self.N + self.chunks)
@@ -58,7 +59,7 @@ class Layout:
         return states.unflatten(0, (-1, heads))[chunks].flatten(0, 1)
 
     def put_firsts(self, states: Tensor, rows: slice, values: Tensor) -> None:
-        """The opposite of `firsts`."""
+        """Stores what `firsts` would return."""
         if self.first is None:
             states[rows] = values
         else:
@@ -67,29 +68,29 @@ class Layout:
             states.unflatten(0, (-1, heads))[chunks] = values.unflatten(0, (-1, heads))
 
     def lasts(self, states: Tensor) -> Tensor:
-        """Of all states [N + chunks, ...], those that sequences end with, in their order; a new tensor."""
+        """Returns a new tensor of the states [N, ...] with which sequences end, in their order."""
         return self.as_given(states[self.chunks :] if self.last is None else states[self.last])
 
     def spans(self, heads: int, most: int) -> list[tuple[slice, list[tuple[slice, slice, slice]]]]:
-        """All rows in order of time, at most `most` at once unless one c needs more.
+        """Returns all rows in order of time, in spans of at most `most` rows unless one c needs more.
 
-        Each span: its rows [chunks heads]; for every c in it rows of the c-th chunks, then of their first
-        and of their last states [(N + chunks) heads].
+        A span is its rows [chunks heads] and, for every c in it, three slices: the rows of the c-th chunks,
+        of their first states and of their last states [(N + chunks) heads].
         """
-        found: list[tuple[slice, list[tuple[slice, slice, slice]]]] = []
+        spans: list[tuple[slice, list[tuple[slice, slice, slice]]]] = []
         first, start = 0, 0
         for n in self.active:
             rows, before, after = (slice(x * heads, (x + n) * heads) for x in (start, first, self.N + start))
-            if found and rows.stop - found[-1][0].start <= most:
-                span, steps = found[-1]
-                found[-1] = slice(span.start, rows.stop), [*steps, (rows, before, after)]
+            if spans and rows.stop - spans[-1][0].start <= most:
+                span, steps = spans[-1]
+                spans[-1] = slice(span.start, rows.stop), [*steps, (rows, before, after)]
             else:
-                found.append((rows, [(rows, before, after)]))
+                spans.append((rows, [(rows, before, after)]))
             first, start = self.N + start, start + n
-        return found
+        return spans
 
     def put_lasts(self, states: Tensor, values: Tensor | None) -> None:
-        """The opposite of `lasts`; None is zeros."""
+        """Stores what `lasts` would return; None stands for zeros."""
         if values is None:
             values = states.new_zeros((self.N, *states.shape[1:]))
         elif self.order is not None:
@@ -100,7 +101,7 @@ class Layout:
             states[self.last] = values.to(states.dtype)
 
     def split(self, x: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """x [B, T, H, ...] into out [chunks, H, G, C, ...], times `factor`; zero where there is no token."""
+        """Copies x [B, T, H, ...] times `factor` into out [chunks, H, G, C, ...]; zero where no token is."""
         if self.tokens is not None:
             x = torch.cat([x[0], x.new_zeros((1, *x.shape[2:]))])[self.tokens].unflatten(0, (-1, self.C))
             _copy(x.transpose(1, 2).unsqueeze(2), out, factor)
@@ -116,7 +117,7 @@ class Layout:
         return out.flatten(0, 1)
 
     def join(self, y: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """y [chunks, H, C, ...] back into out [B, T, H, ...], times `factor`."""
+        """Copies y [chunks, H, C, ...] times `factor` back into out [B, T, H, ...]."""
         if self.places is not None:
             y = y.transpose(1, 2).flatten(0, 1)[self.places]
             _copy(y.unsqueeze(0), out, factor)
@@ -135,7 +136,7 @@ class Layout:
 
 
 def _copy(x: Tensor, out: Tensor, factor: float) -> None:
-    """out = factor x, the product taken in the wider of the two dtypes."""
+    """Computes out = factor x in the wider of the two dtypes."""
     if factor == 1.0:
         out.copy_(x)
     elif x.dtype == out.dtype:
@@ -146,8 +147,8 @@ def _copy(x: Tensor, out: Tensor, factor: float) -> None:
         out.copy_(x * factor)
 
 
-def layout(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
-    """Chunks of B sequences of T tokens, or of the packed ones."""
+def lay_out(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
+    """Returns the layout of B sequences of T tokens, or of the packed ones."""
     if cu_seqlens is None:
         return Layout(B, T, C, [B] * (-(-T // C)))
     bounds = cu_seqlens.cpu()
@@ -178,5 +179,5 @@ def layout(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
 
 
 def capacity(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> int:
-    """Chunks that there may be: known without looking at the data."""
+    """Returns how many chunks there may be, without looking at the data."""
     return B * (-(-T // C)) if cu_seqlens is None else T // C + cu_seqlens.shape[0] - 1

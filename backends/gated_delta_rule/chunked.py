@@ -1,23 +1,25 @@
 """The gated delta rule in chunks of tokens: matrix products inside a chunk, one product from chunk to chunk.
 
-Forward, for one chunk of C tokens of one value head, S its first state [K, V] and o the elementwise product
-(derived from arXiv:2412.06464 and arXiv:2406.06484); q is times `scale` already:
+Forward, for one chunk of C tokens of one value head, in the notation of `backends.gated_delta_rule`. S is the
+chunk's first state, o the elementwise product, and q is times `scale` already (derived from arXiv:2412.06464
+and arXiv:2406.06484):
 
     b = cumsum(g)   gam_i = exp(b_i)   lam_i = exp(b_C - b_i)   D_ij = exp(b_i - b_j) if i >= j, else 0
-    P = (q k^T) o D     G = strict_lower((k k^T) o D)       N = (I + diag(beta) G)^-1
-    w = -N diag(beta gam) k                     u = N diag(beta) v
+    P = (q k^T) o D     G = strict_lower((k k^T) o D)       L = diag(beta) G        T = (I + L)^-1
+    w = -T diag(beta gam) k                     u = T diag(beta) v
     A = gam_C I + (diag(lam) k)^T w             Z = (diag(lam) k)^T u
     S' = A S + Z                                U = u + w S                 o = diag(gam) q S + P U
 
-Only S' waits for the chunk before. Backward, with dO the gradient of o and dS' of S':
+In the code T is `inverse`, since T is a length there. Only S' waits for the chunk before. Backward, with dO
+the gradient of o and dS' of S':
 
-    dS = A^T dS' + (diag(gam) q)^T dO + w^T P^T dO                          (again all that waits)
-    dU = P^T dO + diag(lam) k dS'               dR = N^T dU                 dv = diag(beta) dR
+    dS = A^T dS' + (diag(gam) q)^T dO + w^T P^T dO                          (the only one that waits)
+    dU = P^T dO + diag(lam) k dS'               dR = T^T dU                 dv = diag(beta) dR
     dP = (dO U^T) o D                           dG = strict_lower((dv U^T) o D)
     dq = diag(gam) dO S^T + dP k
     dk = diag(lam) U dS'^T - diag(gam) dv S^T + dP^T q - (dG + dG^T) k
 
-dbeta is in `backward`, dg in `log_decay_gradient`. Computed in float32, float64 for float64 inputs.
+dbeta is in `backward`, dg in `log_decay_gradient`. Sums are float32, float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_rule.chunk_layout import Layout, capacity, layout
+from delta_trn.backends.gated_delta_rule.chunk_layout import Layout, capacity, lay_out
 from delta_trn.backends.gated_delta_rule.contract import (
     L2NORM_EPS,
     Gradients,
@@ -38,17 +40,20 @@ from delta_trn.backends.gated_delta_rule.contract import (
 )
 from delta_trn.backends.gated_delta_rule.triangular import triangular_inverse
 
-# elements of the largest tensor of the chunks done at a time, in time and in number
+# elements of the largest tensor of the chunks that are computed together
 BLOCK = 1 << 20
 
 
 def chunk_size(K: int, V: int) -> int:
-    """Tokens per chunk: 32 took 82 ms and 64 took 99 at K=32 V=64; at K=128 V=256, 183 and 147."""
+    """Returns the tokens of a chunk, 32 or 64.
+
+    32 took 82 ms and 64 took 99 ms at K=32, V=64; at K=128, V=256 they took 183 ms and 147 ms.
+    """
     return 64 if K > 64 else 32
 
 
 def saved_shapes(call: Rule) -> Shapes:
-    """What forward leaves for backward: q, k, their reciprocal norms, v, D, P, G, N, w, A, U, all states."""
+    """Returns the shapes of q, k, their reciprocal norms, v, D, P, G, T, w, A, U and all states."""
     (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
     C, dtype = chunk_size(K, V), state_dtype(call.q.dtype)
     M = capacity(B, T, C, call.cu_seqlens) * HV
@@ -59,25 +64,29 @@ def saved_shapes(call: Rule) -> Shapes:
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """o, final_state and what `saved_shapes` lists; shapes as in `backends.gated_delta_rule`."""
+    """Returns o, final_state and what `saved_shapes` lists; a row, of M, is a chunk of one value head."""
     q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    at, at_once = layout(B, T, C, call.cu_seqlens), _at_once(C, K, V)
-    M = at.chunks * HV
+    layout, block = lay_out(B, T, C, call.cu_seqlens), _block_size(C, K, V)
+    M = layout.chunks * HV
     saved = [q.new_empty(shape, dtype=saved_dtype) for shape, saved_dtype in saved_shapes(call)]
-    Q, K_, rq, rk, V_, D, P, G, N, w, A, U = (x[:M] for x in saved[:-1])
-    states = saved[-1][: M + at.N * HV]
-    b, gam, lam = _decays(at, g, HV, dtype)
-    beta_ = at.split(beta, gam.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
+    Q, K_, rq, rk, V_, D, P, G, inverse, w, A, U = (x[:M] for x in saved[:-1])
+    states = saved[-1][: M + layout.N * HV]
+    b, gam, lam = _decays(layout, g, HV, dtype)
+    # [B, T, HV] -> [M, C, 1]: chunks first, then heads, so that a row's tokens lie together
+    beta_ = layout.split(beta, gam.new_empty((layout.chunks, HV, 1, C))).view(M, C, 1)
+    # [B, T, H, K] -> [M, C, K]: the head of a group is copied to each of its value heads
     for x, chunks in ((q, Q), (k, K_)):
-        at.split(x, chunks.unflatten(0, (-1, H, group)))
-    at.split(v, V_.unflatten(0, (-1, HV, 1)))
-    states[: at.N * HV] = 0 if call.initial_state is None else at.sorted(call.initial_state).flatten(0, 1)
-    after = states[at.N * HV :]
+        layout.split(x, chunks.unflatten(0, (-1, H, group)))
+    layout.split(v, V_.unflatten(0, (-1, HV, 1)))
+    states[: layout.N * HV] = (
+        0 if call.initial_state is None else layout.sorted(call.initial_state).flatten(0, 1)
+    )
+    after = states[layout.N * HV :]  # [M, K, V]: the state after each row
     o_ = torch.empty_like(U)
-    for span, steps in at.spans(HV, at_once):
-        for i in _blocks(span, at_once):
+    for span, steps in layout.spans(HV, block):
+        for i in _blocks(span, block):
             if call.l2norm:
                 for x, r in ((Q[i], rq[i]), (K_[i], rk[i])):
                     torch.linalg.vecdot(x, x, out=r[..., 0])
@@ -87,47 +96,47 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
             D[i] = decay_matrix(b[i], dtype)
             torch.bmm(Q[i], k_.mT, out=P[i]).mul_(D[i])
             torch.bmm(k_, k_.mT, out=G[i]).mul_(D[i]).diagonal(dim1=-2, dim2=-1).zero_()
-            N[i] = triangular_inverse(G[i] * be)
-            torch.bmm(N[i], k_ * (be * -gam[i]), out=w[i])
-            torch.bmm(N[i], V_[i] * be, out=U[i])
+            inverse[i] = triangular_inverse(G[i] * be)
+            torch.bmm(inverse[i], k_ * (be * -gam[i]), out=w[i])
+            torch.bmm(inverse[i], V_[i] * be, out=U[i])
             written = (k_ * lam[i]).mT
             torch.bmm(written, w[i], out=A[i]).diagonal(dim1=-2, dim2=-1).add_(gam[i, -1])
             torch.bmm(written, U[i], out=after[i])
         _scan(A, states, steps)
-        for i in _blocks(span, at_once):
-            S = at.firsts(states, i)
+        for i in _blocks(span, block):
+            S = layout.firsts(states, i)
             U[i].baddbmm_(w[i], S)
             torch.bmm(Q[i] * gam[i], S, out=o_[i]).baddbmm_(P[i], U[i])
-    o = at.join(o_.view(at.chunks, HV, C, V), v.new_empty(v.shape))
-    final_state = at.lasts(states.unflatten(0, (-1, HV))) if call.output_final_state else None
+    o = layout.join(o_.view(layout.chunks, HV, C, V), v.new_empty(v.shape))
+    final_state = layout.lasts(states.unflatten(0, (-1, HV))) if call.output_final_state else None
     return o, final_state, saved if save else []
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
-    """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype."""
+    """Returns the gradients; rows as in `forward`, spans of time from the last to the first."""
     q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    at, at_once = layout(B, T, C, call.cu_seqlens), _at_once(C, K, V)
-    M = at.chunks * HV
-    Q, K_, rq, rk, V_, D, P, G, N, w, A, U = (x[:M] for x in saved[:-1])
-    states = saved[-1][: M + at.N * HV]
+    layout, block = lay_out(B, T, C, call.cu_seqlens), _block_size(C, K, V)
+    M = layout.chunks * HV
+    Q, K_, rq, rk, V_, D, P, G, inverse, w, A, U = (x[:M] for x in saved[:-1])
+    states = saved[-1][: M + layout.N * HV]
     inverse_square = call.scale**-2 if call.scale else 0.0  # without scale there is no Q, and no dq either
-    _, gam, lam = _decays(at, g, HV, dtype)
-    beta_ = at.split(beta, gam.new_empty((at.chunks, HV, 1, C))).view(M, C, 1)
-    dO = at.split(do, torch.empty_like(U).unflatten(0, (-1, HV, 1))).view(M, C, V)
+    _, gam, lam = _decays(layout, g, HV, dtype)
+    beta_ = layout.split(beta, gam.new_empty((layout.chunks, HV, 1, C))).view(M, C, 1)
+    dO = layout.split(do, torch.empty_like(U).unflatten(0, (-1, HV, 1))).view(M, C, V)
     dU, dstates = torch.empty_like(U), torch.empty_like(states)
-    at.put_lasts(dstates.unflatten(0, (-1, HV)), dstate)
-    dafter, dQ, dK = dstates[at.N * HV :], torch.empty_like(Q), torch.empty_like(K_)
+    layout.put_lasts(dstates.unflatten(0, (-1, HV)), dstate)
+    dafter, dQ, dK = dstates[layout.N * HV :], torch.empty_like(Q), torch.empty_like(K_)
     dg_, dbeta_ = gam.new_empty((M, C)), gam.new_empty((M, C))
-    for span, steps in reversed(at.spans(HV, at_once)):
-        for i in _blocks(span, at_once):
+    for span, steps in reversed(layout.spans(HV, block)):
+        for i in _blocks(span, block):
             torch.bmm(P[i].mT, dO[i], out=dU[i])
-            at.put_firsts(dstates, i, torch.bmm((Q[i] * gam[i]).mT, dO[i]).baddbmm_(w[i].mT, dU[i]))
+            layout.put_firsts(dstates, i, torch.bmm((Q[i] * gam[i]).mT, dO[i]).baddbmm_(w[i].mT, dU[i]))
         _scan_back(A, dstates, steps)
-        for i in _blocks(span, at_once):
-            k_, be, S = K_[i], beta_[i], at.firsts(states, i)
-            dR = torch.bmm(N[i].mT, dU[i].baddbmm_(k_ * lam[i], dafter[i]))
+        for i in _blocks(span, block):
+            k_, be, S = K_[i], beta_[i], layout.firsts(states, i)
+            dR = torch.bmm(inverse[i].mT, dU[i].baddbmm_(k_ * lam[i], dafter[i]))
             dP, dG = torch.bmm(dO[i], U[i].mT), torch.bmm(dR, U[i].mT)
             read, undone = dP * P[i], dG * G[i]
             read.diagonal(dim1=-2, dim2=-1).zero_()  # nothing decays from a token to itself
@@ -148,20 +157,20 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
                 dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-inverse_square).mul_(rq[i])
                 dk.addcmul_(k_, _dot(dk, k_)[..., None], value=-1).mul_(rk[i])
             torch.mul(dR, be, out=dU[i])
-    dv = at.join(dU.view(at.chunks, HV, C, V), v.new_empty(v.shape))
+    dv = layout.join(dU.view(layout.chunks, HV, C, V), v.new_empty(v.shape))
     dq, dk = (
-        at.join(_ungrouped(y.view(at.chunks, H, group, C, K)), x.new_empty(x.shape), factor)
+        layout.join(_ungrouped(y.view(layout.chunks, H, group, C, K)), x.new_empty(x.shape), factor)
         for y, x, factor in ((dQ, q, call.scale), (dK, k, 1.0))
     )
-    dg = at.join(dg_.view(at.chunks, HV, C), g.new_empty(g.shape))
-    dbeta = at.join(dbeta_.view(at.chunks, HV, C), beta.new_empty(beta.shape))
-    dfirst = dstates[: at.N * HV].view(at.N, HV, K, V)
-    dinitial = None if call.initial_state is None else at.as_given(dfirst)
+    dg = layout.join(dg_.view(layout.chunks, HV, C), g.new_empty(g.shape))
+    dbeta = layout.join(dbeta_.view(layout.chunks, HV, C), beta.new_empty(beta.shape))
+    dfirst = dstates[: layout.N * HV].view(layout.N, HV, K, V)
+    dinitial = None if call.initial_state is None else layout.as_given(dfirst)
     return Gradients(dq, dk, dv, dg, dbeta, initial_state=dinitial)
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
-    """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
+    """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
     q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     state = call.state
     B, HV, K, V = state.shape
@@ -182,20 +191,25 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 
 
 def decay_matrix(b: Tensor, dtype: torch.dtype) -> Tensor:
-    """D [M, C, C] from the sums of log-decays b [M, C]; masked before exp, for exp(20 * 63) is infinite."""
+    """Returns D [M, C, C] from b [M, C]; masked before exp, for exp(20 * 63) is infinite."""
     # to zero and not to -infinity, whose exponential took 10 times as long
     return (b[:, :, None] - b[:, None, :]).to(dtype).tril_().exp_().tril_()
 
 
 def log_decay_gradient(pairs: Tensor, reads: Tensor, written: Tensor, carried: Tensor) -> Tensor:
-    """dg [M, C] without a difference of large sums.
+    """Returns dg [M, C] without a difference of large sums.
 
-    Token t's decay acts on what tokens before t left, as it is found at or after t: by the chunk's tokens
-    (`pairs` [M, C, C]: i reads what j wrote; those with i >= t > j), in the first state (`reads`, i >= t), in
-    the last one (`written`, j < t), and between the two (`carried` [M]). The plain q dq - k dk form
-    subtracts sums that strong decay makes far larger than their difference: rounded to bfloat16, its
-    relative error was 348 at decay rate 16, this one's .0014. So do, in float32, row sums of pairs minus
-    column sums: dA_log, which multiplies what they leave by g, was 32 times as wrong as allowed.
+    Token t's decay acts on everything that was written before t and is read at or after t, in four parts:
+
+        pairs [M, C, C]     i reads what j wrote, i >= t > j
+        reads [M, C]        i reads the chunk's first state, i >= t
+        written [M, C]      the chunk's last state holds what j wrote, j < t
+        carried [M]         the last state holds the first one
+
+    The plain form q dq - k dk subtracts sums that strong decay makes far larger than their difference:
+    rounded to bfloat16, its relative error was 348 at decay rate 16, and this one's is .0014. Row sums of
+    pairs minus column sums also cancel, in float32: dA_log, which multiplies the rest by g, was 32 times as
+    wrong as allowed.
     """
     from_t_on = torch.ones_like(pairs[0]).triu_()
     behind = (from_t_on @ pairs).tril_(-1).sum(-1).add_(reads.flip(-1).cumsum(-1).flip(-1))
@@ -204,31 +218,35 @@ def log_decay_gradient(pairs: Tensor, reads: Tensor, written: Tensor, carried: T
     return behind.add_(before).add_(carried[:, None])
 
 
-def _at_once(C: int, K: int, V: int) -> int:
-    """Chunks to do at a time, so that what is only passed on from product to product stays in the cache."""
+def _block_size(C: int, K: int, V: int) -> int:
+    """Returns how many rows to compute together, so that intermediate products stay in the cache."""
     return max(1, BLOCK // (C * max(C, K + V)))
 
 
-def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
-    for start in range(rows.start, rows.stop, at_once):
-        yield slice(start, min(start + at_once, rows.stop))
+def _blocks(rows: slice, block: int) -> Iterator[slice]:
+    for start in range(rows.start, rows.stop, block):
+        yield slice(start, min(start + block, rows.stop))
 
 
-def _decays(at: Layout, g: Tensor, HV: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """b [M, C] float64, and gam, lam [M, C, 1]."""
+def _decays(layout: Layout, g: Tensor, HV: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns b [M, C] in float64, and gam and lam [M, C, 1]."""
     # in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o more than is allowed
-    b = at.split(g, g.new_empty((at.chunks, HV, 1, at.C), dtype=torch.float64)).view(-1, at.C).cumsum(-1)
+    b = (
+        layout.split(g, g.new_empty((layout.chunks, HV, 1, layout.C), dtype=torch.float64))
+        .view(-1, layout.C)
+        .cumsum(-1)
+    )
     return b, b.exp().to(dtype)[..., None], (b[:, -1:] - b).exp().to(dtype)[..., None]
 
 
 def _scan(A: Tensor, states: Tensor, steps: list[tuple[slice, slice, slice]]) -> None:
-    """states [N HV + M, K, V]: Z after every chunk becomes S'."""
+    """Turns Z into S' after every chunk, in states [N HV + M, K, V]."""
     for rows, first, last in steps:
         states[last].baddbmm_(A[rows], states[first])
 
 
 def _scan_back(A: Tensor, dstates: Tensor, steps: list[tuple[slice, slice, slice]]) -> None:
-    """dstates [N HV + M, K, V]: what reads a state by itself becomes its gradient."""
+    """Adds to the gradient of every state [N HV + M, K, V] what comes from the state after it."""
     for rows, first, last in reversed(steps):
         dstates[first].baddbmm_(A[rows].mT, dstates[last])
 
@@ -238,5 +256,5 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _ungrouped(x: Tensor) -> Tensor:
-    """[chunks, H, G, C, K] -> [chunks, H, C, K], summed over the value heads of a group."""
+    """Returns x [chunks, H, G, C, K] summed over the value heads of a group: [chunks, H, C, K]."""
     return x[:, :, 0] if x.shape[2] == 1 else x.sum(2)
