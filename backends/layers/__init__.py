@@ -1,8 +1,8 @@
 """The small operations of a layer: short convolution, RMS norm, cross-entropy of a readout.
 
 Each is computed in PyTorch on any device (`layers.pytorch`), and by kernels where a backend has them. A name
-in `backend`, or the default backend, is strict: what it cannot run it refuses, unless `default_backend` allows
-another.
+in `backend`, or the default backend, is strict: what it cannot run it refuses, unless `default_backend`
+allows another.
 """
 
 from __future__ import annotations
