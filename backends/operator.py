@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_trn.backends.registry import adapter, chosen_name, selection
+from delta_trn.backends.registry import OPERATIONS, adapter, chosen_name, selection
 
 LIBRARY = "delta_trn"
 SCHEMA_TYPES = {
@@ -84,6 +84,8 @@ class Operator:
         self.gradients = [(word,) for word in self.tensors] if gradients is None else gradients
         self.gradient_fakes = self._like_tensors if gradient_fakes is None else gradient_fakes
         self._define(types)
+        if name not in OPERATIONS:
+            OPERATIONS.append(name)
 
     def choose(
         self,

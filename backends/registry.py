@@ -17,10 +17,11 @@ import torch
 
 from delta_trn.backends.checks import dtype_name
 
-OPERATIONS: tuple[str, ...] = (
+# The operations of this repository; an `Operator` of another name adds itself.
+OPERATIONS: list[str] = [
     "gated_delta_rule", "gated_delta_rule_step", "delta_residual", "short_convolution", "gated_rms_norm",
     "add_rms_norm", "linear_cross_entropy",
-)  # fmt: skip
+]  # fmt: skip
 
 
 class BackendRefusal(RuntimeError):
@@ -131,7 +132,9 @@ def register(backend: Backend) -> None:
         raise ValueError(f"backend {backend.name!r} is registered already; choose another name")
     unknown = sorted(set(backend.capabilities) - set(OPERATIONS))
     if unknown:
-        raise ValueError(f"backend {backend.name!r} declares {unknown}; operations are {OPERATIONS}")
+        raise ValueError(
+            f"backend {backend.name!r} declares {unknown}; operations are {', '.join(OPERATIONS)}"
+        )
     BACKENDS[backend.name] = backend
 
 

@@ -78,16 +78,17 @@ def run(words: list[str]) -> tuple[int, str]:
 
 
 @pytest.fixture
-def backends_as_before():
-    """Removes the backends that a page registers."""
-    before = dict(registry.BACKENDS)
+def registry_as_before():
+    """Removes the backends and operations that a page adds."""
+    backends, operations = dict(registry.BACKENDS), list(registry.OPERATIONS)
     yield
     registry.BACKENDS.clear()
-    registry.BACKENDS.update(before)
+    registry.BACKENDS.update(backends)
+    registry.OPERATIONS[:] = operations
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, backends_as_before):
+def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, registry_as_before):
     """In the order of the page, in one folder. The next test has the blocks that need more than a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
