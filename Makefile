@@ -52,7 +52,8 @@ bench: $(READY)
 measure: $(READY)
 	mkdir -p $(OUT)
 	$(RUN) -m backends.parity --backend triton --json $(OUT)/parity.jsonl
-	$(RUN) -m pytest -m "not slow" tests/triton_kernels/test_parity.py tests/triton_kernels/test_segments.py \
+	$(RUN) -m pytest -m "not slow" --backend triton tests/backends/test_parity.py tests/triton_kernels/test_parity.py \
+		tests/triton_kernels/test_segments.py \
 		tests/triton_kernels/test_gated_delta_rule.py
 	$(RUN) -m backends.bench --backend triton --seconds 1 --json $(OUT)/data.jsonl $(ARGS)
 	for width in 512 1024; do \

@@ -10,8 +10,7 @@ if not torch.cuda.is_available():
     # test module would set it too late.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from delta_trn.backends.parity.__main__ import subjects
-from delta_trn.backends.registry import BACKENDS, default_backend
+from delta_trn.backends.registry import default_backend
 
 
 def pytest_addoption(parser):
@@ -21,33 +20,6 @@ def pytest_addoption(parser):
         default=[],
         help="test parity of this backend; fail if it cannot run here",
     )
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_generate_tests(metafunc):
-    """Gives `parity_subject` every backend that runs here, or those that --backend names.
-
-    A backend that cannot run here, or only in an interpreter that takes minutes, is skipped with its reason.
-    With --backend it must run, so a skip cannot pass for coverage. The subject varies fastest (trylast), so
-    that the judge computes each case once for all backends.
-    """
-    if "parity_subject" not in metafunc.fixturenames:
-        return
-    named = metafunc.config.getoption("--backend")
-    if named:
-        found = [pytest.param(subject, id=subject.backend) for subject in subjects(named)]
-        metafunc.parametrize("parity_subject", found)
-        return
-    here = {subject.backend: subject for subject in subjects()}
-    rows = []
-    for name in BACKENDS:
-        marks = []
-        if name not in here:
-            marks = [pytest.mark.skip(reason=f"{name} does not run here; python -m backends says why")]
-        elif here[name].emulated:
-            marks = [pytest.mark.skip(reason=f"{name} is emulated here: pytest --backend {name}")]
-        rows.append(pytest.param(here.get(name), id=name, marks=marks))
-    metafunc.parametrize("parity_subject", rows)
 
 
 @pytest.fixture(autouse=True)

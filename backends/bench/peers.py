@@ -75,28 +75,32 @@ class Peer:
         return f"{self.name} {version(self.distribution)}"
 
 
-def _made(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, told: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """g and beta by PyTorch, where `told`, which loses its arguments about gates, has them made."""
-    gates = {name: told.pop(name) for name in GATES if name in told}
+def _apply_gates(
+    q: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Computes g and beta by PyTorch as `options` ask, and removes what they say about gates."""
+    gates = {name: options.pop(name) for name in GATES if name in options}
     beta_max = gate_arguments(q, v.shape[2], **gates)
     return make_gates(g, beta, gates.get("A_log"), gates.get("dt_bias"), beta_max)
 
 
 def _huggingface(name: str) -> Rule:
+    # first of all, because `delta_trn` registers its models when this one is loaded
+    import_module("transformers.models.auto.modeling_auto")
     module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     # unwrapped: transformers replaces the function by flash-linear-attention's where that is installed
     form = inspect.unwrap(getattr(module, name))
 
     def rule(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
-        cu_seqlens: Tensor | None = None, **told: Any,
+        cu_seqlens: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if cu_seqlens is not None:
             raise ValueError("hf takes no packed sequences; leave cu_seqlens out")
-        g, beta = _made(q, v, g, beta, told)
+        g, beta = _apply_gates(q, v, g, beta, options)
         group = v.shape[2] // q.shape[2]
         q, k = (y if group == 1 else y.repeat_interleave(group, dim=2) for y in (q, k))
-        o, state = form(q, k, v, g, beta, **told)
+        o, state = form(q, k, v, g, beta, **options)
         # its scale is K^-0.5 always, and o is linear in it
         return o if scale is None else o * (scale * q.shape[-1] ** 0.5), state
 
@@ -109,11 +113,11 @@ def _flash_linear_attention() -> Rule:
     makes_gates = "use_beta_sigmoid_in_kernel" in inspect.signature(form).parameters
 
     def rule(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **told: Any
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         if not makes_gates:
-            g, beta = _made(q, v, g, beta, told)
-        return form(q, k, v, g, beta, **told)
+            g, beta = _apply_gates(q, v, g, beta, options)
+        return form(q, k, v, g, beta, **options)
 
     return rule
 
@@ -122,10 +126,10 @@ def _flash_linear_attention_step() -> Rule:
     form = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
 
     def rule(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **told: Any
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         # by name: gates of keys and of values stand between g and beta
-        return form(q=q, k=k, v=v, g=g, beta=beta, **told)
+        return form(q=q, k=k, v=v, g=g, beta=beta, **options)
 
     return rule
 

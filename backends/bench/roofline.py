@@ -1,14 +1,14 @@
 """The least time a pass can take: for its floating-point operations or for its bytes, whichever is longer.
 
-Counted per token and value head, R = HV / H value heads to a key, one multiplication and one addition as two
-operations; C = 64, the chunk of the published counts, whatever a backend's is:
+Operations are counted per token and value head, a multiplication and an addition as two. R = HV / H value
+heads share a key; C = 64 is the chunk of the published counts, whatever a backend's is:
 
     forward     6 K V + 4 C V + 4 C K / R + 2 C^2 / 3        state, chunk and inverse
-    backward    14 K V + 10 C V + 10 C K + 4 C^2             no state is computed again
+    backward    14 K V + 10 C V + 10 C K + 4 C^2             no state is recomputed
     step        6 K V
 
-Bytes are those of inputs, each read once, and outputs, each written once. What can be had is measured on the
-same machine in the same run: a large copy, and a large product in the dtype of q.
+Bytes count each input once and each output once. The ceilings are measured on the same machine in the same
+run: a large copy, and a large product in the dtype of q.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from delta_trn.backends.bench.timing import Spread, interleaved
 from delta_trn.backends.parity.rule_cases import Case
 
 C = 64
-# sides of the product, and bytes of the copy, by type of device: tenths of a second on any at hand
+# side of the product and bytes of the copy, by type of device: tenths of a second on every one at hand
 PRODUCT = {"cuda": 8192, "cpu": 2048}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 
@@ -41,17 +41,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a machine can do at best: operations and bytes a second."""
+    """What a machine can do at best: operations and bytes per second."""
 
     flops_per_s: float
     bytes_per_s: float
 
     def floor_ms(self, work: Work) -> float:
-        """The longer of the two."""
+        """Returns the longer of the times for operations and for bytes."""
         return 1e3 * max(work.flops / self.flops_per_s, work.bytes / self.bytes_per_s)
 
     def facts(self) -> dict[str, Any]:
-        """For a line of results."""
+        """Returns the fields of a line of results."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Ceilings:
 
 
 def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
-    """By pass: forward, backward, forward+backward; step, for T = 1."""
+    """Returns the work of each pass: forward, backward, forward+backward; and step, for T = 1."""
     H, HV, K, V, s = case.H, case.value_heads, case.K, case.V, dtype.itemsize
     tokens = case.B * case.T
     state = 4 * case.sequences * HV * K * V
@@ -77,7 +77,7 @@ def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Ceilings:
-    """Measured now: the medians."""
+    """Measures them now, as medians."""
     n, size = PRODUCT[device.type], COPY_BYTES[device.type]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

@@ -1,7 +1,7 @@
 """One token of generation, for `backends.bench`: what is timed, and the parity before it.
 
-A step reads and writes every state, 8 K V bytes a head, and does little else; for one sequence it is the
-launch that takes the time. The state is the same in every round: steps do not depend on what it holds.
+A step reads and writes every state, 8 K V bytes per head, and does little else; for one sequence the launch
+takes most of the time. The state is the same in every round: the time of a step does not depend on it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.gated_delta_rule import gated_delta_rule_step
-from delta_trn.backends.parity.judge import Verdict, judged
+from delta_trn.backends.parity.judge import Reference, Verdict, error
 from delta_trn.backends.parity.rule_cases import Case, Inputs, inputs
 
 Step = Callable[[Inputs], tuple[Tensor, Tensor]]
@@ -21,7 +21,7 @@ OPERATION = "gated_delta_rule_step"
 
 
 def ours(backend: str) -> Step:
-    """The public operation on one backend."""
+    """Returns the public operation on one backend."""
 
     def run(x: Inputs) -> tuple[Tensor, Tensor]:
         assert x.initial_state is not None
@@ -34,30 +34,29 @@ def ours(backend: str) -> Step:
     return run
 
 
-def contender(name: str) -> Step:
-    """By name: a peer's, or one of our backends."""
-    return PEERS[name].step() if name in PEERS else ours(name)
-
-
-def prepared(name: str, given: Inputs) -> Callable[[], None]:
-    """A call without arguments that takes one step."""
-    run = contender(name)
+def step_call(name: str, x: Inputs) -> Callable[[], None]:
+    """Returns a call without arguments that takes one step by a peer or by one of our backends."""
+    run = PEERS[name].step() if name in PEERS else ours(name)
 
     def call() -> None:
         with torch.no_grad():
-            run(given)
+            run(x)
 
     return call
 
 
 def step_verdicts(case: Case, dtype: torch.dtype, backend: str, device: str) -> list[Verdict]:
-    """o and the state after one token: the literal step in float64 judges, in `dtype` it is the baseline."""
-    given = inputs(case, dtype).to(device)
+    """Judges o and the state after one token.
 
-    def taken(name: str, x: Inputs) -> dict[str, Tensor]:
+    The literal step is the judge in float64, and the baseline in `dtype`.
+    """
+    x = inputs(case, dtype).to(device)
+
+    def outcome(name: str, x: Inputs) -> dict[str, Tensor]:
         with torch.no_grad():
             return dict(zip(("o", "state"), ours(name)(x), strict=True))
 
-    right, honest = taken("recurrent", given.double()), taken("recurrent", given)
-    found = taken(backend, given)
-    return judged(case.name, OPERATION, dtype, backend, found, honest, right, case.K)
+    judge, baseline = outcome("recurrent", x.double()), outcome("recurrent", x)
+    errors = {name: error(baseline[name], right) for name, right in judge.items()}
+    right = Reference(OPERATION, case.name, dtype, judge, errors, case.K)
+    return right.verdicts(backend, outcome(backend, x))

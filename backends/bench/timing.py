@@ -1,6 +1,6 @@
 """The clock: contenders take turns, one call each, so that whatever slows the machine slows all.
 
-Every call on a GPU starts with a cold cache, and is timed by the device's events; on a CPU by the wall.
+On a GPU every call starts with a cold cache and is timed by the device's events; on a CPU by the wall clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Of at least two values."""
+        """Computes them from at least two values."""
         deciles = statistics.quantiles(values, n=10, method="inclusive")
         return Spread(deciles[1], statistics.median(values), deciles[7])
 
@@ -39,40 +39,43 @@ class Spread:
 
 
 def interleaved(calls: Mapping[str, Call], device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of every contender, one call each in turn, for about `seconds`, after a warm-up."""
+    """Times every contender in milliseconds, one call each in turn, for about `seconds`, after a warm-up."""
     clock = _cuda_clock if device.type == "cuda" else _cpu_clock
     for call in calls.values():
         call()
     machine.synchronize(device)
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     start, rounds = time.perf_counter(), 0
     while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - start < seconds):
         for name, call in calls.items():
-            found[name].append(clock(call, device))
+            times[name].append(clock(call, device))
         rounds += 1
-    return found
+    return times
 
 
 def ratios(times: Mapping[str, Sequence[float]], ours: str) -> dict[str, Spread | None]:
-    """Every contender's time over ours, round by round; None for ourselves."""
+    """Returns every contender's time over ours, round by round; None for ourselves."""
     return {
         name: None
         if name == ours
-        else Spread.of([theirs / own for theirs, own in zip(found, times[ours], strict=True)])
-        for name, found in times.items()
+        else Spread.of([theirs / own for theirs, own in zip(values, times[ours], strict=True)])
+        for name, values in times.items()
     }
 
 
 def modes(calls: Mapping[str, Call], device: torch.device) -> dict[str, Mapping[str, Call]]:
-    """The calls as they are and, on a GPU, as CUDA graphs, those that can be captured."""
-    found = {"": calls}
+    """Returns the calls as they are and, on a GPU, those that can be captured as CUDA graphs."""
+    kinds = {"": calls}
     if device.type == "cuda":
-        found[" (graph)"] = {name: graph for name, call in calls.items() if (graph := _graph(call))}
-    return found
+        kinds[" (graph)"] = {name: graph for name, call in calls.items() if (graph := _graph(call))}
+    return kinds
 
 
-def captured(call: Call) -> Call:
-    """The call as a CUDA graph: what the device alone needs. Raises RuntimeError if it waits for the host."""
+def capture(call: Call) -> Call:
+    """Captures a call as a CUDA graph, which the host does not slow down.
+
+    Raises RuntimeError if the call waits for the host.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -87,7 +90,7 @@ def captured(call: Call) -> Call:
 
 def _graph(call: Call) -> Call | None:
     try:
-        return captured(call)
+        return capture(call)
     except RuntimeError:
         torch.cuda.synchronize()
         return None

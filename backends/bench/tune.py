@@ -1,11 +1,12 @@
-"""Other launches of the Triton kernels than the table's, timed beside it, one kernel after the other.
+"""Times launches of the Triton kernels beside those of the table, one kernel after the other.
 
-    python -m backends.tune CASE ... [--dtype NAME] [--seconds S] [--json FILE]
+    python -m backends.bench.tune CASE ... [--dtype NAME] [--seconds S] [--json FILE]
 
-For every case: what other widths, warps and stages make of the pass that a kernel belongs to, ours now over
-theirs, above 1 where they are faster. What wins with its 20th percentile too is kept for the kernels that
-follow, and the row that comes out must pass parity. It is printed for `triton_kernels.launch`, where a person
-puts it: nothing is tuned at run time. Candidates that the device refuses are named with the reason.
+For every kernel of a case: the time of its pass with the table's tile, over the time with a neighboring one
+(other widths, warps, stages); above 1, the neighbor is faster. A tile whose 20th percentile is above 1 is
+kept for the kernels that follow, and the resulting row must pass parity. The row is printed for a person to
+put into `triton_kernels.launch`: nothing is tuned at run time. A tile that the device refuses is named with
+the reason.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from delta_trn.backends.bench.__main__ import contender, prepared
+from delta_trn.backends.bench.__main__ import contender, pass_call
 from delta_trn.backends.bench.timing import Spread, interleaved
 from delta_trn.backends.gated_delta_rule.triton_adapter import Config, Tile, adjusted, config
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import Subject, subjects
-from delta_trn.backends.parity.judge import verdicts
+from delta_trn.backends.parity.judge import name_of
+from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import Case, inputs, select
 from delta_trn.backends.registry import BackendRefusal
 
@@ -46,18 +47,19 @@ class Trial:
 
 
 def candidates(tile: Tile, V: int) -> list[Tile]:
-    """A step from `tile` in each direction: half and twice the columns, the other warps, stages beside."""
-    found = []
-    if tile.columns:
-        widths = (tile.columns // 2, tile.columns * 2)
-        found += [replace(tile, columns=columns) for columns in widths if 16 <= columns < 2 * V]
-    found += [replace(tile, warps=warps) for warps in (tile.warps // 2, tile.warps * 2) if 2 <= warps <= 8]
-    found += [replace(tile, stages=tile.stages + step) for step in (-1, 1) if 1 <= tile.stages + step <= 4]
-    return found
+    """Returns the neighbors of a tile: half and twice the columns and warps, one stage more and less."""
+    columns = [n for n in (tile.columns // 2, tile.columns * 2) if tile.columns and 16 <= n < 2 * V]
+    warps = [n for n in (tile.warps // 2, tile.warps * 2) if 2 <= n <= 8]
+    stages = [n for n in (tile.stages - 1, tile.stages + 1) if 1 <= n <= 4]
+    return [
+        *(replace(tile, columns=n) for n in columns),
+        *(replace(tile, warps=n) for n in warps),
+        *(replace(tile, stages=n) for n in stages),
+    ]
 
 
 def under(row: Config, call: Callable[[], None]) -> Callable[[], None]:
-    """The call with every launch by `row`."""
+    """Returns the call with every launch taken from `row`."""
 
     def run() -> None:
         with adjusted(lambda _: row):
@@ -69,75 +71,73 @@ def under(row: Config, call: Callable[[], None]) -> Callable[[], None]:
 def tune(
     subject: Subject, case: Case, dtype: torch.dtype, seconds: float
 ) -> Iterator[tuple[Config, list[Trial]]]:
-    """After each kernel: the best row so far, and what was tried."""
+    """Yields, after each kernel, the best row so far and what was tried."""
     device = torch.device(subject.device)
     row = config(case.K, case.V, itemsize=dtype.itemsize)
-    given = inputs(case, dtype).to(device)
-    name = str(dtype).removeprefix("torch.")
+    x = inputs(case, dtype).to(device)
     for kernel, phase in KERNELS.items():
         now = getattr(row, kernel)
         rows = {tile: replace(row, **{kernel: tile}) for tile in (now, *candidates(now, case.V))}
         trials, calls = [], {}
         for tile, changed in rows.items():
-            call = under(changed, prepared(contender(subject.backend), given, phase))
+            call = under(changed, pass_call(contender(subject.backend), x, phase))
             try:
                 call()
                 calls[str(tile)] = call
-            except Exception as refusal:  # Triton has a class for each way in which a launch cannot be
+            except Exception as refusal:  # Triton has a class for each way in which a launch can fail
                 reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
-                trials.append(Trial(case.name, name, kernel, tile, None, reason))
+                trials.append(Trial(case.name, name_of(dtype), kernel, tile, None, reason))
         times = interleaved(calls, device, seconds)
+        best, most = now, 1.0
         for tile in rows:
             if str(tile) in times:
                 pairs = zip(times[str(now)], times[str(tile)], strict=True)
-                gain = Spread.of([mine / theirs for mine, theirs in pairs])
-                trials.append(Trial(case.name, name, kernel, tile, gain))
-        best = max((trial for trial in trials if trial.gain), key=lambda trial: trial.gain.p20)  # type: ignore[union-attr]
-        if best.gain is not None and best.gain.p20 > 1:
-            row = rows[best.tile]
+                gain = Spread.of([before / after for before, after in pairs])
+                trials.append(Trial(case.name, name_of(dtype), kernel, tile, gain))
+                if gain.p20 > most:
+                    best, most = tile, gain.p20
+        row = rows[best]
         yield row, trials
 
 
-def judged(subject: Subject, case: Case, dtype: torch.dtype, row: Config) -> list[str]:
-    """What of the case's parity fails by that row."""
+def failures(subject: Subject, case: Case, dtype: torch.dtype, row: Config) -> list[str]:
+    """Returns the verdicts of the case's parity that fail with that row."""
     with adjusted(lambda _: row):
-        found = verdicts(case, dtype, subject.backend, subject.device)
-    return [str(verdict) for verdict in found if not verdict.passed]
+        judged = verdicts(case, dtype, subject.backend, subject.device)
+    return [str(verdict) for verdict in judged if not verdict.passed]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m backends.tune", description="Other launches than the table's"
+        prog="python -m backends.bench.tune", description="Other launches than the table's"
     )
     parser.add_argument("case", nargs="+", help="names of cases")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--seconds", type=float, default=1.0, help="per kernel (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object a line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
     options = parser.parse_args(argv)
     try:
         subject = subjects(["triton"])[0]
         cases = select(options.case)
         if stateful := [case.name for case in cases if case.state]:
-            raise ValueError(f"{stateful[0]} starts from a state; passes are timed of cases that do not")
+            raise ValueError(f"{stateful[0]} starts from a state; only cases that do not are timed by pass")
     except (BackendRefusal, ValueError) as complaint:
         print(complaint, file=sys.stderr)
         return 2
-    about = facts(torch.device(subject.device))
     if subject.emulated:
         print("in the interpreter: these times say nothing about a GPU")
-    dtype = getattr(torch, options.dtype)
-    lines: list[dict[str, Any]] = []
-    red = False
+    about, dtype = facts(torch.device(subject.device)), getattr(torch, options.dtype)
+    lines, red = [], False
     for case in cases:
-        rows = []
+        row = config(case.K, case.V, itemsize=dtype.itemsize)
         for best, trials in tune(subject, case, dtype, options.seconds):
-            rows.append(best)
+            row = best
             for trial in trials:
                 print(f"{case.name} {trial.kernel} {trial.tile}: {trial.gain or trial.refusal}", flush=True)
                 lines.append(asdict(trial) | about)
-        failed = judged(subject, case, dtype, rows[-1])
+        failed = failures(subject, case, dtype, row)
         red |= bool(failed)
-        print(f"{case.name}: {rows[-1]}, parity {'red' if failed else 'green'}", *failed, sep="\n")
+        print(f"{case.name}: {row}, parity {'red' if failed else 'green'}", *failed, sep="\n")
     if options.json:
         options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 1 if red else 0

@@ -1,11 +1,11 @@
-"""Every backend against the float64 judge: per case, tensor and dtype.
+"""Judges every backend by the float64 judge: per case, tensor and dtype.
 
-    python -m backends.parity [--backend NAME] [--case NAME] [--slow] [--json FILE]   exit 1 on a failure
+    python -m backends.parity [--backend NAME] [--case NAME] [--dtype NAME] [--slow] [--json FILE]
     python -m backends.parity record FILE --backend NAME       goldens: what this machine computes
-    python -m backends.parity check FILE                       judge what another machine computed
-    python -m backends.parity table [FILE ...]                 the README's table, from --json files
+    python -m backends.parity check FILE                       judges what another machine computed
+    python -m backends.parity table [FILE ...]                 a Markdown table, from --json files
 
-What is measured and what is allowed: `backends.judge`.
+The exit status is 1 on a failure. `judge.py` says what is measured and what is allowed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,28 @@ from rich.table import Table
 
 from delta_trn.backends import machine
 from delta_trn.backends.machine import ROOT, facts
-from delta_trn.backends.parity import goldens, layer_cases
-from delta_trn.backends.parity import residual_cases as depth_cases
-from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, verdicts
-from delta_trn.backends.parity.rule_cases import SMALL, Case, select
+from delta_trn.backends.parity import goldens, layer_cases, residual_cases, rule, rule_cases
+from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, name_of
+from delta_trn.backends.parity.rule_cases import SMALL, find, select
 from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
 
 NOT_RUN = "not yet run"
 SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cases of some operations, and (case, dtype, backend, device) -> verdicts."""
+
+    cases: Mapping[str, Any]
+    verdicts: Callable[..., list[Verdict]]
+
+
+GRIDS: Mapping[str, Grid] = {
+    "rule": Grid(rule_cases.BY_NAME, rule.verdicts),
+    "residual": Grid(residual_cases.BY_NAME, residual_cases.verdicts),
+    "layers": Grid(layer_cases.BY_NAME, layer_cases.verdicts),
+}
 
 
 @dataclass(frozen=True)
@@ -47,20 +61,25 @@ class Subject:
     def emulated(self) -> bool:
         return self.device in BACKENDS[self.backend].emulated
 
-    def dtypes(self) -> list[torch.dtype]:
-        known = BACKENDS[self.backend].capabilities["gated_delta_rule"].dtypes
-        return [dtype for dtype in DTYPES if dtype in known]
+    def dtypes(self, op: str = "gated_delta_rule") -> list[torch.dtype]:
+        """Returns the dtypes of the grid in which the backend has the operation; none if it lacks it."""
+        capability = BACKENDS[self.backend].capabilities.get(op)
+        return [dtype for dtype in DTYPES if capability is not None and dtype in capability.dtypes]
 
-    def cases(self, names: Sequence[str] | None, *, slow: bool) -> list[Case]:
-        return select(names, tags=SMALL if self.emulated and not names else frozenset(), slow=slow)
+    def cases(self, names: Sequence[str] | None, *, slow: bool) -> dict[str, list[Any]]:
+        """Returns the cases of each grid: those named, or all; of the rule, emulators get the small ones."""
+        if names is not None:
+            return {key: [x for n, x in grid.cases.items() if n in names] for key, grid in GRIDS.items()}
+        every = {key: list(grid.cases.values()) for key, grid in GRIDS.items()}
+        return every | {"rule": select(tags=SMALL if self.emulated else frozenset(), slow=slow)}
 
 
 def subjects(names: Sequence[str] | None = None) -> list[Subject]:
-    """The backends named, or all that run here, each on the preferred device type it runs on.
+    """Returns the backends named, or all that run here, each on the first device type that it runs on.
 
-    Raises BackendRefusal for one that was named and cannot run on this machine, with the reasons.
+    Raises BackendRefusal, with the reasons, for one that was named and cannot run on this machine.
     """
-    found = []
+    here = []
     for name in names or BACKENDS:
         if name not in BACKENDS:
             raise BackendRefusal(f"no backend is named {name!r}; registered: {', '.join(BACKENDS)}")
@@ -73,113 +92,93 @@ def subjects(names: Sequence[str] | None = None) -> list[Subject]:
             )
             reason = f"does not run on {device}" if outside else backend.unavailable(device)
             if reason is None:
-                found.append(Subject(name, device))
+                here.append(Subject(name, device))
                 break
             reasons.append(reason)
         else:
             if names:
-                raise BackendRefusal(
-                    "\n".join([f"backend {name} cannot run here:", *(f"  {r}" for r in reasons)])
-                )
-    return found
+                lines = [f"backend {name} cannot run here:", *(f"  {reason}" for reason in reasons)]
+                raise BackendRefusal("\n".join(lines))
+    return here
 
 
 def measure(
-    subject: Subject, cases: Iterable[Case], refused: dict[str, str] | None = None
+    subject: Subject,
+    grid: Grid,
+    cases: Iterable[Any],
+    refused: dict[str, str],
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> Iterator[Verdict]:
-    """The verdicts of one backend; cases outside its declared limits go to `refused` with the reason."""
+    """Judges one backend; `refused` gets the cases outside its declared limits, with the reason."""
     for case in cases:
-        for dtype in subject.dtypes():
+        for dtype in subject.dtypes(case.op):
+            if dtype not in dtypes:
+                continue
             try:
-                yield from verdicts(case, dtype, subject.backend, subject.device)
+                yield from grid.verdicts(case, dtype, subject.backend, subject.device)
             except BackendRefusal as refusal:
-                if refused is None:
-                    raise
                 refused[case.name] = str(refusal)
 
 
 def row(verdict: Verdict, about: Mapping[str, Any]) -> dict[str, Any]:
-    """One JSON object. Errors that are no numbers become null, which is not a pass."""
-    finite = {
-        name: value if math.isfinite(value) else None
-        for name in ("error", "baseline", "allowed")
-        for value in [getattr(verdict, name)]
-    }
+    """Returns one JSON object. Errors that are no numbers become null, which is not a pass."""
+    numbers = {name: getattr(verdict, name) for name in ("error", "baseline", "allowed")}
     return {
         "op": verdict.op,
         "backend": verdict.backend,
         "case": verdict.case,
-        "dtype": str(verdict.dtype).removeprefix("torch."),
+        "dtype": name_of(verdict.dtype),
         "tensor": verdict.tensor,
-        **finite,
+        **{name: x if math.isfinite(x) else None for name, x in numbers.items()},
         "passed": verdict.passed,
         **about,
     }
 
 
-def worst_first(found: Iterable[Verdict]) -> list[Verdict]:
-    """By error over allowed; failures, NaN among them, before anything that passed."""
-    return sorted(found, key=lambda verdict: (verdict.passed, -verdict.ratio))
+def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Sorts by error over allowed; failures, NaN among them, come before anything that passed."""
+    return sorted(verdicts, key=lambda verdict: (verdict.passed, -verdict.ratio))
 
 
-def report(console: Console, found: Sequence[Verdict], refused: Mapping[str, str]) -> None:
-    """A table, worst first: every failure, and SHOWN rows at least; then one line per backend and dtype."""
-    ordered = worst_first(found)
-    failures = sum(not verdict.passed for verdict in found)
+def report(console: Console, verdicts: Sequence[Verdict], refused: Mapping[str, str]) -> None:
+    """Prints the worst SHOWN rows and every failure, then one line per backend and dtype."""
+    failures = sum(not verdict.passed for verdict in verdicts)
     table = Table(
         title=f"error against the float64 judge; allowed: {FACTOR:g} x an honest baseline, worst first"
     )
-    for heading in ("backend", "case", "dtype", "tensor", "error", "baseline", "allowed", "error/allowed"):
-        table.add_column(
-            heading, justify="left" if heading in ("backend", "case", "dtype", "tensor") else "right"
-        )
-    for verdict in ordered[: max(SHOWN, failures)]:
-        table.add_row(
-            verdict.backend,
-            verdict.case,
-            str(verdict.dtype).removeprefix("torch."),
-            verdict.tensor,
-            f"{verdict.error:.2e}",
-            f"{verdict.baseline:.2e}",
-            f"{verdict.allowed:.2e}",
-            f"{verdict.ratio:.2f}" + ("" if verdict.passed else "  failed"),
-            style=None if verdict.passed else "bold red",
-        )
+    for heading in ("backend", "case", "dtype", "tensor"):
+        table.add_column(heading)
+    for heading in ("error", "baseline", "allowed", "error/allowed"):
+        table.add_column(heading, justify="right")
+    for v in worst_first(verdicts)[: max(SHOWN, failures)]:
+        numbers = (f"{x:.2e}" for x in (v.error, v.baseline, v.allowed))
+        ratio = f"{v.ratio:.2f}" + ("" if v.passed else "  failed")
+        style = None if v.passed else "bold red"
+        table.add_row(v.backend, v.case, name_of(v.dtype), v.tensor, *numbers, ratio, style=style)
     console.print(table)
     for name, reason in refused.items():
         console.print(f"case {name} refused: {reason}", highlight=False)
-    for backend, dtype in dict.fromkeys((verdict.backend, verdict.dtype) for verdict in found):
-        mine = [verdict for verdict in found if (verdict.backend, verdict.dtype) == (backend, dtype)]
-        failed = sum(not verdict.passed for verdict in mine)
-        cases = len({verdict.case for verdict in mine})
-        name = str(dtype).removeprefix("torch.")
-        verdict = f"{failed} of {len(mine)} failed" if failed else f"all {len(mine)} passed"
-        console.print(f"{backend} {name}: {cases} cases, {verdict}", highlight=False)
+    for backend, dtype in dict.fromkeys((v.backend, v.dtype) for v in verdicts):
+        group = [v for v in verdicts if (v.backend, v.dtype) == (backend, dtype)]
+        failed, cases = sum(not v.passed for v in group), len({v.case for v in group})
+        summary = f"{failed} of {len(group)} failed" if failed else f"all {len(group)} passed"
+        console.print(f"{backend} {name_of(dtype)}: {cases} cases, {summary}", highlight=False)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The README's table: what ran where, and the worst error over what is allowed."""
+    """Formats a table: what ran where, and the worst error over what is allowed."""
     places = list(dict.fromkeys((row["backend"], row["device"]) for row in rows))
-    columns = places + [
-        (name, NOT_RUN) for name in BACKENDS if name not in {backend for backend, _ in places}
-    ]
+    columns = places + [(name, NOT_RUN) for name in BACKENDS if name not in dict(places)]
     lines = [
         "| operation | " + " | ".join(f"`{backend}`, {device}" for backend, device in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
     ]
     for op in [op for op in OPERATIONS if op == OPERATIONS[0] or any(row["op"] == op for row in rows)]:
-        for dtype in DTYPES:
-            name = str(dtype).removeprefix("torch.")
-            cells = [
-                _cell(
-                    [
-                        row
-                        for row in rows
-                        if (row["op"], row["backend"], row["device"], row["dtype"]) == (op, *place, name)
-                    ]
-                )
-                for place in columns
-            ]
+        for name in map(name_of, DTYPES):
+            cells = (
+                _cell([r for r in rows if (r["op"], r["backend"], r["device"], r["dtype"]) == key])
+                for key in ((op, *place, name) for place in columns)
+            )
             lines.append(f"| `{op}`, {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -188,77 +187,69 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return NOT_RUN
     failed = sum(not row["passed"] for row in rows)
-    cases = len({row["case"] for row in rows})
     if failed:
         return f"{failed} of {len(rows)} failed"
     worst = max(row["error"] / row["allowed"] for row in rows if row["allowed"])
-    return f"{cases} cases pass, at most {worst:.2f} of the allowed error"
+    return f"{len({row['case'] for row in rows})} cases pass, at most {worst:.2f} of the allowed error"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m backends.parity", description="Every backend against the judge"
     )
-    parser.add_argument("action", nargs="?", choices=("run", "record", "check", "table"), default="run")
+    parser.add_argument("action", nargs="?", choices=tuple(_ACTIONS), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--backend", action="append", help="only this one; may be repeated")
     parser.add_argument("--case", action="append", help="only this one; may be repeated")
+    parser.add_argument("--dtype", choices=tuple(map(name_of, DTYPES)), help="only this one")
     parser.add_argument("--slow", action="store_true", help="the slow cases too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object a line")
-    given = parser.parse_args(argv)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
+    options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 130)
     try:
-        return _ACTIONS[given.action](given, console)
+        return _ACTIONS[options.action](options, console)
     except (BackendRefusal, ValueError, OSError) as complaint:
         print(complaint, file=sys.stderr)
         return 2
 
 
-def _run(given: argparse.Namespace, console: Console) -> int:
-    found: list[Verdict] = []
+def _run(options: argparse.Namespace, console: Console) -> int:
+    for name in options.case or ():
+        find(name, {name: case for grid in GRIDS.values() for name, case in grid.cases.items()})
+    dtypes = [getattr(torch, options.dtype)] if options.dtype else DTYPES
+    verdicts: list[Verdict] = []
     refused: dict[str, str] = {}
     lines = []
-    for subject in subjects(given.backend):
+    for subject in subjects(options.backend):
         about = facts(torch.device(subject.device))
-        stateless = _named(given, depth_cases.BY_NAME), _named(given, layer_cases.BY_NAME)
-        taken = {name for names in stateless for name in names or ()}
-        time = None if given.case is None else [name for name in given.case if name not in taken]
-        cases = [] if time == [] else subject.cases(time, slow=given.slow)
-        progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
-        mine = list(measure(subject, progress, refused))
-        for grid, names in zip((depth_cases, layer_cases), stateless, strict=True):
-            mine += grid.measure(subject.backend, subject.device, DTYPES, names)
-        lines += [row(verdict, about) for verdict in mine]
-        found += mine
-    report(console, found, refused)
-    if given.json:
-        given.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return 0 if found and all(verdict.passed for verdict in found) else 1
+        for key, cases in subject.cases(options.case, slow=options.slow).items():
+            progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
+            found = list(measure(subject, GRIDS[key], progress, refused, dtypes))
+            lines += [row(verdict, about) for verdict in found]
+            verdicts += found
+    report(console, verdicts, refused)
+    if options.json:
+        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return _status(verdicts)
 
 
-def _named(given: argparse.Namespace, grid: Mapping[str, Any]) -> list[str] | None:
-    """The cases asked for that are in a grid; None: all of it."""
-    return None if given.case is None else [name for name in given.case if name in grid]
+def _record(options: argparse.Namespace, console: Console) -> int:
+    subject = subjects(options.backend)[0]
+    cases = select(options.case, tags=frozenset() if options.case else SMALL)
+    verdicts = goldens.record(_single(options.files), subject.backend, cases, subject.device)
+    report(console, verdicts, {})
+    return _status(verdicts)
 
 
-def _record(given: argparse.Namespace, console: Console) -> int:
-    subject = subjects(given.backend)[0]
-    cases = select(given.case, tags=frozenset() if given.case else SMALL)
-    found = goldens.record(_single(given.files), subject.backend, cases, subject.device)
-    report(console, found, {})
-    return 0 if all(verdict.passed for verdict in found) else 1
+def _check(options: argparse.Namespace, console: Console) -> int:
+    verdicts = goldens.check(_single(options.files))
+    report(console, verdicts, {})
+    return _status(verdicts)
 
 
-def _check(given: argparse.Namespace, console: Console) -> int:
-    found = goldens.check(_single(given.files))
-    report(console, found, {})
-    return 0 if all(verdict.passed for verdict in found) else 1
-
-
-def _table(given: argparse.Namespace, console: Console) -> int:
-    files = given.files or sorted((ROOT / "results").glob("*/parity*.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    print(markdown(rows))
+def _table(options: argparse.Namespace, console: Console) -> int:
+    files = options.files or sorted((ROOT / "results").glob("*/parity*.jsonl"))
+    print(markdown([json.loads(line) for file in files for line in file.read_text().splitlines()]))
     return 0
 
 
@@ -266,6 +257,10 @@ def _single(files: Sequence[Path]) -> Path:
     if len(files) != 1:
         raise ValueError(f"{len(files)} files given; name the one golden to write or to check")
     return files[0]
+
+
+def _status(verdicts: Sequence[Verdict]) -> int:
+    return 0 if verdicts and all(verdict.passed for verdict in verdicts) else 1
 
 
 _ACTIONS = {"run": _run, "record": _record, "check": _check, "table": _table}

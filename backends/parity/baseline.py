@@ -1,16 +1,19 @@
 """What parity measures against: an honest PyTorch implementation at the same precision, and nothing clever.
 
-The chunkwise form of arXiv:2412.06464 with the WY representation of arXiv:2406.06484, one chunk after the
-other:
+It is the chunkwise form of arXiv:2412.06464 with the WY representation of arXiv:2406.06484. For each chunk of
+C tokens, in the notation of `backends.gated_delta_rule`, with V standing for the values [C, V]:
 
-    A = strict_lower(diag(beta) K K^T . D)     T = (I + A)^-1     u = T diag(beta) V     w = T diag(beta exp
-    b) K U = u - w S       O = scale (diag(exp b) Q S + (Q K^T . D) U)       S' = exp(b_C) S + K^T
-    diag(exp(b_C - b)) U
+    L  = strict lower triangle of diag(beta) K K^T . D       [C, C]
+    T  = (I + L)^-1                                          [C, C]
+    U  = T diag(beta) V - T diag(beta exp(b)) K S            [C, V]
+    P  = scale * (Q K^T) . D                                 [C, C]
+    O  = scale * diag(exp(b)) Q S + P U                      [C, V]
+    S <- exp(b_C) S + K^T diag(exp(b_C - b)) U               [K, V]
 
-Its gradients are PyTorch's own. It stands for what a careful reader of the papers writes in an afternoon:
-every product rounds its operands to the training dtype and adds in float32, forward and backward, as matrix
-units do; state, decay sums, exponentials and the triangular inverse are float32. The logarithms of decays
-are summed segment by segment (Mamba-2's segment sums, arXiv:2405.21060), not as differences of running
+Its gradients are PyTorch's own. It stands for what a careful reader of the papers writes in an afternoon.
+Every product rounds its operands to the training dtype and adds in float32, forward and backward, as matrix
+units do. State, decay sums, exponentials and the triangular inverse are float32. The logarithms of decays
+are summed segment by segment (Mamba-2's segment sums, arXiv:2405.21060) and not as differences of running
 sums, so that they keep their digits where strong and weak decays meet.
 """
 
@@ -26,7 +29,7 @@ CHUNK = 64
 
 
 class _Product(torch.autograd.Function):
-    """a @ b with operands rounded to `dtype` and sums in float32; so are the two products of its gradient."""
+    """Multiplies operands rounded to `dtype` and adds in float32, also in the products of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -43,7 +46,7 @@ class _Product(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b for float32 a [.., M, K], b [.., K, N], as a matrix unit fed with `dtype` computes it."""
+    """Returns a @ b for float32 a [.., M, K], b [.., K, N], as a matrix unit fed with `dtype` computes it."""
     return _Product.apply(a, b, dtype)  # pyright: ignore[reportReturnType]
 
 
@@ -58,7 +61,7 @@ def gated_delta_rule(
     scale: float,
     l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o and final_state, shapes as in `backends.gated_delta_rule`; differentiable by PyTorch's autograd."""
+    """Returns o and final_state, with the shapes of `backends.gated_delta_rule`."""
     dtype, group = q.dtype, v.shape[2] // q.shape[2]
     q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
     if l2norm:
@@ -75,8 +78,8 @@ def gated_delta_rule(
             S = initial_state[n * rows : (n + 1) * rows]
         for start in range(bounds[n], bounds[n + 1], CHUNK):
             chunk = slice(start, min(start + CHUNK, bounds[n + 1]))
-            cut = [x[:, :, chunk] for x in (q, k, v, g, beta)]
-            o, S = _chunk(*cut, S=S, scale=scale, dtype=dtype)
+            parts = [x[:, :, chunk] for x in (q, k, v, g, beta)]
+            o, S = _chunk(*parts, S=S, scale=scale, dtype=dtype)
             outputs.append(o)
         states.append(S)
     return torch.cat(outputs, dim=2).movedim(1, 2).to(dtype), torch.cat(states)
@@ -87,22 +90,22 @@ def _chunk(
 ) -> tuple[Tensor, Tensor]:
     C = g.shape[-1]
     D = _segment_sums(g).exp()
-    since_start = g.cumsum(-1)
-    until_end = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
-    A = (beta[..., None] * product(k, k.mT, dtype) * D).tril(-1)
-    identity = torch.eye(C, dtype=A.dtype, device=A.device)
-    inverse = torch.linalg.solve_triangular(A + identity, identity, upper=False, unitriangular=True)
-    u = product(inverse, beta[..., None] * v, dtype)
-    w = product(inverse, (beta * since_start.exp())[..., None] * k, dtype)
-    U = u - product(w, S, dtype)
-    inter = since_start.exp()[..., None] * product(q, S, dtype)
-    intra = product(product(q, k.mT, dtype) * D, U, dtype)
-    S = since_start[..., -1].exp()[..., None, None] * S + product(k.mT, until_end.exp()[..., None] * U, dtype)
-    return scale * (inter + intra), S
+    b = g.cumsum(-1)
+    b_to_end = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)  # b_C - b
+    L = (beta[..., None] * product(k, k.mT, dtype) * D).tril(-1)
+    identity = torch.eye(C, dtype=L.dtype, device=L.device)
+    T = torch.linalg.solve_triangular(L + identity, identity, upper=False, unitriangular=True)
+    written = product(T, beta[..., None] * v, dtype)
+    erased = product(product(T, (beta * b.exp())[..., None] * k, dtype), S, dtype)
+    U = written - erased
+    from_state = b.exp()[..., None] * product(q, S, dtype)
+    from_chunk = product(product(q, k.mT, dtype) * D, U, dtype)
+    S = b[..., -1].exp()[..., None, None] * S + product(k.mT, b_to_end.exp()[..., None] * U, dtype)
+    return scale * (from_state + from_chunk), S
 
 
 def _segment_sums(g: Tensor) -> Tensor:
-    """[.., C] -> [.., C, C]: the sum of g over j < l <= i, -inf above the diagonal."""
+    """Maps g [.., C] to its sums over j < l <= i [.., C, C], -inf above the diagonal."""
     C = g.shape[-1]
     below = torch.ones((C, C), dtype=torch.bool, device=g.device).tril(-1)
     sums = g[..., :, None].expand(*g.shape, C).masked_fill(~below, 0.0).cumsum(-2)

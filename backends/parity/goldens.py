@@ -1,8 +1,8 @@
-"""Outputs of one backend on one machine, to be judged on another that it never meets.
+"""Outputs of one backend on one machine, to be judged on another one that it never meets.
 
-A golden is a safetensors file: every output of every case, and in its metadata the fingerprint of the inputs,
-the errors measured where it was recorded, and where that was. `check` makes the inputs again, refuses if
-their fingerprint differs, and judges the recorded outputs here.
+A golden is a safetensors file. It holds every output of every case; its metadata hold the fingerprint of the
+inputs, the errors measured where it was recorded, and where that was. `check` makes the inputs again, refuses
+the file if their fingerprint differs, and judges the recorded outputs here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from delta_trn.backends.machine import facts
-from delta_trn.backends.parity.judge import DTYPES, Verdict, outcome, reference
+from delta_trn.backends.parity.judge import DTYPES, Verdict, name_of
+from delta_trn.backends.parity.rule import outcome, reference
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
 
 FORMAT = "delta-trn golden 1"
-
-# errors are ratios of float64 sums: two machines agree on them to far more digits than this
-SAME_ERROR = 1e-3
+SAME_ERROR = 1e-3  # errors are ratios of float64 sums, on which two machines agree to far more digits
 
 
 class GoldenRefusal(ValueError):
@@ -32,21 +31,19 @@ class GoldenRefusal(ValueError):
 def record(path: Path, backend: str, cases: Iterable[Case], device: str) -> list[Verdict]:
     """Runs `backend` on the cases in every parity dtype, writes `path`, and returns the verdicts."""
     tensors: dict[str, torch.Tensor] = {}
-    rows, found = [], []
+    rows, verdicts = [], []
     for case in cases:
         for dtype in DTYPES:
-            given = inputs(case, dtype)
-            outputs = {name: x.cpu() for name, x in outcome(given.to(device), backend).items()}
-            verdicts = reference(case, dtype).verdicts(backend, outputs)
-            found += verdicts
-            tensors |= {f"{case.name}/{_name(dtype)}/{name}": x.contiguous() for name, x in outputs.items()}
-            errors = {verdict.tensor: verdict.error for verdict in verdicts}
-            rows.append(
-                {"case": case.name, "dtype": _name(dtype), "inputs": given.digest(), "errors": errors}
-            )
+            x, name = inputs(case, dtype), name_of(dtype)
+            outputs = {tensor: y.cpu() for tensor, y in outcome(x.to(device), backend).items()}
+            judged = reference(case, dtype).verdicts(backend, outputs)
+            verdicts += judged
+            tensors |= {f"{case.name}/{name}/{tensor}": y.contiguous() for tensor, y in outputs.items()}
+            errors = {verdict.tensor: verdict.error for verdict in judged}
+            rows.append({"case": case.name, "dtype": name, "inputs": x.digest(), "errors": errors})
     header = {"format": FORMAT, "backend": backend, "facts": facts(torch.device(device)), "rows": rows}
     save_file(tensors, path, metadata={"golden": json.dumps(header)})
-    return found
+    return verdicts
 
 
 def check(path: Path) -> list[Verdict]:
@@ -54,41 +51,31 @@ def check(path: Path) -> list[Verdict]:
 
     Raises GoldenRefusal where inputs, the file's format or the errors claimed for its outputs differ.
     """
-    found = []
+    verdicts = []
     with safe_open(path, framework="pt") as file:
-        header = _header(path, file.metadata())
+        header = json.loads((file.metadata() or {}).get("golden", "{}"))
+        if header.get("format") != FORMAT:
+            name = header.get("format", "no golden")
+            raise GoldenRefusal(f"{path} is {name!r}, not {FORMAT!r}; record it again")
         for row in header["rows"]:
             if row["case"] not in BY_NAME:
                 raise GoldenRefusal(
                     f"{path} has case {row['case']!r}, which this version lacks; record it again"
                 )
             case, dtype = BY_NAME[row["case"]], getattr(torch, row["dtype"])
-            right = reference(case, dtype)
-            if right.inputs.digest() != row["inputs"]:
+            here = inputs(case, dtype).digest()
+            if here != row["inputs"]:
                 raise GoldenRefusal(
                     f"{path} was recorded with other inputs for case {case.name} in {row['dtype']}: "
-                    f"{row['inputs'][:12]} there, {right.inputs.digest()[:12]} here; record it again"
+                    f"{row['inputs'][:12]} there, {here[:12]} here; record it again"
                 )
             outputs = {name: file.get_tensor(f"{case.name}/{row['dtype']}/{name}") for name in row["errors"]}
-            for verdict in right.verdicts(header["backend"], outputs):
+            for verdict in reference(case, dtype).verdicts(header["backend"], outputs):
                 claimed = row["errors"][verdict.tensor]
-                # 1e-12: the judge's own error, which is all there is where an output is exact
+                # 1e-12 is the judge's own error, all there is where an output is exact
                 if not abs(verdict.error - claimed) <= SAME_ERROR * claimed + 1e-12:
                     raise GoldenRefusal(
                         f"{path} claims error {claimed:.6g} for {verdict}; the file or the judge was changed"
                     )
-                found.append(verdict)
-    return found
-
-
-def _header(path: Path, metadata: dict[str, str] | None) -> dict:
-    header = json.loads((metadata or {}).get("golden", "{}"))
-    if header.get("format") != FORMAT:
-        raise GoldenRefusal(
-            f"{path} is {header.get('format', 'no golden')!r}, not {FORMAT!r}; record it again"
-        )
-    return header
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+                verdicts.append(verdict)
+    return verdicts

@@ -1,24 +1,22 @@
-"""The grid of the layers' operations, and their judge: the literal formula in float64, under autograd.
+"""The cases of the layers' operations, judged by their literal formulas in float64, under autograd.
 
-Allowed is FACTOR times the error of the same formula in float32, results rounded to the dtype, and never less
-than a floor: sums of so many float32 terms, STEPS roundings in a row, and one of the result. Products of the
-cross-entropy alone are in the dtype. Inputs are made as in `backends.cases`: the same on every machine.
+The baseline is the same formula in float32, with results rounded to the dtype; only the products of the
+cross-entropy are in the dtype. A result has passed sums of some float32 terms, and STEPS roundings in a row.
+Inputs are the same on every machine, as in `rule_cases`.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from delta_trn.backends import layers
-from delta_trn.backends.parity.judge import Verdict, judged
-from delta_trn.backends.registry import BACKENDS, BackendRefusal
+from delta_trn.backends.parity.judge import Reference, Verdict, error
 
 STEPS = 24  # of a gradient through SiLU, the norm and its gain
 EPS = 1e-6
@@ -26,14 +24,14 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One row.
+    """One case.
 
     shape       short_convolution: B, T, C, W; the norms: M, N; linear_cross_entropy: M, d, vocabulary
     lengths     packed sequences of short_convolution
-    prefix      short_convolution continues from tokens before
+    prefix      short_convolution continues from earlier tokens
     plain       no SiLU, no gate
     size        of the inputs, 1 if they are nearly normal
-    ignored     of linear_cross_entropy: every so manieth target does not count
+    ignored     linear_cross_entropy ignores every n-th target
     """
 
     name: str
@@ -56,9 +54,9 @@ CASES: tuple[LayerCase, ...] = (
     LayerCase("conv_many_taps", "short_convolution", (1, 19, 24, 8),  "the most taps of a kernel"),
     LayerCase("conv_one_tap",   "short_convolution", (1, 20, 16, 1),   "one tap: no look back"),
     LayerCase("conv_tile",      "short_convolution", (1, 122, 24, 4), "a tile of NKI's backward exactly"),
-    LayerCase("conv_seam",      "short_convolution", (2, 123, 24, 4), "a token more"),
+    LayerCase("conv_seam",      "short_convolution", (2, 123, 24, 4), "a tile of NKI's backward, and one"),
     LayerCase("conv_tile_forward", "short_convolution", (1, 125, 24, 4), "a tile of NKI's forward"),
-    LayerCase("conv_seam_forward", "short_convolution", (1, 126, 24, 4), "there, a token more"),
+    LayerCase("conv_seam_forward", "short_convolution", (1, 126, 24, 4), "a tile of NKI's forward, and one"),
     LayerCase("conv_tiles",     "short_convolution", (1, 130, 136, 4), "tiles of time and of channels"),
     LayerCase("conv_wide",      "short_convolution", (1, 9, 700, 4),  "channels above a bank of PSUM"),
     LayerCase("conv_packed_tiles", "short_convolution", (1, 250, 24, 4), "sequences end at seams of tiles",
@@ -77,23 +75,24 @@ CASES: tuple[LayerCase, ...] = (
     LayerCase("conv_zero",      "short_convolution", (1, 19, 24, 4),  "all zero", size=0.0),
     LayerCase("norm_one",       "gated_rms_norm",    (1, 64),         "one row"),
     LayerCase("norm_head",      "gated_rms_norm",    (70, 96),        "a head's size, no power of two"),
-    LayerCase("norm_narrow",    "gated_rms_norm",    (70, 32),        "many rows a program"),
-    LayerCase("norm_wide",      "gated_rms_norm",    (5, 2048),       "a row a program"),
-    LayerCase("norm_tiles",     "gated_rms_norm",    (1025, 256),     "a row more than whole tiles"),
+    LayerCase("norm_narrow",    "gated_rms_norm",    (70, 32),        "many rows per program"),
+    LayerCase("norm_wide",      "gated_rms_norm",    (5, 2048),       "one row per program"),
+    LayerCase("norm_tiles",     "gated_rms_norm",    (1025, 256),     "whole tiles and one row"),
     LayerCase("norm_many",      "gated_rms_norm",    (4100, 64),      "several rows per partition"),
     LayerCase("norm_bank",      "gated_rms_norm",    (5, 1100),       "a width above a bank of PSUM"),
     LayerCase("norm_plain_tiles", "gated_rms_norm",  (700, 192),      "several tiles, no gate", plain=True),
-    LayerCase("norm_zero",      "gated_rms_norm",    (9, 64),         "all zero: epsilon alone", size=0.0),
+    LayerCase("gated_norm_zero", "gated_rms_norm",    (9, 64),         "all zero: epsilon alone", size=0.0),
     LayerCase("gated_norm_tiny", "gated_rms_norm",    (9, 64),         "epsilon decides", size=1e-4),
     LayerCase("norm_large",     "gated_rms_norm",    (9, 64),         "gates open or closed", size=100.0),
     LayerCase("norm_plain",     "gated_rms_norm",    (9, 1536),       "no gate", plain=True),
     LayerCase("sum_one",        "add_rms_norm",      (1, 64),         "one row"),
     LayerCase("sum_odd",        "add_rms_norm",      (37, 600),       "a width that is no power of two"),
-    LayerCase("sum_wide",       "add_rms_norm",      (5, 2048),       "a row a program"),
+    LayerCase("sum_wide",       "add_rms_norm",      (5, 2048),       "one row per program"),
     LayerCase("loss_one",       "linear_cross_entropy", (1, 16, 50),     "one token"),
     LayerCase("loss_ragged",    "linear_cross_entropy", (21, 48, 5003),  "a vocabulary that fills no tile"),
-    LayerCase("loss_ignored",   "linear_cross_entropy", (21, 48, 300),   "some do not count", ignored=3),
-    LayerCase("loss_none",      "linear_cross_entropy", (5, 16, 50),     "none counts: all is 0",
+    LayerCase("loss_ignored",   "linear_cross_entropy", (21, 48, 300),   "one target in three is ignored",
+              ignored=3),
+    LayerCase("loss_none",      "linear_cross_entropy", (5, 16, 50),     "all targets are ignored: all is 0",
               ignored=1),
     LayerCase("loss_sure",      "linear_cross_entropy", (21, 48, 300),   "logits of a thousand", size=30.0),
 )
@@ -101,9 +100,27 @@ CASES: tuple[LayerCase, ...] = (
 
 BY_NAME: Mapping[str, LayerCase] = {case.name: case for case in CASES}
 
+Tensors = Mapping[str, Tensor]
+Draw = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """How the cases of one operation are made and computed.
+
+    tensors     (case, normal, rng, full) -> leaves in the order of gradients, then other inputs, then the
+                gradients of the outputs, whose names begin with d
+    formula     (case, tensors) -> outputs, literally, in float32 at least
+    run         (case, tensors, backend) -> outputs of the public operation
+    """
+
+    tensors: Callable[[LayerCase, Draw, np.random.Generator, torch.dtype], dict[str, Tensor]]
+    formula: Callable[[LayerCase, Tensors], list[Tensor]]
+    run: Callable[[LayerCase, Tensors, str], list[Tensor]]
+
 
 def inputs(case: LayerCase, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Leaves first, in the order of gradients; then what has none; then the gradients of the outputs."""
+    """Makes the tensors of a case: activations in `dtype`, weights in float32, or float64 with float64."""
     rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
     full = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -111,135 +128,137 @@ def inputs(case: LayerCase, dtype: torch.dtype) -> dict[str, Tensor]:
         # twelve uniforms: exact sums, so the same on every machine
         return torch.from_numpy(size * (rng.random((12, *shape)).sum(0) - 6)).float().to(dtype)
 
-    if case.op == "short_convolution":
-        B, T, C, W = case.shape
-        given = {"x": normal(B, T, C), "weight": normal(C, W, size=0.5, dtype=full)}
-        if case.prefix:
-            given["prefix"] = normal(B, W - 1, C)
-        if case.lengths is not None:
-            given["position"] = torch.cat([torch.arange(n) for n in case.lengths])
-        return given | {"dy": normal(B, T, C, size=1.0)}
-    if case.op == "linear_cross_entropy":
-        M, d, vocabulary = case.shape
-        given = {"hidden": normal(M, d), "weight": normal(vocabulary, d, size=d**-0.5, dtype=full)}
-        targets = torch.from_numpy(rng.integers(0, vocabulary, M))
-        if case.ignored:
-            targets[:: case.ignored] = -100
-        return given | {"targets": targets, "dloss": torch.tensor(1.0, dtype=full)}
-    given = {"x": normal(*case.shape)}
-    if not case.plain:
-        given["gate" if case.op == "gated_rms_norm" else "residual"] = normal(*case.shape)
-    given["weight"] = 1 + normal(case.shape[1], size=0.3, dtype=full)
-    douts = ["dy"] if case.op == "gated_rms_norm" else ["dy", "dtotal"]
-    return given | {name: normal(*case.shape, size=1.0) for name in douts}
+    return _OPERATIONS[case.op].tensors(case, normal, rng, full)
 
 
-def literal(case: LayerCase, given: Mapping[str, Tensor]) -> list[Tensor]:
-    """The outputs, as the formula says, in float32 at least; products in the dtype of hidden."""
-    if case.op == "linear_cross_entropy":
-        return [_cross_entropy(given["hidden"], given["weight"], given["targets"])]
-    full = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in given.items()}
-    if case.op == "short_convolution":
-        return [_convolution(case, full)]
-    x = full["x"]
-    if case.op == "add_rms_norm":
-        # the sum is a result, and what is normalized is that result
-        x = full["residual"] + x
-        x = x + (x.to(given["residual"].dtype).to(x.dtype) - x).detach()
-    y = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * full["weight"]
-    if case.op == "add_rms_norm":
-        return [y, x]
-    return [y if case.plain else y * full["gate"] * torch.sigmoid(full["gate"])]
-
-
-def ours(case: LayerCase, given: Mapping[str, Tensor], backend: str) -> list[Tensor]:
-    """The outputs of the public operation."""
-    if case.op == "short_convolution":
-        activation = "linear" if case.plain else "silu"
-        options = {name: given.get(name) for name in ("prefix", "position")}
-        y = layers.short_convolution(
-            given["x"], given["weight"], **options, activation=activation, backend=backend
-        )
-        return [y]
-    if case.op == "linear_cross_entropy":
-        return [
-            layers.linear_cross_entropy(given["hidden"], given["weight"], given["targets"], backend=backend)
-        ]
-    if case.op == "add_rms_norm":
-        return [
-            *layers.add_rms_norm(given["x"], given["residual"], given["weight"], eps=EPS, backend=backend)
-        ]
-    return [layers.gated_rms_norm(given["x"], given.get("gate"), given["weight"], eps=EPS, backend=backend)]
-
-
-def outcome(case: LayerCase, given: Mapping[str, Tensor], backend: str | None) -> dict[str, Tensor]:
-    """Results and gradients, by a backend, or by the formula in the dtypes given."""
-    douts = {name: x for name, x in given.items() if name.startswith("d")}
+def outcome(case: LayerCase, x: Tensors, backend: str | None) -> dict[str, Tensor]:
+    """Computes results and gradients by a backend, or for None by the formula in the dtypes of `x`."""
+    douts = {name: y for name, y in x.items() if name.startswith("d")}
     leaves = {
-        name: x.detach().clone().requires_grad_()
-        for name, x in given.items()
-        if x.is_floating_point() and name not in douts
+        name: y.detach().clone().requires_grad_()
+        for name, y in x.items()
+        if y.is_floating_point() and name not in douts
     }
-    full = {**given, **leaves}
-    outputs = literal(case, full) if backend is None else ours(case, full, backend)
-    grads = torch.autograd.grad(outputs, list(leaves.values()), [
-        dout.to(y.dtype) for y, dout in zip(outputs, douts.values(), strict=True)
-    ])  # fmt: skip
-    found = {name[1:]: y.detach() for name, y in zip(douts, outputs, strict=True)}
-    return found | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    operation, tensors = _OPERATIONS[case.op], {**x, **leaves}
+    outputs = operation.formula(case, tensors) if backend is None else operation.run(case, tensors, backend)
+    pairs = list(zip(douts.items(), outputs, strict=True))
+    grads = torch.autograd.grad(outputs, list(leaves.values()), [dy.to(y.dtype) for (_, dy), y in pairs])
+    results = {name[1:]: y.detach() for (name, _), y in pairs}
+    return results | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
 def verdicts(case: LayerCase, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
     """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
-    given = inputs(case, dtype)
-    judge = outcome(case, {name: _double(x) for name, x in given.items()}, None)
-    honest = outcome(case, given, None)
-    found = outcome(case, {name: x.to(device) for name, x in given.items()}, backend)
+    x = inputs(case, dtype)
+    judge = outcome(case, {n: y.double() if y.is_floating_point() else y for n, y in x.items()}, None)
+    baseline = outcome(case, x, None)
+    errors = {name: error(baseline[name], right) for name, right in judge.items()}
     terms = STEPS + (case.shape[0] * case.shape[1] if case.op == "short_convolution" else sum(case.shape))
-    return judged(case.name, case.op, dtype, backend, found, honest, judge, terms)
+    right = Reference(case.op, case.name, dtype, judge, errors, terms)
+    return right.verdicts(backend, outcome(case, {n: y.to(device) for n, y in x.items()}, backend))
 
 
-def measure(
-    backend: str, device: str, dtypes: Sequence[torch.dtype], names: Sequence[str] | None = None
-) -> Iterator[Verdict]:
-    """The verdicts of a backend on all cases of what it has, or on those named."""
-    for name in BY_NAME if names is None else names:
-        case = BY_NAME[name]
-        capability = BACKENDS[backend].capabilities.get(case.op)
-        known = frozenset() if capability is None else capability.dtypes
-        for dtype in (dtype for dtype in dtypes if dtype in known):
-            try:
-                yield from verdicts(case, dtype, backend, device)
-            except BackendRefusal:
-                # a form it does not declare, which no default would send it either
-                if names is not None:
-                    raise
+def _full(x: Tensors) -> dict[str, Tensor]:
+    return {name: y.to(torch.promote_types(y.dtype, torch.float32)) for name, y in x.items()}
 
 
-def _convolution(case: LayerCase, given: Mapping[str, Tensor]) -> Tensor:
-    """Tap by tap, sequence by sequence."""
-    x, weight = given["x"], given["weight"]
+def _convolution_tensors(
+    case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype
+) -> dict[str, Tensor]:
+    B, T, C, W = case.shape
+    x = {"x": normal(B, T, C), "weight": normal(C, W, size=0.5, dtype=full)}
+    if case.prefix:
+        x["prefix"] = normal(B, W - 1, C)
+    if case.lengths is not None:
+        x["position"] = torch.cat([torch.arange(n) for n in case.lengths])
+    return x | {"dy": normal(B, T, C, size=1.0)}
+
+
+def _convolution_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
+    """Adds tap by tap, sequence by sequence."""
+    x = _full(x)
+    weight, outputs = x["weight"], []
     W = weight.shape[1]
-    found = []
-    for part in x.split(list(case.lengths or (x.shape[1],)), dim=1):
-        if "prefix" in given:
-            joined = torch.cat([given["prefix"], part], dim=1)
-        else:
-            joined = F.pad(part, (0, 0, W - 1, 0))
+    for part in x["x"].split(list(case.lengths or (x["x"].shape[1],)), dim=1):
+        before = x["prefix"] if "prefix" in x else part.new_zeros(part.shape[0], W - 1, part.shape[2])
+        joined = torch.cat([before, part], dim=1)
         taps = [joined[:, j : j + part.shape[1]] * weight[:, j] for j in range(W)]
-        found.append(torch.stack(taps).sum(0))
-    z = torch.cat(found, dim=1)
-    return z if case.plain else z * torch.sigmoid(z)
+        outputs.append(torch.stack(taps).sum(0))
+    z = torch.cat(outputs, dim=1)
+    return [z if case.plain else z * torch.sigmoid(z)]
 
 
-def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Products in the dtype of hidden, as an honest implementation has them; the rest in float32 at least."""
-    z = hidden @ weight.to(hidden.dtype).t()
+def _convolution(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
+    activation = "linear" if case.plain else "silu"
+    options = {name: x.get(name) for name in ("prefix", "position")}
+    return [layers.short_convolution(x["x"], x["weight"], **options, activation=activation, backend=backend)]
+
+
+def _norm_tensors(
+    case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype
+) -> dict[str, Tensor]:
+    sums = case.op == "add_rms_norm"
+    x = {"x": normal(*case.shape)}
+    if not case.plain:
+        x["residual" if sums else "gate"] = normal(*case.shape)
+    x["weight"] = 1 + normal(case.shape[1], size=0.3, dtype=full)
+    return x | {name: normal(*case.shape, size=1.0) for name in (("dy", "dtotal") if sums else ("dy",))}
+
+
+def _normalize(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def _gated_norm_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
+    x = _full(x)
+    y = _normalize(x["x"], x["weight"])
+    return [y if case.plain else y * x["gate"] * torch.sigmoid(x["gate"])]
+
+
+def _gated_norm(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
+    return [layers.gated_rms_norm(x["x"], x.get("gate"), x["weight"], eps=EPS, backend=backend)]
+
+
+def _added_norm_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
+    dtype, x = x["residual"].dtype, _full(x)
+    # the sum is a result, and what is normalized is that result
+    total = x["residual"] + x["x"]
+    total = total + (total.to(dtype).to(total.dtype) - total).detach()
+    return [_normalize(total, x["weight"]), total]
+
+
+def _added_norm(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
+    return [*layers.add_rms_norm(x["x"], x["residual"], x["weight"], eps=EPS, backend=backend)]
+
+
+def _loss_tensors(
+    case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype
+) -> dict[str, Tensor]:
+    M, d, vocabulary = case.shape
+    x = {"hidden": normal(M, d), "weight": normal(vocabulary, d, size=d**-0.5, dtype=full)}
+    targets = torch.from_numpy(rng.integers(0, vocabulary, M))
+    if case.ignored:
+        targets[:: case.ignored] = -100
+    return x | {"targets": targets, "dloss": torch.tensor(1.0, dtype=full)}
+
+
+def _loss_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
+    """Multiplies in the dtype of hidden, as an honest implementation does; the rest is float32 at least."""
+    targets = x["targets"]
+    z = x["hidden"] @ x["weight"].to(x["hidden"].dtype).t()
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    kept = targets != -100
+    counted = targets != -100
     losses = z.logsumexp(-1) - z.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
-    return (losses * kept).sum() / kept.sum().clamp(min=1)
+    return [(losses * counted).sum() / counted.sum().clamp(min=1)]
 
 
-def _double(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
+def _loss(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
+    return [layers.linear_cross_entropy(x["hidden"], x["weight"], x["targets"], backend=backend)]
+
+
+_OPERATIONS: Mapping[str, _Operation] = {
+    "short_convolution": _Operation(_convolution_tensors, _convolution_formula, _convolution),
+    "gated_rms_norm": _Operation(_norm_tensors, _gated_norm_formula, _gated_norm),
+    "add_rms_norm": _Operation(_norm_tensors, _added_norm_formula, _added_norm),
+    "linear_cross_entropy": _Operation(_loss_tensors, _loss_formula, _loss),
+}

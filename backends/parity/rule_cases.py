@@ -1,9 +1,8 @@
-"""The named grid. Parity, benchmark, goldens and tests read the same rows, and every row says why it is
-there.
+"""The named cases of the gated delta rule, which parity, bench, goldens and tests share; each has a reason.
 
-Inputs are the same on machines that never meet: PCG64 uniforms and IEEE +, -, *, /, sqrt in float64,
-nothing from a mathematics library, then rounded to float32 and to the case's dtype; `digest` is their
-fingerprint.
+Inputs are the same on machines that never meet. They are made of PCG64 uniforms and IEEE +, -, *, /, sqrt in
+float64, of nothing from a mathematics library, and then rounded to float32 and to the case's dtype. `digest`
+is their fingerprint.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 Array = np.ndarray
+T = TypeVar("T")
 
-# name -> g from uniforms x, y in [0, 1). "plain" has the quantiles of a freshly initialized layer:
+# name -> g as a function of uniforms x, y in [0, 1). "plain" has the quantiles of a newly initialized layer:
 # decays .43, .88, .98 at 5, 50 and 75 percent
 DECAYS: Mapping[str, str] = {
     "plain": "g = -x^3",
@@ -33,25 +33,25 @@ DECAYS: Mapping[str, str] = {
 Decay = Literal["plain", "weak", "none", "strong", "mixed", "heavy"]
 Keys = Literal["random", "equal", "near"]
 Norm = Literal["unit", "random", "tiny", "huge", "zero"]
-# name -> bounds of a and z, uniform between them and their negatives (`backends.gates`); A_log in [-3, 2.75]
-# (A of .05 to 16, as initialization draws it), dt_bias in [-7, -2]
+# name -> bound of the gates' projections, which are uniform between it and its negative. A_log is in
+# [-3, 2.75] (exp(A_log) of .05 to 16, as initialization draws it), dt_bias in [-7, -2].
 GATES: Mapping[str, float] = {"plain": 4.0, "wide": 40.0}
 Projected = Literal["plain", "wide"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row. Sizes are those of `backends.gated_delta_rule`; the rest says what the inputs are like.
+    """One case. Sizes are those of `backends.gated_delta_rule`; the rest describes the inputs.
 
     HV          value heads; None: H
     decay       see DECAYS
-    beta        a constant, or None: uniform in [0, 1), or with `reflect` in [0, 2)
-    gates       None: g and beta are given; else a and z are, see GATES, and beta is up to 2 with `reflect`
+    beta        a constant; None: uniform in [0, 1), or with `reflect` in [0, 2)
+    gates       None: g and beta themselves; else what a layer projects (GATES), beta up to 2 with `reflect`
     keys        random, all equal, or near: pairwise correlation .999
-    norm        unit: q and k are normalized before; else by the operation, from vectors of such norms
+    norm        unit: q and k are unit vectors; else the operation normalizes vectors of such norms
     lengths     packed sequences; T is their sum
-    state       an initial state is given, and asked for its gradient
-    loss        which outputs the gradient comes from
+    state       there is an initial state, and it gets a gradient
+    loss        the outputs that the gradient comes from
     tags        small: for interpreters and simulators; slow: not in default tests; bench, bench-cpu: timed;
                 step: timed as one token of generation
     """
@@ -74,6 +74,7 @@ class Case:
     state: bool = False
     loss: tuple[Literal["o", "final_state"], ...] = ("o",)
     tags: frozenset[str] = frozenset()
+    op: str = "gated_delta_rule"
 
     @property
     def value_heads(self) -> int:
@@ -99,8 +100,8 @@ TIMED = BENCH | {"bench-cpu"}
 STEP = TIMED | {"step"}
 BOTH: tuple[Literal["o", "final_state"], ...] = ("o", "final_state")
 
-# The error of dg is one number per head where nothing decays: rows about that have 4 heads or 8, so that an
-# error is not a matter of luck (with 2 heads, seeds moved it by a factor of 9; with 8, by 2).
+# Where nothing decays, the error of dg is one number per head. Cases about that have 4 heads or 8, so that
+# the error is not a matter of luck: with 2 heads, seeds moved it by a factor of 9; with 8, by 2.
 # fmt: off
 CASES: tuple[Case, ...] = (
     #    name               B  T    H  K    V
@@ -228,7 +229,7 @@ CASES: tuple[Case, ...] = (
 )
 # fmt: on
 
-# of Inputs, what all sequences share
+# the fields of Inputs that all sequences share
 PER_HEAD = ("A_log", "dt_bias")
 
 BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}
@@ -237,22 +238,29 @@ BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}
 def select(
     names: Sequence[str] | None = None, *, tags: frozenset[str] = frozenset(), slow: bool = False
 ) -> list[Case]:
-    """Cases by name, or all that carry every one of `tags`; slow ones only by name, by `slow`, or by tag.
+    """Returns the cases of these names, or else all cases that have all of these tags.
 
-    Raises ValueError that lists the names for one that is not there.
+    A slow case is among them only with `slow`, or if a tag asks for what is timed. Raises ValueError, which
+    lists the names, for one that is not there.
     """
     if names:
-        unknown = [name for name in names if name not in BY_NAME]
-        if unknown:
-            raise ValueError(f"no case is named {unknown[0]!r}; there are: {', '.join(BY_NAME)}")
-        return [BY_NAME[name] for name in names]
-    return [case for case in CASES if tags <= case.tags and (slow or tags & TIMED or "slow" not in case.tags)]
+        return [find(name, BY_NAME) for name in names]
+    slow_too = slow or bool(tags & TIMED)
+    return [case for case in CASES if tags <= case.tags and (slow_too or "slow" not in case.tags)]
+
+
+def find(name: str, cases: Mapping[str, T]) -> T:
+    """Returns the case of this name. Raises ValueError, which lists the names, if there is none."""
+    if name not in cases:
+        raise ValueError(f"no case is named {name!r}; there are: {', '.join(cases)}")
+    return cases[name]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A case's tensors. do and dstate are the gradients of o and final_state; None where the loss leaves
-    one out. With Case.gates g holds a, beta holds z; else A_log and dt_bias are None.
+    """The tensors of a case. do and dstate are the gradients of o and final_state, None if not in the loss.
+
+    With Case.gates, g and beta are the gates' projections; else A_log and dt_bias are None.
     """
 
     case: Case
@@ -269,20 +277,20 @@ class Inputs:
     dt_bias: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """What the operation is to be told besides its tensors of every token."""
+        """Returns the operation's arguments beside its tensors of every token."""
         case = self.case
-        found = {"use_qk_l2norm_in_kernel": case.normalized_inside, "cu_seqlens": self.cu_seqlens}
+        options = {"use_qk_l2norm_in_kernel": case.normalized_inside, "cu_seqlens": self.cu_seqlens}
         if case.gates is None:
-            return found
+            return options
         gates = {"use_gate_in_kernel": True, "A_log": self.A_log, "dt_bias": self.dt_bias}
-        return found | gates | {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect}
+        return options | gates | {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect}
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, those that are there."""
+        """Returns the tensors that are there, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def digest(self) -> str:
-        """SHA-256 over names, dtypes, shapes and bytes."""
+        """Returns the SHA-256 over names, dtypes, shapes and bytes."""
         fingerprint = hashlib.sha256()
         for name, x in self.tensors().items():
             fingerprint.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
@@ -293,20 +301,18 @@ class Inputs:
         return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
 
     def double(self) -> Inputs:
-        """The same numbers in float64: what the judge reads."""
+        """Returns the same numbers in float64, as the judge reads them."""
         return replace(
             self, **{name: x.double() for name, x in self.tensors().items() if name != "cu_seqlens"}
         )
 
     def rows(self, index: list[int]) -> Inputs:
-        """Some sequences of an unpacked batch."""
+        """Returns some sequences of an unpacked batch."""
         return replace(self, **{name: x[index] for name, x in self.tensors().items() if name not in PER_HEAD})
 
 
 def inputs(case: Case, dtype: torch.dtype) -> Inputs:
-    """The case's tensors on CPU, equal on every machine: q, k, v, beta and do in `dtype`, g and states in
-    float32.
-    """
+    """Makes the case's tensors on the CPU: q, k, v, beta and do in `dtype`, g and states in float32."""
     rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
     HV, tokens = case.value_heads, (case.B, case.T)
     q = _vectors(rng, case, equal=False)
@@ -353,9 +359,10 @@ def _tensor(x: Array, dtype: torch.dtype) -> Tensor:
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Nearly normal, variance 1: the sum of four uniforms. A true normal would need a logarithm, which
-    libraries round
-    differently."""
+    """Draws nearly normal numbers of variance 1, as sums of four uniforms.
+
+    True normals would need a logarithm, which libraries round differently.
+    """
     total = rng.random(shape)
     for _ in range(3):
         total += rng.random(shape)
@@ -370,7 +377,7 @@ def _unit(x: Array) -> Array:
 
 
 def _vectors(rng: np.random.Generator, case: Case, *, equal: bool) -> Array:
-    """q, or with `equal` k, which the case may want alike."""
+    """Draws q, or with `equal` k, which in some cases is alike for all tokens."""
     x = _normal(rng, (case.B, case.T, case.H, case.K))
     if equal and case.keys != "random":
         alike = _unit(_normal(rng, (case.B, 1, case.H, case.K)))

@@ -1,4 +1,4 @@
-"""No time without a green parity; contenders take turns; what was not run says so."""
+"""Nothing is timed without a green parity; contenders take turns; what was not run says so."""
 
 import json
 from dataclasses import replace
@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from delta_trn.backends import machine
+from delta_trn.backends import machine as device
 from delta_trn.backends.bench import __main__ as bench
-from delta_trn.backends.bench import roofline, timing
-from delta_trn.backends.bench import step as bench_step
-from delta_trn.backends.bench.__main__ import prepared
+from delta_trn.backends.bench import roofline, step, timing
+from delta_trn.backends.bench.__main__ import pass_call
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
 from delta_trn.backends.bench.timing import Spread, interleaved
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def unmeasured_memory(monkeypatch):
-    """Its two fresh processes take seconds, and have a test of their own."""
+    """Leaves out the two fresh processes, which take seconds and have a test of their own."""
     monkeypatch.setattr(bench, "memory", lambda name, case, dtype, device: 1024)
 
 
@@ -61,26 +60,26 @@ def test_a_step_is_timed_beside_its_peer(tmp_path, few_rounds):
     assert rows[1]["ratio"]["p50"] > 0 and rows[0]["memory_bytes"] is None
 
 
-def test_no_time_of_a_wrong_step(monkeypatch, capsys):
-    right = bench_step.gated_delta_rule_step
+def test_a_wrong_step_is_not_timed(monkeypatch, capsys):
+    right = step.gated_delta_rule_step
 
     def late(q, k, v, g, beta, state, *, backend, **named):
         o, new = right(q, k, v, g, beta, state, backend=backend, **named)
         return (o, new) if backend == "recurrent" else (o, state)
 
-    monkeypatch.setattr(bench_step, "gated_delta_rule_step", late)
+    monkeypatch.setattr(step, "gated_delta_rule_step", late)
     assert bench.main(["--backend", "chunked", "--case", "step_paper_512"]) == 1
     said = capsys.readouterr().out
     assert "step_paper_512 is not timed, its parity is red" in said and " state: error" in said
 
 
-def test_peers_take_the_same_step():
-    given = inputs(BY_NAME["step_qwen3_next"], torch.float32)
-    for mine, theirs in zip(bench_step.ours("chunked")(given), PEERS["hf"].step()(given), strict=True):
+def test_a_peer_takes_the_same_step_as_we_do():
+    x = inputs(BY_NAME["step_qwen3_next"], torch.float32)
+    for mine, theirs in zip(step.ours("chunked")(x), PEERS["hf"].step()(x), strict=True):
         torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
 
 
-def test_floors_count_what_was_published():
+def test_floors_agree_with_the_published_counts():
     """gdn at d = 1024, B = 30, T = 1024: 54.9 GFLOP and 285 MB forward, 163 backward with its scan again."""
     case = BY_NAME["paper_1024"]
     least = work(case, torch.bfloat16)
@@ -96,20 +95,20 @@ def test_floors_count_what_was_published():
     assert work(step, torch.bfloat16)["step"].bytes == pytest.approx(8 * 64 * 32 * 128 * 128, rel=0.01)
 
 
-def test_a_floor_is_the_longer_of_two():
-    ceilings = Ceilings(flops_per_s=1e12, bytes_per_s=1e9)
-    assert ceilings.floor_ms(roofline.Work(2e9, 1e6)) == 2.0
-    assert ceilings.floor_ms(roofline.Work(1e9, 5e6)) == 5.0
+def test_a_floor_is_the_longer_of_the_times_for_operations_and_bytes():
+    machine = Ceilings(flops_per_s=1e12, bytes_per_s=1e9)
+    assert machine.floor_ms(roofline.Work(2e9, 1e6)) == 2.0
+    assert machine.floor_ms(roofline.Work(1e9, 5e6)) == 5.0
 
 
-def test_ceilings_are_measured_here(monkeypatch):
+def test_ceilings_of_this_machine_are_plausible(monkeypatch):
     monkeypatch.setattr(roofline, "PRODUCT", {"cpu": 256})
     monkeypatch.setattr(roofline, "COPY_BYTES", {"cpu": 2**22})
     found = ceilings(CPU, torch.float32, seconds=0.01)
     assert 1e8 < found.flops_per_s < 1e14 and 1e8 < found.bytes_per_s < 1e13
 
 
-def test_no_time_without_a_green_parity(tmp_path, capsys, monkeypatch, unmeasured_memory, few_rounds):
+def test_a_case_whose_parity_fails_is_not_timed(tmp_path, capsys, monkeypatch, unmeasured_memory, few_rounds):
     fault = FAULTS["masked after exp"]
     monkeypatch.setattr(chunked, fault.function, fault.mistake)
     file = tmp_path / "bench.jsonl"
@@ -119,7 +118,7 @@ def test_no_time_without_a_green_parity(tmp_path, capsys, monkeypatch, unmeasure
     assert file.read_text() == ""
 
 
-def test_what_is_asked_for_and_not_there_is_an_error(capsys):
+def test_unknown_cases_and_backends_are_refused_by_name(capsys):
     assert bench.main(["--case", "nope"]) == 2
     assert "no case is named 'nope'" in capsys.readouterr().err
     assert bench.main(["--backend", "nope"]) == 2
@@ -133,9 +132,9 @@ def test_contenders_take_turns_after_a_warm_up(few_rounds):
     assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
 
 
-def test_a_pass_does_what_its_name_says():
+def test_a_pass_runs_forward_backward_or_both():
     calls = []
-    given = inputs(BY_NAME["ragged"], torch.float32)
+    x = inputs(BY_NAME["ragged"], torch.float32)
 
     def run(x):
         calls.append("forward")
@@ -148,26 +147,25 @@ def test_a_pass_does_what_its_name_says():
         "backward": ["backward"],
         "forward+backward": ["forward", "backward"],
     }.items():
-        call = prepared(run, given, phase)
+        call = pass_call(run, x, phase)
         calls.clear()
         call()
         assert calls == expected
 
 
-def test_spread():
+def test_spread_has_the_median_and_two_percentiles():
     spread = Spread.of([float(x) for x in range(1, 102)])
     assert (spread.p20, spread.p50, spread.p80) == (21.0, 51.0, 81.0)
 
 
-def test_peers_compute_the_same_thing():
-    """Else their times would compare nothing."""
+def test_peers_compute_the_same_function_as_we_do():
     for name in ("ragged", "gva_8", "gates"):
-        given = inputs(BY_NAME[name], torch.float32)
-        ours = bench.contender("chunked")(given)
-        torch.testing.assert_close(PEERS["hf"].run()(given), ours, rtol=1e-4, atol=1e-5)
+        x = inputs(BY_NAME[name], torch.float32)
+        ours = bench.contender("chunked")(x)
+        torch.testing.assert_close(PEERS["hf"].run()(x), ours, rtol=1e-4, atol=1e-5)
 
 
-def test_absent_peers_say_why(monkeypatch):
+def test_an_absent_peer_says_why(monkeypatch):
     assert PEERS["hf"].absent("cpu") is None
     assert PEERS["hf"].absent("xla") == "runs on cpu, cuda, not on xla"
     missing = replace(PEERS["fla"], module="no_such_package")
@@ -178,17 +176,16 @@ def test_absent_peers_say_why(monkeypatch):
 
 
 @pytest.mark.serial
-def test_memory_is_what_a_pass_takes():
+def test_memory_of_a_pass_is_measured_in_a_fresh_process():
     """T = 2048, H = 1, K = V = 128: q, k, v and their gradients alone are 6 MiB."""
     case = BY_NAME["long"]
     ours = bench.memory("chunked", case, torch.float32, CPU)
     theirs = bench.memory("hf", case, torch.float32, CPU)
     assert 6 * 2**20 < ours < 400 * 2**20
     assert 6 * 2**20 < theirs < 400 * 2**20
-    assert machine.peak_memory(CPU) > ours
+    assert device.peak_memory(CPU) > ours
 
 
 @pytest.mark.parametrize("tag, some", [("bench", "paper_1024"), ("bench-cpu", "cpu_train")])
-def test_there_is_something_to_time_without_naming_it(tag, some):
-    """Timed cases are slow ones, which asking for them by tag must not lose."""
+def test_selecting_timed_cases_by_tag_includes_slow_ones(tag, some):
     assert some in [case.name for case in select(tags=frozenset({tag}))]

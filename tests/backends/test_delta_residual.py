@@ -6,8 +6,7 @@ from torch import Tensor
 
 from delta_trn.backends import BackendRefusal, checking
 from delta_trn.backends.delta_residual import OPERATOR, delta_residual
-from delta_trn.backends.parity import judge
-from delta_trn.backends.parity import residual_cases as depth_cases
+from delta_trn.backends.parity import judge, residual_cases
 from delta_trn.backends.registry import BACKENDS, Call
 
 M, D, DV = 5, 24, 3
@@ -98,21 +97,21 @@ def test_columns_do_not_mix(backend):
 
 
 @pytest.mark.parametrize("dtype", judge.DTYPES, ids=str)
-@pytest.mark.parametrize("case", depth_cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", residual_cases.CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", HERE)
 def test_parity(backend, case, dtype):
-    for verdict in depth_cases.verdicts(case, dtype, backend):
+    for verdict in residual_cases.verdicts(case, dtype, backend):
         assert verdict.passed, verdict
 
 
 def test_parity_fails_for_a_normalization_of_another_epsilon():
     """k_eps^2 times D, as a released kernel has it, is found where the epsilon decides."""
-    case = depth_cases.BY_NAME["residual_tiny"]
-    given = depth_cases.inputs(case, torch.float32)
-    right = depth_cases.outcome({n: x.double() for n, x in given.items()}, case.k_eps, "recurrent")
+    case = residual_cases.BY_NAME["residual_tiny"]
+    given = residual_cases.inputs(case, torch.float32)
+    right = residual_cases.outcome({n: x.double() for n, x in given.items()}, case.k_eps, "recurrent")
     assert case.k_eps is not None
-    wrong = depth_cases.outcome(given, case.k_eps * case.D**0.5, "chunked")
-    bounds = {v.tensor: v.allowed for v in depth_cases.verdicts(case, torch.float32, "chunked")}
+    wrong = residual_cases.outcome(given, case.k_eps * case.D**0.5, "chunked")
+    bounds = {v.tensor: v.allowed for v in residual_cases.verdicts(case, torch.float32, "chunked")}
     assert all(judge.error(wrong[name], right[name]) > 10 * bounds[name] for name in ("out", "dk", "dv"))
 
 

@@ -11,7 +11,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.gated_delta_rule.recurrent import SEGMENT
 from delta_trn.backends.machine import ROOT
-from delta_trn.backends.parity.judge import GRADIENTS, error, outcome, reference
+from delta_trn.backends.parity.judge import error
+from delta_trn.backends.parity.rule import GRADIENTS, outcome, reference
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
 
 FORMS = {
@@ -160,15 +161,15 @@ def test_the_judge_affords_2048_tokens_of_128_by_128_heads():
     """2048 states in float64 are 268 MB; segments keep 32 + 64 of them, 13 MB, beside 30 MB of inputs."""
     code = (
         "import torch\n"
-        "from backends import device\n"
-        "from backends.cases import BY_NAME, inputs\n"
-        "from backends.judge import outcome\n"
+        "from delta_trn.backends import machine\n"
+        "from delta_trn.backends.parity.rule import outcome\n"
+        "from delta_trn.backends.parity.rule_cases import BY_NAME, inputs\n"
         "cpu = torch.device('cpu')\n"
         "outcome(inputs(BY_NAME['one'], torch.float32).double(), 'recurrent')\n"
         "given = inputs(BY_NAME['long'], torch.float32).double()\n"
-        "before = device.peak_memory(cpu)\n"
+        "before = machine.peak_memory(cpu)\n"
         "outcome(given, 'recurrent')\n"
-        "print(device.peak_memory(cpu) - before)\n"
+        "print(machine.peak_memory(cpu) - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
     assert int(done.stdout) < 100e6

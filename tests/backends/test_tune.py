@@ -17,7 +17,7 @@ CASE = "ragged"
 
 @pytest.fixture
 def stopped_clock(monkeypatch):
-    """Times by the row that a call runs under; nothing is run but what tries whether it can."""
+    """Times each call by the row that it runs under, and runs it only to see whether it can."""
     rows = {}
 
     def under(row, call):
@@ -37,20 +37,20 @@ def stopped_clock(monkeypatch):
 
     monkeypatch.setattr(tune, "under", under)
     monkeypatch.setattr(tune, "interleaved", interleaved)
-    monkeypatch.setattr(tune, "prepared", lambda run, given, phase: lambda: None)
+    monkeypatch.setattr(tune, "pass_call", lambda run, x, phase: lambda: None)
     monkeypatch.setattr(timing, "ROUNDS", (3, 3))
 
 
-def test_neighbors_stay_within_what_a_kernel_can_be():
+def test_candidates_stay_within_what_a_kernel_can_take():
     assert tune.candidates(Tile(0, 4, 1), 128) == [Tile(0, 2, 1), Tile(0, 8, 1), Tile(0, 4, 2)]
-    found = tune.candidates(Tile(64, 4, 2), 100)
-    assert Tile(32, 4, 2) in found and Tile(128, 4, 2) in found and Tile(64, 4, 3) in found
+    tiles = tune.candidates(Tile(64, 4, 2), 100)
+    assert Tile(32, 4, 2) in tiles and Tile(128, 4, 2) in tiles and Tile(64, 4, 3) in tiles
     assert tune.candidates(Tile(16, 8, 4), 16) == [Tile(16, 4, 4), Tile(16, 8, 3)]
 
 
-def test_what_wins_is_kept_and_judged(stopped_clock, monkeypatch, capsys, tmp_path):
+def test_the_fastest_tile_is_kept_and_its_parity_judged(stopped_clock, monkeypatch, capsys, tmp_path):
     judged = []
-    monkeypatch.setattr(tune, "judged", lambda subject, case, dtype, row: judged.append(row) or [])
+    monkeypatch.setattr(tune, "failures", lambda subject, case, dtype, row: judged.append(row) or [])
     file = tmp_path / "tune.jsonl"
     assert tune.main([CASE, "--json", str(file)]) == 0
     (row,) = judged
@@ -62,16 +62,16 @@ def test_what_wins_is_kept_and_judged(stopped_clock, monkeypatch, capsys, tmp_pa
     assert f"{CASE}: {row}, parity green" in capsys.readouterr().out
 
 
-def test_what_the_device_refuses_is_named(stopped_clock, monkeypatch, capsys):
-    def prepared(run, given, phase):
+def test_a_launch_that_the_device_refuses_is_named(stopped_clock, monkeypatch, capsys):
+    def pass_call(run, x, phase):
         def call():
             if config(32, 32, itemsize=2).scan.stages == 3:
                 raise RuntimeError("out of resource: shared memory\nsecond line")
 
         return call
 
-    monkeypatch.setattr(tune, "prepared", prepared)
-    monkeypatch.setattr(tune, "judged", lambda *_: [])
+    monkeypatch.setattr(tune, "pass_call", pass_call)
+    monkeypatch.setattr(tune, "failures", lambda *_: [])
     assert tune.main([CASE]) == 0
     said = capsys.readouterr().out
     assert "stages=3, rows=0): RuntimeError: out of resource: shared memory\n" in said
@@ -91,13 +91,13 @@ def test_a_row_that_fails_parity_is_an_error(stopped_clock, monkeypatch, capsys)
     assert "parity red" in capsys.readouterr().out
 
 
-def test_cases_that_start_from_a_state_are_refused(capsys):
+def test_tuning_refuses_cases_that_start_from_a_state(capsys):
     assert tune.main(["carry"]) == 2
     assert "carry starts from a state" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so of the interpreter alone")
-def test_times_of_the_interpreter_are_called_what_they_are(stopped_clock, monkeypatch, capsys):
-    monkeypatch.setattr(tune, "judged", lambda *_: [])
+def test_tuning_in_the_interpreter_says_that_its_times_mean_nothing(stopped_clock, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "failures", lambda *_: [])
     tune.main([CASE])
     assert "in the interpreter: these times say nothing about a GPU" in capsys.readouterr().out

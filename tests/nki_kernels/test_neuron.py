@@ -13,7 +13,7 @@ import torch
 from delta_trn.backends import BackendRefusal, declarations, delta_residual, nki_runtime_adapter
 from delta_trn.backends.delta_residual import nki_adapter as residual_adapter
 from delta_trn.backends.gated_delta_rule import nki_adapter as rule_adapter
-from delta_trn.backends.parity.judge import outcome
+from delta_trn.backends.parity.rule import outcome
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
 from delta_trn.backends.registry import Call, choose
 
@@ -110,7 +110,7 @@ THIRD_WAY = """
 import numpy as np
 from delta_trn.backends.registry import Call, choose
 from delta_trn.backends.parity.rule_cases import BY_NAME
-from delta_trn.backends.parity.judge import verdicts
+from delta_trn.backends.parity.rule import verdicts
 from delta_trn.nki_kernels.language import RUNTIME
 import nki, torch
 assert RUNTIME == "neuron"

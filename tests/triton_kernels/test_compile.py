@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
-from delta_trn.backends.bench import __main__ as bench
 from delta_trn.triton_kernels import delta_residual
 from delta_trn.triton_kernels.compile_only import SIZES
 from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, PACKED_ARGUMENTS
@@ -49,16 +48,6 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path):
     for row in rows:
         if row["dtype"] == "bf16" and row["kernel"] in scans:
             assert row["hgmma"] > 0, f"{row} does not use Hopper's matrix instructions"
-
-
-def test_bench_prints_the_compilations_from_an_interpreting_process(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(bench, "COMPILER", (*bench.COMPILER, "--quick"))
-    file = tmp_path / "rows.json"
-    assert bench.main(["--compile-only", "--json", str(file)]) == 0
-    assert "| reverse_scan |" in capfd.readouterr().out
-    assert all(row["registers"] > 0 for row in json.loads(file.read_text()))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     chunk_tables,
     segment_tables,
 )
-from delta_trn.backends.parity.judge import verdicts
+from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.triton_kernels import segments
 from delta_trn.triton_kernels.chunks import chunks_per_segment

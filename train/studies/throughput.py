@@ -24,7 +24,7 @@ from delta_trn.backends import machine
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.bench.timing import Spread, ratios
 from delta_trn.backends.operator import Operator
-from delta_trn.backends.parity.judge import verdicts
+from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.train.parallel.sharding import Sharding
