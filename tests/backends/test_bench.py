@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from delta_trn.backends import machine as device
+from delta_trn.backends import machine
 from delta_trn.backends.bench import __main__ as bench
 from delta_trn.backends.bench import roofline, step, timing
 from delta_trn.backends.bench.__main__ import pass_call
@@ -96,9 +96,9 @@ def test_floors_agree_with_the_published_counts():
 
 
 def test_a_floor_is_the_longer_of_the_times_for_operations_and_bytes():
-    machine = Ceilings(flops_per_s=1e12, bytes_per_s=1e9)
-    assert machine.floor_ms(roofline.Work(2e9, 1e6)) == 2.0
-    assert machine.floor_ms(roofline.Work(1e9, 5e6)) == 5.0
+    limits = Ceilings(flops_per_s=1e12, bytes_per_s=1e9)
+    assert limits.floor_ms(roofline.Work(2e9, 1e6)) == 2.0
+    assert limits.floor_ms(roofline.Work(1e9, 5e6)) == 5.0
 
 
 def test_ceilings_of_this_machine_are_plausible(monkeypatch):
@@ -183,7 +183,7 @@ def test_memory_of_a_pass_is_measured_in_a_fresh_process():
     theirs = bench.memory("hf", case, torch.float32, CPU)
     assert 6 * 2**20 < ours < 400 * 2**20
     assert 6 * 2**20 < theirs < 400 * 2**20
-    assert device.peak_memory(CPU) > ours
+    assert machine.peak_memory(CPU) > ours
 
 
 @pytest.mark.parametrize("tag, some", [("bench", "paper_1024"), ("bench-cpu", "cpu_train")])
