@@ -8,8 +8,8 @@ default_backend, checking                   which backend runs; whether data is 
 describe, BackendRefusal                    what runs here and why not
 """
 
+from delta_trn.backends import declarations as _declarations  # noqa: F401 - registers the backends
 from delta_trn.backends.checks import checking
-from delta_trn.backends.declarations import declare
 from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule.contract import log_decay, write_strength
@@ -33,8 +33,6 @@ __all__ = [
     "short_convolution",
     "write_strength",
 ]
-
-declare()
 
 
 def describe() -> list[Row]:

@@ -134,3 +134,7 @@ def declare() -> None:
                 emulated.get(name, frozenset()),
             )
         )
+
+
+# here, and not in __init__.py, which `python -m backends` executes a second time
+declare()
