@@ -14,6 +14,7 @@ from delta_trn.backends import (
     gated_delta_rule,
     gated_delta_rule_step,
 )
+from delta_trn.backends.checks import is_checking
 from delta_trn.backends.registry import adapter
 
 B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5
@@ -147,6 +148,13 @@ def test_check_mode_is_for_a_block_and_can_be_passed_a_configuration():
         with pytest.raises(ValueError, match="is above 0"):
             gated_delta_rule(**bad)
     gated_delta_rule(**bad)
+
+
+def test_check_mode_ends_with_its_block_even_if_one_object_is_entered_twice():
+    mode = checking()
+    with mode, mode:
+        assert is_checking()
+    assert not is_checking()
 
 
 def test_check_mode_holds_inside_a_compiled_function():

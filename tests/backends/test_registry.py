@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,7 @@ def registered(monkeypatch):
     return add
 
 
-def test_cpu_tensors_take_chunked_and_the_judge_is_only_for_the_asking():
+def test_cpu_tensors_take_chunked_and_recurrent_runs_only_by_name():
     assert choose(CALL).name == "chunked"
     assert choose(CALL, "recurrent").name == "recurrent"
 
@@ -64,7 +65,7 @@ def test_a_backend_that_the_caller_allows_is_chosen_after_the_automatic_ones():
         choose(replace(CALL, device="xla"))
 
 
-def test_the_process_default_is_one_name_and_a_call_may_name_another():
+def test_a_call_may_name_another_backend_than_the_default():
     default_backend("recurrent")
     assert choose(CALL).name == "recurrent"
     assert choose(CALL, "chunked").name == "chunked"
@@ -72,12 +73,38 @@ def test_the_process_default_is_one_name_and_a_call_may_name_another():
     assert choose(CALL).name == "chunked"
 
 
-def test_use_restores_what_was_before_even_after_an_exception():
+def test_default_backend_restores_the_previous_one_even_after_an_exception():
     default_backend("recurrent")
     with pytest.raises(KeyError), default_backend("chunked"):
         assert choose(CALL).name == "chunked"
         raise KeyError
     assert choose(CALL).name == "recurrent"
+
+
+def test_a_default_backend_entered_twice_ends_with_its_blocks():
+    default = default_backend("recurrent")
+    with default:
+        with default:
+            assert choose(CALL).name == "recurrent"
+        assert choose(CALL).name == "recurrent"
+    assert choose(CALL).name == "chunked"
+
+
+def test_a_thread_has_the_main_threads_default_until_it_sets_its_own():
+    names = []
+
+    def work():
+        names.append(choose(CALL).name)
+        with default_backend("chunked"):
+            names.append(choose(CALL).name)
+        names.append(choose(CALL).name)
+
+    with default_backend("recurrent"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert choose(CALL).name == "recurrent"
+    assert names == ["recurrent", "chunked", "recurrent"]
 
 
 @pytest.mark.parametrize(
