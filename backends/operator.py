@@ -81,7 +81,10 @@ class Operator:
         self.outputs = [word.rstrip("?") for word in outputs]
         self.complete = not any(word.endswith("?") for word in outputs)
         self.reads = set(self.tensors if reads is None else reads)
+        self.reads_tensors = reads is None
         self.gradients = [(word,) for word in self.tensors] if gradients is None else gradients
+        places = {word: i for i, words in enumerate(self.gradients) for word in words}
+        self.places = [places.get(word) for word in self.tensors]
         self.gradient_fakes = self._like_tensors if gradient_fakes is None else gradient_fakes
         self._define(types)
         if name not in OPERATIONS:
@@ -148,21 +151,16 @@ class Operator:
         self, flat: Sequence[Any], outputs: Sequence[Tensor | None], saved: list[Tensor]
     ) -> list[Tensor | None]:
         """Returns what autograd keeps: the tensors of backward's call, then its `saved`."""
-        tensors = [
-            x if word in self.reads else None
-            for word, x in zip(self.tensors, flat[: len(self.tensors)], strict=True)
-        ]
+        tensors = flat[: len(self.tensors)]
+        if self.reads_tensors:
+            return [*tensors, *saved]
         read = [y for word, y in zip(self.outputs, outputs, strict=True) if word in self.reads]
-        return [*tensors, *read, *saved]
+        kept = [x if word in self.reads else None for word, x in zip(self.tensors, tensors, strict=True)]
+        return [*kept, *read, *saved]
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Returns a gradient, or None, for each tensor of a call."""
-        by_name = {
-            word: gradient
-            for words, gradient in zip(self.gradients, gradients, strict=True)
-            for word in words
-        }
-        return [by_name.get(word) for word in self.tensors]
+        return [None if i is None else gradients[i] for i in self.places]
 
     def refuse_second_derivative(self) -> None:
         """Raises RuntimeError."""
