@@ -50,8 +50,6 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The gated delta rule over sequences (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464).
 
-        S <- exp(g_t) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
-
     Shapes, with B batch, T time, H query and key heads, HV value heads (a multiple of H: value head j reads
     query and key head j // (HV / H)), K and V head sizes, N sequences:
 
