@@ -16,6 +16,7 @@ are the chunk's rows, `.` is the elementwise product, C the number of tokens in 
     S, dS   the state and its gradient                      [K, V]
     A       a segment's transition: S -> A S + ...          [K, K]
 
+The names of arguments are those of flash-linear-attention's chunk_gated_delta_rule.
 `contract` says what a backend is; `recurrent` is the equation itself, and the judge of all others.
 """
 
@@ -50,6 +51,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The gated delta rule over sequences (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464).
 
+        S <- exp(g_t) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
+
     Shapes, with B batch, T time, H query and key heads, HV value heads (a multiple of H: value head j reads
     query and key head j // (HV / H)), K and V head sizes, N sequences:
 
@@ -78,8 +81,7 @@ def gated_delta_rule(
 
     backend names one ("chunked", "recurrent", "triton", ...); None takes the default backend
     (`default_backend`), else the one for the tensors' device. Raises BackendRefusal, with every reason, and
-    never substitutes; TypeError and ValueError for arguments that do not fit. Names are those of
-    flash-linear-attention's chunk_gated_delta_rule.
+    never substitutes; TypeError and ValueError for arguments that do not fit.
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule
