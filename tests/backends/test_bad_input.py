@@ -10,14 +10,14 @@ import pytest
 from delta_trn.train.data.shards import HEADER_BYTES
 from tests.support import tiny_run
 from tests.support.corpus import prepare_text
-from tests.support.tiny_run import command, keys, train
+from tests.support.tiny_run import keys, run_command, train
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """data/ prepared shards, run/ a finished run. Tests copy it before they damage it."""
     folder = tmp_path_factory.mktemp("place")
-    tiny_run.prepared(folder)
+    tiny_run.prepare_data(folder)
     train("run", "tiny", *keys(folder / "data", folder / "run", sample__tokens=0))
     return folder
 
@@ -35,7 +35,7 @@ def copy(place, tmp_path) -> Path:
 
 def refused(*arguments: object) -> str:
     """The one line that a command which must fail ends with."""
-    status, out, err = command(*arguments)
+    status, out, err = run_command(*arguments)
     assert status == 2, out + err
     *before, last = err.splitlines()
     # preparing data says on stderr what it is doing
@@ -154,7 +154,7 @@ class TestData:
     def test_other_data_than_the_run_began_with(self, copy, tmp_path):
         other = tmp_path / "other"
         other.mkdir()
-        (other / "text.txt").write_text(tiny_run.text().replace("1", "3"))
+        (other / "text.txt").write_text(tiny_run.make_text().replace("1", "3"))
         prepare_text(other / "text.txt", other / "data")
         before = tree(copy / "run")
         said = refused("resume", copy / "run", "steps=20", f"data.folder={other / 'data'}")
@@ -195,7 +195,7 @@ class TestResume:
         for path in (copy / "run" / "checkpoints").glob("step-*/model.safetensors"):
             path.write_bytes(path.read_bytes()[:100])
         before = tree(copy / "run")
-        status, out, err = command("resume", copy / "run", "steps=20")
+        status, out, err = run_command("resume", copy / "run", "steps=20")
         assert status == 2 and "every checkpoint in" in err and "restore one from a backup" in err
         assert out.count("is damaged") == 3, "each is named"
         assert tree(copy / "run") == before

@@ -14,7 +14,7 @@ def start(
     world: int,
     arguments: Sequence[object],
     logs: Path,
-    work: Callable[[list[str], str], None] = tiny_run.child,
+    work: Callable[[list[str], str], None] = tiny_run.run_and_exit,
 ) -> list[BaseProcess]:
     """`torchrun --nproc_per_node=world -m train ...`: one process a rank, output in logs/rank-N.
 
@@ -39,7 +39,7 @@ def start(
     return processes
 
 
-def joined(processes: Sequence[BaseProcess], logs: Path, seconds: float = 120) -> list[int]:
+def join(processes: Sequence[BaseProcess], logs: Path, seconds: float = 120) -> list[int]:
     """Their exit codes. Processes that wait for each other are ended after `seconds`, and fail the test."""
     until = time.monotonic() + seconds
     for process in processes:
@@ -48,18 +48,18 @@ def joined(processes: Sequence[BaseProcess], logs: Path, seconds: float = 120) -
     for rank in late:
         processes[rank].kill()
         processes[rank].join()
-    assert not late, f"ranks {late} did not end within {seconds:g} s\n{said(logs)}"
+    assert not late, f"ranks {late} did not end within {seconds:g} s\n{read_logs(logs)}"
     return [code for process in processes if (code := process.exitcode) is not None]
 
 
-def said(logs: Path) -> str:
+def read_logs(logs: Path) -> str:
     """What every rank printed."""
     return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(logs.iterdir()))
 
 
 def train(world: int, arguments: Sequence[object], logs: Path) -> None:
     """The same, which must succeed on every rank."""
-    assert joined(start(world, arguments, logs), logs) == [0] * world, said(logs)
+    assert join(start(world, arguments, logs), logs) == [0] * world, read_logs(logs)
 
 
 def free_port() -> int:

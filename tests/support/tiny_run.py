@@ -36,7 +36,7 @@ WARM.set_forkserver_preload(
 )
 
 
-def text() -> str:
+def make_text() -> str:
     """Documents of sums and differences: small, the same everywhere, and quickly learned a little of."""
     documents = []
     for a in range(40):
@@ -45,11 +45,11 @@ def text() -> str:
     return "<|endoftext|>".join(documents)
 
 
-def prepared(folder: Path) -> Path:
+def prepare_data(folder: Path) -> Path:
     """Token shards of `text`, one token a byte."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "sums.txt"
-    source.write_text(text())
+    source.write_text(make_text())
     return prepare_text(source, folder / "data", val_fraction=0.1)
 
 
@@ -70,7 +70,7 @@ def keys(data: Path, out: Path, **changes: object) -> list[str]:
     return [f"{key}={value}" for key, value in given.items()]
 
 
-def command(*arguments: object) -> tuple[int, str, str]:
+def run_command(*arguments: object) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of `python -m train ...`, in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -80,26 +80,26 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 def train(*arguments: object) -> str:
     """The same, which must succeed. Returns what it printed."""
-    status, out, err = command(*arguments)
+    status, out, err = run_command(*arguments)
     assert status == 0, err
     return out
 
 
 def start(arguments: Sequence[object], log: Path) -> BaseProcess:
     """The same in a process of its own, its output in `log`."""
-    process = WARM.Process(target=child, args=([str(a) for a in arguments], str(log)))
+    process = WARM.Process(target=run_and_exit, args=([str(a) for a in arguments], str(log)))
     process.start()
     return process
 
 
-def child(arguments: list[str], log: str) -> None:
-    into(log)
+def run_and_exit(arguments: list[str], log: str) -> None:
+    redirect_output(log)
     status = main(arguments)
     sys.stdout.flush()
     os._exit(status)
 
 
-def into(log: str) -> None:
+def redirect_output(log: str) -> None:
     """From here on this process's output goes to the end of a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -124,12 +124,12 @@ def die_before(n: int) -> None:
         setattr(os, name, counted)
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what a clock measured."""
     return [{k: v for k, v in line.items() if k not in MEASURED} for line in read(run / "metrics.jsonl")]
 
 
-def left_by(run: Path, name: str = "step-*") -> dict[str, Any]:
+def final_state(run: Path, name: str = "step-*") -> dict[str, Any]:
     """Everything of a run that must come out the same, bit for bit, whatever happened on the way.
 
     name    of the checkpoint; else the last one
@@ -145,9 +145,9 @@ def left_by(run: Path, name: str = "step-*") -> dict[str, Any]:
     }
     assert len(tensors) >= 3  # of several processes each has its own
     raw = (run / "metrics.jsonl").read_bytes()
-    assert raw.endswith(b"\n") and raw.count(b"\n") == len(lines(run)), "a line is not whole"
+    assert raw.endswith(b"\n") and raw.count(b"\n") == len(read_metrics(run)), "a line is not whole"
     return {
-        "metrics": lines(run),
+        "metrics": read_metrics(run),
         "samples": (run / "samples.txt").read_text(),
         "checkpoint": last.name,
         "best": os.readlink(run / "checkpoints" / "best"),

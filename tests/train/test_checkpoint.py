@@ -25,7 +25,7 @@ from tests.support import tiny_run
 def run(tmp_path_factory) -> Path:
     """A finished run with checkpoints at 6, 8 and 12. Tests that change it copy it first."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    data = tiny_run.prepared(folder)
+    data = tiny_run.prepare_data(folder)
     tiny_run.train("run", "tiny", *tiny_run.keys(data, folder / "run"))
     return folder / "run"
 
@@ -237,7 +237,7 @@ class TestFullDisk:
         assert "no space left" in said and "python -m train resume" in said and "Traceback" not in said
         assert not list((out / "checkpoints").glob("*"))
         tiny_run.train("resume", out)
-        assert tiny_run.left_by(out) == tiny_run.left_by(run)
+        assert tiny_run.final_state(out) == tiny_run.final_state(run)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="signals of another platform")
     def test_a_file_limit_kills_no_python(self):
@@ -251,14 +251,14 @@ class TestDamagedRun:
         said = tiny_run.train("resume", copy)
         assert "checkpoint of step 12 is damaged" in said and "after step 8" in said
         assert (copy / "checkpoints" / "undone-step-00000012").is_dir(), "set aside, not thrown away"
-        assert tiny_run.left_by(copy) == tiny_run.left_by(run)
+        assert tiny_run.final_state(copy) == tiny_run.final_state(run)
 
     def test_resuming_from_a_step_undoes_the_later_ones(self, run, copy):
         said = tiny_run.train("resume", copy, "--step", 6)
         assert "set aside as undone-step-*: 8, 12" in said
-        assert tiny_run.left_by(copy) == tiny_run.left_by(run)
+        assert tiny_run.final_state(copy) == tiny_run.final_state(run)
 
     def test_an_explicit_step_that_is_damaged_is_an_error(self, copy):
         (copy / "checkpoints" / "step-00000008" / "model.safetensors").unlink()
-        status, _, err = tiny_run.command("resume", copy, "--step", 8)
+        status, _, err = tiny_run.run_command("resume", copy, "--step", 8)
         assert status == 2 and "checkpoint of step 8 is damaged" in err and "other steps: 6, 12" in err

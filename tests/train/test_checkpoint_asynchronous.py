@@ -10,12 +10,12 @@ import pytest
 from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.checkpoints.saver import Saver
 from tests.support import team_run, tiny_run
-from tests.support.tiny_run import left_by, lines
+from tests.support.tiny_run import final_state, read_metrics
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
 
 
 def keys(data: Path, out: Path, **changes: object) -> list[str]:
@@ -93,7 +93,7 @@ def test_it_writes_what_was_there_when_it_was_told_to(data, tmp_path, monkeypatc
     tiny_run.train("run", "tiny", *keys(data, tmp_path / "run"))
     assert steps_between == [2, 2, 2, 0], "the last one after the last step, the others during others"
     for name in ("step-00000006", "step-00000008", "step-00000012"):
-        assert left_by(tmp_path / "run", name) == left_by(tmp_path / "expected", name)
+        assert final_state(tmp_path / "run", name) == final_state(tmp_path / "expected", name)
 
 
 def test_without_a_copy_the_comparison_fails(data, tmp_path, monkeypatch):
@@ -102,7 +102,7 @@ def test_without_a_copy_the_comparison_fails(data, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_on_host", lambda x, copy: x.detach())
     tiny_run.train("run", "tiny", *keys(data, tmp_path / "run"))
     name = "step-00000008"
-    assert left_by(tmp_path / "run", name) != left_by(tmp_path / "expected", name)
+    assert final_state(tmp_path / "run", name) != final_state(tmp_path / "expected", name)
 
 
 def test_a_failure_is_raised_at_the_next_step(data, tmp_path, monkeypatch):
@@ -111,9 +111,10 @@ def test_a_failure_is_raised_at_the_next_step(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "write", full)
     monkeypatch.setattr(Saver, "begin", _and_wait(Saver.begin))
-    status, out, err = tiny_run.command("run", "tiny", *keys(data, tmp_path / "run"))
+    status, out, err = tiny_run.run_command("run", "tiny", *keys(data, tmp_path / "run"))
     assert status == 2 and "no space left" in err and "step-00000004" in err and "none yet" in err
-    assert max(line["step"] for line in lines(tmp_path / "run")) == 4, "the fifth step is not even reported"
+    steps = [line["step"] for line in read_metrics(tmp_path / "run")]
+    assert max(steps) == 4, "the fifth step is not even reported"
     assert "checkpoint is written" not in out
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
@@ -132,4 +133,4 @@ def test_of_several_processes(data, tmp_path):
         team_run.train(
             2, ["run", "tiny", *arguments(data, tmp_path / name, **given)], tmp_path / f"{name}-logs"
         )
-    assert left_by(tmp_path / "run") == left_by(tmp_path / "expected")
+    assert final_state(tmp_path / "run") == final_state(tmp_path / "expected")

@@ -14,14 +14,14 @@ from delta_trn.train.__main__ import COMMANDS
 from delta_trn.train.recipes import RECIPES
 from delta_trn.train.settings.schema import RunConfig, flatten
 from tests.support import tiny_run
-from tests.support.tiny_run import command, keys, train
+from tests.support.tiny_run import keys, run_command, train
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
 
 
 def python(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
@@ -39,14 +39,14 @@ class TestOverview:
         assert max(map(len, said.splitlines())) < 140
 
     def test_an_unknown_command_lists_the_known(self):
-        status, _, err = command("trian")
+        status, _, err = run_command("trian")
         assert status == 2 and all(name in err for name in COMMANDS)
-        assert "did you mean run" in command("rnu")[2]
+        assert "did you mean run" in run_command("rnu")[2]
 
     @pytest.mark.parametrize("name", COMMANDS)
     def test_every_command_has_help(self, name, capsys):
         with pytest.raises(SystemExit) as end:
-            command(name, "--help")
+            run_command(name, "--help")
         assert end.value.code == 0
 
     def test_keys_prints_every_key_with_its_value_and_meaning(self):
@@ -143,7 +143,7 @@ class TestFolders:
 
     def test_data_is_a_command_of_its_own(self, tmp_path):
         source = tmp_path / "text.txt"
-        source.write_text(tiny_run.text())
+        source.write_text(tiny_run.make_text())
         train("data", "prepare", source, "--out", tmp_path / "data", "--tokenizer", "bytes", "--quiet")
         train("run", "tiny", *keys(tmp_path / "data", tmp_path / "run", steps=1, sample__tokens=0))
 
@@ -187,6 +187,6 @@ class TestProcess:
         said = log.read_text()
         assert "stopped by SIGTERM after step" in said and f"python -m train resume {out}" in said
         assert "Traceback" not in said
-        step = tiny_run.lines(out)[-1]["step"]
+        step = tiny_run.read_metrics(out)[-1]["step"]
         assert f"continuing {out} after step {step}" in train("resume", out, f"steps={step + 3}")
-        assert tiny_run.lines(out)[-1]["step"] == step + 3
+        assert tiny_run.read_metrics(out)[-1]["step"] == step + 3

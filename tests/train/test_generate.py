@@ -14,7 +14,7 @@ from delta_trn.train.run.sample import Sampling, TextStream, continue_text, load
 from delta_trn.train.settings.errors import CheckpointError, ConfigError
 from tests.support import tiny_run
 from tests.support.corpus import prepare_text
-from tests.support.tiny_run import command, keys, train
+from tests.support.tiny_run import keys, run_command, train
 
 PROMPT = "7 + 5 ="
 
@@ -22,7 +22,7 @@ PROMPT = "7 + 5 ="
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("generation")
-    data = tiny_run.prepared(folder)
+    data = tiny_run.prepare_data(folder)
     # past its best at step 30: last and best differ
     train("run", "tiny", *keys(data, folder / "run", steps=40, evaluation__every=10, checkpoint__every=20))
     return folder / "run"
@@ -170,14 +170,14 @@ class TestCheckpoints:
 
     def test_a_damaged_one_is_not_used(self, copy):
         (copy / "checkpoints" / "step-00000040" / "model.safetensors").write_bytes(b"")
-        status, out, err = command("generate", copy, "--prompt", PROMPT)
+        status, out, err = run_command("generate", copy, "--prompt", PROMPT)
         assert (status, out) == (2, "")
         assert "step 40 is damaged" in err and "other steps: 20, 30" in err
         assert generate(copy, "--checkpoint", 20).startswith(PROMPT)
 
     def test_no_best_is_said(self, copy):
         (copy / "checkpoints" / "best").unlink()
-        status, _, err = command("generate", copy, "--prompt", PROMPT, "--checkpoint", "best")
+        status, _, err = run_command("generate", copy, "--prompt", PROMPT, "--checkpoint", "best")
         assert status == 2 and "has no best checkpoint" in err and "20, 30, 40" in err
 
 
@@ -185,13 +185,13 @@ class TestTokenizer:
     def test_a_larger_one_is_refused(self, copy, tmp_path):
         folder = copy / "checkpoints" / "step-00000040"
         source = tmp_path / "text.txt"
-        source.write_text(tiny_run.text())
+        source.write_text(tiny_run.make_text())
         other = prepare_text(source, tmp_path / "bpe", tokenizer="bytebpe", vocab_size=400)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(other / name, folder / name)
         with pytest.raises(CheckpointError, match=r"it has .* ids, the model 320 rows; bos is 0"):
             load_for_generation(folder, torch.device("cpu"))
-        status, _, err = command("generate", copy, "--prompt", PROMPT)
+        status, _, err = run_command("generate", copy, "--prompt", PROMPT)
         assert status == 2 and "tokenizer.json" in err, "as a file of a run's checkpoint it is seen as damage"
 
     def test_one_of_the_same_size_with_other_ids_is_refused(self, copy):
@@ -221,7 +221,7 @@ class TestOptions:
         ],
     )
     def test_wrong_ones_are_refused_with_what_was_expected(self, run, option, value, message):
-        status, out, err = command("generate", run, "--prompt", PROMPT, option, value)
+        status, out, err = run_command("generate", run, "--prompt", PROMPT, option, value)
         assert (status, out) == (2, "") and message in err and err.count("\n") == 1
 
     def test_sampling_checks_itself(self):

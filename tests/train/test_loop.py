@@ -19,12 +19,12 @@ from delta_trn.train.run.stopping import StopRequest
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.watch.metrics import read
 from tests.support import tiny_run
-from tests.support.tiny_run import keys, lines, train
+from tests.support.tiny_run import keys, read_metrics, train
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def losses(run: Path, split: str = "train") -> list[float]:
-    return [line["loss"] for line in lines(run) if line["split"] == split]
+    return [line["loss"] for line in read_metrics(run) if line["split"] == split]
 
 
 class TestReports:
@@ -104,7 +104,7 @@ class TestReports:
 class TestSameMathematics:
     def test_two_runs_are_equal_bit_for_bit(self, data, finished, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run"))
-        assert tiny_run.left_by(tmp_path / "run") == tiny_run.left_by(finished)
+        assert tiny_run.final_state(tmp_path / "run") == tiny_run.final_state(finished)
 
     def test_another_seed_is_another_run(self, data, finished, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run", seed=7))
@@ -208,18 +208,18 @@ class TestNotFinite:
         out = tmp_path / "run"
         changes = {"optimizer.name": "sgd", "optimizer.lr": 1e30, "optimizer.clip": "none"}
         given = keys(data, out, schedule__warmup=8, **changes)
-        status, _, err = tiny_run.command("run", "tiny", *given)
+        status, _, err = tiny_run.run_command("run", "tiny", *given)
         assert status == 2
         assert " at step " in err and "lower optimizer.lr" in err and "Traceback" not in err
         for path in (out / "checkpoints").glob("step-*"):
             assert path.name < "step-00000004", "the loss was not finite from step 3 on"
-        assert all(math.isfinite(line["loss"]) for line in lines(out))
+        assert all(math.isfinite(line["loss"]) for line in read_metrics(out))
 
     def test_the_checkpoint_before_it_stays_and_is_named(self, data, tmp_path, monkeypatch):
         out = tmp_path / "run"
         rate = loop.learning_rate
         monkeypatch.setattr(loop, "learning_rate", lambda config, i: rate(config, i) if i < 9 else 1e38)
-        status, _, err = tiny_run.command("run", "tiny", *keys(data, out, optimizer__clip="none"))
+        status, _, err = tiny_run.run_command("run", "tiny", *keys(data, out, optimizer__clip="none"))
         assert status == 2 and "the checkpoint of step 8 is intact" in err
         monkeypatch.undo()
         assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000008"
@@ -240,7 +240,7 @@ class TestNotFinite:
             return result
 
         monkeypatch.setattr(loop.TrainingStep, "__call__", poisoned)
-        status, _, err = tiny_run.command("run", "tiny", *keys(data, out))
+        status, _, err = tiny_run.run_command("run", "tiny", *keys(data, out))
         assert status == 2 and "not finite after step 8" in err
         assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000006"
 
@@ -259,14 +259,14 @@ class TestStopping:
             return step(self, *arguments)
 
         monkeypatch.setattr(loop.TrainingStep, "__call__", interrupted)
-        status, said, _ = tiny_run.command("run", "tiny", *keys(data, out))
+        status, said, _ = tiny_run.run_command("run", "tiny", *keys(data, out))
         monkeypatch.undo()
         assert status == 128 + number
         assert f"stopped by {signal.Signals(number).name} after step 5" in said
         assert f"python -m train resume {out}" in said
         assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000005"
         train("resume", out)
-        assert tiny_run.left_by(out) == tiny_run.left_by(whole)
+        assert tiny_run.final_state(out) == tiny_run.final_state(whole)
 
     def test_minutes_are_counted_and_the_run_can_go_on(self, data, finished, tmp_path, monkeypatch):
         clock = [0.0]
@@ -283,7 +283,7 @@ class TestStopping:
         assert 0 < before < 12
         monkeypatch.undo()
         train("resume", out, "max_minutes=none")
-        assert tiny_run.left_by(out) == tiny_run.left_by(finished)
+        assert tiny_run.final_state(out) == tiny_run.final_state(finished)
 
     def test_a_second_signal_ends_the_process(self):
         # a shell starts what it runs in the background with SIGINT ignored
@@ -325,5 +325,5 @@ class TestStopping:
         from delta_trn.train.checkpoints.run_folder import RunFolder
 
         with RunFolder(out).hold():
-            status, _, err = tiny_run.command("resume", out, "steps=14")
+            status, _, err = tiny_run.run_command("resume", out, "steps=14")
         assert status == 2 and f"in use by another process (pid {os.getpid()})" in err

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny_run
-from tests.support.tiny_run import keys, left_by, lines, start, train
+from tests.support.tiny_run import final_state, keys, read_metrics, start, train
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,13 @@ def interrupted_run(data: Path, out: Path, log: Path, kills: int, seed: int) -> 
 
 
 def last_step(out: Path) -> int:
-    return max((line["step"] for line in lines(out)), default=0)
+    return max((line["step"] for line in read_metrics(out)), default=0)
 
 
 class TestKilled:
     def test_at_random_moments(self, data, undisturbed, tmp_path):
         interrupted_run(data, tmp_path / "run", tmp_path / "log", kills=3, seed=1)
-        assert left_by(tmp_path / "run") == left_by(undisturbed)
+        assert final_state(tmp_path / "run") == final_state(undisturbed)
 
     @pytest.mark.slow
     def test_at_twenty_random_moments(self, data, undisturbed, tmp_path):
@@ -67,7 +67,7 @@ class TestKilled:
         for seed in range(5):
             out = tmp_path / f"run{seed}"
             steps = interrupted_run(data, out, tmp_path / "log", kills=4, seed=100 + seed)
-            assert left_by(out) == left_by(undisturbed), (seed, steps)
+            assert final_state(out) == final_state(undisturbed), (seed, steps)
             everywhere += steps
         assert sum(step < 12 for step in everywhere) >= 15, f"{everywhere}: too many came after the end"
 
@@ -94,7 +94,7 @@ class TestKilled:
             assert child.exitcode == -signal.SIGKILL, (tmp_path / "log").read_text()
             killed += 1
             train(*(["resume", out] if (out / "config.json").exists() else arguments))
-            assert left_by(out) == left_by(undisturbed), f"killed before operation {n}"
+            assert final_state(out) == final_state(undisturbed), f"killed before operation {n}"
         return killed
 
     def test_a_line_cut_short_is_repaired(self, data, undisturbed, tmp_path):
@@ -105,7 +105,7 @@ class TestKilled:
         metrics = out / "metrics.jsonl"
         metrics.write_bytes(metrics.read_bytes()[:-7])
         train("resume", out)
-        assert left_by(out) == left_by(undisturbed)
+        assert final_state(out) == final_state(undisturbed)
 
     def test_lines_that_a_checkpoint_had_promised_are_not_made_up(self, data, undisturbed, tmp_path):
         """The comparison can fail: with a line gone from the middle, the resumed run's file stays shorter."""
@@ -115,7 +115,7 @@ class TestKilled:
         metrics = out / "metrics.jsonl"
         metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[1:]))
         train("resume", out)
-        assert left_by(out) != left_by(undisturbed)
+        assert final_state(out) != final_state(undisturbed)
 
 
 class TestForgets:
@@ -139,8 +139,8 @@ class TestForgets:
             monkeypatch.setattr(checkpoint, "load_weights", lambda folder, model: None)
         assert assembly.checkpoint is checkpoint
         train("resume", out)
-        assert left_by(out)["model.safetensors"] != left_by(undisturbed)["model.safetensors"]
-        assert left_by(out)["metrics"] != left_by(undisturbed)["metrics"]
+        assert final_state(out)["model.safetensors"] != final_state(undisturbed)["model.safetensors"]
+        assert final_state(out)["metrics"] != final_state(undisturbed)["metrics"]
 
 
 class TestContinuing:
@@ -151,7 +151,7 @@ class TestContinuing:
         train("run", "tiny", *keys(data, short, steps=12, schedule__decay_steps=18))
         said = train("resume", short, "steps=18")
         assert "steps changes from 12 to 18" in said
-        assert left_by(short) == left_by(long)
+        assert final_state(short) == final_state(long)
         assert json.loads((short / "config.json").read_bytes())["steps"] == 18
 
     def test_stream_and_accumulation(self, data, tmp_path):
@@ -160,15 +160,15 @@ class TestContinuing:
         train("run", "tiny", *keys(data, tmp_path / "b", **changes, steps=7, schedule__decay_steps=12))
         train("run", "tiny", *keys(data, tmp_path / "c", **changes, schedule__decay_steps=12))
         train("resume", tmp_path / "b", "steps=12")
-        assert left_by(tmp_path / "b")["model.safetensors"] == left_by(tmp_path / "a")["model.safetensors"]
-        assert left_by(tmp_path / "c")["model.safetensors"] == left_by(tmp_path / "a")["model.safetensors"]
+        weights = [final_state(tmp_path / name)["model.safetensors"] for name in "abc"]
+        assert weights[0] == weights[1] == weights[2]
 
     def test_a_finished_run_says_its_end_again(self, undisturbed, tmp_path):
         out = tmp_path / "run"
         shutil.copytree(undisturbed, out, symlinks=True)
         said = train("resume", out)
         assert "after step 12" in said and "this model (tiny)" in said and "steps=24" in said
-        assert left_by(out) == left_by(undisturbed)
+        assert final_state(out) == final_state(undisturbed)
 
     def test_a_run_without_a_checkpoint_starts_over(self, undisturbed, tmp_path):
         out = tmp_path / "run"
@@ -177,7 +177,7 @@ class TestContinuing:
         (out / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 9.9}\n{"step"')
         said = train("resume", out)
         assert "at step 0: no checkpoint yet" in said
-        assert left_by(out) == left_by(undisturbed)
+        assert final_state(out) == final_state(undisturbed)
 
     def test_a_moved_folder_and_moved_data(self, data, undisturbed, tmp_path):
         out, elsewhere = tmp_path / "moved", tmp_path / "elsewhere"
@@ -186,27 +186,27 @@ class TestContinuing:
         shutil.rmtree(out / "checkpoints" / "step-00000012")
         said = train("resume", out, f"data.folder={elsewhere}")
         assert f"to {elsewhere}" in said
-        assert left_by(out) == left_by(undisturbed)
+        assert final_state(out) == final_state(undisturbed)
 
     def test_run_or_resume_begins_and_later_continues(self, data, undisturbed, tmp_path):
         """The command that torchrun repeats after a death: the same words each time."""
         out = tmp_path / "run"
         words = ["run", "--or-resume", "tiny", *keys(data, out)]
         train(*words)
-        assert left_by(out) == left_by(undisturbed)
+        assert final_state(out) == final_state(undisturbed)
         shutil.rmtree(out / "checkpoints" / "step-00000012")
         said = train(*words)
         assert "after step 8" in said and " changes from " not in said
-        assert left_by(out) == left_by(undisturbed)
+        assert final_state(out) == final_state(undisturbed)
         said = train("run", "--or-resume", "tiny", *keys(data, out, checkpoint__every=5))
         assert "checkpoint.every changes from 4 to 5" in said
 
     def test_run_or_resume_refuses_another_run_and_names_the_keys(self, data, undisturbed):
         words = ["run", "--or-resume", "tiny", *keys(data, undisturbed)]
-        status, _, err = tiny_run.command(*words, "optimizer.lr=0.5", "model.layers=3")
+        status, _, err = tiny_run.run_command(*words, "optimizer.lr=0.5", "model.layers=3")
         assert status == 2 and "another run" in err
         assert "optimizer.lr was " in err and ", is 0.5" in err and "model.layers was 2, is 3" in err
-        status, _, err = tiny_run.command("run", "--or-resume", "tiny")
+        status, _, err = tiny_run.run_command("run", "--or-resume", "tiny")
         assert status == 2 and "needs out=DIR" in err
 
     def test_seconds_go_on_from_where_they_were(self, undisturbed, tmp_path):
@@ -223,4 +223,4 @@ class TestContinuing:
 def _killed_before(n: int, arguments: list[str], log: str) -> None:
     """In a child: `python -m train ...` that dies by SIGKILL before its n-th durable operation."""
     tiny_run.die_before(n)
-    tiny_run.child([str(argument) for argument in arguments], log)
+    tiny_run.run_and_exit([str(argument) for argument in arguments], log)

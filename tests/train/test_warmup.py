@@ -57,7 +57,7 @@ class TestGraphs:
         assert "probes" not in shapes({})
 
     def test_graphs_of_a_cluster_are_listed_on_any_machine(self):
-        status, out, _ = tiny_run.command("warmup", "tiny", "--list", "--processes=2", "device=xla")
+        status, out, _ = tiny_run.run_command("warmup", "tiny", "--list", "--processes=2", "device=xla")
         assert status == 0 and "first step" in out and "[2, 32]" in out and "[1, ?]" in out
 
     @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ class TestGraphs:
         ],
     )
     def test_impossible_arguments_are_refused(self, arguments, complaint):
-        status, _, error = tiny_run.command("warmup", "tiny", *arguments)
+        status, _, error = tiny_run.run_command("warmup", "tiny", *arguments)
         assert status == 2 and complaint in error
 
 
@@ -78,7 +78,7 @@ class TestOnACpu:
 
     def test_every_graph_runs_and_nothing_is_left_behind(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        data = tiny_run.prepared(tmp_path)
+        data = tiny_run.prepare_data(tmp_path)
         changes = {"evaluation__final_tokens": 210, "batch__micro": 2, "log__probes": "true"}
         out = tiny_run.train("warmup", "tiny", *tiny_run.keys(data, tmp_path / "run", **changes))
         for name in ("step", "evaluate", "probes", "held-out", "held-out, last", "prefill", "decode"):
@@ -195,7 +195,7 @@ class TestNotice:
         assert "cold" in line
 
     def test_a_runs_folder_can_be_warmed(self, tmp_path, monkeypatch):
-        data = tiny_run.prepared(tmp_path)
+        data = tiny_run.prepare_data(tmp_path)
         tiny_run.train(
             "run", "tiny", *tiny_run.keys(data, tmp_path / "run", steps=1, evaluation__sequences=2)
         )
@@ -204,7 +204,7 @@ class TestNotice:
 
     @pytest.mark.slow
     def test_a_compiled_run_is_warm_afterwards(self, tmp_path, compiled):
-        data = tiny_run.prepared(tmp_path)
+        data = tiny_run.prepare_data(tmp_path)
         changes = {"compile": "true", "model__layers": 1, "steps": 2, "evaluation__every": 2}
         keys = tiny_run.keys(data, tmp_path / "run", **changes)
         assert "cache      cold" in tiny_run.train("run", "tiny", *keys)
@@ -249,21 +249,21 @@ class TestNeuron:
 
     def test_a_failed_compiler_ends_the_command(self, started, monkeypatch):
         monkeypatch.setenv("STATUS", "3")
-        status, _, error = tiny_run.command("warmup", "tiny", "device=cpu")
+        status, _, error = tiny_run.run_command("warmup", "tiny", "device=cpu")
         assert status == 2 and "neuron_parallel_compile ended with status 3" in error
         assert len(started.read_text().splitlines()) == 1
 
     def test_a_missing_neuron_parallel_compile_is_named(self, monkeypatch):
         monkeypatch.setattr(machine, "is_neuron", lambda device: True)
         monkeypatch.setattr(warmup.shutil, "which", lambda name: None)
-        status, _, error = tiny_run.command("warmup", "tiny", "device=cpu")
+        status, _, error = tiny_run.run_command("warmup", "tiny", "device=cpu")
         assert status == 2 and "it comes with torch-neuronx" in error
 
     def test_collected_graphs_are_not_recorded(self, tmp_path, monkeypatch):
         monkeypatch.setenv(warmup.COLLECTING, "1")
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
         monkeypatch.setattr("delta_trn.train.run.step.torch.compile", lambda f, **options: f)
-        data = tiny_run.prepared(tmp_path)
+        data = tiny_run.prepare_data(tmp_path)
         out = tiny_run.train("warmup", "tiny", *tiny_run.keys(data, tmp_path / "run", compile="true"))
         assert "collected for neuron_parallel_compile" in out
         assert not (tmp_path / "inductor" / record.FOLDER).exists()

@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
     from delta_trn.train.run.step import TrainingStep
 
     folder = tmp_path_factory.mktemp("runs")
-    data = tiny_run.prepared(folder)
+    data = tiny_run.prepare_data(folder)
     counts = {"step": [], "evaluate": [], "sample": []}
     device = ""
 
@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
             changes |= {"sample.tokens": 4, "model.layers": 1, "log.every": 3}
             renamed = {key.replace(".", "__"): value for key, value in changes.items()}
             tiny_run.train("run", "tiny", *tiny_run.keys(data, out, **renamed))
-            lines[device] = tiny_run.lines(out)
+            lines[device] = tiny_run.read_metrics(out)
     return lines, counts, machine.fallbacks(), folder / "xla"
 
 
@@ -94,7 +94,7 @@ class TestRun:
 
     def test_its_checkpoint_continues_on_the_cpu(self, runs):
         tiny_run.train("resume", runs[3], f"steps={STEPS + 2}", "device=cpu", "backend=chunked")
-        assert tiny_run.lines(runs[3])[-1]["step"] == STEPS + 2
+        assert tiny_run.read_metrics(runs[3])[-1]["step"] == STEPS + 2
 
 
 @needs_xla

@@ -27,7 +27,7 @@ from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig
 from tests.support import team_run, tiny_run
-from tests.support.tiny_run import lines
+from tests.support.tiny_run import read_metrics
 
 STEPS = 20
 SPREAD = 8
@@ -82,7 +82,7 @@ EVERY = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
 
 
 def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list[str]:
@@ -120,7 +120,7 @@ def apart(found: Path, expected: Path, begin: dict[str, Tensor]) -> float:
 
 def worst(found: Path, expected: Path, what: str) -> float:
     """The largest relative difference of a number in metrics.jsonl."""
-    mine, theirs = lines(found), lines(expected)
+    mine, theirs = read_metrics(found), read_metrics(expected)
     where = [(line["step"], line["split"]) for line in theirs]
     assert [(line["step"], line["split"]) for line in mine] == where
     pairs = [(a[what], b[what]) for a, b in zip(mine, theirs, strict=True) if what in b]

@@ -30,7 +30,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
 
 
 def keys(data: Path, out: Path, changes: dict[str, Any]) -> list[str]:
@@ -59,7 +59,7 @@ def resaved(arguments: list[str], log: str) -> None:
     from delta_trn.train.run.setup import resume
     from delta_trn.train.settings.overrides import parse
 
-    tiny_run.into(log)
+    tiny_run.redirect_output(log)
     out, step, *changes = arguments
     with resume(Path(out), parse(changes), None, print) as run:
         assert run.state.step == int(step)
@@ -112,7 +112,7 @@ def test_what_one_group_saved_another_opens_and_saves_bit_for_bit(data, tmp_path
         given = [f"{key}={value}" for key, value in reset.items()]
         logs = tmp_path / f"logs-{n}"
         processes = team_run.start(world, [out, STEP, *given], logs, resaved)
-        assert team_run.joined(processes, logs) == [0] * world, team_run.said(logs)
+        assert team_run.join(processes, logs) == [0] * world, team_run.read_logs(logs)
         again = wholes(out / "checkpoints" / f"step-{STEP:08d}")
         assert again.keys() == first.keys()
         assert [name for name in first if not torch.equal(first[name], again[name])] == [], way

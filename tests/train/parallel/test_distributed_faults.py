@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import team_run, tiny_run
-from tests.support.tiny_run import left_by, lines
+from tests.support.tiny_run import final_state, read_metrics
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
 
 
 def keys(data: Path, out: Path) -> list[str]:
@@ -34,7 +34,7 @@ def undisturbed(data, tmp_path_factory) -> Path:
 
 def wait_for(out: Path, step: int) -> None:
     until = time.monotonic() + 100
-    while max((line["step"] for line in lines(out)), default=0) < step:
+    while max((line["step"] for line in read_metrics(out)), default=0) < step:
         assert time.monotonic() < until, "the run does not get there"
         time.sleep(0.005)
 
@@ -50,10 +50,10 @@ def test_sigterm_to_all_saves_and_the_rest_is_the_same_run(data, undisturbed, tm
     for process in processes:
         os.kill(process.pid, signal.SIGTERM)
     logs = tmp_path / "logs"
-    assert team_run.joined(processes, logs) == [128 + signal.SIGTERM] * 2, team_run.said(logs)
+    assert team_run.join(processes, logs) == [128 + signal.SIGTERM] * 2, team_run.read_logs(logs)
     assert "stopped by SIGTERM" in (logs / "rank-0").read_text()
     team_run.train(2, ["resume", out], tmp_path / "again")
-    assert left_by(out) == left_by(undisturbed)
+    assert final_state(out) == final_state(undisturbed)
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -64,14 +64,14 @@ def test_sigkill_of_one_ends_the_other_and_the_rest_is_the_same_run(data, undist
     wait_for(out, 7)
     os.kill(processes[victim].pid, signal.SIGKILL)
     logs = tmp_path / "logs"
-    codes = team_run.joined(processes, logs)
+    codes = team_run.join(processes, logs)
     assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] == 2, team_run.said(logs)
+    assert codes[1 - victim] == 2, team_run.read_logs(logs)
     said = (logs / f"rank-{1 - victim}").read_text()
     assert "another of the 2 processes has ended" in said and "Traceback" not in said
     assert (out / "checkpoints" / "step-00000005").is_dir()
     team_run.train(2, ["resume", out], tmp_path / "again")
-    assert left_by(out) == left_by(undisturbed)
+    assert final_state(out) == final_state(undisturbed)
 
 
 SHARDED = {"distribution__mode": "fsdp", "checkpoint__every": 4, "evaluation__every": 6, "log__every": 1}
@@ -89,19 +89,19 @@ def dying_while_it_writes(arguments: list[str], log: str) -> None:
     """On each process; the second dies in its second checkpoint, of four syncs each."""
     if os.environ["RANK"] == "1":
         tiny_run.die_before(6)
-    tiny_run.child(arguments, log)
+    tiny_run.run_and_exit(arguments, log)
 
 
 @pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_sigkill_while_a_checkpoint_is_written_leaves_it_unseen(data, sharded, tmp_path, asynchronous):
     out, logs = tmp_path / "run", tmp_path / "logs"
     given = [*tiny_run.keys(data, out, **SHARDED), f"checkpoint.asynchronous={asynchronous}"]
-    codes = team_run.joined(team_run.start(2, ["run", "tiny", *given], logs, dying_while_it_writes), logs)
-    assert codes == [2, -signal.SIGKILL], team_run.said(logs)
+    codes = team_run.join(team_run.start(2, ["run", "tiny", *given], logs, dying_while_it_writes), logs)
+    assert codes == [2, -signal.SIGKILL], team_run.read_logs(logs)
     assert "another of the 2 processes has ended" in (logs / "rank-0").read_text()
     assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000004"]
     team_run.train(2, ["resume", out], tmp_path / "again")
-    assert left_by(out) == left_by(sharded)
+    assert final_state(out) == final_state(sharded)
 
 
 @pytest.mark.parametrize("name", ["shard-00002-*", pytest.param("model-00001-*", marks=pytest.mark.slow)])
@@ -113,7 +113,7 @@ def test_a_part_cut_short_is_found_and_the_one_before_taken(data, sharded, tmp_p
     team_run.train(2, ["resume", out], logs)
     said = (logs / "rank-0").read_text()
     assert "checkpoint of step 12 is damaged" in said and part.name in said and "after step 8" in said
-    assert left_by(out) == left_by(sharded)
+    assert final_state(out) == final_state(sharded)
 
 
 def with_a_small_disk(arguments: list[str], log: str) -> None:
@@ -121,15 +121,15 @@ def with_a_small_disk(arguments: list[str], log: str) -> None:
     rank, *others = arguments
     if os.environ["RANK"] == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
-    tiny_run.child(others, log)
+    tiny_run.run_and_exit(others, log)
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_full_disk_of_one_ends_all_with_what_it_says(data, tmp_path, rank):
     out, logs = tmp_path / "run", tmp_path / "logs"
     arguments = [rank, "run", "tiny", *tiny_run.keys(data, out, **SHARDED)]
-    codes = team_run.joined(team_run.start(2, arguments, logs, with_a_small_disk), logs)
-    assert codes == [2, 2], team_run.said(logs)
+    codes = team_run.join(team_run.start(2, arguments, logs, with_a_small_disk), logs)
+    assert codes == [2, 2], team_run.read_logs(logs)
     for path in logs.iterdir():
         said = path.read_text()
         assert "no space left to write" in said and "python -m train resume" in said, said
@@ -241,7 +241,7 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(data, undisturbed, tmp_
     finally:
         agent.kill()
     assert "continuing" in log.read_text()
-    assert left_by(out) == left_by(undisturbed)
+    assert final_state(out) == final_state(undisturbed)
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_torchrun_goes_on_with_the_node_that_is_left(data, tmp_path):
             node.wait()
     said = logs[0].read_text()
     assert "continuing" in said and said.count("processes  2") == 1, said
-    for mine, alone in zip(lines(out), lines(tmp_path / "alone"), strict=True):
+    for mine, alone in zip(read_metrics(out), read_metrics(tmp_path / "alone"), strict=True):
         assert (mine["step"], mine["split"]) == (alone["step"], alone["split"])
         assert mine["loss"] == pytest.approx(alone["loss"], rel=40 * 300 * 2**-24)
 
@@ -303,7 +303,7 @@ def test_ten_random_kills(data, tmp_path, seed, mode="fsdp"):
         processes = team_run.start(2, words, logs)
         until = time.monotonic() + 100
         while all(process.is_alive() for process in processes) and time.monotonic() < until:
-            if max((line["step"] for line in lines(out)), default=0) >= target:
+            if max((line["step"] for line in read_metrics(out)), default=0) >= target:
                 break
             time.sleep(0.002)
         victim = rng.choice(processes)
@@ -316,7 +316,7 @@ def test_ten_random_kills(data, tmp_path, seed, mode="fsdp"):
             process.join(20)
             process.kill()
             process.join()
-            assert process.exitcode in (0, 2, -signal.SIGKILL), team_run.said(logs)
+            assert process.exitcode in (0, 2, -signal.SIGKILL), team_run.read_logs(logs)
     assert killed >= 8
     team_run.train(2, words, tmp_path / "last")
-    assert left_by(out) == left_by(tmp_path / "whole")
+    assert final_state(out) == final_state(tmp_path / "whole")

@@ -34,7 +34,7 @@ def on_stand_in(arguments: list[str], log: str) -> None:
     """The run of one rank, as if its CPU were a NeuronCore."""
     sys.path.insert(0, str(SHIMS))
     neuron.serves = lambda device: True
-    tiny_run.child(arguments, log)
+    tiny_run.run_and_exit(arguments, log)
 
 
 def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list[str]:
@@ -44,13 +44,13 @@ def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list
 
 
 def run(arguments: list[Any], logs: Path) -> None:
-    codes = team_run.joined(team_run.start(2, arguments, logs, on_stand_in), logs)
-    assert codes == [0, 0], team_run.said(logs)
+    codes = team_run.join(team_run.start(2, arguments, logs, on_stand_in), logs)
+    assert codes == [0, 0], team_run.read_logs(logs)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return tiny_run.prepared(tmp_path_factory.mktemp("data"))
+    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize(("way", "optimizer"), [("heads", "sgd"), ("zero1", "adamw")])

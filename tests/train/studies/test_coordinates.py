@@ -24,7 +24,7 @@ from delta_trn.train.studies.coordinates.theory import TENSORS
 from delta_trn.train.studies.fits import line
 from delta_trn.train.studies.probes.hooks import normalized, observed
 from tests.support.tiny_models import VOCABULARY, model, tokens
-from tests.support.tiny_run import command, prepared
+from tests.support.tiny_run import prepare_data, run_command
 
 RATES = {"adamw": "2**-8", "sgd": "0.1"}
 optimizers = pytest.mark.parametrize("optimizer", RATES)
@@ -222,11 +222,11 @@ class TestObservation:
 
 class TestCommand:
     def test_coord_check_writes_readings_verdicts_and_pictures(self, tmp_path: Path):
-        data = prepared(tmp_path)
+        data = prepare_data(tmp_path)
         out = tmp_path / "check"
         keys = ("widths=16,32,64", "steps=1", "seeds=1", "parametrizations=mup", "batch.length=16")
         given = (*keys, f"data.source={data}", f"out={out}", "device=cpu", "model.base_width=16")
-        status, text, err = command("coord-check", "tiny", *given)
+        status, text, err = run_command("coord-check", "tiny", *given)
         assert status in (0, 1), err
         tree = json.loads((out / "coordinates.json").read_text())
         assert len(tree["readings"]) == 2 * 3 * 2 * len(GDN)
@@ -236,15 +236,15 @@ class TestCommand:
         assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
         before = (out / "coordinates.md").read_text()
         (out / "coordinates.md").unlink()
-        assert command("plot", out)[0] == 0
+        assert run_command("plot", out)[0] == 0
         assert (out / "coordinates.md").read_text() == before
 
     def test_coord_check_of_a_model_without_gated_deltanet_reads_the_tensors_it_has(self, tmp_path: Path):
         """Deep Delta Learning's own: softmax attention in every layer."""
         out = tmp_path / "check"
-        status, text, err = command(
+        status, text, err = run_command(
             "coord-check", "tiny", "widths=16,32,64", "steps=1", "seeds=1", "parametrizations=mup",
-            "optimizers=adamw", "batch.length=16", f"data.source={prepared(tmp_path)}", f"out={out}",
+            "optimizers=adamw", "batch.length=16", f"data.source={prepare_data(tmp_path)}", f"out={out}",
             "device=cpu", "model.base_width=16", "model.attention_layers=0,1", "model.residual=ddl",
         )  # fmt: skip
         assert status in (0, 1), err
@@ -265,7 +265,7 @@ class TestCommand:
         ],
     )
     def test_coord_check_refuses_bad_input_before_it_computes_anything(self, given: str, says: str):
-        status, _, err = command("coord-check", "tiny", given)
+        status, _, err = run_command("coord-check", "tiny", given)
         assert status == 2 and says in err
 
 
@@ -274,7 +274,7 @@ class TestCommand:
 def test_the_published_check_passes_up_to_width_1024(optimizer: str, tmp_path: Path):
     """On text: with random tokens, logit_next after one step falls a little with width."""
     out = tmp_path / "check"
-    status, text, err = command(
+    status, text, err = run_command(
         "coord-check", "transfer", f"optimizers={optimizer}", "parametrizations=mup", f"out={out}",
         f"data.folder={tmp_path / 'data'}", "device=cpu",
     )  # fmt: skip

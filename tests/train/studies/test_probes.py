@@ -18,12 +18,12 @@ from delta_trn.train.studies.probes.mixer import GROUPS, Probes, group_of, recal
 from delta_trn.train.studies.probes.plot import PANELS, PLACES, load_probes
 from delta_trn.train.watch.metrics import read
 from tests.support.tiny_models import model, tokens
-from tests.support.tiny_run import command, keys, left_by, lines, prepared, train
+from tests.support.tiny_run import final_state, keys, prepare_data, read_metrics, run_command, train
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("probes"))
+    return prepare_data(tmp_path_factory.mktemp("probes"))
 
 
 def probes_of(m, batch: tuple[Tensor, Tensor], lr: float = 0.1) -> tuple[Probes, torch.optim.Optimizer]:
@@ -130,11 +130,11 @@ class TestTraining:
     def test_is_the_same_to_the_last_bit_with_probes(self, data: Path, tmp_path: Path):
         for name, probing in (("with", "true"), ("without", "false")):
             train("run", "tiny", *keys(data, tmp_path / name, log__probes=probing))
-        probed = [line.pop("probes", None) for line in lines(tmp_path / "with")]
+        probed = [line.pop("probes", None) for line in read_metrics(tmp_path / "with")]
         assert [i for i, values in enumerate(probed) if values] and not any(
-            "probes" in line for line in lines(tmp_path / "without")
+            "probes" in line for line in read_metrics(tmp_path / "without")
         )
-        kept, plain = left_by(tmp_path / "with"), left_by(tmp_path / "without")
+        kept, plain = final_state(tmp_path / "with"), final_state(tmp_path / "without")
         for row in kept["metrics"]:
             row.pop("probes", None)
         assert kept == plain
@@ -182,7 +182,7 @@ class TestTraining:
         for name in "ab":
             train("run", "tiny", *keys(data, tmp_path / name, steps=2, sample__tokens=0))
         assert "probes.png" not in train("plot", tmp_path / "a")
-        status, _, err = command("plot", tmp_path / "a", tmp_path / "b")
+        status, _, err = run_command("plot", tmp_path / "a", tmp_path / "b")
         assert status == 2 and "train with log.probes=true" in err
 
 

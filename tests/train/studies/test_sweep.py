@@ -17,7 +17,7 @@ from delta_trn.train.studies.sweep.question import ARMS, Sweep, define, grid
 from delta_trn.train.studies.sweep.report import curve, reports, transfer
 from delta_trn.train.studies.sweep.results import Results
 from delta_trn.train.studies.sweep.runner import seconds_left
-from tests.support.tiny_run import command, prepared, start
+from tests.support.tiny_run import prepare_data, run_command, start
 
 AXES = {
     "widths": "16,32,64",
@@ -122,12 +122,12 @@ class TestDefinition:
         self, given: dict[str, str], says: str, tmp_path: Path
     ):
         axes = {**AXES, **given, "out": str(tmp_path / "sweep")}
-        status, _, err = command("sweep", "tiny", *(f"{key}={value}" for key, value in axes.items()))
+        status, _, err = run_command("sweep", "tiny", *(f"{key}={value}" for key, value in axes.items()))
         assert status == 2 and says in err
         assert not (tmp_path / "sweep").exists()
 
     def test_a_sweep_without_learning_rates_is_refused(self):
-        status, _, err = command("sweep", "tiny", "widths=16")
+        status, _, err = run_command("sweep", "tiny", "widths=16")
         assert status == 2 and "lrs.adamw=2**-10..2**-4" in err
 
 
@@ -295,7 +295,7 @@ def test_time_left_is_the_median_time_of_finished_trials_times_the_open_ones():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("sweep"))
+    return prepare_data(tmp_path_factory.mktemp("sweep"))
 
 
 def arguments(data: Path, out: Path, **changes: object) -> list[str]:
@@ -323,7 +323,7 @@ def measured(out: Path) -> dict[str, float]:
 
 def test_a_sweep_killed_at_any_moment_ends_with_the_same_results(data: Path, tmp_path: Path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    status, text, err = command(*arguments(data, whole))
+    status, text, err = run_command(*arguments(data, whole))
     assert status == 0, err
     assert "2/2" in text and (whole / "sweep.png").exists() and (whole / "report.json").exists()
     wait = random.Random(0)
@@ -337,7 +337,7 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_results(data: Path, tmp
         assert said.items() <= measured(killed).items(), "a result was lost"
         said = measured(killed)
         time.sleep(0.3)  # its trials see that it is gone, and let go of their folders
-    status, _, err = command(*arguments(data, killed))
+    status, _, err = run_command(*arguments(data, killed))
     assert status == 0, err
     assert measured(killed) == measured(whole)
     assert not list(killed.glob("trials/*/checkpoints"))
@@ -361,7 +361,7 @@ def test_a_sweep_asked_to_stop_saves_checkpoints_and_says_how_to_continue(data: 
 def test_a_diverged_trial_is_a_result_and_a_trial_that_fails_is_reported(data: Path, tmp_path: Path):
     out = tmp_path / "diverges"
     given = {"optimizers": "sgd", "lrs": "1e30", "optimizer.clip": "none", "steps": 20}
-    status, text, err = command(*arguments(data, out, **given))
+    status, text, err = run_command(*arguments(data, out, **given))
     assert status == 0, err
     (result,) = Results(out).read().values()
     assert result["loss"] is None and "step" in result["diverged"] and "diverged" in text
@@ -369,7 +369,7 @@ def test_a_diverged_trial_is_a_result_and_a_trial_that_fails_is_reported(data: P
     (place / "result.json").unlink()
     (place / "config.json").write_text("{")
     (out / "sweep.jsonl").unlink()
-    status, text, _ = command("sweep", out, "jobs=1")
+    status, text, _ = run_command("sweep", out, "jobs=1")
     assert status == 1 and "config.json cannot be read" in text
 
 
@@ -377,5 +377,5 @@ def test_a_second_runner_in_the_same_folder_is_refused(data: Path, tmp_path: Pat
     out = tmp_path / "sweep"
     out.mkdir()
     with RunFolder(out).hold():
-        status, _, err = command(*arguments(data, out))
+        status, _, err = run_command(*arguments(data, out))
     assert status != 0 and "in use by another process" in err and not (out / "sweep.json").exists()

@@ -12,7 +12,7 @@ from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.studies import throughput
 from delta_trn.train.studies.throughput import OURS, PARTS, REST, Workload, measure, operator_of, shares
-from tests.support.tiny_run import command
+from tests.support.tiny_run import run_command
 
 TINY = {"batch.sequences": "4", "batch.length": "32", "data.vocab_size": "320", "device": "cpu"}
 
@@ -30,7 +30,9 @@ def replaced(name, rule):
 def test_it_prints_and_writes_what_it_measured(tmp_path):
     file = tmp_path / "throughput.jsonl"
     keys = [f"{key}={value}" for key, value in TINY.items()]
-    status, out, err = command("throughput", "tiny", *keys, "--peer", "hf", "--rounds", "2", "--json", file)
+    status, out, err = run_command(
+        "throughput", "tiny", *keys, "--peer", "hf", "--rounds", "2", "--json", file
+    )
     assert status == 0, err
     assert "delta rule by chunked on cpu" in out and "times ours" in out
     ours, theirs = (json.loads(line) for line in file.read_text().splitlines())
@@ -98,5 +100,5 @@ def test_timing_leaves_the_weights_as_they_were(workload):
 )
 def test_what_cannot_be_measured_is_said(arguments, message):
     keys = [f"{key}={value}" for key, value in TINY.items()]
-    status, _, err = command("throughput", "tiny", *keys, *arguments)
+    status, _, err = run_command("throughput", "tiny", *keys, *arguments)
     assert status == 2 and message in err
