@@ -25,21 +25,19 @@ _HERE = Path(__file__).resolve().parent
 if not (_HERE / "backends").is_dir():
     __path__.append(str(_HERE.parent))
 
-_HOMES = {
-    "gated_delta_rule": "delta_trn.backends",
-    "gated_delta_rule_step": "delta_trn.backends",
-    "delta_residual": "delta_trn.backends",
-    "default_backend": "delta_trn.backends",
-    "checking": "delta_trn.backends",
-    "describe": "delta_trn.backends",
-    "BackendRefusal": "delta_trn.backends",
-    "DeltaConfig": "delta_trn.models",
-    "DeltaForCausalLM": "delta_trn.models",
-    "DeltaCache": "delta_trn.models",
-}
-
-__all__ = [*_HOMES]
-
+_BACKENDS = (
+    *(
+        "gated_delta_rule",
+        "gated_delta_rule_step",
+        "delta_residual",
+        "default_backend",
+        "checking",
+        "describe",
+    ),
+    "BackendRefusal",
+)
+_MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaCache")
+_HOMES = dict.fromkeys(_BACKENDS, "delta_trn.backends") | dict.fromkeys(_MODELS, "delta_trn.models")
 
 registration.register()
 

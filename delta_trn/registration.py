@@ -2,47 +2,59 @@
 
 `AutoModelForCausalLM` must know our models once `delta_trn` is imported, but a kernel package or the
 simulator must load without torch and transformers. So the registration waits for transformers' module of
-model names. If it is loaded already, the models are registered at once; otherwise as soon as it is.
+model names. It also waits until no module of transformers is half loaded: the models need parts of
+transformers that may just be the ones that import the names.
 """
 
 import sys
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-AUTO = "transformers.models.auto.modeling_auto"
+NAMES = "transformers.models.auto.configuration_auto"
 
 
 def register() -> None:
     """Registers the models now if transformers' names are loaded, otherwise as soon as they are."""
-    if AUTO in sys.modules:
+    if NAMES in sys.modules:
         import delta_trn.models.language_model  # noqa: F401 - registers them
     elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Waiting())
 
 
 class _Waiting(MetaPathFinder):
-    """Finds `AUTO` as Python does, once, and has the models registered after it has been executed."""
+    """Finds transformers' modules as Python does, and notices when the outermost of them has been loaded."""
+
+    def __init__(self) -> None:
+        self.depth = 0
 
     def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != AUTO:
+        if fullname.split(".")[0] != "transformers":
             return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((s for finder in others if (s := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Registering(spec.loader)
+            spec.loader = _Counting(spec.loader, self)
         return spec
 
 
-class _Registering(Loader):
-    """Executes a module by its own loader, then registers the models."""
+class _Counting(Loader):
+    """Executes a module by its own loader, and registers the models after the outermost module."""
 
-    def __init__(self, loader: Loader):
-        self.loader = loader
+    def __init__(self, loader: Loader, waiting: _Waiting) -> None:
+        self.loader, self.waiting = loader, waiting
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        import delta_trn.models.language_model  # noqa: F401 - registers them
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self.loader
+        self.waiting.depth += 1
+        try:
+            self.loader.exec_module(module)
+        finally:
+            self.waiting.depth -= 1
+        if self.waiting.depth == 0 and NAMES in sys.modules and self.waiting in sys.meta_path:
+            sys.meta_path.remove(self.waiting)
+            register()

@@ -88,3 +88,20 @@ def test_importing_delta_trn_loads_neither_torch_nor_transformers(installed, els
 def test_a_command_that_does_not_exist_names_the_nearest(installed, elsewhere):
     done = subprocess.run([installed / "delta-trn", "bensh"], cwd=elsewhere, capture_output=True, text=True)
     assert done.returncode == 2 and "did you mean bench?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from transformers import AutoConfig",
+        # loads the names of all models when it is half loaded itself
+        "from transformers.models.qwen3_next import modeling_qwen3_next",
+        "import delta_trn.nki_kernels.simulator",
+    ],
+)
+def test_transformers_knows_the_models_whatever_is_imported_first(installed, elsewhere, first):
+    code = (
+        f"import delta_trn\n{first}\nfrom transformers import AutoConfig\n"
+        "print(AutoConfig.for_model('delta_trn').model_type)"
+    )
+    assert call([installed / "python", "-c", code], elsewhere) == "delta_trn\n"

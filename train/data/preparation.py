@@ -168,7 +168,9 @@ class _Preparation:
             remaining = None if max_documents is None else max_documents - progress.documents
             for batch in _batches(islice(reader, remaining)):
                 with_text = [(split_of(text), text) for text in batch if text.strip()]
-                kept = [(split, text) for split, text in with_text if split is not None]
+                kept: list[tuple[Split, str]] = [
+                    (split, text) for split, text in with_text if split is not None
+                ]
                 progress.skipped["empty documents"] += len(batch) - len(with_text)
                 progress.skipped["documents also held out"] += len(with_text) - len(kept)
                 progress.documents += len(batch)
