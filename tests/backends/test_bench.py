@@ -1,4 +1,4 @@
-"""Nothing is timed without a green parity; contenders take turns; what was not run says so."""
+"""bench times nothing whose parity fails, gives contenders alternate turns, and says what it did not run."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def unmeasured_memory(monkeypatch):
-    """Leaves out the two fresh processes, which take seconds and have a test of their own."""
+    """Replaces the measurement of memory, which takes seconds and has a test of its own."""
     monkeypatch.setattr(bench, "memory", lambda name, case, dtype, device: 1024)
 
 
@@ -31,7 +31,7 @@ def few_rounds(monkeypatch):
     monkeypatch.setattr(timing, "ROUNDS", (3, 3))
 
 
-def test_a_case_is_timed_beside_its_peer(tmp_path, capsys, unmeasured_memory, few_rounds):
+def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, unmeasured_memory, few_rounds):
     file = tmp_path / "bench.jsonl"
     assert bench.main(["--backend", "chunked", "--case", "ragged", "--json", str(file)]) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -45,8 +45,8 @@ def test_a_case_is_timed_beside_its_peer(tmp_path, capsys, unmeasured_memory, fe
         assert (row["memory_bytes"] is None) == (row["pass"] != "forward+backward")
         assert row["backend"] == "hf" or 0 < row["floor_ms"] < row["ms"]["p50"]
         assert row["flops_per_s"] > 1e8 and row["bytes_per_s"] > 1e8
-    said = capsys.readouterr().out
-    assert "peer fla: not yet run, " in said and "forward+backward float32" in said
+    output = capsys.readouterr().out
+    assert "peer fla: not yet run, " in output and "forward+backward float32" in output
 
 
 def test_a_step_is_timed_beside_its_peer(tmp_path, few_rounds):
@@ -61,30 +61,30 @@ def test_a_step_is_timed_beside_its_peer(tmp_path, few_rounds):
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch, capsys):
-    right = step.gated_delta_rule_step
+    ours = step.gated_delta_rule_step
 
     def late(q, k, v, g, beta, state, *, backend, **named):
-        o, new = right(q, k, v, g, beta, state, backend=backend, **named)
+        o, new = ours(q, k, v, g, beta, state, backend=backend, **named)
         return (o, new) if backend == "recurrent" else (o, state)
 
     monkeypatch.setattr(step, "gated_delta_rule_step", late)
     assert bench.main(["--backend", "chunked", "--case", "step_paper_512"]) == 1
-    said = capsys.readouterr().out
-    assert "step_paper_512 is not timed, its parity is red" in said and " state: error" in said
+    output = capsys.readouterr().out
+    assert "step_paper_512 is not timed, its parity is red" in output and " state: error" in output
 
 
-def test_a_peer_takes_the_same_step_as_we_do():
+def test_the_peers_step_equals_ours():
     x = inputs(BY_NAME["step_qwen3_next"], torch.float32)
-    for mine, theirs in zip(step.ours("chunked")(x), PEERS["hf"].step()(x), strict=True):
-        torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(step.ours("chunked")(x), PEERS["hf"].step()(x), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
 def test_floors_agree_with_the_published_counts():
-    """gdn at d = 1024, B = 30, T = 1024: 54.9 GFLOP and 285 MB forward, 163 backward with its scan again."""
+    """For d = 1024, B = 30, T = 1024: 54.9 GFLOP and 285 MB forward, 163 GFLOP backward with its rescan."""
     case = BY_NAME["paper_1024"]
     least = work(case, torch.bfloat16)
     assert least["forward"].flops == pytest.approx(54.9e9, rel=2e-3)
-    # six bytes of gates, not the eight that the published count has
+    # gates have six bytes here, eight in the published count
     assert least["forward"].bytes + 2 * 30 * 1024 * 6 == pytest.approx(285e6, rel=2e-3)
     again = 30 * 1024 * 6 * (4 * case.K * case.V + 2 * 64 * case.V)
     assert least["backward"].flops + again == pytest.approx(163e9, rel=2e-3)
@@ -104,8 +104,8 @@ def test_a_floor_is_the_longer_of_the_times_for_operations_and_bytes():
 def test_ceilings_of_this_machine_are_plausible(monkeypatch):
     monkeypatch.setattr(roofline, "PRODUCT", {"cpu": 256})
     monkeypatch.setattr(roofline, "COPY_BYTES", {"cpu": 2**22})
-    found = ceilings(CPU, torch.float32, seconds=0.01)
-    assert 1e8 < found.flops_per_s < 1e14 and 1e8 < found.bytes_per_s < 1e13
+    limits = ceilings(CPU, torch.float32, seconds=0.01)
+    assert 1e8 < limits.flops_per_s < 1e14 and 1e8 < limits.bytes_per_s < 1e13
 
 
 def test_a_case_whose_parity_fails_is_not_timed(tmp_path, capsys, monkeypatch, unmeasured_memory, few_rounds):
@@ -113,8 +113,8 @@ def test_a_case_whose_parity_fails_is_not_timed(tmp_path, capsys, monkeypatch, u
     monkeypatch.setattr(chunked, fault.function, fault.mistake)
     file = tmp_path / "bench.jsonl"
     assert bench.main(["--backend", "chunked", "--case", fault.case, "--json", str(file)]) == 1
-    said = capsys.readouterr().out
-    assert f"{fault.case} is not timed, its parity is red" in said and "not yet run" in said
+    output = capsys.readouterr().out
+    assert f"{fault.case} is not timed, its parity is red" in output and "not yet run" in output
     assert file.read_text() == ""
 
 
@@ -129,17 +129,17 @@ def test_contenders_take_turns_after_a_warm_up(few_rounds):
     order = []
     times = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, seconds=0.0)
     assert order == ["a", "b"] * 4
-    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
+    assert {name: len(rounds) for name, rounds in times.items()} == {"a": 3, "b": 3}
 
 
-def test_a_pass_runs_forward_backward_or_both():
+def test_a_timed_pass_runs_forward_backward_or_both():
     calls = []
     x = inputs(BY_NAME["ragged"], torch.float32)
 
     def run(x):
         calls.append("forward")
         y = x.v * 1.0 + 0.0 * (x.q.sum() + x.k.sum() + x.g.sum() + x.beta.sum())
-        y.register_hook(lambda grad: calls.append("backward"))
+        y.register_hook(lambda gradient: calls.append("backward"))
         return y
 
     for phase, expected in {
@@ -153,12 +153,12 @@ def test_a_pass_runs_forward_backward_or_both():
         assert calls == expected
 
 
-def test_spread_has_the_median_and_two_percentiles():
+def test_a_spread_of_times_has_the_median_and_two_percentiles():
     spread = Spread.of([float(x) for x in range(1, 102)])
     assert (spread.p20, spread.p50, spread.p80) == (21.0, 51.0, 81.0)
 
 
-def test_peers_compute_the_same_function_as_we_do():
+def test_the_peers_outputs_equal_ours():
     for name in ("ragged", "gva_8", "gates"):
         x = inputs(BY_NAME[name], torch.float32)
         ours = bench.contender("chunked")(x)
@@ -186,6 +186,6 @@ def test_memory_of_a_pass_is_measured_in_a_fresh_process():
     assert machine.peak_memory(CPU) > ours
 
 
-@pytest.mark.parametrize("tag, some", [("bench", "paper_1024"), ("bench-cpu", "cpu_train")])
-def test_selecting_timed_cases_by_tag_includes_slow_ones(tag, some):
-    assert some in [case.name for case in select(tags=frozenset({tag}))]
+@pytest.mark.parametrize("tag, name", [("bench", "paper_1024"), ("bench-cpu", "cpu_train")])
+def test_selecting_timed_cases_by_tag_includes_slow_ones(tag, name):
+    assert name in [case.name for case in select(tags=frozenset({tag}))]

@@ -1,28 +1,30 @@
-"""Deep Delta Learning's update on every backend: its algebra exactly, its gradients against float64."""
+"""Deep Delta Learning's update on every backend satisfies its algebra and agrees with float64."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from delta_trn.backends import BackendRefusal, checking
-from delta_trn.backends.delta_residual import OPERATOR, delta_residual
+from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.parity import judge, residual_cases
 from delta_trn.backends.registry import BACKENDS, Call
 
 M, D, DV = 5, 24, 3
-HERE = [
+RUNNABLE = [
     name
     for name, backend in BACKENDS.items()
     if "delta_residual" in backend.capabilities
     and not backend.unavailable("cpu")
     and not backend.refusals(Call("delta_residual", "cpu", torch.float32, {"D": D, "DV": DV}, gradients=True))
 ]
-DOUBLE = [name for name in HERE if torch.float64 in BACKENDS[name].capabilities["delta_residual"].dtypes]
+IN_FLOAT64 = [
+    name for name in RUNNABLE if torch.float64 in BACKENDS[name].capabilities["delta_residual"].dtypes
+]
 
 
 def precision(backend: str) -> tuple[torch.dtype, float]:
-    """The widest dtype of a backend, and what sums of D terms may err by in it."""
-    dtype = torch.float64 if backend in DOUBLE else torch.float32
+    """Returns the widest dtype of a backend, and the error allowed for sums of D terms in it."""
+    dtype = torch.float64 if backend in IN_FLOAT64 else torch.float32
     return dtype, 8 * D**0.5 * torch.finfo(dtype).eps
 
 
@@ -38,14 +40,14 @@ def gates(beta: float, dtype: torch.dtype) -> Tensor:
 
 
 def operator(backend: str, k: Tensor, beta: float) -> Tensor:
-    """I - beta k k^T, read off the operation: what it makes of the columns of the identity with v = 0."""
+    """Returns the matrix I - beta k k^T [M, D, D]: the operation applied to the identity, with v = 0."""
     X = torch.eye(D, dtype=k.dtype).expand(M, D, D).contiguous()
     return delta_residual(X, k, torch.zeros(M, D, dtype=k.dtype), gates(beta, k.dtype), backend=backend)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, 1.7, 2.0])
-@pytest.mark.parametrize("backend", HERE)
-def test_the_spectrum_is_one_but_for_one_minus_beta(backend, beta):
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_the_update_has_eigenvalues_one_and_one_minus_beta(backend, beta):
     dtype, allowed = precision(backend)
     _, k, _ = inputs(dtype)
     A = operator(backend, k, beta).double()
@@ -57,8 +59,8 @@ def test_the_spectrum_is_one_but_for_one_minus_beta(backend, beta):
     assert (along - (1 - beta) * k.double()).abs().max() <= allowed, "k is the eigenvector"
 
 
-@pytest.mark.parametrize("backend", HERE)
-def test_identity_projector_and_reflection(backend):
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_the_update_is_identity_projector_and_reflection_at_beta_0_1_and_2(backend):
     dtype, allowed = precision(backend)
     x, k, v = inputs(dtype)
     assert torch.equal(delta_residual(x, k, v, gates(0.0, dtype), backend=backend), x)
@@ -69,9 +71,9 @@ def test_identity_projector_and_reflection(backend):
 
 
 @pytest.mark.parametrize("beta", [0.3, 1.0, 2.0])
-@pytest.mark.parametrize("backend", HERE)
-def test_the_error_law_and_what_stays(backend, beta):
-    """k^T X' - v^T = (1 - beta)(k^T X - v^T); orthogonal to k nothing moves; the change has rank one."""
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_the_update_shrinks_the_error_along_k_and_changes_nothing_else(backend, beta):
+    """Checks k^T X' - v^T = (1 - beta)(k^T X - v^T), and that the change X' - X is k times one row."""
     dtype, allowed = precision(backend)
     x, k, v = inputs(dtype)
     out = delta_residual(x, k, v, gates(beta, dtype), backend=backend)
@@ -84,9 +86,9 @@ def test_the_error_law_and_what_stays(backend, beta):
     assert values[:, 0].min() > 0.01 and values[:, 1].max() <= 4 * allowed
 
 
-@pytest.mark.parametrize("backend", HERE)
-def test_columns_do_not_mix(backend):
-    """The operator on the vectorized state is I (x) A: a column is the vector model's."""
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_columns_of_the_state_do_not_mix(backend):
+    """Compares each column with the update of that column alone."""
     dtype, allowed = precision(backend)
     x, k, v = inputs(dtype)
     beta = gates(0.7, dtype)
@@ -98,36 +100,36 @@ def test_columns_do_not_mix(backend):
 
 @pytest.mark.parametrize("dtype", judge.DTYPES, ids=str)
 @pytest.mark.parametrize("case", residual_cases.CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("backend", HERE)
-def test_parity(backend, case, dtype):
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_every_backend_agrees_with_the_judge(backend, case, dtype):
     for verdict in residual_cases.verdicts(case, dtype, backend):
         assert verdict.passed, verdict
 
 
-def test_parity_fails_for_a_normalization_of_another_epsilon():
-    """k_eps^2 times D, as a released kernel has it, is found where the epsilon decides."""
+def test_parity_fails_for_another_epsilon_in_the_norm_of_k():
+    """A released kernel has k_eps^2 times D; a case of tiny keys shows the difference."""
     case = residual_cases.BY_NAME["residual_tiny"]
-    given = residual_cases.inputs(case, torch.float32)
-    right = residual_cases.outcome({n: x.double() for n, x in given.items()}, case.k_eps, "recurrent")
+    tensors = residual_cases.inputs(case, torch.float32)
+    expected = residual_cases.outcome({n: x.double() for n, x in tensors.items()}, case.k_eps, "recurrent")
     assert case.k_eps is not None
-    wrong = residual_cases.outcome(given, case.k_eps * case.D**0.5, "chunked")
+    wrong = residual_cases.outcome(tensors, case.k_eps * case.D**0.5, "chunked")
     bounds = {v.tensor: v.allowed for v in residual_cases.verdicts(case, torch.float32, "chunked")}
-    assert all(judge.error(wrong[name], right[name]) > 10 * bounds[name] for name in ("out", "dk", "dv"))
+    assert all(judge.error(wrong[name], expected[name]) > 10 * bounds[name] for name in ("out", "dk", "dv"))
 
 
 @pytest.mark.parametrize("k_eps", [None, 1e-3])
-@pytest.mark.parametrize("backend", DOUBLE)
-def test_gradients_are_finite_differences(backend, k_eps):
+@pytest.mark.parametrize("backend", IN_FLOAT64)
+def test_gradients_of_the_update_agree_with_finite_differences(backend, k_eps):
     x, k, v = (y[:2, :5].contiguous() if y.dim() > 2 else y[:2] for y in inputs())
     leaves = [x, k[:, :5].contiguous(), v, torch.tensor([0.4, 1.9], dtype=torch.float64)]
     leaves = [y.clone().requires_grad_() for y in leaves]
     assert torch.autograd.gradcheck(
-        lambda *given: delta_residual(*given, k_eps=k_eps, backend=backend), leaves
+        lambda *leaves: delta_residual(*leaves, k_eps=k_eps, backend=backend), leaves
     )
 
 
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
-def test_shapes_dtypes_and_leading_dimensions(backend):
+def test_the_update_keeps_dtype_and_leading_dimensions(backend):
     x, k, v = inputs(torch.bfloat16)
     beta = gates(0.5, torch.float32)
     out = delta_residual(x, k, v, beta, k_eps=1e-5, backend=backend)
@@ -136,24 +138,24 @@ def test_shapes_dtypes_and_leading_dimensions(backend):
     assert more.shape == (2, M, D, DV) and torch.equal(more[1], out)
 
 
-def test_it_compiles_whole():
-    x, k, v = (y.float().requires_grad_() for y in inputs())
-    beta = gates(0.5, torch.float32)
+@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+def test_the_update_compiles_into_one_graph_with_the_same_bits(backend):
+    leaves = [y.requires_grad_() for y in (*inputs(torch.float32), gates(0.5, torch.float32))]
 
-    def loss(x):
-        return delta_residual(x, k, v, beta, k_eps=1e-5).square().sum()
+    def update(*leaves):
+        return delta_residual(*leaves, k_eps=1e-3, backend=backend)
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    found, expected = (torch.autograd.grad(f(x), x)[0] for f in (compiled, loss))
-    assert torch.equal(found, expected)
+    outputs = [f(*leaves) for f in (torch.compile(update, fullgraph=True, backend="aot_eager"), update)]
+    gradients = [torch.autograd.grad(y.square().sum(), leaves) for y in outputs]
+    assert torch.equal(*outputs) and all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     torch.library.opcheck(
         torch.ops.delta_trn.delta_residual.default,
-        (x, k, v, beta, 1e-5, True, "chunked"),
+        (*leaves, 1e-3, True, backend),
         test_utils="test_schema",
     )
 
 
-def test_autocast_changes_nothing():
+def test_autocast_changes_no_bit_of_the_update():
     x, k, v = inputs(torch.float32)
     beta = gates(0.5, torch.float32)
     plain = delta_residual(x, k, v, beta)
@@ -162,7 +164,7 @@ def test_autocast_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
         ({"k": torch.zeros(M, D + 1)}, r"k \[5, 25\] does not fit x \[5, 24, 3\]"),
         ({"v": torch.zeros(M, DV + 1)}, r"v \[5, 4\] does not fit x .*expected \[5, 3\]"),
@@ -174,14 +176,14 @@ def test_autocast_changes_nothing():
          | {"beta": torch.zeros(0)}, "is empty; skip the call"),
     ],
 )  # fmt: skip
-def test_arguments_that_do_not_fit_are_named(changes, complaint):
+def test_arguments_of_the_update_that_do_not_fit_are_named(changes, message):
     x, k, v = inputs(torch.float32)
-    given = {"x": x, "k": k, "v": v, "beta": gates(0.5, torch.float32), **changes}
-    with pytest.raises((TypeError, ValueError), match=complaint):
-        delta_residual(**given)
+    arguments = {"x": x, "k": k, "v": v, "beta": gates(0.5, torch.float32), **changes}
+    with pytest.raises((TypeError, ValueError), match=message):
+        delta_residual(**arguments)
 
 
-def test_data_is_checked_where_asked():
+def test_check_mode_refuses_bad_beta_and_long_keys_of_the_update():
     x, k, v = inputs(torch.float32)
     beta = gates(2.5, torch.float32)
     delta_residual(x, k, v, beta)
@@ -191,26 +193,13 @@ def test_data_is_checked_where_asked():
         delta_residual(x, 3 * k, v, beta / 2)
 
 
-def test_a_second_derivative_and_an_unknown_backend_are_refused():
+def test_the_update_refuses_a_second_derivative_and_an_unknown_backend():
     x, k, v = inputs()
     x.requires_grad_()
-    (grad,) = torch.autograd.grad(
+    (gradient,) = torch.autograd.grad(
         delta_residual(x, k, v, gates(0.5, x.dtype)).square().sum(), x, create_graph=True
     )
     with pytest.raises(RuntimeError, match="no second derivative"):
-        grad.sum().backward()
+        gradient.sum().backward()
     with pytest.raises(BackendRefusal, match="no backend is named"):
         delta_residual(x, k, v, gates(0.5, x.dtype), backend="chunky")
-
-
-@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
-def test_with_the_custom_operator_it_is_the_same(backend):
-    """What torch.compile runs, called directly."""
-    x, k, v = (y.requires_grad_() for y in inputs())
-    beta = gates(0.5, x.dtype).requires_grad_()
-    leaves = [x, k, v, beta]
-    found, _ = OPERATOR.forward(*leaves, 1e-3, True, backend)
-    expected = delta_residual(*leaves, k_eps=1e-3, backend=backend)
-    assert isinstance(found, Tensor) and torch.equal(found, expected)
-    grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -1,4 +1,4 @@
-"""What callers may pass, what they are told otherwise, and that the backend asked for is the one that runs."""
+"""The public functions refuse bad arguments by name, run the backend asked for, and keep what they promise."""
 # ruff: noqa: E501  the tables of bad arguments are read by column
 
 import re
@@ -20,20 +20,14 @@ from delta_trn.backends.registry import adapter
 B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5
 
 
-@pytest.fixture(autouse=True)
-def _selection():
-    with default_backend():
-        yield
-
-
 def arguments(**changes):
-    """A valid call's tensors, some of them changed: name=tensor, or name=function of the tensor."""
+    """Returns valid arguments; `changes` replaces some, by name=value or name=function of the tensor."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator)
 
-    given = {
+    tensors = {
         "q": normalize(normal(B, T, H, K), dim=-1),
         "k": normalize(normal(B, T, H, K), dim=-1),
         "v": normal(B, T, HV, V),
@@ -41,12 +35,12 @@ def arguments(**changes):
         "beta": normal(B, T, HV).sigmoid(),
     }
     for name, change in changes.items():
-        given[name] = change(given[name]) if callable(change) else change
-    return given
+        tensors[name] = change(tensors[name]) if callable(change) else change
+    return tensors
 
 
 def set_at(index, value):
-    """Changes one element."""
+    """Returns a function that changes one element of a copy."""
 
     def change(x):
         x = x.clone()
@@ -120,25 +114,25 @@ def test_bad_arguments_are_named_before_any_work(changes, error, message, backen
 @pytest.mark.parametrize(
     ("changes", "message"), [row[1:] for row in BAD_DATA], ids=[row[0] for row in BAD_DATA]
 )
-def test_check_mode_finds_bad_data_and_says_where(changes, message):
-    given = arguments(**changes)
+def test_check_mode_names_bad_data_and_its_place(changes, message):
+    bad = arguments(**changes)
     with checking(), pytest.raises(ValueError, match=re.escape(message)):
-        gated_delta_rule(**given)
+        gated_delta_rule(**bad)
     gated_delta_rule(
-        **given
-    )  # outside check mode nobody looks: on an accelerator a look waits for the device
+        **bad
+    )  # data is read in check mode only: on an accelerator, reading waits for the device
 
 
-def test_check_mode_accepts_good_data_and_bounds():
-    generous = arguments(g=lambda x: torch.zeros_like(x), beta=lambda x: torch.full_like(x, 2.0))
+def test_check_mode_accepts_data_at_its_bounds():
+    at_bounds = arguments(g=lambda x: torch.zeros_like(x), beta=lambda x: torch.full_like(x, 2.0))
     with checking():
-        gated_delta_rule(**generous)
-        gated_delta_rule(**{name: x.bfloat16() for name, x in generous.items()})
-        # the operation normalizes these itself
+        gated_delta_rule(**at_bounds)
+        gated_delta_rule(**{name: x.bfloat16() for name, x in at_bounds.items()})
+        # the operation normalizes these keys itself
         gated_delta_rule(**arguments(k=lambda x: 3 * x), use_qk_l2norm_in_kernel=True)
 
 
-def test_check_mode_is_for_a_block_and_can_be_passed_a_configuration():
+def test_check_mode_lasts_for_its_block_and_blocks_nest():
     bad = arguments(g=lambda x: -x + 1)
     with checking(False):
         gated_delta_rule(**bad)
@@ -174,21 +168,21 @@ def test_check_mode_holds_inside_a_compiled_function():
         ({"state": None}, TypeError, "state is a NoneType; pass a torch.Tensor"),
     ],
 )
-def test_bad_arguments_of_a_step(changes, error, message):
-    given = {name: x[:, 0] for name, x in arguments().items()} | {"state": torch.zeros(B, HV, K, V)}
-    given |= {name: change(given[name]) if change else None for name, change in changes.items()}
+def test_bad_arguments_of_a_step_are_named(changes, error, message):
+    token = {name: x[:, 0] for name, x in arguments().items()} | {"state": torch.zeros(B, HV, K, V)}
+    token |= {name: change(token[name]) if change else None for name, change in changes.items()}
     with pytest.raises(error, match=re.escape(message)):
-        gated_delta_rule_step(**given)
+        gated_delta_rule_step(**token)
 
 
-def test_an_unknown_backend_is_refused():
+def test_an_unknown_backend_of_the_rule_is_refused():
     with pytest.raises(BackendRefusal, match="no backend is named 'fast'"):
         gated_delta_rule(**arguments(), backend="fast")
 
 
 @pytest.fixture
 def spy(monkeypatch):
-    """The names of the adapters whose forward or step ran."""
+    """Lists the names of the adapters whose forward or step ran."""
     ran = []
     for name in ("chunked", "recurrent"):
         for function in ("forward", "step"):
@@ -203,7 +197,7 @@ def spy(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
-def test_the_backend_that_was_asked_for_is_the_one_that_ran(backend, spy):
+def test_the_backend_asked_for_is_the_one_that_runs(backend, spy):
     gated_delta_rule(**arguments(), backend=backend)
     with default_backend(backend):
         gated_delta_rule(**arguments())
@@ -212,7 +206,7 @@ def test_the_backend_that_was_asked_for_is_the_one_that_ran(backend, spy):
     assert spy == [backend] * 3
 
 
-def test_outputs_have_the_promised_shapes_and_dtypes():
+def test_outputs_have_the_documented_shapes_and_dtypes():
     o, state = gated_delta_rule(**arguments())
     assert (o.shape, o.dtype, state) == ((B, T, HV, V), torch.float32, None)
     short = {name: x if name == "g" else x.bfloat16() for name, x in arguments().items()}
@@ -223,16 +217,16 @@ def test_outputs_have_the_promised_shapes_and_dtypes():
     assert (o.dtype, state.dtype) == (torch.float64, torch.float64)
 
 
-def test_scale_defaults_to_the_root_of_k():
+def test_scale_defaults_to_one_over_the_root_of_k():
     by_default, _ = gated_delta_rule(**arguments())
-    given, _ = gated_delta_rule(**arguments(), scale=K**-0.5)
+    explicit, _ = gated_delta_rule(**arguments(), scale=K**-0.5)
     twice, _ = gated_delta_rule(**arguments(), scale=2 * K**-0.5)
-    assert torch.equal(by_default, given)
+    assert torch.equal(by_default, explicit)
     torch.testing.assert_close(twice, 2 * by_default)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
-def test_steps_are_the_sequence_token_by_token(backend):
+def test_steps_token_by_token_equal_the_sequence(backend):
     double = {name: x.double() for name, x in arguments(q=lambda x: 3 * x, k=lambda x: 2 * x).items()}
     first = torch.randn(B, HV, K, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     options = {"use_qk_l2norm_in_kernel": True, "scale": 0.3, "backend": backend}
@@ -247,23 +241,23 @@ def test_steps_are_the_sequence_token_by_token(backend):
     assert torch.equal(first, kept), "a step changed its state in place"
 
 
-def test_a_step_is_differentiable_where_gradients_are_wanted():
+def test_a_step_has_gradients_of_every_argument():
     step = {name: x[:, 0].double().requires_grad_() for name, x in arguments().items()}
     state = torch.randn(B, HV, K, V, dtype=torch.float64, requires_grad=True)
     o, after = gated_delta_rule_step(**step, state=state)
-    grads = torch.autograd.grad(o.sum() + after.square().sum(), [*step.values(), state])
-    assert all(grad.isfinite().all() and grad.abs().sum() > 0 for grad in grads)
+    gradients = torch.autograd.grad(o.sum() + after.square().sum(), [*step.values(), state])
+    assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)
 
 
-def test_keywords_are_those_of_flash_linear_attention():
-    """The call that Hugging Face's Qwen3-Next makes."""
-    x = arguments()
+def test_the_rule_takes_the_keywords_of_flash_linear_attention():
+    """Makes the call that Hugging Face's Qwen3-Next makes."""
+    q, k, v, g, beta = arguments().values()
     o, state = gated_delta_rule(
-        x["q"],
-        x["k"],
-        x["v"],
-        g=x["g"],
-        beta=x["beta"],
+        q,
+        k,
+        v,
+        g=g,
+        beta=beta,
         initial_state=None,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,

@@ -1,7 +1,6 @@
-"""g and beta made by the operation of what a layer projects: in Triton's kernels, by PyTorch elsewhere.
+"""The operation computes g and beta from a layer's projections: in Triton's kernels, by PyTorch elsewhere.
 
-Errors against the float64 judge are parity's affair, in its cases `gates`, `gates_wide`, `gates_packed`; a
-fault planted there (`faults.py`, "pairs that cancel") shows in the gradients of gates alone.
+Parity compares the results with float64, in its cases `gates`, `gates_wide` and `gates_packed`.
 """
 
 import pytest
@@ -20,14 +19,14 @@ B, T, H, HV, K, V = 2, 5, 1, 2, 16, 16
 
 
 def arguments(dtype=torch.float32):
-    """q, k, v, a, z, and A_log, dt_bias."""
+    """Returns leaves q, k, v, a, z, A_log, dt_bias."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, T, H, K), (B, T, H, K), (B, T, HV, V), (B, T, HV), (B, T, HV), (HV,), (HV,))
-    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    return [x.to(DEVICE).requires_grad_() for x in given]
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [x.to(DEVICE).requires_grad_() for x in tensors]
 
 
-def projected(A_log, dt_bias=None, **more):
+def gate_options(A_log, dt_bias=None, **more):
     return {
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
@@ -38,96 +37,92 @@ def projected(A_log, dt_bias=None, **more):
 
 
 @pytest.mark.parametrize("neg", [False, True])
-def test_the_operation_makes_what_the_formulas_say(neg):
+def test_gates_of_the_operation_follow_their_formulas(neg):
     q, k, v, a, z, A_log, dt_bias = (x.double() for x in arguments())
-    found, _ = gated_delta_rule(
-        q, k, v, a, z, backend="recurrent", **projected(A_log, dt_bias, allow_neg_eigval=neg)
+    o, _ = gated_delta_rule(
+        q, k, v, a, z, backend="recurrent", **gate_options(A_log, dt_bias, allow_neg_eigval=neg)
     )
     g = -A_log.exp() * softplus(a + dt_bias)
     beta = (2 if neg else 1) * z.sigmoid()
-    right, _ = gated_delta_rule(q, k, v, g, beta, backend="recurrent", use_qk_l2norm_in_kernel=True)
-    assert torch.equal(found, right)
+    expected, _ = gated_delta_rule(q, k, v, g, beta, backend="recurrent", use_qk_l2norm_in_kernel=True)
+    assert torch.equal(o, expected)
     assert torch.equal(log_decay(a, A_log, dt_bias), g) and torch.equal(write_strength(z, 1 + neg), beta)
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
-def test_either_gate_may_be_made_alone_and_without_a_bias(backend):
+def test_the_operation_computes_either_gate_alone_and_without_a_bias(backend):
     q, k, v, a, z, A_log, _ = arguments()
     g, beta = log_decay(a, A_log), write_strength(z)
     norm = {"use_qk_l2norm_in_kernel": True, "backend": backend}
-    right = gated_delta_rule(q, k, v, g, beta, **norm)[0]
-    grads = torch.autograd.grad(right.sum(), [a, z, A_log], retain_graph=True)
+    expected = gated_delta_rule(q, k, v, g, beta, **norm)[0]
+    expected_gradients = torch.autograd.grad(expected.sum(), [a, z, A_log], retain_graph=True)
     decay = gated_delta_rule(q, k, v, a, beta, use_gate_in_kernel=True, A_log=A_log, **norm)[0]
     strength = gated_delta_rule(q, k, v, g, z, use_beta_sigmoid_in_kernel=True, **norm)[0]
-    torch.testing.assert_close(decay, right)
-    torch.testing.assert_close(strength, right)
     for o in (decay, strength):
-        found = torch.autograd.grad(o.sum(), [a, z, A_log], retain_graph=True)
-        torch.testing.assert_close(found, grads)
+        torch.testing.assert_close(o, expected)
+        gradients = torch.autograd.grad(o.sum(), [a, z, A_log], retain_graph=True)
+        torch.testing.assert_close(gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
-def test_a_gradient_has_its_parameters_dtype(backend):
-    given = arguments(torch.bfloat16)
-    A_log = given[5].detach().float().requires_grad_()
-    o, _ = gated_delta_rule(*given[:5], backend=backend, **projected(A_log, given[6]))
-    dA_log, ddt_bias = torch.autograd.grad(o.sum(), [A_log, given[6]])
+def test_gradients_of_gate_parameters_have_the_parameters_dtypes(backend):
+    *inputs, A_log, dt_bias = arguments(torch.bfloat16)
+    A_log = A_log.detach().float().requires_grad_()
+    o, _ = gated_delta_rule(*inputs, backend=backend, **gate_options(A_log, dt_bias))
+    dA_log, ddt_bias = torch.autograd.grad(o.sum(), [A_log, dt_bias])
     assert (dA_log.dtype, ddt_bias.dtype) == (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
-def test_one_head_has_gates_too(backend):
-    """Whose gradients, one number each, must not be two views of one tensor."""
-    given = arguments()
-    given = [x.detach()[:, :, :1].requires_grad_() for x in given[:5]] + [
-        x.detach()[:1].requires_grad_() for x in given[5:]
-    ]
-    q, k, v, a, z, A_log, dt_bias = given
-    o, _ = gated_delta_rule(q, k, v, a, z, backend=backend, **projected(A_log, dt_bias))
-    grads = torch.autograd.grad(o.sum(), given)
-    assert [grad.shape for grad in grads] == [x.shape for x in given]
+def test_gates_of_one_head_have_gradients(backend):
+    """The gradients of A_log and dt_bias are one number each; they must not be two views of one tensor."""
+    first = [x.detach()[:, :, :1] if x.dim() > 1 else x.detach()[:1] for x in arguments()]
+    *inputs, A_log, dt_bias = leaves = [x.requires_grad_() for x in first]
+    o, _ = gated_delta_rule(*inputs, backend=backend, **gate_options(A_log, dt_bias))
+    gradients = torch.autograd.grad(o.sum(), leaves)
+    assert [gradient.shape for gradient in gradients] == [x.shape for x in leaves]
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
-def test_steps_are_the_sequence_token_by_token(backend):
+def test_steps_with_gates_token_by_token_equal_the_sequence(backend):
     q, k, v, a, z, A_log, dt_bias = (x.detach() for x in arguments())
-    told = projected(A_log, dt_bias, allow_neg_eigval=True, backend=backend)
-    o, final = gated_delta_rule(q, k, v, a, z, output_final_state=True, **told)
+    options = gate_options(A_log, dt_bias, allow_neg_eigval=True, backend=backend)
+    o, final = gated_delta_rule(q, k, v, a, z, output_final_state=True, **options)
     state, outputs = torch.zeros(B, HV, K, V, device=DEVICE), []
     for t in range(T):
         token = (x[:, t].contiguous() for x in (q, k, v, a, z))
-        y, state = gated_delta_rule_step(*token, state, **told)
+        y, state = gated_delta_rule_step(*token, state, **options)
         outputs.append(y)
     torch.testing.assert_close(torch.stack(outputs, 1), o)
     torch.testing.assert_close(state, final)
 
 
 @pytest.mark.parametrize(
-    "backend, makes", [("chunked", True), pytest.param("triton", False, marks=IN_KERNELS.marks)]
+    "backend, by_pytorch", [("chunked", True), pytest.param("triton", False, marks=IN_KERNELS.marks)]
 )
-def test_pytorch_makes_gates_only_where_kernels_do_not(backend, makes, monkeypatch):
-    made = []
-    right = contract.make_gates
+def test_pytorch_computes_gates_only_where_kernels_do_not(backend, by_pytorch, monkeypatch):
+    calls = []
+    make_gates = contract.make_gates
 
     def spy(*arguments):
-        made.append(arguments)
-        return right(*arguments)
+        calls.append(arguments)
+        return make_gates(*arguments)
 
     monkeypatch.setattr(contract, "make_gates", spy)
     q, k, v, a, z, A_log, dt_bias = arguments()
-    o, _ = gated_delta_rule(q, k, v, a, z, backend=backend, **projected(A_log, dt_bias))
+    o, _ = gated_delta_rule(q, k, v, a, z, backend=backend, **gate_options(A_log, dt_bias))
     o.sum().backward()
     gated_delta_rule_step(
         *(x.detach()[:, 0] for x in (q, k, v, a, z)),
         torch.zeros(B, HV, K, V, device=DEVICE),
         backend=backend,
-        **projected(A_log.detach(), dt_bias.detach()),
+        **gate_options(A_log.detach(), dt_bias.detach()),
     )
-    assert len(made) == (2 if makes else 0)
+    assert len(calls) == (2 if by_pytorch else 0)
 
 
 @pytest.mark.parametrize("backend", [IN_KERNELS])
-def test_the_operators_keep_their_promises_with_gates(backend):
+def test_the_operator_passes_opcheck_with_gates(backend):
     q, k, v, a, z, A_log, dt_bias = arguments()
     tail = (None, None, 0.25, 1.0, True, True, True, backend)
     for gates in ((A_log, dt_bias), (A_log, None)):
@@ -139,17 +134,16 @@ def test_the_operators_keep_their_promises_with_gates(backend):
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
-def test_gates_compile_into_the_one_graph(backend):
+def test_gates_compile_into_the_graph_of_the_rule(backend):
     torch._dynamo.reset()
-    given = arguments()
+    leaves = arguments()
 
     def layer(q, k, v, a, z, A_log, dt_bias):
-        return gated_delta_rule(q, k, v, 2 * a, z, backend=backend, **projected(A_log, dt_bias))[0]
+        return gated_delta_rule(q, k, v, 2 * a, z, backend=backend, **gate_options(A_log, dt_bias))[0]
 
-    expected, found = layer(*given), torch.compile(layer, backend="aot_eager", fullgraph=True)(*given)
-    grads = [torch.autograd.grad(y.square().sum(), given) for y in (expected, found)]
-    for x, y in zip((expected, *grads[0]), (found, *grads[1]), strict=True):
-        assert torch.equal(x, y)
+    outputs = [f(*leaves) for f in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True))]
+    gradients = [torch.autograd.grad(y.square().sum(), leaves) for y in outputs]
+    assert torch.equal(*outputs) and all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
 
 
 BAD = {
@@ -172,23 +166,23 @@ BAD = {
 
 
 @pytest.mark.parametrize("changes, error, message", BAD.values(), ids=BAD)
-def test_bad_gates_are_named_before_any_work(changes, error, message):
+def test_bad_gate_arguments_are_named(changes, error, message):
     *tensors, A_log, dt_bias = (x.detach() for x in arguments())
     with pytest.raises(error, match=message):
-        gated_delta_rule(*tensors, **projected(A_log, dt_bias) | changes)
+        gated_delta_rule(*tensors, **gate_options(A_log, dt_bias) | changes)
     token = [x[:, 0] for x in tensors]
     with pytest.raises(error, match=message):
-        gated_delta_rule_step(*token, torch.zeros(B, HV, K, V), **projected(A_log, dt_bias) | changes)
+        gated_delta_rule_step(*token, torch.zeros(B, HV, K, V), **gate_options(A_log, dt_bias) | changes)
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
-def test_check_mode_judges_the_gates_that_are_made(backend):
+def test_check_mode_checks_the_computed_gates(backend):
     q, k, v, a, z, A_log, dt_bias = (x.detach() for x in arguments())
-    a, z = a.abs() + 1, 5 * z.abs()  # neither is a decay or a strength
+    a, z = a.abs() + 1, 5 * z.abs()  # as they stand, a is no log decay and z no write strength
     with checking():
-        gated_delta_rule(q, k, v, a, z, backend=backend, **projected(A_log, dt_bias))
+        gated_delta_rule(q, k, v, a, z, backend=backend, **gate_options(A_log, dt_bias))
         with pytest.raises(ValueError, match=r"g at .* above 0"):
             gated_delta_rule(q, k, v, a, z.sigmoid(), backend=backend, use_qk_l2norm_in_kernel=True)
         A_log[1] = float("nan")
         with pytest.raises(ValueError, match="is not finite"):
-            gated_delta_rule(q, k, v, a, z, backend=backend, **projected(A_log, dt_bias))
+            gated_delta_rule(q, k, v, a, z, backend=backend, **gate_options(A_log, dt_bias))

@@ -1,4 +1,4 @@
-"""Everything a person can get wrong: one line says what, what was expected, what to do; nothing is lost."""
+"""A mistaken command ends with one line that says what is wrong and what to do, and changes no file."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from tests.support.tiny_run import keys, run_command, train
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """data/ prepared shards, run/ a finished run. Tests copy it before they damage it."""
+    """Returns a folder with prepared shards in data/ and a finished run in run/; see `copy` to damage it."""
     folder = tmp_path_factory.mktemp("place")
     tiny_run.prepare_data(folder)
     train("run", "tiny", *keys(folder / "data", folder / "run", sample__tokens=0))
@@ -25,25 +25,25 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(place, tmp_path) -> Path:
     shutil.copytree(place, tmp_path / "place", symlinks=True)
-    # the copied run belongs to the copied data
+    # the copied run reads the copied data
     path = tmp_path / "place" / "run" / "config.json"
-    tree = json.loads(path.read_bytes())
-    tree["data"]["folder"] = str(tmp_path / "place" / "data")
-    path.write_text(json.dumps(tree))
+    configuration = json.loads(path.read_bytes())
+    configuration["data"]["folder"] = str(tmp_path / "place" / "data")
+    path.write_text(json.dumps(configuration))
     return tmp_path / "place"
 
 
-def refused(*arguments: object) -> str:
-    """The one line that a command which must fail ends with."""
+def error_line(*arguments: object) -> str:
+    """Runs a command that must fail; returns the one line that says why."""
     status, out, err = run_command(*arguments)
     assert status == 2, out + err
     *before, last = err.splitlines()
-    # preparing data says on stderr what it is doing
+    # `prepare` reports its progress on stderr before that line
     assert last.startswith("error: ") and not any("error" in x or "Traceback" in x for x in before), err
     return last
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def read_tree(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -79,59 +79,59 @@ WRONG_KEYS = {
 
 
 @pytest.mark.parametrize("case", WRONG_KEYS)
-def test_run_refuses(place, tmp_path, monkeypatch, case):
+def test_run_refuses_the_mistake(place, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)  # where data/ would be written
     changes, message = WRONG_KEYS[case]
     if case == "backend not here":
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    given = {key.partition("=")[0]: key for key in keys(place / "data", tmp_path / "run")}
+    defaults = {key.partition("=")[0]: key for key in keys(place / "data", tmp_path / "run")}
     changes = [change.replace("TEXT", str(place / "sums.txt")) for change in changes]
     for change in changes:
-        given.pop(change.partition("=")[0], None)
-    assert message in refused("run", "tiny", *given.values(), *changes)
+        defaults.pop(change.partition("=")[0], None)
+    assert message in error_line("run", "tiny", *defaults.values(), *changes)
     assert not (tmp_path / "run").exists(), "a run that cannot begin leaves no folder"
 
 
 class TestFolders:
-    def test_an_existing_run_is_not_overwritten(self, place):
-        before = tree(place / "run")
-        said = refused("run", "tiny", *keys(place / "data", place / "run"))
-        assert f"python -m train resume {place / 'run'}" in said and "out=DIR" in said
-        assert tree(place / "run") == before
+    def test_run_does_not_overwrite_an_existing_run(self, place):
+        before = read_tree(place / "run")
+        message = error_line("run", "tiny", *keys(place / "data", place / "run"))
+        assert f"python -m train resume {place / 'run'}" in message and "out=DIR" in message
+        assert read_tree(place / "run") == before
 
-    def test_nor_is_any_other_folder_with_something_in_it(self, place):
-        before = tree(place / "data")
-        assert "is taken" in refused("run", "tiny", *keys(place / "data", place / "data"))
-        assert tree(place / "data") == before
+    def test_run_does_not_overwrite_a_folder_with_other_files(self, place):
+        before = read_tree(place / "data")
+        assert "is taken" in error_line("run", "tiny", *keys(place / "data", place / "data"))
+        assert read_tree(place / "data") == before
 
-    def test_a_file_is_no_folder(self, place):
-        assert "is a file" in refused("run", "tiny", *keys(place / "data", place / "sums.txt"))
+    def test_run_refuses_a_file_as_its_folder(self, place):
+        assert "is a file" in error_line("run", "tiny", *keys(place / "data", place / "sums.txt"))
 
-    def test_a_folder_that_cannot_be_made(self, place):
-        assert "cannot make" in refused("run", "tiny", *keys(place / "data", place / "sums.txt" / "run"))
+    def test_run_refuses_a_folder_that_cannot_be_made(self, place):
+        assert "cannot make" in error_line("run", "tiny", *keys(place / "data", place / "sums.txt" / "run"))
 
     @pytest.mark.parametrize("name", ["resume", "generate", "plot"])
-    def test_what_is_no_run(self, place, name):
+    def test_commands_refuse_a_folder_that_holds_no_run(self, place, name):
         rest = ["--prompt", "x"] if name == "generate" else []
-        assert "is no run's folder" in refused(name, place / "data", *rest)
-        assert "is not a folder" in refused(name, place / "nothing", *rest)
+        assert "is no run's folder" in error_line(name, place / "data", *rest)
+        assert "is not a folder" in error_line(name, place / "nothing", *rest)
 
     @pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": 3}'])
-    def test_a_damaged_config_json(self, copy, content):
+    def test_resume_refuses_a_damaged_config_json(self, copy, content):
         (copy / "run" / "config.json").write_text(content)
-        before = tree(copy / "run")
-        assert "config.json" in refused("resume", copy / "run")
-        assert tree(copy / "run") == before
+        before = read_tree(copy / "run")
+        assert "config.json" in error_line("resume", copy / "run")
+        assert read_tree(copy / "run") == before
 
-    def test_an_unknown_recipe(self):
-        assert "did you mean quickstart" in refused("run", "quickstrt")
+    def test_an_unknown_recipe_is_refused_with_the_nearest_name(self):
+        assert "did you mean quickstart" in error_line("run", "quickstrt")
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta missing": (lambda d: (d / "meta.json").unlink(), "meta.json"),
     "meta damaged": (lambda d: (d / "meta.json").write_text("{"), "meta.json cannot be used"),
     "shard missing": (lambda d: next(d.glob("*_train_*.bin")).unlink(), "_train_"),
-    "shard cut": (lambda d: _cut(next(d.glob("*_val_*.bin"))), "_val_"),
+    "shard cut": (lambda d: _truncate(next(d.glob("*_val_*.bin"))), "_val_"),
     "not a shard": (lambda d: next(d.glob("*_train_*.bin")).write_bytes(b"x" * 4096), "_train_"),
     "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json is missing"),
 }
@@ -139,27 +139,27 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 class TestData:
     @pytest.mark.parametrize("case", DAMAGES)
-    def test_damaged_shards(self, copy, tmp_path, case):
+    def test_run_refuses_damaged_data(self, copy, tmp_path, case):
         damage, message = DAMAGES[case]
         damage(copy / "data")
-        assert message in refused("run", "tiny", *keys(copy / "data", tmp_path / "new"))
+        assert message in error_line("run", "tiny", *keys(copy / "data", tmp_path / "new"))
 
-    def test_a_token_that_the_model_has_no_row_for(self, copy, tmp_path):
+    def test_run_refuses_a_token_beyond_the_vocabulary(self, copy, tmp_path):
         path = next((copy / "data").glob("*_train_*.bin"))
         content = bytearray(path.read_bytes())
         content[HEADER_BYTES:] = b"\xff" * (len(content) - HEADER_BYTES)
         path.write_bytes(content)
-        assert "has token id 65535" in refused("run", "tiny", *keys(copy / "data", tmp_path / "new"))
+        assert "has token id 65535" in error_line("run", "tiny", *keys(copy / "data", tmp_path / "new"))
 
-    def test_other_data_than_the_run_began_with(self, copy, tmp_path):
+    def test_resume_refuses_other_data_than_the_run_began_with(self, copy, tmp_path):
         other = tmp_path / "other"
         other.mkdir()
         (other / "text.txt").write_text(tiny_run.make_text().replace("1", "3"))
         prepare_text(other / "text.txt", other / "data")
-        before = tree(copy / "run")
-        said = refused("resume", copy / "run", "steps=20", f"data.folder={other / 'data'}")
-        assert "holds other tokens than the run began with" in said
-        assert tree(copy / "run") == before
+        before = read_tree(copy / "run")
+        message = error_line("resume", copy / "run", "steps=20", f"data.folder={other / 'data'}")
+        assert "holds other tokens than the run began with" in message
+        assert read_tree(copy / "run") == before
 
 
 OTHER_RUNS = {
@@ -175,31 +175,31 @@ OTHER_RUNS = {
 
 class TestResume:
     @pytest.mark.parametrize("case", OTHER_RUNS)
-    def test_changes_that_make_another_run(self, place, case):
+    def test_resume_refuses_changes_that_make_another_run(self, place, case):
         changes, message = OTHER_RUNS[case]
-        before = tree(place / "run")
-        assert message in refused("resume", place / "run", *changes)
-        assert tree(place / "run") == before
+        before = read_tree(place / "run")
+        assert message in error_line("resume", place / "run", *changes)
+        assert read_tree(place / "run") == before
 
-    def test_a_config_json_edited_by_hand(self, copy):
+    def test_resume_refuses_a_config_json_edited_by_hand(self, copy):
         path = copy / "run" / "config.json"
         content = json.loads(path.read_bytes())
         content["optimizer"]["lr"] = 0.5
         path.write_text(json.dumps(content))
-        before = tree(copy / "run")
-        said = refused("resume", copy / "run", "steps=20")
-        assert "step-00000012 was saved with another configuration: optimizer.lr was 0.01, is 0.5" in said
-        assert tree(copy / "run") == before
+        before = read_tree(copy / "run")
+        message = error_line("resume", copy / "run", "steps=20")
+        assert "step-00000012 was saved with another configuration: optimizer.lr was 0.01, is 0.5" in message
+        assert read_tree(copy / "run") == before
 
-    def test_all_checkpoints_damaged(self, copy):
+    def test_resume_names_every_checkpoint_when_all_are_damaged(self, copy):
         for path in (copy / "run" / "checkpoints").glob("step-*/model.safetensors"):
             path.write_bytes(path.read_bytes()[:100])
-        before = tree(copy / "run")
+        before = read_tree(copy / "run")
         status, out, err = run_command("resume", copy / "run", "steps=20")
         assert status == 2 and "every checkpoint in" in err and "restore one from a backup" in err
-        assert out.count("is damaged") == 3, "each is named"
-        assert tree(copy / "run") == before
+        assert out.count("is damaged") == 3, "each damaged checkpoint is named"
+        assert read_tree(copy / "run") == before
 
 
-def _cut(path: Path) -> None:
+def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
