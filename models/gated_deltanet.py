@@ -78,7 +78,17 @@ class GatedDeltaNet(nn.Module):
         q, k, v = qkv.split(self.sizes, dim=-1)
         q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
         v = v.unflatten(-1, (-1, self.V))
-        o = self._read_out(q, k, v, *self._gate_inputs(x, sequences), sequences.cu_seqlens, cache)
+        inputs = (q, k, v, *self._gate_inputs(x, sequences))
+        if cache is not None and cache.state is not None and x.shape[1] == 1:
+            token = (y[:, 0] for y in inputs)
+            o, cache.state = gated_delta_rule_step(*token, state=cache.state, **self._options())
+            o = o[:, None]
+        else:
+            state = None if cache is None else cache.state
+            packing = {"output_final_state": cache is not None, "cu_seqlens": sequences.cu_seqlens}
+            o, state = self.scan(*inputs, initial_state=state, **packing, **self._options())
+            if cache is not None:
+                cache.state = state
         y = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
         return self.o_proj(y.flatten(-2))
 
@@ -97,18 +107,9 @@ class GatedDeltaNet(nn.Module):
         a, z = both.chunk(2, dim=-1)
         return a, z
 
-    def _read_out(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        z: Tensor,
-        cu_seqlens: Tensor | None,
-        cache: LayerCache | None,
-    ) -> Tensor:
-        """Returns o [B, T, HV, V]; the cache's state is replaced by the final one."""
-        options: dict[str, Any] = {
+    def _options(self) -> dict[str, Any]:
+        """Returns the options of the delta rule, which makes g and beta from the projections."""
+        return {
             "scale": self.scale,
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
@@ -117,21 +118,3 @@ class GatedDeltaNet(nn.Module):
             "use_beta_sigmoid_in_kernel": True,
             "allow_neg_eigval": self.beta_max == 2.0,
         }
-        if cache is not None and cache.state is not None and q.shape[1] == 1:
-            token = (y[:, 0] for y in (q, k, v, a, z))
-            o, cache.state = gated_delta_rule_step(*token, state=cache.state, **options)
-            return o[:, None]
-        o, state = self.scan(
-            q,
-            k,
-            v,
-            a,
-            z,
-            initial_state=None if cache is None else cache.state,
-            output_final_state=cache is not None,
-            cu_seqlens=cu_seqlens,
-            **options,
-        )
-        if cache is not None:
-            cache.state = state
-        return o
