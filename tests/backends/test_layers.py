@@ -1,4 +1,4 @@
-"""The layers' small operations on every backend: against float64, their algebra, one graph, bad input."""
+"""The layers' small operations on every backend: parity, packing, sums, one graph and bad input."""
 
 from dataclasses import replace
 
@@ -28,11 +28,11 @@ from delta_trn.triton_kernels import cross_entropy, rms_norm
 from delta_trn.triton_kernels import short_convolution as convolution_kernels
 from tests.support.tiny_models import model, tokens
 
-SAME = 2**-22  # a vector register's exponential and its remainder's differ in the last bit
+SAME = 2**-22  # vector instructions and the scalar code after them differ in an exponential's last bit
 
 
 def runs(backend, case):
-    """Whether the backend declares the case and runs on CPU tensors here."""
+    """Returns whether the backend declares the case and runs on CPU tensors here."""
     capability = BACKENDS[backend].capabilities.get(case.op)
     if capability is None or BACKENDS[backend].unavailable("cpu"):
         return False
@@ -49,7 +49,7 @@ PAIRS = [(backend, case) for backend in BACKENDS for case in CASES if runs(backe
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("backend", "case"), PAIRS, ids=lambda x: getattr(x, "name", x))
-def test_parity(backend, case, dtype):
+def test_every_layer_operation_agrees_with_the_judge(backend, case, dtype):
     failed = [str(v) for v in layer_cases.verdicts(case, dtype, backend) if not v.passed]
     assert not failed, "\n".join(failed)
 
@@ -61,50 +61,52 @@ def test_every_operation_is_tested_on_every_backend_that_has_kernels():
     assert tested >= {("nki-simulator", "short_convolution"), ("nki-simulator", "gated_rms_norm")}
 
 
-def _kernel(module, name, monkeypatch, change):
-    """Its launcher, with arguments changed by `change`."""
+def change_arguments(module, name, monkeypatch, change):
+    """Patches a kernel's launcher so that `change` is applied to its positional arguments."""
     launcher = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given, **named: launcher(*change(given), **named))
+    monkeypatch.setattr(module, name, lambda *args, **options: launcher(*change(args), **options))
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "place", "case", "tensor"),
+    ("module", "name", "index", "case", "tensor"),
     [
         (convolution_kernels, "forward", 3, "conv_packed", "y"),
         (convolution_kernels, "backward", 4, "conv_packed", "dx"),
         (rms_norm, "backward", 1, "sum_odd", "dx"),
     ],
 )
-def test_parity_fails_when_a_kernel_is_not_told_something(module, name, place, case, tensor, monkeypatch):
-    """Positions of packed tokens, forward and backward; the gradient of the sum itself."""
+def test_parity_fails_when_a_kernel_gets_a_wrong_argument(module, name, index, case, tensor, monkeypatch):
+    """Replaces the positions of packed tokens, forward and backward, and the gradient of the sum itself."""
 
-    def without(given):
-        absent = given[place] if given[place] is None else 0 * given[place] + 9 * (place > 1)
-        return (*given[:place], absent, *given[place + 1 :])
+    def replace_one(args):
+        wrong = args[index] if args[index] is None else 0 * args[index] + 9 * (index > 1)
+        return (*args[:index], wrong, *args[index + 1 :])
 
-    _kernel(module, name, monkeypatch, without)
+    change_arguments(module, name, monkeypatch, replace_one)
     failed = {v.tensor for v in layer_cases.verdicts(BY_NAME[case], torch.float32, "triton") if not v.passed}
     assert tensor in failed
 
 
-def test_parity_fails_when_a_target_that_does_not_count_does(monkeypatch):
-    _kernel(cross_entropy, "softmax_", monkeypatch, lambda given: (*given[:2], given[2] * 0 + 1, given[3]))
-    found = layer_cases.verdicts(BY_NAME["loss_ignored"], torch.float32, "triton")
-    assert {v.tensor for v in found if not v.passed} == {"loss", "dhidden", "dweight"}
+def test_parity_fails_when_ignored_targets_count(monkeypatch):
+    change_arguments(
+        cross_entropy, "softmax_", monkeypatch, lambda args: (*args[:2], args[2] * 0 + 1, args[3])
+    )
+    verdicts = layer_cases.verdicts(BY_NAME["loss_ignored"], torch.float32, "triton")
+    assert {v.tensor for v in verdicts if not v.passed} == {"loss", "dhidden", "dweight"}
 
 
 @pytest.mark.parametrize("name", ["conv_packed", "norm_head", "sum_odd", "loss_ignored"])
-def test_triton_gives_the_same_bits_again_and_writes_everything(name, poison):
-    case, given = BY_NAME[name], layer_cases.inputs(BY_NAME[name], torch.bfloat16)
-    first, second = (layer_cases.outcome(case, given, "triton") for _ in range(2))
+def test_triton_repeats_its_bits_and_writes_every_element(name, poison):
+    case, tensors = BY_NAME[name], layer_cases.inputs(BY_NAME[name], torch.bfloat16)
+    first, second = (layer_cases.outcome(case, tensors, "triton") for _ in range(2))
     assert all(torch.equal(first[key], second[key]) and first[key].isfinite().all() for key in first)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "triton"])
-def test_packed_sequences_do_not_see_each_other(backend):
+def test_the_convolution_separates_packed_sequences(backend):
     case = BY_NAME["conv_packed"]
-    given = layer_cases.inputs(case, torch.float32)
-    x, weight, position = (given[name] for name in ("x", "weight", "position"))
+    tensors = layer_cases.inputs(case, torch.float32)
+    x, weight, position = (tensors[name] for name in ("x", "weight", "position"))
     packed = short_convolution(x, weight, position=position, backend=backend)
     assert case.lengths is not None
     alone = [
@@ -117,17 +119,17 @@ def test_packed_sequences_do_not_see_each_other(backend):
 
 
 @pytest.mark.parametrize("backend", ["chunked", "triton"])
-def test_a_prefix_is_what_came_before(backend):
-    given = layer_cases.inputs(BY_NAME["conv_ragged"], torch.float32)
-    x, weight = given["x"], given["weight"]
+def test_the_convolution_continues_from_a_prefix(backend):
+    tensors = layer_cases.inputs(BY_NAME["conv_ragged"], torch.float32)
+    x, weight = tensors["x"], tensors["weight"]
     whole = short_convolution(x, weight, backend=backend)
     rest = short_convolution(x[:, 9:], weight, prefix=x[:, 6:9], backend=backend)
     assert error(rest, whole[:, 9:]) < SAME
 
 
-def test_the_sum_is_the_sum_to_the_bit():
-    given = layer_cases.inputs(BY_NAME["sum_odd"], torch.bfloat16)
-    x, residual, weight = (given[name] for name in ("x", "residual", "weight"))
+def test_add_rms_norm_equals_a_sum_and_a_norm_to_the_bit():
+    tensors = layer_cases.inputs(BY_NAME["sum_odd"], torch.bfloat16)
+    x, residual, weight = (tensors[name] for name in ("x", "residual", "weight"))
     for backend in ("chunked", "triton"):
         y, total = add_rms_norm(x, residual, weight, eps=EPS, backend=backend)
         assert torch.equal(total, x + residual)
@@ -137,12 +139,12 @@ def test_the_sum_is_the_sum_to_the_bit():
 
 
 def calls() -> list[tuple]:
-    """An operator and a call of it for every form of every operation."""
+    """Returns pairs of an operator and one call of it, for every form of every operation."""
     conv, norm, total, loss = (
         layer_cases.inputs(BY_NAME[name], torch.float32)
         for name in ("conv_prefix", "norm_head", "sum_odd", "loss_ignored")
     )
-    conv, norm, total = ([x for name, x in given.items() if name[0] != "d"] for given in (conv, norm, total))
+    conv, norm, total = ([x for name, x in case.items() if name[0] != "d"] for case in (conv, norm, total))
     return [
         (CONVOLUTION, Convolution(*conv)),
         (NORM, GatedNorm(*norm, EPS)),
@@ -153,11 +155,10 @@ def calls() -> list[tuple]:
 
 
 @pytest.mark.parametrize("backend", ["chunked", "triton"])
-@pytest.mark.parametrize("which", range(5))
-def test_one_graph_under_compile(which, backend):
-    """What torch.compile runs is the custom operator; its results and gradients are the eager ones."""
+@pytest.mark.parametrize("index", range(5))
+def test_every_layer_operation_compiles_to_one_graph_with_the_same_gradients(index, backend):
     torch._dynamo.reset()
-    operator, call = calls()[which]
+    operator, call = calls()[index]
     tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor)}
     leaves = {name: x.clone().requires_grad_() if x.is_floating_point() else x for name, x in tensors.items()}
     wanted = [x for x in leaves.values() if x.requires_grad]
@@ -167,8 +168,8 @@ def test_one_graph_under_compile(which, backend):
         return sum((y * torch.arange(1.0, y.numel() + 1).view(y.shape).sin()).sum() for y in outputs)
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    found, expected = (torch.autograd.grad(f(leaves), wanted) for f in (compiled, loss))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    gradients, expected = (torch.autograd.grad(f(leaves), wanted) for f in (compiled, loss))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
     torch.library.opcheck(
         getattr(torch.ops.delta_trn, operator.name).default,
         (*vars(call).values(), True, backend),
@@ -176,18 +177,18 @@ def test_one_graph_under_compile(which, backend):
     )
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_of_the_convolution_is_refused():
     x, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(8, 4)
-    (grad,) = torch.autograd.grad(short_convolution(x, weight).square().sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(short_convolution(x, weight).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="short_convolution has no second derivative"):
-        grad.sum().backward()
+        gradient.sum().backward()
 
 
 def norm_call(N=64):
     return Call("gated_rms_norm", "cpu", torch.float32, {"N": N}, form="gated")
 
 
-def test_a_default_backend_that_lacks_an_operation_refuses_it_unless_another_is_allowed():
+def test_a_default_backend_refuses_an_operation_that_it_lacks_unless_another_is_allowed():
     assert choose(norm_call()).name == "chunked"
     total = Call("add_rms_norm", "cpu", torch.float32, {"N": 64})
     with default_backend("nki-simulator"):
@@ -208,7 +209,7 @@ def test_a_default_backend_that_cannot_run_here_is_not_replaced_by_pytorch(monke
         gated_rms_norm(ONES, None, torch.ones(4), eps=1e-6)
 
 
-def test_a_backend_named_by_the_caller_is_strict():
+def test_a_backend_named_by_the_caller_refuses_what_it_cannot_run():
     with pytest.raises(BackendRefusal, match="N=5000 is above 4096: the sums of dweight fill the 8 banks"):
         choose(norm_call(5000), "nki-simulator")
     with pytest.raises(BackendRefusal, match="nki-simulator  computes silu; this call is linear"):
@@ -220,7 +221,7 @@ ONES = torch.ones(2, 3, 4)
 
 
 @pytest.mark.parametrize(
-    ("call", "complaint"),
+    ("call", "message"),
     [
         (lambda: short_convolution(ONES, torch.ones(5, 4)), r"weight \[5, 4\] does not fit x \[2, 3, 4\]"),
         (lambda: short_convolution(ONES[0], torch.ones(4, 4)), r"x \[3, 4\] is not \[B, T, C\]"),
@@ -250,12 +251,12 @@ ONES = torch.ones(2, 3, 4)
         (lambda: linear_cross_entropy(ONES[0], torch.ones(9, 4), torch.zeros(3)), "targets is torch.float32"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(call, complaint):
-    with pytest.raises((TypeError, ValueError), match=complaint):
+def test_arguments_of_layers_that_do_not_fit_are_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 
-def test_data_is_checked_where_asked():
+def test_check_mode_names_bad_data_of_a_norm():
     bad = ONES.clone()
     bad[1, 2, 3] = float("nan")
     gated_rms_norm(bad, None, torch.ones(4), eps=1e-6)
@@ -263,14 +264,14 @@ def test_data_is_checked_where_asked():
         gated_rms_norm(bad, None, torch.ones(4), eps=1e-6)
 
 
-def test_a_block_makes_its_sum_and_its_norm_at_once_and_nothing_changes():
-    found = []
+def test_a_block_that_fuses_sum_and_norm_computes_the_same_bits():
+    results = []
     ids = tokens(2, 9)
-    for at_once in (True, False):
+    for fused in (True, False):
         m = model(dtype=torch.float32)
         assert all(block.sums for block in m.blocks)
         for block in m.blocks:
-            block.sums = at_once
+            block.sums = fused
         loss = m.loss(ids[:, :-1], ids[:, 1:])
-        found.append([loss.detach(), *torch.autograd.grad(loss, list(m.parameters()))])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([loss.detach(), *torch.autograd.grad(loss, list(m.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,4 +1,4 @@
-"""Facts about the machine are read in one place, and wishes that it cannot fulfil are refused."""
+"""machine reads every fact about the machine, and refuses devices that the machine does not have."""
 
 import os
 import platform
@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 
 
 def test_the_machine_has_a_cpu_and_prefers_accelerators():
-    here = machine.platforms()
-    assert here[-1] == "cpu"
-    assert ("cuda" in here) == torch.cuda.is_available()
+    platforms = machine.platforms()
+    assert platforms[-1] == "cpu"
+    assert ("cuda" in platforms) == torch.cuda.is_available()
 
 
 def test_pick_takes_the_preferred_device_or_the_one_named(monkeypatch):
@@ -49,7 +49,7 @@ def test_xla_without_torch_xla_says_what_to_do(monkeypatch):
 
 
 def test_xlas_cpu_device_is_refused_to_several_processes(monkeypatch):
-    """They would train apart: torch_xla 2.9 reduces over nobody there, and raises nothing."""
+    """torch_xla 2.9 reduces over one process there and raises no error, so replicas would drift apart."""
     monkeypatch.setattr(machine, "platforms", lambda: ("xla", "cpu"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
@@ -57,32 +57,32 @@ def test_xlas_cpu_device_is_refused_to_several_processes(monkeypatch):
         machine.pick("xla")
 
 
-def test_torchneurons_device_is_known_by_what_it_registers(monkeypatch):
-    """A stand-in for torch_neuronx 2.14, whose import registers "neuron" with PyTorch as its accelerator."""
-    waited = []
+def test_neuron_is_recognized_by_the_accelerator_it_registers(monkeypatch):
+    """Stands in for torch_neuronx 2.14, whose import registers "neuron" as PyTorch's accelerator."""
+    synchronized = []
     neuron: Any = SimpleNamespace(type="neuron", index=None)
-    there = {"torch_neuronx"}
+    installed = {"torch_neuronx"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "find_spec", lambda name: name in there or None)
-    monkeypatch.setattr(machine, "import_module", lambda name: there.add("registered"))
+    monkeypatch.setattr(machine, "find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr(machine, "import_module", lambda name: installed.add("registered"))
     monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda **_: neuron if "registered" in there else None
+        torch.accelerator, "current_accelerator", lambda **_: neuron if "registered" in installed else None
     )
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronized.append)
     machine.platforms.cache_clear()
     try:
         assert machine.platforms() == ("neuron", "cpu")
-        there.add("torch_xla")  # torch_neuronx 2.9 is torch_xla's plugin
+        installed.add("torch_xla")  # torch_neuronx 2.9 is torch_xla's plugin
         machine.platforms.cache_clear()
         assert machine.platforms() == ("xla", "cpu")
     finally:
         machine.platforms.cache_clear()
     machine.synchronize(neuron)
     machine.synchronize(neuron, wait=False)
-    assert waited == [neuron] and machine.describe(neuron) == "NeuronCore"
+    assert synchronized == [neuron] and machine.describe(neuron) == "NeuronCore"
 
 
-def test_processes_are_those_of_torchrun(monkeypatch):
+def test_processes_are_read_from_torchruns_environment(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert machine.processes() == machine.Processes(rank=0, world=1, local_rank=0)
@@ -102,19 +102,15 @@ def test_peak_memory_counts_bytes():
     assert machine.peak_memory(CPU) < 200e9
 
 
-def test_threads_are_pytorchs():
-    assert machine.threads() == torch.get_num_threads()
-
-
-def test_bfloat16_support_is_a_fact_not_a_wish():
+def test_bfloat16_support_of_the_cpu_is_true_or_false():
     assert machine.supports_bfloat16(CPU) in (True, False)
 
 
-def test_facts_say_where_a_number_was_made_but_not_on_which_host():
-    about = facts(CPU)
-    assert about["torch"] == torch.__version__
-    assert about["threads"] == torch.get_num_threads() and about["device_type"] == "cpu"
-    assert about["commit"] is None or len(about["commit"]) == 12
-    said = " ".join(map(str, about.values()))
+def test_facts_describe_the_machine_without_naming_the_host():
+    row = facts(CPU)
+    assert row["torch"] == torch.__version__
+    assert row["threads"] == torch.get_num_threads() and row["device_type"] == "cpu"
+    assert row["commit"] is None or len(row["commit"]) == 12
+    text = " ".join(map(str, row.values()))
     for name in {socket.gethostname(), platform.node(), os.uname().nodename} - {"", "localhost"}:
-        assert name not in said
+        assert name not in text

@@ -1,4 +1,4 @@
-"""Slow forgetting: which parameters learn through the state, and how their gradients grow with memory."""
+"""Which parameters learn through the state, and how their gradients grow with the memory of the state."""
 
 import math
 from collections import defaultdict
@@ -9,10 +9,9 @@ from torch import Tensor
 
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.parameters import scaled_parameters, tagged_parameters
-from delta_trn.models.sequence import Sequences
 from delta_trn.train.studies.fits import Line, line
 from delta_trn.train.studies.probes.hooks import rms
-from tests.support.tiny_models import model
+from tests.support.tiny_models import model, rows
 
 STORED = {
     "k_proj.weight",
@@ -25,14 +24,15 @@ STORED = {
 }
 
 
-def test_stored_are_those_whose_gradient_at_a_token_comes_from_later_ones():
-    """Inputs are unit vectors, a direction a token: column t of a projection's gradient is token t's part.
+def test_stored_parameters_are_those_that_learn_from_later_tokens():
+    """Token t is unit vector t, so column t of a projection's gradient is what token t contributes.
 
-    With an upstream gradient at the last token alone, what is not stored has none before the taps' reach.
+    The upstream gradient is at the last token. Tokens before the reach of its taps contribute only to
+    projections that the state stores.
     """
     layer: GatedDeltaNet = model(hidden_size=32, attention_layers=[2]).blocks[0].mixer
     T, taps = 32, layer.conv.weight.shape[1]
-    y = layer(torch.eye(T, dtype=torch.float64)[None], Sequences.rows(T, torch.device("cpu")))
+    y = layer(torch.eye(T, dtype=torch.float64)[None], rows(T))
     y[0, -1].sum().backward()
     tags = {name: tag for name, _, tag in tagged_parameters(layer)}
     assert {name for name, tag in tags.items() if tag.stored} == STORED
@@ -44,12 +44,12 @@ def test_stored_are_those_whose_gradient_at_a_token_comes_from_later_ones():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_memory_divides_their_rates_under_sgd_and_nothing_else(optimizer: str):
+def test_memory_divides_only_rates_of_stored_parameters_under_sgd(optimizer: str):
     m = model(attention_layers=[1])
 
     def rates(memory: float) -> dict[str, float]:
-        rows = scaled_parameters(m, optimizer=optimizer, lr=0.5, weight_decay=0.1, memory=memory)
-        return {row.name: row.lr for row in rows}
+        scaled = scaled_parameters(m, optimizer=optimizer, lr=0.5, weight_decay=0.1, memory=memory)
+        return {row.name: row.lr for row in scaled}
 
     plain, slow = rates(1.0), rates(16.0)
     divided = {name for name in plain if slow[name] != plain[name]}
@@ -61,43 +61,45 @@ def test_memory_divides_their_rates_under_sgd_and_nothing_else(optimizer: str):
 
 
 def powers_of_memory(*, coherent: bool) -> dict[str, Line]:
-    """Powers of L = 1 / (1 - alpha), 5 to 67 tokens, of gradients in one layer at initialization."""
-    T, dt, sizes, places = 256, 0.03, defaultdict(list), []
+    """Fits powers of L = 1 / (1 - alpha), 5 to 67 tokens, to rms gradients of one layer at initialization.
+
+    `coherent` gives every token the same upstream gradient.
+    """
+    T, dt, sizes, log_memory = 256, 0.03, defaultdict(list), []
     for A in (8.0, 2.0, 0.5):
         for seed in range(3):
             m = model(
                 seed, torch.float32, hidden_size=96, num_heads=2, num_hidden_layers=1, rms_norm_eps=1e-12
             )
-            layer, seen = m.blocks[0].mixer, []
+            layer, readouts = m.blocks[0].mixer, []
             with torch.no_grad():  # one alpha for every head and token
                 layer.A_log.fill_(math.log(A))
                 layer.dt_bias.fill_(math.log(math.expm1(dt)))
                 layer.a_proj.weight.mul_(1e-3)
-            layer.o_norm.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0]))
+            layer.o_norm.register_forward_pre_hook(lambda _, args, out=readouts: out.append(args[0]))
             generator = torch.Generator().manual_seed(seed)
-            y: Tensor = layer(
-                torch.randn(2, T, 96, generator=generator), Sequences.rows(T, torch.device("cpu"))
-            )
+            y: Tensor = layer(torch.randn(2, T, 96, generator=generator), rows(T))
             upstream = torch.randn(1 if coherent else 2, 1 if coherent else T, 96, generator=generator)
             y.backward(upstream.expand(y.shape))
-            places.append(math.log2(1 / -math.expm1(-A * dt)))
-            sizes["o"].append(math.log2(rms(seen[0])))
+            log_memory.append(math.log2(1 / -math.expm1(-A * dt)))
+            sizes["o"].append(math.log2(rms(readouts[0])))
             for name, p in layer.named_parameters():
                 assert p.grad is not None
                 sizes[name].append(math.log2(rms(p.grad)))
-    return {name: line(places, values) for name, values in sizes.items()}
+    return {name: line(log_memory, values) for name, values in sizes.items()}
 
 
 @pytest.mark.parametrize("coherent", [False, True])
-def test_the_norm_after_the_readout_takes_back_what_memory_adds(coherent: bool):
-    """Dividing by L, as arXiv:2606.04048 section 5.1 has it, takes gradients to grow like L.
+def test_gradients_of_stored_parameters_do_not_grow_with_memory(coherent: bool):
+    """arXiv:2606.04048 divides rates by L in section 5.1, which assumes that gradients grow like L.
 
-    None does, nor like sqrt(L), not where all tokens have one upstream gradient either. The readout does.
+    The readout grows with L, but the norm after it divides that out: no gradient grows like L or sqrt(L),
+    even if all tokens have the same upstream gradient.
     """
-    found = powers_of_memory(coherent=coherent)
-    assert found["o"].slope > 0.25
+    powers = powers_of_memory(coherent=coherent)
+    assert powers["o"].slope > 0.25
     for name in STORED:
-        fit = found[name]
+        fit = powers[name]
         assert fit.slope < 0.2 + 2 * fit.stderr, f"{name}: L^{fit.slope:.2f} +- {fit.stderr:.2f}"
     if not coherent:
-        assert abs(found["v_proj.weight"].slope) < 0.1
+        assert abs(powers["v_proj.weight"].slope) < 0.1

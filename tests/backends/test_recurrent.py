@@ -1,4 +1,4 @@
-"""The judge: against the equations under PyTorch's autograd, closed forms and Hugging Face's two forms."""
+"""The recurrent backend, which judges the others: equations, closed forms and Hugging Face's two forms."""
 
 import subprocess
 import sys
@@ -21,8 +21,8 @@ FORMS = {
 }
 
 
-def plain(q, k, v, g, beta, initial_state):
-    """The recurrence as interfaces state it, one head at a time, for PyTorch to differentiate."""
+def by_the_equations(q, k, v, g, beta, initial_state):
+    """Computes the recurrence one head and one token at a time, for PyTorch to differentiate."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     o, states = torch.zeros_like(v), []
@@ -45,7 +45,7 @@ def tensors(B=2, T=5, H=1, HV=2, K=3, V=4, seed=0):
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    given = [
+    leaves = [
         normalize(normal(B, T, H, K), dim=-1),
         normalize(normal(B, T, H, K), dim=-1),
         normal(B, T, HV, V),
@@ -53,23 +53,24 @@ def tensors(B=2, T=5, H=1, HV=2, K=3, V=4, seed=0):
         2 * normal(B, T, HV).sigmoid(),
         normal(B, HV, K, V),
     ]
-    return [x.requires_grad_() for x in given]
+    return [x.requires_grad_() for x in leaves]
 
 
 @pytest.mark.parametrize("T", [1, 2, 7, SEGMENT + 3])
 @pytest.mark.parametrize("grouped", [False, True], ids=["", "grouped"])
-def test_value_and_gradients_are_those_of_the_equations(T, grouped):
-    """PyTorch differentiates the written-out recurrence; T = SEGMENT + 3 crosses a checkpoint."""
-    given = tensors(B=1, T=T, H=1, HV=2 if grouped else 1)
-    q, k, v, g, beta, S = given
-    expected = plain(*given)
-    found = gated_delta_rule(q, k, v, g, beta, initial_state=S, output_final_state=True, backend="recurrent")
+def test_outputs_and_gradients_of_the_judge_are_those_of_the_equations(T, grouped):
+    """T = SEGMENT + 3 crosses a checkpoint of the backward pass."""
+    q, k, v, g, beta, S = leaves = tensors(B=1, T=T, H=1, HV=2 if grouped else 1)
+    expected = by_the_equations(*leaves)
+    outputs = gated_delta_rule(
+        q, k, v, g, beta, initial_state=S, output_final_state=True, backend="recurrent"
+    )
     weights = [
         torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(3)) for y in expected
     ]
-    right = torch.autograd.grad(expected, given, weights)
-    grads = torch.autograd.grad(found, given, weights)
-    for x, y in zip((*found, *grads), (*expected, *right), strict=True):
+    expected_gradients = torch.autograd.grad(expected, leaves, weights)
+    gradients = torch.autograd.grad(outputs, leaves, weights)
+    for x, y in zip((*outputs, *gradients), (*expected, *expected_gradients), strict=True):
         assert error(x, y) < 1e-14
 
 
@@ -77,15 +78,15 @@ def test_value_and_gradients_are_those_of_the_equations(T, grouped):
 @pytest.mark.parametrize(
     "name", ["seam_129", "no_decay", "norm", "carry", "wide_v", "gva_8", "reflect_random"]
 )
-def test_agrees_with_hugging_face(form, name):
-    """Two implementations that share no line with ours, under parity's own criterion for float32.
+def test_the_judge_agrees_with_hugging_face(form, name):
+    """Judges two implementations that share no line with ours by parity's criterion for float32.
 
-    The chunk form's decay gradient is a difference of sums, up to 3.5 times the honest baseline's error: that
-    it agrees to five digits is enough to know that the formulas are the same.
+    The chunk form computes the decay's gradient as a difference of sums, with up to 3.5 times the baseline's
+    error. Five digits of agreement suffice there: the formulas are the same.
     """
-    right = reference(BY_NAME[name], torch.float32)
-    given, case = right.inputs, right.inputs.case
-    leaves = {n: x.clone().requires_grad_() for n, x in given.tensors().items() if n in GRADIENTS.values()}
+    expected = reference(BY_NAME[name], torch.float32)
+    tensors, case = expected.inputs, expected.inputs.case
+    leaves = {n: x.clone().requires_grad_() for n, x in tensors.tensors().items() if n in GRADIENTS.values()}
     group = case.value_heads // case.H
     o, state = FORMS[form](
         *(leaves[name].repeat_interleave(group, dim=2) for name in ("q", "k")),
@@ -96,46 +97,46 @@ def test_agrees_with_hugging_face(form, name):
         output_final_state=True,
         use_qk_l2norm_in_kernel=case.normalized_inside,
     )
-    pairs = [(y, dy) for y, dy in ((o, given.do), (state, given.dstate)) if dy is not None]
-    grads = torch.autograd.grad([y for y, _ in pairs], list(leaves.values()), [dy for _, dy in pairs])
+    pairs = [(y, dy) for y, dy in ((o, tensors.do), (state, tensors.dstate)) if dy is not None]
+    gradients = torch.autograd.grad([y for y, _ in pairs], list(leaves.values()), [dy for _, dy in pairs])
     names = {source: tensor for tensor, source in GRADIENTS.items()}
-    found = {"o": o, "final_state": state} | {names[n]: d for n, d in zip(leaves, grads, strict=True)}
-    for verdict in right.verdicts("huggingface", found):
+    results = {"o": o, "final_state": state} | {names[n]: d for n, d in zip(leaves, gradients, strict=True)}
+    for verdict in expected.verdicts("huggingface", results):
         if (form, verdict.tensor) == ("chunk", "dg"):
             assert verdict.error < 1e-5, str(verdict)
         else:
             assert verdict.passed, str(verdict)
 
 
-def test_the_judge_reads_float64_and_rounds_nothing():
-    """Packed sequences have the very bits that each has alone, and an empty one passes its state through."""
-    given = inputs(BY_NAME["packed_empty"], torch.float32).double()
-    whole = outcome(given, "recurrent")
-    bounds = given.cu_seqlens.tolist()
+def test_the_judge_gives_packed_sequences_the_bits_of_separate_ones():
+    """An empty sequence passes its state through."""
+    packed = inputs(BY_NAME["packed_empty"], torch.float32).double()
+    whole = outcome(packed, "recurrent")
+    bounds = packed.cu_seqlens.tolist()
     for n in range(len(bounds) - 1):
-        cut = slice(bounds[n], bounds[n + 1])
-        if cut.start == cut.stop:
-            assert torch.equal(whole["final_state"][n], given.initial_state[n])
-            assert torch.equal(whole["dh0"][n], given.dstate[n])
+        tokens = slice(bounds[n], bounds[n + 1])
+        if tokens.start == tokens.stop:
+            assert torch.equal(whole["final_state"][n], packed.initial_state[n])
+            assert torch.equal(whole["dh0"][n], packed.dstate[n])
             continue
         o, state = gated_delta_rule(
-            *(x[:, cut] for x in (given.q, given.k, given.v, given.g, given.beta)),
-            initial_state=given.initial_state[n : n + 1],
+            *(x[:, tokens] for x in (packed.q, packed.k, packed.v, packed.g, packed.beta)),
+            initial_state=packed.initial_state[n : n + 1],
             output_final_state=True,
             backend="recurrent",
         )
-        assert torch.equal(o, whole["o"][:, cut])
+        assert torch.equal(o, whole["o"][:, tokens])
         assert torch.equal(state[0], whole["final_state"][n])
 
 
-def test_closed_forms():
+def test_the_judge_computes_the_closed_forms():
     q, k, v, g, beta, S = (x.detach() for x in tensors(B=1, T=4, H=1, HV=1, K=3, V=2))
     zero = torch.zeros_like(beta)
 
     def run(**changes):
-        given = {"q": q, "k": k, "v": v, "g": g, "beta": beta} | changes
+        tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta} | changes
         return gated_delta_rule(
-            **given, initial_state=S, output_final_state=True, backend="recurrent", scale=1.0
+            **tensors, initial_state=S, output_final_state=True, backend="recurrent", scale=1.0
         )
 
     # nothing is written: the state only fades
@@ -157,7 +158,7 @@ def test_closed_forms():
 
 
 @pytest.mark.serial
-def test_the_judge_affords_2048_tokens_of_128_by_128_heads():
+def test_the_judge_keeps_few_of_2048_states_in_memory():
     """2048 states in float64 are 268 MB; segments keep 32 + 64 of them, 13 MB, beside 30 MB of inputs."""
     code = (
         "import torch\n"
@@ -166,10 +167,12 @@ def test_the_judge_affords_2048_tokens_of_128_by_128_heads():
         "from delta_trn.backends.parity.rule_cases import BY_NAME, inputs\n"
         "cpu = torch.device('cpu')\n"
         "outcome(inputs(BY_NAME['one'], torch.float32).double(), 'recurrent')\n"
-        "given = inputs(BY_NAME['long'], torch.float32).double()\n"
+        "long = inputs(BY_NAME['long'], torch.float32).double()\n"
         "before = machine.peak_memory(cpu)\n"
-        "outcome(given, 'recurrent')\n"
+        "outcome(long, 'recurrent')\n"
         "print(machine.peak_memory(cpu) - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
-    assert int(done.stdout) < 100e6
+    process = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    assert int(process.stdout) < 100e6

@@ -1,4 +1,4 @@
-"""Who runs a call is decided from shapes and devices, said out loud, and never replaced in silence."""
+"""The registry chooses a backend by shapes and devices, gives reasons, and never falls back in silence."""
 
 import subprocess
 import sys
@@ -17,15 +17,9 @@ from delta_trn.backends.registry import BACKENDS, Backend, Call, Capability, cho
 CALL = Call("gated_delta_rule", "cpu", torch.float32, {"H": 2, "HV": 2, "K": 64, "V": 64}, gradients=True)
 
 
-@pytest.fixture(autouse=True)
-def _selection():
-    with default_backend():
-        yield
-
-
 @pytest.fixture
-def registered(monkeypatch):
-    """Backends added by a test are gone after it."""
+def add_backend(monkeypatch):
+    """Returns a function that registers a backend for the duration of a test."""
     monkeypatch.setattr(registry, "BACKENDS", dict(BACKENDS))
 
     def add(name, **declared):
@@ -40,7 +34,7 @@ def test_cpu_tensors_take_chunked_and_recurrent_runs_only_by_name():
     assert choose(CALL, "recurrent").name == "recurrent"
 
 
-def test_cuda_tensors_take_triton():
+def test_cuda_tensors_run_on_triton():
     if registry.BACKENDS["triton"].unavailable("cuda"):
         pytest.skip("triton is not installed, so nothing is chosen on cuda")
     assert choose(replace(CALL, device="cuda")).name == "triton"
@@ -49,12 +43,14 @@ def test_cuda_tensors_take_triton():
 def test_nothing_falls_back_on_a_device_without_its_own_backend():
     with pytest.raises(BackendRefusal) as refusal:
         choose(replace(CALL, device="xla"))
-    said = " ".join(str(refusal.value).split())
-    assert "no backend can run gated_delta_rule for H=2 HV=2 K=64 V=64 float32 on xla, gradients on" in said
-    assert 'chunked runs on xla only when asked for: backend="chunked"' in said
-    assert 'recurrent runs on xla only when asked for: backend="recurrent"' in said
-    assert "triton runs on cpu, cuda; tensors are on xla" in said
-    assert "nki-simulator runs on cpu; tensors are on xla" in said
+    message = " ".join(str(refusal.value).split())
+    assert (
+        "no backend can run gated_delta_rule for H=2 HV=2 K=64 V=64 float32 on xla, gradients on" in message
+    )
+    assert 'chunked runs on xla only when asked for: backend="chunked"' in message
+    assert 'recurrent runs on xla only when asked for: backend="recurrent"' in message
+    assert "triton runs on cpu, cuda; tensors are on xla" in message
+    assert "nki-simulator runs on cpu; tensors are on xla" in message
 
 
 def test_a_backend_that_the_caller_allows_is_chosen_after_the_automatic_ones():
@@ -108,15 +104,15 @@ def test_a_thread_has_the_main_threads_default_until_it_sets_its_own():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"name": "tritn"}, r"no backend is named 'tritn'; registered: triton, nki, chunked, "),
         ({"allow": ["nope"]}, r"no backend is named 'nope'"),
     ],
 )
-def test_an_unknown_name_is_refused_when_it_is_set(given, message):
+def test_default_backend_refuses_an_unknown_name(arguments, message):
     with pytest.raises(BackendRefusal, match=message):
-        default_backend(**given)
+        default_backend(**arguments)
     assert choose(CALL).name == "chunked"
 
 
@@ -132,14 +128,14 @@ def test_an_unknown_name_is_refused_when_it_is_set(given, message):
         ({}, {"op": "gated_delta_rule_step"}, "does not implement gated_delta_rule_step"),
     ],
 )
-def test_every_limit_has_its_reason(registered, declared, call, reason):
-    registered("limited", **declared)
+def test_a_refusal_names_the_limit_that_a_call_exceeds(add_backend, declared, call, reason):
+    add_backend("limited", **declared)
     with pytest.raises(BackendRefusal, match=rf"limited +{reason}"):
         choose(replace(CALL, **call), "limited")
 
 
-def test_a_refusal_names_every_reason(registered):
-    registered("limited", limits={"K": 32, "V": 32}, devices=frozenset({"cuda"}))
+def test_a_refusal_lists_every_reason(add_backend):
+    add_backend("limited", limits={"K": 32, "V": 32}, devices=frozenset({"cuda"}))
     with pytest.raises(BackendRefusal) as refusal:
         choose(CALL, "limited")
     assert [line.split("  ")[-1] for line in str(refusal.value).splitlines()[1:]] == [
@@ -149,12 +145,12 @@ def test_a_refusal_names_every_reason(registered):
     ]
 
 
-def test_what_is_declared_within_its_limits_is_accepted(registered):
-    registered("limited", limits={"K": 64, "V": 64})
+def test_a_call_at_a_backends_limits_is_accepted(add_backend):
+    add_backend("limited", limits={"K": 64, "V": 64})
     assert choose(CALL, "limited").name == "limited"
 
 
-def test_a_missing_package_is_a_reason(monkeypatch):
+def test_a_refusal_names_a_missing_package(monkeypatch):
     missing = replace(
         BACKENDS["chunked"], unavailable=lambda device: f"needs a part for {device}: pip install it"
     )
@@ -163,7 +159,7 @@ def test_a_missing_package_is_a_reason(monkeypatch):
         choose(CALL)
 
 
-def test_a_name_is_registered_once_and_operations_are_known():
+def test_registering_a_used_name_or_an_unknown_operation_is_refused():
     with pytest.raises(
         ValueError,
         match=r"'chunked' is registered already; choose another name",
@@ -174,7 +170,7 @@ def test_a_name_is_registered_once_and_operations_are_known():
     assert "new" not in BACKENDS
 
 
-def test_describe_says_what_runs_here_and_why_not():
+def test_describe_lists_what_runs_on_a_device_and_why_the_rest_does_not():
     rows = {(row.op, row.backend): row for row in registry.describe(["cpu", "xla"])}
     assert set(rows) == {(op, name) for op in registry.OPERATIONS for name in BACKENDS}
     chunked = rows["gated_delta_rule", "chunked"]
@@ -188,14 +184,14 @@ def test_describe_says_what_runs_here_and_why_not():
 
 def test_the_command_prints_every_backend_and_every_reason(capsys):
     assert command.main([]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith("devices here: ")
-    assert all(name in said for name in (*BACKENDS, *registry.OPERATIONS))
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.startswith("devices here: ")
+    assert all(name in output for name in (*BACKENDS, *registry.OPERATIONS))
     reasons = [reason for row in backends.describe() for reason in row.reasons]
-    assert all(reason.split(": ")[0] in said for reason in reasons)
+    assert all(reason.split(": ")[0] in output for reason in reasons)
 
 
-def test_adapters_are_imported_when_first_called_not_before():
+def test_adapters_are_imported_at_their_first_call():
     code = (
         "import sys, torch, delta_trn.backends\n"
         "rule = 'delta_trn.backends.gated_delta_rule.'\n"

@@ -1,4 +1,4 @@
-"""Tuning tries every kernel's neighbors, keeps what wins, judges the row, and names what is refused."""
+"""Tuning tries neighbors of every tile, keeps the fastest, checks its parity and names failed launches."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ CASE = "ragged"
 
 @pytest.fixture
 def stopped_clock(monkeypatch):
-    """Times each call by the row that it runs under, and runs it only to see whether it can."""
+    """Derives each call's time from its row of tiles; runs a call only to see whether it launches."""
     rows = {}
 
     def under(row, call):
@@ -41,7 +41,7 @@ def stopped_clock(monkeypatch):
     monkeypatch.setattr(timing, "ROUNDS", (3, 3))
 
 
-def test_candidates_stay_within_what_a_kernel_can_take():
+def test_candidate_tiles_stay_within_a_kernels_limits():
     assert tune.candidates(Tile(0, 4, 1), 128) == [Tile(0, 2, 1), Tile(0, 8, 1), Tile(0, 4, 2)]
     tiles = tune.candidates(Tile(64, 4, 2), 100)
     assert Tile(32, 4, 2) in tiles and Tile(128, 4, 2) in tiles and Tile(64, 4, 3) in tiles
@@ -54,8 +54,8 @@ def test_the_fastest_tile_is_kept_and_its_parity_judged(stopped_clock, monkeypat
     file = tmp_path / "tune.jsonl"
     assert tune.main([CASE, "--json", str(file)]) == 0
     (row,) = judged
-    now = config(32, 32, itemsize=2)
-    assert row == replace(now, scan=replace(now.scan, warps=8))
+    untuned = config(32, 32, itemsize=2)
+    assert row == replace(untuned, scan=replace(untuned.scan, warps=8))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert {line["kernel"] for line in lines} == set(tune.KERNELS)
     assert {line["gain"]["p50"] for line in lines if line["kernel"] == "scan"} == {1.0, 2.0}
@@ -73,16 +73,16 @@ def test_a_launch_that_the_device_refuses_is_named(stopped_clock, monkeypatch, c
     monkeypatch.setattr(tune, "pass_call", pass_call)
     monkeypatch.setattr(tune, "failures", lambda *_: [])
     assert tune.main([CASE]) == 0
-    said = capsys.readouterr().out
-    assert "stages=3, rows=0): RuntimeError: out of resource: shared memory\n" in said
+    output = capsys.readouterr().out
+    assert "stages=3, rows=0): RuntimeError: out of resource: shared memory\n" in output
 
 
-def test_a_row_that_fails_parity_is_an_error(stopped_clock, monkeypatch, capsys):
-    """A planted fault: a scan that is wrong with eight warps."""
-    right = gated_delta_rule_fwd.scan
+def test_a_tuned_row_that_fails_parity_is_an_error(stopped_clock, monkeypatch, capsys):
+    """Plants a scan that is wrong with eight warps, the fastest tile."""
+    scan = gated_delta_rule_fwd.scan
 
-    def wrong(*arguments, o, config, **named):
-        right(*arguments, o=o, config=config, **named)
+    def wrong(*arguments, o, config, **options):
+        scan(*arguments, o=o, config=config, **options)
         if o is not None and config.scan.warps == 8:
             o.mul_(1.01)
 
@@ -96,7 +96,7 @@ def test_tuning_refuses_cases_that_start_from_a_state(capsys):
     assert "carry starts from a state" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says so of the interpreter alone")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is for the interpreter")
 def test_tuning_in_the_interpreter_says_that_its_times_mean_nothing(stopped_clock, monkeypatch, capsys):
     monkeypatch.setattr(tune, "failures", lambda *_: [])
     tune.main([CASE])
