@@ -11,7 +11,7 @@ from tests.support.tiny_models import assert_same, model, tokens
 
 ATTENTION = {"attention_layers": [0, 1, 2], "expand_v": 1.0, "use_qk_rmsnorm": True}
 MATRIX = {"residual": "ddl", "ddl_value_channels": 4}
-KINDS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "vector": {"residual": "ddl"},
     "token": {**MATRIX, "ddl_compressor": "token", **ATTENTION},
     "token-conv": {**MATRIX, "ddl_compressor": "token", "input_embed_shortconv_kernel_size": 4},
@@ -40,9 +40,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return KINDS[request.param]
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return VARIANTS[request.param]
 
 
 def built(seed: int = 0, **changes: Any) -> DeltaForCausalLM:
@@ -65,9 +65,9 @@ def logits(m: DeltaForCausalLM, ids: Tensor, **given: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("attention_layers", [[], [0, 1, 2]], ids=["gdn", "attention"])
-def test_deep_delta_generation_with_a_cache_equals_the_forward_without(kind, attention_layers):
+def test_deep_delta_generation_with_a_cache_equals_the_forward_without(variant, attention_layers):
     """Tries every residual with either mixer, and prompts shorter and longer than a convolution's taps."""
-    m, ids = built(**{**kind, "attention_layers": attention_layers}), tokens(2, 8)
+    m, ids = built(**{**variant, "attention_layers": attention_layers}), tokens(2, 8)
     with torch.no_grad():
         whole = logits(m, ids, use_cache=False)
         for prompt in (1, 3, 6):
@@ -78,9 +78,9 @@ def test_deep_delta_generation_with_a_cache_equals_the_forward_without(kind, att
             assert_same(torch.cat(parts, dim=1), whole, what=f"prompt of {prompt}", factor=4)
 
 
-def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(kind):
+def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(variant):
     """No token sees a later one; packing and padding change nothing."""
-    m, ids = built(**kind), tokens(1, 11)
+    m, ids = built(**variant), tokens(1, 11)
     with torch.no_grad():
         whole = logits(m, ids)
         assert_same(logits(m, ids[:, :6]), whole[:, :6], what="causal")
@@ -93,16 +93,16 @@ def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(kind):
         assert (whole[:, 4:] - logits(m, ids[:, 4:])).abs().max() > 1e-3, "earlier tokens have no influence"
 
 
-def test_every_parameter_gets_a_gradient(kind):
-    m = built(**kind)
+def test_every_parameter_gets_a_gradient(variant):
+    m = built(**variant)
     ids = tokens(2, 9)
     m.loss(ids[:, :-1], ids[:, 1:]).backward()
     dead = [name for name, p in m.named_parameters() if p.grad is None or not p.grad.any()]
     assert dead == []
 
 
-def test_a_checkpoint_gives_the_same_model(kind, tmp_path):
-    m, ids = built(dtype=torch.float32, **kind), tokens(1, 7)
+def test_a_checkpoint_gives_the_same_model(variant, tmp_path):
+    m, ids = built(dtype=torch.float32, **variant), tokens(1, 7)
     m.save_pretrained(tmp_path)
     again = DeltaForCausalLM.from_pretrained(tmp_path)
     assert isinstance(again, DeltaForCausalLM)
@@ -115,7 +115,7 @@ def test_a_checkpoint_gives_the_same_model(kind, tmp_path):
 @pytest.mark.parametrize("name", ["vector", "token-conv", "channel", "write-only", "lm"])
 def test_closed_gates_leave_the_embedding(name):
     """With beta = 0 the logits are the readout of the embedding, whatever the blocks compute."""
-    m, ids = model(**KINDS[name]), tokens(2, 7)
+    m, ids = model(**VARIANTS[name]), tokens(2, 7)
     with torch.no_grad():
         for module in m.modules():
             if type(module).__name__ == "Gate":
@@ -131,7 +131,7 @@ def test_closed_gates_leave_the_embedding(name):
 @pytest.mark.parametrize("compressor", ["token", "channel"])
 def test_an_expanded_state_of_one_channel_is_the_vector_model(compressor):
     """Holds with DV = 1 and the compressor at its identity, where one tap of a channel convolution acts."""
-    vector, ids = model(**KINDS["vector"]), tokens(2, 8)
+    vector, ids = model(**VARIANTS["vector"]), tokens(2, 8)
     matrix = model(residual="ddl", ddl_value_channels=1, ddl_compressor=compressor)
     shared = vector.state_dict()
     missing = matrix.load_state_dict(shared, strict=False)
@@ -142,7 +142,7 @@ def test_an_expanded_state_of_one_channel_is_the_vector_model(compressor):
 
 def test_copies_of_the_state_start_equal_and_diverge():
     """The DV columns start as copies and would stay so only if v were one number for all of them."""
-    m, ids = model(**KINDS["channel"]), tokens(1, 6)
+    m, ids = model(**VARIANTS["channel"]), tokens(1, 6)
     with torch.no_grad():
         states = m(ids, output_hidden_states=True).hidden_states
     first, last = (x.unflatten(-1, (-1, 4)) for x in (states[0], states[-1]))
@@ -250,6 +250,6 @@ def test_wrong_options_are_refused_by_name(changes, complaint):
 
 
 def test_a_position_beyond_the_last_learned_one_is_refused():
-    m = model(**KINDS["lm"])
+    m = model(**VARIANTS["lm"])
     with pytest.raises(ValueError, match="position 64 has no embedding: max_position_embeddings=64"):
         m(tokens(1, 65))

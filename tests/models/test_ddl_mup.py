@@ -7,7 +7,7 @@ from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.mup import TABLES
 from delta_trn.models.parameters import tagged_parameters
 from delta_trn.models.residual import Value
-from tests.models.test_ddl import KINDS
+from tests.models.test_ddl import VARIANTS
 from tests.support.tiny_models import config
 
 
@@ -18,11 +18,11 @@ def built(width: int, *, meta: bool = True, **changes) -> DeltaForCausalLM:
 
 
 @pytest.mark.parametrize("scale_by", ["head_dim", "heads"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_declared_roles_of_deep_delta_are_those_that_shapes_imply(kind, scale_by):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_declared_roles_of_deep_delta_are_those_that_shapes_imply(variant, scale_by):
     def at(width: int) -> DeltaForCausalLM:
         heads = {} if scale_by == "head_dim" else {"num_heads": width // 16, "head_dim_k": 12}
-        return built(width, scale_by=scale_by, **{**KINDS[kind], **heads})
+        return built(width, scale_by=scale_by, **{**VARIANTS[variant], **heads})
 
     narrow, wide = at(64), at(128)
     pairs = zip(tagged_parameters(narrow), tagged_parameters(wide), strict=True)

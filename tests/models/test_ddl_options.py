@@ -10,12 +10,12 @@ from delta_trn.models.initialization import decay_rates
 from delta_trn.models.mup import Role
 from delta_trn.models.residual import ChannelRead
 from delta_trn.models.sequence import Sequences
-from tests.models.test_ddl import KINDS
+from tests.models.test_ddl import VARIANTS
 from tests.support.tiny_models import VOCABULARY, assert_same, config, model, tokens
 
 ATTENTION = {"attention_layers": [0, 1, 2], "expand_v": 1.0}
 # one attention layer where options of attention count, and an expanded state
-MODELS = {name: KINDS[name] for name in ("vector", "token-conv", "channel", "write-only", "shifts", "lm")}
+MODELS = {name: VARIANTS[name] for name in ("vector", "token-conv", "channel", "write-only", "shifts", "lm")}
 
 
 class TestAttention:

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, TextStreamer
 
 from delta_trn.models import DeltaCache, DeltaConfig, DeltaForCausalLM
-from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, model, tokens
+from tests.support.tiny_models import VARIANTS, VOCABULARY, assert_same, model, tokens
 
-kinds = pytest.mark.parametrize("kind", KINDS)
+variants = pytest.mark.parametrize("variant", VARIANTS)
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
@@ -23,11 +23,11 @@ def greedy_by_hand(m: DeltaForCausalLM, ids: Tensor, steps: int) -> Tensor:
     return ids
 
 
-@kinds
+@variants
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 63, 64, 65])
-def test_greedy_generation_is_the_choice_of_the_uncached_forward(kind: str, T: int):
+def test_greedy_generation_is_the_choice_of_the_uncached_forward(variant: str, T: int):
     """Tries prompts shorter than the convolution, and lengths on both sides of a chunk's end."""
-    m, ids = model(**KINDS[kind]), tokens(2, T)
+    m, ids = model(**VARIANTS[variant]), tokens(2, T)
     output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
     assert torch.equal(output.sequences, greedy_by_hand(m, ids, 12))
     with torch.no_grad():
@@ -36,18 +36,18 @@ def test_greedy_generation_is_the_choice_of_the_uncached_forward(kind: str, T: i
     assert isinstance(output.past_key_values, DeltaCache)
 
 
-@kinds
-def test_greedy_generation_in_float32_is_the_choice_of_the_uncached_forward(kind: str):
-    m, ids = model(dtype=torch.float32, **KINDS[kind]), tokens(2, 7)
+@variants
+def test_greedy_generation_in_float32_is_the_choice_of_the_uncached_forward(variant: str):
+    m, ids = model(dtype=torch.float32, **VARIANTS[variant]), tokens(2, 7)
     output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
     with torch.no_grad():
         uncached = m(output.sequences, use_cache=False).logits[:, 6:-1]
     assert_same(torch.stack(output.logits, dim=1), uncached, factor=10)  # 19 tokens of a recurrence
 
 
-@kinds
-def test_generation_without_a_cache_is_the_same(kind: str):
-    m, ids = model(**KINDS[kind]), tokens(2, 5)
+@variants
+def test_generation_without_a_cache_equals_generation_with_one(variant: str):
+    m, ids = model(**VARIANTS[variant]), tokens(2, 5)
     assert torch.equal(m.generate(ids, **GREEDY, use_cache=False), m.generate(ids, **GREEDY))
 
 
@@ -55,44 +55,44 @@ def test_a_stale_cache_changes_generation():
     """A step from a state that is one token old gives other logits."""
     m, ids = model(), tokens(2, 9)
     with torch.no_grad():
-        right = m(ids, use_cache=False).logits[:, -1]
+        expected = m(ids, use_cache=False).logits[:, -1]
         stale = m(ids[:, :7], use_cache=True).past_key_values
-        found = m(ids[:, 8:], past_key_values=stale).logits[:, -1]
+        logits = m(ids[:, 8:], past_key_values=stale).logits[:, -1]
     with pytest.raises(AssertionError, match="above"):
-        assert_same(found, right)
+        assert_same(logits, expected)
 
 
-@kinds
-def test_a_left_padded_batch_generates_what_its_rows_do_alone(kind: str):
-    m = model(**KINDS[kind])
+@variants
+def test_a_left_padded_batch_generates_what_its_rows_do_alone(variant: str):
+    m = model(**VARIANTS[variant])
     rows = [tokens(1, T, seed=T) for T in (1, 3, 8, 5)]
     ids, mask = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, 8 - row.shape[1] :], mask[i, 8 - row.shape[1] :] = row[0], 1
-    found = m.generate(ids, attention_mask=mask, **GREEDY)
+    batch = m.generate(ids, attention_mask=mask, **GREEDY)
     for i, row in enumerate(rows):
-        assert torch.equal(found[i, 8:], m.generate(row, **GREEDY)[0, row.shape[1] :]), f"row {i}"
+        assert torch.equal(batch[i, 8:], m.generate(row, **GREEDY)[0, row.shape[1] :]), f"row {i}"
 
 
-@kinds
-def test_rows_that_end_early_do_not_disturb_the_others(kind: str):
-    m, ids = model(**KINDS[kind]), tokens(6, 4)
+@variants
+def test_rows_that_end_early_do_not_disturb_the_others(variant: str):
+    m, ids = model(**VARIANTS[variant]), tokens(6, 4)
     free = m.generate(ids, **GREEDY)[:, 4:]
     end = int(free[0, 3])
-    found = m.generate(ids, **GREEDY, eos_token_id=end, pad_token_id=0)[:, 4:]
-    for a, b in zip(found, free, strict=True):
-        upto = (b == end).nonzero()
-        stop = int(upto[0]) + 1 if len(upto) else 12
+    ended = m.generate(ids, **GREEDY, eos_token_id=end, pad_token_id=0)[:, 4:]
+    for a, b in zip(ended, free, strict=True):
+        ends = (b == end).nonzero()
+        stop = int(ends[0]) + 1 if len(ends) else 12
         assert torch.equal(a[:stop], b[:stop]) and not a[stop:].any()
 
 
-@kinds
-@pytest.mark.parametrize("given", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
-def test_beam_search_reorders_the_cache(kind: str, given: dict[str, Any]):
-    m, ids = model(**KINDS[kind]), tokens(2, 5)
+@variants
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
+def test_beam_search_reorders_the_cache(variant: str, options: dict[str, Any]):
+    m, ids = model(**VARIANTS[variant]), tokens(2, 5)
     mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
     cached, uncached = (
-        m.generate(ids, attention_mask=mask, **GREEDY, **given, use_cache=use) for use in (True, False)
+        m.generate(ids, attention_mask=mask, **GREEDY, **options, use_cache=use) for use in (True, False)
     )
     assert torch.equal(cached, uncached)
     assert not torch.equal(cached[: len(ids)], m.generate(ids, attention_mask=mask, **GREEDY)), (
@@ -100,20 +100,21 @@ def test_beam_search_reorders_the_cache(kind: str, given: dict[str, Any]):
     )
 
 
-@kinds
-def test_sampling_draws_the_same_with_and_without_a_cache(kind: str):
-    m, ids = model(**KINDS[kind]), tokens(2, 5)
-    given = {"do_sample": True, "max_new_tokens": 12, "top_k": 20, "top_p": 0.9, "temperature": 0.7}
-    found = []
+@variants
+def test_sampling_draws_the_same_with_and_without_a_cache(variant: str):
+    m, ids = model(**VARIANTS[variant]), tokens(2, 5)
+    options = {"do_sample": True, "max_new_tokens": 12, "top_k": 20, "top_p": 0.9, "temperature": 0.7}
+    options |= {"repetition_penalty": 1.2, "num_return_sequences": 2}
+    samples = []
     for use in (True, False):
         torch.manual_seed(3)
-        found.append(m.generate(ids, **given, use_cache=use, repetition_penalty=1.2, num_return_sequences=2))
-    assert torch.equal(*found) and found[0].shape == (4, 17)
+        samples.append(m.generate(ids, **options, use_cache=use))
+    assert torch.equal(*samples) and samples[0].shape == (4, 17)
 
 
-@kinds
-def test_a_prompt_may_be_read_in_pieces(kind: str):
-    m, ids = model(**KINDS[kind]), tokens(2, 11)
+@variants
+def test_a_prompt_read_in_pieces_generates_the_same(variant: str):
+    m, ids = model(**VARIANTS[variant]), tokens(2, 11)
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, :4] = 0
     whole = m.generate(ids, attention_mask=mask, **GREEDY)
@@ -127,51 +128,51 @@ def test_a_prompt_may_be_read_in_pieces(kind: str):
     assert torch.equal(pieces, whole)
 
 
-@kinds
-def test_a_conversation_continues_from_its_cache(kind: str):
-    m, ids = model(**KINDS[kind]), tokens(1, 5)
+@variants
+def test_a_conversation_continues_from_its_cache(variant: str):
+    m, ids = model(**VARIANTS[variant]), tokens(1, 5)
     first = m.generate(ids, **GREEDY, return_dict_in_generate=True)
     more = torch.cat([first.sequences, tokens(1, 3, seed=9)], dim=1)
     cache = copy.deepcopy(first.past_key_values)
-    assert cache.get_seq_length() == 16  # the last token was drawn, not read
+    assert cache.get_seq_length() == 16  # the last token was drawn but not read
     assert torch.equal(m.generate(more, past_key_values=cache, **GREEDY), greedy_by_hand(m, more, 12))
-    assert first.past_key_values.get_seq_length() == 16, "the copy is a copy"
+    assert first.past_key_values.get_seq_length() == 16, "generation changed the original of a copied cache"
 
 
-def test_embeddings_may_be_the_prompt():
+def test_embeddings_as_prompt_generate_what_their_ids_do():
     m, ids = model(), tokens(2, 5)
-    found = m.generate(inputs_embeds=m.embed(ids), **GREEDY)
-    assert torch.equal(found, m.generate(ids, **GREEDY)[:, 5:])
+    output = m.generate(inputs_embeds=m.embed(ids), **GREEDY)
+    assert torch.equal(output, m.generate(ids, **GREEDY)[:, 5:])
 
 
 def test_streamer_receives_every_token():
-    m, ids, seen = model(), tokens(1, 5), []
+    m, ids, streamed = model(), tokens(1, 5), []
 
     class Collect(TextStreamer):
         def __init__(self):
             pass
 
         def put(self, value):
-            seen.extend(value.flatten().tolist())
+            streamed.extend(value.flatten().tolist())
 
         def end(self):
-            seen.append(None)
+            streamed.append(None)
 
-    found = m.generate(ids, **GREEDY, streamer=Collect())
-    assert seen == [*found[0].tolist(), None]
+    output = m.generate(ids, **GREEDY, streamer=Collect())
+    assert streamed == [*output[0].tolist(), None]
 
 
 class TestCache:
-    def filled(self, kind: str, B: int = 3) -> tuple[DeltaForCausalLM, Tensor, DeltaCache]:
-        m, ids = model(**KINDS[kind]), tokens(B, 9)
+    def fill_cache(self, variant: str, B: int = 3) -> tuple[DeltaForCausalLM, Tensor, DeltaCache]:
+        m, ids = model(**VARIANTS[variant]), tokens(B, 9)
         mask = torch.ones(B, 9, dtype=torch.long)
         mask[0, :4] = 0
         with torch.no_grad():
             return m, ids, m(ids, attention_mask=mask, use_cache=True).past_key_values
 
-    @kinds
-    def test_reordering_moves_whole_rows_of_the_cache(self, kind: str):
-        m, _, cache = self.filled(kind)
+    @variants
+    def test_reordering_moves_whole_rows_of_the_cache(self, variant: str):
+        m, _, cache = self.fill_cache(variant)
         next_ids = tokens(3, 1, seed=5)
         with torch.no_grad():
             expected = m(next_ids, past_key_values=copy.deepcopy(cache)).logits
@@ -185,15 +186,13 @@ class TestCache:
                 expected.repeat_interleave(2, 0),
             )
 
-    @kinds
-    def test_a_reset_cache_is_as_new(self, kind: str):
-        m, ids, cache = self.filled(kind)
+    @variants
+    def test_a_reset_cache_equals_a_new_one(self, variant: str):
+        m, ids, cache = self.fill_cache(variant)
         cache.reset()
         with torch.no_grad():
-            assert (
-                torch.equal(m(ids, past_key_values=cache).logits, m(ids, use_cache=True).logits)
-                and cache.get_seq_length() == 9
-            )
+            assert torch.equal(m(ids, past_key_values=cache).logits, m(ids, use_cache=True).logits)
+        assert cache.get_seq_length() == 9
 
     def test_the_cache_does_not_grow_with_the_text(self):
         sizes = []
@@ -231,17 +230,17 @@ class TestCache:
 
 class TestSaving:
     def test_auto_classes_load_what_was_saved(self, tmp_path):
-        for kind, changes in KINDS.items():
+        for variant, changes in VARIANTS.items():
             m = model(dtype=torch.float32, **changes)
             m.generation_config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
-            folder = tmp_path / kind
+            folder = tmp_path / variant
             m.save_pretrained(folder)
             loaded = AutoModelForCausalLM.from_pretrained(folder)
             assert type(loaded) is DeltaForCausalLM and isinstance(loaded.config, DeltaConfig)
             for (name, a), b in zip(m.state_dict().items(), loaded.state_dict().values(), strict=True):
                 assert torch.equal(a, b), name
             tied = loaded.lm_head.weight is loaded.embed.weight
-            assert tied == (kind != "untied")
+            assert tied == (variant != "untied")
             ids = tokens(1, 4)
             assert torch.equal(loaded.generate(ids), m.generate(ids))
 

@@ -23,9 +23,9 @@ from delta_trn.models.layers import RMSNorm
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
-from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, config, model, packed, rows, tokens
+from tests.support.tiny_models import VARIANTS, VOCABULARY, assert_same, config, model, packed, rows, tokens
 
-kinds = pytest.mark.parametrize("kind", KINDS)
+variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
 class TestLayer:
@@ -48,10 +48,10 @@ class TestLayer:
         normalized = o / torch.sqrt(o.square().mean(-1, keepdim=True) + 1e-6) * layer.o_norm.weight
         return (normalized * gate).flatten(-2) @ layer.o_proj.weight.T
 
-    @pytest.mark.parametrize("kind", ["gdn", "grouped", "untied"])
+    @pytest.mark.parametrize("variant", ["gdn", "grouped", "untied"])
     @pytest.mark.parametrize("T", [1, 2, 3, 17])
-    def test_forward_computes_the_equations_of_its_docstring(self, kind: str, T: int):
-        layer = model(**KINDS[kind]).blocks[0].mixer
+    def test_forward_computes_the_equations_of_its_docstring(self, variant: str, T: int):
+        layer = model(**VARIANTS[variant]).blocks[0].mixer
         x = torch.randn(1, T, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
         with torch.no_grad():
             assert_same(layer(x, rows(T)), self.by_its_equations(layer, x))
@@ -97,18 +97,16 @@ class TestLayer:
         )
         x = torch.randn(2, 70, d, dtype=torch.float64, generator=generator)
         with torch.no_grad():
-            found, expected = ours(x, rows(70)), theirs(x)
-        # transformers computes its delta rule in float32 whatever comes in
-        assert error(found, expected) < 300 * torch.finfo(torch.float32).eps
+            y, expected = ours(x, rows(70)), theirs(x)
+        # transformers computes its delta rule in float32 for every dtype
+        assert error(y, expected) < 300 * torch.finfo(torch.float32).eps
 
     def test_short_convolution_computes_conv1d_and_silu(self):
         conv = ShortConvolution(5, 4, Tag(Role.VECTOR, law=taps)).double()
         torch.nn.init.normal_(conv.weight)
         x = torch.randn(2, 9, 5, dtype=torch.float64, requires_grad=True)
-        y = F.silu(F.conv1d(x.transpose(1, 2), conv.weight[:, None], padding=3, groups=5)[..., :9]).transpose(
-            1, 2
-        )
-        assert_same(conv(x, rows(9)), y)
+        expected = F.silu(F.conv1d(x.mT, conv.weight[:, None], padding=3, groups=5)[..., :9]).mT
+        assert_same(conv(x, rows(9)), expected)
 
     def test_handwritten_derivatives_pass_gradcheck(self):
         conv = ShortConvolution(3, 4, Tag(Role.VECTOR, law=taps)).double()
@@ -119,8 +117,8 @@ class TestLayer:
         packed = Sequences.packed(torch.tensor([0, 2, 2, 6]), 6, attention=False)
         for sequences in (rows(6), packed):
             check = torch.autograd.gradcheck
-            assert check(lambda x, w, s=sequences: _with(conv, w)(x, s), (x, conv.weight))
-        assert torch.autograd.gradcheck(lambda x, w: _with(norm, w)(x), (x, norm.weight))
+            assert check(lambda x, w, s=sequences: call_with(conv, w, x, s), (x, conv.weight))
+        assert torch.autograd.gradcheck(lambda x, w: call_with(norm, w, x), (x, norm.weight))
         targets = torch.tensor([0, 3, -100, 1, 4, 2])
         weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(
@@ -128,7 +126,6 @@ class TestLayer:
         )
 
     def test_reversed_taps_fail_the_comparison_with_the_equations(self):
-        """The comparison above depends on the order of taps."""
         layer = model().blocks[0].mixer
         x = torch.randn(1, 17, 32, dtype=torch.float64)
         expected = self.by_its_equations(layer, x)
@@ -137,29 +134,30 @@ class TestLayer:
             assert_same(layer(x, rows(17)), expected)
 
 
-def _with(module: torch.nn.Module, weight: Tensor) -> Any:
-    return lambda *given: torch.func.functional_call(module, {"weight": weight}, given)
+def call_with(module: torch.nn.Module, weight: Tensor, *inputs: Any) -> Any:
+    """Calls a module with another weight in place of its own."""
+    return torch.func.functional_call(module, {"weight": weight}, inputs)
 
 
-class TestTokensSeeWhatTheyShould:
-    @kinds
-    def test_a_changed_token_changes_nothing_before_it(self, kind: str):
-        m, ids = model(**KINDS[kind]), tokens(2, 70)
+class TestInfluenceOfTokens:
+    @variants
+    def test_a_changed_token_changes_nothing_before_it(self, variant: str):
+        m, ids = model(**VARIANTS[variant]), tokens(2, 70)
         with torch.no_grad():
             before = m(ids).logits
             for t in (0, 1, 31, 63, 64, 69):
                 other = ids.clone()
                 other[:, t] = (ids[:, t] + 1) % VOCABULARY
                 after = m(other).logits
-                # the products of other rows of a matrix may be blocked otherwise, so not to the last bit
+                # not to the last bit: the rows of a matrix product may be blocked differently
                 if t:
                     assert_same(after[:, :t], before[:, :t], what=f"before {t}")
                 assert error(after[:, t:], before[:, t:]) > 1e-6, f"token {t} has no influence"
 
-    @kinds
+    @variants
     @pytest.mark.parametrize("lengths", [[1, 2, 3, 0, 4], [65, 1, 0, 0, 7], [30]], ids=str)
-    def test_packed_sequences_are_separate_sequences(self, kind: str, lengths: list[int]):
-        m = model(**KINDS[kind])
+    def test_packed_sequences_have_the_logits_of_separate_ones(self, variant: str, lengths: list[int]):
+        m = model(**VARIANTS[variant])
         cu_seqlens, places = packed(lengths)
         ids = tokens(1, sum(lengths))
         with torch.no_grad():
@@ -174,9 +172,9 @@ class TestTokensSeeWhatTheyShould:
         with torch.no_grad():
             assert error(m(ids).logits[:, 6:], m(ids[:, 6:]).logits) > 1e-3
 
-    @kinds
-    def test_gradients_of_packed_sequences_are_those_of_separate_ones(self, kind: str):
-        m, ids = model(**KINDS[kind]), tokens(1, 41)
+    @variants
+    def test_gradients_of_packed_sequences_are_those_of_separate_ones(self, variant: str):
+        m, ids = model(**VARIANTS[variant]), tokens(1, 41)
         cu_seqlens, places = packed([5, 0, 35])
         inputs, targets = ids[:, :-1], ids[:, 1:]
         m.loss(inputs, targets, cu_seqlens=cu_seqlens).backward()
@@ -188,22 +186,22 @@ class TestTokensSeeWhatTheyShould:
         for name, p in m.named_parameters():
             assert_same(together[name], p.grad, what=name, factor=10)
 
-    @kinds
+    @variants
     @pytest.mark.parametrize("cuts", [[1], [2, 3], [64, 65], [3, 40, 41, 69]], ids=str)
-    def test_forward_in_parts_equals_the_forward_of_the_whole(self, kind: str, cuts: list[int]):
-        m, ids = model(**KINDS[kind]), tokens(2, 70)
+    def test_forward_in_parts_equals_the_forward_of_the_whole(self, variant: str, cuts: list[int]):
+        m, ids = model(**VARIANTS[variant]), tokens(2, 70)
         with torch.no_grad():
-            whole, cache, found = m(ids, use_cache=False).logits, None, []
+            whole, cache, logits = m(ids, use_cache=False).logits, None, []
             for part in ids.tensor_split(cuts, dim=1):
                 output = m(part, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
-                found.append(output.logits)
-        assert_same(torch.cat(found, dim=1), whole)
+                logits.append(output.logits)
+        assert_same(torch.cat(logits, dim=1), whole)
         assert cache is not None and cache.get_seq_length() == 70
 
-    @kinds
-    def test_gradients_flow_through_the_cache(self, kind: str):
-        m, ids = model(**KINDS[kind]), tokens(1, 12)
+    @variants
+    def test_gradients_flow_through_the_cache(self, variant: str):
+        m, ids = model(**VARIANTS[variant]), tokens(1, 12)
         m(ids, use_cache=False).logits[:, 6:].square().sum().backward()
         whole = {name: p.grad.clone() for name, p in m.named_parameters()}
         m.zero_grad()
@@ -224,45 +222,42 @@ class TestPadding:
         ]
     )
 
-    @kinds
-    def test_padding_changes_no_logit_of_real_tokens(self, kind: str):
-        m, ids = model(**KINDS[kind]), tokens(5, 8)
+    @variants
+    def test_padding_changes_no_logit_of_real_tokens(self, variant: str):
+        m, ids = model(**VARIANTS[variant]), tokens(5, 8)
         with torch.no_grad():
-            found = m(ids, attention_mask=self.MASK).logits
-            for row, (given, mask) in enumerate(zip(ids, self.MASK.bool(), strict=True)):
-                alone = m(given[mask][None]).logits[0]
-                assert_same(found[row][mask], alone, what=f"row {row}")
-        assert torch.isfinite(found).all()
+            logits = m(ids, attention_mask=self.MASK).logits
+            for i, mask in enumerate(self.MASK.bool()):
+                assert_same(logits[i][mask], m(ids[i][mask][None]).logits[0], what=f"row {i}")
+        assert torch.isfinite(logits).all()
 
-    @kinds
-    def test_tokens_at_padding_change_nothing(self, kind: str):
-        m, ids = model(**KINDS[kind]), tokens(5, 8)
+    @variants
+    def test_ids_at_padded_places_change_no_logit_of_real_tokens(self, variant: str):
+        m, ids = model(**VARIANTS[variant]), tokens(5, 8)
         other = torch.where(self.MASK.bool(), ids, (ids + 7) % VOCABULARY)
         with torch.no_grad():
-            found, same = (m(x, attention_mask=self.MASK).logits[self.MASK.bool()] for x in (ids, other))
-        assert torch.equal(found, same)
+            logits = [m(x, attention_mask=self.MASK).logits[self.MASK.bool()] for x in (ids, other)]
+        assert torch.equal(*logits)
 
-    @kinds
-    def test_padding_may_lie_in_any_part_of_a_forward_in_parts(self, kind: str):
+    @variants
+    def test_padding_may_lie_in_any_part_of_a_forward_in_parts(self, variant: str):
         """In a conversation with turns of different lengths, whole rows of a part may be padding."""
-        m = model(**KINDS[kind])
-        ids, masks = (
-            tokens(5, 25),
-            torch.cat([self.MASK, self.MASK.flip(0), torch.ones(5, 1).int(), self.MASK], 1),
-        )
+        m = model(**VARIANTS[variant])
+        ids = tokens(5, 25)
+        masks = torch.cat([self.MASK, self.MASK.flip(0), torch.ones(5, 1).int(), self.MASK], 1)
         masks[1, 8:16] = 0
         masks[2, 16] = 0  # padding where one token is decoded
-        cache, found = None, []
+        cache, parts = None, []
         with torch.no_grad():
-            for at in (slice(0, 8), slice(8, 16), slice(16, 17), slice(17, 25)):
+            for first, last in ((0, 8), (8, 16), (16, 17), (17, 25)):
                 output = m(
-                    ids[:, at], attention_mask=masks[:, : at.stop], past_key_values=cache, use_cache=True
+                    ids[:, first:last], attention_mask=masks[:, :last], past_key_values=cache, use_cache=True
                 )
                 cache = output.past_key_values
-                found.append(output.logits)
-            logits = torch.cat(found, dim=1)
-            for row, (given, mask) in enumerate(zip(ids, masks.bool(), strict=True)):
-                assert_same(logits[row][mask], m(given[mask][None]).logits[0], what=f"row {row}")
+                parts.append(output.logits)
+            logits = torch.cat(parts, dim=1)
+            for i, mask in enumerate(masks.bool()):
+                assert_same(logits[i][mask], m(ids[i][mask][None]).logits[0], what=f"row {i}")
 
     def test_padding_without_a_mask_changes_logits(self):
         m, ids = model(), tokens(5, 8)
@@ -275,8 +270,8 @@ class TestPadding:
         m(ids, attention_mask=self.MASK).logits[real].square().sum().backward()
         padded = {name: p.grad.clone() for name, p in m.named_parameters()}
         m.zero_grad()
-        for given, mask in zip(ids, real, strict=True):
-            m(given[mask][None]).logits.square().sum().backward()
+        for row, mask in zip(ids, real, strict=True):
+            m(row[mask][None]).logits.square().sum().backward()
         for name, p in m.named_parameters():
             assert_same(padded[name], p.grad, what=name, factor=10)
 
@@ -372,7 +367,7 @@ class TestBadConfigurations:
 
 class TestBadCalls:
     @pytest.mark.parametrize(
-        ("given", "message"),
+        ("arguments", "message"),
         [
             ({}, "give either input_ids or inputs_embeds, and not both"),
             ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\), expected \(2, 5\)"),
@@ -382,10 +377,10 @@ class TestBadCalls:
         ],
         ids=["nothing", "mask", "packed cache", "packed mask", "cache"],
     )
-    def test_contradictory_arguments_of_forward_are_refused(self, given: dict[str, Any], message: str):
-        ids = None if not given else tokens(2, 5)
+    def test_contradictory_arguments_of_forward_are_refused(self, arguments: dict[str, Any], message: str):
+        ids = tokens(2, 5) if arguments else None
         with pytest.raises(ValueError, match=message):
-            model()(ids, **given)
+            model()(ids, **arguments)
 
     def test_targets_of_another_shape_are_refused(self):
         with pytest.raises(ValueError, match=r"targets \(2, 4\) must have the shape of input_ids \(2, 5\)"):

@@ -15,9 +15,9 @@ from delta_trn.backends.layers.pytorch import LOGITS
 from delta_trn.backends.parity.judge import error
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.language_model import linear_cross_entropy
-from tests.support.tiny_models import KINDS, VOCABULARY, assert_same, model, packed, rows, tokens
+from tests.support.tiny_models import VARIANTS, VOCABULARY, assert_same, model, packed, rows, tokens
 
-kinds = pytest.mark.parametrize("kind", KINDS)
+variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
 class TestReadout:
@@ -185,9 +185,9 @@ class TestPrecision:
 
 
 class TestTransformations:
-    @kinds
-    def test_gradient_checkpointing_gives_the_same_gradients(self, kind: str):
-        m, ids = model(**KINDS[kind]).train(), tokens(2, 20)
+    @variants
+    def test_gradient_checkpointing_gives_the_same_gradients(self, variant: str):
+        m, ids = model(**VARIANTS[variant]).train(), tokens(2, 20)
         m.loss(ids, ids).backward()
         plain = {name: p.grad.clone() for name, p in m.named_parameters()}
         m.zero_grad()
@@ -198,10 +198,10 @@ class TestTransformations:
         assert len(calls) == 2, "checkpointing runs a block forward twice"
         assert all(torch.equal(p.grad, plain[name]) for name, p in m.named_parameters())
 
-    def compiled_and_not(self, autocast: bool, **kind: Any) -> list[list[Tensor]]:
+    def compiled_and_eager(self, autocast: bool, **changes: Any) -> list[list[Tensor]]:
         """Returns [compiled, eager] lists of the loss and every gradient of packed sequences."""
         torch._dynamo.reset()
-        m, ids = model(dtype=torch.float32, **kind).train(), tokens(1, 41)
+        m, ids = model(dtype=torch.float32, **changes).train(), tokens(1, 41)
         compiled = torch.compile(m.loss, backend="aot_eager", fullgraph=True, dynamic=False)
         found = []
         for function in (compiled, m.loss):
@@ -214,16 +214,16 @@ class TestTransformations:
 
     def test_training_compiles_into_one_graph(self):
         for a, b in zip(
-            *self.compiled_and_not(False, num_hidden_layers=2, attention_layers=[1]), strict=True
+            *self.compiled_and_eager(False, num_hidden_layers=2, attention_layers=[1]), strict=True
         ):
             assert_same(a, b, factor=10)
 
     def test_training_compiles_under_autocast(self):
         """Both round to bfloat16 in different places, so they may differ as much as from float32."""
-        kind = {"num_hidden_layers": 1}
-        m, ids = model(dtype=torch.float32, **kind), tokens(1, 41)
+        changes = {"num_hidden_layers": 1}
+        m, ids = model(dtype=torch.float32, **changes), tokens(1, 41)
         loss = m.loss(ids[:, :-1], ids[:, 1:], cu_seqlens=torch.tensor([0, 11, 11, 40]))
         loss.backward()
         exact = [loss.detach(), *(p.grad for p in m.parameters())]
-        for a, b, right in zip(*self.compiled_and_not(True, **kind), exact, strict=True):
+        for a, b, right in zip(*self.compiled_and_eager(True, **changes), exact, strict=True):
             assert error(a, b) <= 2 * error(b, right) + 2**-9

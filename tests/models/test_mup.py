@@ -1,4 +1,4 @@
-"""The muP table: its numbers, its tags against shapes, and what it does to activations across widths."""
+"""The muP table has the papers' numbers, its tags fit shapes, and initial values follow their laws."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from delta_trn.models.parameters import ScaledParameter, scaled_parameters, tagg
 from tests.support.tiny_models import config, model, tokens
 
 
-def built(width: int, *, scale_by: str = "head_dim", **changes: Any) -> DeltaForCausalLM:
+def meta_model(width: int, *, scale_by: str = "head_dim", **changes: Any) -> DeltaForCausalLM:
     """Returns a meta model of base width 64; width enlarges 4 heads, or adds heads of size 12."""
     heads = {"num_heads": 4} if scale_by == "head_dim" else {"num_heads": width // 16, "head_dim_k": 12}
     sizes = {"hidden_size": width, "base_width": 64, "initializer_range": 0.02, **heads}
@@ -23,9 +23,9 @@ def built(width: int, *, scale_by: str = "head_dim", **changes: Any) -> DeltaFor
         return DeltaForCausalLM(config(scale_by=scale_by, **sizes, **changes))
 
 
-def rows(m: DeltaForCausalLM, optimizer: str = "adamw", **given: Any) -> dict[str, ScaledParameter]:
-    given = {"lr": 1.0, "weight_decay": 0.1, **given}
-    return {row.name: row for row in scaled_parameters(m, optimizer=optimizer, **given)}
+def rows(m: DeltaForCausalLM, optimizer: str = "adamw", **changes: Any) -> dict[str, ScaledParameter]:
+    options = {"lr": 1.0, "weight_decay": 0.1, **changes}
+    return {row.name: row for row in scaled_parameters(m, optimizer=optimizer, **options)}
 
 
 # one parameter of each class of arXiv:2606.04048
@@ -74,26 +74,26 @@ MULTIPLIER = {name: {} if name == "sp" else {"embedding": "1/n", "head": "1/n"} 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_class_gets_exactly_what_the_paper_says(name: str, n: int, tied: bool):
-    def factor(table: dict[str, dict[str, str]], kind: str) -> float:
-        return float(eval(table[name].get(kind, "1"), {"n": n}))
+def test_every_class_of_parameters_has_the_factors_of_its_paper(name: str, n: int, tied: bool):
+    def factor(table: dict[str, dict[str, str]], group: str) -> float:
+        return float(eval(table[name].get(group, "1"), {"n": n}))
 
-    m = built(64 * n, parametrization=name, tie_word_embeddings=tied, attention_layers=[1])
+    m = meta_model(64 * n, parametrization=name, tie_word_embeddings=tied, attention_layers=[1])
     for optimizer, table in (("adamw", ADAMW), ("sgd", SGD)):
-        found = rows(m, optimizer, lr=0.25)
-        for parameter, kind in CLASSES.items():
+        scaled = rows(m, optimizer, lr=0.25)
+        for parameter, group in CLASSES.items():
             if parameter == "lm_head.weight" and tied:
-                assert parameter not in found
+                assert parameter not in scaled
                 continue
-            row = found[parameter]
-            assert row.lr == 0.25 * factor(table, kind), parameter
-            untied_embedding = kind == "embedding" and not tied
-            assert row.multiplier == factor(MULTIPLIER, kind) or untied_embedding, parameter
-            if kind in ("scalar", "vector"):
+            row = scaled[parameter]
+            assert row.lr == 0.25 * factor(table, group), parameter
+            untied_embedding = group == "embedding" and not tied
+            assert row.multiplier == factor(MULTIPLIER, group) or untied_embedding, parameter
+            if group in ("scalar", "vector"):
                 assert row.init_std is None, parameter
             else:
-                assert row.init_std == 0.02 * factor(STD, kind), parameter
-            assert row.weight_decay == (0.1 if kind in ("matrix", "gate") else 0.0), parameter
+                assert row.init_std == 0.02 * factor(STD, group), parameter
+            assert row.weight_decay == (0.1 if group in ("matrix", "gate") else 0.0), parameter
     assert m.logits_multiplier == factor(MULTIPLIER, "head")
 
 
@@ -111,22 +111,20 @@ def test_initial_std_of_hidden_matrices_is_the_papers():
 @pytest.mark.parametrize("attention_layers", [[], [1]], ids=str)
 def test_declared_roles_are_those_that_shapes_imply(scale_by: str, tied: bool, attention_layers: list[int]):
     """A role says how many dimensions of a parameter grow with width; so do its shapes at two widths."""
-    given = {"scale_by": scale_by, "tie_word_embeddings": tied, "attention_layers": attention_layers}
-    narrow, wide = (tagged_parameters(built(width, **given)) for width in (64, 128))
+    options = {"scale_by": scale_by, "tie_word_embeddings": tied, "attention_layers": attention_layers}
+    narrow, wide = (tagged_parameters(meta_model(width, **options)) for width in (64, 128))
     for (name, p, tag), (_, q, _) in zip(narrow, wide, strict=True):
         grew = sum(a != b for a, b in zip(p.shape, q.shape, strict=True))
         assert tag.role.growing == grew, f"{name}: declared {tag.role.name}, {grew} dimensions grew"
 
 
-def test_roles_that_disagree_with_shapes_are_found():
-    """Compares the roles for larger heads with the shapes of more heads: the check above finds that."""
-    narrow, wide = built(64), built(128)
-    found = {name: tag.role for name, _, tag in tagged_parameters(narrow)}
-    shapes = {name: p.shape for name, p, _ in tagged_parameters(built(128, scale_by="heads"))}
+def test_comparing_roles_with_shapes_detects_a_wrong_role():
+    """Compares roles declared for larger heads with the shapes of more heads."""
+    shapes = {name: p.shape for name, p, _ in tagged_parameters(meta_model(128, scale_by="heads"))}
     wrong = [
         name
-        for name, p, _ in tagged_parameters(narrow)
-        if found[name].growing != sum(a != b for a, b in zip(p.shape, shapes[name], strict=True))
+        for name, p, tag in tagged_parameters(meta_model(64))
+        if tag.role.growing != sum(a != b for a, b in zip(p.shape, shapes[name], strict=True))
     ]
     assert {name.rsplit("mixer.")[-1] for name in wrong} == {
         "a_proj.weight",
@@ -135,16 +133,17 @@ def test_roles_that_disagree_with_shapes_are_found():
         "dt_bias",
         "o_norm.weight",
     }
-    assert wide is not narrow
 
 
-@pytest.mark.parametrize("kind", [{}, {"attention_layers": [0, 2]}, {"tie_word_embeddings": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention_layers": [0, 2]}, {"tie_word_embeddings": False}], ids=str
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_rows_partition_the_parameters(kind: dict[str, Any], optimizer: str):
-    m = model(**kind)
-    found = scaled_parameters(m, optimizer=optimizer, lr=1e-3, weight_decay=0.1)
-    assert [(row.name, row.parameter) for row in found] == list(m.named_parameters())
-    assert all(row.shape == tuple(row.parameter.shape) for row in found)
+def test_scaled_rows_are_the_models_parameters_in_order(changes: dict[str, Any], optimizer: str):
+    m = model(**changes)
+    scaled = scaled_parameters(m, optimizer=optimizer, lr=1e-3, weight_decay=0.1)
+    assert [(row.name, row.parameter) for row in scaled] == list(m.named_parameters())
+    assert all(row.shape == tuple(row.parameter.shape) for row in scaled)
 
 
 def test_a_parameter_without_a_role_is_named():
@@ -161,22 +160,26 @@ def test_an_optimizer_without_a_column_in_the_table_is_refused():
 
 def test_tags_survive_copies_and_moves():
     m = model()
-    for changed in (copy.deepcopy(m), copy.deepcopy(m).to(torch.bfloat16), built(64).to_empty(device="cpu")):
+    for changed in (
+        copy.deepcopy(m),
+        copy.deepcopy(m).to(torch.bfloat16),
+        meta_model(64).to_empty(device="cpu"),
+    ):
         assert len(rows(changed)) == len(list(changed.parameters()))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", TABLES)
 def test_independent_weight_decay_is_the_same_at_every_width(optimizer: str, name: str):
-    """A step takes lr * decay off a weight."""
+    """One step removes the share lr * decay of a weight."""
     per_step = []
     for n in (1, 2, 4):
-        m = built(64 * n, parametrization=name)
-        found = rows(m, optimizer, lr=0.5, independent_weight_decay=True)
-        per_step.append([row.lr * row.weight_decay for row in found.values()])
+        m = meta_model(64 * n, parametrization=name)
+        scaled = rows(m, optimizer, lr=0.5, independent_weight_decay=True)
+        per_step.append([row.lr * row.weight_decay for row in scaled.values()])
     assert per_step[1] == pytest.approx(per_step[0])
     assert per_step[2] == pytest.approx(per_step[0])
-    coupled = rows(built(256, parametrization="mup"))["blocks.0.mlp.up_proj.weight"]
+    coupled = rows(meta_model(256, parametrization="mup"))["blocks.0.mlp.up_proj.weight"]
     assert coupled.lr * coupled.weight_decay == pytest.approx(0.1 / 4), "the default depends on the width"
 
 
@@ -197,9 +200,9 @@ class TestInitialValues:
     @pytest.mark.parametrize("m", [1, 4])
     def test_init_authors_draws_taps_and_tied_embedding_like_hidden_matrices(self, m: int):
         std = 0.02 * m**-0.5
-        found = rows(built(64 * m, init="authors"))
-        assert found["blocks.0.mixer.conv.weight"].init_std == found["embed.weight"].init_std == std
-        assert rows(built(64 * m))["embed.weight"].init_std == 0.02
+        scaled = rows(meta_model(64 * m, init="authors"))
+        assert scaled["blocks.0.mixer.conv.weight"].init_std == scaled["embed.weight"].init_std == std
+        assert rows(meta_model(64 * m))["embed.weight"].init_std == 0.02
         c = config(init="authors")
         assert c.readout == "none" and config(init="authors", readout="sqrt_k").readout == "sqrt_k"
 
@@ -209,7 +212,7 @@ class TestInitialValues:
         assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
         assert not torch.equal(b.embed.weight, c.double().embed.weight)
 
-    def test_initial_values_do_not_depend_on_parameters_made_before(self):
+    def test_initial_values_do_not_depend_on_other_parameters(self):
         """With more layers, another mixer or untied logits, equal names and shapes have equal values."""
         plain = dict(model().named_parameters())
         for changes in (
@@ -223,7 +226,7 @@ class TestInitialValues:
             assert len(shared) > 20
             for name in shared:
                 if changes.get("attention_layers") and name.startswith("blocks.0.mixer."):
-                    continue  # the same names for other things
+                    continue  # attention gives these names to other weights
                 assert torch.equal(plain[name], other[name]), name
 
     def test_initial_values_are_the_same_after_construction_on_meta(self):
@@ -238,7 +241,7 @@ class TestInitialValues:
 
 
 class TestTable:
-    def test_every_table_has_every_role_with_a_source(self):
+    def test_every_parametrization_gives_every_role_a_rule_with_a_source(self):
         for table in TABLES.values():
             assert set(table.rules) == set(Role)
             assert all(rule.source for rule in table.rules.values())
@@ -247,7 +250,7 @@ class TestTable:
         assert all(rule == Rule(source="standard") for rule in TABLES["sp"].rules.values())
         assert TABLES["sp"].attention == 0
 
-    def test_the_printed_table_is_the_table(self):
+    def test_the_printed_table_has_the_rules_of_gates(self):
         lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown_table().splitlines()]
         assert lines[0] == ["parameter", "", "sp", "mup_original", "mup"]
         gate = next(i for i, line in enumerate(lines) if line[0].startswith("width to one number per head"))
@@ -257,10 +260,10 @@ class TestTable:
         assert "m^0.25" in _power(0.25)
 
     def test_adams_epsilon_scales_as_gradients_do(self):
-        """At initialization under muP: measured gradients' entries go as the table says Adam's epsilon does.
+        """Compares powers of width of initial gradients under muP with the table's powers for epsilon.
 
-        Roots of mean squares of a hidden matrix, of gains and of the embedding, medians of five seeds; a
-        slope of -1 within 0.25 from m = 4 to 16. It is a law of large widths: from m = 1 to 4 it is -1.6.
+        Measures rms gradients of a hidden matrix, of gains and of the embedding, as medians of five seeds.
+        The power is -1 within 0.25 from m = 4 to 16; it holds for large widths, and is -1.6 from m = 1 to 4.
         Gates and scalars of 4 heads are too few numbers to measure.
         """
         names = ("embed.weight", "blocks.1.mlp.down_proj.weight", "norm.weight")
@@ -283,7 +286,7 @@ class TestTable:
 
 
 def trainable(width: int, parametrization: str, seed: int = 0) -> DeltaForCausalLM:
-    """Two layers, base width 32; initial weights of a size that matters at that width."""
+    """Returns a model of two layers and base width 32 whose initial weights are large enough to matter."""
     torch.manual_seed(seed)
     return DeltaForCausalLM(
         config(

@@ -1,6 +1,6 @@
-"""Hugging Face's Qwen3-Next with our operations in its place: forward, backward, generation are the same.
+"""Hugging Face's Qwen3-Next computes the same with our operations in place of its own.
 
-What transformers' own tests ask of its linear attention is asked of ours, on the shapes that they use.
+The tests and their shapes are those of transformers for its linear attention.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, gated_rms_norm, short_convolution
 from delta_trn.backends.parity.judge import error
 
-# float32 sums in other orders through two layers; what a planted fault of 1% makes is a hundred times more
+# Two layers sum float32 in another order. A planted fault of 1% changes logits a hundred times as much.
 ALLOWED = 2**-16
 NAMES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
 
@@ -26,7 +26,7 @@ def positions(cu_seqlens):
 
 
 class Ours:
-    """Our operations under transformers' names and layouts, by one backend; `ran` lists the calls."""
+    """Has our operations under transformers' names and layouts, on one backend; `ran` names those called."""
 
     def __init__(self, backend):
         self.backend, self.ran = backend, set()
@@ -72,7 +72,7 @@ class Ours:
         return gated_rms_norm(x, gate, module.weight, eps=module.variance_epsilon, backend=self.backend)
 
 
-# in Triton's interpreter a test takes seconds: one of the default ones does, the last
+# A test takes seconds in Triton's interpreter, so only the last test of this file runs it by default.
 @pytest.fixture(params=["chunked", pytest.param("triton", marks=pytest.mark.slow)])
 def ours(request):
     if request.param == "triton":
@@ -98,49 +98,48 @@ def model():
         moe_intermediate_size=24, shared_expert_intermediate_size=24, mlp_only_layers=[0, 1],
         pad_token_id=None, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
-    found = Qwen3NextForCausalLM(config).eval()
-    for p in found.parameters():
-        if p.dim() > 1:  # at their initial 0.02 the linear attention hardly shows in the logits
+    model = Qwen3NextForCausalLM(config).eval()
+    for p in model.parameters():
+        if p.dim() > 1:  # with an initial std of 0.02, linear attention hardly changes the logits
             torch.nn.init.normal_(p, std=0.3)
-    return found
+    return model
 
 
 def tokens(*shape):
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(1))
 
 
-def step(model, ids):
+def forward_backward(model, ids):
     """Returns the logits and the gradient of every parameter."""
     model.zero_grad()
     logits = model(ids, use_cache=False).logits
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), **grads}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **gradients}
 
 
-def test_logits_and_gradients_of_qwen3_next_are_transformers(model, ours, monkeypatch):
+def test_logits_and_gradients_of_qwen3_next_are_those_of_transformers(model, ours, monkeypatch):
     ids = tokens(2, 11)
-    expected = step(model, ids)
+    expected = forward_backward(model, ids)
     install(ours, monkeypatch)
-    found = step(model, ids)
+    results = forward_backward(model, ids)
     assert ours.ran == {"chunk", "convolution", "norm"}
-    assert found.keys() == expected.keys() and any("linear_attn" in name for name in found)
-    wrong = {name: error(found[name], right) for name, right in expected.items() if right.any()}
-    assert max(wrong.values()) < ALLOWED, max(wrong.items(), key=lambda item: item[1])
+    assert results.keys() == expected.keys() and any("linear_attn" in name for name in results)
+    errors = {name: error(results[name], x) for name, x in expected.items() if x.any()}
+    assert max(errors.values()) < ALLOWED, max(errors.items(), key=lambda item: item[1])
 
 
-def test_the_comparison_fails_for_a_decay_that_is_off_by_a_hundredth(model, monkeypatch):
+def test_a_decay_that_is_off_by_a_hundredth_changes_logits_of_qwen3_next(model, monkeypatch):
     ids = tokens(2, 11)
-    expected = step(model, ids)
+    expected = forward_backward(model, ids)
     ours = Ours("chunked")
     install(ours, monkeypatch)
-    right = ours.torch_chunk_gated_delta_rule
-    monkeypatch.setattr(theirs, NAMES[0], lambda q, k, v, g, **given: right(q, k, v, 1.01 * g, **given))
-    found = step(model, ids)
-    assert error(found["logits"], expected["logits"]) > 4 * ALLOWED
+    rule = ours.torch_chunk_gated_delta_rule
+    monkeypatch.setattr(theirs, NAMES[0], lambda q, k, v, g, **options: rule(q, k, v, 1.01 * g, **options))
+    assert error(forward_backward(model, ids)["logits"], expected["logits"]) > 4 * ALLOWED
 
 
-def test_generation_of_qwen3_next_is_transformers(model, ours, monkeypatch):
+def test_generation_of_qwen3_next_is_that_of_transformers(model, ours, monkeypatch):
     ids, options = tokens(2, 7), {"max_new_tokens": 4, "do_sample": False}
     expected = model.generate(ids, **options)
     install(ours, monkeypatch)
@@ -149,19 +148,19 @@ def test_generation_of_qwen3_next_is_transformers(model, ours, monkeypatch):
 
 
 @torch.no_grad()
-def test_several_tokens_after_a_cache_equal_one_at_a_time(model, ours, monkeypatch):
+def test_qwen3_next_reads_several_tokens_after_a_cache_like_one(model, ours, monkeypatch):
     install(ours, monkeypatch)
     prompt, more = tokens(1, 8), tokens(1, 12)[:, 4:]
-    found = []
+    logits = []
     for count in (1, 8):
         cache = DynamicCache(config=model.config)
         model(prompt, past_key_values=cache, use_cache=True)
-        found.append(model(more[:, :count], past_key_values=cache, use_cache=True).logits[:, 0])
-    assert error(found[1], found[0]) < ALLOWED
+        logits.append(model(more[:, :count], past_key_values=cache, use_cache=True).logits[:, 0])
+    assert error(*logits) < ALLOWED
 
 
 @torch.no_grad()
-def test_packed_sequences_of_qwen3_next_are_separate_ones(model, ours, monkeypatch):
+def test_packed_sequences_of_qwen3_next_have_the_logits_of_separate_ones(model, ours, monkeypatch):
     """transformers packs sequences end to end, without padding, only for its CUDA kernels."""
     parts = [tokens(1, 9)[:, :5], tokens(1, 9)[:, 5:6], tokens(1, 3)]
     alone = torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
@@ -174,7 +173,8 @@ def test_packed_sequences_of_qwen3_next_are_separate_ones(model, ours, monkeypat
     assert error(packed, alone) < ALLOWED
 
 
-def given(T, H, HV, K, V, state):
+def rule_arguments(T, H, HV, K, V, state):
+    """Returns [q, k, v] and the keyword arguments of a rule."""
     generator = torch.Generator().manual_seed(T)
 
     def normal(*shape):
@@ -190,27 +190,27 @@ def given(T, H, HV, K, V, state):
 
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("T", [3, 12, 13])
-def test_chunked_and_recurrent_rules_agree_theirs_and_ours(T, state, ours):
-    tensors, named = given(T, 3, 3, 8, 16, state)
-    found = [
-        ours.torch_chunk_gated_delta_rule(*tensors, **named),
-        ours.torch_recurrent_gated_delta_rule(*tensors, **named),
-        theirs.torch_chunk_gated_delta_rule(*tensors, chunk_size=4, **named),
+def test_our_rules_agree_with_the_chunked_and_recurrent_rules_of_transformers(T, state, ours):
+    tensors, options = rule_arguments(T, 3, 3, 8, 16, state)
+    results = [
+        ours.torch_chunk_gated_delta_rule(*tensors, **options),
+        ours.torch_recurrent_gated_delta_rule(*tensors, **options),
+        theirs.torch_chunk_gated_delta_rule(*tensors, chunk_size=4, **options),
     ]
-    right = theirs.torch_recurrent_gated_delta_rule(*tensors, **named)
-    assert all(error(x, y) < ALLOWED for pair in found for x, y in zip(pair, right, strict=True))
+    expected = theirs.torch_recurrent_gated_delta_rule(*tensors, **options)
+    assert all(error(x, y) < ALLOWED for pair in results for x, y in zip(pair, expected, strict=True))
 
 
-def test_grouped_value_heads_are_repeated_queries_and_keys(ours):
-    (q, k, v), named = given(13, 2, 6, 8, 16, False)
+def test_grouped_value_heads_equal_repeated_queries_and_keys(ours):
+    (q, k, v), options = rule_arguments(13, 2, 6, 8, 16, False)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     outcomes = []
     for heads in ((q, k), tuple(x.repeat_interleave(3, dim=2) for x in (q, k))):
-        o, state = ours.torch_chunk_gated_delta_rule(*heads, v, **named)
+        o, state = ours.torch_chunk_gated_delta_rule(*heads, v, **options)
         outcomes.append([o, state, *torch.autograd.grad(o.sin().sum(), leaves)])
     assert all(error(x, y) < ALLOWED for x, y in zip(*outcomes, strict=True))
 
 
 def test_triton_runs_in_qwen3_next(model, monkeypatch):
     ours = Ours("triton")
-    test_logits_and_gradients_of_qwen3_next_are_transformers(model, ours, monkeypatch)
+    test_logits_and_gradients_of_qwen3_next_are_those_of_transformers(model, ours, monkeypatch)

@@ -262,7 +262,7 @@ def test_packed_sequences_with_states_are_refused_where_lengths_are_on_the_devic
 
 def training_step(name, dtype, kind, rounded=None):
     """Loss and every gradient; `rounded`: the seed of a rounding of every weight to float32, and back."""
-    model = tiny_models.model(dtype=dtype, **tiny_models.KINDS[kind]).train()
+    model = tiny_models.model(dtype=dtype, **tiny_models.VARIANTS[kind]).train()
     tokens = tiny_models.tokens(2, 41)
     if rounded is not None:
         generator = torch.Generator().manual_seed(rounded)

@@ -12,8 +12,8 @@ from delta_trn.models.sequence import Sequences
 
 VOCABULARY = 61
 
-# Every kind of layer, and grouped heads; K = 6, V = 12 and a convolution as in the paper
-KINDS: dict[str, dict[str, Any]] = {
+# Every type of layer, and grouped heads; K = 6, V = 12 and a convolution as in the paper
+VARIANTS: dict[str, dict[str, Any]] = {
     "gdn": {},
     "grouped": {"num_v_heads": 8, "allow_neg_eigval": True},
     "hybrid": {"attention_layers": [1]},
