@@ -2,8 +2,8 @@
 
 `AutoModelForCausalLM` must know our models once `delta_trn` is imported, but a kernel package or the
 simulator must load without torch and transformers. So the registration waits for transformers' module of
-model names. It also waits until no module of transformers is half loaded: the models need parts of
-transformers that may just be the ones that import the names.
+configuration names. It also waits until no module of transformers or of the models is half loaded:
+registering needs them whole, and one of them may be what imports the names.
 """
 
 import sys
@@ -23,13 +23,13 @@ def register() -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds transformers' modules as Python does, and notices when the outermost of them has been loaded."""
+    """Finds transformers' modules and the models' as Python does, and counts those that are half loaded."""
 
     def __init__(self) -> None:
         self.depth = 0
 
     def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname.split(".")[0] != "transformers":
+        if not fullname.startswith(("transformers", "delta_trn.models")):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next((s for finder in others if (s := finder.find_spec(fullname, path, target))), None)
