@@ -31,6 +31,7 @@ def few_rounds(monkeypatch):
     monkeypatch.setattr(timing, "ROUNDS", (3, 3))
 
 
+@pytest.mark.serial
 def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, unmeasured_memory, few_rounds):
     file = tmp_path / "bench.jsonl"
     assert bench.main(["--backend", "chunked", "--case", "ragged", "--json", str(file)]) == 0
