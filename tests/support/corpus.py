@@ -1,4 +1,4 @@
-"""Small corpora for the tests of data, and their preparation without progress."""
+"""Writes small corpora for the tests of data, and prepares them without a progress display."""
 
 import json
 from collections.abc import Iterable
@@ -15,6 +15,6 @@ def write_jsonl(path: Path, texts: Iterable[object], field: str = "text") -> Pat
 
 
 def prepare_text(source: Path | str, folder: Path | None, **settings) -> Path:
-    """Prepares shards, one token per byte unless the settings name a tokenizer."""
+    """Prepares shards with one token per byte, unless the settings name a tokenizer."""
     settings = {"tokenizer": "bytes", "folder": folder and str(folder), **settings}
     return prepare(DataSection(source=str(source), **settings), show=False)

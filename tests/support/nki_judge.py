@@ -1,4 +1,4 @@
-"""What tests of NKI kernels share: tensors in and out of the simulator, the criterion, and planted faults."""
+"""Runs NKI kernels on tensors in the simulator, applies the criterion, and plants faults."""
 
 import math
 
@@ -14,7 +14,7 @@ from delta_trn.nki_kernels.simulator.subset import findings
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = Numerics()
-ROUNDED_PRODUCTS = Numerics(matmul="bfloat16")  # what some have seen the Tensor engine do with float32
+ROUNDED_PRODUCTS = Numerics(matmul="bfloat16")  # the Tensor engine has been seen to round float32 so
 
 
 def normal(generator, *shape):
@@ -24,8 +24,8 @@ def normal(generator, *shape):
 def run(kernel, *args, target="trn1", numerics=EXACT):
     """Returns the kernel's outputs, with every strict check on but that of the source.
 
-    The check of the source has a test of its own; its findings are cached, and must not be those of a planted
-    fault. Where AWS's nki is installed, kernels are made of its language, and its simulator runs them.
+    The check of the source has a test of its own. Its findings are cached, and a planted fault must not enter
+    that cache. Where AWS's nki is installed, kernels use its language and its simulator runs them.
     """
     arrays = [to_array(x) if isinstance(x, torch.Tensor) else x for x in args]
     if RUNTIME == "neuron":
@@ -47,21 +47,21 @@ def recorded(kernel, *args, **options):
 
 
 def hbm_bytes(kernel, arguments):
-    """Returns (moved, least): what the kernel reads and writes, and its inputs and outputs once each."""
+    """Returns the bytes that the kernel moves, and the bytes of its inputs and outputs once each."""
     return traffic(recorded(kernel, *arguments), arguments)
 
 
-def assert_close(outcome, judge, honest, terms):
+def assert_close(outcome, judge, baseline, terms):
     """Asserts the rule of `backends.parity.judge` for sums kept in float32, for every tensor of the judge.
 
-    Allowed is twice the error of an honest float32 implementation, never below what adding so many terms
-    costs, plus one rounding to the result's dtype; where the judge is 0 everywhere, so must the result be.
+    The allowed error is twice that of the baseline, but at least the cost of adding that many terms. Rounding
+    once to the result's dtype is allowed on top. Where the judge is 0 everywhere, so must the result be.
     """
     assert outcome.keys() == judge.keys()
     for name, exact in judge.items():
         result, allowed = outcome[name], 0.0
         if exact.any():
-            allowed = max(FACTOR * error(honest[name], exact), math.sqrt(terms) * 2.0**-24)
+            allowed = max(FACTOR * error(baseline[name], exact), math.sqrt(terms) * 2.0**-24)
             allowed += error(exact.to(result.dtype), exact) if result.dtype != torch.float32 else 0.0
         assert error(result, exact) <= allowed, (
             f"{name}: error {error(result, exact):.3g} above {allowed:.3g}"
@@ -69,7 +69,7 @@ def assert_close(outcome, judge, honest, terms):
 
 
 def assert_passed(verdicts):
-    """Asserts that all verdicts passed, and names those that did not."""
+    """Asserts that all verdicts passed, and names those that failed."""
     failed = [str(verdict) for verdict in verdicts if not verdict.passed]
     assert not failed, "\n".join(failed)
 

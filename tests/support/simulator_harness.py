@@ -1,4 +1,4 @@
-"""Helpers of the simulator's tests: short names for tiles, kernels of one instruction, a list of refusals."""
+"""Makes tiles, runs kernels of one instruction, and lists the kernels that the simulator must refuse."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def done():
 
 
 class Refusals(list):
-    """Kernel bodies, each with the exception and the key phrase that it must meet."""
+    """Lists kernel bodies, each with the exception and the key phrase that it must raise."""
 
     def refuses(self, match, error=ConstraintError, target="trn1"):
         def keep(body):
@@ -88,7 +88,7 @@ class Refusals(list):
         return keep
 
     def strict(self):
-        """Return those that only the strict checks refuse."""
+        """Return the kernel bodies that only the strict checks refuse."""
         return [p for p in self if p.values[2] is StrictError]
 
 

@@ -1,4 +1,4 @@
-"""Runs of a few processes on this machine: what torchrun does, without its seconds of imports."""
+"""Runs training on a few local processes as torchrun does, without its seconds of imports."""
 
 import os
 import socket
@@ -16,12 +16,12 @@ def start(
     logs: Path,
     work: Callable[[list[str], str], None] = tiny_run.run_and_exit,
 ) -> list[BaseProcess]:
-    """`torchrun --nproc_per_node=world -m train ...`: one process a rank, output in logs/rank-N.
+    """Starts `torchrun --nproc_per_node=world -m train ...`: one process per rank, logging to logs/rank-N.
 
-    work    what to do instead with (arguments, log)
+    `work(arguments, log)` replaces the training command.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    port = find_free_port()
     processes = []
     for rank in range(world):
         variables = {
@@ -32,7 +32,7 @@ def start(
             "MASTER_PORT": port,
         }
         process = tiny_run.WARM.Process(
-            target=_rank, args=(variables, [str(a) for a in arguments], str(logs / f"rank-{rank}"), work)
+            target=_run_rank, args=(variables, [str(a) for a in arguments], str(logs / f"rank-{rank}"), work)
         )
         process.start()
         processes.append(process)
@@ -40,10 +40,10 @@ def start(
 
 
 def join(processes: Sequence[BaseProcess], logs: Path, seconds: float = 120) -> list[int]:
-    """Their exit codes. Processes that wait for each other are ended after `seconds`, and fail the test."""
-    until = time.monotonic() + seconds
+    """Returns the exit codes. Kills processes that have not ended after `seconds`, and fails the test."""
+    deadline = time.monotonic() + seconds
     for process in processes:
-        process.join(timeout=max(0.0, until - time.monotonic()))
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
     late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     for rank in late:
         processes[rank].kill()
@@ -53,23 +53,28 @@ def join(processes: Sequence[BaseProcess], logs: Path, seconds: float = 120) -> 
 
 
 def read_logs(logs: Path) -> str:
-    """What every rank printed."""
+    """Returns what every rank printed."""
     return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(logs.iterdir()))
 
 
-def train(world: int, arguments: Sequence[object], logs: Path) -> None:
-    """The same, which must succeed on every rank."""
-    assert join(start(world, arguments, logs), logs) == [0] * world, read_logs(logs)
+def train(
+    world: int,
+    arguments: Sequence[object],
+    logs: Path,
+    work: Callable[[list[str], str], None] = tiny_run.run_and_exit,
+) -> None:
+    """Runs training (or `work`) and asserts that it succeeds on every rank."""
+    assert join(start(world, arguments, logs, work), logs) == [0] * world, read_logs(logs)
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
+def find_free_port() -> int:
+    """Returns a port that nobody listens on now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def _rank(
+def _run_rank(
     variables: dict[str, object], arguments: list[str], log: str, work: Callable[[list[str], str], None]
 ) -> None:
     os.environ.update({name: str(value) for name, value in variables.items()})

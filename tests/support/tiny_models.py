@@ -1,4 +1,4 @@
-"""Models of a few thousand parameters, their inputs, and how far two outputs may differ."""
+"""Makes models of a few thousand parameters and their inputs, and bounds how far two outputs may differ."""
 
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from delta_trn.models.sequence import Sequences
 
 VOCABULARY = 61
 
-# Every type of layer, and grouped heads; K = 6, V = 12 and a convolution as in the paper
+# every type of layer, and grouped heads; K = 6, V = 12 and a convolution as in the paper
 VARIANTS: dict[str, dict[str, Any]] = {
     "gdn": {},
     "grouped": {"num_v_heads": 8, "allow_neg_eigval": True},
@@ -50,7 +50,7 @@ def rows(T: int, **options: Any) -> Sequences:
 
 
 def packed(lengths: list[int]) -> tuple[Tensor, list[slice]]:
-    """Returns the bounds of packed sequences of these lengths, and each one's place."""
+    """Returns the bounds of packed sequences of these lengths, and the slice of each."""
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     return bounds, [slice(int(a), int(b)) for a, b in pairwise(bounds)]
 
@@ -58,10 +58,10 @@ def packed(lengths: list[int]) -> tuple[Tensor, list[slice]]:
 def assert_same(actual: Tensor, expected: Tensor, *, what: str = "", factor: float = 1.0) -> None:
     """Asserts that two tensors differ only as different orders of summation make them differ.
 
-    A sum of n terms has an error of about sqrt(n) u and passes it on. With n <= 100 here and at most 10 sums
-    and roundings in each of 3 blocks, 30 * 10 u = 300 u is an ordinary error. `factor` allows more where a
+    A sum of n terms has an error of about sqrt(n) u and passes it on. Here n <= 100, and each of 3 blocks has
+    at most 10 sums and roundings, so 30 * 10 u = 300 u is an ordinary error. `factor` allows more where a
     test knows that errors are larger.
     """
     u = torch.finfo(expected.dtype).eps / 2
-    wrong, allowed = error(actual, expected), 300 * u * factor
-    assert wrong <= allowed, f"{what}: error {wrong:.2g} above {allowed:.2g}"
+    difference, allowed = error(actual, expected), 300 * u * factor
+    assert difference <= allowed, f"{what}: error {difference:.2g} above {allowed:.2g}"

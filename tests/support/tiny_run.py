@@ -1,4 +1,4 @@
-"""A run of a second for the tests of train: its text, its keys, and processes that can be killed."""
+"""Runs training for about a second, in this process or in one that a test can kill."""
 
 import contextlib
 import io
@@ -19,10 +19,10 @@ from delta_trn.train.__main__ import main
 from delta_trn.train.watch.metrics import MEASURED, read
 from tests.support.corpus import prepare_text
 
-# matrices of 16 rows gain nothing from threads, and pytest-xdist has taken the cores already
+# matrices of 16 rows gain nothing from threads, and pytest-xdist already uses the cores
 torch.set_num_threads(1)
 
-# forked from one process that has imported everything: a kill then hits training, not four seconds of imports
+# children fork from a process that has imported everything, so that a kill hits training and not imports
 WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(
     [
@@ -37,7 +37,7 @@ WARM.set_forkserver_preload(
 
 
 def make_text() -> str:
-    """Documents of sums and differences: small, the same everywhere, and quickly learned a little of."""
+    """Returns documents of sums and differences, of which a small model learns a little in a few steps."""
     documents = []
     for a in range(40):
         lines = [f"{a} + {b} = {a + b}; {a} - {b} = {a - b}" for b in range(20)]
@@ -46,7 +46,7 @@ def make_text() -> str:
 
 
 def prepare_data(folder: Path) -> Path:
-    """Token shards of `text`, one token a byte."""
+    """Prepares shards of `make_text`, with one token per byte, and returns their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "sums.txt"
     source.write_text(make_text())
@@ -54,8 +54,8 @@ def prepare_data(folder: Path) -> Path:
 
 
 def keys(data: Path, out: Path, **changes: object) -> list[str]:
-    """key=value of a run of 12 steps with checkpoints at 4, 8 and 12; __ in a name stands for a dot."""
-    given: dict[str, object] = {
+    """Returns key=value of a run of 12 steps with checkpoints at 4, 8 and 12. __ in a name means a dot."""
+    values: dict[str, object] = {
         "data.source": data,
         "out": out,
         "device": "cpu",
@@ -67,11 +67,11 @@ def keys(data: Path, out: Path, **changes: object) -> list[str]:
         "sample.tokens": 4,
         **{name.replace("__", "."): value for name, value in changes.items()},
     }
-    return [f"{key}={value}" for key, value in given.items()]
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def run_command(*arguments: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of `python -m train ...`, in this process."""
+    """Runs `python -m train ...` in this process. Returns its exit status, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(argument) for argument in arguments])
@@ -79,20 +79,21 @@ def run_command(*arguments: object) -> tuple[int, str, str]:
 
 
 def train(*arguments: object) -> str:
-    """The same, which must succeed. Returns what it printed."""
+    """Runs `python -m train ...` in this process, asserts that it succeeds, and returns its output."""
     status, out, err = run_command(*arguments)
     assert status == 0, err
     return out
 
 
 def start(arguments: Sequence[object], log: Path) -> BaseProcess:
-    """The same in a process of its own, its output in `log`."""
+    """Starts `python -m train ...` in a child process, with its output in `log`."""
     process = WARM.Process(target=run_and_exit, args=([str(a) for a in arguments], str(log)))
     process.start()
     return process
 
 
 def run_and_exit(arguments: list[str], log: str) -> None:
+    """Runs the command and ends this process with its exit status."""
     redirect_output(log)
     status = main(arguments)
     sys.stdout.flush()
@@ -100,7 +101,7 @@ def run_and_exit(arguments: list[str], log: str) -> None:
 
 
 def redirect_output(log: str) -> None:
-    """From here on this process's output goes to the end of a file."""
+    """Appends all further output of this process to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -109,41 +110,41 @@ def redirect_output(log: str) -> None:
 
 
 def die_before(n: int) -> None:
-    """From here on this process dies by SIGKILL before its n-th operation that makes something durable."""
+    """Makes this process die by SIGKILL before its n-th fsync, rename, replace or truncate from now on."""
     count = 0
     for name in ("fsync", "rename", "replace", "truncate"):
         original = getattr(os, name)
 
-        def counted(*given: Any, original: Any = original) -> Any:
+        def counted(*arguments: Any, original: Any = original) -> Any:
             nonlocal count
             count += 1
             if count == n:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return original(*given)
+            return original(*arguments)
 
         setattr(os, name, counted)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what a clock measured."""
+    """Returns the lines of metrics.jsonl without the fields that a clock measured."""
     return [{k: v for k, v in line.items() if k not in MEASURED} for line in read(run / "metrics.jsonl")]
 
 
 def final_state(run: Path, name: str = "step-*") -> dict[str, Any]:
-    """Everything of a run that must come out the same, bit for bit, whatever happened on the way.
+    """Returns everything of a run that interruptions must leave the same, bit for bit.
 
-    name    of the checkpoint; else the last one
+    `name` selects the checkpoint, by default the last one.
     """
     last = sorted((run / "checkpoints").glob(name))[-1]
     state = json.loads((last / "state.json").read_bytes())
     for key in ("seconds", "config"):
-        del state[key]  # a clock's, and one with the run's own folder in it
-    # their bytes, not the file's: safetensors puts a header's metadata in any order
+        del state[key]  # the clock's reading, and the run's own folder
+    # bytes of the tensors and not of the file: safetensors orders a header's metadata arbitrarily
     tensors = {
         path.name: {name: x.numpy().tobytes() for name, x in load_file(path).items()}
         for path in last.glob("*.safetensors")
     }
-    assert len(tensors) >= 3  # of several processes each has its own
+    assert len(tensors) >= 3  # each process writes its own
     raw = (run / "metrics.jsonl").read_bytes()
     assert raw.endswith(b"\n") and raw.count(b"\n") == len(read_metrics(run)), "a line is not whole"
     return {

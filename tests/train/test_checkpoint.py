@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent: every kind of damage is seen, every refusal of the disk loses nothing."""
+"""Checkpoints are whole or absent: damage is detected, and a full disk loses nothing."""
 
 import errno
 import json
@@ -21,28 +21,20 @@ from delta_trn.train.settings.errors import CheckpointError, DiskFull
 from tests.support import tiny_run
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A finished run with checkpoints at 6, 8 and 12. Tests that change it copy it first."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    data = tiny_run.prepare_data(folder)
-    tiny_run.train("run", "tiny", *tiny_run.keys(data, folder / "run"))
-    return folder / "run"
-
-
 @pytest.fixture
-def copy(run, tmp_path) -> Path:
-    shutil.copytree(run, tmp_path / "run", symlinks=True)
+def copy(finished, tmp_path) -> Path:
+    """Returns a copy of the finished run that a test may change."""
+    shutil.copytree(finished, tmp_path / "run", symlinks=True)
     return tmp_path / "run"
 
 
-def filled(folder: Path) -> None:
+def fill(folder: Path) -> None:
     (folder / "a.bin").write_bytes(bytes(range(256)) * 40)
     (folder / "state.json").write_text("{}")
 
 
-def save(store: CheckpointStore, step: int, write=filled) -> Path:
-    """Saves a checkpoint of the files that `write` returns, or of all that it wrote."""
+def save(store: CheckpointStore, step: int, write=fill) -> Path:
+    """Saves a checkpoint of the files that `write` returns, or of all files if it returns None."""
     with store.writing(step) as folder:
         store.begin(step)
         files = write(folder)
@@ -59,8 +51,8 @@ def store(tmp_path) -> CheckpointStore:
 
 
 class TestContent:
-    def test_transformers_reads_the_folder(self, run):
-        folder = run / "checkpoints" / "step-00000012"
+    def test_transformers_loads_model_and_tokenizer_from_a_checkpoint(self, finished):
+        folder = finished / "checkpoints" / "step-00000012"
         model = AutoModelForCausalLM.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         ids = tokenizer("1 + 1 = 2", return_tensors="pt")["input_ids"]
@@ -73,34 +65,34 @@ class TestContent:
             if name in saved:
                 assert torch.equal(tensor, saved[name]), name
 
-    def test_no_file_needs_pickle(self, run):
-        names = {path.name for path in (run / "checkpoints" / "step-00000012").iterdir()}
+    def test_a_checkpoint_has_only_safetensors_and_json(self, finished):
+        names = {path.name for path in (finished / "checkpoints" / "step-00000012").iterdir()}
         assert {path.rpartition(".")[2] for path in names} == {"safetensors", "json"}
 
-    def test_the_state_says_where_the_run_stood(self, run):
-        state, config = read_state(run / "checkpoints" / "step-00000008")
+    def test_a_checkpoint_stores_step_tokens_position_best_and_config(self, finished):
+        state, config = read_state(finished / "checkpoints" / "step-00000008")
         assert (state.step, state.tokens) == (8, 8 * 4 * 16)
         assert state.position["samples"] == 8 * 4
         assert state.best is not None and state.best[0] == 6
         assert config.steps == 12 and config.fingerprint()
 
-    def test_weights_of_another_model_are_refused(self, run, tmp_path):
-        model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-00000012")
+    def test_loading_weights_of_another_model_is_refused(self, finished, tmp_path):
+        model = AutoModelForCausalLM.from_pretrained(finished / "checkpoints" / "step-00000012")
         narrow = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 1}))
         with pytest.raises(CheckpointError, match=r"0 missing, .* unknown"):
-            load_weights(run / "checkpoints" / "step-00000012", Sharding(narrow))
+            load_weights(finished / "checkpoints" / "step-00000012", Sharding(narrow))
         deep = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 3}))
         with pytest.raises(CheckpointError, match=r"missing, 0 unknown.*blocks.2"):
-            load_weights(run / "checkpoints" / "step-00000012", Sharding(deep))
+            load_weights(finished / "checkpoints" / "step-00000012", Sharding(deep))
 
 
 class TestStore:
-    def test_names_are_the_decided_ones(self, store):
+    def test_checkpoint_folders_are_named_by_eight_digits_of_the_step(self, store):
         names = sorted(path.name for path in store.directory.iterdir())
         assert names == ["step-00000005", "step-00000010", "step-00000015"]
         assert store.steps() == [5, 10, 15]
 
-    def test_rotation_keeps_the_newest_and_the_best(self, store):
+    def test_rotation_keeps_the_newest_checkpoints_and_the_best(self, store):
         store.point_best(5)
         save(store, 20)
         store.rotate(2, keep=5)
@@ -108,24 +100,24 @@ class TestStore:
         assert store.best() == 5
         assert not list(store.directory.glob(".*"))
 
-    def test_best_is_a_folder_to_load_from(self, store):
+    def test_best_links_to_the_best_checkpoint_while_it_exists(self, store):
         store.point_best(5)
         store.point_best(10)
         assert (store.directory / "best" / "a.bin").read_bytes() == (store.path(10) / "a.bin").read_bytes()
         shutil.rmtree(store.path(10))
         assert store.best() is None
 
-    def test_saving_a_step_again_replaces_it(self, store):
+    def test_saving_a_step_again_replaces_its_checkpoint(self, store):
         save(store, 10, lambda folder: (folder / "b.bin").write_bytes(b"new") and None)
         assert [path.name for path in store.path(10).iterdir() if path.name != MANIFEST] == ["b.bin"]
         assert store.damage(10) is None
 
-    def test_a_process_answers_for_its_own_files_only(self, store):
-        """One that wrote none must not hash those of others, which may not be complete."""
+    def test_a_manifest_lists_only_the_files_of_its_own_process(self, store):
+        """A process that wrote none must not hash the files of others, which may be incomplete."""
 
         def part(*names: str):
             def write(folder: Path) -> list[Path]:
-                filled(folder)
+                fill(folder)
                 return [folder / name for name in names]
 
             return write
@@ -135,7 +127,7 @@ class TestStore:
             assert list(json.loads((folder / MANIFEST).read_bytes())["files"]) == list(names)
 
     @pytest.mark.parametrize("name", ["a.bin", "state.json", MANIFEST])
-    def test_every_damage_is_seen(self, store, name):
+    def test_every_kind_of_damage_to_a_checkpoint_is_detected(self, store, name):
         path = store.path(15) / name
         whole = path.read_bytes()
         damages = {
@@ -154,29 +146,29 @@ class TestStore:
             path.write_bytes(whole)
         assert store.damage(15) is None
 
-    def test_the_newest_whole_one_is_found_and_the_damaged_are_told(self, store):
+    def test_the_newest_whole_checkpoint_is_chosen_and_damaged_ones_are_reported(self, store):
         (store.path(15) / "a.bin").write_bytes(b"")
         (store.path(10) / "state.json").unlink()
-        told: list[str] = []
-        assert store.newest_whole(told.append) == 5
-        assert len(told) == 2 and "step 15" in told[0] and "0 bytes, expected 10240" in told[0]
+        messages: list[str] = []
+        assert store.newest_whole(messages.append) == 5
+        assert len(messages) == 2 and "step 15" in messages[0] and "0 bytes, expected 10240" in messages[0]
 
-    def test_none_whole_is_an_error_none_at_all_is_not(self, store, tmp_path):
+    def test_only_damaged_checkpoints_are_an_error_but_no_checkpoints_are_not(self, store, tmp_path):
         for step in store.steps():
             (store.path(step) / "a.bin").unlink()
         with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
             store.newest_whole(lambda text: None)
         assert CheckpointStore(tmp_path / "none").newest_whole(lambda text: None) is None
 
-    def test_a_missing_step_names_those_there(self, store):
+    def test_a_missing_step_is_refused_with_the_existing_steps(self, store):
         with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 .* there are: 5, 10, 15"):
             store.require_whole(7)
 
 
 class TestFullDisk:
-    def test_nothing_is_lost(self, store):
+    def test_a_full_disk_keeps_earlier_checkpoints_and_leaves_no_partial_one(self, store):
         def full(folder: Path) -> None:
-            filled(folder)
+            fill(folder)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with pytest.raises(
@@ -187,15 +179,15 @@ class TestFullDisk:
         assert [store.damage(step) for step in store.steps()] == [None] * 3
         assert not list(store.directory.glob(".*"))
 
-    def test_a_failure_at_any_file_operation_loses_nothing(self, store, monkeypatch):
-        """ENOSPC from the n-th sync or rename, for every n there is."""
+    def test_a_full_disk_at_any_file_operation_loses_no_checkpoint(self, store, monkeypatch):
+        """The n-th sync or rename fails with ENOSPC, for every n."""
 
         def contents() -> list[list[str]]:
             return [sorted(path.name for path in store.path(step).iterdir()) for step in (5, 10, 15)]
 
         before = contents()
         for n in range(100):
-            # it may be there: the last sync is after the rename
+            # it may exist, because the last sync follows the rename
             shutil.rmtree(store.path(20), ignore_errors=True)
             calls = 0
 
@@ -223,42 +215,43 @@ class TestFullDisk:
         assert n == 6, "three files, two folders, one rename: otherwise something is not synced"
         assert store.steps() == [5, 10, 15, 20]
 
-    def test_a_run_that_meets_a_file_limit_stops_and_resumes(self, run, tmp_path):
-        """The limit is the kernel's: safetensors, JSON and metrics meet it as they would a full disk."""
-        data = json.loads((run / "config.json").read_bytes())["data"]["folder"]
+    def test_a_run_that_meets_a_file_size_limit_stops_and_resumes(self, finished, tmp_path):
+        """The kernel enforces the limit, so that every writer meets it as it would a full disk."""
+        data = json.loads((finished / "config.json").read_bytes())["data"]["folder"]
         out, log = tmp_path / "run", tmp_path / "log"
         limit = 20_000  # metrics.jsonl and JSON fit, weights do not
         child = tiny_run.start(["run", "tiny", *tiny_run.keys(Path(data), out)], log)
         assert child.pid is not None
         resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (limit, limit))
         child.join(60)
-        said = log.read_text()
-        assert child.exitcode == 2, said
-        assert "no space left" in said and "python -m train resume" in said and "Traceback" not in said
+        output = log.read_text()
+        assert child.exitcode == 2, output
+        assert "no space left" in output and "python -m train resume" in output
+        assert "Traceback" not in output
         assert not list((out / "checkpoints").glob("*"))
         tiny_run.train("resume", out)
-        assert tiny_run.final_state(out) == tiny_run.final_state(run)
+        assert tiny_run.final_state(out) == tiny_run.final_state(finished)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="signals of another platform")
-    def test_a_file_limit_kills_no_python(self):
+    def test_python_ignores_the_signal_of_a_file_size_limit(self):
         assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
 
 
 class TestDamagedRun:
-    def test_resuming_goes_back_to_the_newest_whole_one_and_says_so(self, run, copy):
+    def test_resume_falls_back_to_the_newest_whole_checkpoint_and_reports_it(self, finished, copy):
         weights = copy / "checkpoints" / "step-00000012" / "optimizer.safetensors"
         weights.write_bytes(weights.read_bytes()[:-10])
-        said = tiny_run.train("resume", copy)
-        assert "checkpoint of step 12 is damaged" in said and "after step 8" in said
-        assert (copy / "checkpoints" / "undone-step-00000012").is_dir(), "set aside, not thrown away"
-        assert tiny_run.final_state(copy) == tiny_run.final_state(run)
+        output = tiny_run.train("resume", copy)
+        assert "checkpoint of step 12 is damaged" in output and "after step 8" in output
+        assert (copy / "checkpoints" / "undone-step-00000012").is_dir(), "set aside, not deleted"
+        assert tiny_run.final_state(copy) == tiny_run.final_state(finished)
 
-    def test_resuming_from_a_step_undoes_the_later_ones(self, run, copy):
-        said = tiny_run.train("resume", copy, "--step", 6)
-        assert "set aside as undone-step-*: 8, 12" in said
-        assert tiny_run.final_state(copy) == tiny_run.final_state(run)
+    def test_resume_from_a_step_sets_later_checkpoints_aside(self, finished, copy):
+        output = tiny_run.train("resume", copy, "--step", 6)
+        assert "set aside as undone-step-*: 8, 12" in output
+        assert tiny_run.final_state(copy) == tiny_run.final_state(finished)
 
-    def test_an_explicit_step_that_is_damaged_is_an_error(self, copy):
+    def test_resume_from_an_explicit_damaged_step_is_refused(self, copy):
         (copy / "checkpoints" / "step-00000008" / "model.safetensors").unlink()
         status, _, err = tiny_run.run_command("resume", copy, "--step", 8)
         assert status == 2 and "checkpoint of step 8 is damaged" in err and "other steps: 6, 12" in err

@@ -1,4 +1,4 @@
-"""Deep Delta Learning in runs: recipes, environment variables, local files, its probe, the sweep's arms."""
+"""Deep Delta Learning in runs: recipes, environment variables, local files, probes and the sweep's arms."""
 
 import json
 import math
@@ -27,8 +27,8 @@ SMALL = [
 ]  # fmt: skip
 
 
-def stories(path: Path, first: int = 0) -> Path:
-    """Forty short stories as a parquet file."""
+def write_stories(path: Path, first: int = 0) -> Path:
+    """Writes forty short stories to a parquet file."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow writes the parquet file that is read")
     from pyarrow import parquet
 
@@ -43,22 +43,23 @@ def stories(path: Path, first: int = 0) -> Path:
 @pytest.mark.parametrize(
     ("name", "size"), [("ddl_small", "ddl-cc-ec-small"), ("ddl_medium", "ddl-cc-ec-medium")]
 )
-def test_a_recipe_is_the_named_size(name, size):
-    made, named = model_config(recipe(name), rows=50304), DeltaConfig(**named_sizes[size])
-    mine, expected = made.to_dict(), named.to_dict()
-    assert {key for key in mine if mine[key] != expected[key]} == {"parametrization"}, "SP, and m is 1"
+def test_a_ddl_recipe_has_the_configuration_of_its_named_size(name, size):
+    config = model_config(recipe(name), rows=50304).to_dict()
+    expected = DeltaConfig(**named_sizes[size]).to_dict()
+    assert {key for key in config if config[key] != expected[key]} == {"parametrization"}, "SP, and m is 1"
 
 
-def test_the_small_lm_is_the_named_size():
-    made = model_config(recipe("ddl_lm_tinystories"), rows=50257)
+def test_the_ddl_tinystories_model_has_34_849_552_parameters():
+    config = model_config(recipe("ddl_lm_tinystories"), rows=50257)
     with torch.device("meta"):
-        assert sum(p.numel() for p in DeltaForCausalLM(made).parameters()) == 34_849_552
+        assert sum(p.numel() for p in DeltaForCausalLM(config).parameters()) == 34_849_552
 
 
-def test_the_small_lm_trains_on_a_local_file_and_resumes(tmp_path, capsys):
+def test_ddl_tinystories_trains_on_a_local_file_and_resumes(tmp_path, capsys):
     out = tmp_path / "run"
-    given = [*SMALL, f"data.source={stories(tmp_path / 's.parquet')}", f"data.folder={tmp_path / 'data'}"]
-    assert main(["run", "ddl_lm_tinystories", *given, f"out={out}"]) == 0
+    source = write_stories(tmp_path / "s.parquet")
+    arguments = [*SMALL, f"data.source={source}", f"data.folder={tmp_path / 'data'}"]
+    assert main(["run", "ddl_lm_tinystories", *arguments, f"out={out}"]) == 0
     assert main(["resume", str(out), "steps=9"]) == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     val = [line for line in lines if line["split"] == "val"]
@@ -81,31 +82,31 @@ def test_the_small_lm_trains_on_a_local_file_and_resumes(tmp_path, capsys):
     assert geometry.plot_geometry(RunFolder(out)) == out / "geometry.png"
 
 
-def test_the_small_lm_trains_from_the_hugging_face_data_set(tmp_path, monkeypatch, capsys):
-    """The recipe's own source; the library's code for local folders stands in for the Hub's: parquet files.
+def test_ddl_tinystories_trains_on_the_hugging_face_data_set(tmp_path, monkeypatch, capsys):
+    """Parquet files in a local folder stand in for the Hub.
 
-    Then the same command without a network finds what was prepared; where nothing was, it says what to do.
+    Without a network the same command reuses the prepared data, and without such data it says what to do.
     """
     import datasets
     import huggingface_hub
 
     hub = tmp_path / "hub"
     hub.mkdir()
-    stories(hub / "train-00000-of-00001.parquet")
-    stories(hub / "validation-00000-of-00001.parquet", first=1000)
-    load, asked = datasets.load_dataset, []
+    write_stories(hub / "train-00000-of-00001.parquet")
+    write_stories(hub / "validation-00000-of-00001.parquet", first=1000)
+    load, requested = datasets.load_dataset, []
 
     def load_dataset(name, *rest, **options):
-        asked.append(name)
+        requested.append(name)
         return load(str(hub), *rest, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     info = types.SimpleNamespace(sha="0123abcd")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *names, **options: info)
-    given = [*SMALL, f"data.folder={tmp_path / 'data'}", "data.validation=validation", "epochs=0.5"]
-    given.remove("steps=6")
-    assert main(["run", "ddl_lm_tinystories", *given, f"out={tmp_path / 'run'}"]) == 0
-    assert set(asked) == {"roneneldan/TinyStories"}
+    arguments = [*SMALL, f"data.folder={tmp_path / 'data'}", "data.validation=validation", "epochs=0.5"]
+    arguments.remove("steps=6")
+    assert main(["run", "ddl_lm_tinystories", *arguments, f"out={tmp_path / 'run'}"]) == 0
+    assert set(requested) == {"roneneldan/TinyStories"}
     meta = json.loads((tmp_path / "data" / "meta.json").read_text())
     tokens = meta["splits"]["train"]["tokens"]
     assert meta["name"] == "tinystories" and [
@@ -119,17 +120,16 @@ def test_the_small_lm_trains_from_the_hugging_face_data_set(tmp_path, monkeypatc
         raise ConnectionError("no network")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
-    assert main(["run", "ddl_lm_tinystories", *given, f"out={tmp_path / 'again'}"]) == 0
-    elsewhere = [key.replace("/data", "/none") for key in given]
+    assert main(["run", "ddl_lm_tinystories", *arguments, f"out={tmp_path / 'again'}"]) == 0
+    elsewhere = [key.replace("/data", "/none") for key in arguments]
     assert main(["run", "ddl_lm_tinystories", *elsewhere, f"out={tmp_path / 'third'}"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "cannot reach dataset 'roneneldan/TinyStories'" in said and "pass the local folder, .parquet" in said
-    )
+    error = capsys.readouterr().err
+    assert "cannot reach dataset 'roneneldan/TinyStories'" in error
+    assert "pass the local folder, .parquet" in error
     assert not (tmp_path / "third").exists()
 
 
-def test_the_environment_sets_the_small_lm(monkeypatch):
+def test_environment_variables_configure_ddl_tinystories_alone(monkeypatch):
     monkeypatch.setenv("BLOCK_SIZE", "128")
     monkeypatch.setenv("BATCH_SIZE", "8")
     monkeypatch.setenv("LR", "1e-3")
@@ -149,12 +149,12 @@ def test_the_environment_sets_the_small_lm(monkeypatch):
     assert recipe("ddl_lm_tinystories").log.wandb
 
 
-def test_a_wrong_variable_is_named():
+def test_a_wrong_environment_variable_is_named():
     with pytest.raises(ConfigError, match=r"batch.sequences=many.*environment variables BATCH_SIZE=many"):
         with_environment(recipe("tiny"), {"BATCH_SIZE": "many"})
 
 
-def test_resuming_by_environment_and_a_bucket_are_refused_with_what_to_do():
+def test_resume_or_a_bucket_in_the_environment_is_refused_with_a_remedy():
     with pytest.raises(ConfigError, match="python -m train resume RUN_DIR"):
         with_environment(recipe("tiny"), {"IS_RESUME": "True", "CHECKPOINT_PATH": "runs/x"})
     with pytest.raises(
@@ -163,7 +163,7 @@ def test_resuming_by_environment_and_a_bucket_are_refused_with_what_to_do():
         with_environment(recipe("tiny"), {"CHECKPOINT_PATH": "s3://bucket/x"})
 
 
-def test_learned_positions_and_divided_models_are_refused_before_work():
+def test_impossible_model_settings_are_refused_before_a_run():
     with pytest.raises(ConfigError, match=r"batch.length=600 is above model.max_position_embeddings=512"):
         apply(recipe("ddl_lm_tinystories"), {"batch.length": "600"})
     with pytest.raises(
@@ -175,7 +175,7 @@ def test_learned_positions_and_divided_models_are_refused_before_work():
         apply(recipe("tiny"), {"model.residual": "ddl", "distribution.context": "2"})
 
 
-def test_the_comparison_is_five_arms_of_one_size_and_the_same_data():
+def test_the_five_ddl_arms_have_one_size_and_the_same_data():
     trials = define("ddl_residuals", QUESTIONS["ddl_residuals"].axes).trials({})
     assert len({(t.series.arm, t.seed) for t in trials}) == 15
     counts = {}
@@ -188,14 +188,15 @@ def test_the_comparison_is_five_arms_of_one_size_and_the_same_data():
     assert len({t.config.data.model_dump_json() for t in trials}) == 1
 
 
-def test_measures_of_a_write_known_by_hand():
+def test_geometry_measures_of_three_writes_match_values_by_hand():
     """Three tokens with beta 0, 1 and 2: one of each regime."""
     k = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
     X = torch.tensor([[[1.0], [5.0]], [[5.0], [2.0]], [[2.0], [5.0]]])
-    found = geometry.measures(X, k, torch.ones(3, 1), torch.tensor([0.0, 1.0, 2.0]), k_eps=1e-6)
-    assert (found["identity"], found["projection"], found["reflection"]) == pytest.approx((1 / 3,) * 3)
-    assert found["along"] == pytest.approx(3**0.5) and found["value"] == pytest.approx(1)
-    assert found["determinant"] == pytest.approx(0) and found["negative"] == pytest.approx(1 / 3)
+    measures = geometry.measures(X, k, torch.ones(3, 1), torch.tensor([0.0, 1.0, 2.0]), k_eps=1e-6)
+    regimes = [measures[name] for name in ("identity", "projection", "reflection")]
+    assert regimes == pytest.approx([1 / 3] * 3)
+    assert measures["along"] == pytest.approx(3**0.5) and measures["value"] == pytest.approx(1)
+    assert measures["determinant"] == pytest.approx(0) and measures["negative"] == pytest.approx(1 / 3)
     control = geometry.measures(
         X, k, torch.ones(3, 1), torch.tensor([0.0, 1.0, 2.0]), k_eps=1e-6, erases=False
     )

@@ -1,4 +1,4 @@
-"""Text from a run's checkpoints: the model's own probabilities, repeatable, streamed in whole characters."""
+"""Text from checkpoints follows the model, is repeatable, and is streamed in whole characters."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ PROMPT = "7 + 5 ="
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("generation")
     data = tiny_run.prepare_data(folder)
-    # past its best at step 30: last and best differ
+    # the best checkpoint is at step 30, so that last and best differ
     train("run", "tiny", *keys(data, folder / "run", steps=40, evaluation__every=10, checkpoint__every=20))
     return folder / "run"
 
@@ -44,7 +44,7 @@ def generate(run: Path, *options: object) -> str:
 
 
 class TestText:
-    def test_greedy_is_the_most_probable_token_of_the_uncached_model(self, run, loaded):
+    def test_greedy_text_is_the_most_probable_token_of_the_uncached_model(self, run, loaded):
         model, tokenizer = loaded
         ids = tokenizer.encode(PROMPT)
         for _ in range(12):
@@ -54,31 +54,31 @@ class TestText:
                 break
         assert generate(run, "--temperature", 0) == tokenizer.decode(ids) + "\n"
 
-    def test_a_seed_repeats_and_another_does_not(self, run):
+    def test_a_seed_repeats_its_text_and_another_seed_does_not(self, run):
         first = generate(run, "--seed", 3)
         assert first == generate(run, "--seed", 3)
         assert first.startswith(PROMPT) and first != generate(run, "--seed", 4)
 
-    def test_one_candidate_is_greedy(self, run):
+    def test_sampling_from_one_candidate_is_greedy(self, run):
         greedy = generate(run, "--temperature", 0)
         assert generate(run, "--top-k", 1) == greedy
         assert generate(run, "--top-p", 1e-6) == greedy
         assert generate(run, "--temperature", 100) != greedy
 
-    def test_no_limits_means_all_tokens(self, loaded):
-        """At a huge temperature every id is as likely as the next; transformers' own default is top_k=50."""
+    def test_sampling_without_limits_draws_from_all_tokens(self, loaded):
+        """At a huge temperature every id is equally likely. The default of transformers is top_k=50."""
         model, tokenizer = loaded
-        # several, because the end of the document is as likely as the rest too
+        # several samples, because the end of the document is as likely as any other token
         samplings = (Sampling(tokens=60, temperature=1e6, seed=seed) for seed in range(8))
         text = "".join(continue_text(model, tokenizer, "", sampling) for sampling in samplings)
         assert len(set(text)) > 60
 
-    def test_a_repetition_penalty_is_obeyed(self, loaded):
+    def test_a_repetition_penalty_yields_more_distinct_characters(self, loaded):
         model, tokenizer = loaded
         free = Sampling(tokens=40, temperature=0)
-        fined = replace(free, repetition_penalty=1e6)
-        free, fined = (continue_text(model, tokenizer, PROMPT, sampling) for sampling in (free, fined))
-        assert len(set(fined)) > len(set(free))
+        penalized = replace(free, repetition_penalty=1e6)
+        plain, varied = (continue_text(model, tokenizer, PROMPT, s) for s in (free, penalized))
+        assert len(set(varied)) > len(set(plain))
 
     @pytest.mark.parametrize(
         "sampling",
@@ -88,11 +88,11 @@ class TestText:
         ],
         ids=["greedy", "drawn"],
     )
-    def test_token_by_token_is_what_transformers_generates(self, loaded, monkeypatch, sampling):
-        """XLA's way, whose shapes do not grow, on the CPU: the same tokens, draws, end and stream."""
+    def test_token_by_token_generation_equals_that_of_transformers(self, loaded, monkeypatch, sampling):
+        """XLA's loop, whose shapes do not grow, gives the same tokens, draws, end and stream on the CPU."""
         model, tokenizer = loaded
-        pieces: dict[str, list[str]] = {"theirs": [], "ours": []}
-        texts = [continue_text(model, tokenizer, PROMPT, sampling, pieces["theirs"].append)]
+        pieces: dict[str, list[str]] = {"transformers": [], "ours": []}
+        texts = [continue_text(model, tokenizer, PROMPT, sampling, pieces["transformers"].append)]
         generate = type(model).generate
 
         def ours(self, ids, *, streamer, eos_token_id, **options):
@@ -101,12 +101,12 @@ class TestText:
 
         monkeypatch.setattr(type(model), "generate", ours)
         texts.append(continue_text(model, tokenizer, PROMPT, sampling, pieces["ours"].append))
-        assert texts[0] == texts[1] != "" and pieces["ours"] == pieces["theirs"]
+        assert texts[0] == texts[1] != "" and pieces["ours"] == pieces["transformers"]
         monkeypatch.setattr(type(model), "generate", generate)
         other = replace(sampling, temperature=1.5, seed=6)
         assert continue_text(model, tokenizer, PROMPT, other) != texts[0]
 
-    def test_it_ends_with_the_document(self, loaded, monkeypatch):
+    def test_generated_text_ends_with_the_document(self, loaded, monkeypatch):
         model, tokenizer = loaded
         forward = type(model).forward
 
@@ -118,7 +118,7 @@ class TestText:
         monkeypatch.setattr(type(model), "forward", ending)
         assert continue_text(model, tokenizer, PROMPT, Sampling(tokens=40)) == ""
 
-    def test_random_numbers_of_the_process_are_left_alone(self, loaded):
+    def test_generation_restores_the_random_state_and_training_mode(self, loaded):
         model, tokenizer = loaded
         before = torch.get_rng_state()
         model.train()
@@ -126,19 +126,19 @@ class TestText:
         assert torch.equal(torch.get_rng_state(), before) and model.training
         model.eval()
 
-    def test_characters_are_streamed_whole(self):
+    def test_multibyte_characters_are_streamed_whole(self):
         tokenizer = plain_bytes()
         text = "naïve — 𝛿"
         pieces: list[str] = []
         stream = TextStream(tokenizer, pieces.append)
-        stream.put(torch.tensor([[tokenizer.bos, 1, 2]]))  # the prompt, which transformers sends first
+        stream.put(torch.tensor([[tokenizer.bos, 1, 2]]))  # transformers sends the prompt first
         for byte in text.encode():
             stream.put(torch.tensor([byte]))
         stream.end()
         assert "".join(pieces) == text
         assert all("\ufffd" not in piece for piece in pieces) and len(pieces) == len(text)
 
-    def test_what_never_becomes_a_character_is_sent_at_the_end(self):
+    def test_an_incomplete_character_is_streamed_at_the_end(self):
         pieces: list[str] = []
         stream = TextStream(plain_bytes(), pieces.append)
         for ids in ([256], [ord("a")], [0xE2]):
@@ -148,12 +148,11 @@ class TestText:
 
 
 class TestCheckpoints:
-    def test_best_last_and_a_step(self, run, loaded):
-        folders = {name: run / "checkpoints" / name for name in ("best", "step-00000020")}
+    def test_generation_loads_the_best_last_or_numbered_checkpoint(self, run):
         by_default = generate(run, "--temperature", 0)
         assert generate(run, "--temperature", 0, "--checkpoint", "last") == by_default
-        for which, folder in (("best", folders["best"]), ("20", folders["step-00000020"])):
-            model, tokenizer = load_for_generation(folder, torch.device("cpu"))
+        for which, folder in (("best", "best"), ("20", "step-00000020")):
+            model, tokenizer = load_for_generation(run / "checkpoints" / folder, torch.device("cpu"))
             text = continue_text(model, tokenizer, PROMPT, Sampling(tokens=12, temperature=0))
             assert generate(run, "--temperature", 0, "--checkpoint", which) == f"{PROMPT}{text}\n"
 
@@ -164,25 +163,25 @@ class TestCheckpoints:
             ("newest", "expected best, last, or one of 20, 30, 40"),
         ],
     )
-    def test_others_are_refused(self, run, which, message):
+    def test_generation_from_an_unknown_checkpoint_is_refused(self, run, which, message):
         with pytest.raises(AssertionError, match=message):
             generate(run, "--checkpoint", which)
 
-    def test_a_damaged_one_is_not_used(self, copy):
+    def test_generation_refuses_a_damaged_checkpoint_and_names_others(self, copy):
         (copy / "checkpoints" / "step-00000040" / "model.safetensors").write_bytes(b"")
         status, out, err = run_command("generate", copy, "--prompt", PROMPT)
         assert (status, out) == (2, "")
         assert "step 40 is damaged" in err and "other steps: 20, 30" in err
         assert generate(copy, "--checkpoint", 20).startswith(PROMPT)
 
-    def test_no_best_is_said(self, copy):
+    def test_generation_reports_a_missing_best_checkpoint(self, copy):
         (copy / "checkpoints" / "best").unlink()
         status, _, err = run_command("generate", copy, "--prompt", PROMPT, "--checkpoint", "best")
         assert status == 2 and "has no best checkpoint" in err and "20, 30, 40" in err
 
 
 class TestTokenizer:
-    def test_a_larger_one_is_refused(self, copy, tmp_path):
+    def test_a_tokenizer_with_more_ids_than_rows_is_refused(self, copy, tmp_path):
         folder = copy / "checkpoints" / "step-00000040"
         source = tmp_path / "text.txt"
         source.write_text(tiny_run.make_text())
@@ -192,10 +191,10 @@ class TestTokenizer:
         with pytest.raises(CheckpointError, match=r"it has .* ids, the model 320 rows; bos is 0"):
             load_for_generation(folder, torch.device("cpu"))
         status, _, err = run_command("generate", copy, "--prompt", PROMPT)
-        assert status == 2 and "tokenizer.json" in err, "as a file of a run's checkpoint it is seen as damage"
+        assert status == 2 and "tokenizer.json" in err, "in a run's checkpoint the manifest calls it damage"
 
-    def test_one_of_the_same_size_with_other_ids_is_refused(self, copy):
-        """Every id has a row and the special tokens agree, but the letters mean something else."""
+    def test_a_tokenizer_of_the_same_size_with_other_ids_is_refused(self, copy):
+        """Every id has a row and the special tokens agree, but the letters have other ids."""
         folder = copy / "checkpoints" / "step-00000040"
         path = folder / "tokenizer.json"
         tree = json.loads(path.read_bytes())
@@ -220,10 +219,10 @@ class TestOptions:
             ("--device", "tpu9", "device=tpu9"),
         ],
     )
-    def test_wrong_ones_are_refused_with_what_was_expected(self, run, option, value, message):
+    def test_wrong_generation_options_are_refused_with_what_was_expected(self, run, option, value, message):
         status, out, err = run_command("generate", run, "--prompt", PROMPT, option, value)
         assert (status, out) == (2, "") and message in err and err.count("\n") == 1
 
-    def test_sampling_checks_itself(self):
+    def test_sampling_validates_its_fields(self):
         with pytest.raises(ConfigError, match="top_k=-3"):
             Sampling(top_k=-3)

@@ -1,4 +1,4 @@
-"""The training loop: what it reports and saves, when it stops, and that looking changes nothing."""
+"""The training loop: what it reports and saves, when it stops, and that observation changes nothing."""
 
 import itertools
 import json
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import open_dataset
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run import loop, stopping
@@ -22,21 +24,7 @@ from tests.support import tiny_run
 from tests.support.tiny_run import keys, read_metrics, train
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("finished") / "run"
-    train("run", "tiny", *keys(data, out))
-    return out
-
-
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(sorted((run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
 
 
@@ -45,13 +33,13 @@ def losses(run: Path, split: str = "train") -> list[float]:
 
 
 class TestReports:
-    def test_a_line_a_step_and_one_an_evaluation_in_order(self, finished):
-        found = [(line["step"], line["split"]) for line in read(finished / "metrics.jsonl")]
+    def test_metrics_have_one_line_per_step_and_evaluation_in_order(self, finished):
+        steps = [(line["step"], line["split"]) for line in read(finished / "metrics.jsonl")]
         expected = [(i, "train") for i in range(1, 13)]
         expected.insert(6, (6, "val"))
-        assert found == [*expected, (12, "val")]
+        assert steps == [*expected, (12, "val")]
 
-    def test_lines_have_the_decided_fields(self, finished):
+    def test_metrics_lines_have_the_documented_fields(self, finished):
         train_line, val_line = (
             next(line for line in read(finished / "metrics.jsonl") if line["split"] == split)
             for split in ("train", "val")
@@ -60,17 +48,17 @@ class TestReports:
         assert {"step", "split", "loss", "tokens", "perplexity", "bits_per_byte"} <= set(val_line)
         assert train_line["tokens"] == 64 and train_line["lr"] == 0.0 and train_line["tokens_per_s"] > 0
         assert val_line["perplexity"] == pytest.approx(math.exp(val_line["loss"]))
-        # bytes as tokens, and BOS and EOS paid for by the text's bytes: a little more than the loss in bits
+        # tokens are bytes, but bytes also pay for BOS and EOS: a little more than the loss in bits
         assert 1.0 < val_line["bits_per_byte"] / (val_line["loss"] / math.log(2)) < 1.02
 
-    def test_config_json_is_whole_and_resolved(self, finished):
+    def test_config_json_holds_the_resolved_configuration(self, finished):
         tree = json.loads((finished / "config.json").read_bytes())
         assert tree["device"] == "cpu" and tree["precision"] == "float32" and tree["backend"] == "chunked"
         assert tree["model"]["vocab_size"] == 320 and Path(tree["data"]["folder"]).is_dir()
         assert len(tree["fingerprint"]) == 16
         assert tree["run"]["versions"]["torch"] == torch.__version__
 
-    def test_checkpoints_rotate_and_the_best_is_kept(self, data, tmp_path):
+    def test_a_run_rotates_checkpoints_and_keeps_the_best(self, data, tmp_path):
         out = tmp_path / "run"
         changes = {"checkpoint.every": 2, "checkpoint.keep_last": 1, "evaluation.every": 3}
         train("run", "tiny", *keys(data, out, **changes))
@@ -80,33 +68,33 @@ class TestReports:
         assert kept == {f"step-{step:08d}" for step in (best, 12)}
         assert os.readlink(out / "checkpoints" / "best") == f"step-{best:08d}"
 
-    def test_without_keep_best_there_is_none(self, data, tmp_path):
+    def test_a_run_without_keep_best_links_no_best_checkpoint(self, data, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run", checkpoint__keep_best="false"))
         assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == [f"step-{s:08d}" for s in (4, 8, 12)]
 
-    def test_it_learns(self, data, tmp_path):
+    def test_a_tiny_run_lowers_its_loss(self, data, tmp_path):
         out = tmp_path / "run"
         train("run", "tiny", *keys(data, out, steps=60, batch__length=32, evaluation__every=30))
-        assert losses(out)[0] == pytest.approx(math.log(320), abs=0.1), "at first it knows nothing"
+        assert losses(out)[0] == pytest.approx(math.log(320), abs=0.1), "an untrained model is uniform"
         assert losses(out, "val")[-1] < 3.0 < losses(out)[0] - 2
 
-    def test_the_end_compares_with_baselines_and_says_how_to_go_on(self, data, tmp_path):
+    def test_the_final_report_compares_with_baselines_and_says_how_to_continue(self, data, tmp_path):
         out = tmp_path / "run"
-        said = train("run", "tiny", *keys(data, out))
+        output = train("run", "tiny", *keys(data, out))
         for words in ("perplexity", "bits/byte", "token frequencies", "zlib", "lzma", "this model (tiny)"):
-            assert words in said, words
-        assert f"python -m train resume {out} steps=24" in said
-        assert f"python -m train generate {out}" in said
-        assert str(out / "loss.png") in said and (out / "loss.png").stat().st_size > 10_000
-        assert "delta rule by chunked, chosen by device" in said
+            assert words in output, words
+        assert f"python -m train resume {out} steps=24" in output
+        assert f"python -m train generate {out}" in output
+        assert str(out / "loss.png") in output and (out / "loss.png").stat().st_size > 10_000
+        assert "delta rule by chunked, chosen by device" in output
 
 
 class TestSameMathematics:
-    def test_two_runs_are_equal_bit_for_bit(self, data, finished, tmp_path):
+    def test_two_runs_of_one_configuration_are_equal_bit_for_bit(self, data, finished, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run"))
         assert tiny_run.final_state(tmp_path / "run") == tiny_run.final_state(finished)
 
-    def test_another_seed_is_another_run(self, data, finished, tmp_path):
+    def test_another_seed_gives_other_losses(self, data, finished, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run", seed=7))
         assert losses(tmp_path / "run") != losses(finished)
 
@@ -121,7 +109,7 @@ class TestSameMathematics:
         ],
         ids=lambda changes: " ".join(changes),
     )
-    def test_looking_does_not_change_what_is_computed(self, data, finished, tmp_path, changes):
+    def test_evaluation_logging_and_saving_do_not_change_a_run(self, data, finished, tmp_path, changes):
         try:
             train("run", "tiny", *keys(data, tmp_path / "run", **changes))
         finally:
@@ -135,7 +123,9 @@ class TestSameMathematics:
         [{"batch__micro": 1}, {"batch__micro": 2}, {"gradient_checkpointing": "true"}],
         ids=lambda changes: " ".join(changes),
     )
-    def test_how_a_step_is_divided_does_not_matter(self, data, finished, tmp_path, changes):
+    def test_micro_batches_and_gradient_checkpointing_do_not_change_losses(
+        self, data, finished, tmp_path, changes
+    ):
         train("run", "tiny", *keys(data, tmp_path / "run", **changes))
         # float32 sums in another order, amplified by twelve steps
         assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2e-5)
@@ -144,27 +134,28 @@ class TestSameMathematics:
         train("run", "tiny", *keys(data, tmp_path / "run", evaluation__batch=1))
         assert losses(tmp_path / "run", "val") == pytest.approx(losses(finished, "val"), rel=1e-6)
 
-    def test_bf16_learns_too_and_is_not_float32(self, data, finished, tmp_path):
+    def test_bf16_losses_are_close_to_those_of_float32_but_not_equal(self, data, finished, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run", precision="bf16"))
         assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=0.02)
         assert losses(tmp_path / "run") != losses(finished)
 
     @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
     @pytest.mark.parametrize("parametrization", ["sp", "mup_original", "mup"])
-    def test_every_arm_of_the_paper_runs(self, data, tmp_path, parametrization, optimizer):
+    def test_every_parametrization_and_optimizer_of_the_paper_runs(
+        self, data, tmp_path, parametrization, optimizer
+    ):
         arm = {"parametrization": parametrization, "optimizer.name": optimizer, "model.base_width": 8}
-        given = keys(data, tmp_path / "run", steps=3, schedule__warmup=0, **arm)
-        train("run", "tiny", *given)
+        train("run", "tiny", *keys(data, tmp_path / "run", steps=3, schedule__warmup=0, **arm))
         assert len(losses(tmp_path / "run")) == 3
 
     @pytest.mark.slow
-    def test_compiled_it_computes_the_same(self, data, finished, tmp_path):
+    def test_a_compiled_run_has_the_losses_of_an_eager_one(self, data, finished, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run", compile="true"))
         assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2e-5)
 
 
 class TestEvaluation:
-    def test_the_text_in_order_is_every_token_once(self, data):
+    def test_held_out_windows_cover_every_token_once_in_order(self, data):
         dataset = open_dataset(data)
         text = dataset.shards("val")[0].astype("int64")
         batches = list(held_out_windows(dataset, tokens=10**9, sequence=16, batch=3))
@@ -174,27 +165,29 @@ class TestEvaluation:
         assert (inputs == text[:whole]).all() and (targets == text[1 : whole + 1]).all()
         assert sum(len(i) for i, _ in held_out_windows(dataset, tokens=100, sequence=16, batch=4)) == 6
 
-    def test_the_end_can_measure_the_text_itself(self, data, finished, tmp_path):
+    def test_the_final_evaluation_can_measure_the_held_out_text_in_order(self, data, finished, tmp_path):
         out = tmp_path / "run"
-        said = train("run", "tiny", *keys(data, out, evaluation__final_tokens=10**6))
-        found = json.loads((out / "summary.json").read_bytes())
+        output = train("run", "tiny", *keys(data, out, evaluation__final_tokens=10**6))
+        summary = json.loads((out / "summary.json").read_bytes())
         crops = json.loads((finished / "summary.json").read_bytes())
         assert crops["held_out"] == 4 * 16 and crops["loss"] == losses(finished, "val")[-1]
-        assert found["held_out"] > 256 and f"{found['held_out']:,} held-out tokens after step 12" in said
-        assert found["loss"] == pytest.approx(crops["loss"], abs=0.5) and found["loss"] != crops["loss"]
-        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-        assert {"unigram", "zlib", "lzma"} <= set(found["baselines"])
+        assert summary["held_out"] > 256
+        assert f"{summary['held_out']:,} held-out tokens after step 12" in output
+        assert summary["loss"] == pytest.approx(crops["loss"], abs=0.5) and summary["loss"] != crops["loss"]
+        assert summary["perplexity"] == pytest.approx(math.exp(summary["loss"]))
+        assert {"unigram", "zlib", "lzma"} <= set(summary["baselines"])
         again = train("resume", out)
-        assert json.loads((out / "summary.json").read_bytes()) == found and f"{found['loss']:.4f}" in again
+        assert json.loads((out / "summary.json").read_bytes()) == summary
+        assert f"{summary['loss']:.4f}" in again
 
-    def test_it_is_the_mean_over_all_crops(self):
+    def test_an_evaluation_is_the_mean_over_all_crops(self):
         batches = [(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(4)]
-        batches.append((torch.full((1, 3), 9.5), torch.zeros(1, 3)))  # half as large: counts half
-        found = evaluate(lambda inputs, targets: inputs.mean(), batches, torch.device("cpu"))
-        assert (found.loss, found.tokens) == ((0 + 1 + 2 + 3 + 9.5 / 2) / 4.5, 27)
-        assert found.perplexity == pytest.approx(math.exp(found.loss))
+        batches.append((torch.full((1, 3), 9.5), torch.zeros(1, 3)))  # half as large, so it counts half
+        evaluation = evaluate(lambda inputs, targets: inputs.mean(), batches, torch.device("cpu"))
+        assert (evaluation.loss, evaluation.tokens) == ((0 + 1 + 2 + 3 + 9.5 / 2) / 4.5, 27)
+        assert evaluation.perplexity == pytest.approx(math.exp(evaluation.loss))
 
-    def test_batches_divide_the_crops(self):
+    def test_evaluation_batches_divide_the_crops(self):
         def sizes(sequences: str, *micros: int) -> list[int]:
             config = apply(recipe("tiny"), {"evaluation.sequences": sequences})
             return [crops_at_once(config, micro) for micro in micros]
@@ -204,18 +197,18 @@ class TestEvaluation:
 
 
 class TestNotFinite:
-    def test_a_learning_rate_too_high_is_told_and_nothing_of_it_is_saved(self, data, tmp_path):
+    def test_a_run_that_diverges_says_so_and_saves_nothing_after_it(self, data, tmp_path):
         out = tmp_path / "run"
         changes = {"optimizer.name": "sgd", "optimizer.lr": 1e30, "optimizer.clip": "none"}
-        given = keys(data, out, schedule__warmup=8, **changes)
-        status, _, err = tiny_run.run_command("run", "tiny", *given)
+        arguments = keys(data, out, schedule__warmup=8, **changes)
+        status, _, err = tiny_run.run_command("run", "tiny", *arguments)
         assert status == 2
         assert " at step " in err and "lower optimizer.lr" in err and "Traceback" not in err
         for path in (out / "checkpoints").glob("step-*"):
             assert path.name < "step-00000004", "the loss was not finite from step 3 on"
         assert all(math.isfinite(line["loss"]) for line in read_metrics(out))
 
-    def test_the_checkpoint_before_it_stays_and_is_named(self, data, tmp_path, monkeypatch):
+    def test_a_run_that_diverges_names_its_intact_checkpoint(self, data, tmp_path, monkeypatch):
         out = tmp_path / "run"
         rate = loop.learning_rate
         monkeypatch.setattr(loop, "learning_rate", lambda config, i: rate(config, i) if i < 9 else 1e38)
@@ -227,19 +220,19 @@ class TestNotFinite:
         assert len(losses(out)) == 12
 
     def test_infinite_weights_are_never_saved(self, data, tmp_path, monkeypatch):
-        """A finite gradient can still lead to an infinite weight: only the next loss would show it."""
+        """A finite gradient can still lead to an infinite weight, which only the next loss would show."""
         out = tmp_path / "run"
         step = loop.TrainingStep.__call__
         count = itertools.count(1)
 
-        def poisoned(self, *arguments):
+        def poison_weight(self, *arguments):
             result = step(self, *arguments)
             if next(count) == 8:
                 with torch.no_grad():
                     self.optimizer.param_groups[-1]["params"][-1][0] = math.inf
             return result
 
-        monkeypatch.setattr(loop.TrainingStep, "__call__", poisoned)
+        monkeypatch.setattr(loop.TrainingStep, "__call__", poison_weight)
         status, _, err = tiny_run.run_command("run", "tiny", *keys(data, out))
         assert status == 2 and "not finite after step 8" in err
         assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000006"
@@ -247,28 +240,30 @@ class TestNotFinite:
 
 class TestStopping:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_a_signal_makes_a_checkpoint_and_says_how_to_continue(self, data, tmp_path, monkeypatch, number):
+    def test_a_signal_saves_a_checkpoint_and_says_how_to_continue(
+        self, data, finished, tmp_path, monkeypatch, number
+    ):
         out = tmp_path / "run"
-        whole = tmp_path / "whole"
-        train("run", "tiny", *keys(data, whole))
         step, count = loop.TrainingStep.__call__, itertools.count(1)
 
-        def interrupted(self, *arguments):
+        def interrupt(self, *arguments):
             if next(count) == 5:
                 os.kill(os.getpid(), number)
             return step(self, *arguments)
 
-        monkeypatch.setattr(loop.TrainingStep, "__call__", interrupted)
-        status, said, _ = tiny_run.run_command("run", "tiny", *keys(data, out))
+        monkeypatch.setattr(loop.TrainingStep, "__call__", interrupt)
+        status, output, _ = tiny_run.run_command("run", "tiny", *keys(data, out))
         monkeypatch.undo()
         assert status == 128 + number
-        assert f"stopped by {signal.Signals(number).name} after step 5" in said
-        assert f"python -m train resume {out}" in said
+        assert f"stopped by {signal.Signals(number).name} after step 5" in output
+        assert f"python -m train resume {out}" in output
         assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000005"
         train("resume", out)
-        assert tiny_run.final_state(out) == tiny_run.final_state(whole)
+        assert tiny_run.final_state(out) == tiny_run.final_state(finished)
 
-    def test_minutes_are_counted_and_the_run_can_go_on(self, data, finished, tmp_path, monkeypatch):
+    def test_a_run_stops_at_max_minutes_and_resumes_to_the_same_result(
+        self, data, finished, tmp_path, monkeypatch
+    ):
         clock = [0.0]
 
         def ticking() -> float:
@@ -277,16 +272,16 @@ class TestStopping:
 
         monkeypatch.setattr(stopping.time, "monotonic", ticking)
         out = tmp_path / "run"
-        said = train("run", "tiny", *keys(data, out, max_minutes=0.1))
-        assert "stopped by max_minutes=0.1" in said
+        output = train("run", "tiny", *keys(data, out, max_minutes=0.1))
+        assert "stopped by max_minutes=0.1" in output
         before = len(losses(out))
         assert 0 < before < 12
         monkeypatch.undo()
         train("resume", out, "max_minutes=none")
         assert tiny_run.final_state(out) == tiny_run.final_state(finished)
 
-    def test_a_second_signal_ends_the_process(self):
-        # a shell starts what it runs in the background with SIGINT ignored
+    def test_a_second_signal_interrupts_at_once(self):
+        # a shell starts background processes with SIGINT ignored
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             with pytest.raises(KeyboardInterrupt), StopRequest(None) as stop:
@@ -298,13 +293,13 @@ class TestStopping:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def test_a_signal_of_another_process_is_a_reason_to_stop(self):
+    def test_a_signal_received_by_another_process_stops_this_one(self):
         with StopRequest(None) as stop:
             assert stop.reason_for(signal.SIGTERM, False) == "SIGTERM"
             assert stop.signal == signal.SIGTERM
 
-    def test_a_signal_that_the_other_processes_do_not_know_of_waits(self):
-        """A process that stopped alone would leave the others waiting for it."""
+    def test_a_signal_waits_until_all_processes_agree_on_it(self):
+        """A process that stopped alone would leave the others waiting."""
         with StopRequest(None) as stop:
             agreed = stop.signal or 0
             os.kill(os.getpid(), signal.SIGTERM)
@@ -312,18 +307,14 @@ class TestStopping:
             assert stop.reason_for(agreed, False) is None
             assert stop.reason == "SIGTERM"
 
-    def test_handlers_are_put_back(self):
+    def test_stop_request_restores_signal_handlers(self):
         before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
         with StopRequest(1.0) as stop:
             assert stop.reason is None
             assert signal.getsignal(signal.SIGTERM) != before[0]
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
-    def test_a_run_in_use_is_left_alone(self, data, tmp_path):
-        out = tmp_path / "run"
-        train("run", "tiny", *keys(data, out))
-        from delta_trn.train.checkpoints.run_folder import RunFolder
-
-        with RunFolder(out).hold():
-            status, _, err = tiny_run.run_command("resume", out, "steps=14")
+    def test_resuming_a_run_in_use_by_another_process_is_refused(self, finished):
+        with RunFolder(finished).hold():
+            status, _, err = tiny_run.run_command("resume", finished, "steps=14")
         assert status == 2 and f"in use by another process (pid {os.getpid()})" in err

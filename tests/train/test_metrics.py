@@ -1,4 +1,4 @@
-"""metrics.jsonl under kills, the picture made from it, and the lines a run prints."""
+"""metrics.jsonl survives kills; the loss picture, the progress display and the trackers show its lines."""
 
 import json
 import math
@@ -23,50 +23,47 @@ from delta_trn.train.watch.metrics import MEASURED, Line, MetricsFile, read
 from delta_trn.train.watch.trackers import open_trackers, require
 
 
-def line(step: int, split: str = "train", loss: float = 2.0) -> Line:
+def make_line(step: int, split: str = "train", loss: float = 2.0) -> Line:
     return Line(step=step, split=split, loss=loss, tokens=10 * step, seconds=0.5, lr=0.1)  # type: ignore[arg-type]
 
 
-def written(path, count: int = 5) -> MetricsFile:
+def write_lines(path, count: int = 5) -> MetricsFile:
     file = MetricsFile(path)
-    file.append(line(step) for step in range(1, count + 1))
+    file.append(make_line(step) for step in range(1, count + 1))
     file.sync()
     return file
 
 
 class TestFile:
-    def test_a_line_has_the_decided_fields_and_only_those_it_has_a_number_for(self):
-        found = json.loads(line(3).to_json())
-        assert found == {"step": 3, "split": "train", "loss": 2.0, "tokens": 30, "seconds": 0.5, "lr": 0.1}
+    def test_a_metrics_line_omits_fields_without_a_number(self):
+        fields = json.loads(make_line(3).to_json())
+        assert fields == {"step": 3, "split": "train", "loss": 2.0, "tokens": 30, "seconds": 0.5, "lr": 0.1}
         full = Line(1, "train", 2.0, 10, 0.5, lr=0.1, grad_norm=1.0, tokens_per_s=20.0)
         assert {"step", "split", "loss", "tokens", "tokens_per_s", "lr", "grad_norm"} <= set(full.as_dict())
 
-    def test_measured_fields_are_fields(self):
-        assert set(vars(line(1))) >= MEASURED
+    def test_measured_fields_are_fields_of_a_metrics_line(self):
+        assert set(vars(make_line(1))) >= MEASURED
 
-    def test_numbers_survive_bit_for_bit(self, tmp_path):
-        awkward = [0.1 + 0.2, 1e-300, 2.5, math.pi, 5.802205562591553]
+    def test_metrics_file_keeps_numbers_bit_for_bit(self, tmp_path):
+        numbers = [0.1 + 0.2, 1e-300, 2.5, math.pi, 5.802205562591553]
         file = MetricsFile(tmp_path / "metrics.jsonl")
-        file.append(line(i, loss=x) for i, x in enumerate(awkward))
-        assert [found["loss"] for found in read(file.path)] == awkward
+        file.append(make_line(i, loss=x) for i, x in enumerate(numbers))
+        assert [row["loss"] for row in read(file.path)] == numbers
 
-    def test_lines_are_in_the_file_when_append_returns(self, tmp_path):
-        file = written(tmp_path / "metrics.jsonl")
+    def test_metrics_lines_can_be_read_when_append_returns(self, tmp_path):
+        file = write_lines(tmp_path / "metrics.jsonl")
         assert len(list(read(file.path))) == 5
 
-    def test_truncation_keeps_a_steps_evaluation(self, tmp_path):
+    def test_truncating_metrics_keeps_the_evaluation_of_the_last_step(self, tmp_path):
         file = MetricsFile(tmp_path / "metrics.jsonl")
-        file.append([line(1), line(2), line(2, "val"), line(3), line(4)])
+        file.append([make_line(1), make_line(2), make_line(2, "val"), make_line(3), make_line(4)])
         file.truncate_after(2)
-        assert [(found["step"], found["split"]) for found in read(file.path)] == [
-            (1, "train"),
-            (2, "train"),
-            (2, "val"),
-        ]
+        steps = [(row["step"], row["split"]) for row in read(file.path)]
+        assert steps == [(1, "train"), (2, "train"), (2, "val")]
 
-    def test_a_line_cut_anywhere_is_repaired(self, tmp_path):
+    def test_a_metrics_line_cut_at_any_byte_is_removed(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
-        written(path).close()
+        write_lines(path).close()
         whole = path.read_bytes()
         before = len(b"".join(whole.splitlines(keepends=True)[:4]))
         for cut in range(before, len(whole)):
@@ -74,65 +71,65 @@ class TestFile:
             file = MetricsFile(path)
             file.truncate_after(5)
             assert path.read_bytes() == whole[:before], cut
-        file.append([line(5)])
+        file.append([make_line(5)])
         file.close()
         assert path.read_bytes() == whole
 
-    def test_what_follows_a_damaged_line_goes_too(self, tmp_path):
-        """A power cut can lose a block in the middle of an unsynced file: zeros, then good lines."""
+    def test_truncation_removes_a_damaged_metrics_line_and_all_after_it(self, tmp_path):
+        """A power cut can lose a block in the middle of an unsynced file, and leaves zeros there."""
         path = tmp_path / "metrics.jsonl"
-        written(path).close()
+        write_lines(path).close()
         parts = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(parts[0] + b"\0" * (len(parts[1]) - 1) + b"\n" + b"".join(parts[2:]))
         MetricsFile(path).truncate_after(5)
-        assert [found["step"] for found in read(path)] == [1]
+        assert [row["step"] for row in read(path)] == [1]
 
-    def test_a_missing_file_is_an_empty_one(self, tmp_path):
+    def test_a_missing_metrics_file_reads_as_empty(self, tmp_path):
         file = MetricsFile(tmp_path / "metrics.jsonl")
         file.truncate_after(3)
         assert list(read(file.path)) == []
 
 
 class TestPlot:
-    def run(self, tmp_path, costs: dict | None = None) -> RunFolder:
+    def write_run(self, tmp_path, costs: dict | None = None) -> RunFolder:
         tmp_path.mkdir(exist_ok=True)
         folder = RunFolder(tmp_path)
-        folder.metrics.append([line(i, loss=5 / i + 1) for i in range(1, 41)])
-        folder.metrics.append([line(i, "val", loss=5 / i + 1.2) for i in (20, 40)])
+        folder.metrics.append([make_line(i, loss=5 / i + 1) for i in range(1, 41)])
+        folder.metrics.append([make_line(i, "val", loss=5 / i + 1.2) for i in (20, 40)])
         folder.metrics.close()
         if costs:
             folder.baselines_path.write_text(json.dumps(costs))
         return folder
 
-    def test_the_picture_is_one(self, tmp_path):
-        path = plot_loss(self.run(tmp_path))
+    def test_the_loss_picture_is_a_large_image_in_many_colours(self, tmp_path):
+        path = plot_loss(self.write_run(tmp_path))
         with Image.open(path) as image:
             assert image.size[0] > 1000
             assert len(image.convert("RGB").resize((100, 60)).getcolors(6000) or []) > 20
 
-    def test_baselines_are_drawn(self, tmp_path):
-        bare = plot_loss(self.run(tmp_path / "a")).read_bytes()
+    def test_the_loss_picture_draws_baselines(self, tmp_path):
+        bare = plot_loss(self.write_run(tmp_path / "a")).read_bytes()
         costs = {"zlib": {"nats_per_token": 3.0, "bits_per_byte": 2.0}}
-        assert plot_loss(self.run(tmp_path / "b", costs)).read_bytes() != bare
+        assert plot_loss(self.write_run(tmp_path / "b", costs)).read_bytes() != bare
 
-    def test_a_run_without_a_step_is_refused(self, tmp_path):
+    def test_a_loss_picture_of_a_run_without_a_step_is_refused(self, tmp_path):
         with pytest.raises(RunFolderError, match="no training step yet"):
             plot_loss(RunFolder(tmp_path))
 
-    def test_smoothing_is_a_centred_mean(self):
+    def test_loss_smoothing_is_a_centred_mean(self):
         assert smoothed([1.0, 2.0, 6.0], 3) == [1.5, 3.0, 4.0]
         assert smoothed([3.0, 1.0], 0) == [3.0, 1.0]
         straight = [float(i) for i in range(20)]
         assert smoothed(straight, 5)[5:15] == pytest.approx(straight[5:15])
 
-    def test_labels_keep_their_distance(self):
+    def test_labels_of_the_loss_picture_keep_their_distance(self):
         places = spread([1.0, 1.01, 1.02, 3.0], 0.2)
         assert all(b - a >= 0.2 - 1e-12 for a, b in pairwise(places))
         assert places[0] == 1.0 and places[-1] == 3.0
 
 
 class TestDisplay:
-    def test_a_log_file_gets_a_line_now_and_then_not_one_a_step(self, capsys, monkeypatch):
+    def test_the_display_writes_one_line_per_ten_seconds_to_a_log_file(self, capsys, monkeypatch):
         clock = [0.0]
         monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
         with Display(1000, 0) as display:
@@ -140,10 +137,10 @@ class TestDisplay:
                 clock[0] += 0.5
                 display.update(step, 3.25, 1234.5, 0.01)
         printed = capsys.readouterr().out.splitlines()
-        assert len(printed) == 5  # 50 seconds, ten between lines
+        assert len(printed) == 5  # 50 seconds, with ten between lines
         assert printed[0] == "step 20/1000  loss 3.2500  1,234 tokens/s  lr 1.00e-02  8:10 left"
 
-    def test_a_terminal_gets_a_live_line(self, monkeypatch):
+    def test_the_display_shows_progress_and_messages_on_a_terminal(self, monkeypatch):
         out = Console(force_terminal=True, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         monkeypatch.setattr(progress, "console", lambda: out)
         with Display(100, 40) as display:
@@ -154,7 +151,7 @@ class TestDisplay:
             "50/100" in text and "1,234 tokens/s" in text and "left" in text and "[a line] that stays" in text
         )
 
-    def test_a_resumed_run_predicts_from_its_own_steps(self, capsys, monkeypatch):
+    def test_the_display_of_a_resumed_run_estimates_from_its_own_steps(self, capsys, monkeypatch):
         clock = [0.0]
         monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
         with Display(100, 90) as display:
@@ -162,12 +159,12 @@ class TestDisplay:
             display.update(95, 1.0, 10.0, 0.1)
         assert capsys.readouterr().out.strip().endswith("0:20 left")
 
-    def test_durations(self):
+    def test_durations_are_shown_as_minutes_or_hours(self):
         assert [duration(x) for x in (0, 59.6, 75, 3600)] == ["0:00", "1:00", "1:15", "1:00:00"]
 
 
 class TestTrackers:
-    """Against stand-ins with the parts of the two libraries' interfaces that are used."""
+    """Stand-ins have the parts of the two libraries' interfaces that are used."""
 
     def test_wandb_gets_every_line_and_the_runs_own_id(self, tmp_path, monkeypatch):
         calls: list[tuple] = []
@@ -182,8 +179,8 @@ class TestTrackers:
         config = apply(recipe("tiny"), {"log.wandb": "true"})
         require(config.log)
         trackers = open_trackers(config, Origin("tiny-1", "data", {}), RunFolder(tmp_path), 0)
-        trackers[0].log(line(3))
-        trackers[0].log(line(3, "val"))
+        trackers[0].log(make_line(3))
+        trackers[0].log(make_line(3, "val"))
         trackers[0].close()
         options = calls[0][1]
         assert (options["id"], options["resume"], options["project"]) == ("tiny-1", "allow", "delta-trn")
@@ -191,7 +188,7 @@ class TestTrackers:
         assert calls[1][:2] == ("log", 3) and calls[1][2]["train/loss"] == 2.0 and "val/loss" in calls[2][2]
         assert calls[3] == ("finish",)
 
-    def test_tensorboard_forgets_steps_that_are_made_again(self, tmp_path, monkeypatch):
+    def test_tensorboard_purges_steps_that_a_resumed_run_repeats(self, tmp_path, monkeypatch):
         calls: list[tuple] = []
 
         class SummaryWriter:
@@ -209,24 +206,24 @@ class TestTrackers:
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
         config = apply(recipe("tiny"), {"log.tensorboard": "true"})
         trackers = open_trackers(config, Origin("tiny-1", "data", {}), RunFolder(tmp_path), 8)
-        trackers[0].log(line(9))
+        trackers[0].log(make_line(9))
         trackers[0].close()
         assert calls[0] == (str(tmp_path / "tensorboard"), 9)
         assert ("train/loss", 2.0, 9) in calls and calls[-1] == ("close",)
 
     @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-    def test_a_missing_package_is_said_before_anything_is_done(self, name, monkeypatch):
+    def test_a_missing_tracker_package_is_refused_before_a_run(self, name, monkeypatch):
         monkeypatch.setattr("delta_trn.train.watch.trackers.find_spec", lambda package: None)
         with pytest.raises(ConfigError, match=f"needs the {name} package: pip install {name}"):
             require(apply(recipe("tiny"), {f"log.{name}": "true"}).log)
 
 
-def test_reading_while_another_writes_never_sees_half_a_line(tmp_path):
+def test_reading_metrics_skips_an_unfinished_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = written(path, 2)
+    file = write_lines(path, 2)
     with open(path, "ab") as torn:
         torn.write(b'{"step": 3, "split": "tr')
-    began = time.monotonic()
-    assert [found["step"] for found in read(path)] == [1, 2]
-    assert time.monotonic() - began < 1
+    start = time.monotonic()
+    assert [row["step"] for row in read(path)] == [1, 2]
+    assert time.monotonic() - start < 1
     file.close()

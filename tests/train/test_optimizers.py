@@ -1,4 +1,4 @@
-"""Schedule, parameter groups, and the two update rules against the same rules written out in float64."""
+"""The schedule, the parameter groups, and both update rules against the same rules written out in float64."""
 
 import math
 from itertools import pairwise
@@ -29,7 +29,7 @@ def config(**changes: object) -> RunConfig:
     return apply(recipe("tiny"), {k.replace("__", "."): str(v) for k, v in changes.items()})
 
 
-def model_of(c: RunConfig):
+def build_model(c: RunConfig):
     return make_model(model_config(c, rows=320, bos=256, eos=257, pad=258), seed=c.seed, device=CPU)
 
 
@@ -38,9 +38,11 @@ def batch(seed: int, sequences: int = 4) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def test_epsilon_and_decay_of_every_group_are_the_tables():
-    """At m = 4 (arXiv:2606.04048 leaves epsilon alone): epsilon goes as the gradient's entries, 1/m and, for
-    gates and scalars, 1/sqrt(m); decay touches matrices, and what a step takes off falls with their rate."""
+def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
+    """Here m = 4. Epsilon scales as the gradient's entries: 1/m, and 1/sqrt(m) for gates and scalars.
+
+    Decay applies to matrices only, and falls with their rate. arXiv:2606.04048 does not scale epsilon.
+    """
     c = config(model__width=64, model__base_width=16, optimizer__eps=1e-6, optimizer__weight_decay=0.2)
     expected = {
         "embed.weight": (1 / 4, 0.0, 1.0),
@@ -53,41 +55,41 @@ def test_epsilon_and_decay_of_every_group_are_the_tables():
         "blocks.0.mixer.conv.weight": (1 / 4, 0.0, 1.0),
         "norm.weight": (1 / 4, 0.0, 1.0),
     }
-    model = model_of(c)
+    model = build_model(c)
     for independent in (False, True):
-        given = apply(c, {"optimizer.independent_weight_decay": str(independent).lower()})
-        optimizer = make_optimizer(Sharding(model), given)
+        changed = apply(c, {"optimizer.independent_weight_decay": str(independent).lower()})
+        optimizer = make_optimizer(Sharding(model), changed)
         groups = {name: group for group in optimizer.param_groups for name in group["names"]}
         for name, (epsilon, decay, factor) in expected.items():
             group = groups[name]
             assert group["eps"] == pytest.approx(1e-6 * epsilon), name
             assert group["weight_decay"] == pytest.approx(decay / factor if independent else decay), name
             assert group["factor"] == pytest.approx(factor), name
-    sp = make_optimizer(Sharding(model_of(c)), apply(c, {"parametrization": "sp"}))
-    assert sp.param_groups[0]["eps"] == pytest.approx(1e-6 * 1 / 4), "the model says which table, not the run"
+    sp = make_optimizer(Sharding(build_model(c)), apply(c, {"parametrization": "sp"}))
+    assert sp.param_groups[0]["eps"] == pytest.approx(1e-6 * 1 / 4), "the model decides the table"
 
 
 class TestSchedule:
     C = config(steps=100, schedule__warmup=10, optimizer__lr=0.5, schedule__min_lr=0.1)
 
-    def test_warmup_is_linear_from_zero(self):
+    def test_learning_rate_warms_up_linearly_from_zero(self):
         assert [learning_rate(self.C, i) for i in (0, 1, 5)] == [0.0, 0.05, 0.25]
 
-    def test_the_peak_the_middle_and_the_end_of_the_cosine(self):
+    def test_learning_rate_follows_a_cosine_from_peak_to_min_lr(self):
         assert learning_rate(self.C, 10) == pytest.approx(0.5)
-        assert learning_rate(self.C, 55) == pytest.approx(0.3)  # half way down: the mean of both ends
+        assert learning_rate(self.C, 55) == pytest.approx(0.3)  # halfway down, at the mean of both ends
         assert learning_rate(self.C, 10 + 30) == pytest.approx(0.1 + 0.2 * (1 + math.cos(math.pi / 3)))
         assert learning_rate(self.C, 100) == learning_rate(self.C, 10_000) == 0.1
 
-    def test_it_never_rises_after_warmup(self):
+    def test_learning_rate_never_rises_after_warmup(self):
         rates = [learning_rate(self.C, i) for i in range(10, 120)]
         assert all(b <= a for a, b in pairwise(rates))
 
-    def test_decay_steps_replaces_steps(self):
+    def test_decay_steps_replaces_steps_as_the_end_of_the_cosine(self):
         c = config(steps=100, schedule__warmup=10, schedule__decay_steps=50, schedule__min_lr=0.01)
         assert learning_rate(c, 50) == learning_rate(c, 99) == 0.01
 
-    def test_the_papers_values(self):
+    def test_learning_rates_of_the_papers_recipe_match_the_paper(self):
         c = recipe("gdn_mup_adamw")
         assert learning_rate(c, 1000) == pytest.approx(5e-4)
         assert learning_rate(c, 11_000) == pytest.approx((1e-3 + 5e-5) / 2)
@@ -96,9 +98,9 @@ class TestSchedule:
 
 class TestGroups:
     @pytest.mark.parametrize("name", ["adamw", "sgd"])
-    def test_they_partition_the_parameters_and_carry_the_tables_numbers(self, name):
+    def test_parameter_groups_partition_the_parameters_and_scale_their_rates(self, name):
         c = config(optimizer__name=name, optimizer__weight_decay=0.1)
-        model = model_of(c)
+        model = build_model(c)
         optimizer = make_optimizer(Sharding(model), c)
         placed = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         assert sum(len(group["params"]) for group in optimizer.param_groups) == len(placed)
@@ -109,27 +111,27 @@ class TestGroups:
             assert group["lr"] == pytest.approx(0.25 * row.lr / c.optimizer.lr)
             assert group["weight_decay"] == row.weight_decay
 
-    def test_min_lr_is_scaled_like_lr(self):
-        """The floor of the cosine is times a group's factor too, so that width transfer holds to the end."""
+    def test_min_lr_is_scaled_per_group_like_lr(self):
+        """A group's factor also multiplies the floor of the cosine, so that rates transfer to the end."""
         c = config(model__width=32, model__base_width=16)
-        optimizer = make_optimizer(Sharding(model_of(c)), c)
+        optimizer = make_optimizer(Sharding(build_model(c)), c)
         factors = {group["factor"] for group in optimizer.param_groups}
         assert len(factors) > 1, "at twice the base width some group must differ"
         set_learning_rate(optimizer, learning_rate(c, c.steps))
         for group in optimizer.param_groups:
             assert group["lr"] == c.schedule.min_lr * group["factor"]
 
-    def test_factors_do_not_depend_on_the_learning_rate(self):
+    def test_group_factors_do_not_depend_on_the_learning_rate(self):
         names = {}
         for lr in (1e-3, 0.37):
             c = config(optimizer__lr=lr)
-            optimizer = make_optimizer(Sharding(model_of(c)), c)
+            optimizer = make_optimizer(Sharding(build_model(c)), c)
             names[lr] = {name: group["factor"] for group in optimizer.param_groups for name in group["names"]}
         assert names[1e-3] == pytest.approx(names[0.37], rel=1e-12)
 
 
-def by_hand_adamw(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
-    """Loshchilov and Hutter: decay times the learning rate, apart from the moments."""
+def update_adamw(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
+    """Applies Loshchilov and Hutter's AdamW, whose decay is separate from the moments."""
     o = c.optimizer
     p, m, v = p.double(), torch.zeros_like(p).double(), torch.zeros_like(p).double()
     for t, g in enumerate((g.double() for g in grads), start=1):
@@ -140,8 +142,8 @@ def by_hand_adamw(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunCo
     return p
 
 
-def by_hand_sgd(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
-    """Nesterov as PyTorch has it: buffer u <- mu u + g, step lr (g + mu u)."""
+def update_sgd(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
+    """Applies PyTorch's Nesterov momentum: buffer u <- mu u + g, step lr (g + mu u)."""
     mu = c.optimizer.momentum
     p, u = p.double(), torch.zeros_like(p).double()
     for g in (g.double() for g in grads):
@@ -151,12 +153,12 @@ def by_hand_sgd(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConf
     return p
 
 
-@pytest.mark.parametrize(("name", "rule"), [("adamw", by_hand_adamw), ("sgd", by_hand_sgd)])
-def test_updates_are_the_rule_written_out(name, rule):
-    # an epsilon that matters, at twice the base width, so that its factor does too
-    given = {"optimizer.eps": 0.1} if name == "adamw" else {}
-    c = config(optimizer__name=name, optimizer__lr=0.03, optimizer__weight_decay=0.1, **given)
-    model = model_of(c)
+@pytest.mark.parametrize(("name", "rule"), [("adamw", update_adamw), ("sgd", update_sgd)])
+def test_optimizer_updates_match_the_rule_written_out_in_float64(name, rule):
+    # an epsilon that matters, at twice the base width, where its factor is not 1
+    epsilon = {"optimizer.eps": 0.1} if name == "adamw" else {}
+    c = config(optimizer__name=name, optimizer__lr=0.03, optimizer__weight_decay=0.1, **epsilon)
+    model = build_model(c)
     optimizer = make_optimizer(Sharding(model), c)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
@@ -176,20 +178,20 @@ def test_updates_are_the_rule_written_out(name, rule):
     assert moved == len(start)
 
 
-class TestStep:
-    def step(self, c: RunConfig, micro: int, clip: float | None = None):
-        model = model_of(c)
-        optimizer = make_optimizer(Sharding(model), c)
-        return model, TrainingStep(
-            loss_function(model, c, CPU), optimizer, Sharding(model), micro=micro, clip=clip
-        )
+def build_step(c: RunConfig, micro: int = 4, clip: float | None = None):
+    model = build_model(c)
+    sharding = Sharding(model)
+    optimizer = make_optimizer(sharding, c)
+    return model, TrainingStep(loss_function(model, c, CPU), optimizer, sharding, micro=micro, clip=clip)
 
+
+class TestStep:
     @pytest.mark.parametrize("micro", [1, 2])
-    def test_accumulation_is_the_whole_batch(self, micro):
+    def test_gradient_accumulation_gives_the_gradients_of_the_whole_batch(self, micro):
         c = config()
         results = {}
         for size in (4, micro):
-            model, step = self.step(c, size)
+            model, step = build_step(c, size)
             loss, norm = step(*batch(0), 0.0)
             results[size] = (
                 loss.item(),
@@ -205,7 +207,7 @@ class TestStep:
 
     def test_the_loss_is_the_mean_over_all_micro_batches_not_the_last(self):
         c = config()
-        model, step = self.step(c, 1)
+        model, step = build_step(c, 1)
         inputs, targets = batch(1)
         with torch.no_grad():
             parts = [model.loss(inputs[i : i + 1], targets[i : i + 1]).item() for i in range(4)]
@@ -213,10 +215,10 @@ class TestStep:
         assert loss.item() == pytest.approx(sum(parts) / 4, rel=1e-6)
         assert abs(loss.item() - parts[-1]) > 1e-4
 
-    def test_clipping_scales_the_whole_gradient_and_reports_the_norm_before(self):
+    def test_clipping_scales_the_whole_gradient_and_reports_the_norm_before_it(self):
         c = config()
-        model, step = self.step(c, 4, clip=0.01)
-        free_model, free = self.step(c, 4)
+        model, step = build_step(c, 4, clip=0.01)
+        free_model, free = build_step(c, 4)
         _, norm = step(*batch(2), 0.0)
         _, free_norm = free(*batch(2), 0.0)
         assert norm.item() == free_norm.item() > 0.02
@@ -225,9 +227,9 @@ class TestStep:
         for p, q in zip(model.parameters(), free_model.parameters(), strict=True):
             assert torch.allclose(p.grad, q.grad * (0.01 / norm), rtol=1e-3, atol=1e-9)
 
-    def test_bf16_keeps_weights_gradients_and_memory_in_float32(self):
+    def test_bf16_keeps_weights_gradients_and_optimizer_state_in_float32(self):
         c = config(precision="bf16")
-        model, step = self.step(c, 4, clip=1.0)
+        model, step = build_step(c, 4, clip=1.0)
         loss, _ = step(*batch(3), 0.01)
         assert loss.dtype == torch.float32
         kept = [*model.parameters(), *(p.grad for p in model.parameters())]
@@ -235,40 +237,32 @@ class TestStep:
         assert {t.dtype for t in kept} == {torch.float32}
 
 
-class TestMemory:
+class TestState:
     @pytest.mark.parametrize("name", ["adamw", "sgd"])
-    def test_it_survives_a_round_trip_bit_for_bit(self, name):
+    def test_optimizer_state_survives_a_round_trip_bit_for_bit(self, name):
         c = config(optimizer__name=name)
-        model = model_of(c)
-        sharding = Sharding(model)
-        optimizer = make_optimizer(sharding, c)
-        step = TrainingStep(loss_function(model, c, CPU), optimizer, sharding, micro=4, clip=1.0)
+        model, step = build_step(c, clip=1.0)
         for seed in range(3):
             step(*batch(seed), 0.01)
-        saved = {k: v.clone() for k, v in sharding.slots(optimizer).items()}
+        saved = {k: v.clone() for k, v in Sharding(model).slots(step.optimizer).items()}
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
 
-        other = model_of(c)
+        other, second = build_step(c, clip=1.0)
         other.load_state_dict(weights, strict=False)
-        again = make_optimizer(Sharding(other), c)
-        Sharding(other).load_slots(again, saved)
-        second = TrainingStep(loss_function(other, c, CPU), again, Sharding(other), micro=4, clip=1.0)
+        Sharding(other).load_slots(second.optimizer, saved)
         step(*batch(9), 0.01)
         second(*batch(9), 0.01)
         for (n, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q), n
-        assert all(
-            torch.equal(v, Sharding(other).slots(again)[k]) for k, v in sharding.slots(optimizer).items()
-        )
+        slots, expected = Sharding(other).slots(second.optimizer), Sharding(model).slots(step.optimizer)
+        assert all(torch.equal(v, slots[k]) for k, v in expected.items())
 
-    def test_another_models_is_refused(self):
+    def test_optimizer_state_of_another_model_is_refused(self):
         c = config()
-        model = model_of(c)
-        sharding = Sharding(model)
-        optimizer = make_optimizer(sharding, c)
-        TrainingStep(loss_function(model, c, CPU), optimizer, sharding, micro=4, clip=1.0)(*batch(0), 0.1)
-        saved = sharding.slots(optimizer)
-        other = model_of(c)
+        model, step = build_step(c, clip=1.0)
+        step(*batch(0), 0.1)
+        saved = Sharding(model).slots(step.optimizer)
+        other = build_model(c)
         missing = {k: v for k, v in saved.items() if not k.startswith(next(iter(saved)).rpartition("/")[0])}
         with pytest.raises(CheckpointError, match="of another model: 1 parameters differ"):
             Sharding(other).load_slots(make_optimizer(Sharding(other), c), missing)

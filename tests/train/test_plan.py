@@ -1,9 +1,10 @@
-"""The plan is arithmetic: checked against a real model's parameters and counts made by hand."""
+"""The plan's arithmetic agrees with a real model's parameters and with counts by hand."""
 
 import json
 
 import pytest
 
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.parallel import plan
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import model_config
@@ -16,14 +17,12 @@ def config(**changes: str) -> RunConfig:
     return apply(recipe("tiny"), {key.replace("__", "."): value for key, value in changes.items()})
 
 
-def test_parameters_are_the_models():
-    from delta_trn.models import DeltaForCausalLM
-
+def test_planned_parameter_counts_are_those_of_the_model():
     c = config()
     size = plan.size_of(c)
     model = DeltaForCausalLM(model_config(c, rows=320))
     assert size.parameters == sum(p.numel() for p in model.parameters())
-    # every matrix but the convolution's taps multiplies every token; the tied embedding as the readout
+    # every matrix except the convolution's taps multiplies every token, the tied embedding as the readout
     taps = sum(p.numel() for n, p in model.named_parameters() if n.endswith("conv.weight"))
     assert size.matrices == sum(p.numel() for p in model.parameters() if p.dim() == 2) - taps
     untied = plan.size_of(config(model__tie_word_embeddings="false"))
@@ -32,25 +31,25 @@ def test_parameters_are_the_models():
     assert tiny_models.VOCABULARY != 320, "the plan asks the recipe for its vocabulary"
 
 
-def test_flops_grow_with_tokens_and_hold_six_a_parameter():
+def test_planned_flops_grow_with_tokens_and_exceed_six_per_parameter():
     size = plan.size_of(config())
     assert plan.step_flops(size, 200) == 2 * plan.step_flops(size, 100)
     assert plan.step_flops(size, 100) > 6 * 100 * size.matrices
 
 
 @pytest.mark.parametrize(("mode", "sent", "kept"), [("ddp", 2, 16), ("zero1", 3, 10), ("fsdp", 5, 4)])
-def test_four_workers_by_hand(mode, sent, kept):
+def test_bytes_sent_and_kept_by_four_workers_match_counts_by_hand(mode, sent, kept):
     size = plan.size_of(config())
     assert plan.collective_bytes(size, mode, 4, 2) == sent * 4 * size.parameters * 3 / 4
     assert plan.collective_bytes(size, mode, 1, 2) == 0
     assert plan.state_bytes(size, mode, 4) == kept * size.parameters
 
 
-def test_it_says_where_scaling_stops_and_why():
+def test_the_plan_says_where_scaling_stops_and_why():
     c = apply(recipe("gdn_mup_adamw"), {"model.width": "1536", "data.tokenizer": "gpt2"})
-    found = plan.rows(c, plan.size_of(c))
-    assert len(found) == len(plan.WORKERS) * len(plan.COUNTS)
-    h100 = [row for row in found if row.worker == "h100"]
+    rows = plan.rows(c, plan.size_of(c))
+    assert len(rows) == len(plan.WORKERS) * len(plan.COUNTS)
+    h100 = [row for row in rows if row.worker == "h100"]
     assert h100[0].limit == "compute" and h100[0].efficiency == 1
     assert "workers without a sequence" in h100[-1].limit
     assert h100[-1].efficiency < 0.5
@@ -58,8 +57,8 @@ def test_it_says_where_scaling_stops_and_why():
     assert "memory" in plan.rows(huge, plan.size_of(huge))[0].limit
 
 
-def test_the_command_says_that_it_is_computed():
-    said = tiny_run.train("plan", "tiny")
-    assert said.startswith("COMPUTED, not measured") and "h100" in said
+def test_the_plan_command_says_that_its_numbers_are_computed():
+    output = tiny_run.train("plan", "tiny")
+    assert output.startswith("COMPUTED, not measured") and "h100" in output
     rows = json.loads(tiny_run.train("plan", "tiny", "--json"))
     assert {row["workers"] for row in rows} == set(plan.COUNTS)

@@ -1,4 +1,4 @@
-"""The configuration tree: strict overrides, what the fingerprint covers, the recipes against the paper."""
+"""Configuration: overrides are strict, the fingerprint covers the mathematics, recipes match the paper."""
 
 import json
 from typing import Any
@@ -22,19 +22,19 @@ from delta_trn.train.settings.schema import (
 
 KEYS = [key for key, _ in flatten(RunConfig())]
 
-# these names are fixed: other people's scripts give them
+# these names are fixed, because other people's scripts use them
 FIXED = (
     *("steps", "seed", "out", "device", "backend", "parametrization", "optimizer.name", "optimizer.lr"),
     *("model.width", "model.base_width", "data.source"),
 )
 
 
-def changed(*given: str, base: str = "tiny") -> RunConfig:
-    return apply(recipe(base), parse(given))
+def override(*assignments: str) -> RunConfig:
+    return apply(recipe("tiny"), parse(assignments))
 
 
-def another(key: str, value: Any) -> str:
-    """Some other valid value of a key, as one types it."""
+def choose_other(key: str, value: Any) -> str:
+    """Returns another valid value of a key, as a user types it."""
     special = {
         "asynchronous": "true",
         "attention_layers": "1",
@@ -70,8 +70,8 @@ def another(key: str, value: Any) -> str:
 
 
 class TestOverrides:
-    def test_values_arrive_as_what_they_are(self):
-        config = changed(
+    def test_overrides_convert_values_to_the_types_of_their_keys(self):
+        config = override(
             "steps=7",
             "optimizer.lr=2**-8",
             "optimizer.clip=none",
@@ -84,17 +84,17 @@ class TestOverrides:
         assert (config.model.attention_layers, config.compile, config.max_minutes) == ((0, 1), True, 1.5)
         assert config.data.subset == "sample-10BT"
 
-    def test_the_recipe_is_left_alone(self):
+    def test_overrides_leave_the_recipe_unchanged(self):
         before = recipe("tiny")
         apply(before, {"steps": "999"})
         assert before == recipe("tiny")
 
     @pytest.mark.parametrize("key", FIXED)
-    def test_decided_keys_exist(self, key):
+    def test_documented_keys_exist(self, key):
         assert key in KEYS
 
     @pytest.mark.parametrize(
-        ("given", "nearest"),
+        ("assignment", "nearest"),
         [
             ("model.widht=3", "model.width"),
             ("lr=1", "optimizer.lr"),
@@ -103,12 +103,12 @@ class TestOverrides:
             ("optimiser.lr=3", "optimizer.lr"),
         ],
     )
-    def test_an_unknown_key_names_the_nearest(self, given, nearest):
+    def test_an_unknown_key_is_refused_with_the_nearest_known_one(self, assignment, nearest):
         with pytest.raises(ConfigError, match=f"unknown key.*nearest known: .*{nearest}"):
-            changed(given)
+            override(assignment)
 
     @pytest.mark.parametrize(
-        ("given", "message"),
+        ("assignment", "message"),
         [
             ("steps=x", "steps=x: expected a whole number"),
             ("steps=1.5", "steps=1.5: expected a whole number"),
@@ -132,33 +132,33 @@ class TestOverrides:
             ("=3", "unknown key ''"),
         ],
     )
-    def test_a_wrong_value_is_shown_with_what_was_expected(self, given, message):
+    def test_a_wrong_value_is_refused_with_what_was_expected(self, assignment, message):
         with pytest.raises(ConfigError) as error:
-            changed(given)
+            override(assignment)
         assert message in str(error.value)
 
-    @pytest.mark.parametrize("given", [("steps",), ("steps=1", "steps=2")])
-    def test_what_is_no_assignment_is_refused(self, given):
+    @pytest.mark.parametrize("assignments", [("steps",), ("steps=1", "steps=2")])
+    def test_a_key_without_a_value_or_given_twice_is_refused(self, assignments):
         with pytest.raises(UsageError):
-            parse(given)
+            parse(assignments)
 
     def test_an_optimizer_key_is_accepted_where_it_has_an_effect(self):
-        assert changed("optimizer.name=sgd", "optimizer.momentum=0.9").optimizer.momentum == 0.9
+        assert override("optimizer.name=sgd", "optimizer.momentum=0.9").optimizer.momentum == 0.9
 
 
 class TestTree:
     @pytest.mark.parametrize("key", KEYS)
-    def test_every_key_says_what_it_means(self, key):
+    def test_every_configuration_key_has_a_description(self, key):
         assert len(meaning(key)) > 3
 
-    def test_it_is_frozen_and_strict(self):
+    def test_the_configuration_is_frozen_and_refuses_unknown_keys(self):
         with pytest.raises(ValidationError):
             RunConfig().steps = 3  # type: ignore[misc]
         with pytest.raises(ConfigError, match="oops=1"):
             validated({"model": {"oops": 1}})
 
     @pytest.mark.parametrize("name", RECIPES)
-    def test_it_survives_json(self, name):
+    def test_a_recipe_survives_a_round_trip_through_json(self, name):
         config = recipe(name)
         again = validated(json.loads(json.dumps(config.model_dump(mode="json"))))
         assert again == config
@@ -172,51 +172,33 @@ class TestTree:
         if key in ("batch.micro", "evaluation.batch"):
             after = apply(before, {key: "2"})
         else:
-            after = apply(before, {key: another(key, dict(flatten(before))[key])})
+            after = apply(before, {key: choose_other(key, dict(flatten(before))[key])})
         assert list(differences(before, after)) == [key]
         changes = before.fingerprint() != after.fingerprint()
         assert changes == (not is_one_of(key, NOT_MATHEMATICS)), key
 
-    def test_what_changes_the_result_cannot_change_on_resume(self):
+    def test_only_keys_without_effect_on_the_result_may_change_on_resume(self):
         assert may_change_on_resume("steps")
         assert may_change_on_resume("checkpoint.every")
         assert may_change_on_resume("device")
-        for key in (
-            "model.width",
-            "optimizer.lr",
-            "seed",
-            "out",
-            "evaluation.sequences",
-            "data.source",
-            "precision",
-        ):
+        fixed = ("model.width", "optimizer.lr", "seed", "out")
+        for key in (*fixed, "evaluation.sequences", "data.source", "precision"):
             assert not may_change_on_resume(key), key
 
 
 class TestRecipes:
-    def test_adamw_is_the_papers(self):
+    def test_the_adamw_recipe_has_the_papers_values(self):
         r = recipe("gdn_mup_adamw")
         assert (r.model.layers, r.model.heads, r.model.base_width, r.parametrization) == (8, 6, 256, "mup")
-        assert (r.steps, r.schedule.warmup, r.schedule.min_lr, r.schedule.decay_steps) == (
-            20_000,
-            2000,
-            5e-5,
-            None,
-        )
+        s, o = r.schedule, r.optimizer
+        assert (r.steps, s.warmup, s.min_lr, s.decay_steps) == (20_000, 2000, 5e-5, None)
         assert (r.batch.sequences, r.batch.length, r.batch.micro) == (480, 1024, 60)
-        o = r.optimizer
-        assert (o.name, o.beta1, o.beta2, o.eps, o.weight_decay, o.clip) == (
-            "adamw",
-            0.9,
-            0.95,
-            1e-8,
-            0.1,
-            1.0,
-        )
+        assert (o.name, o.beta1, o.beta2) == ("adamw", 0.9, 0.95)
+        assert (o.eps, o.weight_decay, o.clip) == (1e-8, 0.1, 1.0)
         assert (r.seed, r.precision, r.evaluation.every) == (42, "bf16", 1000)
         assert (r.data.source, r.data.tokenizer) == ("HuggingFaceFW/fineweb-edu", "gpt2")
 
-    def test_sgd_differs_from_it_in_what_the_paper_says(self):
+    def test_the_sgd_recipe_differs_from_adamw_as_in_the_paper(self):
         differing = differences(recipe("gdn_mup_adamw"), recipe("gdn_mup_sgd"))
         assert {key: now for key, (_, now) in differing.items()} == {
             "name": "gdn_mup_sgd",
@@ -227,20 +209,16 @@ class TestRecipes:
         }
         assert recipe("gdn_mup_sgd").optimizer.momentum == 0.98
 
-    def test_quickstart_needs_nothing_but_python(self):
+    def test_quickstart_needs_neither_network_nor_gpu(self):
         r = recipe("quickstart")
-        assert (r.data.source, r.data.tokenizer, r.device, r.backend) == (
-            "python-stdlib",
-            "bytebpe",
-            "auto",
-            "auto",
-        )
+        assert (r.data.source, r.data.tokenizer) == ("python-stdlib", "bytebpe")
+        assert (r.device, r.backend) == ("auto", "auto")
 
     @pytest.mark.parametrize("name", RECIPES)
-    def test_each_has_a_line_about_itself(self, name):
+    def test_every_recipe_has_a_one_line_summary(self, name):
         assert 20 < len(summary(name)) < 110
         assert recipe(name).name == name
 
-    def test_an_unknown_one_is_refused_with_the_known(self):
+    def test_an_unknown_recipe_is_refused_with_the_known_ones(self):
         with pytest.raises(UsageError, match=r"did you mean quickstart.*gdn_mup_adamw"):
             recipe("quikstart")

@@ -1,16 +1,15 @@
-"""However many processes share a run, and however they do, it is the same run: loss, norms and weights.
+"""A distributed run equals the run of one process in loss, gradient norms and weights.
 
-Tolerances come from controls in the same test run. One process trains on the same batches cut into micro-
-batches of other sizes: the same mathematics, summed in another order. How far these runs end from each
-other is what rounding does to this run on this CPU. A distributed run may end SPREAD times as far from
-the run of one process.
+Tolerances come from control runs. In these, one process trains on the same batches with micro-batches of
+other sizes, which sums in another order. How far these runs end from each other is what rounding does to
+this run on this CPU. A distributed run may end SPREAD times as far from the run of one process.
 
-Three orders are a small sample: on three instruction sets (ATEN_CPU_CAPABILITY default, avx2 and avx512),
-nine other orders came out at up to 2.9 times the largest of the three. What a wrong distribution would
-compute is off by thousands of times as much; `test_another_run_is_not_the_same` shows it.
+Three orders are a small sample. On three instruction sets (ATEN_CPU_CAPABILITY default, avx2 and avx512),
+nine other orders came out at up to 2.9 times the largest of the three. A wrong distribution would be
+thousands of times as far off, as `test_a_different_run_is_outside_the_tolerances` shows.
 
-AdamW has a large epsilon, because it divides a gradient by its own size: with a small one, entries that
-are nothing but rounding move as far as others.
+AdamW divides a gradient by its own size. With a small epsilon, entries of mere rounding would move as far as
+others, so its epsilon is large.
 """
 
 import json
@@ -22,16 +21,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from delta_trn.train.parallel.head_order import channels
 from delta_trn.train.parallel.layout import require_divisible
+from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply
-from delta_trn.train.settings.schema import RunConfig
 from tests.support import team_run, tiny_run
 from tests.support.tiny_run import read_metrics
 
 STEPS = 20
 SPREAD = 8
-ORDERS = (4, 2, 1)  # sequences of a micro-batch
+ORDERS = (4, 2, 1)  # sequences per micro-batch
 BATCH: dict[str, Any] = {
     "steps": STEPS,
     "batch.sequences": 8,
@@ -44,14 +44,8 @@ BATCH: dict[str, Any] = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.05, "optimizer.momentum": 0.5, "optimizer.clip": 1.0},
-    "adamw": {
-        "optimizer.name": "adamw",
-        "optimizer.lr": 0.02,
-        "optimizer.eps": 0.1,
-        "optimizer.clip": 1.0,
-    },
+    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 0.02, "optimizer.eps": 0.1, "optimizer.clip": 1.0},
 }
-# the first in each list is for the default suite
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp-2": (2, {}),
     "ddp-4": (4, {"batch.micro": 1}),
@@ -66,13 +60,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "context-4": (4, {"distribution.context": 4}),
     "context-2-fsdp": (4, {"distribution.context": 2, "distribution.mode": "fsdp"}),
 }
-QUICK = {
-    ("ddp-2", "sgd"),
-    ("zero1-2", "adamw"),
-    ("fsdp-2", "sgd"),
-    ("tensor-2", "sgd"),
-    ("context-2", "sgd"),
-}
+QUICK = {(way, "sgd") for way in ("ddp-2", "fsdp-2", "tensor-2", "context-2")} | {("zero1-2", "adamw")}
 EVERY = [
     pytest.param(way, optimizer, marks=[] if (way, optimizer) in QUICK else [pytest.mark.slow])
     for way in WAYS
@@ -80,28 +68,22 @@ EVERY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
-
-
 def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list[str]:
-    given = {**BATCH, **OPTIMIZERS[optimizer], **changes}
-    return tiny_run.keys(data, out, **{key.replace(".", "__"): value for key, value in given.items()})
+    return tiny_run.keys(data, out, **{**BATCH, **OPTIMIZERS[optimizer], **changes})
 
 
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
-    """The run of one process, by optimizer and changes; made once."""
-    made: dict[tuple[str, str], Path] = {}
+    """Returns a function that runs one process with an optimizer and changes, once for each of them."""
+    runs: dict[tuple[str, str], Path] = {}
 
     def run(optimizer: str, **changes: Any) -> Path:
         key = (optimizer, json.dumps(changes))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("alone") / "run"
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp("alone") / "run"
             dotted = {name.replace("__", "."): value for name, value in changes.items()}
-            tiny_run.train("run", "tiny", *keys(data, made[key], optimizer, dotted))
-        return made[key]
+            tiny_run.train("run", "tiny", *keys(data, runs[key], optimizer, dotted))
+        return runs[key]
 
     return run
 
@@ -111,41 +93,41 @@ def weights(run: Path, step: int = STEPS) -> dict[str, Tensor]:
     return {k: v for path in folder.glob("model*.safetensors") for k, v in load_file(path).items()}
 
 
-def apart(found: Path, expected: Path, begin: dict[str, Tensor]) -> float:
-    """The largest distance of a parameter from where it should be, relative to the way it went."""
-    mine, theirs = weights(found), weights(expected)
+def weight_distance(run: Path, expected: Path, begin: dict[str, Tensor]) -> float:
+    """Returns the largest distance of a parameter from the expected one, relative to its change."""
+    mine, theirs = weights(run), weights(expected)
     assert mine.keys() == theirs.keys()
     return max(float((mine[n] - w).norm() / (w - begin[n]).norm()) for n, w in theirs.items())
 
 
-def worst(found: Path, expected: Path, what: str) -> float:
-    """The largest relative difference of a number in metrics.jsonl."""
-    mine, theirs = read_metrics(found), read_metrics(expected)
-    where = [(line["step"], line["split"]) for line in theirs]
-    assert [(line["step"], line["split"]) for line in mine] == where
-    pairs = [(a[what], b[what]) for a, b in zip(mine, theirs, strict=True) if what in b]
+def metric_distance(run: Path, expected: Path, metric: str) -> float:
+    """Returns the largest relative difference of a number in metrics.jsonl."""
+    mine, theirs = read_metrics(run), read_metrics(expected)
+    steps = [(line["step"], line["split"]) for line in theirs]
+    assert [(line["step"], line["split"]) for line in mine] == steps
+    pairs = [(a[metric], b[metric]) for a, b in zip(mine, theirs, strict=True) if metric in b]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
 def begin(data, tmp_path_factory) -> dict[str, Tensor]:
-    """Weights before the first step: those after a step at a learning rate of 0, which is the warmup's."""
+    """Returns the initial weights: those after one step of the warmup, whose learning rate is 0."""
     out = tmp_path_factory.mktemp("begin") / "run"
     tiny_run.train("run", "tiny", *keys(data, out, "sgd", {"steps": 1}))
     return weights(out, 1)
 
 
 def distances(run: Path, expected: Path, begin: dict[str, Tensor] | None = None) -> dict[str, float]:
-    """How far a run is from the expected one: its losses, gradient norms and, with `begin`, its weights."""
-    distance = {name: worst(run, expected, name) for name in ("loss", "grad_norm")}
-    return distance if begin is None else {**distance, "weights": apart(run, expected, begin)}
+    """Returns how far a run is from the expected one in loss, gradient norm and, with `begin`, weights."""
+    distance = {name: metric_distance(run, expected, name) for name in ("loss", "grad_norm")}
+    return distance if begin is None else {**distance, "weights": weight_distance(run, expected, begin)}
 
 
 def tolerances(controls: list[dict[str, float]]) -> dict[str, float]:
-    """SPREAD times the largest distance among runs of one process that sum in other orders.
+    """Returns SPREAD times the largest distance among runs of one process that sum in other orders.
 
-    Not less than what one sum in another order may err by (tests/support/tiny_models.py derives it): where
-    training does not grow rounding, three orders can agree by chance.
+    The tolerance is at least the error of one sum in another order (tests/support/tiny_models.py derives it),
+    because three orders can agree by chance where training does not amplify rounding.
     """
     one_sum = 300 * 2**-24
     return {name: max(one_sum, SPREAD * max(c[name] for c in controls)) for name in controls[0]}
@@ -153,25 +135,27 @@ def tolerances(controls: list[dict[str, float]]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def allowed(alone, begin):
-    """The tolerances of an optimizer's runs."""
+    """Returns a function that gives the tolerances for an optimizer's runs."""
     known: dict[str, dict[str, float]] = {}
 
-    def of(optimizer: str) -> dict[str, float]:
+    def tolerances_of(optimizer: str) -> dict[str, float]:
         if optimizer not in known:
             runs = [alone(optimizer, batch__micro=micro) for micro in ORDERS]
             known[optimizer] = tolerances([distances(run, alone(optimizer), begin) for run in runs])
         return known[optimizer]
 
-    return of
+    return tolerances_of
 
 
 def above(distance: dict[str, float], tolerance: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Every distance that is above its tolerance, with the tolerance."""
+    """Returns every distance that is above its tolerance, with the tolerance."""
     return {name: (x, tolerance[name]) for name, x in distance.items() if x > tolerance[name]}
 
 
 @pytest.mark.parametrize(("way", "optimizer"), EVERY)
-def test_it_is_the_run_of_one_process(data, alone, begin, allowed, tmp_path, way, optimizer):
+def test_a_distributed_run_equals_the_run_of_one_process(
+    data, alone, begin, allowed, tmp_path, way, optimizer
+):
     world, changes = WAYS[way]
     team_run.train(
         world, ["run", "tiny", *keys(data, tmp_path / "run", optimizer, changes)], tmp_path / "logs"
@@ -187,8 +171,8 @@ def test_it_is_the_run_of_one_process(data, alone, begin, allowed, tmp_path, way
         pytest.param("adamw", {"optimizer.beta2": 0.9}, id="another optimizer"),
     ],
 )
-def test_another_run_is_not_the_same(data, alone, begin, allowed, tmp_path, optimizer, changes):
-    """The comparison can fail: what a wrong distribution would compute is far outside of the tolerances."""
+def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, tmp_path, optimizer, changes):
+    """What a wrong distribution would compute is far outside the tolerances."""
     tiny_run.train("run", "tiny", *keys(data, tmp_path / "run", optimizer, changes))
     distance = distances(tmp_path / "run", alone(optimizer), begin)
     tenfold = {name: 10 * x for name, x in allowed(optimizer).items()}
@@ -205,20 +189,20 @@ class TestResume:
             pytest.param("context-2", "zero1-2", marks=pytest.mark.slow),
         ],
     )
-    def test_on_another_number_of_processes_and_in_another_way(
+    def test_a_run_resumes_on_other_processes_in_another_mode(
         self, data, alone, begin, allowed, tmp_path, first, second
     ):
         out = tmp_path / "run"
         world, changes = WAYS[first]
-        # stops in the middle as if killed after its checkpoint of step 10; a cosine's length is its own key
+        # this run ends at step 10, halfway down a cosine whose length is a key of its own
         half = {"checkpoint.every": 10, "schedule.decay_steps": STEPS, "steps": 10}
         team_run.train(
             world, ["run", "tiny", *keys(data, out, "sgd", {**changes, **half})], tmp_path / "first"
         )
         world, changes = WAYS[second]
         reset = {"distribution.mode": "ddp", "distribution.tensor": 1, "distribution.context": 1}
-        given = [f"{k}={v}" for k, v in {**reset, **changes}.items() if k.startswith("distribution")]
-        team_run.train(world, ["resume", out, f"steps={STEPS}", *given], tmp_path / "second")
+        keys_of_second = [f"{k}={v}" for k, v in {**reset, **changes}.items() if k.startswith("distribution")]
+        team_run.train(world, ["resume", out, f"steps={STEPS}", *keys_of_second], tmp_path / "second")
         assert not above(distances(out, alone("sgd"), begin), allowed("sgd"))
 
 
@@ -237,27 +221,19 @@ class TestDivides:
             (2, {"distribution.context": "2", "model.attention_layers": "1"}, "softmax attention"),
         ],
     )
-    def test_or_says_what_does_not(self, world, changes, complaint):
-        config = apply(tiny(), changes)
+    def test_an_impossible_division_among_processes_is_refused(self, world, changes, complaint):
+        config = apply(recipe("tiny"), changes)
         if complaint is None:
             require_divisible(config, world)
             return
         with pytest.raises(ConfigError, match=complaint):
             require_divisible(config, world)
 
-    def test_one_process_always_does(self):
-        require_divisible(tiny(), 1)
+    def test_one_process_can_run_any_division(self):
+        require_divisible(recipe("tiny"), 1)
 
 
-def tiny() -> RunConfig:
-    from delta_trn.train.recipes import recipe
-
-    return recipe("tiny")
-
-
-def test_channels_come_back_in_order():
-    from delta_trn.train.parallel.head_order import channels
-
+def test_channels_reordered_for_heads_can_be_put_back_in_order():
     order = channels((8, 8, 16), 2)
     assert order.tolist()[:16] == [0, 1, 2, 3, 8, 9, 10, 11, *range(16, 24)]
     whole = torch.arange(32)

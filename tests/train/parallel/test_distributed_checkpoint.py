@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: the same tensors whoever wrote them, and whoever reads them."""
+"""Checkpoints hold the same tensors however many processes write them, and however many read them."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from delta_trn import models  # noqa: F401 - registers the architecture
+from delta_trn.train.checkpoints.saver import Saver
+from delta_trn.train.run.setup import resume
+from delta_trn.train.settings.overrides import parse
 from tests.support import team_run, tiny_run
 
 STEP = 4
@@ -28,13 +31,8 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
-
-
 def keys(data: Path, out: Path, changes: dict[str, Any]) -> list[str]:
-    given = {
+    values = {
         "steps": STEP,
         "batch.sequences": 12,
         "model.heads": 4,
@@ -43,22 +41,18 @@ def keys(data: Path, out: Path, changes: dict[str, Any]) -> list[str]:
         "checkpoint.every": STEP,
         **changes,
     }
-    return tiny_run.keys(data, out, **{key.replace(".", "__"): value for key, value in given.items()})
+    return tiny_run.keys(data, out, **values)
 
 
-def written_by(way: str, data: Path, out: Path) -> Path:
-    """The last checkpoint of a short run."""
+def write_checkpoint(way: str, data: Path, out: Path) -> Path:
+    """Runs training for a few steps and returns its last checkpoint."""
     world, changes = WAYS[way]
     team_run.train(world, ["run", "tiny", *keys(data, out, changes)], out.with_name(f"{out.name}-logs"))
     return out / "checkpoints" / f"step-{STEP:08d}"
 
 
-def resaved(arguments: list[str], log: str) -> None:
-    """On each process: open the run, and at once save what was opened as another checkpoint of it."""
-    from delta_trn.train.checkpoints.saver import Saver
-    from delta_trn.train.run.setup import resume
-    from delta_trn.train.settings.overrides import parse
-
+def save_again(arguments: list[str], log: str) -> None:
+    """Resumes the run on each process and at once saves its checkpoint again."""
     tiny_run.redirect_output(log)
     out, step, *changes = arguments
     with resume(Path(out), parse(changes), None, print) as run:
@@ -66,29 +60,29 @@ def resaved(arguments: list[str], log: str) -> None:
         Saver(asynchronous=False).save(run)
 
 
-def wholes(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint put together by hand, a part at a time."""
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """Loads every tensor of a checkpoint and joins its parts by hand."""
     parts: dict[str, list[tuple[list[int], Tensor]]] = {}
     for path in folder.glob("*.safetensors"):
         if path.name == "random.safetensors":
             continue
         with safe_open(path, "pt") as file:
             places = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
+            for name in file.keys():  # noqa: SIM118 - the file is not a mapping
                 part = file.get_tensor(name)
                 offsets = places[name]["saved_offsets"] if name in places else [0] * part.dim()
                 parts.setdefault(name, []).append((offsets, part))
-    found = {}
+    tensors = {}
     for name, pieces in parts.items():
-        ends = [torch.tensor(at) + torch.tensor(part.shape) for at, part in pieces]
+        ends = [torch.tensor(offsets) + torch.tensor(part.shape) for offsets, part in pieces]
         shape = torch.stack(ends).amax(0).int().tolist()
         whole = torch.full(shape, float("nan"))
         for offsets, part in pieces:
-            whole[tuple(slice(at, at + n) for at, n in zip(offsets, part.shape, strict=True))] = part
+            whole[tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))] = part
         assert not whole.isnan().any(), f"{name} has a hole"
         assert sum(part.numel() for _, part in pieces) == whole.numel(), f"{name} has parts twice"
-        found[name] = whole
-    return found
+        tensors[name] = whole
+    return tensors
 
 
 CHAINS = [
@@ -102,29 +96,27 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids="+".join)
-def test_what_one_group_saved_another_opens_and_saves_bit_for_bit(data, tmp_path, chain):
+def test_checkpoints_pass_between_groups_of_processes_bit_for_bit(data, tmp_path, chain):
     out = tmp_path / "run"
-    first = wholes(written_by(chain[0], data, out))
+    first = load_tensors(write_checkpoint(chain[0], data, out))
     assert any(name.endswith("/exp_avg_sq") for name in first)
     for n, way in enumerate(chain[1:], start=1):
         world, changes = WAYS[way]
         reset = {"distribution.mode": "ddp", "distribution.tensor": 1, "distribution.context": 1, **changes}
-        given = [f"{key}={value}" for key, value in reset.items()]
-        logs = tmp_path / f"logs-{n}"
-        processes = team_run.start(world, [out, STEP, *given], logs, resaved)
-        assert team_run.join(processes, logs) == [0] * world, team_run.read_logs(logs)
-        again = wholes(out / "checkpoints" / f"step-{STEP:08d}")
+        overrides = [f"{key}={value}" for key, value in reset.items()]
+        team_run.train(world, [out, STEP, *overrides], tmp_path / f"logs-{n}", save_again)
+        again = load_tensors(out / "checkpoints" / f"step-{STEP:08d}")
         assert again.keys() == first.keys()
         assert [name for name in first if not torch.equal(first[name], again[name])] == [], way
 
 
 @pytest.mark.parametrize("way", ["fsdp-2", pytest.param("tensor-2-fsdp-2", marks=pytest.mark.slow)])
-def test_transformers_reads_what_several_processes_wrote(data, tmp_path, way):
-    folder = written_by(way, data, tmp_path / "run")
-    alone = written_by("alone", data, tmp_path / "alone")
+def test_transformers_loads_a_checkpoint_of_several_processes(data, tmp_path, way):
+    folder = write_checkpoint(way, data, tmp_path / "run")
+    alone = write_checkpoint("alone", data, tmp_path / "alone")
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
-    saved = wholes(folder)
+    saved = load_tensors(folder)
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, saved[name]), name
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):

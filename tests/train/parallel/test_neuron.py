@@ -1,7 +1,7 @@
-"""Heads divided and ZeRO-1 by neuronx_distributed: the same run, on a stand-in over two gloo processes.
+"""Divided heads and ZeRO-1 by neuronx_distributed give the same run, on a stand-in over two gloo processes.
 
-The stand-in has the package's names and shapes and computes on the CPU; what this cannot show, because only a
-chip can, is that AWS's own computes it there. Tolerances: test_distributed.py derives them.
+The stand-in has the package's names and shapes and computes on the CPU. Only a chip can show that AWS's own
+package computes the same. test_distributed.py derives the tolerances.
 """
 
 import sys
@@ -14,14 +14,7 @@ from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
 from tests.support import team_run, tiny_run
-from tests.train.parallel.test_distributed import (
-    BATCH,
-    OPTIMIZERS,
-    ORDERS,
-    above,
-    distances,
-    tolerances,
-)
+from tests.train.parallel.test_distributed import BATCH, OPTIMIZERS, ORDERS, above, distances, tolerances
 
 SHIMS = Path(__file__).parents[2] / "shims"
 WAYS: dict[str, dict[str, Any]] = {
@@ -30,8 +23,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_stand_in(arguments: list[str], log: str) -> None:
-    """The run of one rank, as if its CPU were a NeuronCore."""
+def run_on_stand_in(arguments: list[str], log: str) -> None:
+    """Runs one rank as if its CPU were a NeuronCore."""
     sys.path.insert(0, str(SHIMS))
     neuron.serves = lambda device: True
     tiny_run.run_and_exit(arguments, log)
@@ -39,23 +32,17 @@ def on_stand_in(arguments: list[str], log: str) -> None:
 
 def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list[str]:
     every = {"evaluation.every": 5, "checkpoint.every": 5, "schedule.decay_steps": 12}
-    given = {**BATCH, **OPTIMIZERS[optimizer], "model.layers": 1, "steps": 10, **every, **changes}
-    return tiny_run.keys(data, out, **{key.replace(".", "__"): value for key, value in given.items()})
+    values = {**BATCH, **OPTIMIZERS[optimizer], "model.layers": 1, "steps": 10, **every, **changes}
+    return tiny_run.keys(data, out, **values)
 
 
 def run(arguments: list[Any], logs: Path) -> None:
-    codes = team_run.join(team_run.start(2, arguments, logs, on_stand_in), logs)
-    assert codes == [0, 0], team_run.read_logs(logs)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
+    team_run.train(2, arguments, logs, run_on_stand_in)
 
 
 @pytest.mark.parametrize(("way", "optimizer"), [("heads", "sgd"), ("zero1", "adamw")])
-def test_it_is_the_run_of_one_process_also_resumed(data, tmp_path, way, optimizer):
-    """Five steps, a checkpoint, five more from it; one process does the ten, and opens the result."""
+def test_a_resumed_run_on_neuron_equals_the_run_of_one_process(data, tmp_path, way, optimizer):
+    """The run is resumed after five of ten steps. One process runs all ten, and resumes both for two more."""
     out = tmp_path / "run"
     run(["run", "tiny", *keys(data, out, optimizer, {**WAYS[way], "steps": 5})], tmp_path / "first")
     run(["resume", out, "steps=10"], tmp_path / "second")
@@ -75,13 +62,13 @@ def test_it_is_the_run_of_one_process_also_resumed(data, tmp_path, way, optimize
 
 
 @pytest.mark.parametrize("changes", [{"mode": "fsdp"}, {"context": 2}], ids=str)
-def test_what_only_pytorch_divides_is_refused(changes):
+def test_fsdp_and_context_parallelism_are_refused_on_neuron(changes):
     neuron.require(DistributionSection(mode="zero1", tensor=2))
     with pytest.raises(ConfigError, match="is not there on Neuron; use mode=ddp or mode=zero1"):
         neuron.require(DistributionSection(**changes))
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch):
+def test_a_missing_neuronx_distributed_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setattr(neuron, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"neuronx-distributed==0\.17\.26814 .* or use mode=ddp"):
         neuron.initialize(2)

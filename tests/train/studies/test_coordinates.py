@@ -24,11 +24,11 @@ from delta_trn.train.studies.coordinates.theory import TENSORS
 from delta_trn.train.studies.fits import line
 from delta_trn.train.studies.probes.hooks import normalized, observed
 from tests.support.tiny_models import VOCABULARY, model, tokens
-from tests.support.tiny_run import prepare_data, run_command
+from tests.support.tiny_run import run_command
 
 RATES = {"adamw": "2**-8", "sgd": "0.1"}
 optimizers = pytest.mark.parametrize("optimizer", RATES)
-# arXiv:2606.04048 gives them sqrt(m) under SGD; measured, their changes grow as width^0.4 within four steps
+# arXiv:2606.04048 gives these a rate of sqrt(m) under SGD; their changes grow as width^0.4 within four steps
 PER_HEAD_UNDER_SGD = {"dt_bias", "A_log"}
 WRITES = {"write_beta", "write_value", "write_along", "written"}
 GDN = set(TENSORS) - WRITES
@@ -55,65 +55,67 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def checked(parametrization: str, optimizer: str, residual: str = "additive") -> dict[str, Verdict]:
-    of = config(parametrization, optimizer, residual)
-    found = readings(of, widths=(64, 128, 256), steps=2, seeds=(0, 1), batch=batch)
-    return {v.tensor: v for v in verdicts(slopes(list(found)))}
+def check(parametrization: str, optimizer: str, residual: str = "additive") -> dict[str, Verdict]:
+    run = config(parametrization, optimizer, residual)
+    rows = readings(run, widths=(64, 128, 256), steps=2, seeds=(0, 1), batch=batch)
+    return {v.tensor: v for v in verdicts(slopes(list(rows)))}
 
 
 @optimizers
-def test_the_check_passes_under_the_papers_rules(optimizer: str):
-    found = checked("mup", optimizer)
-    failed = {name: v.fails_at for name, v in found.items() if not v.passes}
-    assert set(found) == GDN
+def test_coordinate_check_passes_under_the_papers_rules(optimizer: str):
+    by_tensor = check("mup", optimizer)
+    failed = {name: v.fails_at for name, v in by_tensor.items() if not v.passes}
+    assert set(by_tensor) == GDN
     assert set(failed) <= (PER_HEAD_UNDER_SGD if optimizer == "sgd" else set()), failed
 
 
 @optimizers
-def test_the_check_fails_under_the_standard_parametrization(optimizer: str):
-    found = checked("sp", optimizer)
+def test_coordinate_check_fails_under_the_standard_parametrization(optimizer: str):
+    by_tensor = check("sp", optimizer)
     for name in ("hidden", "q", "k", "v", "gate_decay", "gate_beta", "beta", "state", "mixer", "logit_next"):
-        assert not found[name].passes and found[name].change.slope > 0.4, (name, found[name].change)
+        verdict = by_tensor[name]
+        assert not verdict.passes and verdict.change.slope > 0.4, (name, verdict.change)
 
 
 @pytest.mark.parametrize(("parametrization", "power"), [("mup_original", 0.5), ("mup_aligned", -0.5)])
 def test_another_rule_for_gates_moves_their_slope_by_its_power(parametrization: str, power: float):
-    """The gradients are the same, so that no tolerance for noise is needed."""
-    paper, other = checked("mup", "sgd"), checked(parametrization, "sgd")
+    """The gradients are the same, so that noise needs no tolerance."""
+    paper, other = check("mup", "sgd"), check(parametrization, "sgd")
     for name in ("own_decay", "own_beta"):
         assert abs(other[name].change.slope - paper[name].change.slope - power) < 0.1
     if power > 0:
         assert not other["own_decay"].passes and not other["own_beta"].passes
 
 
-def test_the_check_passes_for_deep_delta_learning_under_the_papers_rules():
-    """After two steps; the first one changes logit_next as width^-0.17 on these random tokens."""
-    found = checked("mup", "adamw", "ddl")
-    failed = {name: v.change for name, v in found.items() if not v.change.passes or not v.size.passes}
+def test_coordinate_check_passes_for_deep_delta_learning():
+    """The check follows two steps. The first changes logit_next as width^-0.17 on these random tokens."""
+    by_tensor = check("mup", "adamw", "ddl")
+    failed = {name: v.change for name, v in by_tensor.items() if not v.change.passes or not v.size.passes}
     assert not failed, failed
-    standard = checked("sp", "adamw", "ddl")
+    standard = check("sp", "adamw", "ddl")
     for name in ("q", "k", "v", "beta", "state", "mixer", "logit_next", "write_beta"):
         assert not standard[name].passes and standard[name].change.slope > 0.4, (name, standard[name].change)
-    # without the sqrt(m) of v, writes move the stream less, the wider it is
+    # without v's factor of sqrt(m), writes move a wider stream less
     for name in ("write_value", "written"):
         assert not standard[name].passes and standard[name].size.slope < -0.4, (name, standard[name].size)
 
 
-def test_the_premise_of_the_papers_rule_for_scalars_holds_before_training_and_not_after():
-    """dL/dalpha_t sums dL/do_t * alpha S^T q_t over a head's channels. Divided by the root of the sum of
-    squares this is of order 1 if signs are random and of order sqrt(d) if they agree. Its power of width
-    before and after four steps is why dt_bias and A_log fail under SGD."""
+def test_gradient_signs_for_scalars_are_random_before_training_and_agree_after():
+    """dL/dalpha_t sums dL/do_t * alpha S^T q_t over a head's channels. Relative to the root of the sum of
+    squares it is of order 1 if signs are random, and of order sqrt(d) if they agree. Its power of width
+    before and after four steps explains why dt_bias and A_log fail under SGD.
+    """
     powers = []
     for steps in (0, 4):
         places, sizes = [], []
         for width, seed in product((64, 256), (0, 1, 2)):
-            of = apply(config("mup", "sgd"), {"model.width": str(width), "seed": str(seed)})
-            m = make_model(model_config(of, rows=VOCABULARY), seed=seed, device=torch.device("cpu"))
+            run = apply(config("mup", "sgd"), {"model.width": str(width), "seed": str(seed)})
+            m = make_model(model_config(run, rows=VOCABULARY), seed=seed, device=torch.device("cpu"))
             step = TrainingStep(
-                m.loss, make_optimizer(Sharding(m), of), Sharding(m), micro=4, clip=None,
+                m.loss, make_optimizer(Sharding(m), run), Sharding(m), micro=4, clip=None,
             )  # fmt: skip
             for _ in range(steps):
-                step(*batch(seed), of.optimizer.lr)
+                step(*batch(seed), run.optimizer.lr)
             places.append(math.log2(width))
             sizes.append(math.log2(coherence(m, *batch(seed))))
         powers.append(line(places, sizes))
@@ -127,7 +129,7 @@ def coherence(m: DeltaForCausalLM, inputs: Tensor, targets: Tensor) -> float:
     m.zero_grad()
     with observed(m, gradients=True) as views:
         m.loss(inputs, targets).backward()
-    found = []
+    ratios = []
     for view in views[0].mixers.values():
         q, k, v = view.split()
         _, beta = view.gates()
@@ -136,8 +138,8 @@ def coherence(m: DeltaForCausalLM, inputs: Tensor, targets: Tensor) -> float:
         )
         assert view.o.grad is not None
         terms = (view.o.grad * (view.o - written)).detach()[:, 1:]
-        found.append((terms.sum(-1).square().mean() / terms.square().sum(-1).mean()).sqrt())
-    return float(torch.stack(found).mean())
+        ratios.append((terms.sum(-1).square().mean() / terms.square().sum(-1).mean()).sqrt())
+    return float(torch.stack(ratios).mean())
 
 
 def synthetic(power: float, noise: float = 0.0, tensor: str = "hidden") -> list[Reading]:
@@ -152,35 +154,35 @@ def synthetic(power: float, noise: float = 0.0, tensor: str = "hidden") -> list[
 
 class TestVerdict:
     @staticmethod
-    def of(rows: list[Reading]) -> Verdict:
+    def judge(rows: list[Reading]) -> Verdict:
         (verdict,) = verdicts(slopes(rows))
         return verdict
 
     @pytest.mark.parametrize("power", [-0.7, 0.0, 0.3])
-    def test_the_slope_is_the_power_of_width(self, power: float):
-        assert self.of(synthetic(power)).change.slope == pytest.approx(power, abs=1e-9)
+    def test_a_fitted_slope_is_the_power_of_width(self, power: float):
+        assert self.judge(synthetic(power)).change.slope == pytest.approx(power, abs=1e-9)
 
     def test_a_slope_within_a_tenth_of_theory_passes(self):
-        assert self.of(synthetic(0.09)).passes and self.of(synthetic(-0.09)).passes
-        assert not self.of(synthetic(0.11)).passes and not self.of(synthetic(-0.11)).passes
+        assert self.judge(synthetic(0.09)).passes and self.judge(synthetic(-0.09)).passes
+        assert not self.judge(synthetic(0.11)).passes and not self.judge(synthetic(-0.11)).passes
 
     def test_noise_widens_the_tolerance_by_twice_the_standard_error(self):
-        """With independent noise s on 12 points, the slope's error is s over the root of their spread."""
-        change = self.of(synthetic(0.0, noise=0.5)).change
+        """Independent noise s on 12 points gives a slope error of s over the root of their squared spread."""
+        change = self.judge(synthetic(0.0, noise=0.5)).change
         expected = 0.5 / math.log(2) / math.sqrt(12 * 1.25)
         assert change.stderr == pytest.approx(expected, rel=0.5)
 
     def test_a_tensor_that_never_changes_fails(self):
         rows = [Reading("mup", "adamw", w, 0, s, "hidden", 1.0, 0.0) for w in (64, 128, 256) for s in (0, 1)]
-        assert self.of(rows).fails_at == ("change at step 1",)
+        assert self.judge(rows).fails_at == ("change at step 1",)
 
     def test_a_tensor_with_a_range_passes_anywhere_in_it(self):
         for power, passes in ((-0.62, False), (-0.5, True), (-0.2, True), (0.0, True), (0.12, False)):
-            assert self.of(synthetic(power, tensor="logits")).passes is passes, power
+            assert self.judge(synthetic(power, tensor="logits")).passes is passes, power
 
 
 class TestObservation:
-    def test_observation_changes_nothing_and_sees_what_the_layer_computes(self):
+    def test_observing_a_model_leaves_outputs_unchanged_and_sees_its_tensors(self):
         m, ids = model(num_v_heads=8), tokens(2, 20)
         plain = m(ids, use_cache=False).logits
         with observed(m) as views:
@@ -190,9 +192,9 @@ class TestObservation:
         for view in views[0].mixers.values():
             q, k, v = view.split()
             g, beta = view.gates()
-            given = (normalized(q), normalized(k), v, g, beta)
+            arguments = (normalized(q), normalized(k), v, g, beta)
             o, state = gated_delta_rule(
-                *given, scale=view.mixer.scale, output_final_state=True, backend="recurrent"
+                *arguments, scale=view.mixer.scale, output_final_state=True, backend="recurrent"
             )
             assert torch.allclose(o, view.o, rtol=1e-9, atol=1e-12)
             assert torch.allclose(state, view.state(), rtol=1e-9, atol=1e-12)
@@ -200,13 +202,13 @@ class TestObservation:
             decay = -view.mixer.A_log.exp() * torch.nn.functional.softplus(za)
             assert torch.allclose(decay, g) and torch.allclose(zb.sigmoid(), beta)
 
-    def test_softmax_layers_have_no_view(self):
+    def test_softmax_layers_are_not_observed(self):
         with observed(m := model(attention_layers=[1])) as views:
             m(tokens(1, 8), use_cache=False)
         assert set(views[0].mixers) == {0, 2}
 
-    def test_own_tensors_depend_on_the_parameter_alone(self):
-        """They stay when the layer's input changes, and move with the weight."""
+    def test_own_tensors_depend_on_their_parameter_alone(self):
+        """They stay when the layer's input changes, and follow the weight."""
         m, ids = model(), tokens(1, 9)
         inputs: dict[int, Tensor] = {}
         before = tensors(m, ids, ids, inputs)
@@ -221,12 +223,11 @@ class TestObservation:
 
 
 class TestCommand:
-    def test_coord_check_writes_readings_verdicts_and_pictures(self, tmp_path: Path):
-        data = prepare_data(tmp_path)
+    def test_coord_check_writes_readings_verdicts_and_pictures(self, data: Path, tmp_path: Path):
         out = tmp_path / "check"
         keys = ("widths=16,32,64", "steps=1", "seeds=1", "parametrizations=mup", "batch.length=16")
-        given = (*keys, f"data.source={data}", f"out={out}", "device=cpu", "model.base_width=16")
-        status, text, err = run_command("coord-check", "tiny", *given)
+        arguments = (*keys, f"data.source={data}", f"out={out}", "device=cpu", "model.base_width=16")
+        status, text, err = run_command("coord-check", "tiny", *arguments)
         assert status in (0, 1), err
         tree = json.loads((out / "coordinates.json").read_text())
         assert len(tree["readings"]) == 2 * 3 * 2 * len(GDN)
@@ -239,12 +240,14 @@ class TestCommand:
         assert run_command("plot", out)[0] == 0
         assert (out / "coordinates.md").read_text() == before
 
-    def test_coord_check_of_a_model_without_gated_deltanet_reads_the_tensors_it_has(self, tmp_path: Path):
-        """Deep Delta Learning's own: softmax attention in every layer."""
+    def test_coord_check_of_a_model_without_gated_deltanet_reads_the_tensors_it_has(
+        self, data: Path, tmp_path: Path
+    ):
+        """Deep Delta Learning may use softmax attention in every layer."""
         out = tmp_path / "check"
         status, text, err = run_command(
             "coord-check", "tiny", "widths=16,32,64", "steps=1", "seeds=1", "parametrizations=mup",
-            "optimizers=adamw", "batch.length=16", f"data.source={prepare_data(tmp_path)}", f"out={out}",
+            "optimizers=adamw", "batch.length=16", f"data.source={data}", f"out={out}",
             "device=cpu", "model.base_width=16", "model.attention_layers=0,1", "model.residual=ddl",
         )  # fmt: skip
         assert status in (0, 1), err
@@ -253,7 +256,7 @@ class TestCommand:
         assert "| write_beta |" in text and "| q |" not in text
 
     @pytest.mark.parametrize(
-        ("given", "says"),
+        ("assignment", "message"),
         [
             ("widths=64,128", "3 or more different whole numbers"),
             ("widths=64,128,x", "widths=64,128,x"),
@@ -264,22 +267,22 @@ class TestCommand:
             ("stepz=3", "unknown key 'stepz'"),
         ],
     )
-    def test_coord_check_refuses_bad_input_before_it_computes_anything(self, given: str, says: str):
-        status, _, err = run_command("coord-check", "tiny", given)
-        assert status == 2 and says in err
+    def test_coord_check_refuses_bad_input_before_it_computes_anything(self, assignment: str, message: str):
+        status, _, err = run_command("coord-check", "tiny", assignment)
+        assert status == 2 and message in err
 
 
 @pytest.mark.slow
 @optimizers
-def test_the_published_check_passes_up_to_width_1024(optimizer: str, tmp_path: Path):
-    """On text: with random tokens, logit_next after one step falls a little with width."""
+def test_the_published_coordinate_check_passes_up_to_width_1024(optimizer: str, tmp_path: Path):
+    """The check reads text, because on random tokens logit_next falls a little with width."""
     out = tmp_path / "check"
     status, text, err = run_command(
         "coord-check", "transfer", f"optimizers={optimizer}", "parametrizations=mup", f"out={out}",
         f"data.folder={tmp_path / 'data'}", "device=cpu",
     )  # fmt: skip
     assert status in (0, 1), err
-    judged = json.loads((out / "coordinates.json").read_text())["slopes"]
-    assert max(s["step"] for s in judged) == 4
-    failed = {s["tensor"] for s in judged if not s["passes"]}
+    fits = json.loads((out / "coordinates.json").read_text())["slopes"]
+    assert max(s["step"] for s in fits) == 4
+    failed = {s["tensor"] for s in fits if not s["passes"]}
     assert failed <= (PER_HEAD_UNDER_SGD if optimizer == "sgd" else set()), text

@@ -1,4 +1,4 @@
-"""Probes: their formulas, that they leave training alone, gradient exponents, and figures made of them."""
+"""Probes compute the documented formulas, leave training unchanged, and can be plotted."""
 
 import math
 from collections import defaultdict
@@ -18,28 +18,23 @@ from delta_trn.train.studies.probes.mixer import GROUPS, Probes, group_of, recal
 from delta_trn.train.studies.probes.plot import PANELS, PLACES, load_probes
 from delta_trn.train.watch.metrics import read
 from tests.support.tiny_models import model, tokens
-from tests.support.tiny_run import final_state, keys, prepare_data, read_metrics, run_command, train
+from tests.support.tiny_run import final_state, keys, read_metrics, run_command, train
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_data(tmp_path_factory.mktemp("probes"))
-
-
-def probes_of(m, batch: tuple[Tensor, Tensor], lr: float = 0.1) -> tuple[Probes, torch.optim.Optimizer]:
+def make_probes(m, batch: tuple[Tensor, Tensor], lr: float = 0.1) -> tuple[Probes, torch.optim.Optimizer]:
     rows = scaled_parameters(m, optimizer="sgd", lr=lr, weight_decay=0.0)
     groups = [{"params": [r.parameter], "names": [r.name], "lr": r.lr} for r in rows]
     optimizer = torch.optim.SGD(groups, lr=lr)
     return Probes(m, optimizer, m.loss, batch, torch.device("cpu")), optimizer
 
 
-def outputs_of(mixer: nn.Module) -> list[Tensor]:
-    """Gets the delta rule's output of every pass, which then keeps its gradient."""
+def watch_outputs(mixer: nn.Module) -> list[Tensor]:
+    """Returns a list to which every pass appends the delta rule's output, which keeps its gradient."""
     seen: list[Tensor] = []
 
-    def see(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        given[0].retain_grad()
-        seen.append(given[0])
+    def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        inputs[0].retain_grad()
+        seen.append(inputs[0])
 
     mixer.o_norm.register_forward_pre_hook(see)
     return seen
@@ -55,69 +50,69 @@ class TestFormulas:
         k = torch.randn(4000, 1, 8, generator=generator)
         assert recall(S, k) == pytest.approx(1, abs=0.03)
 
-    def test_recall_is_sqrt_K_of_the_one_key_that_was_written_and_zero_of_others(self):
+    def test_recall_is_sqrt_K_for_the_only_written_key_and_zero_for_others(self):
         k = normalized(torch.tensor([[[3.0, 4.0, 0, 0]]]))
         S = torch.einsum("bhk,v->bhkv", k, torch.arange(1.0, 6.0))
         assert recall(S, 7 * k) == pytest.approx(2, rel=1e-5)
         assert recall(S, torch.tensor([[[4.0, -3.0, 0, 0]]])) == pytest.approx(0, abs=1e-6)
 
-    def test_gradients_are_of_the_sum_over_tokens(self):
-        """Twice the same sequences: the same gradients of each, twice those of weights."""
+    def test_gradient_probes_are_of_the_loss_summed_over_tokens(self):
+        """Repeating the sequences keeps the gradients of each and doubles those of weights."""
         m = model()
-        once, _ = probes_of(m, self.BATCH)
-        twice, _ = probes_of(m, (self.BATCH[0].repeat(2, 1), self.BATCH[1].repeat(2, 1)))
+        once, _ = make_probes(m, self.BATCH)
+        twice, _ = make_probes(m, (self.BATCH[0].repeat(2, 1), self.BATCH[1].repeat(2, 1)))
         a, b = once.measure(), twice.measure()
         for name in ("q", "k", "v", "o", "y", "hidden"):
             key = f"layers/1/grad_{name}"
             assert b[key] == pytest.approx(a[key], rel=1e-4) and a[key] > 0
         assert b["groups/mlp/grad"] == pytest.approx(2 * a["groups/mlp/grad"], rel=1e-4)
 
-    def test_o_is_orthogonal_to_its_gradient(self):
-        """The norm that follows ignores o's length, so its gradient has no part along it: an exact law."""
+    def test_the_output_o_is_orthogonal_to_its_gradient(self):
+        """The norm that follows ignores the length of o, so o's gradient has no part along o."""
         m = model(rms_norm_eps=1e-30)
-        seen = outputs_of(m.blocks[1].mixer)
+        seen = watch_outputs(m.blocks[1].mixer)
         m.loss(*self.BATCH).backward()
         (o,) = seen
         assert o.grad is not None
         along = (o * o.grad).sum(-1).abs() / (o.norm(dim=-1) * o.grad.norm(dim=-1)).clamp_min(1e-300)
         assert along.max() < 1e-9
 
-    def test_update_is_what_the_step_changed(self):
+    def test_update_probes_measure_what_the_step_changed(self):
         m = model()
-        probes, optimizer = probes_of(m, self.BATCH)
+        probes, optimizer = make_probes(m, self.BATCH)
         m.loss(*self.BATCH).backward()
         probes.before_step()
         before = {name: p.detach().clone() for name, p in m.named_parameters()}
         optimizer.step()
-        found = probes.measure()
+        values = probes.measure()
         changed, weight = defaultdict(float), defaultdict(float)
         for name, p in m.named_parameters():
             changed[group_of(name)] += float((p - before[name]).square().sum())
             weight[group_of(name)] += float(p.square().sum())
         for group, square in changed.items():
-            assert found[f"groups/{group}/update"] == pytest.approx(math.sqrt(square), rel=1e-5)
+            assert values[f"groups/{group}/update"] == pytest.approx(math.sqrt(square), rel=1e-5)
             share = math.sqrt(square / weight[group])
-            assert found[f"groups/{group}/fraction"] == pytest.approx(share, rel=1e-5)
+            assert values[f"groups/{group}/fraction"] == pytest.approx(share, rel=1e-5)
 
-    def test_sizes_memory_and_writes_against_the_layers_own_numbers(self):
+    def test_probes_of_gates_memory_and_sizes_match_the_layer(self):
         m = model(allow_neg_eigval=True)
-        probes, _ = probes_of(m, self.BATCH)
-        found = probes.measure()
-        mixer, given = m.blocks[0].mixer, []
-        mixer.register_forward_pre_hook(lambda _, x: given.append(x))
+        probes, _ = make_probes(m, self.BATCH)
+        values = probes.measure()
+        mixer, inputs = m.blocks[0].mixer, []
+        mixer.register_forward_pre_hook(lambda _, x: inputs.append(x))
         m(self.BATCH[0], use_cache=False)
-        x, sequences, *_ = given[0]
+        x, sequences, *_ = inputs[0]
         g, beta = mixer.gates(x, sequences)
-        assert found["layers/0/beta_mean"] == pytest.approx(float(beta.mean() / 2), rel=1e-4)
-        assert found["layers/0/beta_strong"] == pytest.approx(float((beta > 1).double().mean()))
-        assert found["layers/0/alpha_mean"] == pytest.approx(float(g.exp().mean()), rel=1e-4)
+        assert values["layers/0/beta_mean"] == pytest.approx(float(beta.mean() / 2), rel=1e-4)
+        assert values["layers/0/beta_strong"] == pytest.approx(float((beta > 1).double().mean()))
+        assert values["layers/0/alpha_mean"] == pytest.approx(float(g.exp().mean()), rel=1e-4)
         memory = (1 / (1 - g.exp().mean((0, 1)))).median()
-        assert found["layers/0/memory"] == pytest.approx(float(memory), rel=1e-4)
-        assert found["layers/0/hidden"] == pytest.approx(rms(m.embed(self.BATCH[0])), rel=1e-4)
+        assert values["layers/0/memory"] == pytest.approx(float(memory), rel=1e-4)
+        assert values["layers/0/hidden"] == pytest.approx(rms(m.embed(self.BATCH[0])), rel=1e-4)
         za = x @ mixer.a_proj.weight.T
-        assert found["layers/0/gate_decay_std"] == pytest.approx(float(za.std()), rel=1e-4)
+        assert values["layers/0/gate_decay_std"] == pytest.approx(float(za.std()), rel=1e-4)
 
-    def test_every_parameter_has_its_group(self):
+    def test_every_parameter_belongs_to_a_probe_group(self):
         m = model(attention_layers=[1], tie_word_embeddings=False)
         groups = {name: group_of(name) for name, _ in m.named_parameters()}
         assert set(groups.values()) == set(GROUPS) - {"residual"}
@@ -127,7 +122,7 @@ class TestFormulas:
 
 
 class TestTraining:
-    def test_is_the_same_to_the_last_bit_with_probes(self, data: Path, tmp_path: Path):
+    def test_probes_leave_training_unchanged_to_the_last_bit(self, data: Path, tmp_path: Path):
         for name, probing in (("with", "true"), ("without", "false")):
             train("run", "tiny", *keys(data, tmp_path / name, log__probes=probing))
         probed = [line.pop("probes", None) for line in read_metrics(tmp_path / "with")]
@@ -139,21 +134,20 @@ class TestTraining:
             row.pop("probes", None)
         assert kept == plain
 
-    def test_every_evaluation_has_them_with_the_last_update(self, data: Path, tmp_path: Path):
+    def test_every_evaluation_has_probes_with_the_last_update(self, data: Path, tmp_path: Path):
         train("run", "tiny", *keys(data, tmp_path / "run", log__probes="true", steps=8))
-        found = {
-            row["step"]: row["probes"] for row in read(tmp_path / "run" / "metrics.jsonl") if "probes" in row
-        }
-        assert set(found) == {6, 8}
-        for values in found.values():
+        rows = read(tmp_path / "run" / "metrics.jsonl")
+        probes = {row["step"]: row["probes"] for row in rows if "probes" in row}
+        assert set(probes) == {6, 8}
+        for values in probes.values():
             assert all(math.isfinite(v) for v in values.values())
             assert values["groups/main_proj/update"] > 0 and values["layers/1/grad_q"] > 0
 
-    def test_plot_draws_one_run_and_compares_several(self, data: Path, tmp_path: Path):
+    def test_plot_draws_probes_of_one_run_and_compares_several(self, data: Path, tmp_path: Path):
         runs = [tmp_path / str(width) for width in (16, 32)]
         for run in runs:
-            given = keys(data, run, log__probes="true", steps=6, model__width=run.name, sample__tokens=0)
-            train("run", "tiny", *given)
+            changes = {"log.probes": "true", "steps": 6, "model.width": run.name, "sample.tokens": 0}
+            train("run", "tiny", *keys(data, run, **changes))
         out = train("plot", runs[0])
         assert f"{runs[0] / 'probes.png'}" in out
         alone = (runs[0] / "probes.png").read_bytes()
@@ -161,24 +155,24 @@ class TestTraining:
         train("plot", *runs)
         assert (runs[0] / "probes.png").read_bytes() != alone
 
-    def test_a_figure_for_every_quantity_of_the_papers_appendices(self, data: Path, tmp_path: Path):
-        """Appendices C and D of arXiv:2606.04048, by what metrics.jsonl calls them; cosines by token."""
+    def test_probes_cover_every_quantity_of_the_papers_appendices(self, data: Path, tmp_path: Path):
+        """These are appendices C and D of arXiv:2606.04048, under their names in metrics.jsonl."""
         run = tmp_path / "run"
         train("run", "tiny", *keys(data, run, log__probes="true", steps=6, sample__tokens=0))
-        found = load_probes(RunFolder(run))
-        assert found is not None
+        probes = load_probes(RunFolder(run))
+        assert probes is not None
         drawn = {name for name, _ in PANELS}
         sizes, gradients = {"q", "k"}, {"grad_q", "grad_k", "grad_hidden"}
         gates = {"beta_mean", "beta_strong", "gate_decay_std", "gate_beta_std"}
         assert sizes | gradients | gates <= drawn and {name for name, _ in PLACES} == {"qk", "Sk"}
-        for layer in found.layers():
+        for layer in probes.layers():
             for name in drawn:
-                steps, values = found.over_steps(layer, name)
+                steps, values = probes.over_steps(layer, name)
                 assert steps == [6] and math.isfinite(values[0]), name
-            assert found.places(layer, "qk") == [0, 2, 4, 6, 8, 10, 12, 14, 15]
-            assert found.places(layer, "Sk") == [2, 4, 6, 8, 10, 12, 14]
+            assert probes.places(layer, "qk") == [0, 2, 4, 6, 8, 10, 12, 14, 15]
+            assert probes.places(layer, "Sk") == [2, 4, 6, 8, 10, 12, 14]
 
-    def test_plot_says_what_to_do_where_there_are_none(self, data: Path, tmp_path: Path):
+    def test_plotting_runs_without_probes_says_how_to_get_them(self, data: Path, tmp_path: Path):
         for name in "ab":
             train("run", "tiny", *keys(data, tmp_path / name, steps=2, sample__tokens=0))
         assert "probes.png" not in train("plot", tmp_path / "a")
@@ -186,8 +180,8 @@ class TestTraining:
         assert status == 2 and "train with log.probes=true" in err
 
 
-class _Linear(nn.Module):
-    """The short convolution without its SiLU."""
+class LinearConvolution(nn.Module):
+    """Computes the short convolution without its SiLU."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
@@ -200,9 +194,9 @@ class _Linear(nn.Module):
 
 
 class TestGradientExponents:
-    """Powers of width of gradients at initialization, for an upstream gradient of entries 1/d.
+    """Gradients at initialization are powers of width, for an upstream gradient of entries 1/d.
 
-    arXiv:2606.04048's section 4, whose learning rates follow from them.
+    The learning rates in section 4 of arXiv:2606.04048 follow from these powers.
     """
 
     THEORY = {  # noqa: RUF012
@@ -222,14 +216,14 @@ class TestGradientExponents:
         sizes = {"hidden_size": width, "base_width": 64, "num_hidden_layers": 1, "num_heads": 2}
         m = model(seed, torch.float32, **sizes, initializer_range=0.125, rms_norm_eps=1e-12)
         layer = m.blocks[0].mixer
-        seen = outputs_of(layer)
+        seen = watch_outputs(layer)
         if not silu:
-            layer.conv = _Linear(layer.conv.weight)
+            layer.conv = LinearConvolution(layer.conv.weight)
         generator = torch.Generator().manual_seed(seed)
         y = layer(torch.randn(4, 64, width, generator=generator), Sequences.rows(64, torch.device("cpu")))
         y.backward(torch.randn(y.shape, generator=generator) / width)
-        found = {name: rms(p.grad) for name, p in layer.named_parameters() if p.grad is not None}
-        return {**found, "o": rms(seen[0].grad * layer.scale)}
+        sizes = {name: rms(p.grad) for name, p in layer.named_parameters() if p.grad is not None}
+        return {**sizes, "o": rms(seen[0].grad * layer.scale)}
 
     @classmethod
     def slopes(cls, silu: bool) -> dict[str, Line]:
@@ -241,22 +235,22 @@ class TestGradientExponents:
                     sizes[name].append(math.log2(value))
         return {name: line(places, values) for name, values in sizes.items()}
 
-    def test_are_the_papers_without_silu(self):
-        found = self.slopes(silu=False)
+    def test_gradient_exponents_without_silu_are_the_papers(self):
+        fits = self.slopes(silu=False)
         for name, power in self.THEORY.items():
-            fit = found[name]
+            fit = fits[name]
             assert abs(fit.slope - power) < 0.1 + 2 * fit.stderr, (
                 f"{name}: {fit.slope:.2f} ± {fit.stderr:.2f}"
             )
-        # which of the two laws it is can be told, or the above would say nothing
+        # the errors are small enough to tell the two laws apart
         for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight", "b_proj.weight"):
-            assert found[name].stderr < 0.1
+            assert fits[name].stderr < 0.1
 
-    def test_silu_makes_those_of_queries_and_keys_smaller_than_the_paper_says(self):
-        """Its positive mean makes q.k = Theta(1): they begin between 1/d and d^-3/2; the others stay."""
-        found = self.slopes(silu=True)
+    def test_silu_lowers_the_gradient_exponents_of_queries_and_keys(self):
+        """The positive mean of SiLU makes q.k = Theta(1). Their gradients begin between 1/d and d^-3/2."""
+        fits = self.slopes(silu=True)
         for name in ("q_proj.weight", "k_proj.weight"):
-            fit = found[name]
+            fit = fits[name]
             assert -1.5 < fit.slope < -1.0 - 2 * fit.stderr, f"{name}: {fit.slope:.2f} ± {fit.stderr:.2f}"
-        assert abs(found["v_proj.weight"].slope + 1) < 0.1
-        assert abs(found["b_proj.weight"].slope + 0.5) < 0.15
+        assert abs(fits["v_proj.weight"].slope + 1) < 0.1
+        assert abs(fits["b_proj.weight"].slope + 0.5) < 0.15

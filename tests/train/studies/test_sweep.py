@@ -1,4 +1,4 @@
-"""Sweeps: what is tried, kills that lose nothing, optima with honest errors, and the transfer verdict."""
+"""Sweeps: which trials run, how they survive kills, how optima are fitted, and the verdict on transfer."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from delta_trn.train.studies.sweep.question import ARMS, Sweep, define, grid
 from delta_trn.train.studies.sweep.report import curve, reports, transfer
 from delta_trn.train.studies.sweep.results import Results
 from delta_trn.train.studies.sweep.runner import seconds_left
-from tests.support.tiny_run import prepare_data, run_command, start
+from tests.support.tiny_run import run_command, start
 
 AXES = {
     "widths": "16,32,64",
@@ -33,7 +33,7 @@ def sweep(**changes: str) -> Sweep:
 
 
 def losses(of: Sweep, best: dict[tuple[str, int], float], known: dict[str, float] | None = None) -> dict:
-    """Parabolas with their minima at log2 rate = best[parametrization, width]."""
+    """Returns losses on parabolas with minima at log2 rate = best[parametrization, width]."""
     return {
         t.key: 3 + 0.1 * (math.log2(t.lr) - best[t.series.parametrization, t.width]) ** 2 + 0.01 * t.seed
         for t in of.trials(known or {})
@@ -41,7 +41,7 @@ def losses(of: Sweep, best: dict[tuple[str, int], float], known: dict[str, float
 
 
 class TestDefinition:
-    def test_grid_reads_lists_and_ranges(self):
+    def test_a_learning_rate_grid_is_a_list_or_a_range(self):
         assert grid("lrs", "2**-3..2**-1") == [0.125, 0.25, 0.5]
         assert grid("lrs", "1e-3..1e-1:10") == pytest.approx([1e-3, 1e-2, 1e-1])
         assert grid("lrs", "0.3,0.1") == [0.1, 0.3]
@@ -51,8 +51,8 @@ class TestDefinition:
         with pytest.raises(UsageError, match="expected different positive rates"):
             grid("lrs", text)
 
-    def test_trials_are_every_combination_and_parametrizations_share_the_base_width(self):
-        """3 widths, 5 rates, 2 parametrizations, 2 seeds; at the base width both tables say the same."""
+    def test_trials_are_all_combinations_and_share_the_base_width(self):
+        """3 widths, 5 rates, 2 parametrizations and 2 seeds; both tables agree at the base width."""
         trials = sweep().trials({})
         assert len(trials) == len({t.key for t in trials}) == 50
         assert {t.config.parametrization for t in trials if t.width == 16} == {"sp"}
@@ -75,13 +75,13 @@ class TestDefinition:
         }
         assert len(others) == 4 and key() not in others
 
-    def test_every_axis_reaches_the_run(self):
+    def test_every_axis_of_a_sweep_reaches_the_configuration_of_its_runs(self):
         (t, *_) = sweep(optimizers="sgd", widths="32", lrs="0.5", seeds="7", steps="13").trials({})
         c = t.config
         assert (c.model.width, c.optimizer.name, c.optimizer.lr, c.seed, c.steps) == (32, "sgd", 0.5, 7, 13)
         assert c.optimizer.weight_decay == 0 and c.evaluation.every == 13
 
-    def test_arms_come_from_a_key_a_file_or_a_named_set(self, tmp_path: Path):
+    def test_arms_are_read_from_a_key_a_file_or_a_named_set(self, tmp_path: Path):
         of = sweep(arms="model.readout=sqrt_k,none", widths="32", parametrizations="mup")
         assert {(t.series.arm, t.config.model.readout) for t in of.trials({})} == {
             ("sqrt_k", "sqrt_k"),
@@ -94,14 +94,14 @@ class TestDefinition:
         of = sweep(arms="sgd_gates", optimizers="sgd", widths="32", parametrizations="mup")
         assert {t.config.parametrization for t in of.trials({})} == {"mup", "mup_aligned", "mup_original"}
 
-    def test_every_named_set_of_arms_makes_runs(self):
+    def test_every_named_set_of_arms_makes_valid_trials(self):
         for name in ARMS:
             optimizer = "sgd" if name == "sgd_gates" else "adamw"
             trials = sweep(arms=name, optimizers=optimizer, parametrizations="mup", widths="32").trials({})
             assert len(trials) == len(ARMS[name]) * 10, name
 
     @pytest.mark.parametrize(
-        ("given", "says"),
+        ("changes", "message"),
         [
             ({"widths": "0"}, "widths=0"),
             ({"widths": "16,16"}, "different whole numbers"),
@@ -118,12 +118,12 @@ class TestDefinition:
             ({"stepz": "3"}, "nearest known: steps"),
         ],
     )
-    def test_bad_input_is_refused_before_anything_runs(
-        self, given: dict[str, str], says: str, tmp_path: Path
+    def test_a_bad_sweep_is_refused_before_anything_runs(
+        self, changes: dict[str, str], message: str, tmp_path: Path
     ):
-        axes = {**AXES, **given, "out": str(tmp_path / "sweep")}
+        axes = {**AXES, **changes, "out": str(tmp_path / "sweep")}
         status, _, err = run_command("sweep", "tiny", *(f"{key}={value}" for key, value in axes.items()))
-        assert status == 2 and says in err
+        assert status == 2 and message in err
         assert not (tmp_path / "sweep").exists()
 
     def test_a_sweep_without_learning_rates_is_refused(self):
@@ -173,17 +173,17 @@ class TestFits:
         inside = 0
         for _ in range(300):
             y = 0.1 * (x - 0.3) ** 2 + 0.05 * np.array(seeds) + 0.02 * rng.normal(size=10)
-            found = optimum(x.tolist(), y.tolist(), seeds)
-            inside += found is not None and found.low <= 0.3 <= found.high
-        # 95% of 300, less three standard deviations of 3.8; the larger of two variances covers more
+            fit = optimum(x.tolist(), y.tolist(), seeds)
+            inside += fit is not None and fit.low <= 0.3 <= fit.high
+        # 95% of 300, less three standard deviations of 3.8
         assert inside >= 274
 
     def test_misfit_of_the_parabola_widens_the_interval_of_an_optimum(self):
-        """Repetitions agree to 1e-6, and yet the minimum of |x - 0.3| is not known to 1e-6."""
+        """Repetitions agree to 1e-6, but a parabola does not find the minimum of |x - 0.3| to 1e-6."""
         x, seeds = [float(i) for i in range(-2, 3) for _ in range(2)], [0, 1] * 5
         y = [abs(a - 0.3) + 1e-6 * s for a, s in zip(x, seeds, strict=True)]
-        found = optimum(x, y, seeds)
-        assert found is not None and found.high - found.low > 0.5
+        fit = optimum(x, y, seeds)
+        assert fit is not None and fit.high - fit.low > 0.5
 
     def test_a_curve_without_a_minimum_has_no_optimum(self):
         x = [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -195,28 +195,30 @@ class TestFits:
         rng = np.random.default_rng(0)
         within, finite, alone, draws = 0, 0, 0, 200
         for _ in range(draws):
-            x, y, seeds, scales = moving(lambda scale: 0.1, -0.5, noise=0.2 * rng.normal(size=30))
-            found, one = drift(x, y, seeds, scales), optimum(x[:10], y[:10], seeds[:10])
-            within += found is None or found.low <= -0.5 <= found.high
-            finite += found is not None and math.isfinite(found.stderr)
-            alone += one is not None and math.isfinite(one.stderr)
+            x, y, seeds, scales = make_parabolas(lambda scale: 0.1, -0.5, noise=0.2 * rng.normal(size=30))
+            joint, single = drift(x, y, seeds, scales), optimum(x[:10], y[:10], seeds[:10])
+            within += joint is None or joint.low <= -0.5 <= joint.high
+            finite += joint is not None and math.isfinite(joint.stderr)
+            alone += single is not None and math.isfinite(single.stderr)
         # 95% of 200, less three standard deviations of 3.1
         assert within >= 181 and finite > 1.5 * alone
 
     def test_curvatures_that_differ_widen_the_interval_of_a_drift(self):
-        alike = drift(*moving(lambda scale: 0.2, -0.5))
-        differ = drift(*moving(lambda scale: 0.05 + 0.15 * scale, -0.5))
+        alike = drift(*make_parabolas(lambda scale: 0.2, -0.5))
+        differ = drift(*make_parabolas(lambda scale: 0.05 + 0.15 * scale, -0.5))
         assert alike is not None and differ is not None
         assert alike.slope == pytest.approx(-0.5, abs=1e-6) and alike.high - alike.low < 1e-6
         assert differ.high - differ.low > 0.1
 
     def test_a_single_scale_has_no_drift(self):
-        x, y, seeds, _ = moving(lambda scale: 0.1, 0.0)
+        x, y, seeds, _ = make_parabolas(lambda scale: 0.1, 0.0)
         assert drift(x[:10], y[:10], seeds[:10], [0.0] * 10) is None
 
 
-def moving(curvature, slope: float, noise=0.0) -> tuple[list[float], list[float], list[int], list[float]]:
-    """x, y, seed and scale of three parabolas, five rates and two seeds each."""
+def make_parabolas(
+    curvature, slope: float, noise=0.0
+) -> tuple[list[float], list[float], list[int], list[float]]:
+    """Returns x, y, seed and scale of three parabolas, each with five rates and two seeds."""
     rows = [(x, seed, scale) for scale in (0.0, 1.0, 2.0) for x in np.arange(-2.0, 3.0) for seed in (0, 1)]
     y = [curvature(scale) * (x - slope * scale) ** 2 + 0.1 * seed * scale for x, seed, scale in rows]
     xs, seeds, scales = zip(*rows, strict=True)
@@ -227,31 +229,31 @@ class TestVerdict:
     @staticmethod
     def curves(optima: list[float], noise: float = 0.002) -> list:
         rng = np.random.default_rng(1)
-        found = []
+        curves = []
         for width, best in zip((64, 128, 256), optima, strict=True):
             points = [
                 (x, 3 + 0.1 * (x - best) ** 2 + noise * float(rng.normal()), seed)
                 for x in np.arange(-9.0, -3.0)
                 for seed in (0, 1)
             ]
-            found.append(curve(width, points))
-        return found
+            curves.append(curve(width, points))
+        return curves
 
-    def test_an_optimum_that_stays_transfers(self):
-        found = transfer(self.curves([-6.2, -6.2, -6.2]))
-        assert found is not None and found.verdict.startswith("transfers")
-        assert found.low <= 0 <= found.high
+    def test_an_optimum_that_stays_at_one_rate_transfers(self):
+        result = transfer(self.curves([-6.2, -6.2, -6.2]))
+        assert result is not None and result.verdict.startswith("transfers")
+        assert result.low <= 0 <= result.high
 
-    def test_an_optimum_that_halves_with_every_doubling_moves(self):
-        found = transfer(self.curves([-5.2, -6.2, -7.2]))
-        assert found is not None and found.verdict == "moves"
-        assert found.octaves == pytest.approx(-1, abs=0.1)
-        # 0.1 nats an octave squared, two octaves off
-        assert found.cost[256] == pytest.approx(0.4, rel=0.2)
+    def test_an_optimum_that_halves_per_doubling_of_width_moves(self):
+        result = transfer(self.curves([-5.2, -6.2, -7.2]))
+        assert result is not None and result.verdict == "moves"
+        assert result.octaves == pytest.approx(-1, abs=0.1)
+        # 0.1 nats per octave squared, two octaves off
+        assert result.cost[256] == pytest.approx(0.4, rel=0.2)
 
     def test_noise_leaves_the_transfer_undecided(self):
-        found = transfer(self.curves([-6.2, -6.2, -6.2], noise=0.15))
-        assert found is None or found.verdict == "undecided"
+        result = transfer(self.curves([-6.2, -6.2, -6.2], noise=0.15))
+        assert result is None or result.verdict == "undecided"
 
     def test_a_best_rate_at_an_end_is_no_optimum(self):
         (low, high, _) = self.curves([-12, 0, -6.2])
@@ -261,8 +263,8 @@ class TestVerdict:
 
     def test_diverged_trials_do_not_enter_the_fit(self):
         points = [(x, math.inf if x > -5 else 3 + (x + 6.2) ** 2, 0) for x in np.arange(-9.0, -3.0)]
-        found = curve(64, points)
-        assert found.fit is not None and found.fit.at == pytest.approx(-6.2, abs=1e-6)
+        fit = curve(64, points).fit
+        assert fit is not None and fit.at == pytest.approx(-6.2, abs=1e-6)
 
     def test_report_groups_series_and_shares_the_base_width(self):
         of = sweep()
@@ -293,13 +295,8 @@ def test_time_left_is_the_median_time_of_finished_trials_times_the_open_ones():
     assert seconds_left(trials, {}, 2) is None
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_data(tmp_path_factory.mktemp("sweep"))
-
-
 def arguments(data: Path, out: Path, **changes: object) -> list[str]:
-    given = {
+    values = {
         "widths": "16",
         "lrs": "2**-7..2**-6",
         "seeds": 0,
@@ -314,10 +311,10 @@ def arguments(data: Path, out: Path, **changes: object) -> list[str]:
         "out": out,
         **{name.replace("__", "."): value for name, value in changes.items()},
     }
-    return ["sweep", "tiny", *(f"{key}={value}" for key, value in given.items())]
+    return ["sweep", "tiny", *(f"{key}={value}" for key, value in values.items())]
 
 
-def measured(out: Path) -> dict[str, float]:
+def read_losses(out: Path) -> dict[str, float]:
     return {key: result["loss"] for key, result in Results(out).read().items()}
 
 
@@ -327,19 +324,19 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_results(data: Path, tmp
     assert status == 0, err
     assert "2/2" in text and (whole / "sweep.png").exists() and (whole / "report.json").exists()
     wait = random.Random(0)
-    said: dict[str, float] = {}
+    recorded: dict[str, float] = {}
     for _ in range(2):
         process = start(arguments(data, killed), tmp_path / "log")
         # from before the first trial has begun to after it has ended
         process.join(wait.uniform(1.0, 6.0))
         process.kill()
         process.join()
-        assert said.items() <= measured(killed).items(), "a result was lost"
-        said = measured(killed)
-        time.sleep(0.3)  # its trials see that it is gone, and let go of their folders
+        assert recorded.items() <= read_losses(killed).items(), "a result was lost"
+        recorded = read_losses(killed)
+        time.sleep(0.3)  # its trials notice that it is gone, and release their folders
     status, _, err = run_command(*arguments(data, killed))
     assert status == 0, err
-    assert measured(killed) == measured(whole)
+    assert read_losses(killed) == read_losses(whole)
     assert not list(killed.glob("trials/*/checkpoints"))
 
 
@@ -355,13 +352,13 @@ def test_a_sweep_asked_to_stop_saves_checkpoints_and_says_how_to_continue(data: 
     process.join(60)
     assert process.exitcode == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
     assert "the same command continues" in (tmp_path / "log").read_text()
-    assert measured(out) == {} and list(out.glob("trials/*/checkpoints/step-*"))
+    assert read_losses(out) == {} and list(out.glob("trials/*/checkpoints/step-*"))
 
 
 def test_a_diverged_trial_is_a_result_and_a_trial_that_fails_is_reported(data: Path, tmp_path: Path):
     out = tmp_path / "diverges"
-    given = {"optimizers": "sgd", "lrs": "1e30", "optimizer.clip": "none", "steps": 20}
-    status, text, err = run_command(*arguments(data, out, **given))
+    changes = {"optimizers": "sgd", "lrs": "1e30", "optimizer.clip": "none", "steps": 20}
+    status, text, err = run_command(*arguments(data, out, **changes))
     assert status == 0, err
     (result,) = Results(out).read().values()
     assert result["loss"] is None and "step" in result["diverged"] and "diverged" in text

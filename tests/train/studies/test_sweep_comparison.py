@@ -1,4 +1,4 @@
-"""Comparisons of arms, each at its own best rate; and the questions that take one command each."""
+"""Arms are compared at their own best rates, and each named question takes one command."""
 
 import math
 
@@ -13,15 +13,15 @@ from delta_trn.train.studies.sweep.output import draw_comparison
 from delta_trn.train.studies.sweep.question import ARMS, QUESTIONS, Sweep, define
 from delta_trn.train.studies.sweep.report import reports
 
-ARM_FILE_KEYS = {"widths": "16,64", "lrs": "2**-8..2**-6", "seeds": "0,1", "refine": "0"}
+AXES = {"widths": "16,64", "lrs": "2**-8..2**-6", "seeds": "0,1", "refine": "0"}
 
 
 def sweep(**changes: str) -> Sweep:
-    return define("tiny", {**ARM_FILE_KEYS, "arms": "model.readout=sqrt_k,none", **changes})
+    return define("tiny", {**AXES, "arms": "model.readout=sqrt_k,none", **changes})
 
 
 def comparison(of: Sweep, best: dict[tuple[str, int], float], level: dict[str, float]) -> list[Compared]:
-    """Parabolas with minima at log2 rate best[arm, width], level[arm] high; seed 1 lies 0.2 above seed 0."""
+    """Compares parabolas with minima level[arm] at log2 rate best[arm, width]; seed 1 lies 0.2 higher."""
     results = {}
     for t in of.trials({}):
         arm = t.series.arm or t.series.parametrization
@@ -42,12 +42,11 @@ def test_every_arm_is_compared_at_its_own_best_rate(tmp_path):
     ]  # fmt: skip
     for row in rows:
         level = 4.0 if row.arm == "sqrt_k" else 4.1
-        assert row.losses == pytest.approx({0: level, 1: level + 0.2}) and row.mean == pytest.approx(
-            level + 0.1
-        )
+        assert row.losses == pytest.approx({0: level, 1: level + 0.2})
+        assert row.mean == pytest.approx(level + 0.1)
         assert row.deviation == pytest.approx(math.sqrt(0.02)) and row.parameters == 1200
     assert [r.at_an_end for r in rows] == [False, True, False, True]
-    # what the narrowest's rate costs: nothing where the optimum stays, 0.1 * 2^2 where it moves two octaves
+    # the narrowest width's rate costs nothing where the optimum stays, and 0.1 * 2^2 two octaves away
     assert rows[0].carried is None and rows[1].carried is None
     assert rows[2].carried == rows[2].losses
     assert rows[3].carried == pytest.approx({0: 4.5, 1: 4.7})
@@ -73,26 +72,25 @@ def test_a_diverged_arm_ranks_last_and_has_no_spread(tmp_path):
 
 
 def test_comparison_names_the_parametrization_and_the_optimizer_where_they_differ():
-    of = define("tiny", {**ARM_FILE_KEYS, "parametrizations": "sp,mup", "optimizers": "adamw,sgd"})
+    of = define("tiny", {**AXES, "parametrizations": "sp,mup", "optimizers": "adamw,sgd"})
     best = {(name, width): -7.0 for name in ("sp", "mup") for width in (16, 64)}
     rows = comparison(of, best, {"sp": 4.0, "mup": 4.0})
     assert {r.arm for r in rows} == {"sp adamw", "sp sgd", "mup adamw", "mup sgd"}
 
 
 def test_a_single_series_gives_no_comparison():
-    of = define("tiny", ARM_FILE_KEYS)
+    of = define("tiny", AXES)
     assert comparison(of, {("mup", 16): -7.0, ("mup", 64): -7.0}, {"mup": 4.0}) == []
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_question_takes_at_most_fifteen_minutes(name: str):
-    """A run takes 20 s at width 64 and 60 s at others; there are two cores. Residuals may take 30 minutes."""
+    """A run takes 20 s at width 64 and 60 s at others, on two cores. Residuals may take 30 minutes."""
     question = QUESTIONS[name]
     trials = define(question.recipe, question.axes).trials({})
     assert {t.series.arm for t in trials} <= {arm.name for arm in ARMS[name]}
-    assert (
-        sum(20 if t.width == 64 else 60 for t in trials) / 2 <= (30 if name == "ddl_residuals" else 15) * 60
-    )
+    seconds = sum(20 if t.width == 64 else 60 for t in trials) / 2
+    assert seconds <= (30 if name == "ddl_residuals" else 15) * 60
     assert all(len({t.seed for t in trials if t.width == width}) > 1 for width in {t.width for t in trials})
 
 

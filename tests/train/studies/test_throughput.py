@@ -1,4 +1,4 @@
-"""`python -m train throughput`: a step beside the same model with a peer's operator."""
+"""`python -m train throughput` times a step, and the same model with a peer's operator."""
 
 import json
 from dataclasses import replace
@@ -8,6 +8,7 @@ import torch
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.bench.peers import PEERS
+from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.studies import throughput
@@ -22,12 +23,12 @@ def workload() -> Workload:
     return Workload(apply(recipe("tiny"), TINY))
 
 
-def replaced(name, rule):
+def replace_peer(name, rule):
     peer = PEERS[name]
     return {**PEERS, name: replace(peer, devices=("cpu",), load=lambda: rule)}
 
 
-def test_it_prints_and_writes_what_it_measured(tmp_path):
+def test_throughput_prints_and_writes_tokens_per_second_and_shares(tmp_path):
     file = tmp_path / "throughput.jsonl"
     keys = [f"{key}={value}" for key, value in TINY.items()]
     status, out, err = run_command(
@@ -43,21 +44,21 @@ def test_it_prints_and_writes_what_it_measured(tmp_path):
     assert {"commit", "torch", "device", "recipe", "width"} <= set(ours)
 
 
-def test_every_part_of_a_step_is_found(workload):
-    found = shares(workload)
-    assert set(found) >= set(PARTS) - {"delta residual"}
-    assert found[REST] < 0.5
+def test_the_profile_of_a_step_covers_every_part(workload):
+    by_part = shares(workload)
+    assert set(by_part) >= set(PARTS) - {"delta residual"}
+    assert by_part[REST] < 0.5
 
 
-def test_a_peer_runs_in_the_layers_and_only_where_asked(workload):
+def test_a_peers_operator_replaces_ours_only_where_requested(workload):
     called = []
 
-    def counting(*tensors, **told):
-        called.append(told["use_gate_in_kernel"])
-        return gated_delta_rule(*tensors, **told)
+    def counting(*tensors, **options):
+        called.append(options["use_gate_in_kernel"])
+        return gated_delta_rule(*tensors, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(throughput, "PEERS", replaced("hf", counting))
+        patch.setattr(throughput, "PEERS", replace_peer("hf", counting))
         with operator_of(workload.model, "hf"):
             workload.loss_of(OURS)
         layers = workload.model.config.num_hidden_layers
@@ -66,26 +67,24 @@ def test_a_peer_runs_in_the_layers_and_only_where_asked(workload):
         assert len(called) == layers
 
 
-def test_a_peer_that_computes_something_else_is_not_timed(workload, monkeypatch):
-    def wrong(*tensors, **told):
-        o, state = gated_delta_rule(*tensors, **told)
+def test_a_peer_with_another_loss_is_not_timed(workload, monkeypatch):
+    def wrong(*tensors, **options):
+        o, state = gated_delta_rule(*tensors, **options)
         return o.roll(1, dims=1), state
 
-    monkeypatch.setattr(throughput, "PEERS", replaced("hf", wrong))
+    monkeypatch.setattr(throughput, "PEERS", replace_peer("hf", wrong))
     with pytest.raises(throughput.TrainError, match="not timed: with hf's operator the loss is"):
         measure(workload, ("hf",), 2)
 
 
-def test_a_red_parity_is_not_timed(workload, monkeypatch):
-    from delta_trn.backends.gated_delta_rule import chunked
-
-    right = chunked.log_decay_gradient
-    monkeypatch.setattr(chunked, "log_decay_gradient", lambda *given: 1.01 * right(*given))
+def test_throughput_is_not_timed_while_parity_fails(workload, monkeypatch):
+    correct = chunked.log_decay_gradient
+    monkeypatch.setattr(chunked, "log_decay_gradient", lambda *tensors: 1.01 * correct(*tensors))
     with pytest.raises(throughput.TrainError, match="parity is red"):
         throughput.require_parity(workload)
 
 
-def test_timing_leaves_the_weights_as_they_were(workload):
+def test_timing_leaves_the_weights_unchanged(workload):
     before = {name: x.clone() for name, x in workload.model.state_dict().items()}
     workload(OURS)
     assert all(torch.equal(x, before[name]) for name, x in workload.model.state_dict().items())
@@ -98,7 +97,7 @@ def test_timing_leaves_the_weights_as_they_were(workload):
         (["--peer", "fla"], "peer fla: "),
     ],
 )
-def test_what_cannot_be_measured_is_said(arguments, message):
+def test_impossible_throughput_arguments_are_refused(arguments, message):
     keys = [f"{key}={value}" for key, value in TINY.items()]
     status, _, err = run_command("throughput", "tiny", *keys, *arguments)
     assert status == 2 and message in err
