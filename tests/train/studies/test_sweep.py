@@ -32,11 +32,11 @@ def sweep(**changes: str) -> Sweep:
     return define("tiny", {**AXES, **{name.replace("__", "."): value for name, value in changes.items()}})
 
 
-def losses(of: Sweep, best: dict[tuple[str, int], float], known: dict[str, float] | None = None) -> dict:
+def losses(study: Sweep, best: dict[tuple[str, int], float], known: dict[str, float] | None = None) -> dict:
     """Returns losses on parabolas with minima at log2 rate = best[parametrization, width]."""
     return {
         t.key: 3 + 0.1 * (math.log2(t.lr) - best[t.series.parametrization, t.width]) ** 2 + 0.01 * t.seed
-        for t in of.trials(known or {})
+        for t in study.trials(known or {})
     }
 
 
@@ -82,17 +82,20 @@ class TestDefinition:
         assert c.optimizer.weight_decay == 0 and c.evaluation.every == 13
 
     def test_arms_are_read_from_a_key_a_file_or_a_named_set(self, tmp_path: Path):
-        of = sweep(arms="model.readout=sqrt_k,none", widths="32", parametrizations="mup")
-        assert {(t.series.arm, t.config.model.readout) for t in of.trials({})} == {
+        study = sweep(arms="model.readout=sqrt_k,none", widths="32", parametrizations="mup")
+        assert {(t.series.arm, t.config.model.readout) for t in study.trials({})} == {
             ("sqrt_k", "sqrt_k"),
             ("none", "none"),
         }
         file = tmp_path / "arms.json"
         file.write_text(json.dumps({"deep": {"model.layers": 3}, "shallow": {"model.layers": "1"}}))
-        of = sweep(arms=str(file), widths="32", parametrizations="mup")
-        assert {(t.series.arm, t.config.model.layers) for t in of.trials({})} == {("deep", 3), ("shallow", 1)}
-        of = sweep(arms="sgd_gates", optimizers="sgd", widths="32", parametrizations="mup")
-        assert {t.config.parametrization for t in of.trials({})} == {"mup", "mup_aligned", "mup_original"}
+        study = sweep(arms=str(file), widths="32", parametrizations="mup")
+        assert {(t.series.arm, t.config.model.layers) for t in study.trials({})} == {
+            ("deep", 3),
+            ("shallow", 1),
+        }
+        study = sweep(arms="sgd_gates", optimizers="sgd", widths="32", parametrizations="mup")
+        assert {t.config.parametrization for t in study.trials({})} == {"mup", "mup_aligned", "mup_original"}
 
     def test_every_named_set_of_arms_makes_valid_trials(self):
         for name in ARMS:
@@ -133,11 +136,11 @@ class TestDefinition:
 
 class TestRefinement:
     def added_rates(self, best: float) -> list[float]:
-        of = sweep(refine="1", widths="32", parametrizations="mup")
+        study = sweep(refine="1", widths="32", parametrizations="mup")
         grid_only = sweep(widths="32", parametrizations="mup")
         known = losses(grid_only, {("mup", 32): best})
         before = {t.lr for t in grid_only.trials({})}
-        return sorted(math.log2(t.lr) for t in of.trials(known) if t.lr not in before and t.seed == 0)
+        return sorted(math.log2(t.lr) for t in study.trials(known) if t.lr not in before and t.seed == 0)
 
     def test_refinement_adds_rates_beside_the_best(self):
         assert self.added_rates(-6.1) == [-6.5, -5.5]
@@ -146,15 +149,15 @@ class TestRefinement:
         assert self.added_rates(-12) == [-9] and self.added_rates(1) == [-3]
 
     def test_refinement_waits_until_all_seeds_are_known(self):
-        of = sweep(refine="1", widths="32", parametrizations="mup")
-        known = losses(of, {("mup", 32): -6.1})
+        study = sweep(refine="1", widths="32", parametrizations="mup")
+        known = losses(study, {("mup", 32): -6.1})
         known.popitem()
-        assert len(of.trials(known)) == 10
+        assert len(study.trials(known)) == 10
 
     def test_refinement_goes_below_rates_that_all_diverge(self):
-        of = sweep(refine="1", widths="32", parametrizations="mup")
-        known = dict.fromkeys((t.key for t in of.trials({})), math.inf)
-        assert sorted({math.log2(t.lr) for t in of.trials(known)})[:2] == [-10, -9]
+        study = sweep(refine="1", widths="32", parametrizations="mup")
+        known = dict.fromkeys((t.key for t in study.trials({})), math.inf)
+        assert sorted({math.log2(t.lr) for t in study.trials(known)})[:2] == [-10, -9]
 
 
 class TestFits:
@@ -267,11 +270,11 @@ class TestVerdict:
         assert fit is not None and fit.at == pytest.approx(-6.2, abs=1e-6)
 
     def test_report_groups_series_and_shares_the_base_width(self):
-        of = sweep()
+        study = sweep()
         best = {("mup", w): -6.0 for w in (16, 32, 64)}
         best |= {("sp", w): -6.0 - math.log2(w / 16) for w in (16, 32, 64)}
-        results = {k: {"key": k, "loss": v} for k, v in losses(of, best).items()}
-        mup, sp = reports(of, results)
+        results = {k: {"key": k, "loss": v} for k, v in losses(study, best).items()}
+        mup, sp = reports(study, results)
         assert mup.curves[0] == sp.curves[0] and (mup.done, mup.wanted) == (30, 30)
         assert mup.transfer is not None and mup.transfer.octaves == pytest.approx(0, abs=0.02)
 

@@ -20,15 +20,15 @@ def sweep(**changes: str) -> Sweep:
     return define("tiny", {**AXES, "arms": "model.readout=sqrt_k,none", **changes})
 
 
-def comparison(of: Sweep, best: dict[tuple[str, int], float], level: dict[str, float]) -> list[Compared]:
+def comparison(study: Sweep, best: dict[tuple[str, int], float], level: dict[str, float]) -> list[Compared]:
     """Compares parabolas with minima level[arm] at log2 rate best[arm, width]; seed 1 lies 0.2 higher."""
     results = {}
-    for t in of.trials({}):
+    for t in study.trials({}):
         arm = t.series.arm or t.series.parametrization
         x, low = math.log2(t.lr), best[arm, t.width]
         loss = level[arm] + 0.1 * (x - low) ** 2 + 0.2 * t.seed
         results[t.key] = {"key": t.key, "loss": None if math.isinf(loss) else loss, "parameters": 1200}
-    return compare(reports(of, results))
+    return compare(reports(study, results))
 
 
 BEST = {("sqrt_k", 16): -7.0, ("sqrt_k", 64): -7.0, ("none", 16): -8.0, ("none", 64): -6.0}
@@ -72,15 +72,15 @@ def test_a_diverged_arm_ranks_last_and_has_no_spread(tmp_path):
 
 
 def test_comparison_names_the_parametrization_and_the_optimizer_where_they_differ():
-    of = define("tiny", {**AXES, "parametrizations": "sp,mup", "optimizers": "adamw,sgd"})
+    study = define("tiny", {**AXES, "parametrizations": "sp,mup", "optimizers": "adamw,sgd"})
     best = {(name, width): -7.0 for name in ("sp", "mup") for width in (16, 64)}
-    rows = comparison(of, best, {"sp": 4.0, "mup": 4.0})
+    rows = comparison(study, best, {"sp": 4.0, "mup": 4.0})
     assert {r.arm for r in rows} == {"sp adamw", "sp sgd", "mup adamw", "mup sgd"}
 
 
 def test_a_single_series_gives_no_comparison():
-    of = define("tiny", AXES)
-    assert comparison(of, {("mup", 16): -7.0, ("mup", 64): -7.0}, {"mup": 4.0}) == []
+    study = define("tiny", AXES)
+    assert comparison(study, {("mup", 16): -7.0, ("mup", 64): -7.0}, {"mup": 4.0}) == []
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
