@@ -1,4 +1,4 @@
-"""Every backend of this machine is within the criterion over the whole grid; and the judge can say no."""
+"""Every backend of this machine meets parity's criterion on the whole grid, and planted faults do not."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def tensors_of(case):
 
 
 def test_backend_agrees_with_the_judge(subject, case, dtype, poison):
-    """All tensors of a case at once: the judge is the costly part, and is asked once."""
+    """Compares all tensors of a case in one test, because the judge is the costly part."""
     judged = verdicts(case, dtype, subject.backend, subject.device)
     assert [verdict.tensor for verdict in judged] == tensors_of(case)
     failures = [str(verdict) for verdict in parity.worst_first(judged) if not verdict.passed]
@@ -74,17 +74,17 @@ def test_backend_agrees_with_the_judge(subject, case, dtype, poison):
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_turns_parity_red(fault, monkeypatch):
     def verdict():
-        found = verdicts(BY_NAME[fault.case], torch.float32, "chunked")
-        return next(verdict for verdict in found if verdict.tensor == fault.tensor)
+        judged = verdicts(BY_NAME[fault.case], torch.float32, "chunked")
+        return next(verdict for verdict in judged if verdict.tensor == fault.tensor)
 
     assert verdict().passed, f"without the fault: {verdict()}"
     monkeypatch.setattr(chunked, fault.function, fault.mistake)
     assert not verdict().passed, f"with it: {verdict()}"
-    assert verdict().ratio > 5.0, "a fault of this kind is not a matter of rounding"
+    assert verdict().ratio > 5.0, "the fault is no larger than rounding"
 
 
 def test_bfloat16_parity_cannot_see_a_state_kept_in_bfloat16(monkeypatch):
-    """Why the grid runs in float32 too."""
+    """This is why the grid runs in float32 too."""
     fault = FAULTS["state in bfloat16"]
     monkeypatch.setattr(chunked, fault.function, fault.mistake)
     assert all(verdict.passed for verdict in verdicts(BY_NAME["carry"], torch.bfloat16, "chunked"))
@@ -97,7 +97,7 @@ def test_every_case_has_its_own_name_and_reason():
     assert len({case.reason for case in CASES}) == len(CASES)
 
 
-def test_the_grid_has_the_hard_inputs():
+def test_the_grid_of_the_rule_has_the_hard_inputs():
     sizes = {(case.K, case.V) for case in CASES}
     assert {K for K, _ in sizes} >= {32, 64, 96, 128, 192, 256} and max(V for _, V in sizes) == 512
     assert {case.T for case in CASES} >= {1, 2, 3, 63, 64, 65, 129, 2048, 65536}
@@ -111,7 +111,7 @@ def test_the_grid_has_the_hard_inputs():
     assert {case.norm for case in CASES} == {"unit", "random", "tiny", "huge", "zero"}
 
 
-def test_inputs_have_the_properties_that_the_case_names():
+def test_inputs_have_the_properties_that_their_cases_name():
     strong = inputs(BY_NAME["forget"], torch.float32)
     assert (strong.g == -20).all()
     equal = inputs(BY_NAME["collide"], torch.float32)
@@ -127,11 +127,11 @@ def test_inputs_have_the_properties_that_the_case_names():
     assert (zero.k.norm(dim=-1) == 0).any() and not (zero.k.norm(dim=-1) == 0).all()
     for case in CASES:
         if case.tags & SMALL:
-            given = inputs(case, torch.bfloat16)
-            assert given.q.dtype == given.v.dtype == given.beta.dtype == torch.bfloat16
+            x = inputs(case, torch.bfloat16)
+            assert x.q.dtype == x.v.dtype == x.beta.dtype == torch.bfloat16
             beta_max = 0.0 if case.gates is None else 2.0 if case.reflect else 1.0
-            g, beta = make_gates(given.g, given.beta, given.A_log, given.dt_bias, beta_max)
-            assert given.g.dtype == torch.float32 and (g <= 0).all()
+            g, beta = make_gates(x.g, x.beta, x.A_log, x.dt_bias, beta_max)
+            assert x.g.dtype == torch.float32 and (g <= 0).all()
             assert ((beta >= 0) & (beta <= 2)).all()
 
 
@@ -144,18 +144,18 @@ def test_inputs_have_the_properties_that_the_case_names():
     ],
 )
 def test_inputs_are_the_same_on_every_machine(name, dtype, digest):
-    """The fingerprints that goldens carry. Changing an input makes every recorded golden void: see to it."""
+    """Goldens carry these digests: whoever changes an input must record every golden again."""
     assert inputs(BY_NAME[name], dtype).digest()[:16] == digest
 
 
-def test_the_digest_sees_every_tensor():
-    given = inputs(BY_NAME["packed_empty"], torch.float32)
-    digests = {given.digest()}
-    for name, x in given.tensors().items():
+def test_the_digest_of_inputs_depends_on_every_tensor():
+    original = inputs(BY_NAME["packed_empty"], torch.float32)
+    digests = {original.digest()}
+    for name, x in original.tensors().items():
         changed = x.clone()
         changed.view(-1)[-1] += 1
-        digests.add(type(given)(**{**vars(given), name: changed}).digest())
-    assert len(digests) == 1 + len(given.tensors())
+        digests.add(replace(original, **{name: changed}).digest())
+    assert len(digests) == 1 + len(original.tensors())
 
 
 def test_unknown_cases_are_refused_with_the_list():
@@ -163,7 +163,7 @@ def test_unknown_cases_are_refused_with_the_list():
         select(["seem_65"])
 
 
-def test_nan_never_passes():
+def test_nan_and_infinity_never_pass():
     nan = float("nan")
     assert math.isnan(error(torch.tensor([1.0, nan]), torch.ones(2)))
     assert math.isnan(error(torch.tensor([0.0, nan]), torch.zeros(2)))
@@ -178,50 +178,50 @@ def test_only_zero_passes_where_the_judge_is_zero():
     zero = torch.zeros(3)
     assert error(zero, zero) == 0.0
     assert error(torch.full((3,), 1e-30), zero) == math.inf
-    right = reference(BY_NAME["final_only"], torch.float32)
-    outcome = dict(right.judge)
-    assert not right.judge["dq"].any()
-    assert all(verdict.passed for verdict in right.verdicts("judge", outcome))
+    expected = reference(BY_NAME["final_only"], torch.float32)
+    outcome = dict(expected.judge)
+    assert not outcome["dq"].any()
+    assert all(verdict.passed for verdict in expected.verdicts("judge", outcome))
     outcome["dq"] = torch.full_like(outcome["dq"], 1e-12)
-    assert [verdict.tensor for verdict in right.verdicts("judge", outcome) if not verdict.passed] == ["dq"]
+    assert [verdict.tensor for verdict in expected.verdicts("judge", outcome) if not verdict.passed] == ["dq"]
 
 
 def test_a_missing_or_misshapen_tensor_is_refused():
-    right = reference(BY_NAME["one"], torch.float32)
+    expected = reference(BY_NAME["one"], torch.float32)
     with pytest.raises(ValueError, match="b gave no dg, dq for case one"):
-        right.verdicts("b", {name: x for name, x in right.judge.items() if name not in ("dq", "dg")})
+        expected.verdicts("b", {name: x for name, x in expected.judge.items() if name not in ("dq", "dg")})
     with pytest.raises(ValueError, match="differs from the judge's"):
         error(torch.zeros(1, 3), torch.zeros(3))
 
 
-def test_the_criterion_is_the_documented_one():
+def test_parity_allows_twice_the_baselines_error_or_the_floor():
     assert FACTOR == 2.0
     case = BY_NAME["seam_65"]
     single = floor(terms(case), torch.float32)
     assert single == pytest.approx(math.sqrt(32 + 32 + 64) * 2**-24)
     assert floor(terms(case), torch.bfloat16) == pytest.approx(single + 2**-8)
-    right = reference(case, torch.float32)
-    for verdict in right.verdicts("judge", right.judge):
+    expected = reference(case, torch.float32)
+    for verdict in expected.verdicts("judge", expected.judge):
         assert verdict.error == 0.0
-        assert verdict.allowed == max(2 * right.baseline[verdict.tensor], single)
+        assert verdict.allowed == max(2 * expected.baseline[verdict.tensor], single)
 
 
 def test_the_baseline_errs_no_more_than_rounding():
-    """A careless one would excuse everybody. Cases with a badly conditioned inverse are left out."""
+    """A careless baseline would excuse every backend. Badly conditioned inverses are left out."""
     for name in ("one", "seam_129", "forget", "mixed", "gva_2", "packed_empty", "norm", "collide"):
         for dtype, bound in ((torch.float32, 8.0), (torch.bfloat16, 5.0)):
-            right = reference(BY_NAME[name], dtype)
+            baseline = reference(BY_NAME[name], dtype).baseline
             least = floor(terms(BY_NAME[name]), dtype)
-            assert all(value < bound * least for value in right.baseline.values())
+            assert all(value < bound * least for value in baseline.values())
 
 
-def test_the_command_line_reports_and_writes(tmp_path, capsys):
+def test_the_parity_command_reports_and_writes_rows(tmp_path, capsys):
     file = tmp_path / "parity.jsonl"
     assert (
         parity.main(["--backend", "chunked", "--case", "one", "--case", "ragged", "--json", str(file)]) == 0
     )
-    said = capsys.readouterr().out
-    assert "chunked float32: 2 cases, all 15 passed" in said
+    output = capsys.readouterr().out
+    assert "chunked float32: 2 cases, all 15 passed" in output
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 30
     assert {row["tensor"] for row in rows} == set(tensors_of(BY_NAME["one"]))
@@ -234,7 +234,7 @@ def test_the_command_line_reports_and_writes(tmp_path, capsys):
     assert "`chunked`" in table and "2 cases pass" in table and "`triton`, not yet run" in table
 
 
-def test_the_command_line_fails_on_a_fault(monkeypatch, capsys, tmp_path):
+def test_the_parity_command_fails_on_a_planted_fault(monkeypatch, capsys, tmp_path):
     fault = FAULTS["masked after exp"]
     monkeypatch.setattr(chunked, fault.function, fault.mistake)
     file = tmp_path / "parity.jsonl"
@@ -255,7 +255,7 @@ def test_the_command_line_fails_on_a_fault(monkeypatch, capsys, tmp_path):
         (["check", "/no/such/file"], "No such file"),
     ],
 )
-def test_the_command_line_says_what_is_wrong(argv, message, capsys):
+def test_the_parity_command_names_a_wrong_argument(argv, message, capsys):
     assert parity.main(argv) == 2
     assert message in capsys.readouterr().err
 
@@ -289,25 +289,25 @@ def golden(tmp_path):
     return path
 
 
-def rewritten(path, *, tensors=None, header=None):
-    """The same golden with something changed."""
+def rewrite(path, *, tensors=None, header=None):
+    """Rewrites a golden with its tensors or its header changed."""
     with safe_open(path, framework="pt") as file:
-        about = json.loads(file.metadata()["golden"])
-    (header or (lambda about: None))(about)
+        content_header = json.loads(file.metadata()["golden"])
+    (header or (lambda _: None))(content_header)
     content = load_file(path)
     (tensors or (lambda content: None))(content)
-    save_file(content, path, metadata={"golden": json.dumps(about)})
+    save_file(content, path, metadata={"golden": json.dumps(content_header)})
 
 
-def test_a_golden_is_judged_again(golden, capsys):
-    found = goldens.check(golden)
-    assert len(found) == 2 * 2 * len(tensors_of(BY_NAME["one"])) and all(verdict.passed for verdict in found)
+def test_a_recorded_golden_is_judged_again(golden, capsys):
+    judged = goldens.check(golden)
+    assert len(judged) == 2 * 2 * len(tensors_of(BY_NAME["one"])) and all(v.passed for v in judged)
     assert parity.main(["check", str(golden)]) == 0
     assert "chunked float32: 2 cases" in capsys.readouterr().out
 
 
 def test_a_golden_with_other_inputs_is_refused(golden):
-    rewritten(golden, header=lambda about: about["rows"][0].update(inputs="0" * 64))
+    rewrite(golden, header=lambda header: header["rows"][0].update(inputs="0" * 64))
     with pytest.raises(
         goldens.GoldenRefusal, match="other inputs for case one in float32: 000000000000 there"
     ):
@@ -315,7 +315,7 @@ def test_a_golden_with_other_inputs_is_refused(golden):
 
 
 def test_a_golden_whose_outputs_were_changed_is_refused(golden):
-    rewritten(golden, tensors=lambda content: content["one/float32/dq"].add_(1.0))
+    rewrite(golden, tensors=lambda content: content["one/float32/dq"].add_(1.0))
     with pytest.raises(goldens.GoldenRefusal, match=r"claims error .* the file or the judge was changed"):
         goldens.check(golden)
 
@@ -337,15 +337,15 @@ def test_a_file_that_is_no_golden_is_refused(tmp_path):
 
 
 def test_parity_judges_the_first_and_last_sequence_of_a_large_batch():
-    """For the benchmark's shapes: the same numbers as judging these rows alone; with gates too."""
+    """Cases of the bench are too large to judge whole."""
     for name in ("ragged", "gates_wide"):
         large = replace(BY_NAME[name], name="large", B=5, tags=BENCH)
-        right = reference(large, torch.float32)
-        assert right.inputs.q.shape[0] == 2
-        assert torch.equal(right.inputs.q[1], inputs(large, torch.float32).q[4])
-        found = verdicts(large, torch.float32, "chunked")
-        assert all(verdict.passed for verdict in found)
-    assert {"dA_log", "ddt_bias"} <= {verdict.tensor for verdict in found}
+        q = reference(large, torch.float32).inputs.q
+        assert q.shape[0] == 2
+        assert torch.equal(q[1], inputs(large, torch.float32).q[4])
+        judged = verdicts(large, torch.float32, "chunked")
+        assert all(verdict.passed for verdict in judged)
+    assert {"dA_log", "ddt_bias"} <= {verdict.tensor for verdict in judged}
 
 
 def test_names_of_gradients_cover_every_differentiable_input():

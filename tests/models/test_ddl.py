@@ -45,7 +45,7 @@ def variant(request: pytest.FixtureRequest) -> dict[str, Any]:
     return VARIANTS[request.param]
 
 
-def built(seed: int = 0, **changes: Any) -> DeltaForCausalLM:
+def perturbed_model(seed: int = 0, **changes: Any) -> DeltaForCausalLM:
     """Returns a model whose convolutions and reading weights are away from their initial identity."""
     m = model(seed, **changes)
     generator = torch.Generator().manual_seed(5)
@@ -60,14 +60,14 @@ def blocks(m: DeltaForCausalLM) -> list[Any]:
     return list(m.blocks)
 
 
-def logits(m: DeltaForCausalLM, ids: Tensor, **given: Any) -> Tensor:
-    return m(ids, **given).logits
+def logits(m: DeltaForCausalLM, ids: Tensor, **options: Any) -> Tensor:
+    return m(ids, **options).logits
 
 
 @pytest.mark.parametrize("attention_layers", [[], [0, 1, 2]], ids=["gdn", "attention"])
 def test_deep_delta_generation_with_a_cache_equals_the_forward_without(variant, attention_layers):
     """Tries every residual with either mixer, and prompts shorter and longer than a convolution's taps."""
-    m, ids = built(**{**variant, "attention_layers": attention_layers}), tokens(2, 8)
+    m, ids = perturbed_model(**{**variant, "attention_layers": attention_layers}), tokens(2, 8)
     with torch.no_grad():
         whole = logits(m, ids, use_cache=False)
         for prompt in (1, 3, 6):
@@ -80,7 +80,7 @@ def test_deep_delta_generation_with_a_cache_equals_the_forward_without(variant, 
 
 def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(variant):
     """No token sees a later one; packing and padding change nothing."""
-    m, ids = built(**variant), tokens(1, 11)
+    m, ids = perturbed_model(**variant), tokens(1, 11)
     with torch.no_grad():
         whole = logits(m, ids)
         assert_same(logits(m, ids[:, :6]), whole[:, :6], what="causal")
@@ -93,16 +93,16 @@ def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(variant)
         assert (whole[:, 4:] - logits(m, ids[:, 4:])).abs().max() > 1e-3, "earlier tokens have no influence"
 
 
-def test_every_parameter_gets_a_gradient(variant):
-    m = built(**variant)
+def test_every_deep_delta_parameter_gets_a_gradient(variant):
+    m = perturbed_model(**variant)
     ids = tokens(2, 9)
     m.loss(ids[:, :-1], ids[:, 1:]).backward()
     dead = [name for name, p in m.named_parameters() if p.grad is None or not p.grad.any()]
     assert dead == []
 
 
-def test_a_checkpoint_gives_the_same_model(variant, tmp_path):
-    m, ids = built(dtype=torch.float32, **variant), tokens(1, 7)
+def test_a_saved_deep_delta_model_loads_as_the_same(variant, tmp_path):
+    m, ids = perturbed_model(dtype=torch.float32, **variant), tokens(1, 7)
     m.save_pretrained(tmp_path)
     again = DeltaForCausalLM.from_pretrained(tmp_path)
     assert isinstance(again, DeltaForCausalLM)
@@ -223,7 +223,7 @@ def test_dropout_acts_only_in_training():
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
         ({"residual": "delta"}, "residual=delta: expected 'additive', 'ddl'"),
         ({"residual": "ddl", "ddl_value_channels": 4}, "ddl_value_channels=4 with ddl_compressor='none'"),
@@ -244,8 +244,8 @@ def test_dropout_acts_only_in_training():
         ({"forgetting": 0.0}, "forgetting=0.0: expected more than 0"),
     ],
 )
-def test_wrong_options_are_refused_by_name(changes, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_wrong_options_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
         model(**changes)
 
 

@@ -9,9 +9,8 @@ from delta_trn.models.attention import ACTIVATIONS, Shift
 from delta_trn.models.initialization import decay_rates
 from delta_trn.models.mup import Role
 from delta_trn.models.residual import ChannelRead
-from delta_trn.models.sequence import Sequences
 from tests.models.test_ddl import VARIANTS
-from tests.support.tiny_models import VOCABULARY, assert_same, config, model, tokens
+from tests.support.tiny_models import VOCABULARY, assert_same, config, model, rows, tokens
 
 ATTENTION = {"attention_layers": [0, 1, 2], "expand_v": 1.0}
 # one attention layer where options of attention count, and an expanded state
@@ -32,9 +31,9 @@ class TestAttention:
         # pairs (0, 2) and (1, 3) of four channels, at angles t and t / 10000^(1/2)
         t, z = torch.arange(5.0).double(), torch.view_as_complex(torch.stack([x[..., :2], x[..., 2:4]], -1))
         for pair, speed in ((0, 1.0), (1, 0.01)):
-            turned = z[0, :, :, pair] * torch.exp(1j * t * speed)
-            found = torch.complex(y[0, :, :, pair], y[0, :, :, pair + 2])
-            assert (found - turned).abs().max() < 1e-6  # angles are float32
+            rotated = z[0, :, :, pair] * torch.exp(1j * t * speed)
+            pairs = torch.complex(y[0, :, :, pair], y[0, :, :, pair + 2])
+            assert (pairs - rotated).abs().max() < 1e-6  # angles are float32
         assert (y[..., :4] - x[..., :4]).abs().max() > 0.1
 
     @pytest.mark.parametrize(("ratio", "rotated"), [(0.0, 0), (0.3, 2), (0.5, 4), (0.99, 6), (1.0, 8)])
@@ -47,11 +46,11 @@ class TestAttention:
         shift = Shift(6, 3, Role.GATE, "last_key")
         with torch.no_grad():
             shift.proj.weight.normal_(generator=generator)
-            found = shift(x, u, Sequences.rows(5, torch.device("cpu")), None)[0]
+            y = shift(x, u, rows(5), None)[0]
             a = (u[0] @ shift.proj.weight.T).sigmoid().repeat_interleave(2, dim=1)
-        assert torch.allclose(found[0], (1 - a[0]) * x[0, 0])
+        assert torch.allclose(y[0], (1 - a[0]) * x[0, 0])
         for t in range(1, 5):
-            assert torch.allclose(found[t], a[t] * x[0, t - 1] + (1 - a[t]) * x[0, t])
+            assert torch.allclose(y[t], a[t] * x[0, t - 1] + (1 - a[t]) * x[0, t])
 
     def test_activations_of_q_k_and_v_are_those_named(self):
         x = torch.linspace(-3, 3, 7)
@@ -63,19 +62,19 @@ class TestAttention:
     @pytest.mark.parametrize("gate", [False, True])
     def test_attention_heads_are_normalized_and_gated(self, gate: bool):
         layer = self.layer(using_groupnorm=not gate, use_output_gate=gate)
-        seen: list[Tensor] = []
-        layer.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        heads: list[Tensor] = []
+        layer.o_proj.register_forward_pre_hook(lambda _, args: heads.append(args[0]))
         x = torch.randn(1, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            layer(x, Sequences.rows(7, torch.device("cpu"), attention=True))
-            y = seen[0].unflatten(-1, (-1, layer.D))
+            layer(x, rows(7, attention=True))
+            y = heads[0].unflatten(-1, (-1, layer.D))
             if gate:
                 y = y / F.silu(layer.g_proj(x)).unflatten(-1, (-1, layer.D))
         assert (y.square().mean(-1) - 1).abs().max() < 1e-3
 
 
 def test_a_causal_channel_convolution_sees_no_later_value():
-    """Value o of the convolution from values up to o: w_eff[v] = sum of w[j] r[v - j + taps - 1]."""
+    """Pads the values by all taps on the left if causal, and evenly otherwise."""
     sizes = {"residual": "ddl", "ddl_value_channels": 4, "ddl_compressor": "channel"}
     for causal, left in ((True, 3), (False, 1)):
         read = ChannelRead(config(**sizes, ddl_state_dv_shortconv_causal=causal))
@@ -104,7 +103,7 @@ def test_mixer_output_init_scales_output_projections_which_still_learn_from_zero
     ids = tokens(2, 9)
     quiet.loss(ids[:, :-1], ids[:, 1:]).backward()
     outputs = [block.mixer.o_proj.weight.grad for block in quiet.blocks]
-    assert all(grad.abs().max() > 0 for grad in outputs), "a matrix of 0 still learns"
+    assert all(gradient.abs().max() > 0 for gradient in outputs), "a matrix of 0 still learns"
 
 
 def test_label_smoothing_is_pytorchs_and_only_in_training():
@@ -114,13 +113,13 @@ def test_label_smoothing_is_pytorchs_and_only_in_training():
     z = m(inputs, use_cache=False).logits.flatten(0, 1)
     for training, smoothing in ((True, 0.1), (False, 0.0)):
         m.train(training)
-        found = m.loss(inputs, targets)
+        loss = m.loss(inputs, targets)
         expected = F.cross_entropy(z, targets.flatten(), label_smoothing=smoothing)
-        assert_same(found, expected, what="loss")
-        mine, theirs = (
-            torch.autograd.grad(y, m.embed.weight, retain_graph=True)[0] for y in (found, expected)
+        assert_same(loss, expected, what="loss")
+        gradient, expected_gradient = (
+            torch.autograd.grad(y, m.embed.weight, retain_graph=True)[0] for y in (loss, expected)
         )
-        assert_same(mine, theirs, what="gradient", factor=4)
+        assert_same(gradient, expected_gradient, what="gradient", factor=4)
     assert (
         abs(
             F.cross_entropy(z, targets.flatten()) - F.cross_entropy(z, targets.flatten(), label_smoothing=0.1)
@@ -203,18 +202,17 @@ def test_autocast_keeps_stream_and_gates_in_float32(name: str):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_deep_delta_generation_in_bfloat16_follows_its_forward(name: str):
-    """Greedy, a token at a time from a prompt of one and of five, as its own uncached logits have it.
+    """Compares greedy tokens with the uncached logits, for prompts of one and of five tokens.
 
-    Where bfloat16's roundings decide between two tokens, either may come: logits then differ by less than
-    they err.
+    Rounding to bfloat16 may decide between two tokens whose logits differ by less than their error.
     """
     m = model(dtype=torch.bfloat16, **MODELS[name])
     for prompt in (1, 5):
         ids = tokens(1, prompt)
-        said = m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        output = m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
         with torch.no_grad():
-            logits = m(said, use_cache=False).logits.float()[0, prompt - 1 : -1]
-        chosen = logits.gather(-1, said[0, prompt:, None]).squeeze(-1)
+            logits = m(output, use_cache=False).logits.float()[0, prompt - 1 : -1]
+        chosen = logits.gather(-1, output[0, prompt:, None]).squeeze(-1)
         error = 0.05 * logits.abs().amax(-1)
-        assert said.shape[1] == prompt + 8 and (logits.amax(-1) - chosen <= error).all()
+        assert output.shape[1] == prompt + 8 and (logits.amax(-1) - chosen <= error).all()
         assert logits.shape[-1] == VOCABULARY

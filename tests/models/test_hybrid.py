@@ -8,15 +8,10 @@ from torch import Tensor
 
 from delta_trn.backends.parity.judge import error
 from delta_trn.models.attention import Attention
-from delta_trn.models.sequence import Sequences
-from tests.support.tiny_models import assert_same, model, tokens
+from tests.support.tiny_models import assert_same, model, rows, tokens
 
 # Angles are in float32 whatever the weights: at position p their error is up to p times its epsilon.
 ANGLE = torch.finfo(torch.float32).eps
-
-
-def rows(T: int) -> Sequences:
-    return Sequences.rows(T, torch.device("cpu"), attention=True)
 
 
 def attention(dtype: torch.dtype = torch.float64, **changes: object) -> Attention:
@@ -27,7 +22,7 @@ def inputs(T: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(2, T, 32, dtype=dtype, generator=torch.Generator().manual_seed(T))
 
 
-def literal(layer: Attention, x: Tensor) -> Tensor:
+def by_the_formula(layer: Attention, x: Tensor) -> Tensor:
     """Returns y [T, d], with pairs as complex numbers that only the distance of query and key rotates."""
     T, D = x.shape[0], layer.D
     q, k, v = (
@@ -40,8 +35,8 @@ def literal(layer: Attention, x: Tensor) -> Tensor:
         out = []
         for t in range(T):
             distance = torch.arange(t, -1, -1, dtype=x.dtype)
-            turned = k_c[: t + 1] * torch.exp(-1j * distance[:, None] * wavelengths)
-            logits = layer.scale * (q_c[t] * turned.conj()).real.sum(1)
+            rotated = k_c[: t + 1] * torch.exp(-1j * distance[:, None] * wavelengths)
+            logits = layer.scale * (q_c[t] * rotated.conj()).real.sum(1)
             out.append(torch.softmax(logits, dim=0) @ v_h[: t + 1])
         heads.append(torch.stack(out))
     return torch.cat(heads, dim=1) @ layer.o_proj.weight.T
@@ -51,26 +46,29 @@ def literal(layer: Attention, x: Tensor) -> Tensor:
 def test_attention_computes_its_formula(T: int):
     layer, x = attention(), inputs(T)
     with torch.no_grad():
-        found, expected = layer(x, rows(T)), torch.stack([literal(layer, row) for row in x])
-    assert error(found, expected) < 10 * T * ANGLE
+        y, expected = (
+            layer(x, rows(T, attention=True)),
+            torch.stack([by_the_formula(layer, row) for row in x]),
+        )
+    assert error(y, expected) < 10 * T * ANGLE
 
 
 def test_positions_off_by_one_change_attention():
     """Shifting keys by one place changes the output by far more than the tolerance."""
-    layer, x, sequences = attention(), inputs(17), rows(17)
+    layer, x, sequences = attention(), inputs(17), rows(17, attention=True)
     position = sequences.position.clone()
     position[:, 8:] += 1
     with torch.no_grad():
-        found, expected = layer(x, replace(sequences, position=position)), layer(x, sequences)
-    assert error(found, expected) > 1000 * 170 * ANGLE
+        y, expected = layer(x, replace(sequences, position=position)), layer(x, sequences)
+    assert error(y, expected) > 1000 * 170 * ANGLE
 
 
 @pytest.mark.parametrize("shift", [1, 1000])
 def test_rope_depends_on_distances_only(shift: int):
-    layer, x, sequences = attention(), inputs(20), rows(20)
+    layer, x, sequences = attention(), inputs(20), rows(20, attention=True)
     with torch.no_grad():
-        found = layer(x, replace(sequences, position=sequences.position + shift))
-        assert error(found, layer(x, sequences)) < 10 * (20 + shift) * ANGLE
+        y = layer(x, replace(sequences, position=sequences.position + shift))
+        assert error(y, layer(x, sequences)) < 10 * (20 + shift) * ANGLE
 
 
 def test_logits_do_not_depend_on_absolute_positions():
@@ -114,13 +112,13 @@ def test_attention_has_as_many_weights_as_the_projections_it_replaces():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rotation_is_computed_in_float32_and_returned_in_the_inputs_dtype(dtype: torch.dtype):
     layer = attention(dtype)
-    assert layer(inputs(5, dtype), rows(5)).dtype == dtype
+    assert layer(inputs(5, dtype), rows(5, attention=True)).dtype == dtype
     assert all(x.dtype == torch.float32 for x in layer._angles(rows(5).position))
 
 
 @pytest.mark.parametrize("lengths", [[3, 0, 5], [1, 1, 6]], ids=str)
-def test_packed_neighbors_get_no_attention(lengths: list[int]):
-    """Also where every layer is attention, so that nothing else would stop a wrong cu_seqlens."""
+def test_attention_does_not_cross_packed_sequences(lengths: list[int]):
+    """Every layer is attention, so no other layer can hide a wrong use of cu_seqlens."""
     m, ids = model(attention_layers=[0, 1, 2]), tokens(1, sum(lengths))
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     with torch.no_grad():

@@ -31,12 +31,12 @@ class TestReadout:
         and taps the norm is nearly linear instead: c is near 1.
         """
         layer = model(**changes).blocks[0].mixer
-        kept: list[Tensor] = []
-        layer.o_norm.register_forward_hook(lambda _, given, y: kept.extend([given[0], y]))
+        around: list[Tensor] = []
+        layer.o_norm.register_forward_hook(lambda _, args, y: around.extend([args[0], y]))
         x = torch.randn(2, 40, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         y = layer(x, rows(40))
-        o, normed = kept
-        do, dnormed = torch.autograd.grad(y.sin().sum(), kept)
+        o, normed = around
+        do, dnormed = torch.autograd.grad(y.sin().sum(), around)
         c = 12e-6 / (o.square().sum(-1) + 12e-6)
         assert_same(
             (o * do).sum(-1), c * (normed * dnormed).sum(-1), factor=100
@@ -56,12 +56,12 @@ class TestLoss:
         m, ids = model(), tokens(2, 30)
         inputs, targets = ids[:, :-1], ids[:, 1:].clone()
         targets[0, :7] = -100
-        found = m.loss(inputs, targets)
-        grads = torch.autograd.grad(found, list(m.parameters()))
+        loss = m.loss(inputs, targets)
+        gradients = torch.autograd.grad(loss, list(m.parameters()))
         expected = F.cross_entropy(m(inputs).logits.flatten(0, 1), targets.flatten())
-        assert_same(found, expected)
+        assert_same(loss, expected)
         for (name, _), a, b in zip(
-            m.named_parameters(), grads, torch.autograd.grad(expected, list(m.parameters())), strict=True
+            m.named_parameters(), gradients, torch.autograd.grad(expected, list(m.parameters())), strict=True
         ):
             assert_same(a, b, what=name, factor=10)
 
@@ -126,21 +126,21 @@ class TestLoss:
 
 class TestPrecision:
     def test_gates_and_norms_stay_float32_under_autocast(self):
-        seen: dict[str, torch.dtype] = {}
+        dtypes: dict[str, torch.dtype] = {}
         m, ids = model(dtype=torch.float32), tokens(2, 20)
 
         def watch(q, k, v, g, beta, **options):
-            seen.update(q=q.dtype, v=v.dtype, g=g.dtype, beta=beta.dtype)
+            dtypes.update(q=q.dtype, v=v.dtype, g=g.dtype, beta=beta.dtype)
             return gated_delta_rule(q, k, v, g, beta, **options)
 
         for block in m.blocks:
             block.mixer.scan = watch
         norms = []
-        m.norm.register_forward_hook(lambda _, given, out: norms.append((given[0].dtype, out.dtype)))
+        m.norm.register_forward_hook(lambda _, args, y: norms.append((args[0].dtype, y.dtype)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = m.loss(ids, ids)
         loss.backward()
-        assert seen == {
+        assert dtypes == {
             "q": torch.bfloat16,
             "v": torch.bfloat16,
             "g": torch.float32,
@@ -154,23 +154,21 @@ class TestPrecision:
         x = torch.randn(2, 20, 32)
         exact = layer.gates(x, rows(20))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = layer.gates(x, rows(20))
-        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+            mixed = layer.gates(x, rows(20))
+        assert all(torch.equal(a, b) for a, b in zip(mixed, exact, strict=True))
 
-    @pytest.mark.parametrize("how", ["autocast", "weights"])
-    def test_bfloat16_error_is_that_of_its_roundings(self, how: str):
-        """Rounding weights is one error per product; with what they multiply and what comes out it is three,
-        sqrt(3) times one at random. Twice that is allowed.
-        """
+    @pytest.mark.parametrize("source", ["autocast", "weights"])
+    def test_bfloat16_error_is_that_of_its_roundings(self, source: str):
+        """Allows twice sqrt(3) times the error of rounding weights: inputs and outputs are rounded too."""
         exact, ids = model(dtype=torch.float32), tokens(2, 70)
         rounded = copy.deepcopy(exact).to(torch.bfloat16)
         with torch.no_grad():
             expected = exact(ids).logits
             of_weights = error(copy.deepcopy(rounded).float()(ids).logits, expected)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
-                found = (exact if how == "autocast" else rounded)(ids).logits
-        assert found.dtype == torch.bfloat16
-        assert 0.5 * of_weights < error(found.float(), expected) < 2 * 3**0.5 * of_weights
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=source == "autocast"):
+                logits = (exact if source == "autocast" else rounded)(ids).logits
+        assert logits.dtype == torch.bfloat16
+        assert 0.5 * of_weights < error(logits.float(), expected) < 2 * 3**0.5 * of_weights
 
     def test_loading_in_bfloat16_keeps_A_log_and_dt_bias_in_float32(self, tmp_path: Path):
         m = model(dtype=torch.float32)
@@ -203,14 +201,14 @@ class TestTransformations:
         torch._dynamo.reset()
         m, ids = model(dtype=torch.float32, **changes).train(), tokens(1, 41)
         compiled = torch.compile(m.loss, backend="aot_eager", fullgraph=True, dynamic=False)
-        found = []
+        results = []
         for function in (compiled, m.loss):
             m.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = function(ids[:, :-1], ids[:, 1:], cu_seqlens=torch.tensor([0, 11, 11, 40]))
             loss.backward()
-            found.append([loss.detach(), *(p.grad for p in m.parameters())])
-        return found
+            results.append([loss.detach(), *(p.grad for p in m.parameters())])
+        return results
 
     def test_training_compiles_into_one_graph(self):
         for a, b in zip(
@@ -225,5 +223,5 @@ class TestTransformations:
         loss = m.loss(ids[:, :-1], ids[:, 1:], cu_seqlens=torch.tensor([0, 11, 11, 40]))
         loss.backward()
         exact = [loss.detach(), *(p.grad for p in m.parameters())]
-        for a, b, right in zip(*self.compiled_and_eager(True, **changes), exact, strict=True):
-            assert error(a, b) <= 2 * error(b, right) + 2**-9
+        for a, b, x in zip(*self.compiled_and_eager(True, **changes), exact, strict=True):
+            assert error(a, b) <= 2 * error(b, x) + 2**-9

@@ -54,13 +54,13 @@ def test_initial_weights_have_the_std_of_their_role(parametrization: str, init: 
     numbers: dict[str, list[Tensor]] = defaultdict(list)
     for row in rows(model(m * BASE, parametrization=parametrization, init=init)):
         if row.init_std is not None:
-            kind = next((k for k in expected if f"{k}.weight" in row.name), row.role.name)
-            numbers[kind].append(row.parameter.detach().flatten())
+            group = next((k for k in expected if f"{k}.weight" in row.name), row.role.name)
+            numbers[group].append(row.parameter.detach().flatten())
     assert set(numbers) == {"embed", "HIDDEN", "GATE"} | ({"conv"} if init == "authors" else set())
-    for kind, values in numbers.items():
+    for group, values in numbers.items():
         x = torch.cat(values)
-        assert x.std() == pytest.approx(expected.get(kind, hidden), rel=5 / math.sqrt(2 * len(x))), kind
-        assert x.mean().abs() < 5 * x.std() / math.sqrt(len(x)), kind
+        assert x.std() == pytest.approx(expected.get(group, hidden), rel=5 / math.sqrt(2 * len(x))), group
+        assert x.mean().abs() < 5 * x.std() / math.sqrt(len(x)), group
 
 
 def test_nothing_is_drawn_for_parameters_without_memory(monkeypatch: pytest.MonkeyPatch):
@@ -83,12 +83,12 @@ class TestOutputNorm:
     def regime(width: int, **changes: Any) -> float:
         """Returns mean(o^2) / epsilon of the output norm, for inputs of mean square 1."""
         m = model(width, base_width=256, num_heads=6, num_hidden_layers=1, **changes)
-        layer, seen = m.blocks[0].mixer, []
-        layer.o_norm.register_forward_pre_hook(lambda _, given: seen.append(given[0].square().mean()))
+        layer, squares = m.blocks[0].mixer, []
+        layer.o_norm.register_forward_pre_hook(lambda _, args: squares.append(args[0].square().mean()))
         x = torch.randn(4, 64, width, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             layer(x, Sequences.rows(64, torch.device("cpu")))
-        return float(seen[0]) / m.config.rms_norm_eps
+        return float(squares[0]) / m.config.rms_norm_eps
 
     # measured with another implementation, of six heads on 64 tokens
     @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ class TestOutputNorm:
         ],
     )
     def test_epsilon_outweighs_the_released_outputs(self, parametrization: str, width: int, measured: float):
-        found = self.regime(width, parametrization=parametrization, init="authors")
-        assert measured / 2 < found < measured * 2
+        regime = self.regime(width, parametrization=parametrization, init="authors")
+        assert measured / 2 < regime < measured * 2
 
     @pytest.mark.parametrize("width", [256, 1024])
     def test_epsilon_is_negligible_with_the_default_readout(self, width: int):
@@ -112,7 +112,7 @@ class TestOutputNorm:
 
 class TestTraining:
     @staticmethod
-    def trained(width: int, parametrization: str, optimizer: str) -> dict[str, Tensor]:
+    def train_weights(width: int, parametrization: str, optimizer: str) -> dict[str, Tensor]:
         m = model(width, parametrization=parametrization, attention_layers=[1])
         train(m, optimizer, 2, 0.01, tokens(2, 17))
         return m.state_dict()
@@ -120,13 +120,13 @@ class TestTraining:
     @pytest.mark.parametrize("parametrization", [name for name in TABLES if name != "sp"])
     @optimizers
     def test_training_at_base_width_is_standard_to_the_last_bit(self, parametrization: str, optimizer: str):
-        found, standard = (self.trained(BASE, name, optimizer) for name in (parametrization, "sp"))
-        assert all(torch.equal(p, standard[name]) for name, p in found.items())
+        weights, standard = (self.train_weights(BASE, name, optimizer) for name in (parametrization, "sp"))
+        assert all(torch.equal(p, standard[name]) for name, p in weights.items())
 
     @optimizers
     def test_training_at_another_width_is_not_standard(self, optimizer: str):
-        found, standard = (self.trained(2 * BASE, name, optimizer) for name in ("mup", "sp"))
-        assert not any(torch.equal(p, standard[name]) for name, p in found.items() if p.dim() == 2)
+        weights, standard = (self.train_weights(2 * BASE, name, optimizer) for name in ("mup", "sp"))
+        assert not any(torch.equal(p, standard[name]) for name, p in weights.items() if p.dim() == 2)
 
 
 class TestSizesOfChanges:
@@ -137,11 +137,11 @@ class TestSizesOfChanges:
 
     @staticmethod
     def gate_inputs(m: DeltaForCausalLM, ids: Tensor) -> Tensor:
-        given: list[Tensor] = []
-        handle = m.blocks[-1].mixer.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+        captured: list[Tensor] = []
+        handle = m.blocks[-1].mixer.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
         m(ids)
         handle.remove()
-        return given[0].detach()
+        return captured[0].detach()
 
     @staticmethod
     @torch.no_grad()
