@@ -179,7 +179,7 @@ def _collective(error: Exception) -> str:
     """Returns what was waited for, and by whom, such as `all_reduce in train.team.largest`."""
     frames = traceback.extract_tb(error.__traceback__)
     called = [f.name for f in frames if hasattr(dist, f.name) or f.name in ("backward", "full_tensor")]
-    ours = [f"{Path(f.filename).stem}.{f.name}" for f in frames if Path(f.filename).parent == _HERE]
+    ours = [f"{Path(f.filename).stem}.{f.name}" for f in frames if _HERE in Path(f.filename).parents]
     return " in train.".join([*called[-1:], *ours[-1:]]) or "a collective"
 
 
