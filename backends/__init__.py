@@ -5,7 +5,7 @@ delta_residual                              the operation over depth
 log_decay, write_strength                   the gates of Gated DeltaNet alone, which the rule makes too
 short_convolution, gated_rms_norm, add_rms_norm, linear_cross_entropy       a layer's small operations
 default_backend, checking                   which backend runs; whether data is checked
-describe, BackendRefusal                    what runs here and why not
+describe, BackendRefusal                    what runs here, and why the rest does not
 """
 
 from delta_trn.backends import declarations as _declarations  # noqa: F401 - registers the backends
@@ -36,5 +36,5 @@ __all__ = [
 
 
 def describe() -> list[Row]:
-    """Which backend runs which operation on this machine's devices, and why not: one row per pair."""
+    """Returns a row per operation and backend: on which of this machine's devices it runs, and why not."""
     return _describe(platforms())

@@ -1,6 +1,6 @@
-"""Everything that is asked about the machine: devices, memory, versions, the checkout's commit.
+"""Reads facts about the machine: devices, memory, versions, the checkout's commit.
 
-The only import of torch_xla, beside the NKI runtime's.
+Only this module and the NKI runtime import torch_xla.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def xla() -> ModuleType | None:
 @cache
 def platforms() -> tuple[str, ...]:
     """Returns the device types of this machine, the preferred one first."""
-    kinds = []
+    names = []
     if find_spec("torch_xla") is not None:
-        kinds.append("xla")
+        names.append("xla")
     if torch.cuda.is_available():
-        kinds.append("cuda")
+        names.append("cuda")
     if _torchneuron():
-        kinds.append("neuron")
-    return (*kinds, "cpu")
+        names.append("neuron")
+    return (*names, "cpu")
 
 
 def pick(name: str | None = None) -> torch.device:
@@ -52,12 +52,16 @@ def pick(name: str | None = None) -> torch.device:
     """
     wanted = torch.device(platforms()[0] if name is None or name == "auto" else name)
     if wanted.type not in platforms():
-        raise ValueError(f"device {wanted} is not on this machine, which has: {', '.join(platforms())}")
+        raise ValueError(
+            f"device {wanted} is not on this machine, which has {', '.join(platforms())}; pick one of these"
+        )
     if wanted.type == "xla":
         if processes().world > 1 and os.environ.get("PJRT_DEVICE") == "CPU":
-            # torch_xla 2.9 makes its CPU client without addresses of others: each process sees a world of its
-            # own, and all_reduce gives back what it got, without an error
-            raise ValueError("XLA's CPU device knows no other processes (torch_xla 2.9): leave out torchrun")
+            # torch_xla 2.9 gives its CPU client no other addresses: each process is alone in its world, and
+            # all_reduce returns its input without an error
+            raise ValueError(
+                "XLA's CPU device reaches no other processes (torch_xla 2.9): leave out torchrun"
+            )
         return _xla().device()
     if wanted.type == "neuron" and processes().world > 1:
         raise ValueError("several processes on TorchNeuron are not supported yet: leave out torchrun")
@@ -71,7 +75,7 @@ def pick(name: str | None = None) -> torch.device:
 
 
 def synchronize(device: torch.device, *, wait: bool = True) -> None:
-    """Returns once everything asked of `device` is done, or with wait=False at once.
+    """Waits until `device` has finished its work; returns at once with wait=False.
 
     On XLA this ends the graph that is compiled as one program: call it wherever a step is complete.
     """
@@ -86,8 +90,8 @@ def synchronize(device: torch.device, *, wait: bool = True) -> None:
 def compilations() -> int:
     """Returns how many graphs XLA has compiled in this process."""
     _xla()
-    found = import_module("torch_xla.debug.metrics").metric_data("CompileTime")
-    return int(found[0]) if found else 0
+    times = import_module("torch_xla.debug.metrics").metric_data("CompileTime")
+    return int(times[0]) if times else 0
 
 
 def fallbacks() -> dict[str, int]:
@@ -105,9 +109,9 @@ def is_neuron(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class ProgramCache:
-    """A compiler's cache on disk: a folder, or a URL that starts with s3://.
+    """Locates a compiler's cache: a folder, or a URL that starts with s3://.
 
-    entries     pattern of the file or folder of one compiled program; its name has the compiler's key
+    entries     pattern of a compiled program's file or folder, whose name has the compiler's key
     """
 
     compiler: str
@@ -115,7 +119,7 @@ class ProgramCache:
     entries: str
 
     def keys(self) -> frozenset[str]:
-        """Returns the key of every program in it; none for s3, which only the compiler reads."""
+        """Returns the key of every program in the cache; none for s3, which only the compiler reads."""
         if "://" in self.place:
             return frozenset()
         return frozenset(path.name for path in Path(self.place).glob(self.entries))
@@ -127,22 +131,22 @@ def program_caches(device: torch.device, *, compiled: bool, triton: bool) -> tup
     compiled    torch.compile is used
     triton      Triton kernels are used
 
-    Their tools' environment variables say where they are. XLA's CPU device has none: its runtime cannot load
-    a saved program (torch_xla 2.9: "Deserializing serialized executable not supported").
+    The tools' environment variables say where their caches are. XLA's CPU device has none: its runtime cannot
+    load a saved program (torch_xla 2.9: "Deserializing serialized executable not supported").
     """
-    found = []
+    caches = []
     if is_neuron(device):
         flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
-        named = [flag.partition("=")[2] for flag in flags if flag.startswith("--cache_dir=")]
+        folders = [flag.partition("=")[2] for flag in flags if flag.startswith("--cache_dir=")]
         place = os.environ.get("NEURON_COMPILE_CACHE_URL") or "/var/tmp/neuron-compile-cache"
-        found.append(ProgramCache("neuronx-cc", named[-1] if named else place, "neuronxcc-*/MODULE_*"))
+        caches.append(ProgramCache("neuronx-cc", folders[-1] if folders else place, "neuronxcc-*/MODULE_*"))
     if triton and device.type == "cuda":
         home = Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
-        found.append(ProgramCache("triton", os.environ.get("TRITON_CACHE_DIR") or str(home), "*"))
+        caches.append(ProgramCache("triton", os.environ.get("TRITON_CACHE_DIR") or str(home), "*"))
     if compiled and device.type != "xla":
         place = import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
-        found.append(ProgramCache("inductor", place, "fxgraph/*/*"))
-    return tuple(found)
+        caches.append(ProgramCache("inductor", place, "fxgraph/*/*"))
+    return tuple(caches)
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -150,7 +154,7 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
-        _CLEAR.write_text("5")  # proc(5): sets the peak resident size to the present one
+        _CLEAR.write_text("5")  # proc(5): sets the peak resident size to the current one
 
 
 def peak_memory(device: torch.device) -> int:
@@ -165,7 +169,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def describe(device: torch.device) -> str:
-    """Returns the model name of the device, never the host's."""
+    """Returns the model name of the device; never the host's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "xla":
@@ -174,7 +178,7 @@ def describe(device: torch.device) -> str:
 
 
 def supports_bfloat16(device: torch.device) -> bool:
-    """Returns whether bfloat16 products are made in hardware, so that training in it pays."""
+    """Returns whether the hardware multiplies in bfloat16, so that training in it pays."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type in ("xla", "neuron"):
@@ -185,7 +189,7 @@ def supports_bfloat16(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that torchrun started; 0, 1, 0 for one that is alone."""
+    """Numbers this process among those that torchrun started; 0, 1, 0 without torchrun."""
 
     rank: int
     world: int
@@ -193,7 +197,7 @@ class Processes:
 
 
 def processes() -> Processes:
-    """Reads the variables that torchrun sets."""
+    """Returns this process's numbers, from the variables that torchrun sets."""
     return Processes(
         rank=int(os.environ.get("RANK", "0")),
         world=int(os.environ.get("WORLD_SIZE", "1")),
@@ -202,7 +206,7 @@ def processes() -> Processes:
 
 
 def collectives(device: torch.device) -> str:
-    """Returns torch.distributed's backend for tensors on `device`; on CUDA also one for the host's."""
+    """Returns torch.distributed's backend for tensors on `device`; on CUDA, one for the host's as well."""
     if device.type == "xla":
         import_module("torch_xla.distributed.xla_backend")  # importing it registers the backend
         return "xla"
@@ -215,7 +219,7 @@ def threads() -> int:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Returns where a measurement is made: device, versions, threads and commit, but never a host's name.
+    """Describes where a measurement is made: device, versions, threads and commit, but no host's name.
 
     The version of a package that is not installed is None; so is the commit where there is no checkout.
     """
@@ -242,22 +246,22 @@ def _version(package: str) -> str | None:
 @cache
 def _git(*command: str) -> str | None:
     try:
-        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
+        completed = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def _torchneuron() -> bool:
     """Returns whether PyTorch has the device that torch_neuronx 2.14 adds on Trn2 and Trn3.
 
-    Importing torch_neuronx registers it. Not run on a chip.
+    Importing torch_neuronx registers it. This has not run on a chip.
     """
     if find_spec("torch_xla") is not None or find_spec("torch_neuronx") is None:
         return False
     import_module("torch_neuronx")
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found is not None and found.type == "neuron"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type == "neuron"
 
 
 def _xla() -> ModuleType:

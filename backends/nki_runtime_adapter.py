@@ -1,4 +1,4 @@
-"""Runs an NKI kernel on the tensors it is given: XLA's, TorchNeuron's, or the CPU's in a simulator.
+"""Runs an NKI kernel on XLA's tensors, on TorchNeuron's, or on the CPU's in a simulator.
 
     xla       the kernel is recorded in the lazy graph and compiled with it
     neuron    the kernel is an operator of TorchNeuron, PyTorch's own device on Trn2 and Trn3
@@ -53,12 +53,12 @@ def simulate(kernel: Any, *args: Any) -> Any:
     The target is Trn1 unless Neuron's own variable names one: without it AWS's simulator takes the rules of
     Trn3.
     """
-    named = os.environ.get(TARGET)
-    os.environ[TARGET] = named or "trn1"
+    target = os.environ.get(TARGET)
+    os.environ[TARGET] = target or "trn1"
     try:
         return nki.simulate(kernel)(*args)
     finally:
-        if named is None:
+        if target is None:
             del os.environ[TARGET]
 
 
@@ -66,13 +66,13 @@ def require_within_rsqrt(name: str, value: float, least: float) -> None:
     """Raises BackendRefusal for an epsilon for which the kernels' rsqrt would fail an assertion."""
     if value < least:
         raise BackendRefusal(
-            f"nki and nki-simulator need {name} >= {least:.3g}, from where on the Scalar engine's rsqrt is "
+            f"nki and nki-simulator need {name} >= {least:.3g}, where the Scalar engine's rsqrt becomes "
             f'exact; {name} is {value}: take a larger one, or backend="chunked"'
         )
 
 
 def to_array(x: Tensor) -> np.ndarray:
-    """Returns a tensor as NumPy has it; bfloat16 in ml_dtypes."""
+    """Returns a tensor as a NumPy array; bfloat16 is ml_dtypes'."""
     x = x.detach().contiguous()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -80,7 +80,7 @@ def to_array(x: Tensor) -> np.ndarray:
 
 
 def to_tensor(x: np.ndarray) -> Tensor:
-    """Returns an array as PyTorch has it."""
+    """Returns an array as a tensor."""
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)

@@ -1,4 +1,4 @@
-"""How a call of a public function reaches its backend: eagerly, under torch.compile, on lazy tensors.
+"""Takes a call of a public function to its backend: eagerly, under torch.compile, on lazy tensors.
 
 An `Operator` makes two functions of a backend's adapter differentiable. Its call is a frozen dataclass: first
 the tensors, then the options.
@@ -14,7 +14,7 @@ call took 290 us forward and 530 us with backward as a custom operator, and 85 u
 (one core, medians of 1000). And inside a custom operator lazy tensors are no longer functionalized (torch
 2.9): a write into a view does not reach its base, and the chunked adapter returned zeros.
 
-Adapters run with autocast off, since an operation computes in the dtype it is given, and with the tensors'
+Adapters run with autocast off, since an operation computes in the dtype of its inputs, and with the tensors'
 CUDA device as the current one, on which Triton launches.
 """
 
@@ -44,7 +44,7 @@ def gradients_wanted(*tensors: Tensor | None) -> bool:
 
 
 class Operator:
-    """One operation of every backend; `call` is the dataclass of its tensors and options.
+    """Runs one operation on any backend; `call` is the dataclass of its tensors and options.
 
     fakes       call -> tensors like the outputs, with nothing in them
     outputs     their names; one such as "final_state?" may be None
@@ -55,7 +55,7 @@ class Operator:
                 one for each tensor; empty: the operation has no backward, and its adapter function, named by
                 `forward`, neither takes `save` nor returns `saved`
     gradient_fakes      (call, saved) -> tensors like the gradients; None: like their tensors
-    values      call -> None; raises ValueError for data that make no sense, in check mode
+    values      call -> None; raises ValueError for impossible data, in check mode
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Operator:
     ) -> tuple[str, bool]:
         """Returns the name of the backend for a call, and whether the call's gradients are wanted.
 
-        The first tensor tells device and dtype.
+        Device and dtype are those of the first tensor.
         """
         gradients = gradients_wanted(*tensors)
         x, default = tensors[0], selection()
@@ -114,8 +114,8 @@ class Operator:
         )  # fmt: skip
         return name, gradients
 
-    def __call__(self, call: Any, *, save: bool, backend: str) -> tuple[Tensor | None, ...]:
-        """Returns the outputs; differentiable where `save`."""
+    def __call__(self, call: Any, *, save: bool, backend: str) -> tuple[Any, ...]:
+        """Returns the outputs, tensors or None as `outputs` says; differentiable where `save`."""
         if torch.compiler.is_compiling():
             outputs = self.forward(*[getattr(call, word) for word in self.words], save, backend)
             return outputs[:-1] if self.gradients else outputs
@@ -163,7 +163,7 @@ class Operator:
         return [None if i is None else gradients[i] for i in self.places]
 
     def refuse_second_derivative(self) -> None:
-        """Raises RuntimeError."""
+        """Raises RuntimeError, since backward has no backward of its own."""
         raise RuntimeError(
             f"{self.name} has no second derivative; drop create_graph=True, or write it in PyTorch operations"
         )
@@ -258,7 +258,7 @@ class Operator:
 
 
 def _present(x: Tensor | None, like: Tensor) -> Tensor:
-    """Custom operators return dense tensors, and an empty one in place of None."""
+    """Returns what a custom operator may return: a dense tensor, an empty one in place of None."""
     return like.new_empty(0) if x is None else x.contiguous()
 
 

@@ -30,9 +30,9 @@ class BackendRefusal(RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """One call as the registry sees it: no tensor, so the decision cannot depend on data.
+    """Describes one call to the registry without its tensors, so the decision cannot depend on data.
 
-    sizes   what an operation calls its sizes, such as {"H": 2, "HV": 4, "K": 64, "V": 128}
+    sizes   the operation's sizes by name, such as {"H": 2, "HV": 4, "K": 64, "V": 128}
     form    which of an operation's forms: "silu" or "linear" of short_convolution, "gated" or "plain" of
             gated_rms_norm
     """
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Capability:
-    """What one backend can do for one operation.
+    """States what one backend can do for one operation.
 
     adapter     the module with its functions, imported when first needed
     devices     device types on which it runs when named; None: every one that PyTorch has
@@ -81,7 +81,7 @@ class Capability:
         return self.automatic is None or device in self.automatic
 
     def refusals(self, call: Call) -> list[str]:
-        """Returns every reason why this cannot run `call`; empty if it can."""
+        """Returns every reason why this backend cannot run `call`; empty if it can."""
         reasons = []
         because = f": {self.bound_by}" if self.bound_by else ""
         if self.devices is not None and call.device not in self.devices:
@@ -103,10 +103,10 @@ class Capability:
 
 @dataclass(frozen=True)
 class Backend:
-    """A name, and a capability for each operation that it implements.
+    """Names a backend, with a capability for each operation that it implements.
 
     unavailable     device type -> why it cannot run on such tensors on this machine (a package, a switch)
-    emulated        device types on which it runs in an interpreter or simulator: exact, but too slow to use
+    emulated        device types on which it runs in an interpreter or simulator: exact, but slow
     """
 
     name: str
@@ -269,7 +269,9 @@ def chosen_name(
     default: str | None,
     allow: tuple[str, ...],
 ) -> str:
-    """Returns what `choose` finds; takes plain values, so that torch.compile may call it while tracing."""
+    """Returns the name of the backend that `choose` returns.
+
+    Takes plain values, so that torch.compile may call it while tracing."""
     call = Call(op, device, dtype, dict(sizes), packed, gradients, form)
     return _choose(call, name, Selection(default, allow)).name
 
@@ -326,7 +328,7 @@ def describe(devices: Iterable[str]) -> list[Row]:
             here = tuple(device for device, reasons in refused.items() if not reasons)
             automatic = tuple(device for device in here if capability.is_automatic_on(device))
             absent = sorted((capability.automatic or frozenset()) - set(refused))
-            reasons = [f"{device}: {reason}" for device, given in refused.items() for reason in given]
+            reasons = [f"{device}: {reason}" for device in refused for reason in refused[device]]
             reasons += [f"{device}: this machine has no such device" for device in absent]
             rows.append(Row(op, backend.name, automatic, here, tuple(reasons)))
     return rows

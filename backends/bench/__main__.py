@@ -1,4 +1,4 @@
-"""Times the grid's shapes, each behind a green parity, side by side with peers.
+"""Times the cases that pass parity, side by side with peers.
 
     python -m backends.bench [--backend NAME] [--peer hf|fla] [--case NAME] [--dtype NAME] [--json FILE]
     python -m backends.bench table [FILE ...]
@@ -31,10 +31,10 @@ from delta_trn.backends.bench.figures import PASSES, passes
 from delta_trn.backends.bench.peers import PEERS, Run
 from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
 from delta_trn.backends.bench.timing import Spread, interleaved, modes, ratios
+from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.gated_delta_rule import gated_delta_rule
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import NOT_RUN, Subject, subjects
-from delta_trn.backends.parity.judge import name_of
 from delta_trn.backends.parity.rule import GRADIENTS, verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, Inputs, inputs, select
 from delta_trn.backends.registry import BackendRefusal
@@ -42,7 +42,7 @@ from delta_trn.backends.registry import BackendRefusal
 
 @dataclass(frozen=True)
 class Timing:
-    """One contender on one pass of one case.
+    """Holds the times of one contender on one pass of one case.
 
     ratio           its time over ours, round by round; None for ourselves
     floor_ms        the least time that the pass can take here; only with ours
@@ -63,7 +63,7 @@ class Timing:
 
 
 class ParityError(RuntimeError):
-    """A case's parity is red, so that its time would mean nothing."""
+    """Says that a case fails parity, so that its time would mean nothing."""
 
 
 def contender(name: str) -> Run:
@@ -102,7 +102,7 @@ def pass_call(run: Run, x: Inputs, phase: str) -> Callable[[], None]:
 
 
 def peak_bytes(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> int:
-    """Measures what one forward and backward takes beyond the inputs, after a small one as a warm-up."""
+    """Measures the memory that one forward and backward takes beyond the inputs, after a small warm-up."""
     small = replace(case, B=1, T=min(case.T, 64), lengths=None)
     pass_call(contender(name), inputs(small, dtype).to(device), "forward+backward")()
     call = pass_call(contender(name), inputs(case, dtype).to(device), "forward+backward")
@@ -120,10 +120,10 @@ def _peak_bytes_here(name: str, case: str, dtype: str, threads: int) -> int:
 
 
 def memory(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> int:
-    """Measures `peak_bytes`, on a CPU in a fresh process: in a used one, freed memory hides what is taken."""
+    """Measures `peak_bytes`; on a CPU in a fresh process, since in a used one freed memory hides new use."""
     if device.type == "cuda":
         return peak_bytes(name, case, dtype, device)
-    arguments = (name, case.name, name_of(dtype), torch.get_num_threads())
+    arguments = (name, case.name, dtype_name(dtype), torch.get_num_threads())
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_peak_bytes_here, arguments)
 
@@ -165,7 +165,7 @@ def bench(
                 rows.append(
                     Timing(
                         case=case.name,
-                        dtype=name_of(dtype),
+                        dtype=dtype_name(dtype),
                         phase=phase + mode,
                         contender=name,
                         ms=Spread.of(milliseconds),
@@ -214,21 +214,21 @@ def _mebibytes(number: int) -> str:
     return f"{number / 2**20:.0f} MiB"
 
 
-def line(row: Timing, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns one JSON object."""
+def line(row: Timing, machine_facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a line of results."""
     values = asdict(row)
     return {
         "op": step.OPERATION if row.phase.startswith("step") else "gated_delta_rule",
         "backend": values.pop("contender"),
         "pass": values.pop("phase"),
         **values,
-        **about,
+        **machine_facts,
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m backends.bench", description="Parity first, then the clock"
+        prog="python -m backends.bench", description="Checks parity, then times the cases"
     )
     parser.add_argument("action", nargs="?", choices=("run", "table"), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="of table")
@@ -259,9 +259,10 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
     wanted = options.peer or list(PEERS)
     absent = {name: reason for name in wanted if (reason := PEERS[name].absent(subject.device))}
     limits = ceilings(device, dtype)
-    about = facts(device) | limits.facts()
+    machine_facts = facts(device) | limits.facts()
     console.print(
-        f"{subject.backend} on {about['device']}, {about['threads']} threads, torch {about['torch']}"
+        f"{subject.backend} on {machine_facts['device']}, {machine_facts['threads']} threads, "
+        f"torch {machine_facts['torch']}"
     )
     console.print(f"this machine at its best: {limits}", highlight=False)
     for name, reason in absent.items():
@@ -279,7 +280,7 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
             console.print(f"case {case.name}: {NOT_RUN}, {refusal}", highlight=False)
     report(console, rows, cases, {name: name if name in absent else PEERS[name].label() for name in wanted})
     if options.json:
-        options.json.write_text("".join(json.dumps(line(row, about)) + "\n" for row in rows))
+        options.json.write_text("".join(json.dumps(line(row, machine_facts)) + "\n" for row in rows))
     return 1 if red or not rows else 0
 
 

@@ -1,4 +1,4 @@
-"""The table of what `backends.bench` measured, from its files; what was not run says so.
+"""Makes the table of what `backends.bench` measured, from its files; it names what was not run.
 
     python -m backends.bench table [FILE ...]       Markdown
 
@@ -30,7 +30,7 @@ def passes(case: Case) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Place:
-    """A column: one of our backends beside a peer, on a type of device."""
+    """Names a column: one of our backends beside a peer, on a type of device."""
 
     backend: str
     peer: str

@@ -33,7 +33,7 @@ GATES = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel",
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a peer comes from and what it takes; `load` gives its function, `load_step` its step's."""
+    """Names a peer, where it comes from and what it takes; `load` and `load_step` return its functions."""
 
     name: str
     distribution: str
@@ -44,7 +44,7 @@ class Peer:
     load_step: Callable[[], Rule]
 
     def absent(self, device: str) -> str | None:
-        """Why it cannot run on this machine's `device`, or None."""
+        """Returns why the peer cannot run on this machine's `device`; None if it can."""
         if find_spec(self.module) is None:
             return f"{self.distribution} is not installed: pip install {self.distribution}"
         if device not in self.devices:
@@ -52,12 +52,12 @@ class Peer:
         return None
 
     def run(self) -> Run:
-        """From a case's inputs to o."""
+        """Returns the function from a case's inputs to o."""
         rule = self.load()
         return lambda x: rule(x.q, x.k, x.v, x.g, x.beta, **x.arguments())[0]
 
     def step(self) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
-        """From a case's inputs, of one token, to o and the state."""
+        """Returns the function from a case's inputs, of one token, to o and the state."""
         rule = self.load_step()
 
         def run(x: Inputs) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass has to do."""
+    """Counts the operations and bytes of a pass."""
 
     flops: float
     bytes: float
@@ -41,7 +41,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a machine can do at best: operations and bytes per second."""
+    """Holds what a machine does at best: operations and bytes per second."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -77,7 +77,7 @@ def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Ceilings:
-    """Measures them now, as medians."""
+    """Measures the machine's ceilings, as medians over `seconds`."""
     n, size = PRODUCT[device.type], COPY_BYTES[device.type]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

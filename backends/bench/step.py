@@ -1,7 +1,7 @@
-"""One token of generation, for `backends.bench`: what is timed, and the parity before it.
+"""Times one token of generation for `backends.bench`, and judges it before.
 
 A step reads and writes every state, 8 K V bytes per head, and does little else; for one sequence the launch
-takes most of the time. The state is the same in every round: the time of a step does not depend on it.
+takes most of the time. Every round starts from the same state, since the time does not depend on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def ours(backend: str) -> Step:
 
 
 def step_call(name: str, x: Inputs) -> Callable[[], None]:
-    """Returns a call without arguments that takes one step by a peer or by one of our backends."""
+    """Returns a call without arguments that takes one step, by a peer or by one of our backends."""
     run = PEERS[name].step() if name in PEERS else ours(name)
 
     def call() -> None:
@@ -57,6 +57,6 @@ def step_verdicts(case: Case, dtype: torch.dtype, backend: str, device: str) -> 
             return dict(zip(("o", "state"), ours(name)(x), strict=True))
 
     judge, baseline = outcome("recurrent", x.double()), outcome("recurrent", x)
-    errors = {name: error(baseline[name], right) for name, right in judge.items()}
-    right = Reference(OPERATION, case.name, dtype, judge, errors, case.K)
-    return right.verdicts(backend, outcome(backend, x))
+    errors = {name: error(baseline[name], exact) for name, exact in judge.items()}
+    expected = Reference(OPERATION, case.name, dtype, judge, errors, case.K)
+    return expected.verdicts(backend, outcome(backend, x))

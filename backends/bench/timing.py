@@ -1,4 +1,4 @@
-"""The clock: contenders take turns, one call each, so that whatever slows the machine slows all.
+"""Times contenders in turn, one call each, so that whatever slows the machine slows them all.
 
 On a GPU every call starts with a cold cache and is timed by the device's events; on a CPU by the wall clock.
 """
@@ -22,7 +22,7 @@ CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU at hand
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and the 20th and 80th percentile."""
+    """Holds the median and the 20th and 80th percentile."""
 
     p20: float
     p50: float
@@ -30,7 +30,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Computes them from at least two values."""
+        """Returns the spread of at least two values."""
         deciles = statistics.quantiles(values, n=10, method="inclusive")
         return Spread(deciles[1], statistics.median(values), deciles[7])
 
@@ -64,11 +64,11 @@ def ratios(times: Mapping[str, Sequence[float]], ours: str) -> dict[str, Spread 
 
 
 def modes(calls: Mapping[str, Call], device: torch.device) -> dict[str, Mapping[str, Call]]:
-    """Returns the calls as they are and, on a GPU, those that can be captured as CUDA graphs."""
-    kinds = {"": calls}
+    """Maps a mode's suffix to its calls: as they are and, on a GPU, as CUDA graphs where possible."""
+    by_mode = {"": calls}
     if device.type == "cuda":
-        kinds[" (graph)"] = {name: graph for name, call in calls.items() if (graph := _graph(call))}
-    return kinds
+        by_mode[" (graph)"] = {name: graph for name, call in calls.items() if (graph := _graph(call))}
+    return by_mode
 
 
 def capture(call: Call) -> Call:

@@ -1,11 +1,11 @@
-"""Times launches of the Triton kernels beside those of the table, one kernel after the other.
+"""Times other launches of the Triton kernels than those of the table, one kernel after the other.
 
     python -m backends.bench.tune CASE ... [--dtype NAME] [--seconds S] [--json FILE]
 
-For every kernel of a case: the time of its pass with the table's tile, over the time with a neighboring one
+The gain of a tile is the time of the kernel's pass with the table's tile over the time with a neighboring one
 (other widths, warps, stages); above 1, the neighbor is faster. A tile whose 20th percentile is above 1 is
-kept for the kernels that follow, and the resulting row must pass parity. The row is printed for a person to
-put into `triton_kernels.launch`: nothing is tuned at run time. A tile that the device refuses is named with
+kept for the kernels that follow, and the resulting row must pass parity. The row is printed, to be put into
+`triton_kernels.launch` by hand: nothing is tuned at run time. A tile that the device refuses is printed with
 the reason.
 """
 
@@ -22,10 +22,10 @@ import torch
 
 from delta_trn.backends.bench.__main__ import contender, pass_call
 from delta_trn.backends.bench.timing import Spread, interleaved
+from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.gated_delta_rule.triton_adapter import Config, Tile, adjusted, config
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import Subject, subjects
-from delta_trn.backends.parity.judge import name_of
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import Case, inputs, select
 from delta_trn.backends.registry import BackendRefusal
@@ -36,7 +36,7 @@ KERNELS = {"prepare": "forward", "scan": "forward", "reverse": "backward", "grad
 
 @dataclass(frozen=True)
 class Trial:
-    """One tile of one kernel. gain: the table's time over this one's; None: `refusal` says why."""
+    """Holds one tile of one kernel. gain: the table's time over this one's; None: `refusal` says why."""
 
     case: str
     dtype: str
@@ -86,14 +86,14 @@ def tune(
                 calls[str(tile)] = call
             except Exception as refusal:  # Triton has a class for each way in which a launch can fail
                 reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
-                trials.append(Trial(case.name, name_of(dtype), kernel, tile, None, reason))
+                trials.append(Trial(case.name, dtype_name(dtype), kernel, tile, None, reason))
         times = interleaved(calls, device, seconds)
         best, most = now, 1.0
         for tile in rows:
             if str(tile) in times:
                 pairs = zip(times[str(now)], times[str(tile)], strict=True)
                 gain = Spread.of([before / after for before, after in pairs])
-                trials.append(Trial(case.name, name_of(dtype), kernel, tile, gain))
+                trials.append(Trial(case.name, dtype_name(dtype), kernel, tile, gain))
                 if gain.p20 > most:
                     best, most = tile, gain.p20
         row = rows[best]
@@ -109,7 +109,7 @@ def failures(subject: Subject, case: Case, dtype: torch.dtype, row: Config) -> l
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m backends.bench.tune", description="Other launches than the table's"
+        prog="python -m backends.bench.tune", description="Times other launches than the table's"
     )
     parser.add_argument("case", nargs="+", help="names of cases")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if subject.emulated:
         print("in the interpreter: these times say nothing about a GPU")
-    about, dtype = facts(torch.device(subject.device)), getattr(torch, options.dtype)
+    machine_facts, dtype = facts(torch.device(subject.device)), getattr(torch, options.dtype)
     lines, red = [], False
     for case in cases:
         row = config(case.K, case.V, itemsize=dtype.itemsize)
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             row = best
             for trial in trials:
                 print(f"{case.name} {trial.kernel} {trial.tile}: {trial.gain or trial.refusal}", flush=True)
-                lines.append(asdict(trial) | about)
+                lines.append(asdict(trial) | machine_facts)
         failed = failures(subject, case, dtype, row)
         red |= bool(failed)
         print(f"{case.name}: {row}, parity {'red' if failed else 'green'}", *failed, sep="\n")

@@ -61,7 +61,6 @@ def delta_residual(
     name, save = OPERATOR.choose((x, k, v, beta), {"D": D, "DV": DV}, backend)
     tokens = (x.reshape(-1, D, DV), k.reshape(-1, D), v.reshape(-1, DV), beta.reshape(-1))
     (out,) = OPERATOR(Residual(*tokens, k_eps), save=save, backend=name)
-    assert out is not None
     return out.reshape(x.shape)
 
 
@@ -87,7 +86,7 @@ def _check(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -
 
 
 def _check_values(call: Residual) -> None:
-    """Raises ValueError, in check mode, for data that the operation can make no sense of."""
+    """Raises ValueError, in check mode, for data outside the operation's domain."""
     if not is_checking():
         return
     require_finite({"x": call.x, "k": call.k, "v": call.v, "beta": call.beta})

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from delta_trn.backends import registry
 from delta_trn.backends.gated_delta_rule import checks
-from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Step, state_dtype, with_gates_made
+from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Step, make_call_gates, state_dtype
 from delta_trn.backends.operator import Operator, gradients_wanted
 
 
@@ -69,7 +69,7 @@ def gated_delta_rule(
     K. Without cu_seqlens, N = B. Differentiable once in all tensors but cu_seqlens, through o and through
     final_state.
 
-    g and beta may be a layer's projections, of any sign. They are then made here: by kernels where these can,
+    g and beta may be a layer's projections, of any sign. The gates are then made here: by kernels that can,
     without another pass over memory, else by PyTorch (Mamba-2's decay, arXiv:2405.21060):
 
         use_gate_in_kernel          g <- -exp(A_log) softplus(g + dt_bias); A_log, dt_bias [HV], any float,
@@ -107,7 +107,7 @@ def gated_delta_rule(
         packed=cu_seqlens is not None,
     )
     if not registry.makes_gates(OPERATOR.name, name):
-        call = with_gates_made(call)
+        call = make_call_gates(call)
     o, final_state = OPERATOR(call, save=save, backend=name)
     return o, final_state if output_final_state else None
 
@@ -138,7 +138,8 @@ def gated_delta_rule_step(
         returns o       [B, HV, V]      dtype of q
             state       [B, HV, K, V]   after the token
 
-    Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend; it raises alike.
+    Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend. It raises the same
+    errors.
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule_step
@@ -174,7 +175,7 @@ def gated_delta_rule_step(
         beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     if not registry.makes_gates(STEP_OPERATOR.name, name):
-        call = with_gates_made(call)
+        call = make_call_gates(call)
     o, state = STEP_OPERATOR(call, save=False, backend=name)
     return o, state
 
@@ -184,7 +185,7 @@ def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def _outputs_like(call: Rule) -> tuple[Tensor, Tensor | None]:
-    """Returns tensors like o and final_state, with nothing in them."""
+    """Returns uninitialized tensors like o and final_state."""
     q, v, final_state = call.q, call.v, None
     if call.output_final_state:
         shape = (call.sequences, v.shape[2], q.shape[3], v.shape[3])
@@ -192,7 +193,7 @@ def _outputs_like(call: Rule) -> tuple[Tensor, Tensor | None]:
     return v.new_empty(v.shape), final_state
 
 
-# the public functions make their calls; everything between them and an adapter is here
+# takes the public functions' calls to an adapter
 OPERATOR = Operator(
     "gated_delta_rule",
     Rule,

@@ -77,7 +77,7 @@ def gate_arguments(
     parameters = {name: x for name, x in (("A_log", A_log), ("dt_bias", dt_bias)) if x is not None}
     if parameters and not use_gate_in_kernel:
         raise ValueError(
-            f"{' and '.join(parameters)} given with use_gate_in_kernel=False; "
+            f"{' and '.join(parameters)} passed with use_gate_in_kernel=False; "
             "pass True, with what the layer projects as g, or leave them out"
         )
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
@@ -96,7 +96,7 @@ def gate_arguments(
 
 
 def _shapes_agree(lead: tuple[str, ...], **tensors: Tensor) -> None:
-    """Ranks and sizes that agree; `lead` names the dimensions before the heads."""
+    """Raises ValueError unless ranks and sizes agree; `lead` names the dimensions before the heads."""
     last = {"q": ("H", "K"), "k": ("H", "K"), "v": ("HV", "V"), "g": ("HV",), "beta": ("HV",)}
     require_tensors(tensors)
     for name, x in tensors.items():
@@ -159,7 +159,7 @@ def _state(name: str, state: Tensor, q: Tensor, wanted: tuple[int, ...], letters
 
 
 def values(call: Rule | Step) -> None:
-    """Raises ValueError for data that no backend can make sense of; the module says when it looks."""
+    """Raises ValueError for data outside the rule's domain; the module's docstring says when data is read."""
     cu_seqlens = call.cu_seqlens if isinstance(call, Rule) else None
     if cu_seqlens is not None and (is_checking() or cu_seqlens.device.type == "cpu"):
         _bounds(cu_seqlens, call.q.shape[1])

@@ -10,16 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tokens lie: chunk major, [chunks, heads, C, ...]; chunks never straddle sequences.
+    """Maps tokens to chunks, [chunks, heads, C, ...]; no chunk holds tokens of two sequences.
 
-    States lie before and after chunks, [N + chunks, heads, K, V]: the N first ones, then every chunk's last.
+    All states lie together, [N + chunks, heads, K, V]: each sequence's first, then each chunk's last.
 
-    active      for every c, how many sequences have a c-th chunk; these lie together, longest sequence first
-    order       the sequences, longest first; None, as the rest: all have length T and come as they are
-    tokens      [chunks C] the token at every place, T where there is none
-    places      [T] the place of every token
-    first       [chunks] where every chunk's first state lies; None: chunk i's is state i
-    last        [N] where every sequence's last state lies
+    active      for each c, how many sequences have a c-th chunk; those chunks lie together, longest first
+    order       the sequences, longest first; like the fields below, None where all have length T
+    tokens      [chunks C] the token at each place, T where there is none
+    places      [T] the place of each token
+    first       [chunks] where each chunk's first state lies; None: chunk i's is state i
+    last        [N] where each sequence's last state lies
     """
 
     B: int
@@ -34,20 +34,20 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of all sequences."""
+        """Returns the number of chunks of all sequences."""
         return sum(self.active)
 
     @property
     def N(self) -> int:
-        """The number of sequences."""
+        """Returns the number of sequences."""
         return self.B if self.order is None else self.order.shape[0]
 
     def sorted(self, states: Tensor) -> Tensor:
         """Returns states [N, ...] in the order of the layout."""
         return states if self.order is None else states[self.order]
 
-    def as_given(self, states: Tensor) -> Tensor:
-        """Returns a new tensor of states [N, ...], back in the order of the sequences."""
+    def in_call_order(self, states: Tensor) -> Tensor:
+        """Returns states [N, ...] as a new tensor, in the order in which the call has the sequences."""
         return states.clone() if self.order is None else states[self.order.argsort()]
 
     def firsts(self, states: Tensor, rows: slice) -> Tensor:
@@ -59,7 +59,7 @@ class Layout:
         return states.unflatten(0, (-1, heads))[chunks].flatten(0, 1)
 
     def put_firsts(self, states: Tensor, rows: slice, values: Tensor) -> None:
-        """Stores what `firsts` would return."""
+        """Stores the states that `firsts` returns."""
         if self.first is None:
             states[rows] = values
         else:
@@ -68,14 +68,14 @@ class Layout:
             states.unflatten(0, (-1, heads))[chunks] = values.unflatten(0, (-1, heads))
 
     def lasts(self, states: Tensor) -> Tensor:
-        """Returns a new tensor of the states [N, ...] with which sequences end, in their order."""
-        return self.as_given(states[self.chunks :] if self.last is None else states[self.last])
+        """Returns the sequences' last states [N, ...] as a new tensor, in the call's order."""
+        return self.in_call_order(states[self.chunks :] if self.last is None else states[self.last])
 
     def spans(self, heads: int, most: int) -> list[tuple[slice, list[tuple[slice, slice, slice]]]]:
-        """Returns all rows in order of time, in spans of at most `most` rows unless one c needs more.
+        """Returns all rows in the order of time, in spans of at most `most` rows unless one c has more.
 
-        A span is its rows [chunks heads] and, for every c in it, three slices: the rows of the c-th chunks,
-        of their first states and of their last states [(N + chunks) heads].
+        A span is a slice of the rows [chunks heads] and a list with three slices for each c in it: the rows
+        of the c-th chunks, and those of their first and last states in [(N + chunks) heads].
         """
         spans: list[tuple[slice, list[tuple[slice, slice, slice]]]] = []
         first, start = 0, 0
@@ -90,7 +90,7 @@ class Layout:
         return spans
 
     def put_lasts(self, states: Tensor, values: Tensor | None) -> None:
-        """Stores what `lasts` would return; None stands for zeros."""
+        """Stores the states that `lasts` returns; None stands for zeros."""
         if values is None:
             values = states.new_zeros((self.N, *states.shape[1:]))
         elif self.order is not None:
@@ -101,7 +101,10 @@ class Layout:
             states[self.last] = values.to(states.dtype)
 
     def split(self, x: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Copies x [B, T, H, ...] times `factor` into out [chunks, H, G, C, ...]; zero where no token is."""
+        """Copies x [B, T, H, ...] times `factor` into out [chunks, H, group, C, ...].
+
+        Places without a token become 0.
+        """
         if self.tokens is not None:
             x = torch.cat([x[0], x.new_zeros((1, *x.shape[2:]))])[self.tokens].unflatten(0, (-1, self.C))
             _copy(x.transpose(1, 2).unsqueeze(2), out, factor)

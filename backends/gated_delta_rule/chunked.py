@@ -1,25 +1,26 @@
 """The gated delta rule in chunks of tokens: matrix products inside a chunk, one product from chunk to chunk.
 
-Forward, for one chunk of C tokens of one value head, in the notation of `backends.gated_delta_rule`. S is the
-chunk's first state, o the elementwise product, and q is times `scale` already (derived from arXiv:2412.06464
-and arXiv:2406.06484):
+Forward, for one chunk of C tokens of one value head, in the notation of `backends.gated_delta_rule`. Here
+q, k [C, K] and v [C, V] are the chunk's rows, since K and V are sizes in the code. q has been multiplied by
+`scale`, and S is the chunk's first state (derived from arXiv:2412.06464 and arXiv:2406.06484):
 
     b = cumsum(g)   gam_i = exp(b_i)   lam_i = exp(b_C - b_i)   D_ij = exp(b_i - b_j) if i >= j, else 0
-    P = (q k^T) o D     G = strict_lower((k k^T) o D)       L = diag(beta) G        T = (I + L)^-1
+    P = (q k^T) . D     overlap = strict_lower((k k^T) . D)     L = diag(beta) overlap      T = (I + L)^-1
     w = -T diag(beta gam) k                     u = T diag(beta) v
     A = gam_C I + (diag(lam) k)^T w             Z = (diag(lam) k)^T u
     S' = A S + Z                                U = u + w S                 o = diag(gam) q S + P U
 
-In the code T is `inverse`, since T is a length there. Only S' waits for the chunk before. Backward, with dO
-the gradient of o and dS' of S':
+A [K, K] is the chunk's transition. Only S' waits for the chunk before. Backward reads `overlap` [C, C] rather
+than L, since beta may be 0; dO is the gradient of o, dS' that of S':
 
     dS = A^T dS' + (diag(gam) q)^T dO + w^T P^T dO                          (the only one that waits)
     dU = P^T dO + diag(lam) k dS'               dR = T^T dU                 dv = diag(beta) dR
-    dP = (dO U^T) o D                           dG = strict_lower((dv U^T) o D)
+    dP = (dO U^T) . D                           dkk = strict_lower((dv U^T) . D)
     dq = diag(gam) dO S^T + dP k
-    dk = diag(lam) U dS'^T - diag(gam) dv S^T + dP^T q - (dG + dG^T) k
+    dk = diag(lam) U dS'^T - diag(gam) dv S^T + dP^T q - (dkk + dkk^T) k
 
-dbeta is in `backward`, dg in `log_decay_gradient`. Sums are float32, float64 for float64 inputs.
+The gradient of k k^T is -dkk. dbeta is in `backward`, dg in `log_decay_gradient`. Sums are float32, float64
+for float64 inputs.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def chunk_size(K: int, V: int) -> int:
 
 
 def saved_shapes(call: Rule) -> Shapes:
-    """Returns the shapes of q, k, their reciprocal norms, v, D, P, G, T, w, A, U and all states."""
-    (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
+    """Returns the shapes of q, k, their reciprocal norms, v, D, P, `overlap`, T, w, A, U and all states."""
+    (B, length, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
     C, dtype = chunk_size(K, V), state_dtype(call.q.dtype)
-    M = capacity(B, T, C, call.cu_seqlens) * HV
+    M = capacity(B, length, C, call.cu_seqlens) * HV
     norms = (M, C, 1) if call.l2norm else (0,)
     shapes = [(M, C, K), (M, C, K), norms, norms, (M, C, V), *[(M, C, C)] * 4]
     shapes += [(M, C, K), (M, K, K), (M, C, V), (M + call.sequences * HV, K, V)]
@@ -64,14 +65,15 @@ def saved_shapes(call: Rule) -> Shapes:
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Returns o, final_state and what `saved_shapes` lists; a row, of M, is a chunk of one value head."""
+    """Returns o, final_state and what `saved_shapes` lists. Each of M rows is a chunk of one value head."""
     q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
-    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    (B, length, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    layout, block = lay_out(B, T, C, call.cu_seqlens), _block_size(C, K, V)
+    layout, block = lay_out(B, length, C, call.cu_seqlens), _block_size(C, K, V)
     M = layout.chunks * HV
     saved = [q.new_empty(shape, dtype=saved_dtype) for shape, saved_dtype in saved_shapes(call)]
-    Q, K_, rq, rk, V_, D, P, G, inverse, w, A, U = (x[:M] for x in saved[:-1])
+    # packed sequences may need fewer chunks than `saved_shapes` allows for
+    Q, K_, rq, rk, V_, D, P, overlap, T, w, A, U = (x[:M] for x in saved[:-1])
     states = saved[-1][: M + layout.N * HV]
     b, gam, lam = _decays(layout, g, HV, dtype)
     # [B, T, HV] -> [M, C, 1]: chunks first, then heads, so that a row's tokens lie together
@@ -79,7 +81,9 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     # [B, T, H, K] -> [M, C, K]: the head of a group is copied to each of its value heads
     for x, chunks in ((q, Q), (k, K_)):
         layout.split(x, chunks.unflatten(0, (-1, H, group)))
+    # [B, T, HV, V] -> [M, C, V]: a value head is a group of its own
     layout.split(v, V_.unflatten(0, (-1, HV, 1)))
+    # the first N HV states are those of the sequences, [N, HV, K, V] -> [N HV, K, V]
     states[: layout.N * HV] = (
         0 if call.initial_state is None else layout.sorted(call.initial_state).flatten(0, 1)
     )
@@ -92,14 +96,14 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
                     torch.linalg.vecdot(x, x, out=r[..., 0])
                     x.mul_(r.add_(L2NORM_EPS).rsqrt_())
             Q[i].mul_(call.scale)
-            k_, be = K_[i], beta_[i]
+            k_i, beta_i = K_[i], beta_[i]
             D[i] = decay_matrix(b[i], dtype)
-            torch.bmm(Q[i], k_.mT, out=P[i]).mul_(D[i])
-            torch.bmm(k_, k_.mT, out=G[i]).mul_(D[i]).diagonal(dim1=-2, dim2=-1).zero_()
-            inverse[i] = triangular_inverse(G[i] * be)
-            torch.bmm(inverse[i], k_ * (be * -gam[i]), out=w[i])
-            torch.bmm(inverse[i], V_[i] * be, out=U[i])
-            written = (k_ * lam[i]).mT
+            torch.bmm(Q[i], k_i.mT, out=P[i]).mul_(D[i])
+            torch.bmm(k_i, k_i.mT, out=overlap[i]).mul_(D[i]).diagonal(dim1=-2, dim2=-1).zero_()
+            T[i] = triangular_inverse(overlap[i] * beta_i)
+            torch.bmm(T[i], k_i * (beta_i * -gam[i]), out=w[i])
+            torch.bmm(T[i], V_[i] * beta_i, out=U[i])
+            written = (k_i * lam[i]).mT
             torch.bmm(written, w[i], out=A[i]).diagonal(dim1=-2, dim2=-1).add_(gam[i, -1])
             torch.bmm(written, U[i], out=after[i])
         _scan(A, states, steps)
@@ -107,6 +111,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
             S = layout.firsts(states, i)
             U[i].baddbmm_(w[i], S)
             torch.bmm(Q[i] * gam[i], S, out=o_[i]).baddbmm_(P[i], U[i])
+    # [M, C, V] -> [chunks, HV, C, V] -> [B, T, HV, V]
     o = layout.join(o_.view(layout.chunks, HV, C, V), v.new_empty(v.shape))
     final_state = layout.lasts(states.unflatten(0, (-1, HV))) if call.output_final_state else None
     return o, final_state, saved if save else []
@@ -115,13 +120,13 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; rows as in `forward`, spans of time from the last to the first."""
     q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
-    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    (B, length, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    layout, block = lay_out(B, T, C, call.cu_seqlens), _block_size(C, K, V)
+    layout, block = lay_out(B, length, C, call.cu_seqlens), _block_size(C, K, V)
     M = layout.chunks * HV
-    Q, K_, rq, rk, V_, D, P, G, inverse, w, A, U = (x[:M] for x in saved[:-1])
+    Q, K_, rq, rk, V_, D, P, overlap, T, w, A, U = (x[:M] for x in saved[:-1])
     states = saved[-1][: M + layout.N * HV]
-    inverse_square = call.scale**-2 if call.scale else 0.0  # without scale there is no Q, and no dq either
+    inverse_square = call.scale**-2 if call.scale else 0.0  # scale 0 makes Q and dq zero
     _, gam, lam = _decays(layout, g, HV, dtype)
     beta_ = layout.split(beta, gam.new_empty((layout.chunks, HV, 1, C))).view(M, C, 1)
     dO = layout.split(do, torch.empty_like(U).unflatten(0, (-1, HV, 1))).view(M, C, V)
@@ -135,63 +140,61 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             layout.put_firsts(dstates, i, torch.bmm((Q[i] * gam[i]).mT, dO[i]).baddbmm_(w[i].mT, dU[i]))
         _scan_back(A, dstates, steps)
         for i in _blocks(span, block):
-            k_, be, S = K_[i], beta_[i], layout.firsts(states, i)
-            dR = torch.bmm(inverse[i].mT, dU[i].baddbmm_(k_ * lam[i], dafter[i]))
-            dP, dG = torch.bmm(dO[i], U[i].mT), torch.bmm(dR, U[i].mT)
-            read, undone = dP * P[i], dG * G[i]
+            k_i, beta_i, S = K_[i], beta_[i], layout.firsts(states, i)
+            dR = torch.bmm(T[i].mT, dU[i].baddbmm_(k_i * lam[i], dafter[i]))
+            dP, dkk = torch.bmm(dO[i], U[i].mT), torch.bmm(dR, U[i].mT)
+            read, undone = dP * P[i], dkk * overlap[i]
             read.diagonal(dim1=-2, dim2=-1).zero_()  # nothing decays from a token to itself
             dP.mul_(D[i])
-            dG.mul_(D[i]).mul_(be).diagonal(dim1=-2, dim2=-1).zero_()
+            dkk.mul_(D[i]).mul_(beta_i).diagonal(dim1=-2, dim2=-1).zero_()
             dq = torch.bmm(dO[i], S.mT, out=dQ[i]).mul_(gam[i])
             dk_S = torch.bmm(dR, S.mT).mul_(gam[i])
             dk = torch.bmm(U[i], dafter[i].mT, out=dK[i]).mul_(lam[i])
-            written, predicted = _dot(dk, k_), _dot(dk_S, k_)
+            written, predicted = _dot(dk, k_i), _dot(dk_S, k_i)
             torch.sub(_dot(dR, V_[i]), predicted, out=dbeta_[i]).sub_(undone.sum(-1))
-            read.addcmul_(undone, be, value=-1)
-            reads = _dot(dq, Q[i]).addcmul_(predicted, be[..., 0], value=-1)
+            read.addcmul_(undone, beta_i, value=-1)
+            reads = _dot(dq, Q[i]).addcmul_(predicted, beta_i[..., 0], value=-1)
             carried = gam[i, -1, 0] * _dot(dafter[i].flatten(1), S.flatten(1))
             dg_[i] = log_decay_gradient(read, reads, written, carried)
-            dq.baddbmm_(dP, k_)
-            dk.addcmul_(dk_S, be, value=-1).baddbmm_(dP.mT, Q[i]).baddbmm_(dG + dG.mT, k_, alpha=-1)
+            dq.baddbmm_(dP, k_i)
+            dk.addcmul_(dk_S, beta_i, value=-1).baddbmm_(dP.mT, Q[i]).baddbmm_(dkk + dkk.mT, k_i, alpha=-1)
             if call.l2norm:
                 dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-inverse_square).mul_(rq[i])
-                dk.addcmul_(k_, _dot(dk, k_)[..., None], value=-1).mul_(rk[i])
-            torch.mul(dR, be, out=dU[i])
+                dk.addcmul_(k_i, _dot(dk, k_i)[..., None], value=-1).mul_(rk[i])
+            torch.mul(dR, beta_i, out=dU[i])
     dv = layout.join(dU.view(layout.chunks, HV, C, V), v.new_empty(v.shape))
     dq, dk = (
-        layout.join(_ungrouped(y.view(layout.chunks, H, group, C, K)), x.new_empty(x.shape), factor)
+        layout.join(_sum_group(y.view(layout.chunks, H, group, C, K)), x.new_empty(x.shape), factor)
         for y, x, factor in ((dQ, q, call.scale), (dK, k, 1.0))
     )
     dg = layout.join(dg_.view(layout.chunks, HV, C), g.new_empty(g.shape))
     dbeta = layout.join(dbeta_.view(layout.chunks, HV, C), beta.new_empty(beta.shape))
     dfirst = dstates[: layout.N * HV].view(layout.N, HV, K, V)
-    dinitial = None if call.initial_state is None else layout.as_given(dfirst)
+    dinitial = None if call.initial_state is None else layout.in_call_order(dfirst)
     return Gradients(dq, dk, dv, dg, dbeta, initial_state=dinitial)
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
-    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
-    state = call.state
+    q, k, v, g, beta, state = call.q, call.k, call.v, call.g, call.beta, call.state
     B, HV, K, V = state.shape
     dtype = state.dtype
-    qk = torch.stack((q, k), 2).to(dtype)
+    qk = torch.stack((q, k), 2).to(dtype)  # [B, H, 2, K]
     if call.l2norm:
         qk = qk * (qk.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
     if q.shape[1] != HV:
         qk = qk.repeat_interleave(HV // q.shape[1], 1)
     qk = qk.reshape(B * HV, 2, K)
     S = state.reshape(B * HV, K, V) * g.to(dtype).exp().reshape(-1, 1, 1)
-    u = torch.baddbmm(v.to(dtype).reshape(-1, 1, V), qk[:, 1:], S, alpha=-1) * beta.to(dtype).reshape(
-        -1, 1, 1
-    )
+    missing = torch.baddbmm(v.to(dtype).reshape(-1, 1, V), qk[:, 1:], S, alpha=-1)
+    u = missing * beta.to(dtype).reshape(-1, 1, 1)
     S.baddbmm_(qk[:, 1:].mT, u)
     o = torch.bmm(qk[:, :1], S).mul_(call.scale)
     return o.view(B, HV, V).to(v.dtype), S.view(B, HV, K, V)
 
 
 def decay_matrix(b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns D [M, C, C] from b [M, C]; masked before exp, for exp(20 * 63) is infinite."""
+    """Returns D [M, C, C] from b [M, C]; masked before exp, since exp(20 * 63) overflows."""
     # to zero and not to -infinity, whose exponential took 10 times as long
     return (b[:, :, None] - b[:, None, :]).to(dtype).tril_().exp_().tril_()
 
@@ -207,9 +210,9 @@ def log_decay_gradient(pairs: Tensor, reads: Tensor, written: Tensor, carried: T
         carried [M]         the last state holds the first one
 
     The plain form q dq - k dk subtracts sums that strong decay makes far larger than their difference:
-    rounded to bfloat16, its relative error was 348 at decay rate 16, and this one's is .0014. Row sums of
-    pairs minus column sums also cancel, in float32: dA_log, which multiplies the rest by g, was 32 times as
-    wrong as allowed.
+    rounded to bfloat16, its relative error was 348 at decay rate 16; here it is .0014. Row sums of `pairs`
+    minus column sums also cancel, in float32: dA_log, which multiplies what is left by g, had 32 times the
+    allowed error.
     """
     from_t_on = torch.ones_like(pairs[0]).triu_()
     behind = (from_t_on @ pairs).tril_(-1).sum(-1).add_(reads.flip(-1).cumsum(-1).flip(-1))
@@ -255,6 +258,6 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1)
 
 
-def _ungrouped(x: Tensor) -> Tensor:
-    """Returns x [chunks, H, G, C, K] summed over the value heads of a group: [chunks, H, C, K]."""
+def _sum_group(x: Tensor) -> Tensor:
+    """Returns x [chunks, H, group, C, K] summed over the value heads of a group: [chunks, H, C, K]."""
     return x[:, :, 0] if x.shape[2] == 1 else x.sum(2)

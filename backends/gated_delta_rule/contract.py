@@ -7,7 +7,7 @@ To add a backend, write a module with the functions of `Adapter` and declare it 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 class Rule:
     """One call of `gated_delta_rule`; shapes, dtypes and equations are in `backends.gated_delta_rule`.
 
-    A_log       if given, g is the projection a of the gate:  g <- -exp(A_log) softplus(a + dt_bias)
+    A_log       if present, g is the projection a of the gate:  g <- -exp(A_log) softplus(a + dt_bias)
     beta_max    if above 0, beta is a projection, too:  beta <- beta_max sigmoid(beta)
     l2norm      q and k are to be normalized
 
@@ -64,6 +64,9 @@ class Step:
     scale: float = 1.0
     beta_max: float = 0.0
     l2norm: bool = False
+
+
+AnyCall = TypeVar("AnyCall", Rule, Step)
 
 
 class Gradients(NamedTuple):
@@ -144,7 +147,7 @@ def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:
 def make_gates(
     g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns g and beta of a call; differentiable in everything that they are made of."""
+    """Returns g and beta of a call; differentiable in all arguments."""
     with torch.autocast(g.device.type, enabled=False):
         if A_log is not None:
             g = log_decay(g, A_log, dt_bias)
@@ -153,7 +156,7 @@ def make_gates(
     return g, beta
 
 
-def with_gates_made(call: Rule | Step) -> Rule | Step:
+def make_call_gates(call: AnyCall) -> AnyCall:
     """Returns the call with g and beta made by PyTorch, for a backend whose kernels cannot make them."""
     if call.A_log is None and not call.beta_max:
         return call

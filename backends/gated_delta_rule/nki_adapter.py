@@ -4,8 +4,8 @@ The module serves two backends, `nki` and `nki-simulator`; `backends.nki_runtime
 the device. Kernels are unrolled, so a kernel call takes at most `plan.LANE_CHUNKS` chunks of one head each.
 Longer calls are cut into groups of sequences first, then in time, where the state is handed on.
 
-Lengths are constants of a kernel. Packed sequences that are given no state and asked for none, as in
-training, need no lengths: a decay that erases the state at each first token makes them one sequence.
+Lengths are constants of a kernel. Packed sequences without initial and final states, as in training, need no
+lengths: a decay that erases the state at each first token makes them one sequence.
 Otherwise they are cut by their lengths, read from cu_seqlens on the host.
 """
 
@@ -31,8 +31,8 @@ from delta_trn.nki_kernels.tiles import FAR_BELOW
 class Piece:
     """Names part of a call: some sequences over some tokens. `rows` index q, `sequences` index the states.
 
-    `kept` is where the states lie that this piece keeps. The one before kept.start is the state that it
-    starts from, if that was handed on to it; the first piece starts from the call's initial state.
+    `kept` is where this piece's saved states lie. The one before kept.start is the state that it starts from;
+    the first piece starts from the call's initial state instead.
     """
 
     rows: slice
@@ -89,21 +89,21 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     for group, rows, sequences in _groups(q, v, call.cu_seqlens):
         S = None if call.initial_state is None else call.initial_state[sequences]
         for piece in group:
-            cut = [x[piece.rows, piece.tokens] for x in (q, call.k, v, call.g, call.beta)]
-            cuts = plan.choose(rows.stop - rows.start, H, HV, K, V)
+            inputs = [x[piece.rows, piece.tokens] for x in (q, call.k, v, call.g, call.beta)]
+            sizes = plan.choose(rows.stop - rows.start, H, HV, K, V)
             if save and S is not None and piece is not group[0]:
                 states.append((piece.rows, piece.handed_on, S.transpose(1, 2).unsqueeze(1)))
             o, S, *kept = run(
                 gated_delta_rule_fwd,
-                *cut,
+                *inputs,
                 S,
                 call.scale,
                 call.l2norm,
                 S is not None,
-                cuts.every if save else 0,
-                cuts.C,
-                cuts.lanes,
-                cuts.width,
+                sizes.every if save else 0,
+                sizes.C,
+                sizes.lanes,
+                sizes.width,
             )
             outs.append((piece.rows, piece.tokens, o))
             states += [(piece.rows, piece.kept, x) for x in kept]
@@ -130,14 +130,14 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     for group, rows, sequences in _groups(q, v, call.cu_seqlens):
         dS = None if dstate is None else dstate[sequences]
         for piece in reversed(group):
-            cut = [x[piece.rows, piece.tokens] for x in (*inputs, do)]
-            cuts = plan.choose(rows.stop - rows.start, H, HV, K, V)
+            tensors = [x[piece.rows, piece.tokens] for x in (*inputs, do)]
+            sizes = plan.choose(rows.stop - rows.start, H, HV, K, V)
             S = None if call.initial_state is None else call.initial_state[sequences]
             if piece is not group[0]:
                 S = saved[0][piece.rows, piece.handed_on].squeeze(1).transpose(1, 2)
             *gradients, dS = run(
                 gated_delta_rule_bwd,
-                *cut,
+                *tensors,
                 dS,
                 S,
                 saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else None,
@@ -145,10 +145,10 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
                 call.l2norm,
                 dS is not None,
                 S is not None,
-                cuts.every,
-                cuts.C,
-                cuts.lanes,
-                cuts.width,
+                sizes.every,
+                sizes.C,
+                sizes.lanes,
+                sizes.width,
             )
             for part, gradient, x in zip(parts, gradients, inputs, strict=True):
                 part.append((piece.rows, piece.tokens, _sum_parts(gradient, x)))
@@ -156,8 +156,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             dS = q.new_zeros((sequences.stop - sequences.start, HV, K, V), dtype=torch.float32)
         firsts.append(dS)
     dinitial = None if call.initial_state is None else torch.cat(firsts)
-    whole = (_join(part, x) for part, x in zip(parts, inputs, strict=True))
-    return Gradients(*whole, initial_state=dinitial)
+    joined = (_join(part, x) for part, x in zip(parts, inputs, strict=True))
+    return Gradients(*joined, initial_state=dinitial)
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
@@ -166,8 +166,8 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     together = max(1, plan.STEP_HEADS // HV)
     results = []
     for b in range(0, B, together):
-        cut = [x[b : b + together] for x in (call.q, call.k, call.v, call.g, call.beta, call.state)]
-        results.append(run(gated_delta_rule_step, *cut, call.scale, call.l2norm))
+        tensors = [x[b : b + together] for x in (call.q, call.k, call.v, call.g, call.beta, call.state)]
+        results.append(run(gated_delta_rule_step, *tensors, call.scale, call.l2norm))
     if len(results) == 1:
         return results[0]
     outs, states = zip(*results, strict=True)

@@ -95,9 +95,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
-    one_token = Rule(
-        *(x.unsqueeze(1) for x in (call.q, call.k, call.v, call.g, call.beta)), l2norm=call.l2norm
-    )
+    q, k, v, g, beta = (x.unsqueeze(1) for x in (call.q, call.k, call.v, call.g, call.beta))
+    one_token = Rule(q, k, v, g, beta, l2norm=call.l2norm)
     Q, K, V, g, beta = (x[:, 0] for x in _prepare(one_token))
     S = _write(call.state.to(V.dtype), K, V, g, beta)
     return (call.scale * _read(S, Q)).to(call.v.dtype), S

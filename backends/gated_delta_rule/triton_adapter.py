@@ -30,7 +30,7 @@ from delta_trn.triton_kernels.launch import Tile as Tile
 from delta_trn.triton_kernels.launch import adjusted as adjusted
 from delta_trn.triton_kernels.launch import config
 
-# Whether forward keeps h and U (the states at chunk starts and what each chunk writes) for backward. True
+# Whether forward keeps S and U (the states at chunk starts and what each chunk writes) for backward. True
 # spends (2 K / C + 2) V bytes of bfloat16 per token and value head and spares backward one scan; False
 # recomputes them; "auto" keeps them up to KEPT_BYTES per call.
 KEEP_STATES: Literal["auto", True, False] = "auto"
@@ -39,15 +39,16 @@ KEPT_BYTES = 512 * 2**20
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """o, final_state and what `backward` reads: N, P, rows; states, A of segments; h, U. The last two pairs
-    are empty tensors where sequences stay whole and where states are not kept.
+    """Returns o, final_state and what `backward` reads: T, P, rows; states, A; S, U.
+
+    states and A, of segments, are empty where sequences stay whole; S and U, where they are not kept.
     """
     q, k, v, g, beta = (x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta))
     initial_state = None if call.initial_state is None else call.initial_state.contiguous()
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     row = config(K, V, itemsize=q.element_size())
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    N, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared(chunks, HV, q.dtype))
+    T, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(chunks, HV, q.dtype))
     gated_delta_rule_fwd.prepare(
         q,
         k,
@@ -55,7 +56,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         beta,
         call.A_log,
         call.dt_bias,
-        N,
+        T,
         P,
         rows,
         scale=call.scale,
@@ -68,43 +69,42 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     final_state = None
     if call.output_final_state:
         final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
-    states = A = h = U = None
+    states = A = S = U = None
     scanned, start, final = chunks, initial_state, final_state
     split = segment_tables(chunks, HV, K, V, row, q.device)
     if split is not None:
-        shapes = _segments(split.chunks.sequences, HV, K, V)
+        shapes = _segment_shapes(split.chunks.sequences, HV, K, V)
         states, A = (q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
-        B = torch.empty_like(states)
+        last = torch.empty_like(states)  # of each segment, if it started from zeros
         gated_delta_rule_fwd.scan(
-            q, k, v, N, P, rows, None,
-            o=None, final_state=B, transition=A, S=None, U=None, chunks=split.chunks, config=row,
+            q, k, v, T, P, rows, None,
+            o=None, final_state=last, transition=A, S=None, U=None, chunks=split.chunks, config=row,
         )  # fmt: skip
-        segments.chain(A, B, initial_state, states=states, final=final_state, segments=split, reverse=False)
+        segments.chain(
+            A, last, initial_state, states=states, final=final_state, segments=split, reverse=False
+        )
         scanned, start, final = split.chunks, states, None
-    if save and _keeps(chunks, HV, K, V, q.dtype):
-        h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
+    if save and _keeps_states(chunks, HV, K, V, q.dtype):
+        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
-        q, k, v, N, P, rows, start, o=o, final_state=final, S=h, U=U, chunks=scanned, config=row
+        q, k, v, T, P, rows, start, o=o, final_state=final, S=S, U=U, chunks=scanned, config=row
     )
     if not save:
         return o, final_state, []
-    return o, final_state, [q.new_empty(0) if x is None else x for x in (N, P, rows, states, A, h, U)]
+    return o, final_state, [q.new_empty(0) if x is None else x for x in (T, P, rows, states, A, S, U)]
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
-    """Gradients of q, k, v, g, beta and initial_state (None without one), each in its input's dtype.
-
-    Where the gates are made here, then those of A_log and dt_bias (None without one).
-    """
+    """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
     q, k, v, g, beta = (x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta))
     do = do.to(q.dtype).contiguous()
     initial_state = None if call.initial_state is None else call.initial_state.contiguous()
     dstate = None if dstate is None else dstate.contiguous()
-    B, T, H, K = q.shape
+    B, length, H, K = q.shape
     HV, V = v.shape[2:]
     row = config(K, V, itemsize=q.element_size())
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    N, P, rows, states, A, h, U = saved
+    T, P, rows, states, A, S, U = saved
     scanned = chunks
     dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
     split = segment_tables(chunks, HV, K, V, row, q.device)
@@ -115,45 +115,45 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             "leave triton_time_adapter.SEGMENT as it is between the two"
         )
     if split is not None:
-        dB, dstates = torch.empty_like(states), torch.empty_like(states)
+        dlast, dstates = torch.empty_like(states), torch.empty_like(states)
         gated_delta_rule_bwd.reverse_scan(
-            q, k, v, do, N, P, rows, None, None, None,
-            dY=None, dS=None, dv=None, vdY=None, carry=None, dinitial_state=dB, chunks=split.chunks,
+            q, k, v, do, T, P, rows, None, None, None,
+            dY=None, dS=None, dv=None, vdY=None, carry=None, dinitial_state=dlast, chunks=split.chunks,
             config=row,
         )  # fmt: skip
-        segments.chain(A, dB, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
+        segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, None
-    if not h.numel():
-        h, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _states(chunks, HV, K, V, q.dtype))
+    if not S.numel():
+        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
-            q, k, v, N, P, rows, initial_state,
-            o=None, final_state=None, S=h, U=U, chunks=scanned, config=row,
+            q, k, v, T, P, rows, initial_state,
+            o=None, final_state=None, S=S, U=U, chunks=scanned, config=row,
         )  # fmt: skip
-    dY, dh, dv = torch.empty_like(U), torch.empty_like(h), torch.empty_like(v)
+    dY, dS, dv = torch.empty_like(U), torch.empty_like(S), torch.empty_like(v)
     tiles = -(-V // row.reverse.columns)
     vdY = q.new_empty((chunks.count, HV, tiles, chunks.size), dtype=torch.float32)
     carry = q.new_empty((chunks.count, HV, tiles), dtype=torch.float32)
     gated_delta_rule_bwd.reverse_scan(
-        q, k, v, do, N, P, rows, h, initial_state, dstate,
-        dY=dY, dS=dh, dv=dv, vdY=vdY, carry=carry, dinitial_state=dfirst, chunks=scanned, config=row,
+        q, k, v, do, T, P, rows, S, initial_state, dstate,
+        dY=dY, dS=dS, dv=dv, vdY=vdY, carry=carry, dinitial_state=dfirst, chunks=scanned, config=row,
     )  # fmt: skip
-    # grouped value heads: float32 per value head, summed below in a fixed order; atomics would sum in any
+    # value heads that share a key are summed below, in float32 and in a fixed order, unlike atomics
     per_head = q.dtype if HV == H else torch.float32
-    dq, dk = (q.new_empty((B, T, HV, K), dtype=per_head) for _ in range(2))
+    dq, dk = (q.new_empty((B, length, HV, K), dtype=per_head) for _ in range(2))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     dgates = None
     if call.A_log is not None:
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
     gated_delta_rule_bwd.gradients(
-        q, k, do, g, beta, call.A_log, call.dt_bias, rows, h, U, dY, dh, vdY, carry,
+        q, k, do, g, beta, call.A_log, call.dt_bias, rows, S, U, dY, dS, vdY, carry,
         dq=dq, dk=dk, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm,
         beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if HV != H:
-        dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
+        dq, dk = (x.view(B, length, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
     if dgates is None:
         return Gradients(dq, dk, dv, dg, dbeta, initial_state=dinitial)
-    # two sums, since results of an operator may not share memory
+    # two sums, since gradients may not share memory
     dA_log, ddt_bias = (
         None if x is None else part.sum(0).to(x.dtype)
         for x, part in zip((call.A_log, call.dt_bias), dgates.unbind(2), strict=True)
@@ -162,7 +162,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
-    """One token: o [B, HV, V] and the new state [B, HV, K, V]."""
+    """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
     q, k, v, g, beta, state = (
         x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta, call.state)
     )
@@ -175,36 +175,37 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 
 
 def saved_shapes(call: Rule) -> Shapes:
-    """Shapes and dtypes of what `forward` saves, from shapes alone."""
+    """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
     q, (HV, V) = call.q, call.v.shape[2:]
     K = q.shape[3]
     row = config(K, V, itemsize=q.element_size())
     chunks = chunk_counts(q, call.cu_seqlens, row.C)
     count = segment_count(chunks, HV, K, V, row, q.device)
-    split = _segments(count, HV, K, V) if count else [((0,), q.dtype)] * 2
-    kept = _states(chunks, HV, K, V, q.dtype) if _keeps(chunks, HV, K, V, q.dtype) else [((0,), q.dtype)] * 2
-    return [*_prepared(chunks, HV, q.dtype), *split, *kept]
+    split = _segment_shapes(count, HV, K, V) if count else [((0,), q.dtype)] * 2
+    keeps = _keeps_states(chunks, HV, K, V, q.dtype)
+    kept = _state_shapes(chunks, HV, K, V, q.dtype) if keeps else [((0,), q.dtype)] * 2
+    return [*_prepared_shapes(chunks, HV, q.dtype), *split, *kept]
 
 
-def _prepared(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
-    """N, P, rows."""
+def _prepared_shapes(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
+    """Returns the shapes of T, P and rows."""
     C = chunks.size
     words = 1 if dtype == torch.float32 else 2
     head = (chunks.count, HV)
     return [((*head, words, C, C), dtype), ((*head, C, C), dtype), ((*head, 8, C), torch.float32)]
 
 
-def _states(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> Shapes:
-    """h, U."""
+def _state_shapes(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> Shapes:
+    """Returns the shapes of S and U."""
     return [((chunks.count, HV, V, K), dtype), ((chunks.count, HV, chunks.size, V), dtype)]
 
 
-def _segments(count: int, HV: int, K: int, V: int) -> Shapes:
-    """States at the beginning of segments, and A."""
+def _segment_shapes(count: int, HV: int, K: int, V: int) -> Shapes:
+    """Returns the shapes of the states at segment starts, and of A."""
     return [((count, HV, K, V), torch.float32), ((count, HV, K, K), torch.float32)]
 
 
-def _keeps(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> bool:
+def _keeps_states(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> bool:
     if KEEP_STATES == "auto":
         return chunks.count * HV * V * (K + chunks.size) * dtype.itemsize <= KEPT_BYTES
     return KEEP_STATES

@@ -22,7 +22,7 @@ SEGMENT: Literal["auto"] | int | None = "auto"
 
 
 def chunk_counts(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
-    """Chunks of C tokens, without tables."""
+    """Returns the chunks of C tokens, without tables."""
     B, T = q.shape[:2]
     per_sequence = -(-T // C)
     if cu_seqlens is None:
@@ -32,7 +32,7 @@ def chunk_counts(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
 
 
 def chunk_tables(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
-    """The same with the tables of packed sequences."""
+    """Returns the same with the tables of packed sequences."""
     chunks = chunk_counts(q, cu_seqlens, C)
     if cu_seqlens is None:
         return chunks
@@ -45,7 +45,7 @@ def chunk_tables(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
 
 
 def segment_count(chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device) -> int:
-    """How many segments, unused slots included; 0: sequences stay whole."""
+    """Returns how many segments there are, unused slots included; 0: sequences stay whole."""
     length = _length(chunks, HV, K, V, config, device)
     return length and _count(chunks, length)
 
@@ -53,7 +53,7 @@ def segment_count(chunks: Chunks, HV: int, K: int, V: int, config: Config, devic
 def segment_tables(
     chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device
 ) -> Segments | None:
-    """The segments of `chunks`, which has its tables; None: sequences stay whole."""
+    """Returns the segments of `chunks`, which has its tables; None: sequences stay whole."""
     length = _length(chunks, HV, K, V, config, device)
     if not length:
         return None
@@ -72,20 +72,23 @@ def segment_tables(
 
 
 def _count(chunks: Chunks, length: int) -> int:
-    """Segments of `length` chunks; packed: an upper bound, since lengths stay on the device."""
+    """Returns how many segments of `length` chunks there are, for packed sequences at most.
+
+    Their lengths stay on the device.
+    """
     if chunks.packed:
         return chunks.count // length + chunks.sequences
     return chunks.sequences * -(-chunks.per_sequence // length)
 
 
 def _length(chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device) -> int:
-    """Chunks in a segment; 0: sequences stay whole."""
+    """Returns the chunks per segment; 0: sequences stay whole."""
     if SEGMENT != "auto":
         return SEGMENT or 0
     NV, NK = (-(-size // config.scan.columns) for size in (V, K))
     average = chunks.per_sequence // (chunks.sequences if chunks.packed else 1)
     programs, processors = chunks.sequences * HV * NV, _processors(device)
-    # under torch.compile sizes may be symbols, which int() would fix: not before it has to
+    # under torch.compile sizes may be symbols, which int() would fix: so it comes last
     if 2 * programs > processors or average < 8:
         return 0
     return chunks_per_segment(int(average), int(programs), (NV + NK) / NV, processors)
@@ -99,12 +102,12 @@ def _processors(device: torch.device) -> int:
 
 
 def _first_of_each(counts: Tensor) -> Tensor:
-    """[n] -> [n + 1]: the running sum from 0."""
+    """Returns the running sum from 0, [n + 1], of counts [n]."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
 def _slots(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """For slots 0 to count - 1: whose they are, and which of its own; past the last, the last sequence's."""
+    """Returns each slot's sequence and its place in that sequence; slots past the end go to the last one."""
     slot = torch.arange(count, device=offsets.device)
     owner = torch.searchsorted(offsets[1:], slot, right=True).clamp_(max=offsets.shape[0] - 2)
     return owner, slot - offsets[owner]

@@ -49,7 +49,7 @@ def short_convolution(
         form=activation, packed=position is not None,
     )  # fmt: skip
     (y,) = CONVOLUTION(Convolution(x, weight, prefix, position, activation), save=save, backend=name)
-    return y  # type: ignore[return-value]
+    return y
 
 
 def gated_rms_norm(
@@ -70,7 +70,7 @@ def gated_rms_norm(
     form = "plain" if gate is None else "gated"
     name, save = NORM.choose((x, gate, weight), {"N": x.shape[-1]}, backend, form=form)
     (y,) = NORM(GatedNorm(x, gate, weight, eps), save=save, backend=name)
-    return y  # type: ignore[return-value]
+    return y
 
 
 def add_rms_norm(
@@ -91,7 +91,7 @@ def add_rms_norm(
         raise TypeError(f"x is {x.dtype}, residual is {residual.dtype}; cast x: the sum has residual's dtype")
     name, save = SUM_NORM.choose((x, residual, weight), {"N": x.shape[-1]}, backend)
     y, total = SUM_NORM(SumNorm(x, residual, weight, eps), save=save, backend=name)
-    return y, total  # type: ignore[return-value]
+    return y, total
 
 
 def linear_cross_entropy(
@@ -113,7 +113,7 @@ def linear_cross_entropy(
     sizes = {"d": weight.shape[1], "vocabulary": weight.shape[0]}
     name, save = CROSS_ENTROPY.choose((hidden, weight), sizes, backend)
     (loss,) = CROSS_ENTROPY(Readout(hidden, weight, targets, ignore_index), save=save, backend=name)
-    return loss  # type: ignore[return-value]
+    return loss
 
 
 CONVOLUTION = Operator(

@@ -25,9 +25,10 @@ from rich.progress import track
 from rich.table import Table
 
 from delta_trn.backends import machine
+from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.machine import ROOT, facts
 from delta_trn.backends.parity import goldens, layer_cases, residual_cases, rule, rule_cases
-from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, name_of
+from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
 from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
 
@@ -37,7 +38,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Grid:
-    """The cases of some operations, and (case, dtype, backend, device) -> verdicts."""
+    """Holds the cases of some operations, and (case, dtype, backend, device) -> verdicts."""
 
     cases: Mapping[str, Any]
     verdicts: Callable[..., list[Verdict]]
@@ -52,7 +53,7 @@ GRIDS: Mapping[str, Grid] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend on one of this machine's device types."""
+    """Names a backend and the device type of this machine on which it runs."""
 
     backend: str
     device: str
@@ -79,7 +80,7 @@ def subjects(names: Sequence[str] | None = None) -> list[Subject]:
 
     Raises BackendRefusal, with the reasons, for one that was named and cannot run on this machine.
     """
-    here = []
+    chosen = []
     for name in names or BACKENDS:
         if name not in BACKENDS:
             raise BackendRefusal(f"no backend is named {name!r}; registered: {', '.join(BACKENDS)}")
@@ -92,14 +93,14 @@ def subjects(names: Sequence[str] | None = None) -> list[Subject]:
             )
             reason = f"does not run on {device}" if outside else backend.unavailable(device)
             if reason is None:
-                here.append(Subject(name, device))
+                chosen.append(Subject(name, device))
                 break
             reasons.append(reason)
         else:
             if names:
                 lines = [f"backend {name} cannot run here:", *(f"  {reason}" for reason in reasons)]
                 raise BackendRefusal("\n".join(lines))
-    return here
+    return chosen
 
 
 def measure(
@@ -120,18 +121,18 @@ def measure(
                 refused[case.name] = str(refusal)
 
 
-def row(verdict: Verdict, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns one JSON object. Errors that are no numbers become null, which is not a pass."""
+def row(verdict: Verdict, machine_facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a line of results. Infinite errors and NaN become null; `passed` is then false."""
     numbers = {name: getattr(verdict, name) for name in ("error", "baseline", "allowed")}
     return {
         "op": verdict.op,
         "backend": verdict.backend,
         "case": verdict.case,
-        "dtype": name_of(verdict.dtype),
+        "dtype": dtype_name(verdict.dtype),
         "tensor": verdict.tensor,
         **{name: x if math.isfinite(x) else None for name, x in numbers.items()},
         "passed": verdict.passed,
-        **about,
+        **machine_facts,
     }
 
 
@@ -143,9 +144,7 @@ def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
 def report(console: Console, verdicts: Sequence[Verdict], refused: Mapping[str, str]) -> None:
     """Prints the worst SHOWN rows and every failure, then one line per backend and dtype."""
     failures = sum(not verdict.passed for verdict in verdicts)
-    table = Table(
-        title=f"error against the float64 judge; allowed: {FACTOR:g} x an honest baseline, worst first"
-    )
+    table = Table(title=f"error against the float64 judge, worst first; allowed: {FACTOR:g} x the baseline's")
     for heading in ("backend", "case", "dtype", "tensor"):
         table.add_column(heading)
     for heading in ("error", "baseline", "allowed", "error/allowed"):
@@ -154,7 +153,7 @@ def report(console: Console, verdicts: Sequence[Verdict], refused: Mapping[str, 
         numbers = (f"{x:.2e}" for x in (v.error, v.baseline, v.allowed))
         ratio = f"{v.ratio:.2f}" + ("" if v.passed else "  failed")
         style = None if v.passed else "bold red"
-        table.add_row(v.backend, v.case, name_of(v.dtype), v.tensor, *numbers, ratio, style=style)
+        table.add_row(v.backend, v.case, dtype_name(v.dtype), v.tensor, *numbers, ratio, style=style)
     console.print(table)
     for name, reason in refused.items():
         console.print(f"case {name} refused: {reason}", highlight=False)
@@ -162,7 +161,7 @@ def report(console: Console, verdicts: Sequence[Verdict], refused: Mapping[str, 
         group = [v for v in verdicts if (v.backend, v.dtype) == (backend, dtype)]
         failed, cases = sum(not v.passed for v in group), len({v.case for v in group})
         summary = f"{failed} of {len(group)} failed" if failed else f"all {len(group)} passed"
-        console.print(f"{backend} {name_of(dtype)}: {cases} cases, {summary}", highlight=False)
+        console.print(f"{backend} {dtype_name(dtype)}: {cases} cases, {summary}", highlight=False)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -174,7 +173,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         "|---" * (len(columns) + 1) + "|",
     ]
     for op in [op for op in OPERATIONS if op == OPERATIONS[0] or any(row["op"] == op for row in rows)]:
-        for name in map(name_of, DTYPES):
+        for name in map(dtype_name, DTYPES):
             cells = (
                 _cell([r for r in rows if (r["op"], r["backend"], r["device"], r["dtype"]) == key])
                 for key in ((op, *place, name) for place in columns)
@@ -195,13 +194,13 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m backends.parity", description="Every backend against the judge"
+        prog="python -m backends.parity", description="Judges every backend by the float64 judge"
     )
     parser.add_argument("action", nargs="?", choices=tuple(_ACTIONS), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--backend", action="append", help="only this one; may be repeated")
     parser.add_argument("--case", action="append", help="only this one; may be repeated")
-    parser.add_argument("--dtype", choices=tuple(map(name_of, DTYPES)), help="only this one")
+    parser.add_argument("--dtype", choices=tuple(map(dtype_name, DTYPES)), help="only this one")
     parser.add_argument("--slow", action="store_true", help="the slow cases too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
     options = parser.parse_args(argv)
@@ -214,19 +213,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
+    known = {name: case for grid in GRIDS.values() for name, case in grid.cases.items()}
     for name in options.case or ():
-        find(name, {name: case for grid in GRIDS.values() for name, case in grid.cases.items()})
+        find(name, known)
     dtypes = [getattr(torch, options.dtype)] if options.dtype else DTYPES
     verdicts: list[Verdict] = []
     refused: dict[str, str] = {}
     lines = []
     for subject in subjects(options.backend):
-        about = facts(torch.device(subject.device))
+        machine_facts = facts(torch.device(subject.device))
         for key, cases in subject.cases(options.case, slow=options.slow).items():
             progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
-            found = list(measure(subject, GRIDS[key], progress, refused, dtypes))
-            lines += [row(verdict, about) for verdict in found]
-            verdicts += found
+            judged = list(measure(subject, GRIDS[key], progress, refused, dtypes))
+            lines += [row(verdict, machine_facts) for verdict in judged]
+            verdicts += judged
     report(console, verdicts, refused)
     if options.json:
         options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -255,7 +255,7 @@ def _table(options: argparse.Namespace, console: Console) -> int:
 
 def _single(files: Sequence[Path]) -> Path:
     if len(files) != 1:
-        raise ValueError(f"{len(files)} files given; name the one golden to write or to check")
+        raise ValueError(f"{len(files)} files named; name the one golden to write or to check")
     return files[0]
 
 

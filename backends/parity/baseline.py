@@ -1,4 +1,4 @@
-"""What parity measures against: an honest PyTorch implementation at the same precision, and nothing clever.
+"""The implementation that parity compares errors with: plain PyTorch at the same precision.
 
 It is the chunkwise form of arXiv:2412.06464 with the WY representation of arXiv:2406.06484. For each chunk of
 C tokens, in the notation of `backends.gated_delta_rule`, with V standing for the values [C, V]:
@@ -10,7 +10,7 @@ C tokens, in the notation of `backends.gated_delta_rule`, with V standing for th
     O  = scale * diag(exp(b)) Q S + P U                      [C, V]
     S <- exp(b_C) S + K^T diag(exp(b_C - b)) U               [K, V]
 
-Its gradients are PyTorch's own. It stands for what a careful reader of the papers writes in an afternoon.
+Its gradients are PyTorch's own. It is what a careful reader of the papers would write first.
 Every product rounds its operands to the training dtype and adds in float32, forward and backward, as matrix
 units do. State, decay sums, exponentials and the triangular inverse are float32. The logarithms of decays
 are summed segment by segment (Mamba-2's segment sums, arXiv:2405.21060) and not as differences of running
@@ -68,8 +68,8 @@ def gated_delta_rule(
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
     q, k, v, g, beta = (x.movedim(1, 2) for x in (q, k, v, g, beta))  # [B, HV, T, ..]
-    B, HV, T, K = q.shape
-    bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+    B, HV, length, K = q.shape
+    bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
     rows = B if cu_seqlens is None else 1
     outputs, states = [], []
     for n in range(len(bounds) - 1):
@@ -88,6 +88,7 @@ def gated_delta_rule(
 def _chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, S: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Returns O and the state after the chunk; P is scaled with O, at the end."""
     C = g.shape[-1]
     D = _segment_sums(g).exp()
     b = g.cumsum(-1)

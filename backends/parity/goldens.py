@@ -1,8 +1,8 @@
-"""Outputs of one backend on one machine, to be judged on another one that it never meets.
+"""Records outputs of a backend on one machine, and judges them on another.
 
 A golden is a safetensors file. It holds every output of every case; its metadata hold the fingerprint of the
-inputs, the errors measured where it was recorded, and where that was. `check` makes the inputs again, refuses
-the file if their fingerprint differs, and judges the recorded outputs here.
+inputs, the errors measured where it was recorded, and the facts of that machine. `check` makes the inputs
+again, refuses the file if their fingerprint differs, and judges the recorded outputs here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.machine import facts
-from delta_trn.backends.parity.judge import DTYPES, Verdict, name_of
+from delta_trn.backends.parity.judge import DTYPES, Verdict
 from delta_trn.backends.parity.rule import outcome, reference
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
 
@@ -25,7 +26,7 @@ SAME_ERROR = 1e-3  # errors are ratios of float64 sums, on which two machines ag
 
 
 class GoldenRefusal(ValueError):
-    """The file is no golden, or its inputs are not the ones this machine makes."""
+    """Says that a file is no golden, or that its inputs are not those that this machine makes."""
 
 
 def record(path: Path, backend: str, cases: Iterable[Case], device: str) -> list[Verdict]:
@@ -34,7 +35,7 @@ def record(path: Path, backend: str, cases: Iterable[Case], device: str) -> list
     rows, verdicts = [], []
     for case in cases:
         for dtype in DTYPES:
-            x, name = inputs(case, dtype), name_of(dtype)
+            x, name = inputs(case, dtype), dtype_name(dtype)
             outputs = {tensor: y.cpu() for tensor, y in outcome(x.to(device), backend).items()}
             judged = reference(case, dtype).verdicts(backend, outputs)
             verdicts += judged

@@ -1,17 +1,17 @@
-"""The criterion: how wrong a backend is, and how wrong it may be.
+"""Defines the criterion: how far a backend is off, and how far it may be.
 
     judge       the literal formula in float64, on the inputs rounded to the dtype
-    baseline    an honest PyTorch implementation at the same precision
+    baseline    a plain PyTorch implementation at the same precision
     error       root mean square of the difference to the judge, over the root mean square of the judge
     allowed     FACTOR times the baseline's error, and never below the floor
 
-The floor covers what the baseline happens to get right to the last bit. A sum of n float32 terms of either
+The floor covers tensors that the baseline happens to compute exactly. A sum of n float32 terms of either
 sign costs about sqrt(n) u32, u32 = 2^-24, because roundings in a row add in squares. Rounding to a shorter
 dtype costs at most u / 2, u = eps(dtype).
 
     floor = sqrt(terms) u32 + (u / 2 if the dtype is not float32)
 
-Where the judge is exactly 0 everywhere (the gradient of q when only the final state is used) the backend
+Where the judge is exactly 0 everywhere (the gradient of q when only the final state is used), the backend
 must be, too.
 """
 
@@ -24,13 +24,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from delta_trn.backends.checks import dtype_name
+
 FACTOR = 2.0
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One tensor of one case: it passes if error <= allowed. A NaN never passes."""
+    """Judges one tensor of one case: it passes if error <= allowed. A NaN never passes."""
 
     op: str
     case: str
@@ -56,19 +58,19 @@ class Verdict:
     def __str__(self) -> str:
         verb = "within" if self.passed else "above"
         return (
-            f"{self.backend} {self.case} {name_of(self.dtype)} {self.tensor}: error {self.error:.3g} {verb} "
-            f"allowed {self.allowed:.3g} (baseline {self.baseline:.3g})"
+            f"{self.backend} {self.case} {dtype_name(self.dtype)} {self.tensor}: error {self.error:.3g} "
+            f"{verb} allowed {self.allowed:.3g} (baseline {self.baseline:.3g})"
         )
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a case is judged by.
+    """Holds what a case is judged by.
 
-    judge       its tensors by name
+    judge       the judge's tensors by name
     baseline    the baseline's error on each
-    terms       how many float32 terms are added up in a row
-    rounded     the dtype that a result has been rounded to on its way; None: its own
+    terms       how many float32 terms a result has added up
+    rounded     the dtype to which intermediate results are rounded; None: the result's own
     """
 
     op: str
@@ -83,14 +85,14 @@ class Reference:
         """Judges every tensor of the judge. Raises ValueError if `outcome` lacks one."""
         missing = sorted(set(self.judge) - set(outcome))
         if missing:
-            raise ValueError(f"{backend} gave no {', '.join(missing)} for case {self.case}")
+            raise ValueError(f"{backend} returned no {', '.join(missing)} for case {self.case}")
         rows = []
-        for name, right in self.judge.items():
+        for name, exact in self.judge.items():
             x, base = outcome[name], self.baseline[name]
             least = floor(self.terms, self.rounded or x.dtype)
-            allowed = max(FACTOR * base, least) if right.any() else 0.0
+            allowed = max(FACTOR * base, least) if exact.any() else 0.0
             rows.append(
-                Verdict(self.op, self.case, self.dtype, name, backend, error(x, right), base, allowed)
+                Verdict(self.op, self.case, self.dtype, name, backend, error(x, exact), base, allowed)
             )
         return rows
 
@@ -111,11 +113,6 @@ def error(x: Tensor, judge: Tensor) -> float:
 
 
 def floor(terms: int, dtype: torch.dtype) -> float:
-    """Returns the error that no honest implementation can be sure to stay below; see the module."""
+    """Returns the error below which no implementation can be sure to stay, as derived above."""
     single = math.sqrt(terms) * torch.finfo(torch.float32).eps / 2
     return single if dtype == torch.float32 else single + torch.finfo(dtype).eps / 2
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype: `bfloat16`."""
-    return str(dtype).removeprefix("torch.")

@@ -24,7 +24,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One case.
+    """Describes one case of an operation.
 
     shape       short_convolution: B, T, C, W; the norms: M, N; linear_cross_entropy: M, d, vocabulary
     lengths     packed sequences of short_convolution
@@ -106,7 +106,7 @@ Draw = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class _Operation:
-    """How the cases of one operation are made and computed.
+    """Makes and computes the cases of one operation.
 
     tensors     (case, normal, rng, full) -> leaves in the order of gradients, then other inputs, then the
                 gradients of the outputs, whose names begin with d
@@ -152,10 +152,10 @@ def verdicts(case: LayerCase, dtype: torch.dtype, backend: str, device: str = "c
     x = inputs(case, dtype)
     judge = outcome(case, {n: y.double() if y.is_floating_point() else y for n, y in x.items()}, None)
     baseline = outcome(case, x, None)
-    errors = {name: error(baseline[name], right) for name, right in judge.items()}
+    errors = {name: error(baseline[name], exact) for name, exact in judge.items()}
     terms = STEPS + (case.shape[0] * case.shape[1] if case.op == "short_convolution" else sum(case.shape))
-    right = Reference(case.op, case.name, dtype, judge, errors, terms)
-    return right.verdicts(backend, outcome(case, {n: y.to(device) for n, y in x.items()}, backend))
+    expected = Reference(case.op, case.name, dtype, judge, errors, terms)
+    return expected.verdicts(backend, outcome(case, {n: y.to(device) for n, y in x.items()}, backend))
 
 
 def _full(x: Tensors) -> dict[str, Tensor]:
@@ -243,7 +243,7 @@ def _loss_tensors(
 
 
 def _loss_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
-    """Multiplies in the dtype of hidden, as an honest implementation does; the rest is float32 at least."""
+    """Multiplies in the dtype of hidden, as implementations do; the rest is float32 at least."""
     targets = x["targets"]
     z = x["hidden"] @ x["weight"].to(x["hidden"].dtype).t()
     z = z.to(torch.promote_types(z.dtype, torch.float32))

@@ -26,7 +26,7 @@ TENSORS = ("out", "dx", "dk", "dv", "dbeta")
 
 @dataclass(frozen=True)
 class ResidualCase:
-    """One case: M tokens of a stream [D, DV].
+    """Describes one case: M tokens of a stream [D, DV].
 
     beta    a constant; None: uniform in [0, 2)
     k_eps   None: k is a unit vector; else the operation normalizes vectors of norm `norm`
@@ -101,9 +101,9 @@ def verdicts(case: ResidualCase, dtype: torch.dtype, backend: str, device: str =
     x = inputs(case, dtype)
     judge = _equation({name: y.double() for name, y in x.items()}, case.k_eps)
     baseline = _equation(x, case.k_eps)
-    errors = {name: error(baseline[name], right) for name, right in judge.items()}
-    right = Reference(case.op, case.name, dtype, judge, errors, case.D + case.DV + STEPS)
-    return right.verdicts(backend, outcome({n: y.to(device) for n, y in x.items()}, case.k_eps, backend))
+    errors = {name: error(baseline[name], exact) for name, exact in judge.items()}
+    expected = Reference(case.op, case.name, dtype, judge, errors, case.D + case.DV + STEPS)
+    return expected.verdicts(backend, outcome({n: y.to(device) for n, y in x.items()}, case.k_eps, backend))
 
 
 def _equation(x: Mapping[str, Tensor], k_eps: float | None) -> dict[str, Tensor]:

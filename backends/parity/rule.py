@@ -1,13 +1,13 @@
-"""Runs the cases of the gated delta rule: on a backend, by the judge, and by the baseline.
+"""Runs the cases of the gated delta rule on a backend, by the judge, and by the baseline.
 
     judge       the literal recurrence (`gated_delta_rule.recurrent`) in float64
-    baseline    `parity.baseline`, chunk by chunk. In float32 the literal recurrence is another one: it errs
+    baseline    `parity.baseline`, chunk by chunk. In float32 the literal recurrence is a second one: it errs
                 less where the triangular inverse is badly conditioned, and more where a state is overwritten
                 often. The larger error counts.
 
 A result has passed sums over K, over V and over a chunk of tokens. In a shorter dtype it has been rounded
-four times (into K S, into T X, into P U, and as a result), each at a cost of u / 4: .38 u for evenly spread
-mantissas is less than u / 2, and roundings add in squares.
+four times (into K S, into T X, into P U, and as a result). Evenly spread mantissas make that .38 u, since
+roundings add in squares; the floor allows u / 2.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ TENSORS = ("o", "final_state", *GRADIENTS)
 
 @dataclass(frozen=True)
 class RuleReference(Reference):
-    """What a case of the rule is judged by, with the inputs that it holds for."""
+    """Holds what a case of the rule is judged by, with the inputs for which that is so."""
 
     inputs: Inputs | None = None
 
 
 def terms(case: Case) -> int:
-    """Returns how many float32 terms a result of the case has passed: over K, V and a chunk of tokens."""
+    """Returns how many float32 terms a result of the case has added up: over K, V and a chunk of tokens."""
     return case.K + case.V + min(case.T, baseline.CHUNK)
 
 
@@ -95,16 +95,16 @@ def _with_gradients(
 
 @lru_cache(maxsize=4)
 def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> RuleReference:
-    """Computes what a case is judged by, on `device` (one that has float64)."""
+    """Computes what a case is judged by, on a `device` that has float64."""
     x = inputs(case, dtype).to(device)
     if "bench" in case.tags and case.B > 2:
         # sequences do not depend on each other, so the first and the last stand for the batch
         x = x.rows([0, case.B - 1])
     judge = outcome(x.double(), "recurrent")
-    for name, right in judge.items():
-        assert right.isfinite().all(), f"the judge's {name} of case {case.name} is not finite"
+    for name, exact in judge.items():
+        assert exact.isfinite().all(), f"the judge's {name} of case {case.name} is not finite"
     baselines = [baseline_outcome(x)] + ([outcome(x, "recurrent")] if dtype == torch.float32 else [])
-    errors = {name: max(error(one[name], right) for one in baselines) for name, right in judge.items()}
+    errors = {name: max(error(one[name], exact) for one in baselines) for name, exact in judge.items()}
     assert all(map(math.isfinite, errors.values())), (
         f"the baseline of case {case.name} is not finite: {errors}"
     )
@@ -113,15 +113,15 @@ def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> RuleRefere
 
 def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
     """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
-    right = reference(case, dtype, "cuda" if device.startswith("cuda") else "cpu")
+    expected = reference(case, dtype, "cuda" if device.startswith("cuda") else "cpu")
     results = outcome(inputs(case, dtype).to(device), backend)
-    assert right.inputs is not None
-    if right.inputs.q.shape[0] != case.B:
+    assert expected.inputs is not None
+    if expected.inputs.q.shape[0] != case.B:
         rows = [0, case.B - 1]
         shared = {f"d{name}" for name in PER_HEAD} & set(results)
         results = {name: x[rows] for name, x in results.items() if name not in shared}
         if shared:
-            # the judge's are sums over these two sequences alone
-            part = outcome(right.inputs.to(device), backend)
+            # the judge sums their gradients over these two sequences alone
+            part = outcome(expected.inputs.to(device), backend)
             results |= {name: part[name] for name in shared}
-    return right.verdicts(backend, results)
+    return expected.verdicts(backend, results)

@@ -1,7 +1,7 @@
 """The named cases of the gated delta rule, which parity, bench, goldens and tests share; each has a reason.
 
 Inputs are the same on machines that never meet. They are made of PCG64 uniforms and IEEE +, -, *, /, sqrt in
-float64, of nothing from a mathematics library, and then rounded to float32 and to the case's dtype. `digest`
+float64, without a mathematics library, and then rounded to float32 and to the case's dtype. `digest`
 is their fingerprint.
 """
 
@@ -41,7 +41,7 @@ Projected = Literal["plain", "wide"]
 
 @dataclass(frozen=True)
 class Case:
-    """One case. Sizes are those of `backends.gated_delta_rule`; the rest describes the inputs.
+    """Describes one case. Sizes are those of `backends.gated_delta_rule`; the rest describes the inputs.
 
     HV          value heads; None: H
     decay       see DECAYS
@@ -240,8 +240,8 @@ def select(
 ) -> list[Case]:
     """Returns the cases of these names, or else all cases that have all of these tags.
 
-    A slow case is among them only with `slow`, or if a tag asks for what is timed. Raises ValueError, which
-    lists the names, for one that is not there.
+    Slow cases come only with `slow`, or with a tag of timed cases. Raises ValueError, which
+    lists the names, for an unknown name.
     """
     if names:
         return [find(name, BY_NAME) for name in names]
@@ -258,9 +258,9 @@ def find(name: str, cases: Mapping[str, T]) -> T:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a case. do and dstate are the gradients of o and final_state, None if not in the loss.
+    """Holds the tensors of a case.
 
-    With Case.gates, g and beta are the gates' projections; else A_log and dt_bias are None.
+    do and dstate are the gradients of o and final_state, None for an output that is not in the loss. With Case.gates, g and beta are the gates' projections; else A_log and dt_bias are None.
     """
 
     case: Case
@@ -277,7 +277,7 @@ class Inputs:
     dt_bias: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the operation's arguments beside its tensors of every token."""
+        """Returns the operation's arguments other than the tensors that have a row per token."""
         case = self.case
         options = {"use_qk_l2norm_in_kernel": case.normalized_inside, "cu_seqlens": self.cu_seqlens}
         if case.gates is None:
@@ -286,7 +286,7 @@ class Inputs:
         return options | gates | {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that are there, by name."""
+        """Returns the tensors that the case has, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def digest(self) -> str:

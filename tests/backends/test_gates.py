@@ -151,7 +151,7 @@ BAD = {
     "not asked for": (
         {"use_gate_in_kernel": False},
         ValueError,
-        "A_log and dt_bias given with use_gate_in_kernel=False",
+        "A_log and dt_bias passed with use_gate_in_kernel=False",
     ),
     "neg without sigmoid": (
         {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True},

@@ -10,11 +10,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.backends.gated_delta_rule.contract import make_gates
 from delta_trn.backends.parity import __main__ as parity
 from delta_trn.backends.parity import goldens
-from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, error, floor, name_of
+from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, error, floor
 from delta_trn.backends.parity.rule import GRADIENTS, TENSORS, reference, terms, verdicts
 from delta_trn.backends.parity.rule_cases import BENCH, BY_NAME, CASES, PER_HEAD, SMALL, inputs, select
 from delta_trn.backends.registry import BACKENDS, BackendRefusal
@@ -53,7 +54,7 @@ def pytest_generate_tests(metafunc):
         half = dtype == torch.float16 and subject.backend == "triton" and case.name in HALF
         if (half or dtype in subject.dtypes()) and case.name in (*quick, *slow):
             marks = [] if case.name in quick else [pytest.mark.slow]
-            name = f"{subject.backend}-{case.name}-{name_of(dtype)}"
+            name = f"{subject.backend}-{case.name}-{dtype_name(dtype)}"
             rows.append(pytest.param(subject, case, dtype, id=name, marks=marks))
     metafunc.parametrize(("subject", "case", "dtype"), rows)
 
@@ -188,7 +189,7 @@ def test_only_zero_passes_where_the_judge_is_zero():
 
 def test_a_missing_or_misshapen_tensor_is_refused():
     expected = reference(BY_NAME["one"], torch.float32)
-    with pytest.raises(ValueError, match="b gave no dg, dq for case one"):
+    with pytest.raises(ValueError, match="b returned no dg, dq for case one"):
         expected.verdicts("b", {name: x for name, x in expected.judge.items() if name not in ("dq", "dg")})
     with pytest.raises(ValueError, match="differs from the judge's"):
         error(torch.zeros(1, 3), torch.zeros(3))
@@ -251,7 +252,7 @@ def test_the_parity_command_fails_on_a_planted_fault(monkeypatch, capsys, tmp_pa
     [
         (["--backend", "nope"], "no backend is named 'nope'"),
         (["--case", "nope"], "no case is named 'nope'"),
-        (["record"], "0 files given; name the one golden to write or to check"),
+        (["record"], "0 files named; name the one golden to write or to check"),
         (["check", "/no/such/file"], "No such file"),
     ],
 )
