@@ -53,15 +53,13 @@ def pick(name: str | None = None) -> torch.device:
     wanted = torch.device(platforms()[0] if name is None or name == "auto" else name)
     if wanted.type not in platforms():
         raise ValueError(
-            f"device {wanted} is not on this machine, which has {', '.join(platforms())}; pick one of these"
+            f"device {wanted} is not on this machine, which has: {', '.join(platforms())}; pick one of them"
         )
     if wanted.type == "xla":
         if processes().world > 1 and os.environ.get("PJRT_DEVICE") == "CPU":
             # torch_xla 2.9 gives its CPU client no other addresses: each process is alone in its world, and
             # all_reduce returns its input without an error
-            raise ValueError(
-                "XLA's CPU device reaches no other processes (torch_xla 2.9): leave out torchrun"
-            )
+            raise ValueError("XLA's CPU device knows no other processes (torch_xla 2.9): leave out torchrun")
         return _xla().device()
     if wanted.type == "neuron" and processes().world > 1:
         raise ValueError("several processes on TorchNeuron are not supported yet: leave out torchrun")

@@ -260,7 +260,8 @@ def find(name: str, cases: Mapping[str, T]) -> T:
 class Inputs:
     """Holds the tensors of a case.
 
-    do and dstate are the gradients of o and final_state, None for an output that is not in the loss. With Case.gates, g and beta are the gates' projections; else A_log and dt_bias are None.
+    do and dstate are the gradients of o and final_state, None for an output that is not in the loss. With
+    Case.gates, g and beta are the gates' projections; else A_log and dt_bias are None.
     """
 
     case: Case
