@@ -167,7 +167,9 @@ class _Preparation:
         try:
             remaining = None if max_documents is None else max_documents - progress.documents
             for batch in _batches(islice(reader, remaining)):
-                with_text = [(split_of(text), text) for text in batch if text.strip()]
+                with_text: list[tuple[Split | None, str]] = [
+                    (split_of(text), text) for text in batch if text.strip()
+                ]
                 kept: list[tuple[Split, str]] = [
                     (split, text) for split, text in with_text if split is not None
                 ]
@@ -234,7 +236,8 @@ class _Preparation:
 
     def _finish(self, tokenizer: TextTokenizer) -> None:
         progress = self.progress
-        if empty := [split for split in FIRST_SHARD if not progress.counts[split]["tokens"]]:
+        empty: list[Split] = [split for split in FIRST_SHARD if not progress.counts[split]["tokens"]]
+        if empty:
             self._clear()
             raise self._nothing_in(empty)
         splits: dict[Split, SplitMeta] = {
