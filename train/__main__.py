@@ -1,4 +1,4 @@
-"""python -m train COMMAND ...        lists the commands where none is given"""
+"""delta-trn COMMAND ...        lists the commands where none is given"""
 
 import os
 import sys
@@ -97,14 +97,14 @@ def _overview() -> str:
 
     usages = {name: f"{name} {usage}" for name, (_, usage, _) in COMMANDS.items()}
     width = max(map(len, usages.values()))
-    lines = ["python -m train COMMAND ...", "", "commands"]
+    lines = ["delta-trn COMMAND ...", "", "commands"]
     lines += [f"  {usages[name]:{width}}  {line}" for name, (_, _, line) in COMMANDS.items()]
     lines += ["", "recipes"]
     width = max(map(len, RECIPES))
     lines += [f"  {name:{width}}  {summary(name)}" for name in RECIPES]
     lines += [
         "",
-        "`python -m train run RECIPE --keys` prints every key=value there is, `COMMAND --help` the rest",
+        "`delta-trn run RECIPE --keys` prints every key=value there is, `COMMAND --help` the rest",
     ]
     return "\n".join(lines)
 

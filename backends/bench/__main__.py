@@ -228,7 +228,7 @@ def line(row: Timing, machine_facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m backends.bench", description="Checks parity, then times the cases"
+        prog="delta-trn bench", description="Checks parity, then times the cases"
     )
     parser.add_argument("action", nargs="?", choices=("run", "table"), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="of table")

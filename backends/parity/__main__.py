@@ -194,7 +194,7 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m backends.parity", description="Judges every backend by the float64 judge"
+        prog="delta-trn parity", description="Judges every backend by the float64 judge"
     )
     parser.add_argument("action", nargs="?", choices=tuple(_ACTIONS), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")

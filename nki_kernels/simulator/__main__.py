@@ -32,7 +32,7 @@ from delta_trn.nki_kernels.simulator.report import LABEL, table, timeline, traff
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m delta_trn.nki_kernels.simulator",
+        prog="delta-trn simulator",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

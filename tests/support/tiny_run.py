@@ -71,7 +71,7 @@ def keys(data: Path, out: Path, **changes: object) -> list[str]:
 
 
 def run_command(*arguments: object) -> tuple[int, str, str]:
-    """Runs `python -m train ...` in this process. Returns its exit status, stdout and stderr."""
+    """Runs `delta-trn ...` in this process. Returns its exit status, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(argument) for argument in arguments])
@@ -79,14 +79,14 @@ def run_command(*arguments: object) -> tuple[int, str, str]:
 
 
 def train(*arguments: object) -> str:
-    """Runs `python -m train ...` in this process, asserts that it succeeds, and returns its output."""
+    """Runs `delta-trn ...` in this process, asserts that it succeeds, and returns its output."""
     status, out, err = run_command(*arguments)
     assert status == 0, err
     return out
 
 
 def start(arguments: Sequence[object], log: Path) -> BaseProcess:
-    """Starts `python -m train ...` in a child process, with its output in `log`."""
+    """Starts `delta-trn ...` in a child process, with its output in `log`."""
     process = WARM.Process(target=run_and_exit, args=([str(a) for a in arguments], str(log)))
     process.start()
     return process

@@ -96,7 +96,7 @@ class TestFolders:
     def test_run_does_not_overwrite_an_existing_run(self, place):
         before = read_tree(place / "run")
         message = error_line("run", "tiny", *keys(place / "data", place / "run"))
-        assert f"python -m train resume {place / 'run'}" in message and "out=DIR" in message
+        assert f"delta-trn resume {place / 'run'}" in message and "out=DIR" in message
         assert read_tree(place / "run") == before
 
     def test_run_does_not_overwrite_a_folder_with_other_files(self, place):

@@ -226,7 +226,7 @@ class TestFullDisk:
         child.join(60)
         output = log.read_text()
         assert child.exitcode == 2, output
-        assert "no space left" in output and "python -m train resume" in output
+        assert "no space left" in output and "delta-trn resume" in output
         assert "Traceback" not in output
         assert not list((out / "checkpoints").glob("*"))
         tiny_run.train("resume", out)

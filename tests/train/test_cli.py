@@ -161,7 +161,7 @@ class TestProcess:
         child.send_signal(signal.SIGTERM)
         assert child.wait(60) == 128 + signal.SIGTERM, log.read_text()
         output = log.read_text()
-        assert "stopped by SIGTERM after step" in output and f"python -m train resume {out}" in output
+        assert "stopped by SIGTERM after step" in output and f"delta-trn resume {out}" in output
         assert "Traceback" not in output
         step = tiny_run.read_metrics(out)[-1]["step"]
         assert f"continuing {out} after step {step}" in train("resume", out, f"steps={step + 3}")

@@ -155,7 +155,7 @@ def test_a_wrong_environment_variable_is_named():
 
 
 def test_resume_or_a_bucket_in_the_environment_is_refused_with_a_remedy():
-    with pytest.raises(ConfigError, match="python -m train resume RUN_DIR"):
+    with pytest.raises(ConfigError, match="delta-trn resume RUN_DIR"):
         with_environment(recipe("tiny"), {"IS_RESUME": "True", "CHECKPOINT_PATH": "runs/x"})
     with pytest.raises(
         ConfigError, match=r"out=s3://bucket/x: a run's folder is on this machine.*aws s3 sync"

@@ -83,8 +83,8 @@ class TestReports:
         output = train("run", "tiny", *keys(data, out))
         for words in ("perplexity", "bits/byte", "token frequencies", "zlib", "lzma", "this model (tiny)"):
             assert words in output, words
-        assert f"python -m train resume {out} steps=24" in output
-        assert f"python -m train generate {out}" in output
+        assert f"delta-trn resume {out} steps=24" in output
+        assert f"delta-trn generate {out}" in output
         assert str(out / "loss.png") in output and (out / "loss.png").stat().st_size > 10_000
         assert "delta rule by chunked, chosen by device" in output
 
@@ -256,7 +256,7 @@ class TestStopping:
         monkeypatch.undo()
         assert status == 128 + number
         assert f"stopped by {signal.Signals(number).name} after step 5" in output
-        assert f"python -m train resume {out}" in output
+        assert f"delta-trn resume {out}" in output
         assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000005"
         train("resume", out)
         assert tiny_run.final_state(out) == tiny_run.final_state(finished)

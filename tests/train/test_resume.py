@@ -207,6 +207,6 @@ class TestContinuing:
 
 
 def _die_before(n: int, arguments: list[str], log: str) -> None:
-    """Runs `python -m train ...` in a child that dies by SIGKILL before its n-th durable operation."""
+    """Runs `delta-trn ...` in a child that dies by SIGKILL before its n-th durable operation."""
     tiny_run.die_before(n)
     tiny_run.run_and_exit([str(argument) for argument in arguments], log)

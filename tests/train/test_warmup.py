@@ -177,7 +177,7 @@ class TestNotice:
 
     def test_the_cache_notice_is_cold_until_that_run_is_recorded(self, tmp_path, compiled):
         (line,) = notice(compiled, CPU, 2, tmp_path / "a run")
-        assert "cold" in line and f"python -m train warmup '{tmp_path}/a run' --processes=2" in line
+        assert "cold" in line and f"delta-trn warmup '{tmp_path}/a run' --processes=2" in line
         path = record_path(compiled, CPU, 2)
         assert path.parent == tmp_path / "inductor" / record.FOLDER
         write_record(path, [{"name": "step"}])
@@ -231,9 +231,8 @@ class TestNeuron:
     def test_warmup_on_neuron_compiles_in_parallel_and_then_loads(self, log):
         tiny_run.train("warmup", "tiny", "steps=3", "device=cpu", "--processes=2")
         wrapped, plain = log.read_text().splitlines()
-        inner = (
-            "-m torch.distributed.run --standalone --nproc_per_node=2 -m train warmup tiny steps=3 device=cpu"
-        )
+        launcher = "-m torch.distributed.run --standalone --nproc_per_node=2"
+        inner = f"{launcher} -m delta_trn warmup tiny steps=3 device=cpu"
         assert wrapped.startswith("wrapped ") and wrapped.endswith(f"{inner} --here")
         assert plain == f"plain {inner} --here"
 

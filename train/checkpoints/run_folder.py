@@ -139,7 +139,7 @@ def place_for(config: RunConfig) -> Path:
             raise RunFolderError(f"out={path} is a file; choose a folder that does not exist")
         if RunFolder(path).is_taken():
             raise RunFolderError(
-                f"out={path} is taken; `python -m train resume {path}` continues the run in it, another "
+                f"out={path} is taken; `delta-trn resume {path}` continues the run in it, another "
                 "out=DIR begins one"
             )
         return path

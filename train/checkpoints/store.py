@@ -57,7 +57,7 @@ class CheckpointStore:
         """
         whole = [f"step {other}" for other in self.steps() if other != step]
         safe = f"checkpoints already there are whole ({', '.join(whole) or 'none yet'})"
-        todo = f"free some space and run `python -m train resume {self.directory.parent}`"
+        todo = f"free some space and run `delta-trn resume {self.directory.parent}`"
         with disk_errors(self.path(step), f"{safe}: {todo}"):
             try:
                 yield self._beside(step)

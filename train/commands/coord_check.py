@@ -1,4 +1,4 @@
-"""python -m train coord-check RECIPE [widths=64,128,...] [key=value ...]"""
+"""delta-trn coord-check RECIPE [widths=64,128,...] [key=value ...]"""
 
 import argparse
 import time
@@ -42,12 +42,12 @@ QUIET = {
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m train coord-check",
+        prog="delta-trn coord-check",
         description="Whether what a model computes, and what a few steps change of it, depends on its width.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
     parser.add_argument("options", nargs="*", metavar="key=value", help="keys, those below among them")
     asked = parser.parse_intermixed_args(arguments)
     options = parse(asked.options)

@@ -1,4 +1,4 @@
-"""python -m train data prepare SOURCE [...]        python -m train data info DIR [...]"""
+"""delta-trn data prepare SOURCE [...]        delta-trn data info DIR [...]"""
 
 import argparse
 import sys
@@ -86,9 +86,7 @@ def _print_baselines(dataset: TokenDataset) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m train data", description="Make and look at token shards."
-    )
+    parser = argparse.ArgumentParser(prog="delta-trn data", description="Make and look at token shards.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     make = commands.add_parser(

@@ -1,4 +1,4 @@
-"""python -m train generate RUN_DIR --prompt TEXT"""
+"""delta-trn generate RUN_DIR --prompt TEXT"""
 
 import argparse
 import sys
@@ -50,7 +50,7 @@ def _write(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m train generate",
+        prog="delta-trn generate",
         description="Continue a text with a trained model. The text appears as it is made.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")

@@ -1,4 +1,4 @@
-"""python -m train parameters RECIPE [key=value ...] [--json]"""
+"""delta-trn parameters RECIPE [key=value ...] [--json]"""
 
 import argparse
 import json
@@ -16,11 +16,11 @@ COLUMNS = ("name", "shape", "role", "init_std", "multiplier", "lr", "weight_deca
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m train parameters",
+        prog="delta-trn parameters",
         description="One row a parameter: shape, role, initial standard deviation, forward multiplier, "
         "learning rate and weight decay. No weights are made and no data is read.",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
     parser.add_argument(
         "changes", nargs="*", metavar="key=value", help="keys to change, such as model.width=512"
     )

@@ -1,4 +1,4 @@
-"""python -m train plan RECIPE [key=value ...] [--json]"""
+"""delta-trn plan RECIPE [key=value ...] [--json]"""
 
 import argparse
 import json
@@ -10,11 +10,11 @@ from delta_trn.train.settings.overrides import apply, parse
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m train plan",
+        prog="delta-trn plan",
         description="Memory, FLOPs and bytes sent in a step on 1 to 1024 workers of Trn1 and H100, computed "
         "from sizes and data sheets: bounds, not measurements.",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--json", action="store_true", help="a list of objects")
     options = parser.parse_intermixed_args(arguments)

@@ -1,4 +1,4 @@
-"""python -m train plot RUN_DIR [RUN_DIR ...]"""
+"""delta-trn plot RUN_DIR [RUN_DIR ...]"""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ A sweep or a coordinate check is reported again."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train plot", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="delta-trn plot", description=DESCRIPTION)
     parser.add_argument(
         "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder that `run` printed"
     )

@@ -1,4 +1,4 @@
-"""python -m train resume RUN_DIR [key=value ...]"""
+"""delta-trn resume RUN_DIR [key=value ...]"""
 
 import argparse
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from delta_trn.train.settings.overrides import parse
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m train resume",
+        prog="delta-trn resume",
         description="Continue a run from its newest whole checkpoint, or from its start if it has none.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")

@@ -1,4 +1,4 @@
-"""python -m train run RECIPE [key=value ...]"""
+"""delta-trn run RECIPE [key=value ...]"""
 
 import argparse
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train run", description="Train from the start.")
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
+    parser = argparse.ArgumentParser(prog="delta-trn run", description="Train from the start.")
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, such as steps=100")
     parser.add_argument(
         "--keys", action="store_true", help="print every key with its value and meaning, and stop"

@@ -1,4 +1,4 @@
-"""python -m train sweep RECIPE widths=... lrs=... [parametrizations=...] [optimizers=...] [seeds=...] ..."""
+"""delta-trn sweep RECIPE widths=... lrs=... [parametrizations=...] [optimizers=...] [seeds=...] ..."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ The same command again, or the folder in place of RECIPE, continues.
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m train sweep",
+        prog="delta-trn sweep",
         description="The best learning rate of every width, and how far it moves.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

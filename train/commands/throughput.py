@@ -1,4 +1,4 @@
-"""python -m train throughput RECIPE [key=value ...] [--peer hf|fla] [--rounds N] [--json FILE]"""
+"""delta-trn throughput RECIPE [key=value ...] [--peer hf|fla] [--rounds N] [--json FILE]"""
 
 import argparse
 import json
@@ -13,11 +13,11 @@ from delta_trn.train.settings.overrides import apply, parse
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m train throughput",
+        prog="delta-trn throughput",
         description="Tokens/s and memory of a training step, beside the same model with a peer's operator, "
         "and where the time goes; behind a green parity.",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `python -m train` lists them")
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--peer", action="append", choices=("hf", "fla"), default=[], help="may be repeated")
     parser.add_argument("--rounds", type=int, default=20, help="steps of each (default: 20)")

@@ -1,4 +1,4 @@
-"""python -m train warmup RECIPE|RUN_DIR [key=value ...] [--list] [--processes N]
+"""delta-trn warmup RECIPE|RUN_DIR [key=value ...] [--list] [--processes N]
 
 On Neuron twice: inside of neuron_parallel_compile, then again, to see that every graph comes from the cache.
 On several nodes start both by hand on each: `neuron_parallel_compile torchrun ... -m train warmup ...`, then
@@ -83,7 +83,7 @@ def _device_type(name: str) -> str:
 
 def _start(arguments: list[str], processes: int, wrapper: str | None = None) -> None:
     """Runs the same command in `processes` processes, inside a wrapper if given. TrainError if it fails."""
-    command = [sys.executable, "-m", "train", "warmup", *arguments]
+    command = [sys.executable, "-m", "delta_trn", "warmup", *arguments]
     if processes > 1:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = [sys.executable, "-m", *launcher, *command[1:]]
@@ -136,7 +136,7 @@ def _warm(config: RunConfig) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m train warmup",
+        prog="delta-trn warmup",
         description="Compile every graph of a run into the compiler's cache, and write down that it is done.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")

@@ -45,7 +45,7 @@ def read_header(path: Path) -> int:
         with open(path, "rb") as file:
             raw = file.read(HEADER_BYTES)
     except FileNotFoundError:
-        raise ShardError(f"{path} is missing; run `python -m train data prepare` again") from None
+        raise ShardError(f"{path} is missing; run `delta-trn data prepare` again") from None
     if len(raw) < HEADER_BYTES:
         raise ShardError(
             f"{path} holds {len(raw)} bytes, less than its header of {HEADER_BYTES}; it was cut short: "

@@ -99,7 +99,7 @@ def load_tokenizer(directory: str | Path) -> TextTokenizer:
     if missing:
         raise TokenizerError(
             f"{directory / 'tokenizer_config.json'} lacks {', '.join(missing)}; it was not written by "
-            "`python -m train data prepare`: prepare the data again with --tokenizer and this folder"
+            "`delta-trn data prepare`: prepare the data again with --tokenizer and this folder"
         )
     bos, eos, pad = (tokenizer.token_to_id(config[f"{name}_token"]) for name in ("bos", "eos", "pad"))
     if bos is None or eos is None or pad is None:

@@ -94,7 +94,7 @@ def notice(config: RunConfig, device: torch.device, world: int, folder: Path) ->
         return [f"cache      warm: {len(record['graphs'])} graphs compiled {record['made']}, {path}"]
     except (OSError, ValueError, LookupError, TypeError):  # a damaged record is none
         processes = f" --processes={world}" if world > 1 else ""
-        command = f"python -m train warmup {shlex.quote(str(folder))}{processes}"
+        command = f"delta-trn warmup {shlex.quote(str(folder))}{processes}"
         return [f"cache      cold: there is no {path}; this compiles first: {command}"]
 
 

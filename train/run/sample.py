@@ -176,7 +176,7 @@ def chosen_step(folder: RunFolder, which: str) -> int:
     steps = folder.checkpoints.steps()
     if not steps:
         raise CheckpointError(
-            f"{folder.path} has no checkpoint yet; `python -m train resume {folder.path}` makes one"
+            f"{folder.path} has no checkpoint yet; `delta-trn resume {folder.path}` makes one"
         )
     if which == "last":
         return steps[-1]

@@ -43,7 +43,7 @@ def with_environment(config: RunConfig, environment: Mapping[str, str]) -> RunCo
     """Returns the configuration with the values of all variables set. ConfigError names wrong ones."""
     if environment.get("IS_RESUME", "").strip().lower() in ("1", "true", "yes", "on"):
         raise ConfigError(
-            "IS_RESUME begins no new run: continue one with `python -m train resume RUN_DIR`, or unset it"
+            "IS_RESUME begins no new run: continue one with `delta-trn resume RUN_DIR`, or unset it"
         )
     changes: dict[str, str] = {}
     for variable, keys in KEYS.items():

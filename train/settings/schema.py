@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen tree, every key documented where it is declared, nothing outside it.
 
-A key is a dotted path such as `optimizer.lr`. `python -m train run RECIPE --keys` prints all. Importing this
+A key is a dotted path such as `optimizer.lr`. `delta-trn run RECIPE --keys` prints all. Importing this
 costs a tenth of a second, so that a mistyped key is reported before torch is loaded.
 """
 
@@ -204,7 +204,7 @@ class RunConfig(Section):
     device: str = "auto"
     """device to train on: auto, cpu, cuda, cuda:1, xla, ..."""
     backend: str = "auto"
-    """backend of the delta rule (`python -m backends` lists them); auto: chosen by device"""
+    """backend of the delta rule (`delta-trn backends` lists them); auto: chosen by device"""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """precision of matrix products, with float32 weights; auto: bf16 on accelerators, float32 on a CPU"""
     parametrization: Parametrization = "mup"

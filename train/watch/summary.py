@@ -132,9 +132,9 @@ def closing(
     prompt = shlex.quote(run.config.sample.prompt or "The")
     finished = run.state.step >= run.config.steps
     more = f" steps={2 * run.config.steps}" if finished else ""
-    console.print(f"continue   python -m train resume {where}{more}", markup=False)
+    console.print(f"continue   delta-trn resume {where}{more}", markup=False)
     if run.folder.checkpoints.steps():
-        console.print(f"generate   python -m train generate {where} --prompt {prompt}", markup=False)
+        console.print(f"generate   delta-trn generate {where} --prompt {prompt}", markup=False)
 
 
 def _table(config: RunConfig, found: Result, costs: dict[str, dict[str, float]]) -> Table:

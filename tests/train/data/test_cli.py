@@ -1,4 +1,4 @@
-"""python -m train data: what it prints, and what it exits with."""
+"""delta-trn data: what it prints, and what it exits with."""
 
 import doctest
 import importlib

@@ -129,7 +129,7 @@ def test_a_full_disk_of_one_process_ends_all_with_its_message(data, tmp_path, ra
     assert codes == [2, 2], team_run.read_logs(logs)
     for path in logs.iterdir():
         output = path.read_text()
-        assert "no space left to write" in output and "python -m train resume" in output, output
+        assert "no space left to write" in output and "delta-trn resume" in output, output
         assert "Traceback" not in output
     assert not list((out / "checkpoints").iterdir())
 

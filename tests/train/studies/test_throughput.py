@@ -1,4 +1,4 @@
-"""`python -m train throughput` times a step, and the same model with a peer's operator."""
+"""`delta-trn throughput` times a step, and the same model with a peer's operator."""
 
 import json
 from dataclasses import replace

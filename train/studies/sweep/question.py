@@ -374,7 +374,7 @@ ARMS: Mapping[str, tuple[Arm, ...]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A sweep in one command: the axes of `python -m train sweep NAME`, unless others are given."""
+    """A sweep in one command: the axes of `delta-trn sweep NAME`, unless others are given."""
 
     recipe: str
     axes: Mapping[str, str]
