@@ -2,13 +2,15 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
 from delta_trn.train.settings.errors import TrainError
 
-COMMANDS = {
+# Module, usage, and what it does in one line.
+Command = tuple[str, str, str]
+COMMANDS: dict[str, Command] = {
     "run": ("delta_trn.train.commands.run", "RECIPE [key=value ...]", "train from the start"),
     "resume": (
         "delta_trn.train.commands.resume",
@@ -55,19 +57,19 @@ COMMANDS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
     """Runs one command. Returns 0: done; 2: refused, and stderr says why; 128 + n: stopped by signal n."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not given or given[0] in ("-h", "--help", "help"):
-            print(_overview())
+            print(_overview(commands))
             return 0
         command, *rest = given
-        if command not in COMMANDS:
-            near = get_close_matches(command, COMMANDS, n=1)
+        if command not in commands:
+            near = get_close_matches(command, commands, n=1)
             hint = f"did you mean {near[0]}? known" if near else "known"
-            raise TrainError(f"unknown command {command!r}; {hint}: {', '.join(COMMANDS)}")
-        return import_module(COMMANDS[command][0]).main(rest)
+            raise TrainError(f"unknown command {command!r}; {hint}: {', '.join(commands)}")
+        return import_module(commands[command][0]).main(rest)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -92,13 +94,13 @@ def _is_expected(error: Exception) -> bool:
     return isinstance(error, BackendRefusal)
 
 
-def _overview() -> str:
+def _overview(commands: Mapping[str, Command]) -> str:
     from delta_trn.train.recipes import RECIPES, summary
 
-    usages = {name: f"{name} {usage}" for name, (_, usage, _) in COMMANDS.items()}
+    usages = {name: f"{name} {usage}" for name, (_, usage, _) in commands.items()}
     width = max(map(len, usages.values()))
     lines = ["delta-trn COMMAND ...", "", "commands"]
-    lines += [f"  {usages[name]:{width}}  {line}" for name, (_, _, line) in COMMANDS.items()]
+    lines += [f"  {usages[name]:{width}}  {line}" for name, (_, _, line) in commands.items()]
     lines += ["", "recipes"]
     width = max(map(len, RECIPES))
     lines += [f"  {name:{width}}  {summary(name)}" for name in RECIPES]
