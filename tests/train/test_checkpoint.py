@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from delta_trn.train.checkpoints.contents import load_weights, read_state
+from delta_trn.train.checkpoints.contents import is_only_for_resuming, load_weights, read_state
 from delta_trn.train.checkpoints.store import MANIFEST, CheckpointStore, describe
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import CheckpointError, DiskFull
@@ -69,6 +69,45 @@ class TestContent:
         names = {path.name for path in (finished / "checkpoints" / "step-00000012").iterdir()}
         assert {path.rpartition(".")[2] for path in names} == {"safetensors", "json"}
 
+    def test_best_holds_weights_configuration_and_tokenizer_alone(self, finished):
+        best = finished / "checkpoints" / "best"
+        names = {path.name for path in best.iterdir()}
+        assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
+        assert not names & {"optimizer.safetensors", "random.safetensors"}
+        step = finished / "checkpoints" / "step-00000012"
+        size = {folder: sum(path.stat().st_size for path in folder.iterdir()) for folder in (best, step)}
+        assert size[best] < size[step] / 2
+        AutoTokenizer.from_pretrained(best)
+        AutoModelForCausalLM.from_pretrained(best)
+
+    def test_the_optimizers_parts_of_many_processes_are_only_for_resuming(self):
+        part = "shard-00001-model-00001-of-00002.safetensors"
+        assert all(map(is_only_for_resuming, (part, "optimizer.safetensors", "random.safetensors")))
+        whole = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+        assert not any(map(is_only_for_resuming, whole))
+
+    def test_an_older_run_whose_best_links_to_a_step_resumes(self, copy):
+        """Its `best` becomes a folder of its own, so that the step may be rotated out."""
+        link = copy / "checkpoints" / "best"
+        step = link.resolve().name.replace("best", "step")
+        shutil.rmtree(link.resolve())
+        link.unlink()
+        link.symlink_to(step)
+        assert CheckpointStore(link.parent).best() == int(step[5:])
+        tiny_run.train("resume", copy, "steps=13", "checkpoint.keep_last=1")
+        assert not (link / "optimizer.safetensors").exists() and (link / "model.safetensors").exists()
+
+    @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+    def test_every_file_of_a_checkpoint_has_the_mode_that_the_umask_leaves(self, copy, mask):
+        before = os.umask(mask)
+        try:
+            tiny_run.train("resume", copy, "steps=13")
+        finally:
+            os.umask(before)
+        files = list((copy / "checkpoints" / "step-00000013").iterdir())
+        assert "model.safetensors" in {path.name for path in files}
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~mask}
+
     def test_a_checkpoint_stores_step_tokens_position_best_and_config(self, finished):
         state, config = read_state(finished / "checkpoints" / "step-00000008")
         assert (state.step, state.tokens) == (8, 8 * 4 * 16)
@@ -95,17 +134,45 @@ class TestStore:
     def test_rotation_keeps_the_newest_checkpoints_and_the_best(self, store):
         store.point_best(5)
         save(store, 20)
-        store.rotate(2, keep=5)
-        assert store.steps() == [5, 15, 20]
-        assert store.best() == 5
+        store.rotate(2)
+        assert store.steps() == [15, 20]
+        assert store.best() == 5 and store.require_best() == store.directory / "best"
         assert not list(store.directory.glob(".*"))
 
     def test_best_links_to_the_best_checkpoint_while_it_exists(self, store):
         store.point_best(5)
         store.point_best(10)
         assert (store.directory / "best" / "a.bin").read_bytes() == (store.path(10) / "a.bin").read_bytes()
-        shutil.rmtree(store.path(10))
-        assert store.best() is None
+        assert [path.name for path in store.directory.glob("best-*")] == ["best-00000010"]
+        shutil.rmtree(store.directory / "best-00000010")
+        assert store.best() is None and store.require_best() is None
+
+    def test_best_leaves_out_what_it_is_told_to_and_takes_no_space_beside_its_step(self, store):
+        store.point_best(5, lambda name: name == "a.bin")
+        best = store.directory / "best"
+        assert sorted(os.listdir(best)) == [MANIFEST, "state.json"]
+        assert (best / "state.json").samefile(store.path(5) / "state.json")
+
+    def test_best_is_copied_where_there_are_no_hard_links(self, store, monkeypatch):
+        def refuse(*names):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refuse)
+        store.point_best(5)
+        assert (store.directory / "best" / "a.bin").read_bytes() == (store.path(5) / "a.bin").read_bytes()
+
+    def test_a_damaged_best_checkpoint_is_refused_with_the_steps_there_are(self, store):
+        store.point_best(5)
+        (store.directory / "best" / "a.bin").unlink()
+        with pytest.raises(CheckpointError, match=r"best .* of step 5, is damaged: .*other steps: 5, 10, 15"):
+            store.require_best()
+
+    def test_going_back_before_the_best_checkpoint_removes_it(self, store):
+        store.point_best(10)
+        store.set_aside(10)
+        assert store.best() == 10
+        store.set_aside(5)
+        assert store.best() is None and not list(store.directory.glob("best*"))
 
     def test_saving_a_step_again_replaces_its_checkpoint(self, store):
         save(store, 10, lambda folder: (folder / "b.bin").write_bytes(b"new") and None)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"
+_OPTIMIZER = "optimizer.safetensors"
 _RANDOM = "random.safetensors"
 _GENERATORS = ("cpu", "cuda")  # the names in it
 _PART = re.compile(r"(?:model|shard)-(\d+)-.*\.safetensors")
@@ -152,7 +153,7 @@ def write(
         with _without_bars():
             model.save_pretrained(folder, state_dict=snapshot.weights)
         # an optimizer without memory is written as an empty file: safetensors has no trouble with that
-        save_file(snapshot.optimizer, folder / "optimizer.safetensors")
+        save_file(snapshot.optimizer, folder / _OPTIMIZER)
     else:
         _write_parts(folder, snapshot, team)
     if team.leads:
@@ -186,6 +187,11 @@ def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
     model.config.dtype = torch.float32
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
+
+
+def is_only_for_resuming(name: str) -> bool:
+    """Whether a checkpoint's file is the optimizer's or a generator's, which no model needs."""
+    return name in (_OPTIMIZER, _RANDOM) or name.startswith("shard-")
 
 
 def _writer(path: Path) -> int:

@@ -78,9 +78,7 @@ def _write(run: Run, snapshot: Snapshot) -> None:
 
 def _tidy(run: Run, state: State) -> None:
     """Points `best` at the new checkpoint if it is the best, and removes those that are not to be kept."""
-    store, options, best = run.folder.checkpoints, run.config.checkpoint, None
-    if options.keep_best and state.best is not None:
-        best = state.best[0]
-        if best == state.step:
-            store.point_best(best)
-    store.rotate(options.keep_last, best)
+    store, options = run.folder.checkpoints, run.config.checkpoint
+    if options.keep_best and state.best is not None and state.best[0] == state.step:
+        store.point_best(state.step, contents.is_only_for_resuming)
+    store.rotate(options.keep_last)

@@ -3,7 +3,8 @@
     step-00000100/     whole: renamed here after every file and manifest.json were synced
     .step-*.tmp/       being written, or left by a kill
     .step-*.old/       being removed
-    best               symbolic link to the one with the lowest validation loss
+    best-00000100/     files of the one with the lowest validation loss, without what only resuming needs
+    best               symbolic link to it
 
 manifest.json lists size and sha256 of every other file: truncation and bit rot are found before anything is
 loaded. Several processes may fill one folder: each hashes what it wrote, and the folder gets its name when
@@ -24,7 +25,8 @@ from delta_trn.train.settings.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.step-\d+\.(tmp|old)")
+_BEST = re.compile(r"(?:best|step)-(\d{8,})")  # older runs link to a whole checkpoint
+_LEFTOVER = re.compile(r"\.(step|best)-\d+\.(tmp|old)")
 
 Described = dict[str, dict[str, Any]]
 
@@ -82,9 +84,7 @@ class CheckpointStore:
         beside, final = self._beside(step), self.path(step)
         files = {name: part[name] for part in parts for name in part}
         manifest = {"format": 1, "files": dict(sorted(files.items()))}
-        (beside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        sync(beside / MANIFEST)
-        sync(beside)
+        _write_manifest(beside, manifest)
         if final.exists():
             # left from before a resume that began further back
             self._remove(final)
@@ -93,25 +93,7 @@ class CheckpointStore:
 
     def damage(self, step: int) -> str | None:
         """Returns what is wrong with a checkpoint's files, or None. Reads all of them."""
-        folder = self.path(step)
-        try:
-            manifest = json.loads((folder / MANIFEST).read_bytes())
-            expected = {
-                str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()
-            }
-        except FileNotFoundError:
-            return f"{folder / MANIFEST} is missing"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{folder / MANIFEST} cannot be read ({type(error).__name__}: {error})"
-        for name, (size, sha256) in expected.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{path} is missing"
-            if path.stat().st_size != size:
-                return f"{path} has {path.stat().st_size} bytes, expected {size}"
-            if sha256_of(path) != sha256:
-                return f"{path} was changed since it was written (sha256 differs)"
-        return None
+        return _damage(self.path(step))
 
     def require_whole(self, step: int) -> Path:
         """Returns the step's folder. CheckpointError if it is missing or damaged, naming the others."""
@@ -122,6 +104,18 @@ class CheckpointStore:
             others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
             raise CheckpointError(f"checkpoint of step {step} is damaged: {damage}; other steps: {others}")
         return self.path(step)
+
+    def require_best(self) -> Path | None:
+        """Returns the best checkpoint, None if there is none. CheckpointError if it is damaged."""
+        step = self.best()
+        if step is None:
+            return None
+        if damage := _damage((self.directory / "best").resolve()):
+            raise CheckpointError(
+                f"the best checkpoint, of step {step}, is damaged: {damage}; other steps: "
+                f"{', '.join(map(str, self.steps())) or 'none'}"
+            )
+        return self.directory / "best"
 
     def newest_whole(self, tell: Callable[[str], None]) -> int | None:
         """Returns the newest undamaged step, None where there are none; `tell` hears of each damaged one.
@@ -143,36 +137,59 @@ class CheckpointStore:
             )
         return None
 
-    def point_best(self, step: int) -> None:
-        """Makes `best` lead to this step's folder."""
-        beside = self.directory / ".best.tmp"
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(self.path(step).name, target_is_directory=True)
-        os.replace(beside, self.directory / "best")
+    def point_best(self, step: int, is_left_out: Callable[[str], bool] = lambda name: False) -> None:
+        """Makes `best` lead to a folder of this step's files, which stays when the step is rotated out.
+
+        The files are hard links: they take no space while the step itself is there.
+        """
+        source, final = self.path(step), self.directory / f"best-{step:08d}"
+        manifest = json.loads((source / MANIFEST).read_bytes())
+        manifest["files"] = {n: entry for n, entry in manifest["files"].items() if not is_left_out(n)}
+        beside = self.directory / f".{final.name}.tmp"
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        for name in manifest["files"]:
+            _link(source / name, beside / name)
+        _write_manifest(beside, manifest)
+        if final.exists():
+            self._remove(final)
+        os.rename(beside, final)
+        link = self.directory / ".best.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name, target_is_directory=True)
+        os.replace(link, self.directory / "best")
         sync(self.directory)
+        self._remove_bests(but=final)
 
     def best(self) -> int | None:
         """Returns the step that `best` leads to; None if it leads nowhere."""
         link = self.directory / "best"
         if not link.is_symlink():
             return None
-        match = _NAME.fullmatch(os.path.basename(os.readlink(link)))
+        match = _BEST.fullmatch(os.path.basename(os.readlink(link)))
         return int(match[1]) if match and link.exists() else None
 
-    def rotate(self, keep_last: int, keep: int | None) -> None:
-        """Removes all but the newest `keep_last` and the step `keep`."""
+    def rotate(self, keep_last: int) -> None:
+        """Removes all but the newest `keep_last`."""
         for step in self.steps()[:-keep_last]:
-            if step != keep:
-                self._remove(self.path(step))
+            self._remove(self.path(step))
 
     def set_aside(self, after: int) -> list[int]:
         """Renames checkpoints of later steps to undone-step-*, which nothing reads. Returns their steps."""
+        if (self.best() or 0) > after:
+            (self.directory / "best").unlink()
+            self._remove_bests()
         later = [step for step in self.steps() if step > after]
         for step in later:
             away = self.directory / f"undone-{self.path(step).name}"
             shutil.rmtree(away, ignore_errors=True)
             os.rename(self.path(step), away)
         return later
+
+    def _remove_bests(self, but: Path | None = None) -> None:
+        for folder in self.directory.glob("best-*"):
+            if folder != but:
+                self._remove(folder)
 
     def _remove(self, folder: Path) -> None:
         # renamed first: a kill in the middle of removing must not leave a checkpoint that looks whole
@@ -182,10 +199,46 @@ class CheckpointStore:
         shutil.rmtree(away, ignore_errors=True)
 
 
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    sync(folder / MANIFEST)
+    sync(folder)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy(source, target)
+        sync(target)
+
+
+def _damage(folder: Path) -> str | None:
+    """Returns what is wrong with the files that a folder's manifest lists, or None."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        expected = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
+    except FileNotFoundError:
+        return f"{folder / MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{folder / MANIFEST} cannot be read ({type(error).__name__}: {error})"
+    for name, (size, sha256) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes, expected {size}"
+        if sha256_of(path) != sha256:
+            return f"{path} was changed since it was written (sha256 differs)"
+    return None
+
+
 def describe(files: Iterable[Path]) -> Described:
     """Syncs files to the disk. Returns by name what the manifest has of each."""
     entries: Described = {}
     for path in files:
+        # safetensors makes files that their owner alone may read; the umask shows in the new folder's mode
+        path.chmod(path.parent.stat().st_mode & 0o666)
         sync(path)
         entries[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     return entries

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
-    from delta_trn.train.run.sample import Sampling, chosen_step, continue_text, load_for_generation
+    from delta_trn.train.run.sample import Sampling, chosen_checkpoint, continue_text, load_for_generation
 
     sampling = Sampling(
         tokens=options.tokens,
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     folder = RunFolder(options.run_dir)
     folder.read()
-    path = folder.checkpoints.require_whole(chosen_step(folder, options.checkpoint))
+    path = chosen_checkpoint(folder, options.checkpoint)
     model, tokenizer = load_for_generation(path, _device(options.device))
     _write(options.prompt)
     continue_text(model, tokenizer, options.prompt, sampling, stream=_write)

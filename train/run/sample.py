@@ -171,17 +171,17 @@ class TextStream:
             self._sent = len(text)
 
 
-def chosen_step(folder: RunFolder, which: str) -> int:
-    """Returns the step that "best", "last" or a number names. CheckpointError if there is none."""
+def chosen_checkpoint(folder: RunFolder, which: str) -> Path:
+    """Returns the folder that "best", "last" or a step names. CheckpointError unless it is whole."""
     steps = folder.checkpoints.steps()
     if not steps:
         raise CheckpointError(
             f"{folder.path} has no checkpoint yet; `delta-trn resume {folder.path}` makes one"
         )
     if which == "last":
-        return steps[-1]
+        return folder.checkpoints.require_whole(steps[-1])
     if which == "best":
-        best = folder.checkpoints.best()
+        best = folder.checkpoints.require_best()
         if best is None:
             raise CheckpointError(
                 f"{folder.path} has no best checkpoint: no evaluation yet, or checkpoint.keep_best=false; "
@@ -192,7 +192,7 @@ def chosen_step(folder: RunFolder, which: str) -> int:
         raise CheckpointError(
             f"checkpoint={which!r}: expected best, last, or one of {', '.join(map(str, steps))}"
         )
-    return int(which)
+    return folder.checkpoints.require_whole(int(which))
 
 
 def load_for_generation(folder: Path, device: torch.device) -> tuple["DeltaForCausalLM", TextTokenizer]:

@@ -153,7 +153,7 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
         tell(f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}")
     folder.rewind(state.step)
     if state.best is not None and state.best[0] in folder.checkpoints.steps():
-        folder.checkpoints.point_best(state.best[0])
+        folder.checkpoints.point_best(state.best[0], checkpoint.is_only_for_resuming)
     tell(
         f"continuing {folder.path} after step {state.step}"
         if state.step

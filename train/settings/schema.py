@@ -155,7 +155,7 @@ class CheckpointSection(Section):
     keep_last: Count = 3
     """number of newest checkpoints to keep"""
     keep_best: bool = True
-    """also save and keep the checkpoint with the lowest validation loss"""
+    """also save the weights with the lowest validation loss, and keep them as checkpoints/best"""
     asynchronous: bool | None = None
     """write checkpoints while training goes on, from a copy; none: unless the device is a CPU"""
 
