@@ -18,9 +18,10 @@ _CHECKING: ContextVar[bool] = ContextVar("checking", default=False)
 class checking:
     """Turns check mode on for a block: every call inside looks at its data.
 
-    A call then refuses NaN and infinity in any input, g > 0, beta outside [0, 2], keys longer than 1 where
-    the operation does not normalize them, and wrong cu_seqlens on any device. `checking(False)` changes
-    nothing, so that a run's configuration can be passed in. Holds for the calling thread's context.
+    A call then refuses NaN and infinity in any input but g = -infinity, g > 0, beta outside [0, 2], keys
+    longer than 1 where the operation does not normalize them, and wrong cu_seqlens on any device.
+    `checking(False)` changes nothing, so that a run's configuration can be passed in. Holds for the calling
+    thread's context.
 
         >>> import torch
         >>> from delta_trn import checking, delta_residual

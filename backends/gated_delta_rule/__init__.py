@@ -58,12 +58,17 @@ def gated_delta_rule(
 
         q, k            [B, T, H, K]    float64, float32, bfloat16, float16; |k| <= 1, or see below
         v               [B, T, HV, V]   dtype of q
-        g               [B, T, HV]      natural logarithm of the decay, <= 0; float32, or the dtype of q
+        g               [B, T, HV]      natural logarithm of the decay, -inf <= g <= 0; float32, or the dtype
+                                        of q
         beta            [B, T, HV]      write strength in [0, 2]; float32, or the dtype of q
         initial_state   [N, HV, K, V]   float32, float64 with float64 inputs; zeros when None
         cu_seqlens      [N + 1]         int64, from 0 to T: N sequences in B = 1; some may be empty
         returns o       [B, T, HV, V]   dtype of q
             final_state [N, HV, K, V]   like initial_state, after the last token; None if not asked for
+
+    A g whose exponential is 0 in the state's dtype (below -104 in float32; a mask's -1e9, finfo.min or -inf)
+    is a reset: the state is forgotten exactly, the tokens around it keep their accuracy, and its gradient
+    is 0.
 
     scale defaults to K**-0.5. use_qk_l2norm_in_kernel replaces q and k by x * rsqrt(sum(x^2) + 1e-6) over
     K. Without cu_seqlens, N = B. Differentiable once in all tensors but cu_seqlens, through o and through

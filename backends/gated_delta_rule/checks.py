@@ -21,7 +21,7 @@ from delta_trn.backends.checks import (
     require_tensors,
     shape_of,
 )
-from delta_trn.backends.gated_delta_rule.contract import Rule, Step, make_gates, state_dtype
+from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Step, make_gates, state_dtype
 
 
 def arguments(
@@ -165,9 +165,10 @@ def values(call: Rule | Step) -> None:
         _bounds(cu_seqlens, call.q.shape[1])
     if not is_checking():
         return
-    require_finite(
-        {name: x for name, x in vars(call).items() if isinstance(x, Tensor) and name != "cu_seqlens"}
-    )
+    tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor) and name != "cu_seqlens"}
+    if call.A_log is None:
+        tensors["g"] = call.g.clamp(min=RESET)  # -infinity is a reset; NaN stays
+    require_finite(tensors)
     g, beta = make_gates(call.g, call.beta, call.A_log, call.dt_bias, call.beta_max)
     refuse_where(
         g > 0, "g", g, "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha"

@@ -18,13 +18,14 @@ class Layout:
     order       the sequences, longest first; like the fields below, None where all have length T
     tokens      [chunks C] the token at each place, T where there is none
     places      [T] the place of each token
-    first       [chunks] where each chunk's first state lies; None: chunk i's is state i
+    first       [chunks heads] where each row's first state lies; None: row i's is state i
     last        [N] where each sequence's last state lies
     """
 
     B: int
     T: int
     C: int
+    heads: int
     active: list[int]
     order: Tensor | None = None
     tokens: Tensor | None = None
@@ -51,27 +52,18 @@ class Layout:
         return states.clone() if self.order is None else states[self.order.argsort()]
 
     def firsts(self, states: Tensor, rows: slice) -> Tensor:
-        """Returns the first states of the chunks in `rows`, from all states [(N + chunks) heads, ...]."""
-        if self.first is None:
-            return states[rows]
-        heads = states.shape[0] // (self.N + self.chunks)
-        chunks = self.first[rows.start // heads : rows.stop // heads]
-        return states.unflatten(0, (-1, heads))[chunks].flatten(0, 1)
+        """Returns the first states of `rows`, any of [chunks heads], from all states [(N + chunks) heads]."""
+        return states[rows if self.first is None else self.first[rows]]
 
     def put_firsts(self, states: Tensor, rows: slice, values: Tensor) -> None:
         """Stores the states that `firsts` returns."""
-        if self.first is None:
-            states[rows] = values
-        else:
-            heads = states.shape[0] // (self.N + self.chunks)
-            chunks = self.first[rows.start // heads : rows.stop // heads]
-            states.unflatten(0, (-1, heads))[chunks] = values.unflatten(0, (-1, heads))
+        states[rows if self.first is None else self.first[rows]] = values
 
     def lasts(self, states: Tensor) -> Tensor:
         """Returns the sequences' last states [N, ...] as a new tensor, in the call's order."""
         return self.in_call_order(states[self.chunks :] if self.last is None else states[self.last])
 
-    def spans(self, heads: int, most: int) -> list[tuple[slice, list[tuple[slice, slice, slice]]]]:
+    def spans(self, most: int) -> list[tuple[slice, list[tuple[slice, slice, slice]]]]:
         """Returns all rows in the order of time, in spans of at most `most` rows unless one c has more.
 
         A span is a slice of the rows [chunks heads] and a list with three slices for each c in it: the rows
@@ -80,7 +72,9 @@ class Layout:
         spans: list[tuple[slice, list[tuple[slice, slice, slice]]]] = []
         first, start = 0, 0
         for n in self.active:
-            rows, before, after = (slice(x * heads, (x + n) * heads) for x in (start, first, self.N + start))
+            rows, before, after = (
+                slice(x * self.heads, (x + n) * self.heads) for x in (start, first, self.N + start)
+            )
             if spans and rows.stop - spans[-1][0].start <= most:
                 span, steps = spans[-1]
                 spans[-1] = slice(span.start, rows.stop), [*steps, (rows, before, after)]
@@ -150,23 +144,23 @@ def _copy(x: Tensor, out: Tensor, factor: float) -> None:
         out.copy_(x * factor)
 
 
-def lay_out(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
-    """Returns the layout of B sequences of T tokens, or of the packed ones."""
+def lay_out(B: int, T: int, C: int, heads: int, cu_seqlens: Tensor | None) -> Layout:
+    """Returns the layout of B sequences of T tokens, or of the packed ones, in rows of one head each."""
     if cu_seqlens is None:
-        return Layout(B, T, C, [B] * (-(-T // C)))
+        return Layout(B, T, C, heads, [B] * (-(-T // C)))
     bounds = cu_seqlens.cpu()
     starts, lengths = bounds[:-1], bounds.diff()
     counts = (lengths + C - 1) // C
     order = torch.argsort(counts, descending=True, stable=True)
     steps = int(counts.max())
     active = [int((counts > step).sum()) for step in range(steps)]
-    first, chunk_step = [], []
+    sequences, chunk_step = [], []
     for step, n in enumerate(active):
-        first.append(order[:n])
+        sequences.append(order[:n])
         chunk_step.append(torch.full((n,), step))
     empty = torch.zeros(0, dtype=torch.int64)
-    sequence = torch.cat(first) if first else empty
-    offset = (torch.cat(chunk_step) if first else empty)[:, None] * C + torch.arange(C)
+    sequence = torch.cat(sequences) if sequences else empty
+    offset = (torch.cat(chunk_step) if chunk_step else empty)[:, None] * C + torch.arange(C)
     inside = offset < lengths[sequence][:, None]
     tokens = torch.where(inside, starts[sequence][:, None] + offset, T).flatten()
     places = torch.empty(T + 1, dtype=torch.int64)
@@ -177,8 +171,10 @@ def lay_out(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
         before.append(lies[:n].clone())
         lies[:n] = torch.arange(starts_at, starts_at + n)
         starts_at += n
-    indices = (order, tokens, places[:T], torch.cat(before) if before else empty, lies)
-    return Layout(B, T, C, active, *(x.to(cu_seqlens.device) for x in indices))
+    chunk_first = torch.cat(before) if before else empty
+    first_rows = (chunk_first[:, None] * heads + torch.arange(heads)).flatten()
+    indices = (order, tokens, places[:T], first_rows, lies)
+    return Layout(B, T, C, heads, active, *(x.to(cu_seqlens.device) for x in indices))
 
 
 def capacity(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> int:

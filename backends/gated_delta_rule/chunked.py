@@ -1,8 +1,9 @@
 """The gated delta rule in chunks of tokens: matrix products inside a chunk, one product from chunk to chunk.
 
 Forward, for one chunk of C tokens of one value head, in the notation of `backends.gated_delta_rule`. Here
-q, k [C, K] and v [C, V] are the chunk's rows, since K and V are sizes in the code. q has been multiplied by
-`scale`, and S is the chunk's first state (derived from arXiv:2412.06464 and arXiv:2406.06484):
+q, k [C, K] and v [C, V] are the chunk's rows, since K and V are sizes in the code. S is the chunk's first
+state (derived from arXiv:2412.06464 and arXiv:2406.06484). `scale` multiplies o at the end and dO at the
+beginning, so that a tiny one makes no product underflow; it stands nowhere else:
 
     b = cumsum(g)   gam_i = exp(b_i)   lam_i = exp(b_C - b_i)   D_ij = exp(b_i - b_j) if i >= j, else 0
     P = (q k^T) . D     overlap = strict_lower((k k^T) . D)     L = diag(beta) overlap      T = (I + L)^-1
@@ -33,6 +34,7 @@ from torch import Tensor
 from delta_trn.backends.gated_delta_rule.chunk_layout import Layout, capacity, lay_out
 from delta_trn.backends.gated_delta_rule.contract import (
     L2NORM_EPS,
+    RESET,
     Gradients,
     Rule,
     Shapes,
@@ -69,13 +71,13 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     (B, length, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    layout, block = lay_out(B, length, C, call.cu_seqlens), _block_size(C, K, V)
+    layout, block = lay_out(B, length, C, HV, call.cu_seqlens), _block_size(C, K, V)
     M = layout.chunks * HV
     saved = [q.new_empty(shape, dtype=saved_dtype) for shape, saved_dtype in saved_shapes(call)]
     # packed sequences may need fewer chunks than `saved_shapes` allows for
     Q, K_, rq, rk, V_, D, P, overlap, T, w, A, U = (x[:M] for x in saved[:-1])
     states = saved[-1][: M + layout.N * HV]
-    b, gam, lam = _decays(layout, g, HV, dtype)
+    g_, gam, lam = _decays(layout, g, HV, dtype)
     # [B, T, HV] -> [M, C, 1]: chunks first, then heads, so that a row's tokens lie together
     beta_ = layout.split(beta, gam.new_empty((layout.chunks, HV, 1, C))).view(M, C, 1)
     # [B, T, H, K] -> [M, C, K]: the head of a group is copied to each of its value heads
@@ -89,15 +91,14 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     )
     after = states[layout.N * HV :]  # [M, K, V]: the state after each row
     o_ = torch.empty_like(U)
-    for span, steps in layout.spans(HV, block):
+    for span, steps in layout.spans(block):
         for i in _blocks(span, block):
             if call.l2norm:
                 for x, r in ((Q[i], rq[i]), (K_[i], rk[i])):
                     torch.linalg.vecdot(x, x, out=r[..., 0])
                     x.mul_(r.add_(L2NORM_EPS).rsqrt_())
-            Q[i].mul_(call.scale)
             k_i, beta_i = K_[i], beta_[i]
-            D[i] = decay_matrix(b[i], dtype)
+            D[i] = decay_matrix(g_[i], dtype)
             torch.bmm(Q[i], k_i.mT, out=P[i]).mul_(D[i])
             torch.bmm(k_i, k_i.mT, out=overlap[i]).mul_(D[i]).diagonal(dim1=-2, dim2=-1).zero_()
             T[i] = triangular_inverse(overlap[i] * beta_i)
@@ -112,7 +113,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
             U[i].baddbmm_(w[i], S)
             torch.bmm(Q[i] * gam[i], S, out=o_[i]).baddbmm_(P[i], U[i])
     # [M, C, V] -> [chunks, HV, C, V] -> [B, T, HV, V]
-    o = layout.join(o_.view(layout.chunks, HV, C, V), v.new_empty(v.shape))
+    o = layout.join(o_.view(layout.chunks, HV, C, V), v.new_empty(v.shape), call.scale)
     final_state = layout.lasts(states.unflatten(0, (-1, HV))) if call.output_final_state else None
     return o, final_state, saved if save else []
 
@@ -122,19 +123,18 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     (B, length, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
-    layout, block = lay_out(B, length, C, call.cu_seqlens), _block_size(C, K, V)
+    layout, block = lay_out(B, length, C, HV, call.cu_seqlens), _block_size(C, K, V)
     M = layout.chunks * HV
     Q, K_, rq, rk, V_, D, P, overlap, T, w, A, U = (x[:M] for x in saved[:-1])
     states = saved[-1][: M + layout.N * HV]
-    inverse_square = call.scale**-2 if call.scale else 0.0  # scale 0 makes Q and dq zero
     _, gam, lam = _decays(layout, g, HV, dtype)
     beta_ = layout.split(beta, gam.new_empty((layout.chunks, HV, 1, C))).view(M, C, 1)
-    dO = layout.split(do, torch.empty_like(U).unflatten(0, (-1, HV, 1))).view(M, C, V)
+    dO = layout.split(do, torch.empty_like(U).unflatten(0, (-1, HV, 1)), call.scale).view(M, C, V)
     dU, dstates = torch.empty_like(U), torch.empty_like(states)
     layout.put_lasts(dstates.unflatten(0, (-1, HV)), dstate)
     dafter, dQ, dK = dstates[layout.N * HV :], torch.empty_like(Q), torch.empty_like(K_)
     dg_, dbeta_ = gam.new_empty((M, C)), gam.new_empty((M, C))
-    for span, steps in reversed(layout.spans(HV, block)):
+    for span, steps in reversed(layout.spans(block)):
         for i in _blocks(span, block):
             torch.bmm(P[i].mT, dO[i], out=dU[i])
             layout.put_firsts(dstates, i, torch.bmm((Q[i] * gam[i]).mT, dO[i]).baddbmm_(w[i].mT, dU[i]))
@@ -159,13 +159,13 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             dq.baddbmm_(dP, k_i)
             dk.addcmul_(dk_S, beta_i, value=-1).baddbmm_(dP.mT, Q[i]).baddbmm_(dkk + dkk.mT, k_i, alpha=-1)
             if call.l2norm:
-                dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-inverse_square).mul_(rq[i])
+                dq.addcmul_(Q[i], _dot(dq, Q[i])[..., None], value=-1).mul_(rq[i])
                 dk.addcmul_(k_i, _dot(dk, k_i)[..., None], value=-1).mul_(rk[i])
             torch.mul(dR, beta_i, out=dU[i])
     dv = layout.join(dU.view(layout.chunks, HV, C, V), v.new_empty(v.shape))
     dq, dk = (
-        layout.join(_sum_group(y.view(layout.chunks, H, group, C, K)), x.new_empty(x.shape), factor)
-        for y, x, factor in ((dQ, q, call.scale), (dK, k, 1.0))
+        layout.join(_sum_group(y.view(layout.chunks, H, group, C, K)), x.new_empty(x.shape))
+        for y, x in ((dQ, q), (dK, k))
     )
     dg = layout.join(dg_.view(layout.chunks, HV, C), g.new_empty(g.shape))
     dbeta = layout.join(dbeta_.view(layout.chunks, HV, C), beta.new_empty(beta.shape))
@@ -193,10 +193,16 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     return o.view(B, HV, V).to(v.dtype), S.view(B, HV, K, V)
 
 
-def decay_matrix(b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns D [M, C, C] from b [M, C]; masked before exp, since exp(20 * 63) overflows."""
+def decay_matrix(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns D [M, C, C] from g [M, C] in float64; masked before exp, since exp(20 * 63) overflows."""
+    if dtype == torch.float64:
+        # no wider dtype holds differences of running sums, so that each sum is added up for itself
+        sums = g[:, :, None].expand(*g.shape, g.shape[1]).tril(-1).cumsum(-2)
+    else:
+        b = g.cumsum(-1)
+        sums = (b[:, :, None] - b[:, None, :]).to(dtype)
     # to zero and not to -infinity, whose exponential took 10 times as long
-    return (b[:, :, None] - b[:, None, :]).to(dtype).tril_().exp_().tril_()
+    return sums.tril_().exp_().tril_()
 
 
 def log_decay_gradient(pairs: Tensor, reads: Tensor, written: Tensor, carried: Tensor) -> Tensor:
@@ -232,14 +238,12 @@ def _blocks(rows: slice, block: int) -> Iterator[slice]:
 
 
 def _decays(layout: Layout, g: Tensor, HV: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns b [M, C] in float64, and gam and lam [M, C, 1]."""
+    """Returns g [M, C] in float64, no less than RESET, and gam and lam [M, C, 1]."""
     # in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o more than is allowed
-    b = (
-        layout.split(g, g.new_empty((layout.chunks, HV, 1, layout.C), dtype=torch.float64))
-        .view(-1, layout.C)
-        .cumsum(-1)
-    )
-    return b, b.exp().to(dtype)[..., None], (b[:, -1:] - b).exp().to(dtype)[..., None]
+    g_ = layout.split(g, g.new_empty((layout.chunks, HV, 1, layout.C), dtype=torch.float64))
+    g_ = g_.view(-1, layout.C).clamp_(min=RESET)
+    after = torch.nn.functional.pad(g_[:, 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+    return g_, g_.cumsum(-1).exp().to(dtype)[..., None], after.exp().to(dtype)[..., None]
 
 
 def _scan(A: Tensor, states: Tensor, steps: list[tuple[slice, slice, slice]]) -> None:

@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 L2NORM_EPS = 1e-6
+# A g at or below this is a reset: its decay is exactly 0 in every dtype (in float64 from -746 on, in float32
+# from -104 on). A backend that adds up logarithms takes larger ones for this one, and its sums keep the
+# digits of the other tokens.
+RESET = -1024.0
 
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -126,13 +130,17 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
     """Returns g = -exp(A_log) softplus(a + dt_bias), the logarithm of the decay (arXiv:2405.21060).
 
-    a is [..., HV], A_log and dt_bias are [HV]. float32 at least: a decay of 0.999 is 1 in bfloat16.
+    a is [..., HV], A_log and dt_bias are [HV]. Computed in the dtype of a, in float32 at least: a decay of
+    0.999 is 1 in bfloat16. Neither factor overflows or underflows alone, so that no 0 meets an infinity.
 
         >>> log_decay(torch.zeros(1), torch.zeros(1)).exp()
         tensor([0.5000])
     """
     a = _full(a)
-    return -_full(A_log).exp() * F.softplus(a if dt_bias is None else a + _full(dt_bias))
+    x = a if dt_bias is None else a + dt_bias.to(a.dtype)
+    # below -60 softplus(x) is exp(x + 60) softplus(-60); above, exp(80) softplus(x) is a reset already
+    excess = x.clamp(max=-60.0) + 60.0
+    return -(A_log.to(a.dtype) + excess).clamp(max=80.0).exp() * F.softplus(x.clamp(min=-60.0))
 
 
 def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:

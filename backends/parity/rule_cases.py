@@ -29,8 +29,11 @@ DECAYS: Mapping[str, str] = {
     "strong": "g = -20 for every token",
     "mixed": "g = -20 y for one token in eight, -x / 50 for the others",
     "heavy": "g = -16 x, the strongest decay rate that initialization draws",
+    "reset": "g in RESETS for one token in eight, -x / 50 for the others",
 }
-Decay = Literal["plain", "weak", "none", "strong", "mixed", "heavy"]
+Decay = Literal["plain", "weak", "none", "strong", "mixed", "heavy", "reset"]
+# logarithms of decays that are exactly 0 in float32: a mask's usual values, and sums that no dtype holds
+RESETS = (-104.0, -1e4, -1e12, -1e16, float(np.finfo(np.float32).min), -np.inf)
 Keys = Literal["random", "equal", "near"]
 Norm = Literal["unit", "random", "tiny", "huge", "zero"]
 # name -> bound of the gates' projections, which are uniform between it and its negative. A_log is in
@@ -167,6 +170,10 @@ CASES: tuple[Case, ...] = (
          tags=SMALL, reason="empty sequences first, last and between: their state passes through"),
     Case("packed_single",   1, 5,   2, 32,  16, lengths=(1, 1, 1, 1, 1), state=True, loss=BOTH, tags=SMALL,
          reason="every sequence is one token"),
+    Case("packed_many",     1, 500, 6, 32,  64, lengths=(5, 0, 3, 1, 1) * 50, norm="random", state=True,
+         loss=BOTH, reason="250 sequences: one step of the scan has more rows than a block of a CPU's cache"),
+    Case("packed_wide",     1, 40,  6, 256, 512, lengths=(9, 0, 17, 13, 1), state=True, loss=BOTH,
+         reason="the same of the largest heads, of which a block has fewer than a chunk's"),
     Case("packed_gva",      1, 300, 2, 64,  64, HV=4, lengths=(100, 129, 0, 71), norm="random", state=True,
          loss=BOTH, reason="packed, grouped and normalized at once"),
     Case("carry",           2, 100, 4, 64,  64, state=True, loss=BOTH, decay="weak",
@@ -401,4 +408,5 @@ def _decay(rng: np.random.Generator, decay: Decay, shape: tuple[int, ...]) -> Ar
         "strong": np.full(shape, -20.0),
         "mixed": np.where(z < 0.125, -20.0 * y, -x / 50.0),
         "heavy": -16.0 * x,
+        "reset": np.where(z < 0.125, np.take(RESETS, (y * len(RESETS)).astype(int)), -x / 50.0),
     }[decay]

@@ -1,7 +1,9 @@
 """The chunked backend beyond the grid of parity: lengths, packing, saved shapes, speed, memory."""
 
+import math
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from torch.nn.functional import normalize
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule import chunked
-from delta_trn.backends.gated_delta_rule.contract import Rule
+from delta_trn.backends.gated_delta_rule.contract import Rule, state_dtype
 from delta_trn.backends.gated_delta_rule.triangular import triangular_inverse
 from delta_trn.backends.parity.judge import error
+from delta_trn.backends.parity.rule import verdicts
+from delta_trn.backends.parity.rule_cases import BOTH, Case
 
 # The roundoff of float64 sums over K, V and a chunk, up to 230 terms, times 20 for the inverse.
 EXACT = 20 * 230**0.5 * torch.finfo(torch.float64).eps / 2
@@ -61,8 +65,7 @@ def test_chunks_equal_the_recurrence_at_every_length(T):
 def test_chunks_equal_the_recurrence_at_every_decay_and_head_size(K, V, decay):
     inputs, douts = draw(2, 70, 1, K, V, decay=decay)
     pair = (outcome(inputs, douts, backend) for backend in ("chunked", "recurrent"))
-    # D holds exponentials of differences of decay sums, which have the roundoff of the sums
-    assert_agree(*pair, EXACT + 70 * decay * torch.finfo(torch.float64).eps)
+    assert_agree(*pair, EXACT)
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, 1e-3])
@@ -72,6 +75,52 @@ def test_chunks_equal_the_recurrence_at_every_scale(scale):
     options = {"scale": scale, "use_qk_l2norm_in_kernel": True}
     pair = (outcome(inputs, douts, backend, **options) for backend in ("chunked", "recurrent"))
     assert_agree(*pair, EXACT)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-30, 1e20, -16.0])
+def test_an_extreme_scale_costs_float32_no_accuracy(scale):
+    inputs, douts = draw(1, 40, 1, 8, 12, dtype=torch.float32)
+    options = {"scale": scale, "use_qk_l2norm_in_kernel": True}
+    results = outcome(inputs, [douts[0], 0 * douts[1]], "chunked", **options)
+    double = [x.double() for x in inputs], [douts[0].double(), 0 * douts[1].double()]
+    assert_agree(results, outcome(*double, "recurrent", **options), 20 * torch.finfo(torch.float32).eps)
+
+
+RESET_CASE = Case("reset", 1, 200, 4, 32, 32, "resets", decay="reset", state=True, loss=BOTH)
+RESETTING = [
+    RESET_CASE,
+    replace(RESET_CASE, name="reset_wide", K=96, norm="random", HV=8),
+    replace(RESET_CASE, name="reset_packed", lengths=(1, 63, 0, 64, 72), beta=1.0, keys="equal"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", RESETTING, ids=lambda case: case.name)
+def test_tokens_beside_resets_keep_their_accuracy(case, dtype):
+    failed = [str(verdict) for verdict in verdicts(case, dtype, "chunked") if not verdict.passed]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("g", [-1e4, -1e12, -1e16, "min", -math.inf])
+def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(dtype, g):
+    """What comes after a reset has the bits that it has without what came before."""
+    g = torch.finfo(dtype).min if g == "min" else max(g, torch.finfo(dtype).min) if g > -math.inf else g
+    inputs, douts = draw(1, 96, 1, 8, 12, HV=2)
+    inputs = [x.to(dtype) for x in inputs[:5]] + [inputs[5].to(state_dtype(dtype))]
+    inputs[3][:, 40] = g
+    douts = [douts[0].to(dtype), douts[1].to(state_dtype(dtype))]
+    results = outcome(inputs, douts, "chunked")
+    before = [10 * x[:, :40] if i in (0, 2) else x[:, :40] for i, x in enumerate(inputs[:5])]
+    other = [torch.cat([x, y[:, 40:]], 1) for x, y in zip(before, inputs, strict=False)]
+    expected = outcome([*other, 10 * inputs[5]], douts, "chunked")
+    for i, (x, y) in enumerate(zip(results[:7], expected[:7], strict=True)):
+        x, y = (x, y) if i == 1 else (x[:, 40:], y[:, 40:])  # the final state has no tokens
+        assert x.isfinite().all() and torch.equal(x, y)
+    assert not results[5][:, 40].any()
+    token = [x[:, 40] for x in inputs[:5]]
+    steps = [gated_delta_rule_step(*token, size * inputs[5], backend="chunked") for size in (1, 10)]
+    assert all(torch.equal(x, y) for x, y in zip(*steps, strict=True))
 
 
 def test_packed_sequences_have_the_results_of_separate_ones():

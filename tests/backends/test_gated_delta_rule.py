@@ -89,6 +89,7 @@ BAD = [
 BAD_DATA = [
     ("NaN",                        {"v": set_at((1, 2, 3, 4), float("nan"))},                    "v at (1, 2, 3, 4) is nan, which is not finite"),
     ("infinity",                   {"q": set_at((0, 0, 1, 7), float("-inf"))},                   "q at (0, 0, 1, 7) is -inf, which is not finite"),
+    ("NaN in g",                   {"g": set_at((1, 2, 3), float("nan"))},                       "g at (1, 2, 3) is nan, which is not finite"),
     ("a state with NaN",           {"initial_state": torch.full((B, HV, K, V), float("nan"))},   "initial_state at (0, 0, 0, 0) is nan"),
     ("alpha for log(alpha)",       {"g": set_at((1, 0, 2), 0.9)},                                "g at (1, 0, 2) is 0.9, which is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha"),
     ("beta below 0",               {"beta": set_at((0, 1, 0), -0.25)},                           "beta at (0, 1, 0) is -0.25, which is outside [0, 2]"),
@@ -124,7 +125,7 @@ def test_check_mode_names_bad_data_and_its_place(changes, message):
 
 
 def test_check_mode_accepts_data_at_its_bounds():
-    at_bounds = arguments(g=lambda x: torch.zeros_like(x), beta=lambda x: torch.full_like(x, 2.0))
+    at_bounds = arguments(g=set_at((0, 1, 2), float("-inf")), beta=lambda x: torch.full_like(x, 2.0))
     with checking():
         gated_delta_rule(**at_bounds)
         gated_delta_rule(**{name: x.bfloat16() for name, x in at_bounds.items()})

@@ -73,6 +73,40 @@ def test_gradients_of_gate_parameters_have_the_parameters_dtypes(backend):
     assert (dA_log.dtype, ddt_bias.dtype) == (torch.float32, torch.bfloat16)
 
 
+def test_a_float64_call_computes_gates_of_float32_parameters_in_float64():
+    *inputs, A_log, dt_bias = (x.detach() for x in arguments())
+    inputs = [x.double() for x in inputs]
+    token = [x[:, 0] for x in inputs]
+    state = torch.zeros(B, HV, K, V, dtype=torch.float64)
+    results = []
+    for parameters in ((A_log, dt_bias), (A_log.double(), dt_bias.double())):
+        options = gate_options(*parameters, backend="chunked")
+        results.append(
+            [gated_delta_rule(*inputs, **options)[0], *gated_delta_rule_step(*token, state, **options)]
+        )
+    for single, double in zip(*results, strict=True):
+        assert torch.equal(single, double)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_extreme_projections_and_parameters_give_the_gates_of_the_formula(dtype):
+    """exp(A_log) overflows from 89 on in float32, and softplus underflows from -104 on: 0 times infinity."""
+    values = torch.tensor([-1e30, -1e4, -300.0, -150.0, -100.0, -61.0, -59.0, 0.0, 90.0, 301.0, 1e20])
+    a, A_log = (x.to(dtype).requires_grad_() for x in (values[:, None], values))
+    g = log_decay(a.expand(11, 11), A_log)
+    # exp(A_log + log softplus(a)); below -40, softplus(a) is exp(a) in every dtype
+    a_, A_ = a.detach().double(), A_log.detach().double()
+    expected = -(A_ + torch.where(a_ < -40, a_, softplus(a_.clamp(min=-40)).log())).exp()
+    resets = expected < -2000
+    assert (g[resets] < -2000).all()
+    eps = 200 * torch.finfo(dtype).eps  # of exponents up to 300
+    torch.testing.assert_close(g[~resets].double(), expected[~resets], rtol=eps, atol=1e-20)
+    dA_log, da = torch.autograd.grad(g, [A_log, a], (~resets).to(dtype))
+    expected = expected.where(~resets, 0.0)
+    torch.testing.assert_close(dA_log.double(), expected.sum(0), rtol=2 * eps, atol=1e-20)
+    assert da.isfinite().all()
+
+
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
 def test_gates_of_one_head_have_gradients(backend):
     """The gradients of A_log and dt_bias are one number each; they must not be two views of one tensor."""

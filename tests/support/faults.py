@@ -31,9 +31,9 @@ def _neumann_inverse(L: Tensor) -> Tensor:
     return inverse
 
 
-def _masked_after_exp(b: Tensor, dtype: torch.dtype) -> Tensor:
+def _masked_after_exp(g: Tensor, dtype: torch.dtype) -> Tensor:
     """Takes exp of the whole square in float32 and then masks it, which multiplies infinity by 0."""
-    C, b = b.shape[-1], b.to(dtype)
+    C, b = g.shape[-1], g.cumsum(-1).to(dtype)
     return (b[:, :, None] - b[:, None, :]).exp() * torch.ones(C, C, dtype=b.dtype, device=b.device).tril()
 
 
