@@ -1,6 +1,8 @@
 """Fixtures and options of all tests, and what must be set before the first import."""
 
 import os
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,18 @@ def pytest_addoption(parser):
         default=[],
         help="test parity of this backend; fail if it cannot run here",
     )
+    parser.addoption(
+        "--other-products",
+        action="store_true",
+        help="NumPy makes torch's matrix products, as another machine would",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--other-products") and not hasattr(torch, "_other_products"):
+        folder = Path(__file__).parent / "support" / "other_products"
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.getenv("PYTHONPATH")])])
+        runpy.run_path(str(folder / "sitecustomize.py"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,17 +7,26 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from delta_trn.train.__main__ import main
+from delta_trn.train.run import setup
 from delta_trn.train.watch.metrics import MEASURED, read
 from tests.support.corpus import prepare_text
+
+# A run that sums in another order may end this many times as far off as the controls do, since three are a
+# small sample: on three instruction sets (ATEN_CPU_CAPABILITY default, avx2 and avx512), nine other orders came
+# out at up to 2.9 times the largest of three.
+SPREAD = 8
+# the relative error of one sum in another order; tests/support/tiny_models.py derives it
+ONE_SUM = 300 * 2**-24
 
 # matrices of 16 rows gain nothing from threads, and pytest-xdist already uses the cores
 torch.set_num_threads(1)
@@ -128,6 +137,44 @@ def die_before(n: int) -> None:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl without the fields that a clock measured."""
     return [{k: v for k, v in line.items() if k not in MEASURED} for line in read(run / "metrics.jsonl")]
+
+
+def metric_distance(run: Path, expected: Path, metric: str) -> float:
+    """Returns the largest relative difference of a number in metrics.jsonl."""
+    mine, theirs = read_metrics(run), read_metrics(expected)
+    steps = [(line["step"], line["split"]) for line in theirs]
+    assert [(line["step"], line["split"]) for line in mine] == steps
+    pairs = [(a[metric], b[metric]) for a, b in zip(mine, theirs, strict=True) if metric in b]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def tolerance(controls: Sequence[float]) -> float:
+    """Returns SPREAD times the largest distance among control runs, and at least the error of one sum.
+
+    Controls can agree by chance where training does not amplify rounding.
+    """
+    return max(ONE_SUM, SPREAD * max(controls))
+
+
+@contextlib.contextmanager
+def nudge_weights(seed: int) -> Iterator[None]:
+    """Moves every initial weight by one rounding, up or down.
+
+    Such a run is a control for tests that compare orders of summation.
+    """
+    make = setup.make_model
+
+    def make_and_nudge(*arguments: Any, **options: Any) -> Any:
+        model = make(*arguments, **options)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 2**-23 * (torch.randint(0, 2, p.shape, generator=generator) * 2 - 1))
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "make_model", make_and_nudge)
+        yield
 
 
 def final_state(run: Path, name: str = "step-*") -> dict[str, Any]:

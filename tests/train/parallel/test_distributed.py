@@ -4,9 +4,8 @@ Tolerances come from control runs. In these, one process trains on the same batc
 other sizes, which sums in another order. How far these runs end from each other is what rounding does to
 this run on this CPU. A distributed run may end SPREAD times as far from the run of one process.
 
-Three orders are a small sample. On three instruction sets (ATEN_CPU_CAPABILITY default, avx2 and avx512),
-nine other orders came out at up to 2.9 times the largest of the three. A wrong distribution would be
-thousands of times as far off, as `test_a_different_run_is_outside_the_tolerances` shows.
+A wrong distribution would be thousands of times as far off, as
+`test_a_different_run_is_outside_the_tolerances` shows.
 
 AdamW divides a gradient by its own size. With a small epsilon, entries of mere rounding would move as far as
 others, so its epsilon is large.
@@ -27,10 +26,9 @@ from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply
 from tests.support import team_run, tiny_run
-from tests.support.tiny_run import read_metrics
+from tests.support.tiny_run import metric_distance, tolerance
 
 STEPS = 20
-SPREAD = 8
 ORDERS = (4, 2, 1)  # sequences per micro-batch
 BATCH: dict[str, Any] = {
     "steps": STEPS,
@@ -100,15 +98,6 @@ def weight_distance(run: Path, expected: Path, begin: dict[str, Tensor]) -> floa
     return max(float((mine[n] - w).norm() / (w - begin[n]).norm()) for n, w in theirs.items())
 
 
-def metric_distance(run: Path, expected: Path, metric: str) -> float:
-    """Returns the largest relative difference of a number in metrics.jsonl."""
-    mine, theirs = read_metrics(run), read_metrics(expected)
-    steps = [(line["step"], line["split"]) for line in theirs]
-    assert [(line["step"], line["split"]) for line in mine] == steps
-    pairs = [(a[metric], b[metric]) for a, b in zip(mine, theirs, strict=True) if metric in b]
-    return max(abs(a - b) / abs(b) for a, b in pairs)
-
-
 @pytest.fixture(scope="module")
 def begin(data, tmp_path_factory) -> dict[str, Tensor]:
     """Returns the initial weights: those after one step of the warmup, whose learning rate is 0."""
@@ -124,13 +113,8 @@ def distances(run: Path, expected: Path, begin: dict[str, Tensor] | None = None)
 
 
 def tolerances(controls: list[dict[str, float]]) -> dict[str, float]:
-    """Returns SPREAD times the largest distance among runs of one process that sum in other orders.
-
-    The tolerance is at least the error of one sum in another order (tests/support/tiny_models.py derives it),
-    because three orders can agree by chance where training does not amplify rounding.
-    """
-    one_sum = 300 * 2**-24
-    return {name: max(one_sum, SPREAD * max(c[name] for c in controls)) for name in controls[0]}
+    """Returns how far a run may be, from runs of one process that sum in other orders."""
+    return {name: tolerance([c[name] for c in controls]) for name in controls[0]}
 
 
 @pytest.fixture(scope="module")
