@@ -6,6 +6,7 @@
 #   make bench      time the operations, after their parity
 #   make measure    on a GPU: parity, then speed beside flash-linear-attention, then whole steps; writes its lines to OUT
 #   make test-slow  the checks that take hours
+#   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
 #   make compile    compile every configuration of the Triton kernels for sm_90, with bounds (no GPU, 13 minutes)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
 
@@ -18,7 +19,7 @@ LINKS  := $(VENV)/links/delta_trn
 FOLDERS := backends models nki_kernels triton_kernels train
 OUT    ?= runs/measured
 
-.PHONY: train test test-slow test-xla compile lint bench measure
+.PHONY: train test test-slow test-cpus test-xla compile lint bench measure
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -29,6 +30,17 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(RUN) -m pytest -m slow --timeout=7200
+
+# ATEN_CPU_CAPABILITY chooses among the instruction sets that this CPU has. NumPy's products stand for other CPUs.
+test-cpus: $(READY)
+	for level in $$($(RUN) -c 'import torch; sets = ["default", "avx2", "avx512"]; own = torch.backends.cpu.get_cpu_capability().lower(); print(*sets[: sets.index(own) + 1 if own in sets else 1])'); do \
+		for threads in 1 2; do \
+			echo "ATEN_CPU_CAPABILITY=$$level OMP_NUM_THREADS=$$threads"; \
+			ATEN_CPU_CAPABILITY=$$level OMP_NUM_THREADS=$$threads \
+				$(RUN) -m pytest -n 2 -m "not slow and not serial" || exit 1; \
+		done; \
+	done
+	$(RUN) -m pytest -n 2 -m "not slow and not serial" --other-products
 
 test-xla: $(XLA)/.ready
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest tests/train/test_xla.py --timeout=900

@@ -21,15 +21,16 @@ from delta_trn.train.run import setup
 from delta_trn.train.watch.metrics import MEASURED, read
 from tests.support.corpus import prepare_text
 
-# A run that sums in another order may end this many times as far off as the controls do, since three are a
-# small sample: on three instruction sets (ATEN_CPU_CAPABILITY default, avx2 and avx512), nine other orders came
-# out at up to 2.9 times the largest of three.
+# A run that sums in another order may end this many times as far off as the controls do, since three are few:
+# on three instruction sets (ATEN_CPU_CAPABILITY default, avx2, avx512), nine other orders came out at up to 2.9
+# times the largest of three.
 SPREAD = 8
 # the relative error of one sum in another order; tests/support/tiny_models.py derives it
 ONE_SUM = 300 * 2**-24
 
 # matrices of 16 rows gain nothing from threads, and pytest-xdist already uses the cores
-torch.set_num_threads(1)
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)
 
 # children fork from a process that has imported everything, so that a kill hits training and not imports
 WARM = multiprocessing.get_context("forkserver")
