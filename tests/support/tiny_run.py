@@ -22,8 +22,8 @@ from delta_trn.train.watch.metrics import MEASURED, read
 from tests.support.corpus import prepare_text
 
 # A run that sums in another order may end this many times as far off as the controls do, since three are few:
-# on three instruction sets (ATEN_CPU_CAPABILITY default, avx2, avx512), nine other orders came out at up to 2.9
-# times the largest of three.
+# on three instruction sets (ATEN_CPU_CAPABILITY default, avx2, avx512), nine other orders came out at up to
+# 2.9 times the largest of three.
 SPREAD = 8
 # the relative error of one sum in another order; tests/support/tiny_models.py derives it
 ONE_SUM = 300 * 2**-24
