@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from delta_trn.train.data.hashes import verified_hashes
 from delta_trn.train.data.shards import (
     HEADER_BYTES,
     HEADER_INTS,
@@ -183,7 +184,7 @@ class TokenDataset:
 
 
 def open_dataset(path: str | Path) -> TokenDataset:
-    """Opens a folder that `prepare` made. Checks every shard's header and size, and reads no token.
+    """Opens a folder that `prepare` made. Checks every shard's header, size and, the first time, hash.
 
     Raises ShardError if meta.json or a shard is missing or damaged, or a split is empty.
     """
@@ -197,6 +198,7 @@ def open_dataset(path: str | Path) -> TokenDataset:
         if split not in meta.splits or not meta.splits[split].tokens or not meta.splits[split].bytes:
             raise ShardError(f"{directory} has no tokens in split {split!r}; prepare the data again")
         for shard in meta.splits[split].shards:
+            _require_inside(directory, shard.file)
             check_shard(directory / shard.file, meta.dtype, shard.tokens)
         total = sum(shard.tokens for shard in meta.splits[split].shards)
         if total != meta.splits[split].tokens:
@@ -204,7 +206,33 @@ def open_dataset(path: str | Path) -> TokenDataset:
                 f"{directory / 'meta.json'} counts {meta.splits[split].tokens} tokens in {split!r}, its "
                 f"shards {total}; prepare the data again"
             )
-    return TokenDataset(directory, meta)
+    return TokenDataset(directory, _with_hashes(meta, directory))
+
+
+def _with_hashes(meta: Meta, directory: Path) -> Meta:
+    """Returns meta.json's content with the hash of every shard, all of them verified."""
+    shards = [shard for split in meta.splits.values() for shard in split.shards]
+    hashes = verified_hashes(directory, shards)
+    splits = {
+        name: split.model_copy(
+            update={"shards": tuple(replace(shard, sha256=hashes[shard.file]) for shard in split.shards)}
+        )
+        for name, split in meta.splits.items()
+    }
+    return meta.model_copy(update={"splits": splits})
+
+
+def _require_inside(directory: Path, file: str) -> None:
+    """ShardError if meta.json names a file outside its folder, be it by a symbolic link."""
+    try:
+        outside = not (directory / file).resolve().is_relative_to(directory.resolve())
+    except (ValueError, OSError, RuntimeError):  # a NUL in the name, a circle of links
+        outside = True
+    if outside:
+        raise ShardError(
+            f"{directory / 'meta.json'} names the shard {file!r}, which lies outside of its folder; shards "
+            "lie beside their meta.json: copy it there, or prepare the data again"
+        )
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, path: Path, start: int) -> None:

@@ -94,11 +94,11 @@ def map_tokens(path: Path, dtype: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard as meta.json lists it."""
+    """A finished shard as meta.json lists it. `sha256` is None in a meta.json that others have written."""
 
     file: str
     tokens: int
-    sha256: str
+    sha256: str | None = None
 
 
 class ShardWriter:

@@ -9,6 +9,7 @@ import pytest
 
 from delta_trn.train.data import evaluation_batches, make_loader, open_dataset
 from delta_trn.train.data.shards import HEADER_BYTES, encode_header
+from delta_trn.train.files import sha256_of
 from delta_trn.train.settings.errors import ShardError, SourceError
 from tests.support.corpus import prepare_text, write_jsonl
 
@@ -39,6 +40,29 @@ def meta(folder: Path, change):
     (folder / "meta.json").write_text(json.dumps(content))
 
 
+def record_hash(folder: Path, split: str, sha256: str | None):
+    meta(folder, lambda m: m["splits"][split]["shards"][0].update(sha256=sha256))
+
+
+def flip(path: Path):
+    """Changes one bit of one token, which leaves the file's size and header as they are."""
+    raw = bytearray(path.read_bytes())
+    raw[HEADER_BYTES + 20] ^= 1
+    path.write_bytes(raw)
+
+
+def name_shard(folder: Path, name: str):
+    meta(folder, lambda m: m["splits"]["train"]["shards"][0].update(file=name))
+
+
+def outside(folder: Path, link: bool = False) -> str:
+    """Moves a shard out of the folder, and returns how meta.json may name it there."""
+    (folder / TRAIN).rename(folder.parent / "x.bin")
+    if link:
+        (folder / "inside.bin").symlink_to(folder.parent / "x.bin")
+    return "inside.bin" if link else "../x.bin"
+
+
 def cut(path: Path, size: int):
     path.write_bytes(path.read_bytes()[:size])
 
@@ -54,6 +78,8 @@ def out_of_vocabulary(folder: Path, file: str = TRAIN):
     tokens = np.fromfile(folder / file, "<u2", offset=HEADER_BYTES)
     tokens[100:] = 999
     (folder / file).write_bytes(encode_header(len(tokens)) + tokens.tobytes())
+    split = "val" if file == VAL else "train"
+    record_hash(folder, split, sha256_of(folder / file))
 
 
 def empty(folder: Path):
@@ -115,6 +141,24 @@ ON_OPENING = [
         lambda f: meta(f, lambda m: m["splits"]["train"].update(tokens=1)),
         r"counts 1 tokens in 'train', its shards \d+",
     ),
+    (
+        "a flipped bit",
+        lambda f: flip(f / TRAIN),
+        r"train_000001\.bin changed since it was prepared: its sha256 is \w{64}, expected \w{64}; copy it "
+        "again .*or prepare the data again",
+    ),
+    (
+        "a shard outside",
+        lambda f: name_shard(f, outside(f)),
+        r"names the shard '../x.bin', which lies outside",
+    ),
+    (
+        "a shard by its whole path",
+        lambda f: name_shard(f, str((f / outside(f)).resolve())),
+        r"names the shard '/.*x\.bin', which lies outside of its folder; .*: copy it there",
+    ),
+    ("a link out", lambda f: name_shard(f, outside(f, link=True)), r"'inside.bin', which lies outside"),
+    ("no file name", lambda f: name_shard(f, "a\0b"), r"names the shard 'a\\x00b', which lies outside"),
 ]
 
 
@@ -148,12 +192,11 @@ def test_an_error_about_a_token_names_its_position(folder):
         open_dataset(folder).check_tokens()
 
 
-def test_check_tokens_finds_a_changed_token(folder):
-    raw = bytearray((folder / TRAIN).read_bytes())
-    raw[HEADER_BYTES + 20] ^= 1
-    (folder / TRAIN).write_bytes(raw)
+def test_check_tokens_finds_a_token_changed_after_opening(folder):
+    dataset = open_dataset(folder)
+    flip(folder / TRAIN)
     with pytest.raises(ShardError, match=r"changed since it was prepared \(sha256 differs\)"):
-        open_dataset(folder).check_tokens()
+        dataset.check_tokens()
 
 
 def test_the_tokenizer_of_other_shards_is_refused(folder):
