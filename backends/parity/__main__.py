@@ -4,6 +4,7 @@
     python -m backends.parity record FILE --backend NAME       goldens: what this machine computes
     python -m backends.parity check FILE                       judges what another machine computed
     python -m backends.parity table [FILE ...]                 a Markdown table, from --json files
+    python -m backends.parity fuzz --backend NAME [...]        random cases: see `fuzz`
 
 The exit status is 1 on a failure. `judge.py` says what is measured and what is allowed.
 """
@@ -27,7 +28,7 @@ from rich.table import Table
 from delta_trn.backends import machine
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.machine import ROOT, facts
-from delta_trn.backends.parity import goldens, layer_cases, residual_cases, rule, rule_cases
+from delta_trn.backends.parity import fuzz, goldens, layer_cases, residual_cases, rule, rule_cases
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
 from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
@@ -193,6 +194,9 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["fuzz"]:
+        return _refuse_politely(lambda: fuzz.main(argv[1:], _place))
     parser = argparse.ArgumentParser(
         prog="delta-trn parity", description="Judges every backend by the float64 judge"
     )
@@ -205,11 +209,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 130)
+    return _refuse_politely(lambda: _ACTIONS[options.action](options, console))
+
+
+def _refuse_politely(command: Callable[[], int]) -> int:
+    """Returns the command's exit status; 2, with one line, where it refuses."""
     try:
-        return _ACTIONS[options.action](options, console)
+        return command()
     except (BackendRefusal, ValueError, OSError) as complaint:
         print(complaint, file=sys.stderr)
         return 2
+
+
+def _place(backend: str) -> tuple[str, bool]:
+    """Returns the device on which a backend runs here, and whether it is emulated there."""
+    (subject,) = subjects([backend])
+    return subject.device, subject.emulated
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:

@@ -1,0 +1,511 @@
+"""Draws random cases of every operation; SEED:INDEX names a case, and is the same case on every machine.
+
+Inputs are made of PCG64 uniforms and IEEE arithmetic, as those of `rule_cases`. What is drawn: shapes (no
+tokens and no rows among them), packings, decays from none to resets, gates made inside, keys, write
+strengths, states, scales, dtypes, strides, which outputs are in the loss, which inputs require gradients,
+and one property (`properties`) that the case checks besides the judge.
+
+What is left out, and why:
+
+- keys longer than 1 without normalization: 1 - beta |k|^2 leaves [-1, 1], and the state grows without bound;
+- in float16, values above 30 of v and states, scales above sqrt(K), and v below 1e-3: operands of products
+  have float16's range, 6e-8 to 65504, in every implementation that computes in the dtype of q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.parity import layer_cases, residual_cases
+from delta_trn.backends.parity.layer_cases import LayerCase
+from delta_trn.backends.parity.residual_cases import ResidualCase
+from delta_trn.backends.registry import BACKENDS
+
+T = TypeVar("T")
+Array = np.ndarray
+
+SEAMS = (8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 321, 385)
+# most multiply-adds of a case: T rows, HV, and what a token costs; emulators take a thousand times as long
+WORK = {"ordinary": 4e7, "heavy": 3e8, "emulated": 6e6}
+STATES = {"ordinary": 4e5, "emulated": 6e4}  # most elements of packed sequences' states
+OPERATIONS: Mapping[str, float] = {
+    "gated_delta_rule": 70, "gated_delta_rule_step": 6, "delta_residual": 7, "short_convolution": 6,
+    "gated_rms_norm": 4, "add_rms_norm": 4, "linear_cross_entropy": 3,
+}  # fmt: skip
+DTYPES = {torch.float32: 40, torch.bfloat16: 35, torch.float16: 15, torch.float64: 10}
+# what a case checks besides the judge, for each operation that has it
+PROPERTIES: Mapping[str, Mapping[str, float]] = {
+    "gated_delta_rule": {
+        "judge": 30,
+        "again": 10,
+        "alone": 25,
+        "rows": 15,
+        "cut": 15,
+        "wanted": 10,
+        "steps": 8,
+    },
+    "gated_delta_rule_step": {"judge": 3, "again": 1, "rows": 3},
+    "delta_residual": {"judge": 3, "again": 1, "rows": 2, "wanted": 1},
+    "short_convolution": {"judge": 3, "again": 1, "rows": 2, "wanted": 1, "alone": 2, "cut": 2},
+    "gated_rms_norm": {"judge": 3, "again": 1, "rows": 2, "wanted": 1},
+    "add_rms_norm": {"judge": 3, "again": 1, "rows": 2, "wanted": 1},
+    "linear_cross_entropy": {"judge": 3, "again": 1, "wanted": 1},
+}
+
+
+class Uniforms:
+    """Draws everything from the uniforms of one generator, whose stream NumPy never changes."""
+
+    def __init__(self, *seed: int) -> None:
+        self.generator = np.random.Generator(np.random.PCG64(seed))
+
+    def array(self, *shape: int) -> Array:
+        return self.generator.random(shape)
+
+    def normal(self, *shape: int) -> Array:
+        """Returns nearly normal numbers of variance 1: sums of four uniforms."""
+        return (sum(self.array(*shape) for _ in range(4)) - 2.0) * np.sqrt(3.0)
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.generator.random() < probability)
+
+    def integer(self, low: int, high: int) -> int:
+        """Returns an integer from low to high, both included."""
+        return low + int(self.generator.random() * (high + 1 - low))
+
+    def between(self, low: float, high: float) -> float:
+        return low + (high - low) * float(self.generator.random())
+
+    def pick(self, choices: Mapping[T, float] | Sequence[T]) -> T:
+        """Returns one of the choices, by their weights if they have any."""
+        weights = choices if isinstance(choices, Mapping) else dict.fromkeys(choices, 1.0)
+        place = float(self.generator.random()) * sum(weights.values())
+        for choice, weight in weights.items():
+            place -= weight
+            if place < 0:
+                return choice
+        return next(reversed(list(weights)))
+
+
+@dataclass(frozen=True)
+class RandomCase:
+    """Holds one case: a call, the gradients of its outputs, and what is checked.
+
+    name        SEED:INDEX
+    words       what is special about it, for people
+    tensors     the arguments that are tensors, by name; with any strides
+    options     the other arguments
+    douts       the gradients of the outputs in the loss; empty: the call runs without gradients
+    wanted      the tensors that require gradients
+    check       the property that is checked besides the judge, one of PROPERTIES
+    terms       how many float32 terms a result has added up
+    layer       the case of `layer_cases` whose formula judges it
+    """
+
+    name: str
+    op: str
+    dtype: torch.dtype
+    words: str
+    tensors: Mapping[str, Tensor]
+    options: Mapping[str, Any]
+    douts: Mapping[str, Tensor]
+    wanted: tuple[str, ...]
+    check: str
+    terms: int
+    layer: LayerCase | None = None
+
+    def __str__(self) -> str:
+        shapes = " ".join(f"{name}{list(self.tensors[name].shape)}" for name in list(self.tensors)[:3])
+        return f"{self.name} {self.op} {dtype_name(self.dtype)} {shapes} {self.words} [{self.check}]"
+
+    def floats(self) -> list[str]:
+        """Returns the names of the tensors that can have a gradient."""
+        return [name for name, x in self.tensors.items() if x.is_floating_point()]
+
+
+def draw(seed: int, index: int, backend: str, device: str = "cpu") -> RandomCase:
+    """Draws case SEED:INDEX from the operations and dtypes of a backend; small where `device` is emulated."""
+    rng = Uniforms(seed, index)
+    capabilities = BACKENDS[backend].capabilities
+    op = rng.pick({name: weight for name, weight in OPERATIONS.items() if name in capabilities})
+    dtype = rng.pick({x: weight for x, weight in DTYPES.items() if x in capabilities[op].dtypes})
+    small = device in BACKENDS[backend].emulated
+    check = rng.pick(PROPERTIES[op])
+    parts = _DRAWS[op](rng, f"{seed}:{index}", op, dtype, check, small)
+    tensors = {name: _with_strides(rng, x) for name, x in parts.tensors.items()}
+    douts = {name: _with_strides(rng, x, expanded=True) for name, x in parts.douts.items()}
+    names = [name for name, x in tensors.items() if x.is_floating_point()]
+    wanted = tuple(names)
+    if check == "wanted" or rng.chance(0.2):
+        wanted = tuple(name for name in names if rng.chance(0.5))
+    if check == "steps" or (op == "gated_delta_rule_step" and rng.chance(0.7)):
+        wanted = ()
+    return RandomCase(
+        f"{seed}:{index}", op, dtype, " ".join(parts.words), tensors, parts.options,
+        douts if wanted else {}, wanted, check, parts.terms, parts.layer,
+    )  # fmt: skip
+
+
+@dataclass
+class _Parts:
+    """Holds what the operations draw differently."""
+
+    tensors: dict[str, Tensor]
+    douts: dict[str, Tensor]
+    options: dict[str, Any]
+    words: list[str]
+    terms: int
+    layer: LayerCase | None = None
+
+
+@dataclass
+class _Sizes:
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    lengths: list[int] | None = None
+    words: list[str] = field(default_factory=list)
+
+    @property
+    def work(self) -> float:
+        return self.B * self.T * self.HV * (self.K * self.V + 64.0 * (self.K + self.V))
+
+
+def _head(rng: Uniforms, most: int) -> int:
+    usual = {16: 3, 32: 5, 64: 6, 96: 1, 128: 2, 192: 0.5, 256: 1}
+    if most > 256:
+        usual |= {384: 0.5, 512: 0.5}
+    choice = rng.pick({"usual": 55, "odd": 25, "few": 10, "any": 10})
+    if choice == "usual":
+        return rng.pick(usual)
+    return {"odd": rng.integer(1, 72), "few": rng.integer(1, 4), "any": rng.integer(65, most)}[choice]
+
+
+def _time(rng: Uniforms, small: bool) -> int:
+    choice = rng.pick({"none": 1, "one": 4, "two": 3, "seam": 45, "any": 37, "long": 10})
+    length = {
+        "none": 0, "one": 1, "two": 2, "seam": rng.pick(SEAMS), "any": rng.integer(3, 200),
+        "long": rng.integer(200, 400),
+    }[choice]  # fmt: skip
+    return length if not small or length < 150 else length % 150
+
+
+def _lengths(rng: Uniforms, T: int) -> list[int]:
+    """Cuts T tokens into sequences: a few, hundreds, on chunk boundaries, some empty."""
+    style = rng.pick({"few": 40, "chunks": 25, "hundreds": 10, "ones": 5, "one": 5})
+    if style == "one":
+        lengths = [T]
+    elif style == "ones":
+        lengths = [1] * T
+    elif style == "chunks":  # all but the last are whole chunks
+        lengths, left = [], T
+        while left > 64 and len(lengths) < 5:
+            lengths.append(64 * rng.integer(1, min(3, left // 64)))
+            left -= lengths[-1]
+        lengths.append(left)
+    else:
+        cuts = rng.integer(1, 5) if style == "few" else rng.integer(20, 300)
+        places = sorted(rng.integer(0, T) for _ in range(cuts))
+        lengths = [b - a for a, b in zip([0, *places], [*places, T], strict=True)]
+    if rng.chance(0.3):
+        for _ in range(rng.integer(1, 3)):
+            lengths.insert(rng.integer(0, len(lengths)), 0)
+    return lengths
+
+
+def _sizes(rng: Uniforms, check: str, small: bool) -> _Sizes:
+    """Draws sizes, and cuts them until the case is affordable."""
+    B = rng.pick({0: 1, 1: 55, 2: 24, 3: 12, 4: 8})
+    H, group = rng.pick({1: 45, 2: 30, 3: 10, 4: 10, 6: 5}), rng.pick({1: 60, 2: 22, 3: 6, 4: 8, 8: 4})
+    sizes = _Sizes(B, _time(rng, small), H, H * group, _head(rng, 256), _head(rng, 512))
+    packed = check == "alone" or (check not in ("cut", "rows") and rng.chance(0.2))
+    if packed:
+        sizes.B = 1
+    if check == "rows" and not packed:
+        sizes.B = max(sizes.B, 2)
+    limit = WORK["emulated" if small else "heavy" if rng.chance(0.04) else "ordinary"]
+    while sizes.work > limit:
+        if sizes.B > 2:
+            sizes.B -= 1
+        elif sizes.HV > 4:
+            sizes.H, sizes.HV = 1, min(sizes.HV // sizes.H, 4)
+        elif rng.chance(0.5) and sizes.T > 70:
+            sizes.T = 64 + sizes.T // 4
+        elif sizes.HV > 1 and rng.chance(0.5):
+            sizes.H, sizes.HV = 1, sizes.HV // 2
+        elif max(sizes.K, sizes.V) > 40:
+            sizes.K, sizes.V = (n if n <= 40 else n // 2 for n in (sizes.K, sizes.V))
+        else:
+            sizes.T = sizes.T // 2
+    if packed:
+        most = max(4, int(STATES["emulated" if small else "ordinary"] / (sizes.HV * sizes.K * sizes.V)))
+        sizes.lengths = _lengths(rng, sizes.T)
+        if len(sizes.lengths) > most:
+            sizes.lengths[most - 1 :] = [sum(sizes.lengths[most - 1 :])]
+        sizes.words.append(f"packed={len(sizes.lengths)}")
+    return sizes
+
+
+def _tensor(x: Array, dtype: torch.dtype) -> Tensor:
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(np.asarray(x, dtype=np.float64)).to(dtype)
+
+
+def _draw_rule(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> _Parts:
+    step = op == "gated_delta_rule_step"
+    if step:
+        check = "rows" if check == "rows" else "judge"
+    s = _sizes(rng, check, small)
+    if step:
+        s.T, s.lengths, s.B = 1, None, max(s.B, 1) if rng.chance(0.97) else 0
+    words, half = s.words, dtype == torch.float16
+    full = torch.float64 if dtype == torch.float64 else torch.float32
+    gate_dtype = rng.pick([full, dtype])
+    q, k, normalized = _keys(rng, s, dtype, words)
+    size = rng.pick({1.0: 12, 30.0: 1, 1e-3: 1} if half else {1.0: 12, 1e4: 1, 1e-4: 1, 1e-30: 1})
+    if size != 1.0:
+        words.append(f"v={size:g}")
+    tensors = {
+        "q": _tensor(q, dtype), "k": _tensor(k, dtype),
+        "v": _tensor(size * rng.normal(s.B, s.T, s.HV, s.V), dtype),
+    }  # fmt: skip
+    options: dict[str, Any] = {"use_qk_l2norm_in_kernel": normalized} if normalized else {}
+    projected = rng.chance(0.25)
+    tensors |= _projections(rng, s, full, gate_dtype, options, words) if projected else {
+        "g": _decays(rng, (s.B, s.T, s.HV), gate_dtype, words),
+        "beta": _tensor(_strengths(rng, (s.B, s.T, s.HV), words), gate_dtype),
+    }  # fmt: skip
+    sequences = s.B if s.lengths is None else len(s.lengths)
+    states = (sequences, s.HV, s.K, s.V)
+    kind = rng.pick({"none": 45, "random": 40, "huge": 8, "tiny": 7})
+    if step or kind != "none":
+        most = 30.0 if half else 1e4
+        scale = {"none": 0.0, "random": size / np.sqrt(s.K), "huge": most, "tiny": 1e-10 * size}[kind]
+        tensors["initial_state"] = _tensor(scale * rng.normal(*states), full)
+        words.append(f"state={kind}")
+    _scale(rng, s.K, half, options, words)
+    if step:
+        tensors = {name: x if name in ("A_log", "dt_bias", "initial_state") else x[:, 0] for name, x in
+                   tensors.items()}  # fmt: skip
+        tensors["state"] = tensors.pop("initial_state")
+        outputs = {"o": (s.B, s.HV, s.V), "state": states}
+    else:
+        if s.lengths is not None:
+            tensors["cu_seqlens"] = torch.tensor(np.cumsum([0, *s.lengths]))
+        options["output_final_state"] = True if check in ("cut", "steps") else rng.chance(0.7)
+        outputs = {"o": (s.B, s.T, s.HV, s.V), "final_state": states}
+    douts = {key: _tensor(rng.normal(*shape), dtype if key == "o" else full) for key, shape in
+             outputs.items() if key == "o" or step or options["output_final_state"]}  # fmt: skip
+    if len(douts) == 2 and rng.chance(0.5):
+        del douts[rng.pick(list(douts))]
+    return _Parts(tensors, douts, options, words, s.K + s.V + min(s.T, 64))
+
+
+def _keys(rng: Uniforms, s: _Sizes, dtype: torch.dtype, words: list[str]) -> tuple[Array, Array, bool]:
+    """Returns q and k, and whether the operation is to normalize them."""
+    x, y = rng.normal(s.B, s.T, s.H, s.K), rng.normal(s.B, s.T, s.H, s.K)
+    alike = rng.pick({"random": 70, "equal": 12, "near": 12, "pairs": 6})
+    q, k = _unit(x), _unit(y)
+    if alike in ("equal", "near"):
+        one = _unit(rng.normal(s.B, 1, s.H, s.K)) + 0.0 * k
+        k = one if alike == "equal" else _unit(np.sqrt(0.999) * one + np.sqrt(0.001) * k)
+    elif alike == "pairs" and s.T > 1:
+        k[:, 1::2] = k[:, : s.T - 1 : 2][:, : k[:, 1::2].shape[1]]
+    norm = rng.pick({"unit": 40, "plain": 30, "zero": 8, "zeros": 2, "tiny": 8, "huge": 8, "short": 6})
+    words += [f"keys={alike}"] * (alike != "random") + [f"norm={norm}"] * (norm != "unit")
+    if norm in ("unit", "short"):
+        short = rng.array(s.B, s.T, s.H, 1) if norm == "short" else 1.0
+        # rounding must leave no key longer than 1: with beta = 2 the state would grow
+        return q, k * short * (1 - 2 * torch.finfo(dtype).eps), rng.chance(0.2)
+    rows = (s.B, s.T, s.H, 1)
+    if norm == "plain":
+        return q * (0.25 + 4 * rng.array(*rows)), k * (0.25 + 4 * rng.array(*rows)), True
+    if norm in ("zero", "zeros"):
+        kept = [rng.array(*rows) >= (0.125 if norm == "zero" else 2.0) for _ in range(2)]
+        return q * kept[0], k * kept[1] * (1 - 2 * torch.finfo(dtype).eps), rng.chance(0.6)
+    half = dtype == torch.float16
+    size = rng.pick([1e-3, 1e-4] if half else [1e-3, 1e-5, 1e-10, 1e-25]) if norm == "tiny" else rng.pick(
+        [1e3, 1e4] if half else [1e3, 1e4, 1e10, 1e15]
+    )  # fmt: skip
+    return q * size, k * size, True
+
+
+def _unit(x: Array) -> Array:
+    squares = np.ascontiguousarray(np.moveaxis(x * x, -1, 0))
+    return x / np.sqrt(np.maximum(np.add.reduce(squares, axis=0), 1e-300))[..., None]
+
+
+def _decays(rng: Uniforms, shape: tuple[int, ...], dtype: torch.dtype, words: list[str]) -> Tensor:
+    """Returns g: usual, none, strong, and resets between tokens that must keep their digits."""
+    x, y, z = (rng.array(*shape) for _ in range(3))
+    kind = rng.pick({
+        "plain": 25, "weak": 15, "none": 10, "strong": 6, "mixed": 10, "heavy": 6, "edge": 6, "far": 4,
+        "reset": 18,
+    })  # fmt: skip
+    words.append(f"g={kind}")
+    if kind != "reset":
+        values = {
+            "plain": -(x**3), "weak": -(x**3) / 50.0, "none": 0.0 * x, "strong": 0.0 * x - 20.0,
+            "mixed": np.where(z < 0.125, -20.0 * y, -x / 50.0), "heavy": -16.0 * x,
+            "edge": np.where(z < 0.25, -80.0 - 40.0 * y, -x / 50.0),
+            "far": np.where(z < rng.pick([0.1, 0.5, 2.0]), -1e4, -x),
+        }[kind]  # fmt: skip
+        return _tensor(values, dtype)
+    reset = {"-1e4": -1e4, "-1e12": -1e12, "-1e16": -1e16, "-1e30": -1e30, "inf": -np.inf}
+    word = rng.pick([*reset, "min", "any"])
+    words[-1] += word
+    values = np.where(z < rng.pick([0.02, 0.125, 0.5, 2.0]), 1.0, -(x**3) / rng.pick([1.0, 50.0]))
+    g = _tensor(values, dtype)
+    every = [*reset.values(), torch.finfo(dtype).min]
+    if word == "any":
+        chosen = _tensor(np.array(every)[(y * len(every)).astype(int)], dtype)
+    else:
+        chosen = _tensor(np.full(shape, torch.finfo(dtype).min if word == "min" else reset[word]), dtype)
+    return torch.where(g > 0, chosen, g)
+
+
+def _strengths(rng: Uniforms, shape: tuple[int, ...], words: list[str]) -> Array:
+    kind = rng.pick({"to 1": 45, "to 2": 20, "1": 12, "2": 10, "0": 4, "some 0": 5, "small": 4})
+    words += [f"beta={kind.replace(' ', '_')}"] * (kind != "to 1")
+    x = rng.array(*shape)
+    return {
+        "to 1": x, "to 2": 2 * x, "1": 0 * x + 1, "2": 0 * x + 2, "0": 0 * x,
+        "some 0": np.where(x < 0.5, 0.0, x), "small": 1e-4 * x,
+    }[kind]  # fmt: skip
+
+
+def _projections(
+    rng: Uniforms, s: _Sizes, full: torch.dtype, dtype: torch.dtype, options: dict[str, Any], words: list[str]
+) -> dict[str, Tensor]:
+    """Returns g and beta, of which at least one is a layer's projection, and the gate's parameters."""
+    shape = (s.B, s.T, s.HV)
+    which, wide = rng.pick({"both": 3, "g": 1, "beta": 1}), rng.pick({4.0: 5, 40.0: 2, 200.0: 1})
+    words.append(f"gates={which}{wide:g}")
+    tensors = {name: _tensor(wide * (2 * rng.array(*shape) - 1), dtype) for name in ("g", "beta")}
+    if which == "beta":
+        tensors["g"] = _decays(rng, shape, dtype, words)
+    else:
+        options["use_gate_in_kernel"] = True
+        parameter = rng.pick([full, full, torch.float32, torch.bfloat16])
+        A_log = 5.75 * rng.array(s.HV) - 3.0
+        if rng.chance(0.15):  # decays that overflow
+            A_log = np.where(rng.array(s.HV) < 0.5, 100.0 * rng.array(s.HV), A_log)
+            words.append("A=huge")
+        tensors["A_log"] = _tensor(A_log, parameter)
+        if rng.chance(0.7):
+            tensors["dt_bias"] = _tensor(5.0 * rng.array(s.HV) - 7.0, parameter)
+    if which == "g":
+        tensors["beta"] = _tensor(_strengths(rng, shape, words), dtype)
+    else:
+        options["use_beta_sigmoid_in_kernel"] = True
+        if rng.chance(0.5):
+            options["allow_neg_eigval"] = True
+    return tensors
+
+
+def _scale(rng: Uniforms, K: int, half: bool, options: dict[str, Any], words: list[str]) -> None:
+    kind = rng.pick({"default": 60, "root": 15, "one": 10, "tiny": 5, "zero": 2, "negative": 8})
+    if kind != "default":
+        tiny = 1e-4 if half else rng.pick([1e-4, 1e-20])
+        options["scale"] = {"root": K**0.5, "one": 1.0, "tiny": tiny, "zero": 0.0, "negative": -0.3}[kind]
+        words.append(f"scale={options['scale']:.3g}")
+
+
+def _draw_residual(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> _Parts:
+    M = rng.pick({rng.integer(1, 40): 3, rng.pick([1, 127, 128, 129]): 1})
+    D, DV = rng.pick({_head(rng, 256): 3, rng.integer(500, 2000): 1}), rng.integer(1, 8)
+    norm = rng.pick([0.0, 1e-5, 1e-3, 1.0, 30.0] + [1e4] * (dtype != torch.float16))
+    case = ResidualCase(
+        name, M if D < 500 else min(M, 8), D, DV, "", beta=rng.pick({0.0: 1, 1.0: 2, 2.0: 2, None: 5}),
+        k_eps=rng.pick({None: 1, 1e-5: 3} if norm == 1.0 else {1e-5: 1}), norm=norm,
+    )  # fmt: skip
+    x = residual_cases.inputs(case, dtype)
+    dout = x.pop("dout")
+    words = [f"norm={norm:g}", f"beta={case.beta}"]
+    return _Parts(x, {"out": dout}, {"k_eps": case.k_eps}, words, case.D + case.DV + residual_cases.STEPS)
+
+
+def _draw_layer(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> _Parts:
+    lengths = None
+    prefix = plain = False
+    size = rng.pick({1.0: 8, 1e-4: 1, 30.0: 1, 0.0: 0.5})
+    if op == "short_convolution":
+        shape = (
+            rng.integer(1, 3),
+            max(_time(rng, small), 1),
+            rng.integer(1, 80),
+            rng.pick({4: 6, 1: 1, 2: 1, 3: 1, 8: 1}),
+        )
+        if check == "alone" or (check == "judge" and rng.chance(0.2)):
+            lengths, shape = tuple(_lengths(rng, shape[1])), (1, *shape[1:])
+        prefix, plain = lengths is None and rng.chance(0.4), rng.chance(0.2)
+    elif op == "linear_cross_entropy":
+        shape = (
+            rng.integer(1, 40),
+            _head(rng, 256),
+            rng.pick({rng.integer(1, 400): 4, rng.integer(1000, 6000): 1}),
+        )
+        size = rng.pick({1.0: 4, 30.0: 1})
+    else:
+        shape = (rng.integer(1, 130), rng.pick({_head(rng, 512): 4, rng.integer(513, 2100): 1}))
+        plain = op == "gated_rms_norm" and rng.chance(0.3)
+    ignored = rng.pick({0: 3, 3: 2, 1: 0.5})
+    case = LayerCase(
+        name, op, shape, "", lengths=lengths, prefix=prefix, plain=plain, size=size, ignored=ignored
+    )
+    x = layer_cases.inputs(case, dtype)
+    douts = {key[1:]: x.pop(key) for key in list(x) if key in ("dy", "dtotal", "dloss")}
+    options: dict[str, Any] = {} if op == "linear_cross_entropy" else {"eps": layer_cases.EPS}
+    if op == "short_convolution":
+        options = {"activation": "linear" if plain else "silu"}
+    if op == "gated_rms_norm":
+        x.setdefault("gate", None)
+    terms = layer_cases.STEPS + (shape[0] * shape[1] if op == "short_convolution" else sum(shape))
+    words = [f"size={size:g}"] * (size != 1) + ["prefix"] * prefix + ["plain"] * plain
+    return _Parts({k: y for k, y in x.items() if y is not None}, douts, options, words, terms, layer=case)
+
+
+def _with_strides(rng: Uniforms, x: Tensor, *, expanded: bool = False) -> Tensor:
+    """Returns x with the same values in another layout: now and then no dimension is contiguous."""
+    style = rng.pick({"dense": 60, "turned": 12, "sliced": 12, "stepped": 8, "offset": 8})
+    if x.dim() == 0 or not x.is_floating_point() or x.numel() == 0:
+        return x
+    if expanded and rng.chance(0.1):  # the gradient of a sum
+        return x.flatten()[0].expand(x.shape)
+    if style == "turned" and x.dim() >= 2:
+        a, b = rng.pick([(0, 1), (-2, -1)])
+        return x.transpose(a, b).contiguous().transpose(a, b)
+    if style == "sliced":
+        wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + 3))
+        wide[..., 1:-2] = x
+        return wide[..., 1:-2]
+    if style == "stepped":
+        wide = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1]))
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if style == "offset":
+        flat = x.new_zeros(x.numel() + 1)
+        flat[1:] = x.flatten()
+        return flat[1:].view(x.shape)
+    return x
+
+
+_DRAWS: Mapping[str, Callable[[Uniforms, str, str, torch.dtype, str, bool], _Parts]] = {
+    "gated_delta_rule": _draw_rule,
+    "gated_delta_rule_step": _draw_rule,
+    "delta_residual": _draw_residual,
+    "short_convolution": _draw_layer,
+    "gated_rms_norm": _draw_layer,
+    "add_rms_norm": _draw_layer,
+    "linear_cross_entropy": _draw_layer,
+}
