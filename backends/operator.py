@@ -14,6 +14,9 @@ call took 290 us forward and 530 us with backward as a custom operator, and 85 u
 (one core, medians of 1000). And inside a custom operator lazy tensors are no longer functionalized (torch
 2.9): a write into a view does not reach its base, and the chunked adapter returned zeros.
 
+The custom operators also run calls under torch.jit.trace, and give meta tensors their shapes. A call whose
+first tensor has no elements reaches no backend.
+
 Adapters run with autocast off, since an operation computes in the dtype of its inputs, and with the tensors'
 CUDA device as the current one, on which Triton launches.
 """
@@ -40,7 +43,15 @@ SCHEMA_TYPES = {
 
 def gradients_wanted(*tensors: Tensor | None) -> bool:
     """Returns whether autograd records a call of these tensors."""
+    if _is_tracing():
+        return (
+            True  # torch.jit.trace looks twice, once under no_grad, and the graph may be differentiated later
+        )
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _is_tracing() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
 class Operator:
@@ -56,6 +67,7 @@ class Operator:
                 `forward`, neither takes `save` nor returns `saved`
     gradient_fakes      (call, saved) -> tensors like the gradients; None: like their tensors
     values      call -> None; raises ValueError for impossible data, in check mode
+    empty       call -> the outputs of a call whose first tensor has no elements; None: zeros
     """
 
     def __init__(
@@ -71,8 +83,10 @@ class Operator:
         gradients: Sequence[Sequence[str]] | None = None,
         gradient_fakes: Callable[[Any, list[Tensor]], Sequence[Tensor]] | None = None,
         values: Callable[[Any], None] = lambda call: None,
+        empty: Callable[[Any], Sequence[Tensor | None]] | None = None,
     ) -> None:
         self.name, self.call, self.fakes, self.values, self.prefix = name, call, fakes, values, prefix
+        self.empty = self._zeros if empty is None else empty
         self.forward_name = prefix + forward
         types = {field.name: SCHEMA_TYPES[str(field.type)] for field in fields(call)}
         self.tensors = [word for word, type_ in types.items() if type_.startswith("Tensor")]
@@ -101,27 +115,49 @@ class Operator:
     ) -> tuple[str, bool]:
         """Returns the name of the backend for a call, and whether the call's gradients are wanted.
 
-        Device and dtype are those of the first tensor.
+        Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
+        Raises TypeError inside torch.func's transforms.
         """
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise TypeError(
+                f"{self.name} was called inside torch.vmap or another transform of torch.func, which do not "
+                "know its kernels; make the mapped dimension part of the batch, and use torch.autograd for "
+                "gradients"
+            )
         gradients = gradients_wanted(*tensors)
         x, default = tensors[0], selection()
         assert x is not None
+        device = "cpu" if x.is_meta else x.device.type
         # index(): sizes are constants of a compiled graph, even of one with dynamic shapes
         constants = tuple([(name, index(size)) for name, size in sizes.items()])
         name = chosen_name(
-            self.name, x.device.type, x.dtype, constants, packed, gradients, form, backend, default.name,
+            self.name, device, x.dtype, constants, packed, gradients, form, backend, default.name,
             default.allow,
         )  # fmt: skip
         return name, gradients
 
     def __call__(self, call: Any, *, save: bool, backend: str) -> tuple[Any, ...]:
         """Returns the outputs, tensors or None as `outputs` says; differentiable where `save`."""
-        if torch.compiler.is_compiling():
+        x = getattr(call, self.tensors[0])
+        if x.numel() == 0:
+            return self._without_elements(call)
+        if torch.compiler.is_compiling() or x.is_meta or _is_tracing():
             outputs = self.forward(*[getattr(call, word) for word in self.words], save, backend)
             return outputs[:-1] if self.gradients else outputs
         if save:
             return _Eager.apply(self, backend, *self.flat(call))  # type: ignore[return-value]
         return self.compute(call, save, backend)[0]
+
+    def _without_elements(self, call: Any) -> tuple[Tensor | None, ...]:
+        """Returns the outputs of a call without elements; the gradients of its tensors are zeros."""
+        tensors = [getattr(call, word) for word in self.tensors]
+        if not (torch.compiler.is_compiling() or tensors[0].is_meta):
+            self.values(call)
+        zero = sum(x[:0].sum() for x in tensors if x is not None and x.is_floating_point())
+        return tuple(None if y is None else y + zero.to(y.dtype) for y in self.empty(call))
+
+    def _zeros(self, call: Any) -> list[Tensor | None]:
+        return [None if y is None else torch.zeros_like(y) for y in self.fakes(call)]
 
     def compute(self, call: Any, save: bool, backend: str) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
         """Returns the outputs and what the adapter saves for backward."""

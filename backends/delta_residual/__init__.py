@@ -77,8 +77,8 @@ def _check(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -
         raise ValueError(f"v {shape_of(v)} does not fit x {shape_of(x)}; expected {in_brackets(wanted)}")
     if tuple(beta.shape) != lead:
         raise ValueError(f"beta {shape_of(beta)} does not fit k {shape_of(k)}; expected {in_brackets(lead)}")
-    if 0 in x.shape:
-        raise ValueError(f"x {shape_of(x)} is empty; skip the call")
+    if 0 in x.shape[len(lead) :]:
+        raise ValueError(f"D and DV of x {shape_of(x)} must be at least 1")
     require_dtypes(x, "x", {"k": k, "v": v}, {"beta": beta})
     require_one_device(x, "x", {"k": k, "v": v, "beta": beta})
     if k_eps is not None and not 0 < k_eps < float("inf"):

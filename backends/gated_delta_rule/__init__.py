@@ -22,6 +22,7 @@ The names of arguments are those of flash-linear-attention's chunk_gated_delta_r
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from delta_trn.backends import registry
@@ -69,6 +70,8 @@ def gated_delta_rule(
     A g whose exponential is 0 in the state's dtype (below -104 in float32; a mask's -1e9, finfo.min or -inf)
     is a reset: the state is forgotten exactly, the tokens around it keep their accuracy, and its gradient
     is 0.
+
+    B or T may be 0: o is then empty, the states stay, and all gradients are 0.
 
     scale defaults to K**-0.5. use_qk_l2norm_in_kernel replaces q and k by x * rsqrt(sum(x^2) + 1e-6) over
     K. Without cu_seqlens, N = B. Differentiable once in all tensors but cu_seqlens, through o and through
@@ -198,6 +201,14 @@ def _outputs_like(call: Rule) -> tuple[Tensor, Tensor | None]:
     return v.new_empty(v.shape), final_state
 
 
+def _empty_outputs(call: Rule) -> tuple[Tensor, Tensor | None]:
+    """Returns o without elements, and the sequences' states as they were."""
+    o, final_state = _outputs_like(call)
+    if final_state is not None:
+        final_state = torch.zeros_like(final_state) if call.initial_state is None else call.initial_state
+    return o, final_state
+
+
 # takes the public functions' calls to an adapter
 OPERATOR = Operator(
     "gated_delta_rule",
@@ -206,6 +217,7 @@ OPERATOR = Operator(
     outputs=("o", "final_state?"),
     gradients=[(name,) for name in Gradients._fields],
     values=checks.values,
+    empty=_empty_outputs,
 )
 STEP_OPERATOR = Operator(
     "gated_delta_rule_step",

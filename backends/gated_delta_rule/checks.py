@@ -35,14 +35,9 @@ def arguments(
 ) -> None:
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit `gated_delta_rule`."""
     _shapes_agree(("B", "T"), q=q, k=k, v=v, g=g, beta=beta)
-    B, T = q.shape[:2]
-    if B == 0 or T == 0:
-        raise ValueError(
-            f"q {shape_of(q)} has B={B}, T={T}; both must be at least 1: skip the call for empty input"
-        )
     require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
     require_one_device(q, "q", {"k": k, "v": v, "g": g, "beta": beta})
-    sequences = B
+    sequences = q.shape[0]
     if cu_seqlens is not None:
         _packed_shapes(q, cu_seqlens)
         sequences = cu_seqlens.shape[0] - 1
@@ -55,8 +50,6 @@ def arguments(
 def step_arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit `gated_delta_rule_step`."""
     _shapes_agree(("B",), q=q, k=k, v=v, g=g, beta=beta)
-    if q.shape[0] == 0:
-        raise ValueError(f"q {shape_of(q)} has B=0; it must be at least 1: skip the call for empty input")
     require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
     require_one_device(q, "q", {"k": k, "v": v, "g": g, "beta": beta})
     _state("state", state, q, (q.shape[0], v.shape[1], q.shape[2], v.shape[2]), "B, HV, K, V")

@@ -156,7 +156,7 @@ def make_gates(
     g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
 ) -> tuple[Tensor, Tensor]:
     """Returns g and beta of a call; differentiable in all arguments."""
-    with torch.autocast(g.device.type, enabled=False):
+    with torch.autocast("cpu" if g.is_meta else g.device.type, enabled=False):
         if A_log is not None:
             g = log_decay(g, A_log, dt_bias)
         if beta_max > 0:

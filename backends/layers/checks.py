@@ -18,10 +18,8 @@ def convolution(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is none of {', '.join(ACTIVATIONS)}; pass one of them")
     _require_floats(x=x, weight=weight, prefix=prefix)
-    if x.dim() != 3 or 0 in x.shape:
-        raise ValueError(
-            f"x {shape_of(x)} is not [B, T, C] with each at least 1; skip the call for empty input"
-        )
+    if x.dim() != 3 or x.shape[2] == 0:
+        raise ValueError(f"x {shape_of(x)} is not [B, T, C] with C at least 1")
     if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] == 0:
         raise ValueError(
             f"weight {shape_of(weight)} does not fit x {shape_of(x)}; expected [{x.shape[2]}, W]"
@@ -48,10 +46,8 @@ def convolution(
 def norm(x: Tensor, other: Mapping[str, Tensor | None], weight: Tensor, eps: float) -> None:
     """Raises TypeError or ValueError unless the arguments fit the norms; `other` is like x."""
     _require_floats(x=x, weight=weight, **other)
-    if x.dim() == 0 or 0 in x.shape:
-        raise ValueError(
-            f"x {shape_of(x)} is not [..., N] with each at least 1; skip the call for empty input"
-        )
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x {shape_of(x)} is not [..., N] with N at least 1")
     for name, y in other.items():
         if y is not None and y.shape != x.shape:
             raise ValueError(f"{name} {shape_of(y)} differs from x {shape_of(x)}; both are [..., N]")

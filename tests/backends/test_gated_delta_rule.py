@@ -67,8 +67,6 @@ BAD = [
     ("K of k",                     {"k": lambda x: x[..., :7]},                                  ValueError, "q [2, 3, 2, 8] and k [2, 3, 2, 7] differ; both are [B, T, H, K]"),
     ("heads of g",                 {"g": lambda x: x[..., :2]},                                  ValueError, "g [2, 3, 2] has 2 heads, v [2, 3, 4, 5] has 4; both are HV"),
     ("groups",                     {name: (lambda x: x[:, :, :3]) for name in ("v", "g", "beta")}, ValueError, "HV=3 is not a multiple of H=2"),
-    ("no tokens",                  {name: (lambda x: x[:, :0]) for name in one_row},             ValueError, "q [2, 0, 2, 8] has B=2, T=0; both must be at least 1: skip the call for empty input"),
-    ("no sequences",               {name: (lambda x: x[:0]) for name in one_row},                ValueError, "q [0, 3, 2, 8] has B=0, T=3"),
     ("heads of size 0",            {"v": lambda x: x[..., :0]},                                  ValueError, "H=2, HV=4, K=8, V=0 in q [2, 3, 2, 8], v [2, 3, 4, 0]; all must be at least 1"),
     ("integers",                   {"q": lambda x: x.long()},                                    TypeError,  "q is torch.int64; pass floating point tensors"),
     ("dtype of v",                 {"v": lambda x: x.bfloat16()},                                TypeError,  "v is torch.bfloat16, q is torch.float32; cast q, k and v to one dtype"),

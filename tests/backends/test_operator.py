@@ -1,16 +1,30 @@
 """The operator around every backend: its gradients, one graph under torch.compile, and what it refuses."""
 
+import warnings
+
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import normalize
 
-from delta_trn.backends import default_backend, gated_delta_rule, gated_delta_rule_step
+from delta_trn.backends import (
+    add_rms_norm,
+    default_backend,
+    delta_residual,
+    gated_delta_rule,
+    gated_delta_rule_step,
+    gated_rms_norm,
+    linear_cross_entropy,
+    registry,
+    short_convolution,
+)
 from delta_trn.backends.gated_delta_rule import OPERATOR, STEP_OPERATOR
+from delta_trn.backends.operator import Operator
 from delta_trn.backends.registry import adapter
 
 BACKENDS = ["chunked", "recurrent"]
+RUNNABLE = [name for name, backend in registry.BACKENDS.items() if not backend.unavailable("cpu")]
 
 # T = 5 suffices: parity crosses chunks and segments, and gradcheck calls the rule once per element
 VARIANTS = {
@@ -299,3 +313,127 @@ def test_a_compiled_function_follows_the_process_default(monkeypatch):
         with default_backend(name):
             compiled(*leaves)
     assert ran == ["recurrent", "chunked", "recurrent"]
+
+
+def operations(B=2, T=3):
+    """Returns a call of each operation, and its tensors, all of whose gradients are wanted."""
+    H, K, V, C = 2, 4, 3, 6
+
+    def normal(*shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(6))
+
+    token = [normal(B, H, K), normal(B, H, K), normal(B, H, V), -normal(B, H).abs(), normal(B, H).sigmoid()]
+    tokens = [x[:, None].expand(B, T, *x.shape[1:]) for x in token]
+    gates, state = [normal(H), normal(H)], normal(B, H, K, V)
+    targets = torch.arange(B * T) % 5
+
+    def rule(q, k, v, g, beta, A_log, dt_bias, state, **options):
+        parameters = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+        options |= parameters | {"initial_state": state, "output_final_state": True}
+        return gated_delta_rule(q, k, v, g, beta, **options)
+
+    def residual(x, k, v, beta, **options):
+        return (delta_residual(x, k, v, beta, k_eps=1e-3, **options),)
+
+    return {
+        "rule": (rule, [*tokens, *gates, state]),
+        "step": (gated_delta_rule_step, [*token, state]),
+        "residual": (
+            residual,
+            [normal(B, T, K, V), normal(B, T, K), normal(B, T, V), normal(B, T).sigmoid()],
+        ),
+        "convolution": (
+            lambda x, w, prefix, **o: (short_convolution(x, w, prefix=prefix, **o),),
+            [normal(B, T, C), normal(C, 4), normal(B, 3, C)],
+        ),
+        "norm": (
+            lambda x, z, w, **o: (gated_rms_norm(x, z, w, eps=1e-6, **o),),
+            [normal(B, T, C), normal(B, T, C), normal(C)],
+        ),
+        "sum": (
+            lambda x, y, w, **o: add_rms_norm(x, y, w, eps=1e-6, **o),
+            [normal(B, T, C), normal(B, T, C), normal(C)],
+        ),
+        "loss": (
+            lambda h, w, **o: (linear_cross_entropy(h, w, targets.to(h.device), **o),),
+            [normal(B * T, C), normal(5, C)],
+        ),
+    }
+
+
+def results(function, tensors, **options):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    outputs = function(*leaves, **options)
+    return [*outputs, *torch.autograd.grad(sum(y.sum() for y in outputs), leaves)]
+
+
+EMPTY = [
+    (name, backend, B, T)
+    for name in operations()
+    for backend in RUNNABLE
+    if backend == "chunked" or name in ("rule", "residual")
+    for B, T in ((0, 3), (2, 0))
+    if (name, T) != ("step", 0)
+]
+
+
+@pytest.mark.parametrize(("name", "backend", "B", "T"), EMPTY)
+def test_a_call_without_elements_returns_its_states_and_zero_gradients(name, backend, B, T, monkeypatch):
+    monkeypatch.setattr(Operator, "compute", lambda *arguments: pytest.fail("a backend was called"))
+    function, tensors = operations(B, T)[name]
+    shapes = [y.shape for y in function(*(x.to("meta") for x in tensors))]
+    (*outputs,) = results(function, tensors, backend=backend)
+    outputs, gradients = outputs[: len(shapes)], outputs[len(shapes) :]
+    assert [y.shape for y in outputs] == shapes
+    assert not any(y.requires_grad for y in function(*tensors, backend=backend))
+    for x, gradient in zip(tensors, gradients, strict=True):
+        states = name == "rule" and x is tensors[-1]  # they are outputs, too
+        assert torch.equal(gradient, torch.full_like(x, float(states)))
+    if name == "rule":
+        assert torch.equal(outputs[1], tensors[-1])
+    if name == "loss":
+        assert outputs[0] == 0
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_packed_sequences_may_all_be_empty(backend):
+    leaves = [x[:1, :0].detach().requires_grad_() for x in tensors(state=False, dtype=torch.float32)]
+    bounds = torch.zeros(4, dtype=torch.int64)
+    o, state = gated_delta_rule(*leaves, cu_seqlens=bounds, output_final_state=True, backend=backend)
+    assert o.shape == (1, 0, 2, 2) and torch.equal(state, torch.zeros(3, 2, 3, 2))
+    with pytest.raises(ValueError, match="cu_seqlens runs from 0 to 1; it must run from 0 to T=0"):
+        gated_delta_rule(*leaves, cu_seqlens=bounds + torch.tensor([0, 0, 0, 1]), backend=backend)
+
+
+@pytest.mark.parametrize("name", operations())
+def test_meta_tensors_give_shapes_and_dtypes_of_outputs_and_gradients(name):
+    function, tensors = operations()[name]
+    shapes = [(x.shape, x.dtype) for x in results(function, tensors)]
+    meta = results(function, [x.to("meta") for x in tensors])
+    assert [(x.shape, x.dtype) for x in meta] == shapes and all(x.is_meta for x in meta)
+
+
+@pytest.mark.parametrize("name", operations())
+def test_a_traced_call_is_one_operation_with_gradients(name):
+    function, tensors = operations()[name]
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit: it is deprecated, and shapes become constants
+        traced = torch.jit.trace(function, tuple(leaves))
+    for x, y in zip(results(traced, tensors), results(function, tensors), strict=True):
+        assert torch.equal(x, y)
+    assert "delta_trn::" in str(traced.graph)
+
+
+@pytest.mark.parametrize("name", operations())
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_transforms_of_torch_func_are_refused_in_plain_words(transform, name):
+    function, tensors = operations()[name]
+    first, *rest = tensors
+    calls = {
+        "vmap": lambda: torch.vmap(lambda x: function(x, *rest))(first[None]),
+        "grad": lambda: torch.func.grad(lambda x: function(x, *rest)[0].sum())(first),
+        "jvp": lambda: torch.func.jvp(lambda x: function(x, *rest), (first,), (first,)),
+    }
+    with pytest.raises(TypeError, match="make the mapped dimension part of the batch"):
+        calls[transform]()
