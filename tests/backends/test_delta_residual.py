@@ -172,7 +172,7 @@ def test_autocast_changes_no_bit_of_the_update():
         ({"v": torch.zeros(M, DV, dtype=torch.float64)}, "v is torch.float64, x is torch.float32"),
         ({"beta": torch.zeros(M, dtype=torch.int64)}, "beta is torch.int64 beside torch.float32 x"),
         ({"k_eps": 0.0}, "k_eps=0.0 must be above 0"),
-        ({"x": torch.zeros(M, D, 0), "v": torch.zeros(M, 0)}, r"D and DV of x \[5, 24, 0\] must be at least 1"),
+        ({"x": torch.zeros(M, D, 0), "v": torch.zeros(M, 0)}, r"D and DV of x .*0\] must be at least 1"),
     ],
 )  # fmt: skip
 def test_arguments_of_the_update_that_do_not_fit_are_named(changes, message):
