@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from delta_trn.train.data.shards import HEADER_BYTES
+from delta_trn.train.files import sha256_of
 from tests.support import tiny_run
 from tests.support.corpus import prepare_text
 from tests.support.tiny_run import keys, run_command, train
@@ -149,6 +150,9 @@ class TestData:
         content = bytearray(path.read_bytes())
         content[HEADER_BYTES:] = b"\xff" * (len(content) - HEADER_BYTES)
         path.write_bytes(content)
+        meta = json.loads((copy / "data" / "meta.json").read_bytes())
+        meta["splits"]["train"]["shards"][0]["sha256"] = sha256_of(path)
+        (copy / "data" / "meta.json").write_text(json.dumps(meta))
         assert "has token id 65535" in error_line("run", "tiny", *keys(copy / "data", tmp_path / "new"))
 
     def test_resume_refuses_other_data_than_the_run_began_with(self, copy, tmp_path):

@@ -12,6 +12,7 @@ from rich.table import Table
 from delta_trn.train.data.dataset import TokenDataset, open_dataset
 from delta_trn.train.data.entropies import baselines, documents
 from delta_trn.train.data.preparation import prepare
+from delta_trn.train.data.readers import SEPARATOR
 from delta_trn.train.settings.schema import DataSection, validated
 
 # `data.folder` is --out here, and a loader's order is no part of a preparation
@@ -90,7 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     make = commands.add_parser(
-        "prepare", help="tokenize text into shards; killed, the same command continues"
+        "prepare",
+        help="tokenize text into shards; killed, the same command continues",
+        epilog="Of a folder every file below it is read that is UTF-8 (.txt, .md, .py, any name) and not "
+        "hidden: .jsonl, .csv, .tsv and .parquet by their text field, each other file as one document, "
+        f"cut at {SEPARATOR} and when it is long. All but .parquet may be packed as .gz, .zst, .bz2 or .xz.",
     )
     make.set_defaults(run=_prepare)
     make.add_argument("source", help=DataSection.model_fields["source"].description)

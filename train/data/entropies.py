@@ -18,7 +18,7 @@ from itertools import islice
 
 import numpy as np
 
-from delta_trn.train.data.dataset import Split, TokenDataset
+from delta_trn.train.data.dataset import Split, TokenDataset, check_ids
 from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import DiskFull
 
@@ -136,9 +136,10 @@ def documents(dataset: TokenDataset, split: Split) -> Iterator[list[int]]:
 def _counts(dataset: TokenDataset, split: Split) -> np.ndarray:
     counts = np.zeros(dataset.vocab_size, np.int64)
     left = UNIGRAM_TOKENS
-    for tokens in dataset.shards(split):
+    for shard, tokens in zip(dataset.split(split).shards, dataset.shards(split), strict=True):
         for start in range(0, min(len(tokens), left), 1 << 22):
             block = tokens[start : min(start + (1 << 22), left)]
+            check_ids(block, dataset.vocab_size, dataset.path / shard.file, start)
             counts += np.bincount(block, minlength=dataset.vocab_size)
         left -= min(len(tokens), left)
     return counts

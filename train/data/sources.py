@@ -3,10 +3,12 @@
     source          one document is
     .txt and other  the file, cut where it says <|endoftext|>; alone or over 1 MiB, it is cut into pieces
     .jsonl          one field of a line
+    .csv, .tsv      one column of a row
     .parquet        one column of a row
     dataset         one column of a row
     python-stdlib   the source of a module
 
+Any but .parquet may be packed: .txt.gz, .jsonl.zst, .csv.xz, .py.bz2 are read like the file in them.
 Documents come in the same order every time, and a reader's position can be saved and returned to.
 """
 
@@ -21,7 +23,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from delta_trn.train.data.hub import HubSource
-from delta_trn.train.data.readers import Documents, read_jsonl, read_parquet, read_text
+from delta_trn.train.data.readers import (
+    Documents,
+    open_unpacked,
+    read_csv,
+    read_divided_text,
+    read_jsonl,
+    read_parquet,
+    read_text,
+    unpacked_name,
+)
 from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import DataSection
 
@@ -29,6 +40,9 @@ SECTION = 2**14  # characters: a file that is the whole source still makes docum
 SECTION_IN_FOLDER = 2**20
 # hashing 256 MiB takes a quarter of a second; above it 64 blocks of 1 MiB and the size stand for the file
 WHOLE_HASH_LIMIT, HASH_BLOCK, HASH_BLOCKS = 2**28, 2**20, 64
+
+FIELDS = {".jsonl", ".parquet", ".csv", ".tsv"}  # files of rows, of which one field is the text
+ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".rar"}
 
 # Left out of python-stdlib. Tests are twice as large as all the rest, and not installed everywhere. The
 # codecs are generated tables, near-copies of each other: some would be in training and their twins held out.
@@ -72,13 +86,14 @@ def find_source(data: DataSection) -> Source:
             raise SourceError(
                 f"subset={data.subset!r} belongs to Hugging Face datasets, but {path} is a path here"
             )
-        return path_source(path, data.text_field)
+        # with held-out text of its own, a text need not be more than one document
+        return path_source(path, data.text_field, must_divide=data.validation is None)
     if data.source == "python-stdlib":
         return python_stdlib()
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data.source):
         return HubSource(data.source, data.subset, data.split, data.text_field, data.revision)
     raise SourceError(
-        f"no source {data.source!r}: expected an existing folder, .txt, .jsonl or .parquet file, "
+        f"no source {data.source!r}: expected an existing folder, .txt, .jsonl, .csv or .parquet file, "
         "'python-stdlib', or a Hugging Face dataset such as roneneldan/TinyStories"
     )
 
@@ -92,13 +107,19 @@ def find_validation(data: DataSection, source: Source) -> Source | None:
         return path_source(path, data.text_field)
     if isinstance(source, HubSource):
         return HubSource(data.source, data.subset, data.validation, data.text_field, data.revision)
-    raise SourceError(f"no validation text at {path}; expected a folder, .txt, .jsonl or .parquet file")
+    raise SourceError(f"no validation text at {path}; expected a folder, .txt, .jsonl, .csv or .parquet file")
 
 
-def path_source(path: Path, text_field: str) -> "FileSource":
+def path_source(path: Path, text_field: str, *, must_divide: bool = False) -> "FileSource":
     """Returns a file, or every text file of a folder that is not hidden, in the order of their names."""
     if path.is_file():
-        return FileSource(_slug(path.stem), path.parent, (path.name,), text_field, section=SECTION)
+        file = unpacked_name(path)
+        if file.suffix in ARCHIVES or (file.suffix == ".parquet" and file != path):
+            raise SourceError(f"{path} cannot be read as it is; unpack it, and pass what is in it")
+        names = (path.name,)
+        return FileSource(
+            _slug(file.stem), path.parent, names, text_field, section=SECTION, must_divide=must_divide
+        )
     if (path / "meta.json").exists() and any(path.glob("*.bin")):
         raise SourceError(
             f"{path} holds prepared shards, not text; open it as it is, or pass the text it was made of"
@@ -112,7 +133,7 @@ def path_source(path: Path, text_field: str) -> "FileSource":
             skipped["files that are not text"] += 1
     if not names:
         raise SourceError(
-            f"{path} has no text file (.txt, .jsonl, .parquet, ...); {skipped.total()} other files"
+            f"{path} has no text file (.txt, .jsonl, .csv, .parquet, ...); {skipped.total()} other files"
         )
     return FileSource(_slug(path.resolve().name), path, tuple(names), text_field, skipped=skipped)
 
@@ -132,7 +153,10 @@ def python_stdlib() -> "FileSource":
 
 @dataclass(frozen=True)
 class FileSource:
-    """Text in files below `root`, read in the order of `names`."""
+    """Text in files below `root`, read in the order of `names`.
+
+    must_divide   the only file is cut even where it would be one document, so that some can be held out
+    """
 
     name: str
     root: Path
@@ -141,13 +165,14 @@ class FileSource:
     section: int = SECTION_IN_FOLDER
     kind: str = "files"
     skipped: Counter[str] = field(default_factory=Counter)
+    must_divide: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Returns names, contents, and what decides how they are cut. Where the root lies does not matter."""
         digest = hashlib.sha256()
         for name in self.names:
             digest.update(f"{name}\0{_content_hash(self.root / name)}\n".encode())
-        has_fields = any(Path(name).suffix in (".jsonl", ".parquet") for name in self.names)
+        has_fields = any(unpacked_name(Path(name)).suffix in FIELDS for name in self.names)
         return {
             "kind": self.kind,
             "name": self.name,
@@ -191,15 +216,15 @@ class FileReader:
         """Does nothing: each file is closed once it is read."""
 
     def _read(self, path: Path) -> Documents:
-        if path.suffix == ".jsonl":
-            return read_jsonl(path, self._source.text_field)
-        if path.suffix == ".parquet":
-            return read_parquet(path, self._source.text_field)
+        readers = {".jsonl": read_jsonl, ".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
+        if reader := readers.get(unpacked_name(path).suffix):
+            return reader(path, self._source.text_field)
         return self._read_text(path)
 
     def _read_text(self, path: Path) -> Documents:
         try:
-            yield from read_text(path, self._source.section)
+            read = read_divided_text if self._source.must_divide else read_text
+            yield from read(path, self._source.section)
         except UnicodeDecodeError as error:
             if len(self._source.names) == 1:
                 raise SourceError(
@@ -219,12 +244,12 @@ def _walk(root: Path, is_left_out: Callable[[str], bool]) -> list[str]:
 
 
 def _is_text(path: Path) -> bool:
-    """Returns whether this is a .jsonl or .parquet file, or starts with 8 KiB of UTF-8 without NUL."""
-    if path.suffix in {".jsonl", ".parquet"}:
+    """Returns whether this is a file of rows, or starts with 8 KiB of UTF-8 without NUL."""
+    if path.suffix in FIELDS or unpacked_name(path).suffix in FIELDS - {".parquet"}:
         return True
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with open_unpacked(path) as (file, _):
         start = file.read(8192)
     try:
         start.decode("utf-8")

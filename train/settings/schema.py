@@ -86,7 +86,7 @@ class DataSection(Section):
     """The text, and how it becomes tokens. The same settings find what was prepared before."""
 
     source: str = "python-stdlib"
-    """folder, .txt, .jsonl or .parquet file, python-stdlib, Hugging Face dataset, or a prepared folder"""
+    """folder, .txt, .jsonl, .csv or .parquet file, python-stdlib, Hugging Face dataset, or prepared folder"""
     folder: str | None = None
     """where prepared shards are written or found; none: data/NAME-TOKENIZER-HASH"""
     tokenizer: str = "bytebpe"

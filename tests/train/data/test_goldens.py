@@ -1,7 +1,9 @@
 """Shards of a small corpus have the bytes that this project has always written, per format and tokenizer."""
 
+import csv
 import hashlib
 import random
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -10,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from delta_trn.train.data import open_dataset
 from delta_trn.train.data.tokenizer import byte_alphabet
-from tests.support.corpus import prepare_text, write_jsonl
+from tests.support.corpus import PACKERS, pack, prepare_text, write_jsonl
 
 WORDS = ["alpha", "délta", "漢字", "🙂", "\treturn", "\r\n", "\n", "2020-01-01", "\u2028", "\x0b", "\x85"]
 
@@ -62,6 +64,14 @@ GOLDENS = {
 }
 
 
+def digest(folder: Path) -> str:
+    """Returns the first digits of a hash of all shards with their names."""
+    found = hashlib.sha256()
+    for shard in sorted(folder.glob("*.bin")):
+        found.update(shard.name.encode() + shard.read_bytes())
+    return found.hexdigest()[:16]
+
+
 @pytest.mark.parametrize("name", ["sections.txt", "book.txt", "rows.jsonl", "rows.parquet"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "bytebpe", "file"])
 def test_shards_have_the_golden_bytes(tmp_path, name, tokenizer):
@@ -71,8 +81,26 @@ def test_shards_have_the_golden_bytes(tmp_path, name, tokenizer):
     elif tokenizer == "file":
         settings["tokenizer"] = tokenizer_file(tmp_path / "tokenizer.json")
     out = prepare_text(write(tmp_path / name), tmp_path / "out", **settings)
-    digest = hashlib.sha256()
-    for shard in sorted(out.glob("*.bin")):
-        digest.update(shard.name.encode() + shard.read_bytes())
-    assert digest.hexdigest()[:16] == GOLDENS[name, tokenizer]
+    assert digest(out) == GOLDENS[name, tokenizer]
     open_dataset(out).check_tokens()
+
+
+@pytest.mark.parametrize("name", ["sections.txt", "book.txt", "rows.jsonl"])
+@pytest.mark.parametrize("kind", PACKERS)
+def test_shards_of_a_packed_file_have_the_golden_bytes_of_the_file_in_it(tmp_path, name, kind):
+    packed = pack(write(tmp_path / name), kind)
+    out = prepare_text(packed, tmp_path / "out", tokenizer="bytes", shard_tokens=5000, val_fraction=0.2)
+    assert digest(out) == GOLDENS[name, "bytes"]
+
+
+def test_a_table_of_the_same_texts_has_the_golden_bytes_of_the_rows(tmp_path):
+    """Line ends, quotes, commas and tabs inside of a cell are part of the text."""
+    for suffix, delimiter in ((".csv", ","), (".tsv", "\t")):
+        path = tmp_path / f"rows{suffix}"
+        with path.open("w", encoding="utf-8-sig", newline="") as file:
+            rows = csv.writer(file, delimiter=delimiter)
+            rows.writerows([("n", "text"), *enumerate(texts())])
+        for source in (path, pack(path, "gz")):
+            out = tmp_path / f"{source.name}-out"
+            prepare_text(source, out, tokenizer="bytes", shard_tokens=5000, val_fraction=0.2)
+            assert digest(out) == GOLDENS["rows.jsonl", "bytes"]

@@ -1,6 +1,7 @@
 """Text comes out of every kind of source as it went in, in one order; reading continues where it stopped."""
 
 import json
+import random
 import subprocess
 import sys
 from itertools import islice
@@ -13,13 +14,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from delta_trn.train.data import open_dataset, preparation
+from delta_trn.train.data import open_dataset, preparation, readers
 from delta_trn.train.data.entropies import documents
 from delta_trn.train.data.hub import HubReader, HubSource
 from delta_trn.train.data.sources import SECTION, FileSource, find_source, path_source, python_stdlib
 from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import DataSection
-from tests.support.corpus import prepare_text, write_jsonl
+from tests.support.corpus import PACKERS, pack, prepare_text, write_jsonl
 
 TEXTS = ["plain", "two\nlines\r\nand a carriage return", "ünïcödé – 漢字 🙂", "", "tab\there", "last"]
 
@@ -88,7 +89,82 @@ def test_text_without_blank_lines_is_cut_after_twice_the_section(tmp_path):
     assert {len(piece) for piece in pieces[:-1]} == {2 * SECTION + 32}  # the next multiple of 100
 
 
+@pytest.mark.parametrize("line", ["word " * 40_000 + "\n", "x" * 200_000, "漢字" * 100_000])
+def test_a_text_of_one_line_is_cut_into_documents_without_loss(tmp_path, line):
+    path = tmp_path / "line.txt"
+    path.write_text(line, encoding="utf-8")
+    pieces = list(source_of(path).reader())
+    assert "".join(pieces) == line
+    pieces = [piece for piece in pieces if piece.strip()]
+    assert len(pieces) > 4
+    assert all(2 * SECTION <= len(piece) < 2 * SECTION + 1024 for piece in pieces[:-1])
+    assert all(piece.startswith(" ") for piece in pieces[1:]) or " " not in line, "cut where tokens begin"
+    prepare_text(path, tmp_path / "out")
+    # where nothing has to be held out of it, it stays one document
+    assert list(source_of(path, validation="python-stdlib").reader()) == [line]
+
+
+@pytest.mark.parametrize("before", ["", "a title\n", "x<|endoftext|>"])
+def test_of_a_long_line_only_a_part_is_in_memory(tmp_path, monkeypatch, before):
+    monkeypatch.setattr(readers, "LONG_LINE", 100_000)
+    line = "".join(f"word{i} " for i in range(100_000))
+    path = tmp_path / "line.txt"
+    path.write_text(f"{before}{line}\nthe last line")
+    reader = source_of(path).reader()
+    first = list(islice(reader, 2))
+    assert reader.fraction() < 0.2 and max(map(len, first)) < 5 * SECTION
+    pieces = [*first, *reader]
+    text = f"{before}{line}the last line".replace("<|endoftext|>", "")
+    assert "".join(pieces).replace("\n", "") == text.replace("\n", "")
+    assert max(map(len, pieces)) < 5 * SECTION
+
+
+def test_a_separator_in_a_long_line_is_never_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONG_LINE", 1000)
+    for margin in range(40):
+        path = tmp_path / "line.txt"
+        path.write_text("x" * (600 + margin) + "<|endoftext|>" + "y" * 3000)
+        pieces = [text for text, _ in readers.read_text(path, 100)]
+        assert "".join(pieces) == "x" * (600 + margin) + "y" * 3000
+        assert not any("x" in piece and "y" in piece for piece in pieces)
+
+
+def test_a_packed_file_of_a_folder_is_read_under_its_name(folder):
+    whole = list(source_of(folder).reader())
+    for name, kind in (("a.txt", "gz"), ("b.jsonl", "zst"), ("sub/d.md", "xz")):
+        pack(folder / name, kind)
+        (folder / name).unlink()
+    reader = source_of(folder).reader()
+    assert list(reader) == whole
+    assert reader.skipped == {"files that are not text": 2, "files that are not UTF-8": 1}
+    assert reader.fraction() == 1.0
+
+
+def test_a_packed_binary_file_of_a_folder_is_left_out(folder):
+    pack(folder / "zero.bin", "gz")
+    assert source_of(folder).skipped == {"files that are not text": 3}
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.csv"])
+def test_a_truncated_or_damaged_archive_is_refused_and_named(tmp_path, kind, name):
+    path = tmp_path / name
+    numbers = [str(random.Random(i).random()) for i in range(5000)]
+    path.write_text("\n".join(["text", *numbers]))
+    if name == "x.jsonl":
+        write_jsonl(path, numbers)
+    packed = pack(path, kind)
+    whole = packed.read_bytes()
+    packed.write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(SourceError, match=rf"{name}\.{kind} is cut short \(.*copy it again"):
+        list(source_of(packed).reader())
+    packed.write_bytes(b"no such format, and long enough to be seen as none" * 10)
+    with pytest.raises(SourceError, match=rf"{name}\.{kind} cannot be unpacked as \.{kind} \("):
+        list(source_of(packed).reader())
+
+
 def test_reading_continues_after_any_document(folder):
+    pack(folder / "b.jsonl", "gz")
     source = source_of(folder)
     whole = list(source.reader())
     for stop in range(len(whole) + 1):
@@ -313,6 +389,26 @@ def _no_column(path):
     return write_parquet(path / "x.parquet", ["a"]).rename(path / "y.parquet")
 
 
+def _no_csv_column(path):
+    (path / "x.csv").write_text("title,body\na,b\n")
+    return path / "x.csv"
+
+
+def _open_quote(path):
+    (path / "x.csv").write_text('text\nfine\n"never closed\n')
+    return path / "x.csv"
+
+
+def _not_utf8_csv(path):
+    (path / "x.csv").write_bytes(b"text\ncaf\xe9\n")
+    return path / "x.csv"
+
+
+def _tar(path):
+    (path / "x.tar.gz").write_bytes(b"")
+    return path / "x.tar.gz"
+
+
 def _not_parquet(path):
     (path / "x.parquet").write_bytes(b"PAR0 and no more")
     return path / "x.parquet"
@@ -341,6 +437,10 @@ BAD = [
     (_not_text,      {},                          r"x\.jsonl:1: field 'text' is list, expected text"),
     (_a_list,        {},                          r"x\.jsonl:1 has no field 'text'; it has list"),
     (_no_column,     {"text_field": "body"},      r"y\.parquet has no column 'body'; it has \['text', 'n'\]"),
+    (_no_csv_column, {},                          r"x\.csv has no column 'text'; it has \['title', 'body'\]"),
+    (_open_quote,    {},                          r"x\.csv:2 is not a line of a table .* rename the file"),
+    (_not_utf8_csv,  {},                          r"x\.csv:\d is not a line of a table in UTF-8"),
+    (_tar,           {},                          r"x\.tar\.gz cannot be read as it is; unpack it"),
     (_not_parquet,   {},                          r"x\.parquet is not a readable parquet file"),
     (_not_utf8,      {},                          r"x\.txt is not UTF-8: .* near byte 3; convert it"),
     (_binaries_only, {},                          r"has no text file .*1 other files"),
