@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from delta_trn.backends.parity import properties, random_cases
+from delta_trn.backends.parity import properties, random_cases, random_sizes
 from delta_trn.backends.registry import BackendRefusal
 
 PIECE = {False: 100, True: 2}  # cases in a piece of work; of an emulated backend
@@ -47,7 +47,7 @@ class Plan:
 
     def header(self) -> dict[str, Any]:
         """Returns the first line of a state file, which a run that resumes must share."""
-        source = Path(random_cases.__file__).read_bytes()
+        source = b"".join(Path(module.__file__ or "").read_bytes() for module in (random_cases, random_sizes))
         return {
             "format": FORMAT, "backend": self.backend, "device": self.device, "seed": self.seed,
             "generator": hashlib.sha256(source).hexdigest()[:12],

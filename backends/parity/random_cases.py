@@ -8,15 +8,18 @@ and one property (`properties`) that the case checks besides the judge.
 What is left out, and why:
 
 - keys longer than 1 without normalization: 1 - beta |k|^2 leaves [-1, 1], and the state grows without bound;
+- heads of one feature that the operation normalizes, unless the norm is tiny: a unit vector of one feature
+  has no derivative, and what is left of it is rounding;
+- norms above 1e13: the reciprocal root of Trainium's Scalar engine ends at 1e29;
 - in float16, values above 30 of v and states, scales above sqrt(K), and v below 1e-3: operands of products
   have float16's range, 6e-8 to 65504, in every implementation that computes in the dtype of q.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +28,19 @@ from torch import Tensor
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.parity import layer_cases, residual_cases
 from delta_trn.backends.parity.layer_cases import LayerCase
+from delta_trn.backends.parity.random_sizes import (
+    Sizes,
+    Uniforms,
+    draw_head,
+    draw_lengths,
+    draw_sizes,
+    draw_time,
+)
 from delta_trn.backends.parity.residual_cases import ResidualCase
 from delta_trn.backends.registry import BACKENDS
 
-T = TypeVar("T")
 Array = np.ndarray
 
-SEAMS = (8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 321, 385)
-# most multiply-adds of a case: T rows, HV, and what a token costs; emulators take a thousand times as long
-WORK = {"ordinary": 4e7, "heavy": 3e8, "emulated": 6e6}
-STATES = {"ordinary": 4e5, "emulated": 6e4}  # most elements of packed sequences' states
 OPERATIONS: Mapping[str, float] = {
     "gated_delta_rule": 70, "gated_delta_rule_step": 6, "delta_residual": 7, "short_convolution": 6,
     "gated_rms_norm": 4, "add_rms_norm": 4, "linear_cross_entropy": 3,
@@ -58,40 +64,6 @@ PROPERTIES: Mapping[str, Mapping[str, float]] = {
     "add_rms_norm": {"judge": 3, "again": 1, "rows": 2, "wanted": 1},
     "linear_cross_entropy": {"judge": 3, "again": 1, "wanted": 1},
 }
-
-
-class Uniforms:
-    """Draws everything from the uniforms of one generator, whose stream NumPy never changes."""
-
-    def __init__(self, *seed: int) -> None:
-        self.generator = np.random.Generator(np.random.PCG64(seed))
-
-    def array(self, *shape: int) -> Array:
-        return self.generator.random(shape)
-
-    def normal(self, *shape: int) -> Array:
-        """Returns nearly normal numbers of variance 1: sums of four uniforms."""
-        return (sum(self.array(*shape) for _ in range(4)) - 2.0) * np.sqrt(3.0)
-
-    def chance(self, probability: float) -> bool:
-        return bool(self.generator.random() < probability)
-
-    def integer(self, low: int, high: int) -> int:
-        """Returns an integer from low to high, both included."""
-        return low + int(self.generator.random() * (high + 1 - low))
-
-    def between(self, low: float, high: float) -> float:
-        return low + (high - low) * float(self.generator.random())
-
-    def pick(self, choices: Mapping[T, float] | Sequence[T]) -> T:
-        """Returns one of the choices, by their weights if they have any."""
-        weights = choices if isinstance(choices, Mapping) else dict.fromkeys(choices, 1.0)
-        place = float(self.generator.random()) * sum(weights.values())
-        for choice, weight in weights.items():
-            place -= weight
-            if place < 0:
-                return choice
-        return next(reversed(list(weights)))
 
 
 @dataclass(frozen=True)
@@ -165,97 +137,6 @@ class _Parts:
     layer: LayerCase | None = None
 
 
-@dataclass
-class _Sizes:
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    lengths: list[int] | None = None
-    words: list[str] = field(default_factory=list)
-
-    @property
-    def work(self) -> float:
-        return self.B * self.T * self.HV * (self.K * self.V + 64.0 * (self.K + self.V))
-
-
-def _head(rng: Uniforms, most: int) -> int:
-    usual = {16: 3, 32: 5, 64: 6, 96: 1, 128: 2, 192: 0.5, 256: 1}
-    if most > 256:
-        usual |= {384: 0.5, 512: 0.5}
-    choice = rng.pick({"usual": 55, "odd": 25, "few": 10, "any": 10})
-    if choice == "usual":
-        return rng.pick(usual)
-    return {"odd": rng.integer(1, 72), "few": rng.integer(1, 4), "any": rng.integer(65, most)}[choice]
-
-
-def _time(rng: Uniforms, small: bool) -> int:
-    choice = rng.pick({"none": 1, "one": 4, "two": 3, "seam": 45, "any": 37, "long": 10})
-    length = {
-        "none": 0, "one": 1, "two": 2, "seam": rng.pick(SEAMS), "any": rng.integer(3, 200),
-        "long": rng.integer(200, 400),
-    }[choice]  # fmt: skip
-    return length if not small or length < 150 else length % 150
-
-
-def _lengths(rng: Uniforms, T: int) -> list[int]:
-    """Cuts T tokens into sequences: a few, hundreds, on chunk boundaries, some empty."""
-    style = rng.pick({"few": 40, "chunks": 25, "hundreds": 10, "ones": 5, "one": 5})
-    if style == "one":
-        lengths = [T]
-    elif style == "ones":
-        lengths = [1] * T
-    elif style == "chunks":  # all but the last are whole chunks
-        lengths, left = [], T
-        while left > 64 and len(lengths) < 5:
-            lengths.append(64 * rng.integer(1, min(3, left // 64)))
-            left -= lengths[-1]
-        lengths.append(left)
-    else:
-        cuts = rng.integer(1, 5) if style == "few" else rng.integer(20, 300)
-        places = sorted(rng.integer(0, T) for _ in range(cuts))
-        lengths = [b - a for a, b in zip([0, *places], [*places, T], strict=True)]
-    if rng.chance(0.3):
-        for _ in range(rng.integer(1, 3)):
-            lengths.insert(rng.integer(0, len(lengths)), 0)
-    return lengths
-
-
-def _sizes(rng: Uniforms, check: str, small: bool) -> _Sizes:
-    """Draws sizes, and cuts them until the case is affordable."""
-    B = rng.pick({0: 1, 1: 55, 2: 24, 3: 12, 4: 8})
-    H, group = rng.pick({1: 45, 2: 30, 3: 10, 4: 10, 6: 5}), rng.pick({1: 60, 2: 22, 3: 6, 4: 8, 8: 4})
-    sizes = _Sizes(B, _time(rng, small), H, H * group, _head(rng, 256), _head(rng, 512))
-    packed = check == "alone" or (check not in ("cut", "rows") and rng.chance(0.2))
-    if packed:
-        sizes.B = 1
-    if check == "rows" and not packed:
-        sizes.B = max(sizes.B, 2)
-    limit = WORK["emulated" if small else "heavy" if rng.chance(0.04) else "ordinary"]
-    while sizes.work > limit:
-        if sizes.B > 2:
-            sizes.B -= 1
-        elif sizes.HV > 4:
-            sizes.H, sizes.HV = 1, min(sizes.HV // sizes.H, 4)
-        elif rng.chance(0.5) and sizes.T > 70:
-            sizes.T = 64 + sizes.T // 4
-        elif sizes.HV > 1 and rng.chance(0.5):
-            sizes.H, sizes.HV = 1, sizes.HV // 2
-        elif max(sizes.K, sizes.V) > 40:
-            sizes.K, sizes.V = (n if n <= 40 else n // 2 for n in (sizes.K, sizes.V))
-        else:
-            sizes.T = sizes.T // 2
-    if packed:
-        most = max(4, int(STATES["emulated" if small else "ordinary"] / (sizes.HV * sizes.K * sizes.V)))
-        sizes.lengths = _lengths(rng, sizes.T)
-        if len(sizes.lengths) > most:
-            sizes.lengths[most - 1 :] = [sum(sizes.lengths[most - 1 :])]
-        sizes.words.append(f"packed={len(sizes.lengths)}")
-    return sizes
-
-
 def _tensor(x: Array, dtype: torch.dtype) -> Tensor:
     with np.errstate(over="ignore"):
         return torch.from_numpy(np.asarray(x, dtype=np.float64)).to(dtype)
@@ -265,7 +146,7 @@ def _draw_rule(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: str
     step = op == "gated_delta_rule_step"
     if step:
         check = "rows" if check == "rows" else "judge"
-    s = _sizes(rng, check, small)
+    s = draw_sizes(rng, check, small)
     if step:
         s.T, s.lengths, s.B = 1, None, max(s.B, 1) if rng.chance(0.97) else 0
     words, half = s.words, dtype == torch.float16
@@ -311,31 +192,34 @@ def _draw_rule(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: str
     return _Parts(tensors, douts, options, words, s.K + s.V + min(s.T, 64))
 
 
-def _keys(rng: Uniforms, s: _Sizes, dtype: torch.dtype, words: list[str]) -> tuple[Array, Array, bool]:
+def _keys(rng: Uniforms, s: Sizes, dtype: torch.dtype, words: list[str]) -> tuple[Array, Array, bool]:
     """Returns q and k, and whether the operation is to normalize them."""
     x, y = rng.normal(s.B, s.T, s.H, s.K), rng.normal(s.B, s.T, s.H, s.K)
     alike = rng.pick({"random": 70, "equal": 12, "near": 12, "pairs": 6})
     q, k = _unit(x), _unit(y)
     if alike in ("equal", "near"):
-        one = _unit(rng.normal(s.B, 1, s.H, s.K)) + 0.0 * k
-        k = one if alike == "equal" else _unit(np.sqrt(0.999) * one + np.sqrt(0.001) * k)
+        same = _unit(rng.normal(s.B, 1, s.H, s.K)) + 0.0 * k
+        k = same if alike == "equal" else _unit(np.sqrt(0.999) * same + np.sqrt(0.001) * k)
     elif alike == "pairs" and s.T > 1:
         k[:, 1::2] = k[:, : s.T - 1 : 2][:, : k[:, 1::2].shape[1]]
     norm = rng.pick({"unit": 40, "plain": 30, "zero": 8, "zeros": 2, "tiny": 8, "huge": 8, "short": 6})
+    one = s.K == 1
+    if one:
+        norm = {"plain": "unit", "huge": "tiny"}.get(norm, norm)
     words += [f"keys={alike}"] * (alike != "random") + [f"norm={norm}"] * (norm != "unit")
     if norm in ("unit", "short"):
         short = rng.array(s.B, s.T, s.H, 1) if norm == "short" else 1.0
         # rounding must leave no key longer than 1: with beta = 2 the state would grow
-        return q, k * short * (1 - 2 * torch.finfo(dtype).eps), rng.chance(0.2)
+        return q, k * short * (1 - 2 * torch.finfo(dtype).eps), rng.chance(0.2) and not one
     rows = (s.B, s.T, s.H, 1)
     if norm == "plain":
         return q * (0.25 + 4 * rng.array(*rows)), k * (0.25 + 4 * rng.array(*rows)), True
     if norm in ("zero", "zeros"):
         kept = [rng.array(*rows) >= (0.125 if norm == "zero" else 2.0) for _ in range(2)]
-        return q * kept[0], k * kept[1] * (1 - 2 * torch.finfo(dtype).eps), rng.chance(0.6)
+        return q * kept[0], k * kept[1] * (1 - 2 * torch.finfo(dtype).eps), rng.chance(0.6) and not one
     half = dtype == torch.float16
     size = rng.pick([1e-3, 1e-4] if half else [1e-3, 1e-5, 1e-10, 1e-25]) if norm == "tiny" else rng.pick(
-        [1e3, 1e4] if half else [1e3, 1e4, 1e10, 1e15]
+        [1e3, 1e4] if half else [1e3, 1e4, 1e8, 1e13]
     )  # fmt: skip
     return q * size, k * size, True
 
@@ -385,7 +269,7 @@ def _strengths(rng: Uniforms, shape: tuple[int, ...], words: list[str]) -> Array
 
 
 def _projections(
-    rng: Uniforms, s: _Sizes, full: torch.dtype, dtype: torch.dtype, options: dict[str, Any], words: list[str]
+    rng: Uniforms, s: Sizes, full: torch.dtype, dtype: torch.dtype, options: dict[str, Any], words: list[str]
 ) -> dict[str, Tensor]:
     """Returns g and beta, of which at least one is a layer's projection, and the gate's parameters."""
     shape = (s.B, s.T, s.HV)
@@ -423,11 +307,12 @@ def _scale(rng: Uniforms, K: int, half: bool, options: dict[str, Any], words: li
 
 def _draw_residual(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> _Parts:
     M = rng.pick({rng.integer(1, 40): 3, rng.pick([1, 127, 128, 129]): 1})
-    D, DV = rng.pick({_head(rng, 256): 3, rng.integer(500, 2000): 1}), rng.integer(1, 8)
+    D, DV = rng.pick({draw_head(rng, 256): 3, rng.integer(500, 2000): 1}), rng.integer(1, 8)
     norm = rng.pick([0.0, 1e-5, 1e-3, 1.0, 30.0] + [1e4] * (dtype != torch.float16))
+    norm = min(norm, 1e-5) if D == 1 else norm
     case = ResidualCase(
         name, M if D < 500 else min(M, 8), D, DV, "", beta=rng.pick({0.0: 1, 1.0: 2, 2.0: 2, None: 5}),
-        k_eps=rng.pick({None: 1, 1e-5: 3} if norm == 1.0 else {1e-5: 1}), norm=norm,
+        k_eps=rng.pick({None: 1, 1e-5: 3} if norm == 1.0 and D > 1 else {1e-5: 1}), norm=norm,
     )  # fmt: skip
     x = residual_cases.inputs(case, dtype)
     dout = x.pop("dout")
@@ -442,22 +327,22 @@ def _draw_layer(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: st
     if op == "short_convolution":
         shape = (
             rng.integer(1, 3),
-            max(_time(rng, small), 1),
+            max(draw_time(rng, small), 1),
             rng.integer(1, 80),
             rng.pick({4: 6, 1: 1, 2: 1, 3: 1, 8: 1}),
         )
         if check == "alone" or (check == "judge" and rng.chance(0.2)):
-            lengths, shape = tuple(_lengths(rng, shape[1])), (1, *shape[1:])
+            lengths, shape = tuple(draw_lengths(rng, shape[1])), (1, *shape[1:])
         prefix, plain = lengths is None and rng.chance(0.4), rng.chance(0.2)
     elif op == "linear_cross_entropy":
         shape = (
             rng.integer(1, 40),
-            _head(rng, 256),
+            draw_head(rng, 256),
             rng.pick({rng.integer(1, 400): 4, rng.integer(1000, 6000): 1}),
         )
         size = rng.pick({1.0: 4, 30.0: 1})
     else:
-        shape = (rng.integer(1, 130), rng.pick({_head(rng, 512): 4, rng.integer(513, 2100): 1}))
+        shape = (rng.integer(1, 130), rng.pick({draw_head(rng, 512): 4, rng.integer(513, 2100): 1}))
         plain = op == "gated_rms_norm" and rng.chance(0.3)
     ignored = rng.pick({0: 3, 3: 2, 1: 0.5})
     case = LayerCase(
