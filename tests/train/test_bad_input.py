@@ -61,7 +61,7 @@ WRONG_KEYS = {
     "wrong choice": (["optimizer.name=lion"], "expected 'adamw' or 'sgd'"),
     "out of range": (["optimizer.lr=0"], "expected more than 0"),
     "micro-batch": (["batch.micro=3"], "batch.micro=3 does not divide batch.sequences=4"),
-    "no effect": (["optimizer.momentum=0.9"], "belongs to optimizer.name=sgd"),
+    "no effect": (["optimizer.momentum=0.9"], "it needs optimizer.name=sgd"),
     "heads": (["model.heads=0"], "model.heads=0: expected at least 1"),
     "value heads": (["model.v_heads=3"], "num_v_heads=3 is not a multiple of num_heads=2"),
     "too narrow": (["model.width=1"], "is too narrow for num_heads=2"),

@@ -105,6 +105,7 @@ def test_ddl_tinystories_trains_on_the_hugging_face_data_set(tmp_path, monkeypat
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *names, **options: info)
     arguments = [*SMALL, f"data.folder={tmp_path / 'data'}", "data.validation=validation", "epochs=0.5"]
     arguments.remove("steps=6")
+    arguments.remove("data.val_fraction=0.2")
     assert main(["run", "ddl_lm_tinystories", *arguments, f"out={tmp_path / 'run'}"]) == 0
     assert set(requested) == {"roneneldan/TinyStories"}
     meta = json.loads((tmp_path / "data" / "meta.json").read_text())

@@ -92,7 +92,13 @@ class TestOnACpu:
 class TestFingerprint:
     @pytest.mark.parametrize(
         "changes",
-        [{"steps": "7"}, {"optimizer__lr": "0.5"}, {"seed": "3"}, {"out": "x"}, {"schedule__min_lr": "0.1"}],
+        [
+            {"steps": "7"},
+            {"optimizer__lr": "0.5"},
+            {"seed": "3"},
+            {"out": "x"},
+            {"schedule__min_lr": "0.01"},
+        ],
         ids=str,
     )
     def test_fingerprint_ignores_keys_that_change_no_graph(self, changes):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from delta_trn.train.recipes import recipe
+from delta_trn.train.settings.effects import require_effect_somewhere
 from delta_trn.train.settings.errors import UsageError
-from delta_trn.train.settings.overrides import apply, parse, whole_number, whole_numbers
+from delta_trn.train.settings.overrides import change, parse, whole_number, whole_numbers
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ QUIET = {
     "batch.length": "64",
 }
 
+# Settings that the axes replace.
+AXES = {
+    "model.width": "widths",
+    "seed": "seeds",
+    "parametrization": "parametrizations",
+    "optimizer.name": "optimizers",
+    "optimizer.lr": "lr.adamw, lr.sgd",
+}
+
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
@@ -52,7 +62,12 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_intermixed_args(arguments)
     options = parse(asked.options)
     out = Path(options.pop("out", f"runs/coord-check-{asked.recipe}"))
+    rates = [key for key in options if key.startswith("lr.")]
     own = {key: options.pop(key, default) for key, default in DEFAULTS.items()}
+    for key in rates:
+        if key.removeprefix("lr.") not in own["optimizers"].split(","):
+            names = own["optimizers"]
+            raise UsageError(f"{key} is for an optimizer that is not checked; optimizers={names}")
     base = recipe(asked.recipe)
     configs = _configs(base, options, own)
     widths = sorted(whole_numbers("widths", own["widths"], count=3))
@@ -85,6 +100,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]) -> list[RunConfig]:
     """Makes and checks a configuration for every optimizer and parametrization."""
+    for key, axis in AXES.items():
+        if key in options:
+            raise UsageError(f"{key}={options[key]}: this is an axis of coord-check; give {axis}=...")
     configs = []
     for optimizer in own["optimizers"].split(","):
         if optimizer not in ("adamw", "sgd"):
@@ -95,7 +113,8 @@ def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]
                 "optimizer.lr": own[f"lr.{optimizer}"],
                 "parametrization": parametrization,
             }
-            configs.append(apply(base, {**QUIET, **options, **changes}))
+            configs.append(change(base, {**QUIET, **options, **changes}))
+    require_effect_somewhere(configs, options)
     return configs
 
 

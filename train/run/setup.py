@@ -34,6 +34,7 @@ from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team, assemble
 from delta_trn.train.run.model import choose_backend, make_model, model_config, pick_device
 from delta_trn.train.run.optimizer import learning_rate, make_optimizer
+from delta_trn.train.settings.effects import is_prepared
 from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderError
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume
@@ -265,7 +266,7 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
 def load_dataset(config: RunConfig) -> TokenDataset:
     """Returns the prepared folder that data.source is, or the one that preparing it makes or finds."""
     source = Path(config.data.source).expanduser()
-    if (source / "meta.json").is_file() or any(source.glob("*_train_*.bin*")):
+    if is_prepared(config.data.source):
         return open_dataset(source)  # shards without meta.json too: they are damaged, not text
     return open_dataset(prepare(config.data))
 

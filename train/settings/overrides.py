@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
+from delta_trn.train.settings.effects import require_effect
 from delta_trn.train.settings.errors import ConfigError, UsageError
 from delta_trn.train.settings.schema import RunConfig, Section, flatten, validated
 
@@ -32,14 +33,18 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
 
 def apply(config: RunConfig, changes: dict[str, str]) -> RunConfig:
     """Returns the configuration with changes. ConfigError for an unknown key, a wrong value, or no effect."""
+    changed = change(config, changes)
+    require_effect(changed, changes.keys())
+    return changed
+
+
+def change(config: RunConfig, changes: dict[str, str]) -> RunConfig:
+    """Returns the configuration with changes, also those without effect. ConfigError for all else."""
     tree = config.model_dump()
     for key, text in changes.items():
         section, name = _locate(tree, key)
         section[name] = _value(annotation(key), text)
-    changed = validated(tree)
-    for key in changes:
-        _require_effect(key, changed)
-    return changed
+    return validated(tree)
 
 
 def number(text: str) -> float:
@@ -116,15 +121,3 @@ def _value(kind: Any, text: str) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             return number(text)
     return text
-
-
-def _require_effect(key: str, config: RunConfig) -> None:
-    only = dict.fromkeys(
-        (f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "independent_weight_decay")), "adamw"
-    )
-    only["optimizer.momentum"] = "sgd"
-    name = config.optimizer.name
-    if key in only and only[key] != name:
-        raise ConfigError(
-            f"{key} belongs to optimizer.name={only[key]}, but this run has {name}; leave it out"
-        )

@@ -45,7 +45,7 @@ class OptimizerSection(Section):
     weight_decay: Real = 0.1
     """decoupled for AdamW, times the learning rate; models.mup's table says which parameters decay"""
     independent_weight_decay: bool = False
-    """adamw: weight decay without a parameter's own factor, so that wide matrices decay as fast as narrow"""
+    """weight decay without a parameter's own factor, so that wide matrices decay as fast as narrow"""
     memory: Positive = 1.0
     """sgd: how long heads remember, over the base model; the rates of what they store are divided by it"""
     beta1: Fraction = 0.9

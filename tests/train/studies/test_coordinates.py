@@ -265,10 +265,13 @@ class TestCommand:
             ("parametrizations=mupp", "parametrization=mupp"),
             ("lr.sgd=-1", "optimizer.lr=-1"),
             ("stepz=3", "unknown key 'stepz'"),
+            ("optimizer.lr=0.1", "this is an axis of coord-check; give lr.adamw"),
+            ("optimizers=sgd lr.adamw=0.1", "lr.adamw is for an optimizer that is not checked"),
+            ("optimizers=adamw optimizer.memory=2", "optimizer.memory=2.0 has no effect"),
         ],
     )
     def test_coord_check_refuses_bad_input_before_it_computes_anything(self, assignment: str, message: str):
-        status, _, err = run_command("coord-check", "tiny", assignment)
+        status, _, err = run_command("coord-check", "tiny", *assignment.split())
         assert status == 2 and message in err
 
 

@@ -99,7 +99,7 @@ class TestDefinition:
 
     def test_every_named_set_of_arms_makes_valid_trials(self):
         for name in ARMS:
-            optimizer = "sgd" if name == "sgd_gates" else "adamw"
+            optimizer = "sgd" if name in ("sgd_gates", "slow_forgetting") else "adamw"
             trials = sweep(arms=name, optimizers=optimizer, parametrizations="mup", widths="32").trials({})
             assert len(trials) == len(ARMS[name]) * 10, name
 
@@ -118,6 +118,9 @@ class TestDefinition:
             ({"arms": "/nowhere.json"}, "cannot be read"),
             ({"model.width": "32"}, "give widths=32"),
             ({"lrs.sgd": "0.1"}, "not swept"),
+            ({"optimizer.memory": "2"}, "optimizer.memory=2.0 has no effect with optimizer.name=adamw"),
+            ({"arms": "epsilon", "optimizers": "sgd"}, "optimizer.eps=1e-12 has no effect"),
+            ({"schedule.min_lr": "0.01"}, "schedule.min_lr=0.01 is above the lowest rate, 0.00390625"),
             ({"stepz": "3"}, "nearest known: steps"),
         ],
     )
@@ -128,6 +131,14 @@ class TestDefinition:
         status, _, err = run_command("sweep", "tiny", *(f"{key}={value}" for key, value in axes.items()))
         assert status == 2 and message in err
         assert not (tmp_path / "sweep").exists()
+
+    def test_a_key_that_one_arm_needs_and_another_ignores_is_accepted(self):
+        arms = {"arms": "model.residual=additive,ddl", "model.ddl_beta_init": "0.5"}
+        assert sweep(widths="32", **arms).trials({})[0].config.model.ddl_beta_init == 0.5
+
+    def test_the_schedule_of_a_rate_below_the_recipes_floor_is_constant(self):
+        (t, *_) = sweep(widths="32", lrs="1e-4").trials({})
+        assert t.config.schedule.min_lr == t.config.optimizer.lr == 1e-4
 
     def test_a_sweep_without_learning_rates_is_refused(self):
         status, _, err = run_command("sweep", "tiny", "widths=16")

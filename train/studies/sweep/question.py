@@ -17,8 +17,9 @@ from itertools import product
 from pathlib import Path
 
 from delta_trn.train.recipes import recipe
+from delta_trn.train.settings.effects import require_effect, require_effect_somewhere
 from delta_trn.train.settings.errors import UsageError
-from delta_trn.train.settings.overrides import apply, number, whole_number, whole_numbers
+from delta_trn.train.settings.overrides import change, number, whole_number, whole_numbers
 from delta_trn.train.settings.schema import NOT_MATHEMATICS, RunConfig, flatten, is_one_of
 
 AXES = ("widths", "lrs", "lrs.adamw", "lrs.sgd", "parametrizations", "optimizers", "seeds", "arms", "refine")
@@ -187,8 +188,11 @@ class Sweep:
             "seed": str(seed),
             **arm.changes,
         }
-        config = apply(apply(start, common), own)
-        config = apply(config, {"evaluation.every": str(config.steps)})
+        config = change(start, {**common, **own})
+        require_effect(config, arm.changes)
+        # at a rate below the recipe's floor the schedule is constant: it must not rise
+        low = repr(min(config.schedule.min_lr, config.optimizer.lr))
+        config = change(config, {"evaluation.every": str(config.steps), "schedule.min_lr": low})
         if config.model.width == config.model.base_width:
             # every table says the same at m = 1: one run serves all of them
             config = config.model_copy(update={"parametrization": "sp"})
@@ -238,7 +242,14 @@ def define(name: str, options: Mapping[str, str]) -> Sweep:
         arms=parse_arms(axes["arms"]) if "arms" in axes else (Arm(""),),
         refine=whole_number("refine", axes.get("refine", "2"), least=0),
     )
-    sweep.trials({})  # makes and checks every configuration
+    trials = sweep.trials({})  # makes and checks every configuration
+    require_effect_somewhere([trial.config for trial in trials], changes)
+    least = min(map(min, rates.values()))
+    if "schedule.min_lr" in changes and number(changes["schedule.min_lr"]) > least:
+        raise UsageError(
+            f"schedule.min_lr={changes['schedule.min_lr']} is above the lowest rate, {least:g}; give "
+            "that or less"
+        )
     return sweep
 
 
