@@ -26,7 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from delta_trn.backends.checks import is_checking
 from delta_trn.backends.registry import BackendRefusal
+from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
@@ -69,6 +71,24 @@ def require_within_rsqrt(name: str, value: float, least: float) -> None:
             f"nki and nki-simulator need {name} >= {least:.3g}, where the Scalar engine's rsqrt becomes "
             f'exact; {name} is {value}: take a larger one, or backend="chunked"'
         )
+
+
+def require_norms_within_rsqrt(eps: float, **tensors: Tensor) -> None:
+    """Raises BackendRefusal for a row with a norm whose square, plus eps, the kernels' rsqrt does not take.
+
+    It reads data: those of CPU tensors always, those of others in check mode, since they must be waited for.
+    """
+    most = plan.find_largest_norm(eps)
+    for name, x in tensors.items():
+        if not (x.device.type == "cpu" or is_checking()) or not x.numel():
+            continue
+        norm = x.float().norm(dim=-1).max().item()
+        if norm > most:
+            raise BackendRefusal(
+                f"nki and nki-simulator need rows of {name} with norms up to {most:.2g}, which the Scalar "
+                f"engine's rsqrt takes when squared; the largest here is {norm:.2g}: scale {name} down, or "
+                f'take backend="chunked"'
+            )
 
 
 def to_array(x: Tensor) -> np.ndarray:

@@ -48,7 +48,15 @@ from typing import Any
 
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
-from delta_trn.nki_kernels.tiles import copy_scaled, load_padded, multiply_elements, psum, sbuf, transpose
+from delta_trn.nki_kernels.tiles import (
+    copy_scaled,
+    invert_sums,
+    load_padded,
+    multiply_elements,
+    psum,
+    sbuf,
+    transpose,
+)
 
 
 def load_lanes(src, bundle, start, tokens, rows):
@@ -118,7 +126,8 @@ def load_keys(q, k, bundle, start, tokens, l2norm, table):
                 reduce_res=squares_sb[:, side, h : h + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
             )  # fmt: skip
     inverse_norms_sb = sbuf((rows, 2, heads))
-    nisa.activation(dst=inverse_norms_sb, op=nl.rsqrt, data=squares_sb, bias=table["epsilon"])
+    invert_sums(inverse_norms_sb, squares_sb, table["norm"])
+    copy_scaled(inverse_norms_sb, inverse_norms_sb, table["norm"]["scale"])
     for side in range(2):
         for h in range(heads):
             copy_scaled(qk_sb[:, h, side, :], raw[side][:, h, :], inverse_norms_sb[:, side, h : h + 1])

@@ -224,10 +224,25 @@ def sum_crossing_pairs(chunk, table):
     return multiply_elements(sums_ps, repeat_over_lanes(table, "lower", lanes))
 
 
+def add_carried_states(dst_ps, chunk, dS, parts, table):
+    """Adds gamma_C <dS', S> of each lane to every row of dst [rows, lanes]."""
+    S = chunk["S"]
+    rows, lanes = dst_ps.shape
+    for part in range(len(parts)):
+        size = parts[part][1] - parts[part][0]
+        carried_sb = sbuf((size, lanes))
+        for lane in range(lanes):
+            multiply_rows_into(carried_sb[:, lane : lane + 1], dS[part][:, lane, :], S[part][:, lane, :])
+        nisa.tensor_tensor(dst=carried_sb, data1=carried_sb, data2=chunk["carry"][0:size, :], op=nl.multiply)
+        nisa.nc_matmul(
+            dst=dst_ps, stationary=table["ones"][0:size, 0:rows], moving=carried_sb,
+            is_stationary_onezero=True,
+        )  # fmt: skip
+
+
 def compute_decay_gradient(chunk, crossing_sb, dS, dots_sb, bundle, parts, table):
     """Computes dg [rows, lanes]; crossing_sb is what `sum_crossing_pairs` returns."""
-    rows, lanes, S = table["rows"], bundle["lanes"], chunk["S"]
-    V = S[0].shape[2]
+    rows, lanes, V = table["rows"], bundle["lanes"], chunk["do"].shape[2]
     reads_sb = sbuf((rows, lanes))  # r
     nisa.tensor_tensor(dst=reads_sb, data1=chunk["beta"], data2=dots_sb[:, :, 1], op=nl.multiply)
     nisa.tensor_tensor(dst=reads_sb, data1=dots_sb[:, :, 0], data2=reads_sb, op=nl.subtract)
@@ -242,16 +257,7 @@ def compute_decay_gradient(chunk, crossing_sb, dS, dots_sb, bundle, parts, table
     nisa.nc_matmul(
         dst=states_ps, stationary=table["strict_upper"], moving=writes_sb, is_stationary_onezero=True
     )
-    for part in range(len(parts)):
-        size = parts[part][1] - parts[part][0]
-        carried_sb = sbuf((size, lanes))
-        for lane in range(lanes):
-            multiply_rows_into(carried_sb[:, lane : lane + 1], dS[part][:, lane, :], S[part][:, lane, :])
-        nisa.tensor_tensor(dst=carried_sb, data1=carried_sb, data2=chunk["carry"][0:size, :], op=nl.multiply)
-        nisa.nc_matmul(
-            dst=states_ps, stationary=table["ones"][0:size, 0:rows], moving=carried_sb,
-            is_stationary_onezero=True,
-        )  # fmt: skip
+    add_carried_states(states_ps, chunk, dS, parts, table)
     pairs_ps = psum((rows, lanes))
     for lane in range(lanes):
         nisa.nc_matmul(

@@ -27,6 +27,7 @@ from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
     build_identity,
+    build_norm,
     invert_norms,
     load,
     multiply_elements,
@@ -51,6 +52,7 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
     out = nl.ndarray((M, D, DV), dtype=x.dtype, buffer=nl.shared_hbm)
     beta = beta.reshape((M, 1))
     blocks = split(D, choose_block(D, DV, RESIDENT))
+    norm = build_norm(1.0 if k_eps == None else k_eps * k_eps)  # noqa: E711 (compilers before 0.7 know no `is`)
     for start, stop in split(M, PARTITIONS):
         k_sb = load(k[start:stop, :], k.dtype)
         v_sb = load(v[start:stop, :], v.dtype)
@@ -62,11 +64,11 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
             add_projection(p_sb, x_sb, k_sb, d0)
             resident.append(x_sb)
         # w = beta r (v - r p), so that X' = X + k w^T
-        if k_eps == None:  # noqa: E711 (compilers before 0.7 know no `is`)
+        if k_eps == None:  # noqa: E711
             nisa.tensor_tensor(dst=w_sb, data1=v_sb, data2=p_sb, op=nl.subtract)
             nisa.tensor_scalar(dst=w_sb, data=w_sb, op0=nl.multiply, operand0=beta_sb)
         else:
-            r_sb = invert_norms(k_sb, k_eps * k_eps)
+            r_sb = invert_norms(k_sb, norm)
             nisa.scalar_tensor_tensor(
                 dst=w_sb, data=p_sb, op0=nl.multiply, operand0=r_sb, op1=nl.subtract, operand1=v_sb,
                 reverse1=True,
@@ -94,6 +96,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
     dbeta = nl.ndarray((M,), dtype=beta.dtype, buffer=nl.shared_hbm)
     beta, dbeta_rows = beta.reshape((M, 1)), dbeta.reshape((M, 1))
     eye_sb = build_identity(PARTITIONS, nl.float32)
+    norm = build_norm(1.0 if k_eps == None else k_eps * k_eps)  # noqa: E711
     blocks = split(D, choose_block(D, DV, min(RESIDENT_BACKWARD, BANKS * BANK * DV)))
     for start, stop in split(M, PARTITIONS):
         count = stop - start
@@ -113,7 +116,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         beta_r_sb = sbuf((count, 1))
         nisa.tensor_copy(dst=beta_r_sb, src=beta_sb)
         if k_eps != None:  # noqa: E711
-            r_sb = invert_norms(k_sb, k_eps * k_eps)
+            r_sb = invert_norms(k_sb, norm)
             nisa.tensor_scalar(dst=p_sb, data=p_sb, op0=nl.multiply, operand0=r_sb)
             nisa.tensor_scalar(dst=s_sb, data=s_sb, op0=nl.multiply, operand0=r_sb)
             nisa.tensor_tensor(dst=beta_r_sb, data1=beta_r_sb, data2=r_sb, op=nl.multiply)

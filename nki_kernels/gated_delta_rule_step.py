@@ -22,8 +22,10 @@ from delta_trn.nki_kernels.examples import normals, uniforms
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
+    L2NORM_EPS,
     build_identity,
-    invert_norms,
+    build_norm,
+    invert_scaled_norms,
     load,
     multiply_elements,
     multiply_rows,
@@ -31,7 +33,6 @@ from delta_trn.nki_kernels.tiles import (
     sbuf,
 )
 
-L2NORM_EPS = 1e-6
 GROUP = 32  # rows: by the cost model, in order, 16 are 1% faster at K = 128 and 18% slower at 32, 8 up to 67%
 STATE_BYTES = 48 * 1024  # of a partition's 192 KiB, for a group's states; two groups are in flight
 DESCRIPTOR = 512  # bytes: what moving fewer in one piece costs anyway
@@ -84,6 +85,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     new_lines = new_state.reshape((rows * parts, m * V))
     eye_sb = build_identity(PARTITIONS, nl.float32)
     owners_sb = build_owners(tiles, heads, parts)
+    norm = build_norm(L2NORM_EPS)
 
     groups = split(rows, n)
     loads, columns, products = [], [], []
@@ -91,7 +93,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
         if turn < len(groups):
             first, last = groups[turn]
             states = []
-            vectors = load_vectors(q, k, v, g, beta, first, last, HV // H, scale, l2norm)
+            vectors = load_vectors(q, k, v, g, beta, first, last, HV // H, scale, l2norm, norm)
             decays_sb = spread_decays(g, first, last, owners_sb)
             for row in range(first, last, heads):
                 lines = old_lines[row * parts : min(row + heads, last) * parts, :]
@@ -116,7 +118,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     return o, new_state
 
 
-def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm):
+def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm, norm):
     """Loads the vectors of c rows as float32, a dict.
 
     k, q [c, K], normalized if asked, q scaled too; v [c, V]; decay = exp(g), beta and kq = k . q [c, 1].
@@ -127,8 +129,8 @@ def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm):
     decay_sb = load(g[first:last, :], nl.float32)
     beta_sb = load(beta[first:last, :], nl.float32)
     if l2norm:
-        normalize(k_sb, 1.0)
-        normalize(q_sb, scale)
+        normalize(k_sb, 1.0, norm)
+        normalize(q_sb, scale, norm)
     else:
         nisa.tensor_scalar(dst=q_sb, data=q_sb, op0=nl.multiply, operand0=scale)
     nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
@@ -234,10 +236,12 @@ def load_key_rows(x, start, count, shared):
     return out_sb
 
 
-def normalize(x_sb, factor):
+def normalize(x_sb, factor, norm):
     """Sets x to factor x / sqrt(sum(x^2) + 1e-6), in place."""
-    r_sb = invert_norms(x_sb, L2NORM_EPS)
-    nisa.tensor_scalar(dst=x_sb, data=x_sb, op0=nl.multiply, operand0=r_sb, op1=nl.multiply, operand1=factor)
+    r_sb = invert_scaled_norms(x_sb, norm)
+    nisa.tensor_scalar(
+        dst=x_sb, data=x_sb, op0=nl.multiply, operand0=r_sb, op1=nl.multiply, operand1=factor * norm["scale"]
+    )
 
 
 def build_block_diagonal(x_sb):

@@ -13,12 +13,11 @@ V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 back
 
 from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import load, multiply_elements, psum, sbuf, sum_rows
+from delta_trn.nki_kernels.plan import BANK, LEAST_RSQRT, PARTITIONS, split
+from delta_trn.nki_kernels.tiles import build_norm, invert_sums, load, multiply_elements, psum, sbuf, sum_rows
 
 WIDTH = 2048  # numbers of x per partition
 MOST_V = 8 * BANK
-LEAST_EPS = 2.0**-87  # from where on the Scalar engine's rsqrt is right
 
 
 @nki.jit
@@ -28,9 +27,10 @@ def gated_rms_norm_fwd(x, z, weight, eps, gated):
     M, V = x.shape
     y = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
     w_sb = load_everywhere(weight)
+    norm = build_norm(eps)
     for start, P, slots in cut_rows(M, V):
         x_sb = load_rows(x, start, P, slots)
-        r_sb = invert_rms(x_sb, eps)
+        r_sb = invert_rms(x_sb, norm)
         y_sb = sbuf((P, slots, V), x.dtype)
         h_sb = y_sb
         if gated:
@@ -56,6 +56,7 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
     if gated:
         dz = nl.ndarray((M, V), dtype=z.dtype, buffer=nl.shared_hbm)
     w_sb = load_everywhere(weight)
+    norm = build_norm(eps)
     ones_sb = sbuf((PARTITIONS, 1))
     nisa.memset(dst=ones_sb, value=1.0)
     sums = []  # of dweight, one per bank of PSUM
@@ -64,7 +65,7 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
     for start, P, slots in cut_rows(M, V):
         x_sb = load_rows(x, start, P, slots)
         m_sb = load_rows(dy, start, P, slots)
-        r_sb = invert_rms(x_sb, eps)
+        r_sb = invert_rms(x_sb, norm)
         if gated:
             z_sb = load_rows(z, start, P, slots)
             gate_sb, slope_sb = sbuf((P, slots, V)), sbuf((P, slots, V))
@@ -106,7 +107,7 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
 
 def check(eps):
     """Refuses an epsilon that the Scalar engine's rsqrt would get wrong."""
-    assert eps >= LEAST_EPS, f"eps={eps} is below {LEAST_EPS}, where the Scalar engine's rsqrt is wrong"
+    assert eps >= LEAST_RSQRT, f"eps={eps} is below {LEAST_RSQRT}, where the Scalar engine's rsqrt is wrong"
 
 
 def cut_rows(M, V):
@@ -153,14 +154,12 @@ def sum_slots(x_sb, op):
     return out_sb
 
 
-def invert_rms(x_sb, eps):
+def invert_rms(x_sb, norm):
     """Computes r = (mean(x^2) + eps)^-1/2 of every row, [P, slots]."""
     P, slots, V = x_sb.shape
-    total_sb, r_sb = sum_slots(x_sb, nl.square), sbuf((P, slots))
-    nisa.tensor_scalar(
-        dst=total_sb, data=total_sb, op0=nl.multiply, operand0=1.0 / V, op1=nl.add, operand1=eps
-    )
-    nisa.activation(dst=r_sb, op=nl.rsqrt, data=total_sb)
+    r_sb = sbuf((P, slots))
+    invert_sums(r_sb, sum_slots(x_sb, nl.square), norm, 1.0 / V)
+    nisa.tensor_scalar(dst=r_sb, data=r_sb, op0=nl.multiply, operand0=norm["scale"])
     return r_sb
 
 

@@ -26,6 +26,7 @@ LANE_CHUNKS = 64  # chunks of one head per call of the rule: 8,000 instructions 
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
 ELEMENTS = 2**21  # of x per call of the norm
+LEAST_RSQRT = 2.0**-87  # the Scalar engine's rsqrt is right from here to 2^97
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,22 @@ def choose(N: int, H: int, HV: int, K: int, V: int) -> Plan:
 def stretches(T: int) -> int:
     """Returns in how many stretches backward solves T tokens; each but the first needs a kept state."""
     return -(-T // (CHUNK * EVERY))
+
+
+def choose_square_scale(eps):
+    """Chooses a power of two s for reciprocal norms, s (s^2 sum(x^2) + s^2 eps)^-1/2: no bit depends on s.
+
+    With the least s, 2^-16, sums up to 2^124 are in rsqrt's range; a small eps needs a larger one.
+    """
+    s = 1.0
+    while s > 2.0**-16 and s * s * eps >= 4 * LEAST_RSQRT:
+        s = s / 2
+    return s
+
+
+def find_largest_norm(eps):
+    """Returns the largest norm of a row that kernels divide by: rsqrt takes its square, scaled."""
+    return 2.0**46 / choose_square_scale(eps)
 
 
 def split(n, size):

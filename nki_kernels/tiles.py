@@ -7,9 +7,10 @@ whether a matmul adds or overwrites, NKI decides by the view.
 from typing import Any
 
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import PARTITIONS
+from delta_trn.nki_kernels.plan import PARTITIONS, choose_square_scale
 
 FAR_BELOW = -30000.0  # its exponential is 0, and bfloat16 can hold it
+L2NORM_EPS = 1e-6
 
 
 def sbuf(shape, dtype=nl.float32):
@@ -75,7 +76,7 @@ def build_constants(C):
     upper, lower                    triangles of ones, with the diagonal
     strict_upper, strict_lower      triangles of ones, without it
     drop_lower, drop_strict_lower   FAR_BELOW in the triangle and 0 elsewhere, to be added to exponents
-    epsilon                         1e-6 [C, 1]
+    norm                            what `build_norm` returns for 1e-6
     stride                          C, a number: the row stride of the [C, C] matrices
     """
     ones_sb = sbuf((PARTITIONS, PARTITIONS))
@@ -91,23 +92,23 @@ def build_constants(C):
     drop_strict_lower_sb, drop_lower_sb = sbuf((C, C)), sbuf((C, C))
     nisa.tensor_scalar(dst=drop_strict_lower_sb, data=strict_lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
     nisa.tensor_scalar(dst=drop_lower_sb, data=lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
-    epsilon_sb = sbuf((C, 1))
-    nisa.memset(dst=epsilon_sb, value=1e-6)
     return {
         "rows": C, "stride": C, "ones": ones_sb, "eye": eye_sb, "identity": identity_sb, "upper": upper_sb,
         "lower": lower_sb, "strict_upper": strict_upper_sb, "strict_lower": strict_lower_sb,
-        "drop_lower": drop_lower_sb, "drop_strict_lower": drop_strict_lower_sb, "epsilon": epsilon_sb,
+        "drop_lower": drop_lower_sb, "drop_strict_lower": drop_strict_lower_sb,
+        "norm": build_norm(L2NORM_EPS),
     }  # fmt: skip
 
 
 def take_corners(table, C):
     """Returns the constants for a chunk of C rows: the corners of the full ones."""
-    corners = {"rows": C, "stride": table["stride"], "ones": table["ones"], "eye": table["eye"]}
+    corners = {"rows": C}
+    for name in ("stride", "ones", "eye", "norm"):
+        corners[name] = table[name]
     for name in (
         "identity", "upper", "lower", "strict_upper", "strict_lower", "drop_lower", "drop_strict_lower",
     ):  # fmt: skip
         corners[name] = table[name][0:C, 0:C]
-    corners["epsilon"] = table["epsilon"][0:C, :]
     return corners
 
 
@@ -160,13 +161,40 @@ def multiply_rows(x, y):
     return out_sb
 
 
-def invert_norms(x, eps):
-    """Computes (sum(x^2) + eps)^-1/2 of the rows of x [P, free], [P, 1] float32.
+def build_norm(eps):
+    """Builds a dict that inverting norms takes, once per call.
 
-    The Scalar engine's rsqrt is right from 2^-87 on, so eps has to be at least that.
+    scale       s, a number: what `plan.choose_square_scale` returns
+    epsilon     s^2 eps [128, 1]
     """
+    s = choose_square_scale(eps)
+    epsilon_sb = sbuf((PARTITIONS, 1))
+    nisa.memset(dst=epsilon_sb, value=s * s * eps)
+    return {"scale": s, "epsilon": epsilon_sb}
+
+
+def invert_sums(dst, sums_sb, norm, factor=1.0):
+    """Sets dst = (factor sums + eps)^-1/2 / s on the Scalar engine, for any number of sums per partition."""
+    s = norm["scale"]
+    nisa.activation(
+        dst=dst,
+        op=nl.rsqrt,
+        data=sums_sb,
+        scale=s * s * factor,
+        bias=norm["epsilon"][0 : sums_sb.shape[0], :],
+    )
+
+
+def invert_scaled_norms(x, norm):
+    """Computes (sum(x^2) + eps)^-1/2 / s of the rows of x [P, free], [P, 1] float32."""
     total_sb, out_sb = sbuf((x.shape[0], 1)), sbuf((x.shape[0], 1))
     sum_rows(total_sb, x, nl.square)
-    nisa.tensor_scalar(dst=total_sb, data=total_sb, op0=nl.add, operand0=eps)
-    nisa.activation(dst=out_sb, op=nl.rsqrt, data=total_sb)
+    invert_sums(out_sb, total_sb, norm)
+    return out_sb
+
+
+def invert_norms(x, norm):
+    """Computes (sum(x^2) + eps)^-1/2 of the rows of x [P, free], [P, 1] float32."""
+    out_sb = invert_scaled_norms(x, norm)
+    nisa.tensor_scalar(dst=out_sb, data=out_sb, op0=nl.multiply, operand0=norm["scale"])
     return out_sb

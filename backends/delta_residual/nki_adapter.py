@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.delta_residual.contract import Gradients, Residual
-from delta_trn.backends.nki_runtime_adapter import require_within_rsqrt, run
+from delta_trn.backends.nki_runtime_adapter import require_norms_within_rsqrt, require_within_rsqrt, run
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.delta_residual import LEAST_EPS, delta_residual_bwd, delta_residual_fwd
 
@@ -14,10 +14,11 @@ from delta_trn.nki_kernels.delta_residual import LEAST_EPS, delta_residual_bwd, 
 def forward(call: Residual, *, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns X', and nothing to save.
 
-    Raises BackendRefusal for a k_eps whose square the Scalar engine's rsqrt does not take.
+    Raises BackendRefusal for a k_eps, or norms of k, whose squares the Scalar engine's rsqrt does not take.
     """
     if call.k_eps is not None:
         require_within_rsqrt("k_eps", call.k_eps, LEAST_EPS)
+        require_norms_within_rsqrt(call.k_eps**2, k=call.k)
     tensors = (call.x, call.k, call.v, call.beta)
     pieces = zip(*(y.split(plan.TOKENS) for y in tensors), strict=True)
     return torch.cat([run(delta_residual_fwd, *piece, call.k_eps) for piece in pieces]), []

@@ -4,6 +4,11 @@ The module serves two backends, `nki` and `nki-simulator`; `backends.nki_runtime
 the device. Kernels are unrolled, so a kernel call takes at most `plan.LANE_CHUNKS` chunks of one head each.
 Longer calls are cut into groups of sequences first, then in time, where the state is handed on.
 
+A g below RESET, -inf included, is raised to it: kernels multiply g by triangles of zeros and ones, and 0
+times -inf is NaN. Their sums leave out what they do not need, so tokens beside such a g keep their digits,
+and its gradient is 0. XLA fuses the clamp into what makes g. On chip it would stand before each chunk's first
+product, and cost 1 to 5% in order by the simulator's model.
+
 Lengths are constants of a kernel. Packed sequences without initial and final states, as in training, need no
 lengths: a decay that erases the state at each first token makes them one sequence.
 Otherwise they are cut by their lengths, read from cu_seqlens on the host.
@@ -17,14 +22,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
-from delta_trn.backends.nki_runtime_adapter import run
+from delta_trn.backends.gated_delta_rule.contract import L2NORM_EPS, RESET, Gradients, Rule, Shapes, Step
+from delta_trn.backends.nki_runtime_adapter import require_norms_within_rsqrt, run
 from delta_trn.backends.registry import BackendRefusal
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
-from delta_trn.nki_kernels.tiles import FAR_BELOW
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,12 @@ def saved_shapes(call: Rule) -> Shapes:
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Returns o, final_state and the states that backward starts from."""
-    if call.cu_seqlens is not None and _is_stateless(call):
-        g = call.g.masked_fill(_first_tokens(call.g, call.cu_seqlens), FAR_BELOW)
-        call = replace(call, g=g, cu_seqlens=None)
+    """Returns o, final_state and the states that backward starts from.
+
+    Raises BackendRefusal for lengths on the device, and for norms that the Scalar engine's rsqrt does not
+    take.
+    """
+    call = _prepare(call)
     q, v = call.q, call.v
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     outs, finals, states = [], [], []
@@ -118,11 +124,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; the pieces of a sequence run from the last to the first."""
-    if call.cu_seqlens is not None and _is_stateless(call):
-        first = _first_tokens(call.g, call.cu_seqlens)
-        dense = replace(call, g=call.g.masked_fill(first, FAR_BELOW), cu_seqlens=None)
-        gradients = backward(do, None, dense, saved)
-        return gradients._replace(g=gradients.g.masked_fill(first, 0.0))
+    call = _prepare(call)
     inputs = q, _, v, _, _ = (call.q, call.k, call.v, call.g, call.beta)
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     parts: list[list[tuple[slice, slice, Tensor]]] = [[] for _ in inputs]
@@ -161,12 +163,17 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
-    """Returns o and the new state; a kernel call takes as many sequences as plan.STEP_HEADS allows."""
+    """Returns o and the new state; a kernel call takes as many sequences as plan.STEP_HEADS allows.
+
+    Raises BackendRefusal like `forward`.
+    """
+    _require_norms(call)
+    g = call.g.clamp(min=RESET)
     B, HV = call.v.shape[:2]
     together = max(1, plan.STEP_HEADS // HV)
     results = []
     for b in range(0, B, together):
-        tensors = [x[b : b + together] for x in (call.q, call.k, call.v, call.g, call.beta, call.state)]
+        tensors = [x[b : b + together] for x in (call.q, call.k, call.v, g, call.beta, call.state)]
         results.append(run(gated_delta_rule_step, *tensors, call.scale, call.l2norm))
     if len(results) == 1:
         return results[0]
@@ -181,6 +188,20 @@ def _groups(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Iterator[tuple[l
             yield group, group[0].rows, group[0].sequences
         else:
             yield group, slice(0, 1), slice(n, n + 1)
+
+
+def _prepare(call: Rule) -> Rule:
+    """Returns the call as kernels take it: packed sequences without states as one, no g below RESET."""
+    _require_norms(call)
+    g = call.g.clamp(min=RESET)
+    if call.cu_seqlens is None or not _is_stateless(call):
+        return replace(call, g=g)
+    return replace(call, g=g.masked_fill(_first_tokens(g, call.cu_seqlens), RESET), cu_seqlens=None)
+
+
+def _require_norms(call: Rule | Step) -> None:
+    if call.l2norm:
+        require_norms_within_rsqrt(L2NORM_EPS, q=call.q, k=call.k)
 
 
 def _is_stateless(call: Rule) -> bool:

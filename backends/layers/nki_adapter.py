@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.layers.contract import Convolution, GatedNorm
-from delta_trn.backends.nki_runtime_adapter import require_within_rsqrt, run
+from delta_trn.backends.nki_runtime_adapter import require_norms_within_rsqrt, require_within_rsqrt, run
 from delta_trn.nki_kernels import plan
-from delta_trn.nki_kernels.gated_rms_norm import LEAST_EPS, gated_rms_norm_bwd, gated_rms_norm_fwd
+from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 
 
@@ -30,8 +30,12 @@ def short_convolution_backward(
 
 
 def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns y [..., N]. Raises BackendRefusal for an eps that the Scalar engine's rsqrt does not take."""
-    require_within_rsqrt("eps", call.eps, LEAST_EPS)
+    """Returns y [..., N].
+
+    Raises BackendRefusal for an eps, or norms of rows, that the Scalar engine's rsqrt does not take.
+    """
+    require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
+    require_norms_within_rsqrt(call.eps, x=call.x)
     gated = call.gate is not None
     parts = [
         run(gated_rms_norm_fwd, x, gate, call.weight, call.eps, gated)

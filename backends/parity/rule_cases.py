@@ -158,6 +158,8 @@ CASES: tuple[Case, ...] = (
          reason="the paper's d = 1536"),
     Case("k256",            1, 130, 1, 256, 512, state=True, loss=BOTH,
          reason="the largest heads: d = 2048 and GDN 1.3B"),
+    Case("k256_short",      1, 3,   2, 256, 16,  state=True, loss=BOTH, tags=SMALL,
+         reason="sums over K have two parts, also where an emulator has only time for three tokens"),
     Case("gva_2",           1, 130, 2, 32,  32, HV=4, state=True, loss=BOTH, tags=SMALL,
          reason="two value heads share a key: dq, dk are sums"),
     Case("gva_4",           1, 70,  2, 32,  64, HV=8,

@@ -29,8 +29,8 @@ EMULATED = {
     "triton": (SMALL_ONES, ALL),
     "nki-simulator": (
         ["one", "one_fresh", "two", "ragged", "seam_129", "no_decay", "forget", "mixed", "collide", "reflect",
-         "gva_2", "gva_8", "odd", "packed", "packed_empty", "final_only", "norm", "norm_tiny", "norm_huge",
-         "norm_zero"],
+         "k256_short", "gva_2", "gva_8", "odd", "packed", "packed_empty", "final_only", "norm", "norm_tiny",
+         "norm_huge", "norm_zero"],
         [*SMALL_ONES, "wide_v", "wide_k", "k96", "k192", "k256", "heavy", "near_1", "near_2", "packed_gva",
          "long_free"],
     ),

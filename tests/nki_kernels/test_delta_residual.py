@@ -1,5 +1,7 @@
 """The NKI kernels of the residual update, beyond the parity grid: planted faults, bytes of HBM, refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from tests.support.nki_judge import (
     EXACT,
     ROUNDED_PRODUCTS,
     assert_close,
+    assert_passed,
     hbm_bytes,
     normal,
     plant,
@@ -46,8 +49,8 @@ def test_an_update_of_nearly_nothing_keeps_its_digits():
     y = k / k.norm(dim=-1, keepdim=True)
     given["v"] = torch.einsum("md,mdv->mv", y, x) + 1e-3 * given["v"]
     judge = outcome({name: t.double() for name, t in given.items()}, 1e-5, "recurrent")
-    honest = outcome(given, 1e-5, "recurrent")
-    assert_close(outcome(given, 1e-5, "nki-simulator"), judge, honest, terms=64 + 4)
+    baseline = outcome(given, 1e-5, "recurrent")
+    assert_close(outcome(given, 1e-5, "nki-simulator"), judge, baseline, terms=64 + 4)
 
 
 def test_only_dk_passes_the_tensor_engine():
@@ -93,7 +96,7 @@ def _no_projection(x_sb, y_sb):
     return out_sb
 
 
-def _no_norm(x_sb, eps):
+def _no_norm(x_sb, norm):
     """Takes k as it is, although it is not of length 1."""
     out_sb = sbuf((x_sb.shape[0], 1))
     nisa.memset(dst=out_sb, value=1.0)
@@ -151,3 +154,15 @@ def test_an_epsilon_below_the_range_of_rsqrt_is_refused_before_a_kernel_is_calle
         BackendRefusal, match=r"need k_eps >= 1.14e-13, .*; k_eps is 1e-15: take a larger one"
     ):
         delta_residual(x, k, v, beta, k_eps=1e-15, backend="nki-simulator")
+
+
+@pytest.mark.parametrize("norm", [1e17, 4e18])
+def test_keys_with_norms_far_above_the_range_of_rsqrt_are_normalized(norm):
+    case = replace(BY_NAME["residual_odd"], norm=norm)
+    assert_passed(verdicts(case, torch.float32, "nki-simulator"))
+
+
+def test_keys_whose_norm_no_scale_brings_into_the_range_of_rsqrt_are_refused():
+    x, k, v, beta, _ = tensors(torch.float32)
+    with pytest.raises(BackendRefusal, match=r"rows of k with norms up to 4.6e\+18, .*: scale k down"):
+        delta_residual(x, 1e20 * k, v, beta, k_eps=1e-5, backend="nki-simulator")

@@ -1,6 +1,7 @@
 """The NKI kernels of the gated delta rule on the simulator: parity with the float64 judge, and what only
 they have: the inverse, how calls are cut, what fits on chip, which sources the compilers take."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -12,11 +13,12 @@ from delta_trn.backends import BackendRefusal, default_backend, gated_delta_rule
 from delta_trn.backends.declarations import nki_missing
 from delta_trn.backends.gated_delta_rule import nki_adapter
 from delta_trn.backends.gated_delta_rule.contract import Rule
-from delta_trn.backends.parity.judge import FACTOR, error, floor
+from delta_trn.backends.parity.judge import DTYPES, FACTOR, error, floor
 from delta_trn.backends.parity.rule import outcome, terms, verdicts
-from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
+from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, inputs
 from delta_trn.backends.registry import Call, choose
 from delta_trn.nki_kernels import (
+    chunk_gradients,
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
     plan,
@@ -28,7 +30,7 @@ from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.simulator import Numerics, StrictError
 from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support import tiny_models
-from tests.support.nki_judge import recorded, run
+from tests.support.nki_judge import assert_passed, recorded, run
 
 NAME = "nki-simulator"
 FORWARD = gated_delta_rule_fwd.gated_delta_rule_fwd
@@ -45,11 +47,16 @@ def as_it_is(chunk, dqk_sb):
     return dqk_sb
 
 
-honest_decay = gated_delta_rule_bwd.compute_decays
+unfaulty_decays = gated_delta_rule_bwd.compute_decays
+unfaulty_carry = chunk_gradients.add_carried_states
 
 
 def diagonal_too(g_triangle_sb, table, dropped):
-    return honest_decay(g_triangle_sb, table, "drop_strict_lower")
+    return unfaulty_decays(g_triangle_sb, table, "drop_strict_lower")
+
+
+def first_part_of_K(dst_ps, chunk, dS, parts, table):
+    unfaulty_carry(dst_ps, chunk, dS, parts[:1], table)
 
 
 # case, tensor, module, function, mistake
@@ -59,6 +66,9 @@ FAULTS = {
     ),
     "gradient through the norm left out": (
         "norm", "dq", gated_delta_rule_bwd, "differentiate_norm", as_it_is,
+    ),
+    "decay gradient of the state over the first 128 of K only": (
+        "k256_short", "dg", chunk_gradients, "add_carried_states", first_part_of_K,
     ),
     "a token erases itself": ("ragged", "dbeta", gated_delta_rule_bwd, "compute_decays", diagonal_too),
 }  # fmt: skip
@@ -145,6 +155,37 @@ def test_more_lanes_than_planned_do_not_fit():
     kernel, arguments = gated_delta_rule_bwd.example(T=128, H=8, K=256, V=512, lanes=8)
     with pytest.raises(StrictError, match="sbuf capacity exceeded"):
         recorded(kernel, *arguments, trace=False)
+
+
+RESETTING = replace(BY_NAME["carry"], B=1, T=140, K=32, V=32, HV=8, decay="reset", norm="random")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [None, (1, 63, 0, 64, 12)])
+def test_tokens_beside_resets_keep_their_accuracy(lengths, dtype):
+    assert_passed(verdicts(replace(RESETTING, lengths=lengths), dtype, NAME))
+
+
+def test_a_reset_that_reaches_the_kernels_is_seen(monkeypatch):
+    monkeypatch.setattr(nki_adapter, "RESET", -math.inf)
+    assert not any(verdict.passed for verdict in verdicts(RESETTING, torch.float32, NAME))
+
+
+@pytest.mark.parametrize("g", [-1e4, -1e12, torch.finfo(torch.float32).min, -math.inf])
+@pytest.mark.parametrize("state", [True, False])
+def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(state, g):
+    """What comes after a reset has the bits that it has without what came before."""
+    x = inputs(replace(BY_NAME["packed"], state=state, loss=BOTH, K=16, V=16), torch.float32)
+    x.g[:, 40] = g
+    before, alone = outcome(x, NAME), replace(x, v=x.v.clone(), beta=x.beta.clone())
+    for tensor in (alone.v, alone.beta):
+        tensor[:, 1:40] = 0.0
+    after = outcome(alone, NAME)
+    assert not before["dg"][:, 40].any()
+    assert all(
+        torch.equal(before[name][:, 40:], after[name][:, 40:]) for name in ("o", "dq", "dk", "dv", "dg")
+    )
+    assert torch.equal(before["final_state"], after["final_state"])
 
 
 @pytest.mark.parametrize(("cut", "parts"), [(2, 3), (8, 2)])
@@ -239,14 +280,14 @@ def test_packed_sequences_without_states_are_one_call(name, monkeypatch):
         without_states(case, backend, torch.float32) for backend in ("chunked", "recurrent", NAME)
     )
     for right, a, b, mine in zip(judge, chunked, recurrent, found, strict=True):
-        honest = max(error(a, right), error(b, right))
-        assert error(mine, right) <= max(FACTOR * honest, floor(terms(case), torch.float32))
+        baseline = max(error(a, right), error(b, right))
+        assert error(mine, right) <= max(FACTOR * baseline, floor(terms(case), torch.float32))
     starts = torch.tensor((0, *case.lengths[:-1])).cumsum(0)
     assert not found[4][:, starts[starts < case.T]].any()  # nothing was there to decay
 
 
 def test_a_state_that_leaks_into_the_next_sequence_is_seen(monkeypatch):
-    monkeypatch.setattr(nki_adapter, "FAR_BELOW", -1.0)
+    monkeypatch.setattr(nki_adapter, "RESET", -1.0)
     judge = without_states(BY_NAME["packed"], "recurrent", torch.float64)
     found = without_states(BY_NAME["packed"], NAME, torch.float32)
     assert error(found[0], judge[0]) > 0.01
@@ -282,14 +323,14 @@ def wrong_gradients(kind):
     48 terms, the longest here, errs so many times as much as one rounding.
     """
     judge = training_step("chunked", torch.float64, kind)
-    honest = [training_step(name, torch.float32, kind) for name in ("chunked", "recurrent")]
+    baselines = [training_step(name, torch.float32, kind) for name in ("chunked", "recurrent")]
     rounded = [training_step("chunked", torch.float64, kind, seed) for seed in range(2)]
     found = training_step(NAME, torch.float32, kind)
     assert set(found) == set(judge) and len(judge) > 20
     wrong = []
     for key, right in judge.items():
         allowed = max(
-            *(FACTOR * error(x[key], right) for x in honest),
+            *(FACTOR * error(x[key], right) for x in baselines),
             *(48**0.5 * error(x[key], right) for x in rounded),
             300 * torch.finfo(torch.float32).eps / 2,
         )

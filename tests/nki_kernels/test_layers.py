@@ -8,7 +8,7 @@ import torch
 from delta_trn.backends import BackendRefusal
 from delta_trn.backends import gated_rms_norm as gated_rms_norm_of_layers
 from delta_trn.backends.parity.layer_cases import BY_NAME, verdicts
-from delta_trn.nki_kernels import gated_rms_norm, short_convolution
+from delta_trn.nki_kernels import gated_rms_norm, plan, short_convolution
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import split
@@ -149,3 +149,17 @@ def test_an_epsilon_below_the_range_of_rsqrt_is_refused():
         run(gated_rms_norm_fwd, x, x, weight, 1e-30, True)
     with pytest.raises(BackendRefusal, match="eps is 1e-30: take a larger one"):
         gated_rms_norm_of_layers(x, x, weight, eps=1e-30, backend="nki-simulator")
+
+
+@pytest.mark.parametrize("size", [1e16, 1e17])
+def test_rows_with_squares_above_the_range_of_rsqrt_are_normalized(size):
+    assert_passed(verdicts(replace(BY_NAME["gated_norm_tiny"], size=size), torch.float32, "nki-simulator"))
+
+
+def test_rows_that_no_scale_brings_into_the_range_of_rsqrt_are_refused():
+    x, weight = torch.full((3, 32), 1e18), torch.ones(32)
+    with pytest.raises(BackendRefusal, match=r"rows of x with norms up to 4.6e\+18, .* here is 5.7e\+18"):
+        gated_rms_norm_of_layers(x, x, weight, eps=1e-5, backend="nki-simulator")
+    assert plan.find_largest_norm(2.0**-86) == 2.0**46
+    with pytest.raises(BackendRefusal, match=r"rows of x with norms up to 7e\+13"):
+        gated_rms_norm_of_layers(1e-4 * x, x, weight, eps=2.0**-86, backend="nki-simulator")

@@ -1,17 +1,19 @@
 """The NKI decode step on the simulator against the literal recurrence in float64."""
 
+import math
+
 import pytest
 import torch
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
-from delta_trn.backends.gated_delta_rule import recurrent
+from delta_trn.backends.gated_delta_rule import nki_adapter, recurrent
 from delta_trn.backends.gated_delta_rule.contract import Step
 from delta_trn.backends.parity.judge import error
 from delta_trn.nki_kernels import gated_delta_rule_step as module
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_step import example
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.tiles import invert_norms
+from delta_trn.nki_kernels.tiles import build_norm, invert_norms
 from tests.support.nki_judge import (
     DTYPES,
     ROUNDED_PRODUCTS,
@@ -37,6 +39,7 @@ HARD = (
     "tiny keys",
     "no decay",
     "strong decay",
+    "a reset",
     "beta 2",
     "beta 0",
     "known",
@@ -50,8 +53,9 @@ def inputs(shape, dtype, hard=""):
     q, k, v = normal(generator, B, H, K), normal(generator, B, H, K), normal(generator, B, HV, V)
     g, beta = -torch.rand((B, HV), generator=generator), torch.rand((B, HV), generator=generator)
     state = normal(generator, B, HV, K, V) / K**0.5
-    k = k * {"zero keys": 0.0, "huge keys": 1e4, "tiny keys": 1e-4}.get(hard, 1.0)
-    g = g * {"no decay": 0.0, "strong decay": 0.0}.get(hard, 1.0) - (20.0 if hard == "strong decay" else 0.0)
+    k = k * {"zero keys": 0.0, "huge keys": 1e17, "tiny keys": 1e-4}.get(hard, 1.0)
+    decay = {"no decay": 0.0, "strong decay": -20.0, "a reset": -math.inf}
+    g = torch.full_like(g, decay[hard]) if hard in decay else g
     beta = beta * 0 + {"beta 2": 2.0, "beta 0": 0.0}[hard] if hard.startswith("beta") else beta
     if hard == "known":  # the state returns k's value already: v - S^T k cancels
         q = k
@@ -71,10 +75,10 @@ def reference(tensors, l2norm, dtype):
 
 def check(shape, dtype, l2norm, hard=""):
     tensors = inputs(shape, dtype, hard)
-    o, state = run(module.gated_delta_rule_step, *tensors, shape[3] ** -0.5, l2norm)
+    o, state = nki_adapter.step(Step(*tensors, scale=shape[3] ** -0.5, l2norm=l2norm))
     assert (o.dtype, state.dtype) == (dtype, torch.float32)
-    judge, honest = (reference(tensors, l2norm, d) for d in (torch.float64, torch.float32))
-    assert_close({"o": o, "state": state}, judge, honest, terms=2 * shape[3])
+    judge, baseline = (reference(tensors, l2norm, d) for d in (torch.float64, torch.float32))
+    assert_close({"o": o, "state": state}, judge, baseline, terms=2 * shape[3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,8 +123,8 @@ def _wrong_group(x, start, c, shared):
     return out
 
 
-def _squared_eps(x, factor):
-    r = invert_norms(x, 1e-3)
+def _squared_eps(x, factor, norm):
+    r = invert_norms(x, build_norm(1e-3))
     nisa.tensor_scalar(dst=x, data=x, op0=nl.multiply, operand0=r, op1=nl.multiply, operand1=factor)
 
 
@@ -169,9 +173,9 @@ def test_decoding_token_by_token_equals_prefill():
             outs.append(o)
         return {"o": torch.stack(outs, dim=1), "state": S}
 
-    judge, honest = whole("recurrent", torch.float64), whole("recurrent", torch.float32)
-    for found in (stepwise(), whole("nki-simulator", torch.float32)):
-        assert_close(found, judge, honest, terms=K + V + T)
+    judge, baseline = whole("recurrent", torch.float64), whole("recurrent", torch.float32)
+    for result in (stepwise(), whole("nki-simulator", torch.float32)):
+        assert_close(result, judge, baseline, terms=K + V + T)
 
 
 def test_a_batch_of_many_heads_is_cut_without_changing_results(monkeypatch):
