@@ -116,7 +116,7 @@ def snapshot(sharding: Sharding, optimizer: Optimizer, state: State, *, copy: bo
         weights,
         {name: owners[name] for name in named},
         {key: _on_host(x, copy=copy) for key, x in slots.items() if mine(key)},
-        _random_states(),
+        random_states(sharding.model.device),
     )
 
 
@@ -261,7 +261,7 @@ def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
         if sharding.saved_whole(key):
             slots[key] = sharding.part(key, whole)
     sharding.load_slots(optimizer, slots)
-    _set_random_states(load_file(folder / _RANDOM))
+    set_random_states(load_file(folder / _RANDOM), sharding.model.device)
 
 
 def load_weights(folder: Path, sharding: Sharding) -> None:
@@ -326,14 +326,16 @@ def _without_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _random_states() -> dict[str, Tensor]:
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Returns the states of the generators of the CPU and of `device`, by kind."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def _set_random_states(states: dict[str, Tensor]) -> None:
+def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Puts the generators of the CPU and of `device` into the states that `random_states` returned."""
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -35,12 +35,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _device(name: str) -> "torch.device":
-    from delta_trn.backends.machine import platforms
+    from delta_trn.backends.machine import make_current, platforms
     from delta_trn.train.run.model import pick_device
 
     # one token after the other in growing shapes is what XLA devices are slowest at
     automatic = "cuda" if "cuda" in platforms() else "cpu"
-    return pick_device(automatic if name == "auto" else name)
+    device = pick_device(automatic if name == "auto" else name)
+    make_current(device)
+    return device
 
 
 def _write(text: str) -> None:

@@ -16,6 +16,7 @@ import time
 import uuid
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -48,9 +49,14 @@ def fresh_part(store: Store, rank: int, world: int, timeout: timedelta) -> Store
     return PrefixStore(name, store)
 
 
-def join(backend: str, timeout: timedelta) -> None:
-    """Makes torch.distributed's default group, of the processes that torchrun's variables name."""
+def join(backend: str, timeout: timedelta, device: torch.device) -> None:
+    """Makes torch.distributed's default group, of the processes that torchrun's variables name.
+
+    On CUDA the group is bound to this process's device, and NCCL connects at once: an impossible connection
+    fails here and not in the first step.
+    """
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     part = fresh_part(store, rank, world, timeout)
-    dist.init_process_group(backend, store=part, rank=rank, world_size=world, timeout=timeout)
+    bound = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(backend, store=part, rank=rank, world_size=world, timeout=timeout, **bound)

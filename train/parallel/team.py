@@ -149,7 +149,7 @@ def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
     # over XLA's devices a mesh has no groups (torch 2.9); over the hosts it has the default group's kind
     kind = "cpu" if device.type == "xla" else device.type
     try:
-        join(machine.collectives(device), timeout)
+        join(machine.collectives(device), timeout, device)
         replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
         mesh = init_device_mesh(kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
         context = None

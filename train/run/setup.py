@@ -240,11 +240,12 @@ def _require_same_data(dataset: TokenDataset, origin: Origin) -> None:
 
 
 def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
-    """Sets this whole process up for a run: precision of products, determinism, the backend of operations.
+    """Sets this process up for a run: its current device, precision, determinism, backend of operations.
 
     Returns the configuration without `auto` in device, precision and backend, and this process's device.
     """
     device = pick_device(config.device)
+    machine.make_current(device)
     precision = config.precision
     if precision == "auto":
         # some CPUs have bf16 products, most emulate them slower than float32
