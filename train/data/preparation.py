@@ -21,9 +21,15 @@ from delta_trn.train.data.dataset import FORMAT, Meta, Split, SplitMeta, Tokeniz
 from delta_trn.train.data.holdout import HoldOut
 from delta_trn.train.data.shards import ShardWriter, token_dtype
 from delta_trn.train.data.sources import Source, find_source, find_validation
-from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer, make_tokenizer, tokenizer_settings
+from delta_trn.train.data.tokenizer import (
+    TextTokenizer,
+    fetch_gpt2,
+    load_tokenizer,
+    make_tokenizer,
+    tokenizer_settings,
+)
 from delta_trn.train.files import hold_folder, write_file
-from delta_trn.train.settings.errors import SettingsDiffer, SourceError
+from delta_trn.train.settings.errors import SettingsDiffer, SourceError, spell
 from delta_trn.train.settings.schema import DataSection
 from delta_trn.train.watch.display import Bar, console
 
@@ -58,6 +64,8 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
     folder = Path(data.folder).expanduser() if data.folder else _default_folder(source, data, settings)
     if _is_complete(folder, settings):
         return folder
+    if data.tokenizer == "gpt2" and not (folder / "tokenizer.json").exists():
+        fetch_gpt2()  # out of reach, it leaves no folder behind
     with hold_folder(folder):
         if not _is_complete(folder, settings):  # another process may have held the folder until now
             with Bar(console(stderr=True), show=show) as bar:
@@ -105,7 +113,8 @@ class _Preparation:
             self.progress = _Progress(**saved)
         elif foreign := sorted(path.name for path in folder.glob("*.bin")):
             raise SettingsDiffer(
-                f"{folder} holds {foreign[0]} and no progress.json or meta.json; choose another --out"
+                f"{folder} holds {foreign[0]} and no progress.json or meta.json; choose another "
+                f"{spell('folder', 'DIR')}"
             )
         self.holdout = HoldOut(data.seed, settings["val_fraction"], held_out)
         self.writers: dict[str, ShardWriter] = {}
@@ -283,7 +292,7 @@ class _Preparation:
         return SourceError(
             f"no document for {' and '.join(empty)}: {documents} documents with text in "
             f"{self.source.name!r} (skipped: {skipped or 'nothing'}); holding out needs at least two "
-            "that differ, or held-out text of its own: --validation PATH"
+            f"that differ, or held-out text of its own: {spell('validation', 'PATH')}"
         )
 
 
@@ -325,7 +334,7 @@ def _require_same(folder: Path, saved: dict[str, Any], settings: dict[str, Any])
     if differences:
         raise SettingsDiffer(
             f"{folder} holds a preparation with other settings ({'; '.join(differences)}); choose another "
-            "--out, or remove the folder"
+            f"{spell('folder', 'DIR')}, or remove the folder"
         )
 
 

@@ -17,11 +17,12 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from delta_trn.train.files import write_file
-from delta_trn.train.settings.errors import TokenizerError
+from delta_trn.train.settings.errors import TokenizerError, spell
 
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
 GPT2_VOCAB, GPT2_EOS = 50257, 50256
 GPT2_REPOSITORY = "openai-community/gpt2"
+HUB_SECONDS = 5.0  # in which the Hub answers, if it does
 VOCAB_MULTIPLE = 64  # GPT-2's 50257 ids become 50304 rows: a size for matrix units, and that of the papers
 TRAINING_BYTES = 2**26  # more text hardly changes the merges, and takes an hour rather than a minute
 DEFAULT_BPE_VOCAB = 4096
@@ -80,6 +81,7 @@ class TextTokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "model_max_length": 10**30,
+            "padding_side": "left",  # a prompt's last token must be its own, for generate() goes on from it
             "model_vocab_size": self.vocab_size,
             **names,
         }
@@ -99,7 +101,7 @@ def load_tokenizer(directory: str | Path) -> TextTokenizer:
     if missing:
         raise TokenizerError(
             f"{directory / 'tokenizer_config.json'} lacks {', '.join(missing)}; it was not written by "
-            "`delta-trn data prepare`: prepare the data again with --tokenizer and this folder"
+            f"`delta-trn data prepare`: prepare the data again with {spell('tokenizer', str(directory))}"
         )
     bos, eos, pad = (tokenizer.token_to_id(config[f"{name}_token"]) for name in ("bos", "eos", "pad"))
     if bos is None or eos is None or pad is None:
@@ -147,7 +149,7 @@ def train_byte_bpe(documents: Iterator[str], vocab_size: int) -> TextTokenizer:
     if vocab_size < 256 + 3:
         raise TokenizerError(
             f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and 3 special tokens make "
-            "259; for no merges at all choose --tokenizer bytes"
+            f"259; for no merges at all choose {spell('tokenizer', 'bytes')}"
         )
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -177,17 +179,23 @@ def byte_alphabet() -> list[str]:
 
 
 def fetch_gpt2() -> Tokenizer:
-    """Loads GPT-2's tokenizer from the Hub or its local cache."""
-    from huggingface_hub import hf_hub_download
+    """Loads GPT-2's tokenizer from the Hub's local cache, or else from the Hub."""
+    import huggingface_hub as hub
 
-    try:
-        path = hf_hub_download(GPT2_REPOSITORY, "tokenizer.json")
-    except Exception as error:  # the client's exceptions vary by version; all mean that the file is missing
-        raise TokenizerError(
-            f"cannot reach {GPT2_REPOSITORY} on the Hugging Face Hub ({type(error).__name__}); copy its "
-            "tokenizer.json here and pass --tokenizer PATH, or train one on your text with --tokenizer "
-            "bytebpe"
-        ) from error
+    path = hub.try_to_load_from_cache(GPT2_REPOSITORY, "tokenizer.json")
+    if not isinstance(path, str):
+        try:
+            # the download would try six times, in half a minute, what this tries once
+            url = hub.hf_hub_url(GPT2_REPOSITORY, "tokenizer.json")
+            hub.get_session().head(url, timeout=HUB_SECONDS)
+            path = hub.hf_hub_download(GPT2_REPOSITORY, "tokenizer.json")
+        except Exception as error:  # the client's exceptions vary by version: it is out of reach
+            raise TokenizerError(
+                f"GPT-2's tokenizer is not on this machine, and {GPT2_REPOSITORY} on the Hugging Face Hub is "
+                f"out of reach ({type(error).__name__}); train one on your text with "
+                f"{spell('tokenizer', 'bytebpe')}, or copy its tokenizer.json here and give "
+                f"{spell('tokenizer', 'PATH')}"
+            ) from error
     tokenizer = _read(Path(path))
     check_gpt2(tokenizer)
     return tokenizer
@@ -199,7 +207,7 @@ def check_gpt2(tokenizer: Tokenizer) -> None:
     if (size, eos) != (GPT2_VOCAB, GPT2_EOS):
         raise TokenizerError(
             f"this is not GPT-2's tokenizer: {size} ids with {EOS} at {eos}, expected {GPT2_VOCAB} with "
-            f"{GPT2_EOS}; pass the right one with --tokenizer PATH"
+            f"{GPT2_EOS}; give the right one's {spell('tokenizer', 'PATH')}"
         )
 
 

@@ -206,7 +206,7 @@ def test_preparing_into_a_folder_with_other_settings_names_them(source, tmp_path
     assert "shard_tokens: 2000 there, 2001 asked for; val_fraction: 0.05 there, 0.1 asked for" in str(
         error.value
     )
-    assert "seed" not in str(error.value) and "choose another --out" in str(error.value)
+    assert "seed" not in str(error.value) and "choose another data.folder=DIR" in str(error.value)
     corpus(source, texts(119))
     with pytest.raises(SettingsDiffer, match=r"source\.sha256: "):
         run(source, out)

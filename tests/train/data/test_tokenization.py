@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -25,6 +26,7 @@ from delta_trn.train.data.tokenizer import (
     train_byte_bpe,
 )
 from delta_trn.train.settings.errors import TokenizerError
+from tests.support.corpus import prepare_text
 
 NASTY = [
     "",
@@ -108,6 +110,7 @@ def test_only_the_first_bytes_train_a_bpe(monkeypatch):
 
 SCRIPT = """
 import sys
+from types import SimpleNamespace
 from delta_trn.train.data.tokenizer import train_byte_bpe
 from delta_trn.train.data.sources import python_stdlib
 texts = (text for _, text in zip(range(60), python_stdlib().reader()))
@@ -183,19 +186,47 @@ def test_check_gpt2_refuses_another_vocabulary(bpe):
         check_gpt2(bpe.tokenizer)
 
 
-def test_gpt2_out_of_reach_says_what_to_pass_instead(monkeypatch):
+def test_gpt2_out_of_reach_says_at_once_what_to_pass_instead(tmp_path, monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
-    with pytest.raises(TokenizerError, match=r"cannot reach .*gpt2.*--tokenizer PATH.*--tokenizer bytebpe"):
+    def download(*names):
+        raise AssertionError("it would be tried six times")
+
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=unreachable))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    message = (
+        r"gpt2 .*out of reach \(ConnectionError\); .*data.tokenizer=bytebpe \(`data prepare`: --tokenizer "
+        r"bytebpe\), .*data.tokenizer=PATH"
+    )
+    with pytest.raises(TokenizerError, match=message):
         fetch_gpt2()
+    (tmp_path / "text.txt").write_text("a\n<|endoftext|>\nb")
+    with pytest.raises(TokenizerError, match="out of reach"):
+        prepare_text(tmp_path / "text.txt", tmp_path / "out", tokenizer="gpt2")
+    assert not (tmp_path / "out").exists()
 
 
-def test_gpt2_from_the_hub(gpt2_like, tmp_path, monkeypatch):
-    gpt2_like.save(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: str(tmp_path / "tokenizer.json"))
+def test_gpt2_from_the_hub_and_then_from_its_cache(gpt2_like, tmp_path, monkeypatch):
+    path = str(tmp_path / "tokenizer.json")
+    gpt2_like.save(path)
+    asked = []
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=lambda *a, **k: None))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: asked.append(names) or path)
     assert make_tokenizer("gpt2", None, iter([])).vocab_size == 50304
+    assert len(asked) == 1
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *names: path)
+    assert make_tokenizer("gpt2", None, iter([])).vocab_size == 50304
+    assert len(asked) == 1, "what is there needs no network"
+
+
+def test_a_saved_tokenizer_pads_on_the_left_for_transformers(bpe, tmp_path):
+    """generate() continues each row's last token, which must not be padding."""
+    bpe.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    rows = theirs(["one", "one two three"], padding=True)["input_ids"]
+    assert theirs.padding_side == "left" and rows[0][0] == bpe.pad and rows[0][-1] != bpe.pad
+    assert theirs.decode(rows[0], skip_special_tokens=True) == "one"
 
 
 def test_a_tokenizer_of_somebody_else_keeps_its_special_tokens(tmp_path):
