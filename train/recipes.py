@@ -1,6 +1,7 @@
 """Named runs: functions that return a RunConfig. Lists show the first line of the docstring."""
 
 import os
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 
@@ -209,6 +210,14 @@ def recipe(name: str) -> RunConfig:
         hint = f"did you mean {near[0]}? known" if near else "known"
         raise UsageError(f"unknown recipe {name!r}; {hint}: {', '.join(RECIPES)}")
     return RECIPES[name]()
+
+
+def announced(name: str) -> RunConfig:
+    """Returns a recipe as `recipe` does, and prints on stderr which environment variables have changed it."""
+    config = recipe(name)
+    if names := variables(name):
+        print(f"variables  {' '.join(names)} from the environment", file=sys.stderr)
+    return config
 
 
 def summary(name: str) -> str:

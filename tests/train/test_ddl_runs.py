@@ -11,7 +11,7 @@ import torch
 from delta_trn.models import DeltaConfig, DeltaForCausalLM, named_sizes
 from delta_trn.train.__main__ import main
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.recipes import recipe
+from delta_trn.train.recipes import RECIPES, recipe
 from delta_trn.train.run.model import model_config
 from delta_trn.train.settings.environment import with_environment
 from delta_trn.train.settings.overrides import apply
@@ -148,6 +148,29 @@ def test_environment_variables_configure_ddl_tinystories_alone(monkeypatch):
     assert recipe("tiny").batch.length == 32, "no other recipe reads them"
     monkeypatch.setenv("WANDB_API_KEY", "0123")
     assert recipe("ddl_lm_tinystories").log.wandb
+
+
+def test_a_stray_variable_changes_no_other_recipe_and_says_what_it_changes_here(monkeypatch, capsys):
+    monkeypatch.setenv("LR", "0.123")
+    monkeypatch.setenv("WANDB_API_KEY", "a secret")
+    before = {name: make().optimizer.lr for name, make in RECIPES.items()}
+    assert [name for name, lr in before.items() if lr == 0.123] == ["ddl_lm_tinystories"]
+    assert main(["plan", "ddl_lm_tinystories"]) == 0
+    assert main(["parameters", "ddl_lm_tinystories", "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err.count("variables  LR=0.123 WANDB_API_KEY from the environment\n") == 2
+    assert "a secret" not in output.out + output.err
+    assert main(["plan", "tiny"]) == 0
+    assert "variables" not in capsys.readouterr().err
+
+
+def test_run_prints_the_variables_that_it_has_read(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("BLOCK_SIZE", "32")
+    path = tmp_path / "missing.txt"
+    assert main(["run", "ddl_lm_tinystories", f"data.source={path}"]) == 2
+    assert "variables  BLOCK_SIZE=32 from the environment\n" in capsys.readouterr().out
+    assert main(["run", "tiny", f"data.source={path}"]) == 2
+    assert "variables" not in capsys.readouterr().out
 
 
 def test_a_wrong_environment_variable_is_named():

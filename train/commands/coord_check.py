@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from delta_trn.train.recipes import recipe
+from delta_trn.train.recipes import announced
 from delta_trn.train.settings.effects import require_effect_somewhere
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, whole_number, whole_numbers
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         if key.removeprefix("lr.") not in own["optimizers"].split(","):
             names = own["optimizers"]
             raise UsageError(f"{key} is for an optimizer that is not checked; optimizers={names}")
-    base = recipe(asked.recipe)
+    base = announced(asked.recipe)
     configs = _configs(base, options, own)
     widths = sorted(whole_numbers("widths", own["widths"], count=3))
     steps, seeds = whole_number("steps", own["steps"]), whole_number("seeds", own["seeds"])

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from delta_trn.train.recipes import recipe
+from delta_trn.train.recipes import announced
 from delta_trn.train.settings.overrides import apply, parse
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="a list of objects; init_std null: not normal")
     options = parser.parse_intermixed_args(arguments)
-    config = apply(recipe(options.recipe), parse(options.changes))
+    config = apply(announced(options.recipe), parse(options.changes))
 
     from delta_trn.train.run.optimizer import scaled
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from delta_trn.train.recipes import recipe
+from delta_trn.train.recipes import announced
 from delta_trn.train.settings.overrides import apply, parse
 
 
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--json", action="store_true", help="a list of objects")
     options = parser.parse_intermixed_args(arguments)
-    config = apply(recipe(options.recipe), parse(options.changes))
+    config = apply(announced(options.recipe), parse(options.changes))
 
     from delta_trn.train.parallel.plan import WORKERS, rows, size_of
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from delta_trn.train.files import write_file
+from delta_trn.train.recipes import announced
 from delta_trn.train.settings.errors import RunFolderError, UsageError
 from delta_trn.train.settings.overrides import parse, whole_number
 from delta_trn.train.studies.sweep.question import ARMS, QUESTIONS, Question, Sweep, define, load
@@ -67,6 +68,7 @@ def _sweep(name: str, options: Mapping[str, str], out: str | None) -> tuple[Swee
             raise UsageError(f"out={out}: {folder} is the sweep's folder already; leave out=... out")
         return load(folder, options), folder
     question = QUESTIONS.get(name, Question(name, {}))
+    announced(question.recipe)  # every trial begins with it
     sweep = define(question.recipe, {**question.axes, **options})
     folder = Path(out) if out else Path("runs") / f"sweep-{name}"
     if (folder / "config.json").exists():

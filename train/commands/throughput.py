@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from delta_trn.train.recipes import recipe
+from delta_trn.train.recipes import announced
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply, parse
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     if given.rounds < 2:
         raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
-    config = apply(recipe(given.recipe), parse(given.changes))
+    config = apply(announced(given.recipe), parse(given.changes))
 
     from delta_trn.backends.machine import facts
     from delta_trn.train.studies.throughput import OURS, Workload, measure, require_parity, shares

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from delta_trn.train.recipes import recipe
+from delta_trn.train.recipes import announced
 from delta_trn.train.settings.errors import ConfigError, TrainError
 from delta_trn.train.settings.overrides import apply, parse
 from delta_trn.train.settings.schema import RunConfig
@@ -58,7 +58,7 @@ def _configuration(name: str) -> RunConfig:
         from delta_trn.train.checkpoints.run_folder import RunFolder
 
         return RunFolder(Path(name)).read()[0]
-    return recipe(name)
+    return announced(name)
 
 
 def _list(config: RunConfig, world: int) -> int:
