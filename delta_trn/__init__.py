@@ -6,6 +6,8 @@
     default_backend, checking, describe         which backend runs, whether data is checked, what runs here
     BackendRefusal                              no backend, or not the one asked for, can run a call
     DeltaConfig, DeltaForCausalLM, DeltaCache   the models; `AutoModelForCausalLM` knows them, too
+    patch_transformers                          computes Qwen3-Next and its like with these operations
+    check_packing                               whether packed sequences see each other in a model
 
 Importing this package imports neither torch nor transformers: a name is loaded when it is first used, and the
 models are registered with `AutoModelForCausalLM` when transformers is loaded.
@@ -37,7 +39,12 @@ _BACKENDS = (
     "BackendRefusal",
 )
 _MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaCache")
-_HOMES = dict.fromkeys(_BACKENDS, "delta_trn.backends") | dict.fromkeys(_MODELS, "delta_trn.models")
+_ECOSYSTEM = ("patch_transformers", "check_packing")
+_HOMES = (
+    dict.fromkeys(_BACKENDS, "delta_trn.backends")
+    | dict.fromkeys(_MODELS, "delta_trn.models")
+    | dict.fromkeys(_ECOSYSTEM, "delta_trn.models.ecosystem")
+)
 
 registration.register()
 

@@ -19,7 +19,15 @@ from delta_trn.models.layers import MLPS, NORMS, Embedding, Linear, at_least_flo
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.parameters import Tag, initialize
 from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
-from delta_trn.models.sequence import Padding, Sequences
+from delta_trn.models.sequence import Padding, Sequences, packed_bounds
+
+# arguments that transformers passes to every model, and that change nothing here
+IGNORED = frozenset(
+    {
+        *("cache_position", "cu_seq_lens_k", "max_length_k", "max_length_q", "output_attentions"),
+        "token_type_ids",
+    }
+)
 
 
 class Block(GradientCheckpointingLayer):
@@ -107,6 +115,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Returns the logits, and with `labels` the loss.
 
@@ -117,34 +126,47 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache       None: as the configuration says, and not while training
             cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without padding or cache
             logits_to_keep  compute only the last n positions, or those of an index tensor; 0: all
+            others          arguments of transformers: position_ids that start again at 0, or cu_seq_lens_q,
+                            pack sequences, too; num_items_in_batch divides the summed loss, for its Trainer
             returns logits  [B, T, vocabulary]
                     hidden_states   L + 1 of [B, T, d DV]: the stream before each block and after the last
 
-        Raises ValueError for arguments that do not go together.
+        Raises ValueError for arguments that do not go together, and TypeError for unknown ones.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
+        items, bounds = others.pop("num_items_in_batch", None), packed_bounds(others, attention_mask)
+        if unknown := sorted(set(others) - IGNORED):
+            raise TypeError(f"forward() got unknown arguments: {', '.join(unknown)}; leave them out")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T = x.shape[:2]
+        if cu_seqlens is None and bounds is not None:
+            # rows of packed sequences are one row of more sequences
+            x, cu_seqlens, attention_mask = x.reshape(1, B * T, -1), bounds, None
         cache = self._cache(x.shape[0], past_key_values, use_cache, attention_mask, cu_seqlens)
         streams: list[Tensor] | None = [] if output_hidden_states else None
         hidden = self.hidden(
             x, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache, streams=streams
         )
+        hidden = hidden.reshape(B, T, -1)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept] * self.logits_multiplier)
         loss = None
         if labels is not None:
             targets = labels[:, 1:]
             if cu_seqlens is not None:
-                targets = targets.clone()
                 ends = cu_seqlens[1:-1] - 1
-                targets[:, ends[ends >= 0]] = -100  # the next token belongs to another sequence
+                ends = ends[(ends >= 0) & (ends % T < T - 1)]
+                targets = targets.clone()
+                targets[ends // T, ends % T] = -100  # the next token belongs to another sequence
             loss = self._cross_entropy(hidden[:, :-1], targets, -100)
+            if items is not None:
+                loss = loss * (targets != -100).sum() / items
         output = CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,
             past_key_values=cache,
-            hidden_states=None if streams is None else tuple(streams),  # type: ignore[arg-type]
+            hidden_states=None if streams is None else tuple(y.reshape(B, T, -1) for y in streams),  # type: ignore[arg-type]
         )
         return output.to_tuple() if return_dict is False else output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,38 @@ class Padding:
     def restore(self, x: Tensor) -> Tensor:
         """Undoes `arrange`: returns x [B, T, d] with padding where it was."""
         return torch.empty_like(x).scatter(1, self.order[..., None].expand_as(x), x)
+
+
+def sequence_bounds(position_ids: Tensor) -> Tensor | None:
+    """Returns the bounds of packed sequences, int64 [N + 1] over rows put end to end; None if none is packed.
+
+    position_ids is [B, T], or [.., B, T] with the places of several axes. A sequence begins where a place is
+    0, and where a row begins. This is how `DataCollatorWithFlattening` of transformers packs.
+
+        >>> sequence_bounds(torch.tensor([[0, 1, 2, 0, 1]]))
+        tensor([0, 3, 5])
+    """
+    places = position_ids.flatten(0, -3)[0] if position_ids.dim() > 2 else position_ids
+    if places.shape[-1] < 2 or not bool((places[:, 1:] == 0).any()):
+        return None
+    begins = places == 0
+    begins[:, 0] = True
+    firsts = begins.flatten().nonzero().flatten()
+    return torch.cat([firsts, firsts.new_full((1,), places.numel())])
+
+
+def packed_bounds(options: dict[str, Any], attention_mask: Tensor | None) -> Tensor | None:
+    """Takes cu_seq_lens_q and position_ids out of `options`; returns the bounds that they state, or None.
+
+    Where the mask has padding, a place of 0 is a row's first real token, and no sequence is packed.
+    """
+    bounds, position_ids = (options.pop(name, None) for name in ("cu_seq_lens_q", "position_ids"))
+    if bounds is not None:
+        return bounds.long()
+    if position_ids is None or isinstance(attention_mask, dict):
+        return None
+    bounds = sequence_bounds(position_ids)
+    return None if attention_mask is not None and not bool(attention_mask.all()) else bounds
 
 
 @dataclass(frozen=True)

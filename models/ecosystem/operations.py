@@ -1,0 +1,162 @@
+"""Our operations under the names and in the layouts of transformers' own.
+
+A Gated DeltaNet layer of transformers looks four functions up in its module: the rule over a sequence, that
+over a token, the short convolution, and that of a token. `replacements` returns ours by these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, short_convolution
+
+Function = Callable[..., Any]
+
+
+def replacements(backend: str | None) -> dict[str, Function]:
+    """Returns our functions by transformers' names; `backend` None: the tensors' device decides."""
+
+    def torch_chunk_gated_delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns o and the state; with packed sequences that of each row's last, which a cache continues."""
+        rows, tokens = query.shape[:2]
+        inputs = [query, key, value, g, beta]
+        if cu_seqlens is not None:
+            if initial_state is not None:
+                raise ValueError(
+                    "packed sequences cannot continue a cache; pass use_cache=False, or one sequence per row"
+                )
+            cu_seqlens = cu_seqlens.long()
+            inputs = [x.flatten(0, 1)[None] for x in inputs]
+        o, state = gated_delta_rule(
+            *inputs,
+            initial_state=None if initial_state is None else initial_state.to(_state_dtype(query)),
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+        )
+        if cu_seqlens is not None:
+            o = o[0].unflatten(0, (rows, tokens))
+            if state is not None:
+                ends = torch.arange(1, rows + 1, device=cu_seqlens.device) * tokens
+                state = state[torch.searchsorted(cu_seqlens, ends) - 1]
+        return o, state
+
+    def torch_recurrent_gated_delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns o and the state after one token; more tokens, or no state, go the way of a sequence."""
+        if query.shape[1] != 1 or initial_state is None:
+            return torch_chunk_gated_delta_rule(
+                *(query, key, value, g, beta),
+                initial_state=initial_state,
+                output_final_state=output_final_state,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                **options,
+            )
+        o, state = gated_delta_rule_step(
+            *(x[:, 0] for x in (query, key, value, g, beta)),
+            initial_state.to(_state_dtype(query)),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            backend=backend,
+        )
+        return o[:, None], state if output_final_state else None
+
+    def causal_conv1d_fn(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Returns the convolution of [B, C, T] in the same layout."""
+        x, position = hidden_states.transpose(1, 2), None
+        rows, tokens = x.shape[:2]
+        if cu_seq_lens_q is not None:
+            position = _places(cu_seq_lens_q.long(), rows, tokens)
+            x = x.reshape(1, rows * tokens, -1)
+        y = _convolve(x, weight, bias, activation, backend, position=position)
+        return y.reshape(rows, tokens, -1).transpose(1, 2)
+
+    def causal_conv1d_update(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        """Returns the convolution of [B, C, T] after `conv_state`, which gets the last inputs in place."""
+        taps = weight.shape[-1]
+        prefix = conv_state[..., conv_state.shape[-1] - taps + 1 :].transpose(1, 2).to(hidden_states.dtype)
+        y = _convolve(hidden_states.transpose(1, 2), weight, bias, activation, backend, prefix=prefix)
+        joined = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], dim=-1)
+        conv_state.copy_(joined[..., -conv_state.shape[-1] :])
+        return y.transpose(1, 2)
+
+    return {
+        "torch_chunk_gated_delta_rule": torch_chunk_gated_delta_rule,
+        "torch_recurrent_gated_delta_rule": torch_recurrent_gated_delta_rule,
+        "causal_conv1d_fn": causal_conv1d_fn,
+        "causal_conv1d_update": causal_conv1d_update,
+    }
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    backend: str | None,
+    **options: Any,
+) -> Tensor:
+    """Returns the convolution [B, T, C]; SiLU is computed with it, another activation after it."""
+    fused = bias is None and activation in ("silu", "swish")
+    form: Literal["silu", "linear"] = "silu" if fused else "linear"
+    y = short_convolution(x, weight, activation=form, backend=backend, **options)
+    if fused:
+        return y
+    y = y if bias is None else y + bias
+    return y if activation is None else ACT2FN[activation](y)
+
+
+def _places(cu_seqlens: Tensor, rows: int, tokens: int) -> Tensor:
+    """Returns each token's place in its own sequence, for rows put end to end.
+
+    A cache may have put zeros before the tokens of a short row: they are a sequence of their own.
+    """
+    packed = torch.arange(rows * tokens, device=cu_seqlens.device)
+    extra = tokens - torch.div(cu_seqlens[-1], rows, rounding_mode="floor")
+    token = packed % tokens - extra
+    index = (packed // tokens) * (tokens - extra) + token.clamp(min=0)
+    first = cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
+    return torch.where(token < 0, token + extra, index - first)
+
+
+def _state_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,231 @@
+"""Puts our operations into Gated DeltaNet models of transformers, and takes them out again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from delta_trn.backends.registry import BackendRefusal, Call, choose
+from delta_trn.models.ecosystem.operations import replacements
+from delta_trn.models.sequence import packed_bounds
+
+RULE = "torch_chunk_gated_delta_rule"
+OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step", "short_convolution")
+FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+# families of layers with another recurrence, and which
+OTHER_RULES = {"kimi_linear": "Kimi Delta Attention decays every channel of a head by itself (KDA)"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer, or one family: which backend computes each operation, or why none of ours does."""
+
+    name: str
+    kernels: dict[str, str]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.name}: left as it is: {self.reason}"
+        backends = dict.fromkeys(self.kernels.values())
+        parts = (
+            f"{backend} for {', '.join(op for op in self.kernels if self.kernels[op] == backend)}"
+            for backend in backends
+        )
+        return f"{self.name}: {'; '.join(parts)}"
+
+
+@dataclass
+class Patch:
+    """What `patch_transformers` did; `undo`, or the end of a `with` block, takes it back."""
+
+    rows: list[Row] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows))
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Restores what was replaced; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def replace(self, owner: Any, function: Callable[..., Any]) -> None:
+        """Makes `function` the `forward` of a class, or of one module."""
+        before = vars(owner).get("forward")
+        if isinstance(owner, nn.Module):
+            function = types.MethodType(function, owner)
+        owner.forward = function
+
+        def restore() -> None:
+            if before is None:
+                del owner.forward
+            else:
+                owner.forward = before
+
+        self._undo.append(restore)
+
+
+def patch_transformers(model: nn.Module | None = None, backend: str | None = None) -> Patch:
+    """Computes the Gated DeltaNet layers of transformers' models with this package's operations.
+
+        model     a model (Qwen3-Next, Qwen3.5, OLMo-Hybrid, ...), of which every such layer is patched; None:
+                  every model of these families in this process, those made later included
+        backend   the backend of every operation; None: the one for the device of the tensors
+        returns   a Patch, whose rows say which layer or family got which kernel, or why it did not; they are
+                  printed, too. It is a context manager, and `undo()` takes the patch back
+
+    Replaced are the gated delta rule, its step of one token, and the short convolution; weights, caches and
+    the rest of a layer stay. Packed sequences (`position_ids` that start again at 0, or `cu_seq_lens_q`) are
+    kept apart in both operations. Raises ValueError for a model without a Gated DeltaNet layer, and
+    BackendRefusal, with the reasons, if no layer can be computed.
+
+        >>> from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+        >>> from delta_trn import patch_transformers
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 50, "num_experts": 0}
+        >>> layers = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+        >>> model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **layers))
+        >>> with patch_transformers(model, backend="chunked"):
+        ...     loss = model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
+        model.layers.0.linear_attn: chunked for gated_delta_rule, gated_delta_rule_step, short_convolution
+    """
+    patch = Patch()
+    ours = replacements(backend)
+    if model is None:
+        _patch_families(patch, ours, backend)
+    else:
+        _patch_model(patch, model, ours, backend)
+    print(patch)
+    return patch
+
+
+def _patch_families(patch: Patch, ours: dict[str, Any], backend: str | None) -> None:
+    for name in (*FAMILIES, *OTHER_RULES):
+        path = f"transformers.models.{name}"
+        if find_spec(path) is None:
+            patch.rows.append(Row(name, {}, "this transformers does not have it"))
+        elif name in OTHER_RULES:
+            patch.rows.append(Row(name, {}, OTHER_RULES[name]))
+        else:
+            module = import_module(f"{path}.modeling_{name}")
+            classes = [value for value in vars(module).values() if isinstance(value, type)]
+            for layer in filter(_is_layer, classes):
+                patch.replace(layer, _rebind(layer.forward, ours))
+            for stack in filter(_is_stack, classes):
+                patch.replace(stack, _keep_apart(stack.forward))
+            chosen = backend or "by the device of its tensors"
+            patch.rows.append(Row(name, dict.fromkeys(OPERATIONS, chosen)))
+
+
+def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: str | None) -> None:
+    for name, layer in model.named_modules():
+        if not _is_layer(type(layer)):
+            continue
+        try:
+            kernels = _choose_kernels(layer, backend)
+        except BackendRefusal as refusal:
+            patch.rows.append(Row(name, {}, str(refusal)))
+            continue
+        patch.replace(layer, _rebind(type(layer).forward, ours))
+        patch.rows.append(Row(name, kernels))
+    if not patch.rows:
+        raise ValueError(_explain_no_layer(model))
+    if not any(row.kernels for row in patch.rows):
+        raise BackendRefusal(f"no layer of this {type(model).__name__} can be computed:\n{patch}")
+    for module in model.modules():
+        if _is_stack(type(module)):
+            patch.replace(module, _keep_apart(type(module).forward))
+
+
+def _explain_no_layer(model: nn.Module) -> str:
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    for name, rule in OTHER_RULES.items():
+        if name in kind or any(f".{name}." in f".{type(m).__module__}." for m in model.modules()):
+            return f"{type(model).__name__} has another rule, which is not computed here: {rule}"
+    return (
+        f"{type(model).__name__} has no Gated DeltaNet layer of transformers; pass a model of one of the "
+        f"families {', '.join(FAMILIES)}"
+    )
+
+
+def _choose_kernels(layer: Any, backend: str | None) -> dict[str, str]:
+    """Returns the backend of each operation. Raises BackendRefusal if there is none for one of them."""
+    weight = layer.conv1d.weight
+    heads = {"H": layer.num_k_heads, "HV": layer.num_v_heads, "K": layer.head_k_dim, "V": layer.head_v_dim}
+    convolution = {"C": weight.shape[0], "W": weight.shape[-1]}
+    fused = layer.conv1d.bias is None and layer.activation in ("silu", "swish")
+    sizes = {"short_convolution": convolution}
+    kernels = {}
+    for op in OPERATIONS:
+        form = ("silu" if fused else "linear") if op == "short_convolution" else ""
+        gradients = torch.is_grad_enabled() and op != "gated_delta_rule_step"
+        call = Call(
+            op, weight.device.type, weight.dtype, sizes.get(op, heads), gradients=gradients, form=form
+        )
+        kernels[op] = choose(call, backend).name
+    return kernels
+
+
+def _is_layer(kind: type) -> bool:
+    """Returns whether a class is a Gated DeltaNet layer of transformers."""
+    return RULE in _names(kind)
+
+
+def _is_stack(kind: type) -> bool:
+    """Returns whether a class is the model that runs the layers, which knows the tokens' places."""
+    return "layers" in _names(kind) and "position_ids" in inspect.signature(vars(kind)["forward"]).parameters
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    """Returns the names that the own forward of a kind of module looks up."""
+    forward = vars(kind).get("forward") if issubclass(kind, nn.Module) else None
+    return () if forward is None else inspect.unwrap(forward).__code__.co_names
+
+
+def _rebind(forward: Callable[..., Any], ours: dict[str, Any]) -> Callable[..., Any]:
+    """Returns the same forward, which looks our functions up where it looked up transformers'.
+
+    A copy of the function with globals of its own needs no switch, so that threads, torch.compile and
+    checkpointed backward passes see what this layer was patched with.
+    """
+    inner: Any = inspect.unwrap(forward)
+    copy = types.FunctionType(
+        inner.__code__, {**inner.__globals__, **ours}, inner.__name__, inner.__defaults__, inner.__closure__
+    )
+    copy.__kwdefaults__, copy.__doc__ = inner.__kwdefaults__, inner.__doc__
+    hooks = inner.__globals__.get("force_accelerate_hooks")
+    return hooks("conv1d")(copy) if hooks is not None and inner is not forward else copy
+
+
+def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a model's forward that tells its layers where packed sequences begin.
+
+    transformers tells attention, by its mask, and not the layers that have a state.
+    """
+    inner = inspect.unwrap(forward)
+
+    @functools.wraps(forward)
+    def keep_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = inspect.signature(inner).bind_partial(self, *args, **kwargs).arguments
+        options = {"position_ids": named.get("position_ids"), "cu_seq_lens_q": kwargs.get("cu_seq_lens_q")}
+        bounds = packed_bounds(options, named.get("attention_mask"))
+        if bounds is not None:
+            kwargs["cu_seq_lens_q"] = bounds
+        return forward(self, *args, **kwargs)
+
+    return keep_apart

@@ -1,0 +1,353 @@
+"""Gated DeltaNet models of transformers compute the same with our operations in place of their own."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import DynamicCache
+
+from delta_trn import (
+    BackendRefusal,
+    DeltaConfig,
+    DeltaForCausalLM,
+    check_packing,
+    default_backend,
+    patch_transformers,
+)
+from delta_trn.backends.parity.judge import error
+from delta_trn.models.ecosystem import operations
+from delta_trn.models.ecosystem.operations import replacements
+from delta_trn.models.sequence import sequence_bounds
+
+# One operation sums float32 in another order. A planted fault of 1% is a thousand times as large.
+ALLOWED = 2**-18
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+    "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8,
+}  # fmt: skip
+# family -> configuration, model, settings besides SIZES
+FAMILIES = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM",
+                   {"head_dim": 16, "intermediate_size": 48, "mlp_only_layers": [0], **EXPERTS}),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {"head_dim": 16, "intermediate_size": 48}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {"head_dim": 16, **EXPERTS}),
+    "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", {"head_dim": 16, **EXPERTS, **INDEXER}),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {"intermediate_size": 48}),
+}  # fmt: skip
+
+
+def make(family):
+    configuration, model, settings = FAMILIES[family]
+    if not hasattr(transformers, model):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    torch.manual_seed(0)
+    config = getattr(transformers, configuration)(**SIZES, **settings)
+    config._experts_implementation = "eager"  # grouped products have no float64
+    made = getattr(transformers, model)(config).eval()
+    for p in made.parameters():
+        if p.dim() > 1:  # with an initial std of 0.02, linear attention hardly changes the logits
+            torch.nn.init.normal_(p, std=0.3)
+    return made
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return make(request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return make("qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def ours():
+    torch.manual_seed(0)
+    return DeltaForCausalLM(DeltaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)).eval()
+
+
+def tokens(*shape):
+    return torch.randint(2, 61, shape, generator=torch.Generator().manual_seed(1))
+
+
+def forward_backward(model, ids):
+    """Returns the logits and the gradient of every parameter."""
+    model.zero_grad()
+    logits = model(ids, use_cache=False).logits
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **gradients}
+
+
+class TestFamilies:
+    def test_logits_and_gradients_err_as_little_as_those_of_transformers(self, model):
+        """The judge is the model in float64, with the rule token by token."""
+        ids = tokens(2, 70)
+        with default_backend("recurrent", allow=["chunked"]), patch_transformers(model.double()) as patch:
+            assert "recurrent for gated_delta_rule" in str(patch)
+            judge = forward_backward(model, ids)
+        model.float()
+        theirs = forward_backward(model, ids)
+        with patch_transformers(model, backend="chunked"):
+            ours = forward_backward(model, ids)
+        assert ours.keys() == theirs.keys() == judge.keys() and any("linear_attn" in name for name in ours)
+        excess = {
+            name: error(ours[name], x) / max(error(theirs[name], x), 2**-20)
+            for name, x in judge.items()
+            if x.any()
+        }
+        assert max(excess.values()) < 4, max(excess.items(), key=lambda item: item[1])
+
+    @pytest.mark.parametrize("beams", [1, 3])
+    def test_generation_after_left_padding_gives_the_same_tokens(self, model, beams):
+        ids = tokens(2, 9)
+        ids[0, :4] = 0
+        options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "attention_mask": ids.ne(0)}
+        expected = model.generate(ids, **options)
+        with patch_transformers(model, backend="chunked"):
+            assert torch.equal(model.generate(ids, **options), expected)
+
+    @pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens_q"])
+    def test_packed_sequences_do_not_see_each_other(self, model, by):
+        with patch_transformers(model, backend="chunked"):
+            report = check_packing(model, by=by)
+        assert report, str(report)
+
+    def test_packing_without_the_patch_is_shown_to_leak(self, model):
+        report = check_packing(model)
+        assert not report and "sees its neighbors" in str(report)
+
+    def test_a_decay_that_is_off_by_a_hundredth_is_found(self, qwen, monkeypatch):
+        ids = tokens(2, 11)
+        expected = forward_backward(qwen, ids)["logits"]
+        rule = operations.gated_delta_rule
+        monkeypatch.setattr(
+            operations,
+            "gated_delta_rule",
+            lambda q, k, v, g, *rest, **options: rule(q, k, v, 1.01 * g, *rest, **options),
+        )
+        with patch_transformers(qwen, backend="chunked"):
+            assert error(forward_backward(qwen, ids)["logits"], expected) > 100 * ALLOWED
+
+    @torch.no_grad()
+    def test_several_tokens_after_a_cache_are_read_like_one(self, model):
+        prompt, more = tokens(1, 8), tokens(1, 12)[:, 4:]
+        logits = []
+        with patch_transformers(model, backend="chunked"):
+            for count in (1, 8):
+                cache = DynamicCache(config=model.config)
+                model(prompt, past_key_values=cache, use_cache=True)
+                logits.append(model(more[:, :count], past_key_values=cache, use_cache=True).logits[:, 0])
+        assert error(*logits) < 2**-16
+
+    def test_triton_runs_in_qwen3_next(self, qwen):
+        ids = tokens(1, 11)
+        expected = forward_backward(qwen, ids)
+        with patch_transformers(qwen, backend="triton") as patch:
+            assert "triton for gated_delta_rule" in str(patch)
+            results = forward_backward(qwen, ids)
+        errors = {name: error(results[name], x) for name, x in expected.items() if x.any()}
+        assert max(errors.values()) < 2**-14, max(errors.items(), key=lambda item: item[1])
+
+
+class TestPatch:
+    def test_the_report_names_every_layer_and_its_kernels_and_is_printed(self, qwen, capsys):
+        with patch_transformers(qwen, backend="chunked") as patch:
+            (row,) = patch.rows
+        assert row.name == "model.layers.0.linear_attn" and set(row.kernels.values()) == {"chunked"}
+        assert capsys.readouterr().out.strip() == str(patch)
+
+    def test_undo_restores_every_forward(self, qwen):
+        layer = qwen.model.layers[0].linear_attn
+        before = layer.forward, qwen.model.forward
+        patch = patch_transformers(qwen, backend="chunked")
+        assert layer.forward != before[0] and qwen.model.forward != before[1]
+        patch.undo()
+        patch.undo()
+        assert (layer.forward, qwen.model.forward) == before
+        assert not check_packing(qwen)
+
+    def test_without_a_model_every_family_is_patched_also_in_models_made_later(self, qwen):
+        with patch_transformers(backend="chunked") as patch:
+            rows = {row.name: row for row in patch.rows}
+            assert rows["qwen3_next"].kernels["gated_delta_rule"] == "chunked"
+            assert check_packing(qwen) and check_packing(make("qwen3_next"))
+        assert not check_packing(qwen) and not check_packing(make("qwen3_next"))
+        assert "KDA" in rows["kimi_linear"].reason
+
+    def test_only_the_model_that_was_given_is_patched(self, qwen):
+        other = make("qwen3_next")
+        with patch_transformers(qwen, backend="chunked"):
+            assert check_packing(qwen) and not check_packing(other)
+
+    def test_patched_models_run_in_threads(self, qwen):
+        with patch_transformers(qwen, backend="chunked"):
+            expected, results = forward_backward(qwen, tokens(1, 9))["logits"], []
+            work = lambda: results.append(qwen(tokens(1, 9), use_cache=False).logits.detach())  # noqa: E731
+            threads = [threading.Thread(target=work) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert len(results) == 3 and all(torch.equal(x, expected) for x in results)
+
+    def test_a_model_of_another_rule_is_refused_by_the_name_of_its_rule(self):
+        if not hasattr(transformers, "KimiLinearConfig"):
+            pytest.skip(f"transformers {transformers.__version__} has no Kimi Linear")
+        config = transformers.KimiLinearConfig(
+            vocab_size=61, hidden_size=32, num_hidden_layers=0, pad_token_id=0
+        )
+        with pytest.raises(ValueError, match="Kimi Delta Attention"):
+            patch_transformers(transformers.KimiLinearForCausalLM(config))
+
+    def test_a_model_without_a_layer_is_refused_with_the_families(self):
+        with pytest.raises(ValueError, match=r"Linear has no Gated DeltaNet layer.*qwen3_next"):
+            patch_transformers(torch.nn.Linear(2, 2))
+
+    def test_a_backend_that_cannot_run_is_refused_with_the_layer_and_the_reason(self, qwen):
+        before = qwen.model.layers[0].linear_attn.forward
+        with pytest.raises(
+            BackendRefusal, match=r"layers\.0\.linear_attn: left as it is: (?s:.*)tensors are on cpu"
+        ):
+            patch_transformers(qwen, backend="nki")
+        assert qwen.model.layers[0].linear_attn.forward == before
+
+    def test_packed_sequences_cannot_continue_a_cache(self, qwen):
+        ids = tokens(1, 6)
+        with patch_transformers(qwen, backend="chunked"):
+            cache = qwen(ids, use_cache=True).past_key_values
+            with pytest.raises(ValueError, match="use_cache=False"):
+                qwen(ids, past_key_values=cache, position_ids=torch.tensor([[6, 7, 0, 1, 2, 3]]))
+
+
+class TestOurModels:
+    def test_the_loss_divided_by_all_items_adds_up_over_micro_batches(self, ours):
+        ids = tokens(4, 12)
+        labels = ids.clone()
+        labels[0, :9] = labels[3] = -100
+        whole, items = ours(ids, labels=labels).loss, (labels[:, 1:] != -100).sum()
+        parts = [ours(ids[i], labels=labels[i], num_items_in_batch=items).loss for i in ([0], [1, 2], [3])]
+        assert sum(parts).item() == pytest.approx(whole.item(), rel=2**-20)
+
+    def test_the_loss_of_packed_rows_leaves_out_what_follows_a_sequence(self, ours):
+        ids = tokens(2, 20)
+        places = torch.tensor([[*range(7), *range(13)], [*range(20)]])
+        labels = ids.clone()
+        parts = [(ids[0, :7], 6), (ids[0, 7:], 12), (ids[1], 19)]
+        expected = sum(n * ours(x[None], labels=x[None]).loss for x, n in parts) / 37
+        assert ours(ids, labels=labels, position_ids=places).loss.item() == pytest.approx(
+            expected.item(), rel=1e-5
+        )
+
+    def test_places_of_padding_do_not_pack(self, ours):
+        ids, mask = tokens(1, 5), torch.tensor([[0, 0, 1, 1, 1]])
+        expected = ours(ids, attention_mask=mask).logits
+        places = torch.tensor([[1, 1, 0, 1, 2]])
+        assert torch.equal(ours(ids, attention_mask=mask, position_ids=places).logits, expected)
+
+    def test_unknown_arguments_of_forward_are_refused_by_name(self, ours):
+        with pytest.raises(TypeError, match="labelz"):
+            ours(tokens(1, 3), labelz=tokens(1, 3))
+        ours(tokens(1, 3), output_attentions=False, token_type_ids=None)
+
+
+class TestPacking:
+    def test_our_models_keep_packed_sequences_apart_however_they_are_told(self):
+        torch.manual_seed(0)
+        model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
+        for by in (None, "cu_seqlens", "position_ids", "cu_seq_lens_q"):
+            assert check_packing(model, by=by), by
+
+    def test_rows_of_packed_sequences_equal_the_sequences(self, qwen):
+        """Two rows, each of which holds two sequences."""
+        ids = tokens(2, 20)
+        places = torch.tensor([[*range(7), *range(13)], [*range(15), *range(5)]])
+        with torch.no_grad(), patch_transformers(qwen, backend="chunked"):
+            packed = qwen(ids, position_ids=places, use_cache=False).logits
+            for row, cut in ((0, 7), (1, 15)):
+                parts = [
+                    qwen(part[None], use_cache=False).logits[0] for part in (ids[row, :cut], ids[row, cut:])
+                ]
+                assert error(packed[row], torch.cat(parts)) < 2**-16
+
+    def test_bounds_come_from_places_that_start_again(self):
+        assert sequence_bounds(torch.tensor([[0, 1, 0, 1, 2]])).tolist() == [0, 2, 5]
+        assert sequence_bounds(torch.tensor([[0, 1], [0, 0]])).tolist() == [0, 2, 3, 4]
+        assert sequence_bounds(torch.tensor([[[0, 1, 0]], [[5, 6, 7]]])).tolist() == [0, 2, 3]
+        for single in ([[0, 1, 2]], [[0]], [[7, 8]]):
+            assert sequence_bounds(torch.tensor(single)) is None
+
+    def test_lengths_that_cannot_show_a_leak_are_refused(self, qwen):
+        with pytest.raises(ValueError, match="at least two sequences"):
+            check_packing(qwen, lengths=[5])
+
+    def test_a_model_whose_tokens_do_not_see_each_other_proves_nothing(self):
+        model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1))
+        with torch.no_grad():
+            model.blocks[0].mixer.o_proj.weight.zero_()
+        with pytest.raises(ValueError, match="trained"):
+            check_packing(model)
+
+
+def rule_arguments(T, H, HV, K, V, state):
+    """Returns [q, k, v] and the keyword arguments of a rule."""
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    q, k, v = normal(2, T, H, K), normal(2, T, H, K), normal(2, T, HV, V)
+    g, beta = -normal(2, T, HV).sigmoid(), normal(2, T, HV).sigmoid()
+    return [q, k, v], {
+        "g": g, "beta": beta, "initial_state": normal(2, HV, K, V) if state else None,
+        "output_final_state": True, "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+
+
+class TestFunctions:
+    """The shapes are those of transformers' own tests of its linear attention."""
+
+    @pytest.mark.parametrize("backend", ["chunked", pytest.param("triton", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("state", [False, True])
+    @pytest.mark.parametrize("T", [1, 3, 12, 13])
+    def test_our_rules_agree_with_the_chunked_and_recurrent_rules_of_transformers(self, T, state, backend):
+        theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+        ours = replacements(backend)
+        tensors, options = rule_arguments(T, 3, 3, 8, 16, state)
+        results = [
+            ours["torch_chunk_gated_delta_rule"](*tensors, **options),
+            ours["torch_recurrent_gated_delta_rule"](*tensors, **options),
+            theirs.torch_chunk_gated_delta_rule(*tensors, chunk_size=4, **options),
+        ]
+        expected = theirs.torch_recurrent_gated_delta_rule(*tensors, **options)
+        assert all(error(x, y) < ALLOWED for pair in results for x, y in zip(pair, expected, strict=True))
+
+    @pytest.mark.parametrize("activation", ["silu", None, "gelu"])
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_our_convolutions_agree_with_those_of_transformers(self, bias, activation):
+        theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+        ours = replacements("chunked")
+        generator = torch.Generator().manual_seed(0)
+        x, weight, offset, state = (
+            torch.randn(shape, generator=generator) for shape in ((2, 6, 9), (6, 4), (6,), (2, 6, 4))
+        )
+        options = {"bias": offset if bias else None, "activation": activation}
+        y = theirs.causal_conv1d_fn(x, weight, **options)
+        assert error(ours["causal_conv1d_fn"](x, weight, **options), y) < ALLOWED
+        states = state.clone(), state.clone()
+        y = theirs.causal_conv1d_update(x[..., :1], states[0], weight, **options)
+        assert error(ours["causal_conv1d_update"](x[..., :1], states[1], weight, **options), y) < ALLOWED
+        assert torch.equal(*states)
