@@ -7,6 +7,7 @@ over a token, the short convolution, and that of a token. `replacements` returns
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,116 +16,123 @@ from transformers.activations import ACT2FN
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, short_convolution
 
-Function = Callable[..., Any]
 
-
-def replacements(backend: str | None) -> dict[str, Function]:
+def replacements(backend: str | None) -> dict[str, Callable[..., Any]]:
     """Returns our functions by transformers' names; `backend` None: the tensors' device decides."""
+    functions = {
+        "torch_chunk_gated_delta_rule": chunk_rule,
+        "torch_recurrent_gated_delta_rule": recurrent_rule,
+        "causal_conv1d_fn": convolve,
+        "causal_conv1d_update": convolve_token,
+    }
+    return {name: partial(function, backend=backend) for name, function in functions.items()}
 
-    def torch_chunk_gated_delta_rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Tensor | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns o and the state; with packed sequences that of each row's last, which a cache continues."""
-        rows, tokens = query.shape[:2]
-        inputs = [query, key, value, g, beta]
-        if cu_seqlens is not None:
-            if initial_state is not None:
-                raise ValueError(
-                    "packed sequences cannot continue a cache; pass use_cache=False, or one sequence per row"
-                )
-            cu_seqlens = cu_seqlens.long()
-            inputs = [x.flatten(0, 1)[None] for x in inputs]
-        o, state = gated_delta_rule(
-            *inputs,
-            initial_state=None if initial_state is None else initial_state.to(_state_dtype(query)),
+
+def chunk_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+    **unused: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns o and the state; with packed sequences that of each row's last, which a cache continues."""
+    rows, tokens = query.shape[:2]
+    inputs = [query, key, value, g, beta]
+    if cu_seqlens is not None:
+        if initial_state is not None:
+            raise ValueError(
+                "packed sequences cannot continue a cache; pass use_cache=False, or one sequence per row"
+            )
+        cu_seqlens = cu_seqlens.long()
+        inputs = [x.flatten(0, 1)[None] for x in inputs]
+    o, state = gated_delta_rule(
+        *inputs,
+        initial_state=None if initial_state is None else initial_state.to(_state_dtype(query)),
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+    )
+    if cu_seqlens is not None:
+        o = o[0].unflatten(0, (rows, tokens))
+        if state is not None:
+            ends = torch.arange(1, rows + 1, device=cu_seqlens.device) * tokens
+            state = state[torch.searchsorted(cu_seqlens, ends) - 1]
+    return o, state
+
+
+def recurrent_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns o and the state after one token; more tokens, or no state, go the way of a sequence."""
+    if query.shape[1] != 1 or initial_state is None:
+        return chunk_rule(
+            *(query, key, value, g, beta),
+            initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=cu_seqlens,
             backend=backend,
+            **options,
         )
-        if cu_seqlens is not None:
-            o = o[0].unflatten(0, (rows, tokens))
-            if state is not None:
-                ends = torch.arange(1, rows + 1, device=cu_seqlens.device) * tokens
-                state = state[torch.searchsorted(cu_seqlens, ends) - 1]
-        return o, state
+    o, state = gated_delta_rule_step(
+        *(x[:, 0] for x in (query, key, value, g, beta)),
+        initial_state.to(_state_dtype(query)),
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        backend=backend,
+    )
+    return o[:, None], state if output_final_state else None
 
-    def torch_recurrent_gated_delta_rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns o and the state after one token; more tokens, or no state, go the way of a sequence."""
-        if query.shape[1] != 1 or initial_state is None:
-            return torch_chunk_gated_delta_rule(
-                *(query, key, value, g, beta),
-                initial_state=initial_state,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                **options,
-            )
-        o, state = gated_delta_rule_step(
-            *(x[:, 0] for x in (query, key, value, g, beta)),
-            initial_state.to(_state_dtype(query)),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            backend=backend,
-        )
-        return o[:, None], state if output_final_state else None
 
-    def causal_conv1d_fn(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        **unused: Any,
-    ) -> Tensor:
-        """Returns the convolution of [B, C, T] in the same layout."""
-        x, position = hidden_states.transpose(1, 2), None
-        rows, tokens = x.shape[:2]
-        if cu_seq_lens_q is not None:
-            position = _places(cu_seq_lens_q.long(), rows, tokens)
-            x = x.reshape(1, rows * tokens, -1)
-        y = _convolve(x, weight, bias, activation, backend, position=position)
-        return y.reshape(rows, tokens, -1).transpose(1, 2)
+def convolve(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    backend: str | None = None,
+    **unused: Any,
+) -> Tensor:
+    """Returns the convolution of [B, C, T] in the same layout."""
+    x, position = hidden_states.transpose(1, 2), None
+    rows, tokens = x.shape[:2]
+    if cu_seq_lens_q is not None:
+        position = _places(cu_seq_lens_q.long(), rows, tokens)
+        x = x.reshape(1, rows * tokens, -1)
+    y = _convolve(x, weight, bias, activation, backend, position=position)
+    return y.reshape(rows, tokens, -1).transpose(1, 2)
 
-    def causal_conv1d_update(
-        hidden_states: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-    ) -> Tensor:
-        """Returns the convolution of [B, C, T] after `conv_state`, which gets the last inputs in place."""
-        taps = weight.shape[-1]
-        prefix = conv_state[..., conv_state.shape[-1] - taps + 1 :].transpose(1, 2).to(hidden_states.dtype)
-        y = _convolve(hidden_states.transpose(1, 2), weight, bias, activation, backend, prefix=prefix)
-        joined = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], dim=-1)
-        conv_state.copy_(joined[..., -conv_state.shape[-1] :])
-        return y.transpose(1, 2)
 
-    return {
-        "torch_chunk_gated_delta_rule": torch_chunk_gated_delta_rule,
-        "torch_recurrent_gated_delta_rule": torch_recurrent_gated_delta_rule,
-        "causal_conv1d_fn": causal_conv1d_fn,
-        "causal_conv1d_update": causal_conv1d_update,
-    }
+def convolve_token(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Returns the convolution of [B, C, T] after `conv_state`, which gets the last inputs in place."""
+    taps = weight.shape[-1]
+    prefix = conv_state[..., conv_state.shape[-1] - taps + 1 :].transpose(1, 2).to(hidden_states.dtype)
+    y = _convolve(hidden_states.transpose(1, 2), weight, bias, activation, backend, prefix=prefix)
+    joined = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], dim=-1)
+    conv_state.copy_(joined[..., -conv_state.shape[-1] :])
+    return y.transpose(1, 2)
 
 
 def _convolve(

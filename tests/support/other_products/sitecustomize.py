@@ -21,7 +21,10 @@ def product(a: Any, b: Any) -> Any:
     full = a.dtype if a.dtype in (torch.float64, torch.float32) else torch.float32
     if a.is_complex() or not a.is_floating_point():
         full = a.dtype
-    return torch.from_numpy(np.matmul(a.detach().to(full).numpy(), b.detach().to(full).numpy()))
+    # in memory of torch's own: FSDP frees and resizes it
+    result = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=full)
+    np.matmul(a.detach().to(full).numpy(), b.detach().to(full).numpy(), out=result.numpy())
+    return result
 
 
 def multiply(a: Any, b: Any) -> Any:
