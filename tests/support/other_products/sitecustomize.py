@@ -21,10 +21,9 @@ def product(a: Any, b: Any) -> Any:
     full = a.dtype if a.dtype in (torch.float64, torch.float32) else torch.float32
     if a.is_complex() or not a.is_floating_point():
         full = a.dtype
-    # in memory of torch's own: FSDP frees and resizes it
-    result = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=full)
-    np.matmul(a.detach().to(full).numpy(), b.detach().to(full).numpy(), out=result.numpy())
-    return result
+    # copies, since torch cannot resize memory that NumPy has seen, as FSDP does
+    x, y = (z.detach().to(full, copy=True).numpy() for z in (a, b))
+    return torch.from_numpy(np.matmul(x, y)).clone()
 
 
 def multiply(a: Any, b: Any) -> Any:
