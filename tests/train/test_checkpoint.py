@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -310,13 +311,28 @@ class TestDamagedRun:
         weights.write_bytes(weights.read_bytes()[:-10])
         output = tiny_run.train("resume", copy)
         assert "checkpoint of step 12 is damaged" in output and "after step 8" in output
-        assert (copy / "checkpoints" / "undone-step-00000012").is_dir(), "set aside, not deleted"
         assert tiny_run.final_state(copy) == tiny_run.final_state(finished)
 
     def test_resume_from_a_step_sets_later_checkpoints_aside(self, finished, copy):
         output = tiny_run.train("resume", copy, "--step", 6)
         assert "set aside as undone-step-*: 8, 12" in output
         assert tiny_run.final_state(copy) == tiny_run.final_state(finished)
+
+    def test_the_first_checkpoint_of_a_resumed_run_removes_what_it_undid(self, finished, copy, monkeypatch):
+        """Until then the undone checkpoints stay, because only then is there something in their place."""
+        undone = ["undone-step-00000008", "undone-step-00000012"]
+        at_start = []
+        rotate = CheckpointStore.rotate
+
+        def note(store: CheckpointStore, *arguments: Any) -> None:
+            at_start.append(sorted(path.name for path in store.directory.glob("undone-*")))
+            assert store.steps()[-1] == 8, "the new checkpoint is whole"
+            rotate(store, *arguments)
+
+        monkeypatch.setattr(CheckpointStore, "rotate", note)
+        tiny_run.train("resume", copy, "--step", 6, "steps=8")
+        assert at_start == [undone]
+        assert not list((copy / "checkpoints").glob("undone-*"))
 
     def test_resume_from_an_explicit_damaged_step_is_refused(self, copy):
         (copy / "checkpoints" / "step-00000008" / "model.safetensors").unlink()

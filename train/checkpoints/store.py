@@ -3,6 +3,7 @@
     step-00000100/     whole: renamed here after every file and manifest.json were synced
     .step-*.tmp/       being written, or left by a kill
     .step-*.old/       being removed
+    undone-step-*/     of a run resumed further back; removed once the resumed run has saved its first
     best-00000100/     files of the one with the lowest validation loss, without what only resuming needs
     best               symbolic link to it
 
@@ -170,12 +171,20 @@ class CheckpointStore:
         return int(match[1]) if match and link.exists() else None
 
     def rotate(self, keep_last: int) -> None:
-        """Removes all but the newest `keep_last`."""
+        """Removes all but the newest `keep_last`, and what `set_aside` has renamed.
+
+        It is called after a checkpoint was saved: a resumed run has then gone on, and what it undid is over.
+        """
         for step in self.steps()[:-keep_last]:
             self._remove(self.path(step))
+        for path in self.directory.glob("undone-step-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, after: int) -> list[int]:
-        """Renames checkpoints of later steps to undone-step-*, which nothing reads. Returns their steps."""
+        """Renames checkpoints of later steps to undone-step-*, which nothing reads. Returns their steps.
+
+        Until the resumed run has saved one of its own, they are the way back from a step chosen by mistake.
+        """
         if (self.best() or 0) > after:
             (self.directory / "best").unlink()
             self._remove_bests()

@@ -64,11 +64,19 @@ def state_before(A: Tensor, B: Tensor, mesh: DeviceMesh) -> Tensor:
     """Returns the state with which this process's segment begins: zero on the first."""
     both = gathered(torch.cat([A, B], dim=-1), mesh)
     K = A.shape[-1]
-    # the gather's gradient needs every process's part in the sum: 0 * both ties the first one's in too
-    S = torch.zeros_like(B) + 0 * both[-1, ..., K:]
+    S = _zero_of(both[-1, ..., K:])
     for segment in both[: mesh.get_local_rank()]:
         S = segment[..., :K] @ S + segment[..., K:]
     return S
+
+
+def _zero_of(x: Tensor) -> Tensor:
+    """Returns zeros whose gradient for x is zero, whatever x is: 0 * x would be NaN where x overflowed.
+
+    The first process needs nothing of what was gathered. It must take part in the gather's gradient all the
+    same, because the others wait for it there.
+    """
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)
 
 
 class _Scan:
@@ -120,7 +128,7 @@ class _Convolution:
         before = self.module.weight.shape[1] - 1
         ends = gathered(x[:, x.shape[1] - before :], self.mesh)
         me = self.mesh.get_local_rank()
-        tail = ends[me - 1] * (me > 0)
+        tail = ends[me - 1] if me > 0 else _zero_of(ends[-1])
         memory: Any = LayerCache()
         memory.convolution = tail
         return ShortConvolution.forward(self.module, x, sequences, memory)

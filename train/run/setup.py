@@ -151,7 +151,10 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
     folder.write(config, run.origin)
     undone = folder.checkpoints.set_aside(state.step)
     if undone:
-        tell(f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}")
+        tell(
+            f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}; the first new "
+            "checkpoint removes them"
+        )
     folder.rewind(state.step)
     if state.best is not None and state.best[0] in folder.checkpoints.steps():
         folder.checkpoints.point_best(state.best[0], checkpoint.is_only_for_resuming)
