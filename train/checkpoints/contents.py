@@ -131,11 +131,12 @@ def _distinct(model: "DeltaForCausalLM") -> dict[str, Tensor]:
     return named
 
 
-def require_finite(snapshot: Snapshot) -> None:
+def require_finite(snapshot: Snapshot, rank: int) -> None:
     """Diverged if a weight is not finite: saving it would rotate good checkpoints out."""
     if bad := [name for name, p in snapshot.weights.items() if not bool(torch.isfinite(p).all())]:
         raise Diverged(
-            f"{len(bad)} parameters are not finite after step {snapshot.state.step}, {bad[0]} first; {REMEDY}"
+            f"{len(bad)} of the parameters that process {rank} saves are not finite after step "
+            f"{snapshot.state.step}, {bad[0]} first; {REMEDY}"
         )
 
 
@@ -148,14 +149,15 @@ def write(
     tokenizer: "TextTokenizer",
     team: Team,
 ) -> list[Path]:
-    """Fills a folder; all processes must call. Returns the files that this process wrote."""
+    """Fills a folder, after `write_parts` in a team. Returns the files that this process wrote.
+
+    No process waits for another.
+    """
     if team.world == 1:
         with _without_bars():
             model.save_pretrained(folder, state_dict=snapshot.weights)
         # an optimizer without memory is written as an empty file: safetensors has no trouble with that
         save_file(snapshot.optimizer, folder / _OPTIMIZER)
-    else:
-        _write_parts(folder, snapshot, team)
     if team.leads:
         if team.world > 1:
             _describe(folder, model)
@@ -172,7 +174,11 @@ def write(
     return [path for path in folder.iterdir() if _writer(path) == team.rank]
 
 
-def _write_parts(folder: Path, snapshot: Snapshot, team: Team) -> None:
+def write_parts(folder: Path, snapshot: Snapshot, team: Team) -> None:
+    """Writes the tensors of a snapshot, each process its own. All must call: they wait for each other.
+
+    What fails on one process, torch.distributed.checkpoint raises on all.
+    """
     files = {name: 1 + owner for name, owner in snapshot.owners.items()}
     with _own_errors():
         weights = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files)

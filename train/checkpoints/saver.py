@@ -56,10 +56,12 @@ class Saver:
 
 def _write(run: Run, snapshot: Snapshot) -> None:
     team, store, step = run.team, run.folder.checkpoints, snapshot.state.step
-    # apart from writing: a process that raises there would leave the others in a collective
-    team.agreed(lambda: contents.require_finite(snapshot))
+    # before the processes write together: one that raised there would leave the others in a collective
+    team.agreed(lambda: contents.require_finite(snapshot, rank=team.rank))
     with store.writing(step, leads=team.leads) as folder:
         team.leader_does(lambda: store.begin(step))
+        if team.world > 1:
+            contents.write_parts(folder, snapshot, team)  # which raises on all what it raises on one
         parts = team.agreed(
             lambda: describe(
                 contents.write(

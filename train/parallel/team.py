@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_trn.backends import machine
 from delta_trn.train.parallel.rendezvous import join
@@ -86,13 +88,16 @@ class Team:
         """Returns what work() returns on each process, by rank. Waits for all.
 
         What it raises on one process, it raises on all: none goes on without the others, or waits for them.
+        That holds only if work() waits for no other process itself: one that had raised before would leave
+        the others waiting there. A collective in it is therefore a RuntimeError.
         """
         if self.world == 1:
             return [work()]
         result: T | None = None
         failure: Exception | None = None
         try:
-            result = work()
+            with _NoCollective():
+                result = work()
         except Exception as error:
             failure = error
         outcomes: list[Any] = [None] * self.world
@@ -123,6 +128,22 @@ class Team:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
+
+
+class _NoCollective(TorchDispatchMode):
+    """Within `with`, on this thread, a collective raises instead of waiting for other processes."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls again with its local tensors and its collectives
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise RuntimeError(
+                f"{func} waits for other processes inside work that `Team.agreed` was given: a process on "
+                "which the work fails before would leave them waiting; call it outside"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _picklable(error: Exception) -> Exception:
