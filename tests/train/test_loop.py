@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import open_dataset
+from delta_trn.train.parallel.layout import Layout
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run import loop, stopping
 from delta_trn.train.run.evaluate import crops_at_once, evaluate, held_out_windows
@@ -213,7 +214,7 @@ class TestEvaluation:
     def test_evaluation_batches_divide_the_crops(self):
         def sizes(sequences: str, *micros: int) -> list[int]:
             config = apply(recipe("tiny"), {"evaluation.sequences": sequences})
-            return [crops_at_once(config, micro) for micro in micros]
+            return [crops_at_once(config, Layout(1, micro, micro, 16)) for micro in micros]
 
         assert sizes("64", 1, 8, 10, 100) == [1, 8, 8, 64]
         assert sizes("7", 6) == [1]

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         out.print(f"variables  {' '.join(names)} from the environment", markup=False)
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.parallel.team import ask_leader
     from delta_trn.train.run.setup import resume, start
 
     def tell(text: str) -> None:
@@ -51,8 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         if config.out is None:
             raise ConfigError("--or-resume needs out=DIR: without it every run gets a new folder")
         folder = RunFolder(Path(config.out).expanduser())
-        # all of a team see the same: the first one writes it after all have joined
-        if folder.config_path.exists():
+        if ask_leader(folder.config_path.exists, config.distribution.timeout_minutes):
             with resume(folder.path, config, None, tell) as run:
                 return drive(run, config.backend)
     with start(config) as run:

@@ -76,7 +76,7 @@ def _work(run: Run, observers: Sequence[Observer]) -> dict[str, Callable[[], Non
         run.model.train()
 
     def held_out() -> None:
-        measure(loss, held_out_crops(c, run.dataset, micro, at_most=BATCHES))
+        measure(loss, held_out_crops(c, run.dataset, run.layout, at_most=BATCHES))
 
     def probe() -> None:
         for observer in observers:
@@ -91,7 +91,7 @@ def _work(run: Run, observers: Sequence[Observer]) -> dict[str, Callable[[], Non
         continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
 
     work = {"first step": train, "step": train, "evaluate": held_out, "probes": probe, "decode": generate}
-    for name, rows in tail(c, run.dataset.split("val").tokens):
+    for name, rows in tail(c, run.layout, run.dataset.split("val").tokens):
         work[name] = lambda rows=rows: measure(plain, list(_windows(run, rows or 0)))
     work["prefill"] = _first_token(run)
     return work

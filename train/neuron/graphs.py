@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from delta_trn.train.parallel.layout import layout_of
+from delta_trn.train.parallel.layout import Layout, layout_alone, layout_of
 from delta_trn.train.run.evaluate import crops_at_once, windows_at_once
 from delta_trn.train.settings.schema import RunConfig
 
@@ -55,11 +55,12 @@ def graphs(config: RunConfig, *, world: int, xla: bool, sizes: Sizes) -> list[Gr
         listed.append(Graph("step", step, note))
     else:
         listed.append(Graph("step", ((micro, length),) * 2, "forward and backward"))
-    crop = ((crops_at_once(config, micro), length),) * 2
+    crop = ((crops_at_once(config, layout), length),) * 2
     listed.append(Graph("evaluate", crop))
     if config.log.probes:
-        listed.append(Graph("probes", crop, "and many small graphs: probes read numbers one by one"))
-    listed += [Graph(name, ((rows, length),) * 2) for name, rows in tail(config, sizes.held_out)]
+        whole = ((crops_at_once(config, layout_alone(config)), config.batch.length),) * 2
+        listed.append(Graph("probes", whole, "and many small graphs: probes read numbers one by one"))
+    listed += [Graph(name, ((rows, length),) * 2) for name, rows in tail(config, layout, sizes.held_out)]
     if config.sample.tokens:
         grows = "one graph per length: attention's past grows" if config.model.attention_layers else ""
         listed.append(Graph("prefill", ((1, sizes.prompt),)))
@@ -67,12 +68,12 @@ def graphs(config: RunConfig, *, world: int, xla: bool, sizes: Sizes) -> list[Gr
     return listed
 
 
-def tail(config: RunConfig, held_out: int | None) -> list[tuple[str, int | None]]:
+def tail(config: RunConfig, layout: Layout, held_out: int | None) -> list[tuple[str, int | None]]:
     """Returns name and rows of the batches that read held-out text in order: the full ones, and the last."""
     e, length = config.evaluation, config.batch.length
     if not e.final_tokens:
         return []
-    batch = windows_at_once(config)
+    batch = windows_at_once(config, layout)
     if held_out is None:
         return [("held-out", batch), ("held-out, last", None)]
     windows = max(min(e.final_tokens, held_out - 1) // length, 1)

@@ -84,6 +84,10 @@ class NeuronSharding(Sharding):
         optimizer.step()
         return optimizer.grad_norm.squeeze()
 
+    @property
+    def is_divided(self) -> bool:
+        return bool(self.rows)
+
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Counts parts and what is whole once each."""
         if not self.rows:

@@ -35,6 +35,12 @@ def layout_of(config: RunConfig, world: int) -> Layout:
     return Layout(shares, sequences, micro_batch(b, sequences), b.length // d.context)
 
 
+def layout_alone(config: RunConfig) -> Layout:
+    """Returns the layout of this run on one process, whatever its `distribution` divides."""
+    batch = config.batch
+    return Layout(1, batch.sequences, micro_batch(batch, batch.sequences), batch.length)
+
+
 def micro_batch(batch: BatchSection, sequences: int) -> int:
     """Returns how many of a share's sequences go forward at once."""
     return min(batch.micro or sequences, sequences)

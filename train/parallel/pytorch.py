@@ -35,7 +35,8 @@ class PyTorchSharding(Sharding):
         self._keeps_weights = how.mode == "zero1"
         if team.context is not None:
             pass_states_on(model, team.context["context"])
-        if how.tensor > 1:
+        self._by_heads = how.tensor > 1
+        if self._by_heads:
             self.rows = divide_heads(model, team.mesh["tensor"])
         replicas = team.mesh["replica"]
         if how.mode == "fsdp" or (how.mode == "zero1" and replicas.size() > 1):
@@ -69,6 +70,10 @@ class PyTorchSharding(Sharding):
     def at_rest(self) -> None:
         for module in self._fully_sharded:
             module.reshard()
+
+    @property
+    def is_divided(self) -> bool:
+        return self._by_heads or bool(self._fully_sharded)
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         by_mesh: dict[object, list[Tensor]] = {}

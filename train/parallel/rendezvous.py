@@ -10,10 +10,15 @@ So the leader draws a name, and gives it to those who live:
     rank r      draws a ticket, and leaves it at  ticket/r
     leader      gives the name for every ticket it finds there, also for those of the dead: answer/TICKET
     rank r      reads it there, and says so at    NAME/r
+
+Before there is a group, `leaders_word` tells all what the leader sees, such as whether a folder is there:
+processes that looked for themselves on a shared disk could go different ways, and wait for each other.
 """
 
+import functools
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -49,14 +54,39 @@ def fresh_part(store: Store, rank: int, world: int, timeout: timedelta) -> Store
     return PrefixStore(name, store)
 
 
+def leaders_word(say: Callable[[], bytes], timeout: timedelta) -> bytes:
+    """Returns what say() returns on the leader, which alone calls it. Waits for all."""
+    part, rank, world = _meet(timeout)
+    if rank > 0:
+        word = part.get("word")
+        part.set(f"heard/{rank}", "")
+        return word
+    word = say()
+    part.set("word", word)
+    # the store may end with this process
+    part.wait([f"heard/{other}" for other in range(1, world)], timeout)
+    return word
+
+
+def _meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Returns a part of torchrun's store for this meeting alone, this process's rank and how many come."""
+    store, rank, world = _torchrun_store()
+    store.set_timeout(timeout)
+    return fresh_part(store, rank, world, timeout), rank, world
+
+
+@functools.cache
+def _torchrun_store() -> tuple[Store, int, int]:
+    """Returns the store and the numbers that torchrun's variables name, the same for this whole process."""
+    return next(rendezvous("env://"))
+
+
 def join(backend: str, timeout: timedelta, device: torch.device) -> None:
     """Makes torch.distributed's default group, of the processes that torchrun's variables name.
 
     On CUDA the group is bound to this process's device, and NCCL connects at once: an impossible connection
     fails here and not in the first step.
     """
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    part = fresh_part(store, rank, world, timeout)
+    part, rank, world = _meet(timeout)
     bound = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(backend, store=part, rank=rank, world_size=world, timeout=timeout, **bound)

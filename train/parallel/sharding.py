@@ -55,6 +55,11 @@ class Sharding:
     def at_rest(self) -> None:
         """Gives back what the last forward pass gathered: parameters are this process's parts again."""
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether a forward pass takes all processes, because none has all the weights."""
+        return False
+
     # The optimizer
 
     def make_optimizer(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_trn.backends import machine
-from delta_trn.train.parallel.rendezvous import join
+from delta_trn.train.parallel.rendezvous import join, leaders_word
 from delta_trn.train.settings.errors import ProcessLost
 from delta_trn.train.settings.schema import RunConfig
 
@@ -155,6 +155,28 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
+def ask_leader(look: Callable[[], T], minutes: float) -> T:
+    """Returns what look() returns on the leader, before there is a team. Its error is raised on all.
+
+    minutes     how long to wait for all processes
+    """
+    world = machine.processes().world
+    if world == 1:
+        return look()
+
+    def say() -> bytes:
+        try:
+            return pickle.dumps((look(), None))
+        except Exception as error:
+            return pickle.dumps((None, _picklable(error)))
+
+    with _naming_the_lost(world, minutes):
+        result, error = pickle.loads(leaders_word(say, timedelta(minutes=minutes)))
+    if error is not None:
+        raise error
+    return result
+
+
 @contextlib.contextmanager
 def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
     """Joins the team of this run for as long as the block lasts. See `layout.require_divisible`.
@@ -170,30 +192,38 @@ def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
     # over XLA's devices a mesh has no groups (torch 2.9); over the hosts it has the default group's kind
     kind = "cpu" if device.type == "xla" else device.type
     try:
-        join(machine.collectives(device), timeout, device)
-        replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
-        mesh = init_device_mesh(kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
-        context = None
-        if d.context > 1:
-            shape, names = (shares, d.context, d.tensor), ("data", "context", "tensor")
-            context = init_device_mesh(kind, shape, mesh_dim_names=names)
-        share = here.rank // (d.tensor * d.context)
-        files, patient = _hosts(timeout), _hosts(PATIENCE)
-        hosts = _hosts(timeout) if device.type == "xla" else None
-        yield Team(here.rank, here.world, share, shares, mesh, context, files, patient, hosts)
+        with _naming_the_lost(here.world, d.timeout_minutes):
+            join(machine.collectives(device), timeout, device)
+            replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
+            mesh = init_device_mesh(kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
+            context = None
+            if d.context > 1:
+                shape, names = (shares, d.context, d.tensor), ("data", "context", "tensor")
+                context = init_device_mesh(kind, shape, mesh_dim_names=names)
+            share = here.rank // (d.tensor * d.context)
+            files, patient = _hosts(timeout), _hosts(PATIENCE)
+            hosts = _hosts(timeout) if device.type == "xla" else None
+            yield Team(here.rank, here.world, share, shares, mesh, context, files, patient, hosts)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _naming_the_lost(world: int, minutes: float) -> Iterator[None]:
+    """Maps the errors of a wait that another process did not answer to ProcessLost."""
+    try:
+        yield
     # what gloo and NCCL raise has no class of its own everywhere
     except (RuntimeError, TimeoutError) as error:
         if not _ABOUT_OTHERS.search(str(error)):
             raise
         raise ProcessLost(
-            f"{_collective(error)} failed: another of the {here.world} processes has ended, which its own "
-            f"output explains, or did not answer for distribution.timeout_minutes={d.timeout_minutes:g} "
+            f"{_collective(error)} failed: another of the {world} processes has ended, which its own "
+            f"output explains, or did not answer for distribution.timeout_minutes={minutes:g} "
             f"({_first_line(error)}); checkpoints on the disk are whole: resume the run, or have torchrun "
             "--max-restarts=N restart `run --or-resume`"
         ) from error
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _collective(error: Exception) -> str:

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from delta_trn.backends import machine
 from delta_trn.train.data import TokenDataset, evaluation_batches, make_loader
+from delta_trn.train.parallel.layout import Layout
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.schema import RunConfig
 
@@ -33,18 +35,24 @@ def evaluate(
 ) -> Evaluation:
     """Returns the mean of `loss` over all targets. It waits for the device once, at the end.
 
-    Every process of the team goes through all batches: a divided model needs all of them for each.
+    The data-parallel shares of the team take turns: share r of n has batches r, r + n, and so on. All have
+    equally many, because a divided model's processes need each other for every batch. Where the last turn has
+    fewer, the others compute its first batch as well, and do not count it.
     """
+    team = team or Team()
     exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-    total, tokens = torch.zeros((), dtype=exact, device=device), 0
+    total, tokens, left = torch.zeros((), dtype=exact, device=device), 0, iter(batches)
     with torch.no_grad():
-        for inputs, targets in batches:
+        while turn := list(islice(left, team.data_world)):
+            counts = team.data_rank < len(turn)
+            inputs, targets = turn[team.data_rank if counts else 0]
             mean = loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
-            total += mean.to(exact) * targets.numel()
-            tokens += targets.numel()
+            if counts:
+                total += mean.to(exact) * targets.numel()
+            tokens += sum(targets.numel() for _, targets in turn)
             machine.synchronize(device, wait=False)
-    mean = total / tokens
-    return Evaluation((mean if team is None else team.mean(mean)).item(), tokens)
+    # the processes of a tensor group add the same, those of a context group the means of their own tokens
+    return Evaluation((team.mean(total) * team.data_world / tokens).item(), tokens)
 
 
 def held_out_windows(
@@ -65,22 +73,28 @@ def is_due(config: RunConfig, step: int) -> bool:
 
 
 def held_out_crops(
-    config: RunConfig, dataset: TokenDataset, micro: int, *, at_most: int | None = None
+    config: RunConfig, dataset: TokenDataset, layout: Layout, *, at_most: int | None = None
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns the fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
-    e, size = config.evaluation, crops_at_once(config, micro)
+    e, size = config.evaluation, crops_at_once(config, layout)
     batches = evaluation_batches(
         dataset, batch=size, sequence=config.batch.length, batches=e.sequences // size, seed=e.seed
     )
     return batches[:at_most]
 
 
-def crops_at_once(config: RunConfig, micro: int) -> int:
-    """Returns crops per forward pass: evaluation.batch, or their largest divisor that is at most `micro`."""
+def crops_at_once(config: RunConfig, layout: Layout) -> int:
+    """Returns crops per forward pass: their largest divisor up to evaluation.batch, or up to a micro-batch.
+
+    There are fewer where shares would otherwise have nothing to do.
+    """
     e = config.evaluation
-    return e.batch or max(n for n in range(1, min(e.sequences, micro) + 1) if e.sequences % n == 0)
+    most = min(e.batch or layout.micro, math.ceil(e.sequences / layout.shares))
+    return max(n for n in range(1, most + 1) if e.sequences % n == 0)
 
 
-def windows_at_once(config: RunConfig) -> int:
+def windows_at_once(config: RunConfig, layout: Layout) -> int:
     """Returns the largest number of windows per forward pass where held-out text is read in order."""
-    return config.evaluation.batch or min(config.batch.micro or config.batch.sequences, 64)
+    e, b = config.evaluation, config.batch
+    mine = math.ceil((e.final_tokens or 1) / b.length / layout.shares)
+    return max(1, min(e.batch or min(b.micro or b.sequences, 64), mine))

@@ -17,7 +17,7 @@ from delta_trn.train.run.optimizer import learning_rate
 from delta_trn.train.run.sample import Sampling, continue_text
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import TrainingStep, loss_function
-from delta_trn.train.run.stopping import StopRequest
+from delta_trn.train.run.stopping import Question, StopRequest
 from delta_trn.train.settings.errors import Diverged, OutOfMemory
 from delta_trn.train.watch.display import Display
 from delta_trn.train.watch.metrics import Line
@@ -87,11 +87,12 @@ class _Loop:
             micro=run.layout.micro,
             clip=c.optimizer.clip,
         )
-        self.crops = held_out_crops(c, run.dataset, run.layout.micro)
+        self.crops = held_out_crops(c, run.dataset, run.layout)
         leads = run.team.leads
         self.trackers = open_trackers(c, run.origin, run.folder, run.state.step) if leads else []
         asynchronous = c.checkpoint.asynchronous
         self.saver = Saver(run.device.type != "cpu" if asynchronous is None else asynchronous)
+        self.question = Question(run.team, at_most=c.log.every)
         self.pending: list[_Pending] = []
         self.clock = self.counted = time.monotonic()
 
@@ -121,12 +122,13 @@ class _Loop:
     def _reason(self, stop: StopRequest) -> str | None:
         """Returns why to stop now, None to go on. Raises what went wrong with a checkpoint.
 
-        Processes decide together, after the same step, where they wait anyway.
+        Processes decide together, after the same step.
         """
-        team, state = self.run.team, self.run.state
-        if team.world > 1 and state.step % self.run.config.log.every:
+        step = self.run.state.step
+        if not self.question.is_due(step):
             return None
-        signal, is_over, failed = team.largest([stop.signal or 0, int(stop.is_over), int(self.saver.failed)])
+        numbers = [stop.signal or 0, int(stop.is_over), int(self.saver.failed)]
+        signal, is_over, failed = self.question.largest(step, numbers)
         if failed:
             self.saver.settle()  # raises on all processes: a save fails on all if it fails on one
         return stop.reason_for(signal, bool(is_over))
@@ -226,7 +228,8 @@ class _Loop:
 
     def _sample(self) -> None:
         run, s = self.run, self.run.config.sample
-        if not s.tokens:
+        # processes with all the weights need not wait for each other: one of them is enough
+        if not s.tokens or not (run.team.leads or run.sharding.is_divided):
             return
         sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, seed=run.config.seed)
         # divided models compute it together, and draw the same; one process writes it down

@@ -31,13 +31,13 @@ from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.parallel.layout import Layout, layout_of, require_divisible
 from delta_trn.train.parallel.pytorch import PyTorchSharding
 from delta_trn.train.parallel.sharding import Sharding
-from delta_trn.train.parallel.team import Team, assemble
+from delta_trn.train.parallel.team import Team, ask_leader, assemble
 from delta_trn.train.run.model import choose_backend, make_model, model_config, pick_device
 from delta_trn.train.run.optimizer import learning_rate, make_optimizer
 from delta_trn.train.settings.effects import is_prepared
 from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderError
 from delta_trn.train.settings.overrides import apply
-from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume
+from delta_trn.train.settings.schema import DistributionSection, RunConfig, differences, may_change_on_resume
 from delta_trn.train.watch import trackers
 
 if TYPE_CHECKING:
@@ -81,22 +81,16 @@ def start(config: RunConfig) -> Iterator[Run]:
     """
     trackers.require(config.log)
     with _join(config) as (config, device, team):
-        path = team.from_leader(place_for(config))
+        path = team.leader_does(lambda: place_for(config))
         with team.leader_first():
             dataset = load_dataset(config)
         config = with_data(config, dataset)
         origin = team.from_leader(new_origin(config, dataset.fingerprint))
-        _require_same_data(dataset, origin)
+        team.agreed(lambda: _require_same_data(dataset, origin))
         run = _assemble(config, origin, RunFolder(path), dataset, device, team)
-        if team.leads:
-            _make_folder(path)
+        team.leader_does(lambda: _make_folder(path))
         with _hold(run.folder, team):
-            if team.leads:
-                if run.folder.is_taken():
-                    raise RunFolderError(
-                        f"{path} was taken by another process just now; run the same command again"
-                    )
-                run.folder.write(config, run.origin)
+            team.leader_does(lambda: _begin_folder(run))
             yield run
 
 
@@ -111,7 +105,7 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
     another one.
     """
     folder = RunFolder(path)
-    saved, origin = folder.read()
+    saved, origin = ask_leader(folder.read, DistributionSection().timeout_minutes)
     config = _merge(path, saved, changes) if isinstance(changes, RunConfig) else _change(saved, changes)
     trackers.require(config.log)
     with _join(config) as (config, device, team), _hold(folder, team):
@@ -120,10 +114,10 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
             step = team.leader_does(lambda: folder.checkpoints.newest_whole(tell))
         elif step != 0:
             team.leader_does(lambda at=step: folder.checkpoints.require_whole(at))
-        state = State()
+        state, where = State(), folder.checkpoints.path(step or 0)
         if step:
-            state, at_save = checkpoint.read_state(folder.checkpoints.path(step))
-            checkpoint.require_same_run(at_save, config, folder.checkpoints.path(step))
+            state, at_save = team.leader_does(lambda: checkpoint.read_state(where))
+            checkpoint.require_same_run(at_save, config, where)
         if config.steps < state.step:
             raise ConfigError(
                 f"steps={config.steps} is below step {state.step}, where the run stands; give more"
@@ -133,7 +127,7 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
         config = with_data(config, dataset)
         run = _assemble(config, origin, folder, dataset, device, team)
         if step:
-            checkpoint.restore(folder.checkpoints.path(step), run.sharding, run.optimizer)
+            team.agreed(lambda: checkpoint.restore(where, run.sharding, run.optimizer))
             run.loader.load_state_dict(state.position)
             run.state = state
         team.leader_does(lambda: _rewind(run, saved, tell))
@@ -229,9 +223,12 @@ def _join(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
         yield config, device, team
 
 
-def _hold(folder: RunFolder, team: Team) -> contextlib.AbstractContextManager[None]:
-    """Holds the folder in the process that writes to it."""
-    return folder.hold() if team.leads else contextlib.nullcontext()
+@contextlib.contextmanager
+def _hold(folder: RunFolder, team: Team) -> Iterator[None]:
+    """Holds the folder in the process that writes to it. All processes raise if it cannot."""
+    with contextlib.ExitStack() as held:
+        team.leader_does(lambda: held.enter_context(folder.hold()))
+        yield
 
 
 def _require_same_data(dataset: TokenDataset, origin: Origin) -> None:
@@ -354,6 +351,12 @@ def _merge(path: Path, saved: RunConfig, given: RunConfig) -> RunConfig:
 
 def _refused_changes(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {k: pair for k, pair in differences(saved, now).items() if not may_change_on_resume(k)}
+
+
+def _begin_folder(run: Run) -> None:
+    if run.folder.is_taken():
+        raise RunFolderError(f"{run.folder.path} was taken by another process just now; run the same again")
+    run.folder.write(run.config, run.origin)
 
 
 def _make_folder(path: Path) -> None:

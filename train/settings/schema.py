@@ -257,11 +257,6 @@ class RunConfig(Section):
                 f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
                 "distribution.context at 1"
             )
-        if self.log.probes and (d.mode != "ddp" or d.tensor > 1):
-            raise ValueError(
-                f"log.probes=true measures whole matrices, which distribution.mode={d.mode} with "
-                f"distribution.tensor={d.tensor} divides; use mode=ddp and tensor=1, or log.probes=false"
-            )
         decay = self.schedule.decay_steps
         if decay is not None and decay <= self.schedule.warmup:
             raise ValueError(

@@ -83,7 +83,9 @@ def result(run: Run) -> Result | None:
     None before the first evaluation.
     """
     config, state = run.config, run.state
-    last = [line for line in metrics.read(run.folder.metrics.path) if line["split"] == "val"]
+    path = run.folder.metrics.path
+    # the leader reads what it wrote: to others a shared disk may not show it yet
+    last = run.team.leader_does(lambda: [line for line in metrics.read(path) if line["split"] == "val"][-1:])
     if not last:
         return None
     crops = config.evaluation.sequences * config.batch.length
@@ -108,7 +110,7 @@ def _in_order(run: Run) -> Evaluation:
         run.dataset,
         tokens=config.evaluation.final_tokens,
         sequence=config.batch.length,
-        batch=windows_at_once(config),
+        batch=windows_at_once(config, run.layout),
     )
     run.model.eval()
     # one pass over a few shapes: compiling would take longer

@@ -41,6 +41,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from delta_trn.train.parallel.layout import layout_alone
+from delta_trn.train.parallel.sharding import named_parameters
 from delta_trn.train.run.evaluate import held_out_crops, is_due
 from delta_trn.train.run.step import loss_function
 from delta_trn.train.studies.probes import depth
@@ -66,10 +68,11 @@ class Probes:
         loss: Loss,
         batch: tuple[Tensor, Tensor],
         device: torch.device,
+        before: dict[str, Tensor] | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.batch = batch[0].to(device), batch[1].to(device)
-        self._before: dict[str, Tensor] = {}
+        self._before = before or {}
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -138,9 +141,7 @@ class ProbeObserver:
 
     def __init__(self, run: Run):
         self.config = run.config
-        plain = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
-        batch = held_out_crops(run.config, run.dataset, run.layout.micro, at_most=1)[0]
-        self.probes = Probes(run.model, run.optimizer, plain, batch, run.device)
+        self.probes = Probes(run.model, run.optimizer, *_loss_and_batch(run, run.model), run.device)
 
     def before_step(self, step: int) -> None:
         if is_due(self.config, step):
@@ -150,9 +151,76 @@ class ProbeObserver:
         return self.probes.measure()
 
 
+class TeamProbeObserver:
+    """Measures the probes of a run of several processes, as one process would, on a copy that is whole.
+
+    Probes read whole layers, however a model, its batch or its sequences are divided. For each evaluation the
+    weights before and after its step are put together on the leader, which then measures alone. It needs the
+    memory that probes need in a run of one process.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self._before: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def before_step(self, step: int) -> None:
+        if is_due(self.run.config, step):
+            # this process's parts
+            self._before = {name: p.detach().clone() for name, p in named_parameters(self.run.optimizer)}
+
+    def after_evaluation(self) -> dict[str, float]:
+        run = self.run
+        run.sharding.at_rest()
+        before = self._whole(self._before)
+        weights = self._whole(dict(named_parameters(run.optimizer)))
+        self._before = {}
+        if not run.team.leads:
+            return {}
+        model, optimizer = _copy(run, weights)
+        return Probes(model, optimizer, *_loss_and_batch(run, model), run.device, before).measure()
+
+    @torch.no_grad()
+    def _whole(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns whole matrices on the leader, none elsewhere. All processes must call."""
+        leads, whole = self.run.team.leads, {}
+        for name, part in parts.items():
+            matrix = self.run.sharding.whole(name, part)
+            if leads:
+                whole[name] = matrix.clone()
+        return whole
+
+
+def _copy(run: Run, weights: dict[str, Tensor]) -> tuple[DeltaForCausalLM, Optimizer]:
+    """Returns a model of one process with these weights, and an optimizer with the run's learning rates."""
+    from delta_trn.models import DeltaForCausalLM
+
+    with torch.device("meta"):
+        model = DeltaForCausalLM(run.model.config)
+    model.load_state_dict(weights, strict=False, assign=True)
+    if run.model.config.tie_word_embeddings:  # saved and trained under one name
+        model.lm_head.weight = model.embed.weight
+    parameters = dict(model.named_parameters())
+    if run.config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    groups = [
+        {"params": [parameters[name] for name in group["names"]], "names": group["names"], "lr": group["lr"]}
+        for group in run.optimizer.param_groups
+    ]
+    return model, torch.optim.SGD(groups, lr=run.config.optimizer.lr)
+
+
+def _loss_and_batch(run: Run, model: DeltaForCausalLM) -> tuple[Loss, tuple[Tensor, Tensor]]:
+    """Returns a model's loss, and the held-out batch that one process would have, however many there are."""
+    plain = loss_function(model, run.config.model_copy(update={"compile": False}), run.device)
+    return plain, held_out_crops(run.config, run.dataset, layout_alone(run.config), at_most=1)[0]
+
+
 def observers(run: Run) -> list[Observer]:
     """Returns what is to look into this run's model: the probes, where log.probes asks for them."""
-    return [ProbeObserver(run)] if run.config.log.probes else []
+    if not run.config.log.probes:
+        return []
+    return [ProbeObserver(run) if run.team.world == 1 else TeamProbeObserver(run)]
 
 
 def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:

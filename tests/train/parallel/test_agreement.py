@@ -1,0 +1,219 @@
+"""What happens to one process of a team reaches all of them, and none waits for another in vain."""
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from delta_trn.train.checkpoints import contents
+from delta_trn.train.checkpoints.run_folder import RunFolder
+from delta_trn.train.parallel.team import Team, ask_leader, assemble
+from delta_trn.train.recipes import recipe
+from delta_trn.train.run import loop, stopping
+from delta_trn.train.settings.errors import ConfigError
+from delta_trn.train.watch import metrics
+from tests.support import team_run, tiny_run
+
+GRACE = 30  # seconds between SIGTERM and SIGKILL under torchrun
+
+
+def leads() -> bool:
+    return os.environ["RANK"] == "0"
+
+
+def check_agreement(arguments: list[str], log: str) -> None:
+    """Checks on each of two processes what a team agrees on. An AssertionError ends the process."""
+    tiny_run.redirect_output(log)
+    assert ask_leader(lambda: os.environ["RANK"], minutes=1) == "0"
+    with pytest.raises(ConfigError, match="only the leader looks"):
+        ask_leader(refuse_on_the_leader, minutes=1)
+    with assemble(recipe("tiny"), torch.device("cpu")) as team:
+        assert team.mesh is not None
+        x, parts = torch.ones(2), distribute_tensor(torch.ones(4), team.mesh["replica"], [Shard(0)])
+        collectives = {
+            "all_reduce": lambda: dist.all_reduce(x),
+            "barrier": lambda: dist.barrier(),
+            "objects": lambda: dist.all_gather_object([None, None], team.rank, group=team.files),
+            "another agreement": lambda: team.agreed(lambda: None),
+            "a divided tensor": lambda: parts.full_tensor(),
+        }
+        for name, work in collectives.items():
+            with pytest.raises(RuntimeError, match="waits for other processes inside work"):
+                team.agreed(work)
+            # the leader fails before its collective, and the other one does not wait there
+            with pytest.raises(ConfigError if team.leads else RuntimeError, match="leader looks|inside work"):
+                team.agreed(lambda work=work: refuse_on_the_leader() or work())
+            print("refused", name)
+        assert team.agreed(lambda: (team.rank, float((2 * parts).to_local().sum()))) == [(0, 4.0), (1, 4.0)]
+        dist.all_reduce(x)  # outside nothing is refused
+        assert x.tolist() == [2, 2]
+
+
+def refuse_on_the_leader() -> None:
+    if leads():
+        raise ConfigError("only the leader looks")
+
+
+def test_work_that_processes_agree_on_may_not_wait_for_another_process(tmp_path):
+    """Risk 2, the rule: in agreed work a collective of any group is an error on the process that calls it.
+
+    The rule holds in all runs, so that every distributed test enforces it.
+    """
+    team_run.train(2, [], tmp_path / "logs", check_agreement)
+    assert (tmp_path / "logs" / "rank-1").read_text().count("refused") == 5
+
+
+def spoil_a_weight(arguments: list[str], log: str) -> None:
+    """Runs training on each process. The second one's first weight is not finite when it is to be saved."""
+    take = contents.snapshot
+
+    def spoiled(*arguments: Any, **options: Any) -> contents.Snapshot:
+        snapshot = take(*arguments, **options)
+        if not leads():
+            next(iter(snapshot.weights.values())).view(-1)[0] = float("nan")
+        return snapshot
+
+    contents.snapshot = spoiled
+    tiny_run.run_and_exit(arguments, log)
+
+
+@pytest.mark.parametrize("mode", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_weight_that_is_not_finite_on_one_process_ends_all_with_its_name(data, tmp_path, mode):
+    """Risk 2: the others waited for 30 minutes, and the reason was lost."""
+    out, logs = tmp_path / "run", tmp_path / "logs"
+    keys = tiny_run.keys(data, out, distribution__mode=mode)
+    codes = team_run.join(team_run.start(2, ["run", "tiny", *keys], logs, spoil_a_weight), logs)
+    assert codes == [2, 2], team_run.read_logs(logs)
+    for path in logs.iterdir():
+        output = path.read_text()
+        assert "process 1 saves are not finite after step 4" in output, output
+        assert ".weight first" in output and "Traceback" not in output
+    assert not list((out / "checkpoints").glob("step-*"))
+
+
+def see_another_disk(arguments: list[str], log: str) -> None:
+    """Runs training on each process. To the second one the disk shows nothing of the run, or an old run."""
+    shows, *words = arguments
+    if not leads():
+        config_path = RunFolder.config_path.fget
+        assert config_path is not None
+        if shows == "nothing":
+            RunFolder.config_path = property(lambda self: self.path / "not-there-yet")  # type: ignore[assignment]
+            RunFolder.is_taken = lambda self: False
+        else:
+            RunFolder.config_path = property(lambda self: Path(shows) / "config.json")  # type: ignore[assignment]
+            RunFolder.is_taken = lambda self: True
+        metrics.read = lambda path: []
+    tiny_run.run_and_exit(words, log)
+
+
+def test_a_run_is_resumed_if_the_leader_sees_it(data, finished, tmp_path):
+    """Risk 7: on a shared disk one process may not see yet what another wrote."""
+    out, logs = tmp_path / "run", tmp_path / "logs"
+    shutil.copytree(finished, out, symlinks=True)
+    shutil.rmtree(out / "checkpoints" / "step-00000012")
+    keys = tiny_run.keys(data, out, evaluation__final_tokens=64)
+    team_run.train(2, ["nothing", "run", "--or-resume", "tiny", *keys], logs, see_another_disk)
+    assert "after step 8" in (logs / "rank-0").read_text()
+    assert (out / "checkpoints" / "step-00000012").is_dir()
+    logs = tmp_path / "again"
+    team_run.train(2, ["nothing", "resume", out, "steps=13"], logs, see_another_disk)
+    assert "after step 12" in (logs / "rank-0").read_text()
+
+
+def test_a_run_is_begun_if_the_leader_sees_none(data, finished, tmp_path):
+    """Risk 7, the other way round: one process still sees a run that was removed."""
+    keys = tiny_run.keys(data, tmp_path / "run", steps=2)
+    words = [finished, "run", "--or-resume", "tiny", *keys]
+    team_run.train(2, words, tmp_path / "logs", see_another_disk)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def step_slowly(arguments: list[str], log: str) -> None:
+    """Runs training on each process, a third of a second for each step."""
+    step, count = loop.TrainingStep.__call__, itertools.count(1)
+
+    def slow(self: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        time.sleep(0.3)
+        print("begins step", next(count), file=sys.stderr)
+        return step(self, *arguments)
+
+    loop.TrainingStep.__call__ = slow  # type: ignore[method-assign]
+    tiny_run.run_and_exit(arguments, log)
+
+
+def test_sigterm_to_one_process_is_answered_within_seconds(data, tmp_path):
+    """Risk 12: steps were slow and log.every was large, and torchrun killed before a checkpoint."""
+    out, logs = tmp_path / "run", tmp_path / "logs"
+    never = 10_000
+    changes = {"steps": never, "log.every": never, "checkpoint.every": never, "evaluation.every": never}
+    processes = team_run.start(2, ["run", "tiny", *tiny_run.keys(data, out, **changes)], logs, step_slowly)
+    deadline = time.monotonic() + 100
+    while "begins step 9\n" not in team_run.read_logs(logs):
+        assert time.monotonic() < deadline, team_run.read_logs(logs)
+        time.sleep(0.05)
+    os.kill(processes[1].pid or 0, signal.SIGTERM)
+    codes = team_run.join(processes, logs, seconds=GRACE)
+    assert codes == [128 + signal.SIGTERM] * 2, team_run.read_logs(logs)
+    assert "stopped by SIGTERM" in (logs / "rank-0").read_text()
+    (checkpoint,) = (out / "checkpoints").glob("step-*")
+    # a question at least every two seconds: nine steps, six and what a loaded machine adds
+    assert 9 <= int(checkpoint.name[5:]) < 40
+
+
+class TestQuestion:
+    """How often processes ask each other is decided by the leader's clock, the same for all."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch) -> list[float]:
+        now = [100.0]
+        monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+        return now
+
+    @staticmethod
+    def asked_at(clock: list[float], seconds: list[float], at_most: int) -> list[int]:
+        """Returns after which steps a leader asks; step i takes seconds[i]."""
+
+        class Stub(Team):
+            def largest(self, numbers: list[int]) -> list[int]:
+                return numbers
+
+        question, steps = stopping.Question(Stub(rank=0, world=2), at_most), []
+        for step, passed in enumerate(seconds, start=1):
+            clock[0] += passed
+            if question.is_due(step):
+                question.largest(step, [0, 0, 0])
+                steps.append(step)
+        return steps
+
+    def test_slow_steps_are_followed_by_a_question_each(self, clock):
+        assert self.asked_at(clock, [4.0] * 5, at_most=10) == [1, 2, 3, 4, 5]
+
+    def test_fast_steps_are_followed_by_a_question_every_two_seconds(self, clock):
+        assert self.asked_at(clock, [0.5] * 13, at_most=100) == [1, 5, 9, 13]
+
+    def test_fastest_steps_are_followed_by_a_question_every_so_many(self, clock):
+        assert self.asked_at(clock, [0.001] * 31, at_most=10) == [1, 11, 21, 31]
+
+    def test_steps_that_become_slow_are_noticed(self, clock):
+        assert self.asked_at(clock, [0.1] * 5 + [4.0] * 9, at_most=6) == [1, 7, 8, 9, 10, 11, 12, 13, 14]
+
+    def test_the_others_follow_the_leaders_clock(self, clock):
+        class Stub(Team):
+            def largest(self, numbers: list[int]) -> list[int]:
+                assert numbers[-1] == 0, "only the leader says after how many steps"
+                return [*numbers[:-1], 7]
+
+        question = stopping.Question(Stub(rank=1, world=2), at_most=10)
+        assert question.is_due(1) and question.largest(1, [15, 0, 1]) == [15, 0, 1]
+        assert [step for step in range(1, 10) if question.is_due(step)] == [8, 9]

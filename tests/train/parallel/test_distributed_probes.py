@@ -1,0 +1,81 @@
+"""Probes of a divided run measure what those of one process measure.
+
+Probes are written with six digits, and the weights differ by rounding: they were off by 1e-5 at most. A probe
+of a part of a matrix, or of a wrongly gathered one, is off by a share of itself.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_trn.train.watch.metrics import read
+from tests.support import team_run, tiny_run
+
+CHANGES: dict[str, Any] = {
+    "steps": 4,
+    "batch.sequences": 4,
+    "model.heads": 4,
+    "model.width": 32,
+    "evaluation.every": 2,
+    "sample.tokens": 0,
+    "log.probes": "true",
+    # SGD does not divide by a gradient's size, and so leaves rounding small
+    "optimizer.name": "sgd",
+    "optimizer.lr": 0.05,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "fsdp": {"distribution.mode": "fsdp"},
+    "tensor": {"distribution.tensor": 2},
+    "ddp": {},
+    "zero1": {"distribution.mode": "zero1"},
+    "context": {"distribution.context": 2},
+}
+
+
+def probes(run: Path) -> dict[int, dict[str, float]]:
+    return {line["step"]: line["probes"] for line in read(run / "metrics.jsonl") if "probes" in line}
+
+
+def differences(run: Path, expected: Path) -> dict[str, tuple[float, float]]:
+    """Returns every probe that is off by more than rounding, with what is expected."""
+    mine, theirs = probes(run), probes(expected)
+    assert mine.keys() == theirs.keys() == {2, 4}
+    off = {}
+    for step, values in theirs.items():
+        assert mine[step].keys() == values.keys()
+        for name, value in values.items():
+            # a mean of cosines may be near 0, its terms are not
+            if not math.isclose(mine[step][name], value, rel_tol=1e-3, abs_tol=1e-5):
+                off[f"{name} at step {step}"] = mine[step][name], value
+    return off
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    tiny_run.train("run", "tiny", *tiny_run.keys(data, out, **CHANGES))
+    return out
+
+
+SLOW = {"ddp", "zero1", "context"}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS]
+)
+def test_probes_of_two_processes_are_those_of_one(data, alone, tmp_path, way):
+    """Risk 1: under FSDP and tensor parallelism a probe met a part of a matrix and ended the run."""
+    out = tmp_path / "run"
+    keys = tiny_run.keys(data, out, **{**CHANGES, **WAYS[way]})
+    team_run.train(2, ["run", "tiny", *keys], tmp_path / "logs")
+    assert not differences(out, alone)
+
+
+def test_probes_of_another_run_are_off_by_more_than_rounding(data, alone, tmp_path):
+    """The comparison can fail: another learning rate changes updates and little else."""
+    out = tmp_path / "run"
+    tiny_run.train("run", "tiny", *tiny_run.keys(data, out, **{**CHANGES, "optimizer.lr": 0.051}))
+    off = differences(out, alone)
+    assert any("update" in name for name in off) and any("/lr" in name for name in off)
