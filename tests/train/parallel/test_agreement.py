@@ -51,7 +51,9 @@ def check_agreement(arguments: list[str], log: str) -> None:
             with pytest.raises(RuntimeError, match="waits for other processes inside work"):
                 team.agreed(work)
             # the leader fails before its collective, and the other one does not wait there
-            with pytest.raises(ConfigError if team.leads else RuntimeError, match="leader looks|inside work"):
+            with pytest.raises(
+                ConfigError if team.leads else RuntimeError, match=r"leader looks|inside work"
+            ):
                 team.agreed(lambda work=work: refuse_on_the_leader() or work())
             print("refused", name)
         assert team.agreed(lambda: (team.rank, float((2 * parts).to_local().sum()))) == [(0, 4.0), (1, 4.0)]
