@@ -1,4 +1,4 @@
-"""distribution.mode=zero1 resumes as if it had never stopped, with the optimizer's memory where it is used."""
+"""distribution.mode=zero1 resumes as if it had never stopped; the optimizer's memory is where it is used."""
 
 from pathlib import Path
 from typing import Any
