@@ -47,7 +47,7 @@ def join(processes: Sequence[BaseProcess], logs: Path, seconds: float = 120) -> 
     late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     for rank in late:
         processes[rank].kill()
-        processes[rank].join()
+        processes[rank].join(10)
     assert not late, f"ranks {late} did not end within {seconds:g} s\n{read_logs(logs)}"
     return [code for process in processes if (code := process.exitcode) is not None]
 

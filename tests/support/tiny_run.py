@@ -102,6 +102,17 @@ def start(arguments: Sequence[object], log: Path) -> BaseProcess:
     return process
 
 
+def join(process: BaseProcess, seconds: float = 100) -> int:
+    """Returns the exit code. Kills a process that has not ended after `seconds`, and fails the test."""
+    process.join(seconds)
+    is_late = process.exitcode is None
+    if is_late:
+        process.kill()
+        process.join(10)
+    assert not is_late and process.exitcode is not None, f"a process did not end within {seconds:g} s"
+    return process.exitcode
+
+
 def run_and_exit(arguments: list[str], log: str) -> None:
     """Runs the command and ends this process with its exit status."""
     redirect_output(log)

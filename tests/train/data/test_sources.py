@@ -278,6 +278,7 @@ def test_an_unreachable_hub_says_what_to_pass_instead(tmp_path):
         text=True,
         cwd=tmp_path,
         env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(sys.path)},
+        timeout=200,
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

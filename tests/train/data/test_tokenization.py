@@ -126,6 +126,7 @@ def test_training_a_bpe_has_one_result_on_any_number_of_threads():
             capture_output=True,
             text=True,
             check=True,
+            timeout=200,
             env={
                 **os.environ,
                 "RAYON_NUM_THREADS": threads,

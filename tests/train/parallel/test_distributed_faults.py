@@ -149,7 +149,7 @@ def test_a_stopped_process_ends_the_other_after_the_timeout(data, tmp_path):
     finally:
         for process in processes:
             process.kill()
-            process.join()
+            process.join(10)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def cable(tmp_path):
     tag = f"{os.getpid() % 100_000}"
     space, here, there = f"delta{tag}", f"dh{tag}", f"dt{tag}"
     third = os.getpid() % 250
-    result = subprocess.run(["ip", "netns", "add", space], capture_output=True, text=True)
+    result = subprocess.run(["ip", "netns", "add", space], capture_output=True, text=True, timeout=20)
     if result.returncode:
         pytest.skip(f"network namespaces cannot be made here: {result.stderr.strip()}")
     try:
@@ -175,12 +175,12 @@ def cable(tmp_path):
             f"-n {space} link set {there} up",
             f"-n {space} link set lo up",
         ):
-            result = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            result = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=20)
             if result.returncode:
                 pytest.skip(f"`ip {command}` is refused here: {result.stderr.strip()}")
         yield space, here, there, f"10.231.{third}.1"
     finally:
-        subprocess.run(["ip", "netns", "delete", space], capture_output=True)
+        subprocess.run(["ip", "netns", "delete", space], capture_output=True, timeout=20)
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_lost_network_ends_the_run_after_the_timeout_and_it_resumes(data, tmp_
             )
     try:
         wait_for(out, 60)
-        subprocess.run(["ip", "link", "set", here, "down"], check=True)
+        subprocess.run(["ip", "link", "set", here, "down"], check=True, timeout=20)
         codes = [process.wait(timeout=200) for process in processes]
     finally:
         for process in processes:
@@ -279,7 +279,7 @@ def test_a_run_continues_on_the_remaining_node_under_torchrun(data, tmp_path):
             for pid in list_children(node.pid) if node.poll() is None else ():
                 os.kill(pid, signal.SIGKILL)
             node.kill()
-            node.wait()
+            node.wait(10)
     output = logs[0].read_text()
     assert "continuing" in output and output.count("processes  2") == 1, output
     controls = []
@@ -320,13 +320,13 @@ def test_a_run_of_two_processes_survives_ten_random_kills(data, tmp_path, seed):
         victim = rng.choice(processes)
         victim.join(rng.uniform(0, 0.2))
         victim.kill()
-        victim.join()
+        victim.join(10)
         killed += victim.exitcode == -signal.SIGKILL
         # the other process must notice; if it was still joining it is ended, as torchrun does
         for process in processes:
             process.join(20)
             process.kill()
-            process.join()
+            process.join(10)
             assert process.exitcode in (0, 2, -signal.SIGKILL), team_run.read_logs(logs)
     assert killed >= 8
     team_run.train(2, words, tmp_path / "last")

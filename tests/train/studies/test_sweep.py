@@ -344,7 +344,7 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_results(data: Path, tmp
         # from before the first trial has begun to after it has ended
         process.join(wait.uniform(1.0, 6.0))
         process.kill()
-        process.join()
+        process.join(10)
         assert recorded.items() <= read_losses(killed).items(), "a result was lost"
         recorded = read_losses(killed)
         time.sleep(0.3)  # its trials notice that it is gone, and release their folders
