@@ -16,7 +16,9 @@ are the chunk's rows, `.` is the elementwise product, C the number of tokens in 
     S, dS   the state and its gradient                      [K, V]
     A       a segment's transition: S -> A S + ...          [K, K]
 
-The names of arguments are those of flash-linear-attention's chunk_gated_delta_rule.
+Products are in the dtype of q, also under autocast; states, decay sums, exponentials and the triangular
+inverse are float32 on every backend, float64 for float64 inputs.
+
 `contract` says what a backend is; `recurrent` is the equation itself, and the judge of all others.
 """
 
@@ -37,18 +39,22 @@ def gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object = None,
+    *,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    chunk_size: int | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""The gated delta rule over sequences (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464).
 
@@ -63,33 +69,25 @@ def gated_delta_rule(
                                         of q
         beta            [B, T, HV]      write strength in [0, 2]; float32, or the dtype of q
         initial_state   [N, HV, K, V]   float32, float64 with float64 inputs; zeros when None
-        cu_seqlens      [N + 1]         int64, from 0 to T: N sequences in B = 1; some may be empty
+        cu_seqlens      [N + 1]         int64 or int32, from 0 to T: N sequences in B = 1; some may be empty
         returns o       [B, T, HV, V]   dtype of q
             final_state [N, HV, K, V]   like initial_state, after the last token; None if not asked for
 
-    A g whose exponential is 0 in the state's dtype (below -104 in float32; a mask's -1e9, finfo.min or -inf)
-    is a reset: the state is forgotten exactly, the tokens around it keep their accuracy, and its gradient
-    is 0.
-
-    B or T may be 0: o is then empty, the states stay, and all gradients are 0.
-
     scale defaults to K**-0.5. use_qk_l2norm_in_kernel replaces q and k by x * rsqrt(sum(x^2) + 1e-6) over
-    K. Without cu_seqlens, N = B. Differentiable once in all tensors but cu_seqlens, through o and through
-    final_state.
+    K. Without cu_seqlens, N = B. B or T may be 0. state_v_first: states are [N, HV, V, K]. Differentiable
+    once in all tensors but cu_seqlens, through o and final_state. A g below -104 (float32), a mask's -1e9 or
+    -inf, is a reset with gradient 0: the state is forgotten, and the tokens around it keep their accuracy.
 
-    g and beta may be a layer's projections, of any sign. The gates are then made here: by kernels that can,
-    without another pass over memory, else by PyTorch (Mamba-2's decay, arXiv:2405.21060):
+    g and beta may be a layer's projections, of any sign. Kernels that can, else PyTorch, make the gates:
 
         use_gate_in_kernel          g <- -exp(A_log) softplus(g + dt_bias); A_log, dt_bias [HV], any float,
                                     dt_bias may be None
         use_beta_sigmoid_in_kernel  beta <- sigmoid(beta), with allow_neg_eigval 2 sigmoid(beta)
 
-    Numerics: products in the dtype of q, also under autocast; states, decay sums, exponentials and the
-    triangular inverse in float32 on every backend (float64 for float64 inputs).
-
-    backend names one ("chunked", "recurrent", "triton", ...); None takes the default backend
-    (`default_backend`), else the one for the tensors' device. Raises BackendRefusal, with every reason, and
-    never substitutes; TypeError and ValueError for arguments that do not fit.
+    Names and positions are those of flash-linear-attention 0.5.2. cu_seqlens_cpu and chunk_size change
+    nothing here; a cp_context is refused. backend names one ("chunked", "triton", ...); None takes the
+    default backend (`default_backend`), else the one for the tensors' device. Raises BackendRefusal, with
+    every reason, and never substitutes; TypeError and ValueError for arguments that do not fit.
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule
@@ -99,25 +97,31 @@ def gated_delta_rule(
         >>> o.flatten().tolist(), state.item()
         ([2.0, 2.0], 2.0)
     """
-    checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens)
+    if state_v_first and isinstance(initial_state, Tensor):
+        initial_state = initial_state.mT
+    checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens, cp_context)
     beta_max = checks.gate_arguments(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
     )
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
     call = Rule(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale),
         beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state,
     )  # fmt: skip
-    name, save = OPERATOR.choose(
-        (q, k, v, g, beta, A_log, dt_bias, initial_state),
-        _sizes(q, v),
-        backend,
-        packed=cu_seqlens is not None,
-    )
+    o, final_state = _run(call, backend)
+    if not output_final_state or final_state is None:
+        return o, None
+    return o, final_state.mT.contiguous() if state_v_first else final_state
+
+
+def _run(call: Rule, backend: str | None) -> tuple[Tensor, Tensor | None]:
+    tensors = (call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state)
+    packed = call.cu_seqlens is not None
+    name, save = OPERATOR.choose(tensors, _sizes(call.q, call.v), backend, packed=packed)
     if not registry.makes_gates(OPERATOR.name, name):
         call = make_call_gates(call)
-    o, final_state = OPERATOR(call, save=save, backend=name)
-    return o, final_state if output_final_state else None
+    return OPERATOR(call, save=save, backend=name)
 
 
 def gated_delta_rule_step(

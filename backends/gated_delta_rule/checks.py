@@ -7,7 +7,7 @@ look at data waits for it.
 
 from __future__ import annotations
 
-from torch import Tensor, int64
+from torch import Tensor, int32, int64
 
 from delta_trn.backends.checks import (
     in_brackets,
@@ -32,8 +32,14 @@ def arguments(
     beta: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    cp_context: object = None,
 ) -> None:
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit `gated_delta_rule`."""
+    if cp_context is not None:
+        raise ValueError(
+            f"cp_context is a {type(cp_context).__name__}; no sequence is divided over processes here: pass "
+            "None, and train with distribution.context=N"
+        )
     _shapes_agree(("B", "T"), q=q, k=k, v=v, g=g, beta=beta)
     require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
     require_one_device(q, "q", {"k": k, "v": v, "g": g, "beta": beta})
@@ -124,8 +130,8 @@ def _shapes_agree(lead: tuple[str, ...], **tensors: Tensor) -> None:
 def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens is a {type(cu_seqlens).__name__}; pass an int64 tensor [N + 1]")
-    if cu_seqlens.dtype != int64:
-        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}, not torch.int64; convert it once with .long()")
+    if cu_seqlens.dtype not in (int64, int32):
+        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; pass int64 or int32, the running sum of lengths")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens {shape_of(cu_seqlens)} is not [N + 1] with N >= 1; pass [0, end of 1st, ..., T]"

@@ -1,6 +1,7 @@
 """The public functions refuse bad arguments by name, run the backend asked for, and keep what they promise."""
 # ruff: noqa: E501  the tables of bad arguments are read by column
 
+import inspect
 import re
 
 import pytest
@@ -76,7 +77,8 @@ BAD = [
     ("transposed state",           {"initial_state": torch.zeros(B, HV, V, K)},                  ValueError, "initial_state [2, 4, 5, 8] is not [N, HV, K, V] = [2, 4, 8, 5]"),
     ("dtype of the state",         {"initial_state": torch.zeros(B, HV, K, V).bfloat16()},       TypeError,  "initial_state is torch.bfloat16; with torch.float32 q it is torch.float32: states keep full precision"),
     ("packed and batched",         {"cu_seqlens": packed(0, T)},                                 ValueError, "B=2 with cu_seqlens; packed sequences lie end to end in one row: reshape to B=1"),
-    ("int32 bounds",               {**one_row, "cu_seqlens": packed(0, T).int()},                TypeError,  "cu_seqlens is torch.int32, not torch.int64; convert it once with .long()"),
+    ("float bounds",               {**one_row, "cu_seqlens": packed(0, T).float()},              TypeError,  "cu_seqlens is torch.float32; pass int64 or int32"),
+    ("divided over processes",     {"cp_context": object()},                                     ValueError, "cp_context is a object; no sequence is divided over processes here"),
     ("a list of bounds",           {**one_row, "cu_seqlens": [0, T]},                            TypeError,  "cu_seqlens is a list; pass an int64 tensor [N + 1]"),
     ("no bounds",                  {**one_row, "cu_seqlens": packed(0)},                         ValueError, "cu_seqlens [1] is not [N + 1] with N >= 1"),
     ("bounds that start late",     {**one_row, "cu_seqlens": packed(1, T)},                      ValueError, "cu_seqlens runs from 1 to 3; it must run from 0 to T=3"),
@@ -263,3 +265,49 @@ def test_the_rule_takes_the_keywords_of_flash_linear_attention():
         cu_seqlens=None,
     )
     assert o.isfinite().all() and state.isfinite().all()
+
+
+class TestFlashLinearAttention:
+    """Calls written for chunk_gated_delta_rule of flash-linear-attention 0.5.2 run as they are."""
+
+    def test_names_and_positions_are_those_of_its_release(self):
+        positions = [
+            *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"),
+            *("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"),
+            *("cu_seqlens", "cu_seqlens_cpu", "cp_context"),
+        ]
+        parameters = inspect.signature(gated_delta_rule).parameters.values()
+        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == positions
+        keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+        assert keywords == {"use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", "backend"}
+
+    def test_positional_options_equal_keywords(self):
+        tensors = arguments()
+        state = torch.ones(B, HV, K, V)
+        o, final = gated_delta_rule(*tensors.values(), 0.3, state, True, True)
+        expected = gated_delta_rule(
+            **tensors, scale=0.3, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])
+
+    def test_bounds_of_32_bits_equal_those_of_64_and_what_means_nothing_changes_nothing(self):
+        tensors = {name: x[:1] for name, x in arguments().items()}
+        o, _ = gated_delta_rule(**tensors, cu_seqlens=packed(0, 1, T))
+        bounds = packed(0, 1, T).int()
+        again, _ = gated_delta_rule(**tensors, cu_seqlens=bounds, cu_seqlens_cpu=bounds, chunk_size=64)
+        assert torch.equal(o, again)
+
+    def test_states_with_values_first_are_the_transposed_ones_and_their_gradients_too(self):
+        tensors, state = arguments(), torch.randn(B, HV, K, V, generator=torch.Generator().manual_seed(1))
+        results = []
+        for first in (False, True):
+            initial = (state.mT if first else state).clone().requires_grad_()
+            options = {"initial_state": initial, "output_final_state": True, "state_v_first": first}
+            o, final = gated_delta_rule(**tensors, **options)
+            (gradient,) = torch.autograd.grad(o.sum() + final.square().sum(), initial)
+            results.append((o, *(x.mT if first else x for x in (final, gradient))))
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+    def test_unknown_keywords_still_raise(self):
+        with pytest.raises(TypeError, match="scal"):
+            gated_delta_rule(**arguments(), scal=1.0)
