@@ -140,7 +140,10 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     x = a if dt_bias is None else a + dt_bias.to(a.dtype)
     # below -60 softplus(x) is exp(x + 60) softplus(-60); above, exp(80) softplus(x) is a reset already
     excess = x.clamp(max=-60.0) + 60.0
-    return -(A_log.to(a.dtype) + excess).clamp(max=80.0).exp() * F.softplus(x.clamp(min=-60.0))
+    # PyTorch's softplus is the identity above a threshold, by default 20: there it would cost float64 1e-10
+    return -(A_log.to(a.dtype) + excess).clamp(max=80.0).exp() * F.softplus(
+        x.clamp(min=-60.0), threshold=40.0
+    )
 
 
 def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:

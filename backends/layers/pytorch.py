@@ -61,7 +61,7 @@ def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list
     """Returns y; saves the reciprocal norm of every row."""
     y, r = _normalize(call.x, call.weight, call.eps)
     if call.gate is not None:
-        y = y * F.silu(call.gate.to(_full(call.gate.dtype)))
+        y = y * F.silu(call.gate.to(torch.promote_types(y.dtype, call.gate.dtype)))
     return y.to(call.x.dtype), [r] if save else []
 
 
@@ -77,7 +77,7 @@ def gated_rms_norm_backward(
     x, weight, (r,) = call.x, call.weight, saved
     dn, dgate = dy.to(_full(x.dtype)), None
     if call.gate is not None:
-        z = call.gate.to(_full(call.gate.dtype))
+        z = call.gate.to(torch.promote_types(dn.dtype, call.gate.dtype))
         dgate = torch.ops.aten.silu_backward(dn * ((x * r) * weight), z).to(call.gate.dtype)
         dn = dn * F.silu(z)
     dx, dweight = _norm_backward(dn, x, r, weight)

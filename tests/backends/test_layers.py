@@ -54,6 +54,17 @@ def test_every_layer_operation_agrees_with_the_judge(backend, case, dtype):
     assert not failed, "\n".join(failed)
 
 
+def test_a_float64_norm_computes_the_silu_of_a_float32_gate_in_float64():
+    x, gate, dy = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)).double().unbind()
+    weight, results = torch.ones(6), []
+    for z in (gate.float(), gate.float().double()):
+        leaves = [x.clone().requires_grad_(), z.requires_grad_()]
+        y = gated_rms_norm(*leaves, weight, eps=EPS, backend="chunked")
+        results.append([y, *torch.autograd.grad(y, leaves, dy)])
+    for single, double in zip(*results, strict=True):
+        assert torch.equal(single, double.to(single.dtype))
+
+
 def test_every_operation_is_tested_on_every_backend_that_has_kernels():
     assert {case.op for case in CASES} == set(LAYERS)
     tested = {(backend, case.op) for backend, case in PAIRS}
