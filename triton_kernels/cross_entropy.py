@@ -19,7 +19,7 @@ Layout: z [M, V] contiguous; goal, keep, loss [M].
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import arithmetic, tile
+from delta_trn.triton_kernels.launch import arithmetic, take_turns, tile
 from delta_trn.triton_kernels.tiles import round_to
 from delta_trn.triton_kernels.variants import Variant
 
@@ -58,6 +58,7 @@ def softmax_kernel(
             tl.store(p_z + o_v, round_to(b_dz, z.dtype.element_ty, DOT), mask=o_v < V)
 
 
+@take_turns
 def softmax_(z, goal, keep, loss, *, gradient):
     """Launches `softmax_kernel`: fills loss, and with `gradient` puts dz in place of z."""
     M, V = z.shape

@@ -29,7 +29,7 @@ Layout: x, dx [M, D, DV]; k, dk [M, D]; v, dv [M, DV]; beta, dbeta [M]; M tokens
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import arithmetic, tile
+from delta_trn.triton_kernels.launch import arithmetic, take_turns, tile
 from delta_trn.triton_kernels.tiles import round_to
 from delta_trn.triton_kernels.variants import Variant
 
@@ -119,6 +119,7 @@ def backward_kernel(
         tl.store(dk + i_m * D + o_d, round_to(r * (b_dy - b_y * ydy), dk.dtype.element_ty, DOT), mask=m_d)
 
 
+@take_turns
 def forward(x, k, v, beta, out, *, k_eps):
     """Launches `forward_kernel`: fills out. k_eps None: k is taken as it is."""
     M, D, DV = x.shape
@@ -130,6 +131,7 @@ def forward(x, k, v, beta, out, *, k_eps):
     )  # fmt: skip
 
 
+@take_turns
 def backward(dout, x, k, v, beta, *, dx, dk, dv, dbeta, k_eps):
     """Launches `backward_kernel`: fills dx, dk, dv and dbeta."""
     M, D, DV = x.shape

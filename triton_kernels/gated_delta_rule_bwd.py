@@ -32,9 +32,9 @@ Where g and beta came as a and z, with s = a + dt_bias:
     dz = beta_max sigmoid(z) sigmoid(-z) dbeta
 
 Source: arXiv:2412.06464 for the forward equations; the gradients are derived here. Normalized q and k enter
-by their row factors, as in forward. dQK^T and dKK^T stand on the left of a product and are therefore computed
-from products of their own, U dO^T and U dY^T: no result of a product is ever transposed. No atomics: equal
-inputs give equal bits.
+by their row factors, as in forward; q and k are q_scaled and k_scaled where `prepare` wrote those. dQK^T and
+dKK^T stand on the left of a product and are therefore computed from products of their own, U dO^T and U dY^T:
+no result of a product is ever transposed. No atomics: equal inputs give equal bits.
 
 Layout, beyond that of forward:
 
@@ -54,8 +54,9 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
+    RESET,
     ROWS,
     accumulate,
     locate_chunk,
@@ -63,7 +64,9 @@ from delta_trn.triton_kernels.tiles import (
     multiply,
     multiply_split,
     round_to,
+    scale_by_exp,
     softplus,
+    split_power,
 )
 from delta_trn.triton_kernels.variants import Variant, gates, layouts
 
@@ -79,7 +82,7 @@ TYPES = {
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def reverse_scan_kernel(
     q, k, v, do, T, P, rows, S, initial_state, dstate, dY, dS, dv, vdY, carry, dinitial_state,
-    cu_seqlens, chunk_offsets, tokens, NT, NS, span,
+    cu_seqlens, chunk_offsets, scale, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +158,11 @@ def reverse_scan_kernel(
             tl.store(dv + (t * HV + i_h) * V + o_vc, b_dvT, mask=m_vc)
         b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 5 * C + o_c)[None, :]
         b_dYT *= tl.load(p_rows + 4 * C + o_c)[None, :]
-        b_dZ = b_dZ * b_last + multiply(round_to(b_dOT, dtype, DOT), b_q, DOT)
+        if dtype == tl.float16:
+            # scale dO may leave the range of float16
+            b_dZ = b_dZ * b_last + scale * multiply(round_to(b_dOT, dtype, DOT), b_q, DOT)
+        else:
+            b_dZ = b_dZ * b_last + multiply(round_to(scale * b_dOT, dtype, DOT), b_q, DOT)
         b_dZ -= multiply(round_to(b_dYT, dtype, DOT), b_k, DOT)
 
     # not one condition: the first is decided when the kernel is compiled, the second when it runs
@@ -178,9 +185,9 @@ def gradients_kernel(
     q, k, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, vdY, carry, dq, dk, dg, dbeta, dgates,
     chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Computes dq, dk, dg, dbeta and dgates; one program per (chunk, value head).
+    """Computes dq, dk, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and k are.
 
     Three passes over V: the C x C products; dq's state part; dk's two state parts. The second and third read
     what the first left in L2. They are separate so that at most two [C, K] accumulators live at once: at K =
@@ -238,14 +245,17 @@ def gradients_kernel(
     b_k = tl.load(k + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
     b_rq = tl.load(p_rows + 2 * C + o_c)
     b_rk = tl.load(p_rows + 3 * C + o_c)
+    b_fq, b_fk = b_rq, b_rk
+    if SCALED:
+        b_fq, b_fk = split_power(b_rq)[1], split_power(b_rk)[1]
     lower = o_c[:, None] >= o_c[None, :]
     upper = o_c[:, None] <= o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
     b_DT = tl.exp(tl.where(upper, -b_D, float("-inf")))
     b_D = tl.exp(tl.where(lower, b_D, float("-inf")))
-    b_QK = multiply(b_q, tl.trans(b_k), DOT) * (b_rq[:, None] * b_rk[None, :])
-    b_KK = multiply(b_k, tl.trans(b_k), DOT) * (b_rk[:, None] * b_rk[None, :])
+    b_QK = multiply(b_q, tl.trans(b_k), DOT) * (b_fq[:, None] * b_fk[None, :])
+    b_KK = multiply(b_k, tl.trans(b_k), DOT) * (b_fk[:, None] * b_fk[None, :])
     b_dQK = scale * b_OU * b_D
     b_dLD = tl.where(strict, -b_YU * b_D, 0.0)  # dL . D
     b_dLDKK = b_dLD * b_KK
@@ -255,9 +265,9 @@ def gradients_kernel(
     # the left operands of the last products are rounded now: so they wait in half the registers
     diagonal = o_c[:, None] == o_c[None, :]
     b_dKKT = tl.where(strict, 0.0, tl.where(diagonal, 0.0, -b_UY * b_DT * b_beta[None, :]))
-    b_dKK = round_to((b_dLD * b_beta[:, None] + b_dKKT) * b_rk[None, :], dtype, DOT)  # dKK + dKK^T
-    b_dQKT = round_to(scale * b_UO * b_DT * b_rq[None, :], dtype, DOT)
-    b_dQK = round_to(b_dQK * b_rk[None, :], dtype, DOT)
+    b_dKK = round_to((b_dLD * b_beta[:, None] + b_dKKT) * b_fk[None, :], dtype, DOT)  # dKK + dKK^T
+    b_dQKT = round_to(scale * b_UO * b_DT * b_fq[None, :], dtype, DOT)
+    b_dQK = round_to(b_dQK * b_fk[None, :], dtype, DOT)
 
     b_gam = tl.exp(b_b)
     b_lam = tl.exp((tl.load(p_rows + C - 1) - b_b) + (tl.load(p_rows + 2 * C - 1) - b_b_low))
@@ -270,7 +280,7 @@ def gradients_kernel(
         b_do = tl.load(do + p_v + o_tv, mask=m_t[:, None] & m_v[None, :], other=0.0)
         b_S = tl.load(S + p_S + o_vk, mask=m_v[:, None] & m_k[None, :], other=0.0)
         b_dq = accumulate(b_dq, b_do, b_S, DOT)
-    b_q32 = b_q.to(tl.float32) * b_rq[:, None]
+    b_q32 = b_q.to(tl.float32) * b_fq[:, None]
     b_dq *= (scale * b_gam)[:, None]
     b_reads = tl.sum(b_q32 * b_dq, axis=1)
     b_dq = accumulate(b_dq, b_dQK, b_k, DOT)
@@ -294,7 +304,7 @@ def gradients_kernel(
         b_dS = tl.load(dS + p_S + o_vk, mask=m_vk, other=0.0)
         b_YS = accumulate(b_YS, b_dY, b_S, DOT)
         b_US = accumulate(b_US, b_U, b_dS, DOT)
-    b_k32 = b_k.to(tl.float32) * b_rk[:, None]
+    b_k32 = b_k.to(tl.float32) * b_fk[:, None]
     b_kYS = b_gam * tl.sum(b_k32 * b_YS, axis=1)
     b_dbeta -= b_kYS
     b_reads -= b_beta * b_kYS
@@ -316,10 +326,12 @@ def gradients_kernel(
         b_s = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
         if dt_bias is not None:
             b_s += tl.load(dt_bias + i_h).to(tl.float32)
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-        b_dg = tl.where(m_t, -rate * b_dg, 0.0)
-        tl.store(dgates + tile * 2, tl.sum(b_dg * softplus(b_s), axis=0))
-        b_dg *= tl.sigmoid(b_s)
+        rate = tl.load(A_log + i_h).to(tl.float32)
+        b_minus_g = scale_by_exp(rate, softplus(b_s), b_s)
+        # a reset has no gradient; its g may be infinite
+        m_g = m_t & ~(b_minus_g >= -RESET)
+        tl.store(dgates + tile * 2, tl.sum(tl.where(m_g, -b_dg * b_minus_g, 0.0), axis=0))
+        b_dg = tl.where(m_g, -b_dg * scale_by_exp(rate, tl.sigmoid(b_s), b_s), 0.0)
         tl.store(dgates + tile * 2 + 1, tl.sum(b_dg, axis=0))
     if beta_max is not None:
         b_z = tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32)
@@ -328,9 +340,10 @@ def gradients_kernel(
     tl.store(dbeta + p_g, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
 
 
+@take_turns
 def reverse_scan(
     q, k, v, do, T, P, rows, S, initial_state, dstate, *, dY, dS, dv, vdY, carry, dinitial_state,
-    chunks: Chunks, config: Config,
+    scale, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `reverse_scan_kernel`, which says what it fills."""
     H, K = q.shape[2:]
@@ -338,15 +351,16 @@ def reverse_scan(
     tile = config.reverse
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
         q, k, v, do, T, P, rows, S, initial_state, dstate, dY, dS, dv, vdY, carry, dinitial_state,
-        chunks.cu_seqlens, chunks.offsets, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, WORDS=T.shape[2],
-        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        chunks.cu_seqlens, chunks.offsets, scale, chunks.tokens, chunks.per_sequence, chunks.segments,
+        chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
+        WORDS=T.shape[2], DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
+@take_turns
 def gradients(
     q, k, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, vdY, carry, *, dq, dk, dg, dbeta, dgates, scale,
-    l2norm, beta_max, chunks: Chunks, config: Config,
+    l2norm, scaled, beta_max, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `gradients_kernel`: fills dq, dk, dg, dbeta, and with A_log dgates."""
     H, K = q.shape[2:]
@@ -356,7 +370,7 @@ def gradients(
         q, k, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, vdY, carry, dq, dk, dg, dbeta, dgates,
         chunks.start, chunks.length, scale, beta_max or None, chunks.tokens, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, TILES=vdY.shape[2],
-        L2NORM=l2norm, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        L2NORM=l2norm, SCALED=scaled, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -377,5 +391,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, row.reverse, reverse)
         values |= {"BV": row.gradients.columns}
         for form, arguments in gates(quick).items():
-            options = f"{layout}, {form}"
-            yield Variant("gradients", options, gradients_kernel, TYPES, row.gradients, values | arguments)
+            for scaled in (False,) if itemsize == 4 or quick else (False, True):
+                constants = values | arguments | {"SCALED": scaled}
+                options = f"{layout}, {form}" + ", scaled" * scaled
+                yield Variant("gradients", options, gradients_kernel, TYPES, row.gradients, constants)

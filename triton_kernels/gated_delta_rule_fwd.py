@@ -21,8 +21,12 @@ which is the same because D = diag(gam) 1 diag(1 / gam) is a similarity. D is al
 difference, never as a quotient, which overflows.
 
 Normalized queries and keys are never written: their factors r_q, r_k scale rows, so they fold into gam, lam
-and the C x C matrices, and the products read q and k as they came. Neither are g and beta where the call
-gives a and z instead, which a layer projects, both [B, tokens, HV]:
+and the C x C matrices, and the products read q and k as they came. In float16 r_k, 1000 at a zero key and
+1e-6 at a huge one, would take U out of the range: there `prepare` writes q and k times the powers of two in
+r_q and r_k, which is exact, and only the factors f_q, f_k in [1, 2) that are left of them fold.
+
+Every g <= 0 is right, -inf included: see tiles.RESET. g and beta are never written where the call gives a
+and z instead, which a layer projects, both [B, tokens, HV]:
 
     g = -exp(A_log) softplus(a + dt_bias)         beta = beta_max sigmoid(z)
 
@@ -33,6 +37,7 @@ result of a product is ever transposed, which Triton 3.4 to 3.7.0 miscompiles on
 Layout, with NC the number of chunks of all sequences, and B = 1 where N sequences are packed:
 
     q, k [B, tokens, H, K]         v, o [B, tokens, HV, V]       g, beta [B, tokens, HV]
+    q_scaled, k_scaled             as q and k, for float16 that is normalized
     T [NC, HV, 1 or 2, C, C]       P [NC, HV, C, C]              rows [NC, HV, 8, C] float32, see tiles.ROWS
     S [NC, HV, V, K]               U [NC, HV, C, V]              initial_state, final_state [N, HV, K, V]
     A_log, dt_bias [HV]            transition [N, HV, K, K]
@@ -46,8 +51,9 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
+    RESET,
     ROWS,
     compute_gates,
     invert_unit_lower,
@@ -56,11 +62,12 @@ from delta_trn.triton_kernels.tiles import (
     multiply,
     multiply_split,
     round_to,
+    split_power,
 )
 from delta_trn.triton_kernels.variants import Variant, gates, layouts
 
 TYPES = {
-    "*x": "q k v o T P S U",
+    "*x": "q k v o q_scaled k_scaled T P S U",
     "*fp32": "g beta A_log dt_bias rows initial_state final_state transition",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
     "fp32": "scale beta_max",
@@ -70,7 +77,8 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, T, P, rows, chunk_start, chunk_length, scale, beta_max, tokens, NT,
+    q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, T, P, rows, chunk_start, chunk_length, scale, beta_max,
+    tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
     L2NORM: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -101,6 +109,8 @@ def prepare_kernel(
     if beta_max is not None:
         b_beta = tl.where(m_t, b_beta, 0.0)
 
+    b_g = tl.where(b_g < RESET, RESET, b_g)
+
     # the running sum in two words: its differences keep their digits where strong and weak decays meet
     b_sum = tl.cumsum(b_g.to(tl.float64), axis=0)
     b_b = b_sum.to(tl.float32)
@@ -114,16 +124,24 @@ def prepare_kernel(
         b_rq = tl.full([C], 1.0, tl.float32)
         b_rk = tl.full([C], 1.0, tl.float32)
     tile = i_c * HV + i_h
+    p_rows = rows + tile * (ROWS * C) + o_c
+    tl.store(p_rows + 2 * C, b_rq)
+    tl.store(p_rows + 3 * C, b_rk)
+    if q_scaled is not None:
+        b_power, b_rq = split_power(b_rq)
+        b_q = round_to(b_q.to(tl.float32) * b_power[:, None], q.dtype.element_ty, DOT)
+        b_power, b_rk = split_power(b_rk)
+        b_k = round_to(b_k.to(tl.float32) * b_power[:, None], k.dtype.element_ty, DOT)
+        m_tk &= i_h % (HV // H) == 0
+        tl.store(q_scaled + row + o_tk, b_q, mask=m_tk)
+        tl.store(k_scaled + row + o_tk, b_k, mask=m_tk)
     b_last = tl.sum(tl.where(o_c == C - 1, b_sum, 0.0), axis=0)
     b_gam = tl.exp(b_b)
     b_lam = tl.exp((b_last - b_sum).to(tl.float32))
-    p_rows = rows + tile * (ROWS * C) + o_c
     tl.store(p_rows, b_b)
     tl.store(p_rows + C, b_b_low)
-    tl.store(p_rows + 2 * C, b_rq)
-    tl.store(p_rows + 3 * C, b_rk)
     tl.store(p_rows + 4 * C, b_gam * b_rk * b_beta)
-    tl.store(p_rows + 5 * C, scale * b_gam * b_rq)
+    tl.store(p_rows + 5 * C, b_gam * b_rq)
     tl.store(p_rows + 6 * C, b_lam * b_rk)
     tl.store(p_rows + 7 * C, b_beta)
 
@@ -148,7 +166,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def scan_kernel(
     q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
-    tokens, NT, NS, span,
+    scale, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -213,7 +231,7 @@ def scan_kernel(
         if o is not None:
             b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
             b_P = tl.load(P + tile * (C * C) + o_cc)
-            b_OT = multiply(b_Zd, tl.trans(b_q), DOT) * tl.load(p_rows + 5 * C + o_c)[None, :]
+            b_OT = multiply(b_Zd, tl.trans(b_q), DOT) * (scale * tl.load(p_rows + 5 * C + o_c))[None, :]
             b_OT += multiply(round_to(b_UT, dtype, DOT), tl.trans(b_P), DOT)
             tl.store(o + (t * HV + i_h) * V + o_vc, round_to(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
         b_UT *= tl.load(p_rows + 6 * C + o_c)[None, :]
@@ -227,24 +245,28 @@ def scan_kernel(
         tl.store(p_x, b_Z, mask=m_x[:, None] & m_k[None, :])
 
 
+@take_turns
 def prepare(
-    q, k, g, beta, A_log, dt_bias, T, P, rows, *, scale, l2norm, beta_max, chunks: Chunks, config: Config
+    q, k, g, beta, A_log, dt_bias, *, q_scaled, k_scaled, T, P, rows, scale, l2norm, beta_max, chunks: Chunks,
+    config: Config,
 ):  # fmt: skip
     """Launches `prepare_kernel`: fills T, P and rows. Tensors as in the module's layout, contiguous.
 
-    A_log None: g is given as it is. dt_bias None: no bias. beta_max 0: beta is given as it is.
+    A_log None: g is given as it is. dt_bias None: no bias. beta_max 0: beta is given as it is. q_scaled and
+    k_scaled, if not None, are filled and take the place of q and k from here on.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
     prepare_kernel[(chunks.count * HV,)](
-        q, k, g, beta, A_log, dt_bias, T, P, rows, chunks.start, chunks.length, scale, beta_max or None,
-        chunks.tokens, chunks.per_sequence,
+        q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, T, P, rows, chunks.start, chunks.length, scale,
+        beta_max or None, chunks.tokens, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, WORDS=T.shape[2], DOT=config.dot,
         num_warps=config.prepare.warps, num_stages=config.prepare.stages,
     )  # fmt: skip
 
 
+@take_turns
 def scan(
-    q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, chunks: Chunks,
+    q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, scale, chunks: Chunks,
     config: Config,
 ):  # fmt: skip
     """Launches `scan_kernel`: fills whichever of o, final_state, transition, S and U are not None."""
@@ -254,7 +276,7 @@ def scan(
     columns = -(-V // tile.columns) + (0 if transition is None else -(-K // tile.columns))
     scan_kernel[(chunks.sequences * HV * columns,)](
         q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
-        chunks.offsets, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
+        chunks.offsets, scale, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, WORDS=T.shape[2],
         DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -272,7 +294,12 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     for layout, tables in layouts(quick).items():
         for form, arguments in gates(quick).items():
             values = sizes | tables | arguments
-            yield Variant("prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
+            unscaled = values | dict.fromkeys(("q_scaled", "k_scaled"))
+            yield Variant("prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, unscaled)
+            if itemsize == 2 and not quick:
+                yield Variant(
+                    "prepare", f"{layout}, {form}, scaled", prepare_kernel, TYPES, row.prepare, values
+                )
         states = ("initial_state", "final_state") if layout == "dense" else ()
         for use, absent in uses.items():
             values = sizes | tables | dict.fromkeys((*absent, *states))

@@ -18,7 +18,7 @@ Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import arithmetic, power_of_two, tile
+from delta_trn.triton_kernels.launch import arithmetic, power_of_two, take_turns, tile
 from delta_trn.triton_kernels.tiles import compute_gates, round_to
 from delta_trn.triton_kernels.variants import Variant, gates
 
@@ -31,7 +31,10 @@ def step_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Computes o and new_state; one program per (sequence, value head, BV columns of V)."""
+    """Computes o and new_state; one program per (sequence, value head, BV columns of V).
+
+    state None: it is zero. new_state None: it is not written.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v = (pid % NV).to(tl.int32)
@@ -52,16 +55,23 @@ def step_kernel(
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
     p_state = i_nh * (K * V) + o_k[:, None] * V + o_v[None, :]
     m_kv = m_k[:, None] & m_v[None, :]
-    b_S = tl.load(state + p_state, mask=m_kv, other=0.0).to(tl.float32) * tl.exp(b_g)
+    b_S = tl.zeros([KP, BV], dtype=tl.float32)
+    if state is not None:
+        b_S += tl.load(state + p_state, mask=m_kv, other=0.0).to(tl.float32) * tl.exp(b_g)
     b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
     b_S += b_k[:, None] * b_u[None, :]
     b_o = scale * tl.sum(b_S * b_q[:, None], axis=0)
     tl.store(o + i_nh * V + o_v, round_to(b_o, o.dtype.element_ty, DOT), mask=m_v)
-    tl.store(new_state + p_state, round_to(b_S, new_state.dtype.element_ty, DOT), mask=m_kv)
+    if new_state is not None:
+        tl.store(new_state + p_state, round_to(b_S, new_state.dtype.element_ty, DOT), mask=m_kv)
 
 
+@take_turns
 def step(q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm, beta_max):
-    """Launches `step_kernel`: fills o and new_state, which may be state itself. beta_max 0: beta is given."""
+    """Launches `step_kernel`: fills o and new_state, which may be state itself. beta_max 0: beta is given.
+
+    state None: it is zero. new_state None: it is not filled.
+    """
     B, H, K = q.shape
     HV, V = v.shape[1:]
     row = tile("step", V)

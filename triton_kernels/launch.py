@@ -8,12 +8,15 @@ so equal inputs take equal code paths and give equal bits.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from math import inf
+from threading import Lock
+from typing import ParamSpec
 
 from triton import knobs
 
 ANY = inf
+Arguments = ParamSpec("Arguments")
 
 # most programs in backward of rms_norm and short_convolution; each writes its part of the weight's gradient
 PROGRAMS = 1024
@@ -149,6 +152,27 @@ def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 
 def arithmetic(dot: str = "ieee") -> str:
     """Returns the kernels' DOT: `dot`, or "interpreted" where Triton's interpreter will run them."""
     return "interpreted" if knobs.runtime.interpret else dot
+
+
+_interpreter = Lock()
+
+
+def take_turns(launch: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Decorates a function that launches a kernel: under Triton's interpreter, one thread at a time.
+
+    The interpreter replaces functions of `triton.language` while a kernel runs and keeps the program's number
+    in a global. Like `triton.jit` it asks once, on import, whether kernels are interpreted: a compiled launch
+    is the function itself.
+    """
+    if not knobs.runtime.interpret:
+        return launch
+
+    @wraps(launch)
+    def launch_alone(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        with _interpreter:
+            launch(*arguments, **named)
+
+    return launch_alone
 
 
 # global, not a context variable: autograd runs backward on CUDA in a thread with a context of its own

@@ -27,7 +27,7 @@ Layout: x, z, a, residual, y, total and gradients [M, N], contiguous; weight [N]
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import PROGRAMS, arithmetic, tile
+from delta_trn.triton_kernels.launch import PROGRAMS, arithmetic, take_turns, tile
 from delta_trn.triton_kernels.tiles import round_to
 from delta_trn.triton_kernels.variants import Variant
 
@@ -107,6 +107,7 @@ def parts(M, N):
     return min(tiles, PROGRAMS), tiles
 
 
+@take_turns
 def forward(x, gate, residual, weight, y, total, *, eps):
     """Launches `forward_kernel`: fills y, and with a residual total. gate, residual: a tensor or None."""
     M, N = x.shape
@@ -117,6 +118,7 @@ def forward(x, gate, residual, weight, y, total, *, eps):
     )  # fmt: skip
 
 
+@take_turns
 def backward(dy, dtotal, x, gate, weight, *, dx, dgate, dweight, eps):
     """Launches `backward_kernel`: fills dx, dgate and dweight [P, N], P from `parts`. dtotal None: no sum."""
     M, N = x.shape

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Segments
-from delta_trn.triton_kernels.launch import arithmetic, power_of_two, tile
+from delta_trn.triton_kernels.launch import arithmetic, power_of_two, take_turns, tile
 from delta_trn.triton_kernels.tiles import accumulate
 from delta_trn.triton_kernels.variants import Variant
 
@@ -94,6 +94,7 @@ def chain_kernel(
         tl.store(final + (i_n * HV + i_h) * (K * V) + o_kv, b_S, mask=m_kv)
 
 
+@take_turns
 def chain(A, B, initial, *, states, final, segments: Segments, reverse: bool):
     """Launches `chain_kernel`: fills states, and final unless it is None.
 

@@ -27,7 +27,7 @@ Layout, all contiguous:
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.launch import PROGRAMS, arithmetic, tile
+from delta_trn.triton_kernels.launch import PROGRAMS, arithmetic, take_turns, tile
 from delta_trn.triton_kernels.tiles import round_to
 from delta_trn.triton_kernels.variants import Variant
 
@@ -172,6 +172,7 @@ def parts(B, T, C, W, *, prefix):
     return min(tiles, max(1, PROGRAMS // -(-C // row.columns))), tiles
 
 
+@take_turns
 def forward(x, weight, prefix, position, y, *, silu):
     """Launches `forward_kernel`: fills y. prefix, position: a tensor or None."""
     B, T, C = x.shape
@@ -184,6 +185,7 @@ def forward(x, weight, prefix, position, y, *, silu):
     )  # fmt: skip
 
 
+@take_turns
 def backward(dy, x, weight, prefix, position, *, dx, dprefix, dweight, silu):
     """Launches `backward_kernel`: fills dx, dprefix (or None) and dweight [P, C, W], P from `parts`."""
     B, T, C = x.shape

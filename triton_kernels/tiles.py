@@ -11,10 +11,15 @@ hardware's arithmetic in both.
 import triton
 import triton.language as tl
 
-# `rows` keeps eight float32 rows [C] per chunk and value head:
+# `rows` keeps eight float32 rows [C] per chunk and value head, f_q and f_k the factors of q and k as products
+# read them: r_q and r_k, or what `split_power` leaves of them.
 #     0  b                1  what float32 cut off b     2  r_q            3  r_k
-#     4  gam r_k beta     5  scale gam r_q              6  lam r_k        7  beta
+#     4  gam f_k beta     5  gam f_q                    6  lam f_k        7  beta
 ROWS = tl.constexpr(8)
+
+# A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104 on), and
+# sums of these over a chunk keep the digits of the small ones.
+RESET = tl.constexpr(-128.0)
 
 
 @triton.jit
@@ -78,6 +83,17 @@ def softplus(z):
 
 
 @triton.jit
+def scale_by_exp(A_log, y, z):
+    """Returns exp(A_log) y, where y is softplus(z) or sigmoid(z).
+
+    Below z = -20 both are exp(z) to the last digit, and only exp(A_log + z) is right where exp(A_log)
+    overflows and y underflows.
+    """
+    least = tl.where(A_log > 60.0, -20.0, float("-inf"))
+    return tl.where(z < least, tl.exp(A_log + z), tl.exp(A_log) * y)
+
+
+@triton.jit
 def compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max):
     """Returns g and beta of head i_h, computed from a and z by gated_delta_rule_fwd's formulas.
 
@@ -86,10 +102,18 @@ def compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max):
     if A_log is not None:
         if dt_bias is not None:
             b_g += tl.load(dt_bias + i_h).to(tl.float32)
-        b_g = -tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(b_g)
+        b_g = -scale_by_exp(tl.load(A_log + i_h).to(tl.float32), softplus(b_g), b_g)
     if beta_max is not None:
         b_beta = beta_max * tl.sigmoid(b_beta)
     return b_g, b_beta
+
+
+@triton.jit
+def split_power(r):
+    """Splits float32 r > 0 into a power of two and a factor in [1, 2)."""
+    bits = r.to(tl.uint32, bitcast=True)
+    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    return power, ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -39,36 +39,39 @@ KEPT_BYTES = 512 * 2**20
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Returns o, final_state and what `backward` reads: T, P, rows; states, A; S, U.
+    """Returns o, final_state and what `backward` reads: T, P, rows; states, A; S, U; q_scaled, k_scaled.
 
-    states and A, of segments, are empty where sequences stay whole; S and U, where they are not kept.
+    Empty are states and A, of segments, where sequences stay whole; S and U where they are not kept; q_scaled
+    and k_scaled except where float16 is normalized.
     """
     q, k, v, g, beta = (x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta))
     initial_state = None if call.initial_state is None else call.initial_state.contiguous()
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     row = config(K, V, itemsize=q.element_size())
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    T, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(chunks, HV, q.dtype))
-    gated_delta_rule_fwd.prepare(
-        q,
-        k,
-        g,
-        beta,
-        call.A_log,
-        call.dt_bias,
-        T,
-        P,
-        rows,
-        scale=call.scale,
-        l2norm=call.l2norm,
-        beta_max=call.beta_max,
-        chunks=chunks,
-        config=row,
-    )
     o = torch.empty_like(v)
     final_state = None
     if call.output_final_state:
         final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
+    alone = _is_one_token(call)
+    if alone:
+        token = [x[:, 0] for x in (q, k, v, g, beta)]
+        gated_delta_rule_step.step(
+            *token, call.A_log, call.dt_bias, initial_state, o[:, 0], final_state,
+            scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
+        )  # fmt: skip
+        if not save:
+            return o, final_state, []
+    T, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(chunks, HV, q.dtype))
+    q_scaled, k_scaled = (torch.empty_like(q) if _is_scaled(call) else None for _ in range(2))
+    gated_delta_rule_fwd.prepare(
+        q, k, g, beta, call.A_log, call.dt_bias, q_scaled=q_scaled, k_scaled=k_scaled, T=T, P=P, rows=rows,
+        scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max, chunks=chunks, config=row,
+    )  # fmt: skip
+    if alone:
+        return o, final_state, _saved(q, T, P, rows, None, None, None, None, q_scaled, k_scaled)
+    if q_scaled is not None and k_scaled is not None:
+        q, k = q_scaled, k_scaled
     states = A = S = U = None
     scanned, start, final = chunks, initial_state, final_state
     split = segment_tables(chunks, HV, K, V, row, q.device)
@@ -78,20 +81,22 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         last = torch.empty_like(states)  # of each segment, if it started from zeros
         gated_delta_rule_fwd.scan(
             q, k, v, T, P, rows, None,
-            o=None, final_state=last, transition=A, S=None, U=None, chunks=split.chunks, config=row,
+            o=None, final_state=last, transition=A, S=None, U=None, scale=call.scale, chunks=split.chunks,
+            config=row,
         )  # fmt: skip
         segments.chain(
             A, last, initial_state, states=states, final=final_state, segments=split, reverse=False
         )
         scanned, start, final = split.chunks, states, None
-    if save and _keeps_states(chunks, HV, K, V, q.dtype):
+    if save and _keeps_states(call, chunks):
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
-        q, k, v, T, P, rows, start, o=o, final_state=final, S=S, U=U, chunks=scanned, config=row
-    )
+        q, k, v, T, P, rows, start,
+        o=o, final_state=final, S=S, U=U, scale=call.scale, chunks=scanned, config=row,
+    )  # fmt: skip
     if not save:
         return o, final_state, []
-    return o, final_state, [q.new_empty(0) if x is None else x for x in (T, P, rows, states, A, S, U)]
+    return o, final_state, _saved(q, T, P, rows, states, A, S, U, q_scaled, k_scaled)
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
@@ -104,7 +109,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     HV, V = v.shape[2:]
     row = config(K, V, itemsize=q.element_size())
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    T, P, rows, states, A, S, U = saved
+    T, P, rows, states, A, S, U, q_scaled, k_scaled = saved
+    if _is_scaled(call):
+        q, k = q_scaled, k_scaled
     scanned = chunks
     dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
     split = segment_tables(chunks, HV, K, V, row, q.device)
@@ -118,8 +125,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dlast, dstates = torch.empty_like(states), torch.empty_like(states)
         gated_delta_rule_bwd.reverse_scan(
             q, k, v, do, T, P, rows, None, None, None,
-            dY=None, dS=None, dv=None, vdY=None, carry=None, dinitial_state=dlast, chunks=split.chunks,
-            config=row,
+            dY=None, dS=None, dv=None, vdY=None, carry=None, dinitial_state=dlast, scale=call.scale,
+            chunks=split.chunks, config=row,
         )  # fmt: skip
         segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, None
@@ -127,7 +134,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
             q, k, v, T, P, rows, initial_state,
-            o=None, final_state=None, S=S, U=U, chunks=scanned, config=row,
+            o=None, final_state=None, S=S, U=U, scale=call.scale, chunks=scanned, config=row,
         )  # fmt: skip
     dY, dS, dv = torch.empty_like(U), torch.empty_like(S), torch.empty_like(v)
     tiles = -(-V // row.reverse.columns)
@@ -135,7 +142,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     carry = q.new_empty((chunks.count, HV, tiles), dtype=torch.float32)
     gated_delta_rule_bwd.reverse_scan(
         q, k, v, do, T, P, rows, S, initial_state, dstate,
-        dY=dY, dS=dS, dv=dv, vdY=vdY, carry=carry, dinitial_state=dfirst, chunks=scanned, config=row,
+        dY=dY, dS=dS, dv=dv, vdY=vdY, carry=carry, dinitial_state=dfirst, scale=call.scale, chunks=scanned,
+        config=row,
     )  # fmt: skip
     # value heads that share a key are summed below, in float32 and in a fixed order, unlike atomics
     per_head = q.dtype if HV == H else torch.float32
@@ -147,7 +155,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     gated_delta_rule_bwd.gradients(
         q, k, do, g, beta, call.A_log, call.dt_bias, rows, S, U, dY, dS, vdY, carry,
         dq=dq, dk=dk, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm,
-        beta_max=call.beta_max, chunks=chunks, config=row,
+        scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if HV != H:
         dq, dk = (x.view(B, length, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
@@ -182,9 +190,26 @@ def saved_shapes(call: Rule) -> Shapes:
     chunks = chunk_counts(q, call.cu_seqlens, row.C)
     count = segment_count(chunks, HV, K, V, row, q.device)
     split = _segment_shapes(count, HV, K, V) if count else [((0,), q.dtype)] * 2
-    keeps = _keeps_states(chunks, HV, K, V, q.dtype)
-    kept = _state_shapes(chunks, HV, K, V, q.dtype) if keeps else [((0,), q.dtype)] * 2
-    return [*_prepared_shapes(chunks, HV, q.dtype), *split, *kept]
+    kept = _state_shapes(chunks, HV, K, V, q.dtype) if _keeps_states(call, chunks) else [((0,), q.dtype)] * 2
+    scaled = [(tuple(q.shape) if _is_scaled(call) else (0,), q.dtype)] * 2
+    return [*_prepared_shapes(chunks, HV, q.dtype), *split, *kept, *scaled]
+
+
+def _saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """Returns the tensors, with an empty one in the place of each that is absent."""
+    return [like.new_empty(0) if x is None else x for x in tensors]
+
+
+def _is_one_token(call: Rule) -> bool:
+    """Returns whether the call is one of `step`, which then computes o and final_state: the same numbers
+    whether or not gradients are wanted.
+    """
+    return call.cu_seqlens is None and call.q.shape[1] == 1
+
+
+def _is_scaled(call: Rule) -> bool:
+    """Returns whether the kernels read q and k scaled by powers of two: see gated_delta_rule_fwd."""
+    return call.l2norm and call.q.dtype == torch.float16
 
 
 def _prepared_shapes(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
@@ -205,7 +230,10 @@ def _segment_shapes(count: int, HV: int, K: int, V: int) -> Shapes:
     return [((count, HV, K, V), torch.float32), ((count, HV, K, K), torch.float32)]
 
 
-def _keeps_states(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> bool:
+def _keeps_states(call: Rule, chunks: Chunks) -> bool:
+    if _is_one_token(call):
+        return False  # no scan runs
     if KEEP_STATES == "auto":
-        return chunks.count * HV * V * (K + chunks.size) * dtype.itemsize <= KEPT_BYTES
+        (HV, V), K = call.v.shape[2:], call.q.shape[3]
+        return chunks.count * HV * V * (K + chunks.size) * call.q.dtype.itemsize <= KEPT_BYTES
     return KEEP_STATES

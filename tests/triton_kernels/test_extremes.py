@@ -1,0 +1,252 @@
+"""The Triton kernels at the ends of a dtype's range, where a decay leaves nothing, and in several threads."""
+
+import threading
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton extra is not installed")
+
+from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
+from delta_trn.backends.gated_delta_rule import triton_time_adapter
+from delta_trn.backends.parity import baseline
+from delta_trn.backends.parity.judge import error
+from delta_trn.triton_kernels import gated_delta_rule_bwd, launch
+from delta_trn.triton_kernels.launch import arithmetic, take_turns
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GATES = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+interpreted = pytest.mark.skipif(arithmetic() != "interpreted", reason="compiled kernels take no turns")
+
+
+def inputs(T=40, K=16, V=16, dtype=torch.float32):
+    """Returns q, k, v, g, beta, initial_state, do and dstate of one sequence and head; unit q and k."""
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    unit = torch.nn.functional.normalize
+    x = {"q": unit(normal(1, T, 1, K), dim=-1), "k": unit(normal(1, T, 1, K), dim=-1)}
+    x |= {"v": normal(1, T, 1, V), "do": normal(1, T, 1, V)}
+    x = {name: tensor.to(dtype) for name, tensor in x.items()}
+    x |= {"g": -normal(1, T, 1).square() / 20, "beta": normal(1, T, 1).sigmoid()}
+    return x | {"initial_state": normal(1, 1, K, V) / 4, "dstate": normal(1, 1, K, V)}
+
+
+def outcome(x, backend="triton", function=gated_delta_rule, **options):
+    """Returns o, final_state and the gradients of the call, by name; the recurrence's are in float64."""
+    tensors = {name: tensor.to(DEVICE) for name, tensor in x.items()}
+    if backend == "recurrent":
+        tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    do, dstate = tensors.pop("do"), tensors.pop("dstate")
+    leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    o, state = function(**leaves, output_final_state=True, backend=backend, **options)
+    gradients = torch.autograd.grad([o, state], list(leaves.values()), [do, dstate])
+    names = [f"d{name}" for name in leaves]
+    return {"o": o.detach(), "final_state": state.detach()} | dict(zip(names, gradients, strict=True))
+
+
+def by_baseline(q, k, v, g, beta, initial_state, *, output_final_state, backend, **options):
+    scale = options.get("scale", q.shape[-1] ** -0.5)
+    l2norm = options.get("use_qk_l2norm_in_kernel", False)
+    return baseline.gated_delta_rule(q, k, v, g, beta, initial_state, None, scale, l2norm)
+
+
+def errors(x, names=None, **options):
+    judge, results = outcome(x, "recurrent", **options), outcome(x, **options)
+    return {name: error(results[name], exact) for name, exact in judge.items() if name in (names or judge)}
+
+
+def zero_keys():
+    """One key in four is 0, and its value is 100."""
+    x = inputs(dtype=torch.float16)
+    x["k"][:, ::4], x["v"][:, ::4], x["q"][:, 1::4] = 0.0, 100.0, 0.0
+    return x
+
+
+def huge_keys():
+    x = inputs(dtype=torch.float16)
+    return x | {"q": 1e3 * x["q"], "k": 1e3 * x["k"], "beta": torch.full_like(x["beta"], 1e-3)}
+
+
+def tiny_keys():
+    x = inputs(dtype=torch.float16)
+    return x | {"q": 1e-4 * x["q"], "k": 1e-4 * x["k"]}
+
+
+def huge_gradients():
+    """dO is 1e4; half of the queries and keys are huge and half are tiny."""
+    x = inputs(dtype=torch.float16)
+    sizes = torch.tensor([1e3, 1e-3]).repeat(20)[None, :, None, None]
+    sized = {name: (x[name] * sizes).half() for name in ("q", "k")}
+    return x | sized | {"do": 1e4 * x["do"], "v": 1e-2 * x["v"], "initial_state": 1e-2 * x["initial_state"]}
+
+
+@pytest.mark.parametrize("make", [zero_keys, huge_keys, tiny_keys, huge_gradients])
+@pytest.mark.parametrize("segment", [None, 1], ids=["whole", "segments"])
+def test_float16_is_as_exact_as_plain_pytorch_whatever_the_norms_of_keys(make, segment, monkeypatch):
+    monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
+    x, options = make(), {"use_qk_l2norm_in_kernel": True}
+    judge, results = outcome(x, "recurrent", **options), outcome(x, **options)
+    plain = outcome(x, function=by_baseline, **options)
+    for name, exact in judge.items():
+        if exact.to(results[name].dtype).isfinite().all():
+            allowed = max(2 * error(plain[name], exact), 2**-11)
+            assert error(results[name], exact) <= allowed, name
+
+
+def test_float16_forms_no_product_with_a_scale_that_would_overflow():
+    """32 dO leaves float16's range, and no gradient does."""
+    x = inputs(3, 128, dtype=torch.float16)
+    x["do"], x["v"], x["initial_state"] = 1e3 * x["do"], 1e-2 * x["v"], 1e-2 * x["initial_state"]
+    assert 32 * x["do"].abs().max() > 65504
+    for name, value in errors(x, scale=32.0).items():
+        assert value < 2**-9, name
+
+
+RESETS = [float("-inf"), torch.finfo(torch.float32).min, -1e16, -1e12, -110.0]
+
+
+def with_resets(dtype, T=70):
+    x = inputs(T, dtype=dtype)
+    for i, value in enumerate(RESETS):
+        x["g"][:, 3 + 7 * i] = value
+    x["g"][:, 50:52], x["g"][:, 60:] = RESETS[0], -1e-4
+    return x
+
+
+@pytest.mark.parametrize("segment", [None, 1], ids=["whole", "segments"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=str)
+def test_a_reset_forgets_the_state_and_leaves_other_tokens_exact(dtype, bound, segment, monkeypatch):
+    monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
+    x = with_resets(dtype)
+    results = outcome(x)
+    for name, exact in outcome(x, "recurrent").items():
+        assert error(results[name], exact) < bound, name
+    assert not results["dg"].cpu()[x["g"] < -104].any()
+    same = outcome(x | {"g": x["g"].clamp_min(-105.0)})
+    assert all(torch.equal(results[name], same[name]) for name in results)
+
+
+def test_a_step_after_a_reset_knows_its_own_token_alone():
+    x = {name: tensor[:, 0] for name, tensor in inputs(1).items() if "state" not in name and name != "do"}
+    state = torch.ones(1, 1, 16, 16)
+    for g in RESETS:
+        call = {name: tensor.to(DEVICE) for name, tensor in (x | {"g": torch.full((1, 1), g)}).items()}
+        results = [
+            gated_delta_rule_step(**call, state=y.to(DEVICE), backend="triton") for y in (state, 0 * state)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gates_of_any_rate_are_finite_and_exact():
+    """exp(A_log) overflows; softplus of a underflows, or neither, or the product of both is moderate."""
+    x = inputs(40)
+    x["g"] = torch.linspace(-200, 20, 40)[None, :, None]
+    for A_log in (90.0, 100.0, 150.0, 3.0):
+        call = x | {"A_log": torch.full((1,), A_log), "dt_bias": torch.zeros(1)}
+        for name, value in errors(call, **GATES).items():
+            assert value < 2e-5, (A_log, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("state", [True, False], ids=["state", "fresh"])
+def test_a_token_has_the_same_numbers_whether_or_not_gradients_are_wanted(dtype, state):
+    x = {name: tensor.to(DEVICE) for name, tensor in inputs(1, 48, 40, dtype).items()}
+    token = {name: x[name][:, 0] for name in ("q", "k", "v", "g", "beta")}
+    initial = x["initial_state"] if state else torch.zeros_like(x["initial_state"])
+    options = {"use_qk_l2norm_in_kernel": True, "backend": "triton"}
+    plain = gated_delta_rule_step(**token, state=initial, **options)
+    token["v"] = token["v"].clone().requires_grad_()
+    recorded = gated_delta_rule_step(**token, state=initial, **options)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+    sequence = {name: x[name] for name in ("q", "k", "v", "g", "beta")}
+    o, final = gated_delta_rule(
+        **sequence, initial_state=initial if state else None, output_final_state=True, **options
+    )
+    assert torch.equal(o[:, 0], plain[0]) and final is not None and torch.equal(final, plain[1])
+
+
+def nearly_cancelling_state():
+    """<dS', S> is what bfloat16 cuts off S, whose ones cancel. Nothing is written."""
+    x = inputs(3, dtype=torch.bfloat16)
+    signs = torch.tensor([1.0, -1.0]).repeat(8)
+    state = 1.0 + (x["initial_state"] / 500)
+    return x | {
+        "initial_state": state,
+        "dstate": signs.expand(1, 1, 16, 16).clone(),
+        "beta": 0 * x["beta"],
+        "do": 0 * x["do"],
+    }
+
+
+def test_decay_gradient_sees_the_first_state_unrounded():
+    assert errors(nearly_cancelling_state())["dg"] < 1e-3
+
+
+def test_decay_gradient_without_the_first_state_correction_is_wrong(monkeypatch):
+    """A planted fault: `reverse_scan` uses initial_state for this correction alone."""
+    original = gated_delta_rule_bwd.reverse_scan
+
+    def uncorrected(q, k, v, do, T, P, rows, S, initial_state, *arguments, **named):
+        original(q, k, v, do, T, P, rows, S, None, *arguments, **named)
+
+    monkeypatch.setattr(gated_delta_rule_bwd, "reverse_scan", uncorrected)
+    assert errors(nearly_cancelling_state())["dg"] > 0.1
+
+
+def in_threads(function, count=4):
+    """Returns the results of `count` calls that start together, each in a thread."""
+    results, barrier = [None] * count, threading.Barrier(count)
+
+    def work(i):
+        barrier.wait()
+        try:
+            results[i] = function()
+        except Exception as exception:
+            results[i] = exception
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@interpreted
+def test_calls_from_several_threads_give_what_one_gives_alone():
+    x = inputs(9)
+    alone = outcome(x)
+    for results in in_threads(lambda: outcome(x)):
+        assert isinstance(results, dict), results
+        assert all(torch.equal(results[name], alone[name]) for name in alone)
+
+
+@interpreted
+@pytest.mark.parametrize("locked", [True, False])
+def test_interpreted_launches_overlap_only_without_the_lock(locked, monkeypatch):
+    if not locked:
+        monkeypatch.setattr(launch, "_interpreter", nullcontext())
+    running, most = [], []
+
+    @take_turns
+    def run():
+        running.append(None)
+        time.sleep(0.05)
+        most.append(len(running))
+        running.pop()
+
+    in_threads(run)
+    assert (max(most) == 1) is locked
+
+
+def test_compiled_launches_take_no_lock(monkeypatch):
+    def run():
+        pass
+
+    monkeypatch.setattr(launch.knobs.runtime, "interpret", False)
+    assert take_turns(run) is run
