@@ -20,7 +20,10 @@ many products, and leaves two of them in a row from state to state instead of th
 
 Sums of g are products of g with triangles of ones: sum_{j<l<=i} g_l is one product for all i, j of the
 chunk. No difference of two running sums is taken, so where a decay of -20 stands beside one of -0.01 the
-small one keeps its digits, and no exponent is above 0.
+small one keeps its digits, and no exponent is above 0. A sum of a hundred float32 terms is off by 3e-6 near
+-30, and so is its exponential: more than parity allows where a state is all that counts. So g comes in two
+parts (`plan.split_decays`). Sums of multiples of 2^-8 are exact, and sums of the rest are small. D adds both
+up at the end; gamma, lambda and gamma_C, which multiply states, are products of two exponentials.
 
 Matrices over pairs of tokens are kept transposed, `D_t` for D^T, because a product takes its first factor
 transposed. `lanes` is the number of the bundle's value heads, `parts` cuts K into [(start, stop)], and the
@@ -36,7 +39,7 @@ dicts with literal keys are what every release of the compiler knows:
     v, beta_v                           V, diag(beta) V [rows, lanes, V]
     minus_beta_k, lambda_k              -diag(beta) K, diag(lambda) K [rows, lanes, K]
     k_t, scale_q_t                      K^T, scale Q^T, a tile [f, key heads, rows] per part
-    g_triangle                          g_l where l > column, else 0 [rows, lanes, rows]
+    g_triangles                         each part of g_l where l > column, else 0 [rows, lanes, 2, rows]
     D_t, minus_L_t, P_t                 [rows, lanes, rows]
     start, tokens                       numbers: the first token, and how many the chunk has
 
@@ -72,29 +75,36 @@ def store_lanes(dst, src_sb, bundle, start, tokens):
 
 
 def compute_gates(g_sb, beta_sb, K, scale, table) -> dict[str, Any]:
-    """Computes decays and write strengths of one bundle from g and beta [rows, lanes]."""
-    rows, lanes = g_sb.shape
-    sums_ps = psum((rows, 2, lanes))
-    nisa.nc_matmul(dst=sums_ps[:, 0, :], stationary=table["upper"], moving=g_sb, is_stationary_onezero=True)
+    """Computes decays and write strengths of a bundle from g [rows, lanes, 2] and beta [rows, lanes]."""
+    rows, lanes, _ = g_sb.shape
+    sums_ps = psum((rows, 2, lanes, 2))
+    nisa.nc_matmul(dst=sums_ps[:, 0], stationary=table["upper"], moving=g_sb, is_stationary_onezero=True)
     nisa.nc_matmul(
-        dst=sums_ps[:, 1, :], stationary=table["strict_lower"], moving=g_sb, is_stationary_onezero=True
+        dst=sums_ps[:, 1], stationary=table["strict_lower"], moving=g_sb, is_stationary_onezero=True
     )
-    decays_sb = sbuf((rows, 2, lanes))
-    nisa.activation(dst=decays_sb, op=nl.exp, data=sums_ps)
-    gamma_sb = decays_sb[:, 0, :]
+    factors_sb, decays_sb = sbuf((rows, 2, lanes, 2)), sbuf((rows, 2, lanes))
+    nisa.activation(dst=factors_sb, op=nl.exp, data=sums_ps)
     partitions = min(K, PARTITIONS)
-    whole_ps = psum((partitions, lanes))
+    whole_ps = psum((partitions, lanes, 2))
     nisa.nc_matmul(
-        dst=whole_ps, stationary=table["ones"][0:rows, 0:partitions], moving=g_sb, is_stationary_onezero=True
+        dst=whole_ps, stationary=table["ones"][0:rows, 0:partitions], moving=g_sb,
+        is_stationary_onezero=True,
+    )  # fmt: skip
+    carry_factors_sb, carry_sb = sbuf((partitions, lanes, 2)), sbuf((partitions, lanes))
+    nisa.activation(dst=carry_factors_sb, op=nl.exp, data=whole_ps)
+    nisa.tensor_tensor(
+        dst=decays_sb, data1=factors_sb[:, :, :, 0], data2=factors_sb[:, :, :, 1], op=nl.multiply
     )
-    carry_sb = sbuf((partitions, lanes))
-    nisa.activation(dst=carry_sb, op=nl.exp, data=whole_ps)
+    gamma_sb = decays_sb[:, 0, :]
     minus_beta_sb, minus_beta_gamma_sb, scale_gamma_sb = (
         sbuf((rows, lanes)), sbuf((rows, lanes)), sbuf((rows, lanes)),
     )  # fmt: skip
     nisa.tensor_scalar(dst=minus_beta_sb, data=beta_sb, op0=nl.multiply, operand0=-1.0)
     nisa.tensor_tensor(dst=minus_beta_gamma_sb, data1=gamma_sb, data2=minus_beta_sb, op=nl.multiply)
     nisa.tensor_scalar(dst=scale_gamma_sb, data=gamma_sb, op0=nl.multiply, operand0=scale)
+    nisa.tensor_tensor(
+        dst=carry_sb, data1=carry_factors_sb[:, :, 0], data2=carry_factors_sb[:, :, 1], op=nl.multiply
+    )
     return {
         "beta": beta_sb, "minus_beta": minus_beta_sb, "gamma": gamma_sb, "lambda": decays_sb[:, 1, :],
         "carry": carry_sb, "minus_beta_gamma": minus_beta_gamma_sb, "scale_gamma": scale_gamma_sb,
@@ -158,27 +168,26 @@ def scale_lanes(x_sb, columns_sb, dtype=nl.float32):
 
 
 def spread_decays(g_sb, table):
-    """Builds `g_triangle`, the factor that all sums of decays share."""
-    rows, lanes = g_sb.shape
-    out_sb = sbuf((rows, lanes, rows))
+    """Builds `g_triangles`, the factors that D's sums share, from both parts of g [rows, lanes, 2]."""
+    rows, lanes, _ = g_sb.shape
+    out_sb = sbuf((rows, lanes, 2, rows))
     for lane in range(lanes):
-        copy_scaled(out_sb[:, lane, :], table["strict_lower"], g_sb[:, lane : lane + 1])
+        for part in range(2):
+            copy_scaled(out_sb[:, lane, part, :], table["strict_lower"], g_sb[:, lane, part : part + 1])
     return out_sb
 
 
-def compute_decays(g_triangle_sb, table, dropped):
+def compute_decays(g_triangles_sb, table, dropped):
     """Computes D^T, exp of sum_{j<l<=i} g_l at row j, column i; 0 in the triangle that `dropped` names."""
-    rows, lanes = table["rows"], g_triangle_sb.shape[1]
+    rows, lanes = table["rows"], g_triangles_sb.shape[1]
     sums_ps = psum((rows, lanes, rows))
     for lane in range(lanes):
-        nisa.nc_matmul(
-            dst=sums_ps[:, lane, :], stationary=g_triangle_sb[:, lane, :], moving=table["upper"],
-            is_moving_onezero=True,
-        )  # fmt: skip
-        nisa.nc_matmul(
-            dst=sums_ps[:, lane, :], stationary=table["identity"], moving=table[dropped],
-            is_stationary_onezero=True,
-        )  # fmt: skip
+        for part in range(2):
+            nisa.nc_matmul(
+                dst=sums_ps[:, lane, :], stationary=g_triangles_sb[:, lane, part, :], moving=table["upper"],
+                is_moving_onezero=True,
+            )  # fmt: skip
+        nisa.nc_matmul(dst=sums_ps[:, lane, :], stationary=table["identity_bfloat16"], moving=table[dropped])
     out_sb = sbuf((rows, lanes, rows))
     nisa.activation(dst=out_sb, op=nl.exp, data=sums_ps)
     return out_sb
@@ -289,12 +298,12 @@ def prepare_chunk(inputs, bundle, start, tokens, parts, scale, l2norm, table) ->
     chunk["v"] = load_lanes(v, bundle, start, tokens, rows)
     minus_beta_k_sb = scale_heads(qk_sb, 1, chunk["minus_beta"], bundle)
     chunk["minus_beta_k"] = minus_beta_k_sb
-    chunk["g_triangle"] = spread_decays(g_sb, table)
+    chunk["g_triangles"] = spread_decays(g_sb, table)
     identity_sb = table["identity"]
     chunk["k_t"] = transpose(qk_sb[:, :, 1, :], parts, identity_sb)
     chunk["scale_q_t"] = transpose(qk_sb[:, :, 0, :], parts, identity_sb, scale)
     minus_beta_k_t = transpose(minus_beta_k_sb, parts, identity_sb)
-    chunk["D_t"] = compute_decays(chunk["g_triangle"], table, "drop_strict_lower")
+    chunk["D_t"] = compute_decays(chunk["g_triangles"], table, "drop_strict_lower")
     chunk["lambda_k"] = scale_heads(qk_sb, 1, chunk["lambda"], bundle)
     chunk["beta_v"] = scale_lanes(chunk["v"], beta_sb)
     chunk["minus_L_t"] = multiply_elements(multiply_pairs(chunk["k_t"], minus_beta_k_t, bundle), chunk["D_t"])

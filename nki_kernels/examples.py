@@ -3,6 +3,8 @@
 import ml_dtypes
 import numpy as np
 
+from delta_trn.nki_kernels.plan import split_decays
+
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -20,9 +22,12 @@ def uniforms(*shape):
 
 
 def rule_inputs(B, T, H, HV, K, V, dtype):
-    """Returns q, k, v, g, beta, do of a layer at initialization: decays of .43 to 1, beta in [0, 1)."""
+    """Returns q, k, v, g, beta, do of a layer at initialization: decays of .43 to 1, beta in [0, 1).
+
+    g is [B, T, HV, 2], as the rule's kernels take it.
+    """
     if HV % H:
         raise ValueError(f"HV={HV} is not a multiple of H={H}; give value heads in groups of equal size")
     q, k, v, do = normals(dtype, (B, T, H, K), (B, T, H, K), (B, T, HV, V), (B, T, HV, V))
     g, beta = np.split(uniforms(2 * B, T, HV), 2)
-    return q, k, v, -(g**3), beta.astype(DTYPES[dtype]), do
+    return q, k, v, np.stack(split_decays(-(g**3)), -1), beta.astype(DTYPES[dtype]), do

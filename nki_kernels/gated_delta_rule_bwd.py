@@ -57,7 +57,7 @@ def solve_again(inputs, do, S, wave, start, tokens, parts, scale, l2norm, spaces
     for b in range(len(wave)):
         chunk = prepare_chunk(inputs, wave[b], start, tokens, parts, scale, l2norm, table)
         chunk["do"] = load_lanes(do, wave[b], start, tokens, table["rows"])
-        chunk["D_strict_t"] = compute_decays(chunk["g_triangle"], table, "drop_lower")
+        chunk["D_strict_t"] = compute_decays(chunk["g_triangles"], table, "drop_lower")
         chunk["S"] = S[b]
         chunks.append(chunk)
         minus_L_ts.append(chunk["minus_L_t"])
@@ -137,7 +137,7 @@ def gated_delta_rule_bwd(
     Returns:
         dq, dk              [N, T, slots, K]: one head per key head in q's dtype or, where a group of value
                             heads is larger than `width`, float32 parts whose consecutive slots / H sum to it
-        dv, dg, dbeta       like v, g, beta
+        dv, dg, dbeta       [N, T, HV, ...] like v, g, beta
         dinitial_state      [N, HV, K, V] float32
 
     Notes:

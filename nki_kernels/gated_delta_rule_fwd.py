@@ -131,7 +131,8 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
     Args:
         q, k            [N, T, H, K] float32 or bfloat16
         v               [N, T, HV, V]
-        g, beta         [N, T, HV]; g <= 0 float32
+        g               [N, T, HV, 2]: what `plan.split_decays` makes of the decay's logarithm, -1e4 to 0
+        beta            [N, T, HV]
         initial_state   [N, HV, K, V] float32, read if `has_state`; else None
         scale, l2norm   of q; normalize q and k by rsqrt(sum of squares + 1e-6)
         every           keep the state before each chunk whose number is a multiple of it, but chunk 0, whose

@@ -67,6 +67,15 @@ def find_largest_norm(eps):
     return 2.0**46 / choose_square_scale(eps)
 
 
+def split_decays(g):
+    """Returns the multiple of 2^-8 next to g, and the rest: the kernels take g so, with both on a last axis.
+
+    Sums of the multiples are exact down to -2^16, and those of the rests are small.
+    """
+    near = (g * 256.0).round() / 256.0
+    return near, g - near
+
+
 def split(n, size):
     """Cuts 0 .. n into parts of `size`, the last one shorter: [(start, stop)]."""
     parts = []

@@ -72,10 +72,11 @@ def build_constants(C):
 
     rows                            C, a number
     ones, eye                       all ones, and the identity, [128, 128]
-    identity                        [C, C], like all that follow but the last
+    identity, identity_bfloat16     [C, C], like all that follow but the last
     upper, lower                    triangles of ones, with the diagonal
     strict_upper, strict_lower      triangles of ones, without it
-    drop_lower, drop_strict_lower   FAR_BELOW in the triangle and 0 elsewhere, to be added to exponents
+    drop_lower, drop_strict_lower   FAR_BELOW in the triangle and 0 elsewhere, to be added to exponents;
+                                    bfloat16, like identity_bfloat16
     norm                            what `build_norm` returns for 1e-6
     stride                          C, a number: the row stride of the [C, C] matrices
     """
@@ -89,14 +90,16 @@ def build_constants(C):
     strict_lower_sb = select_triangle(corner, 1, nl.greater)
     lower_sb = select_triangle(corner, 1, nl.greater_equal)
     strict_upper_sb = select_triangle(corner, -1, nl.greater)
-    drop_strict_lower_sb, drop_lower_sb = sbuf((C, C)), sbuf((C, C))
+    drop_strict_lower_sb, drop_lower_sb = sbuf((C, C), nl.bfloat16), sbuf((C, C), nl.bfloat16)
+    identity_bfloat16_sb = sbuf((C, C), nl.bfloat16)
+    nisa.tensor_copy(dst=identity_bfloat16_sb, src=eye_sb[0:C, 0:C])
     nisa.tensor_scalar(dst=drop_strict_lower_sb, data=strict_lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
     nisa.tensor_scalar(dst=drop_lower_sb, data=lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
     return {
         "rows": C, "stride": C, "ones": ones_sb, "eye": eye_sb, "identity": identity_sb, "upper": upper_sb,
         "lower": lower_sb, "strict_upper": strict_upper_sb, "strict_lower": strict_lower_sb,
         "drop_lower": drop_lower_sb, "drop_strict_lower": drop_strict_lower_sb,
-        "norm": build_norm(L2NORM_EPS),
+        "identity_bfloat16": identity_bfloat16_sb, "norm": build_norm(L2NORM_EPS),
     }  # fmt: skip
 
 
@@ -106,7 +109,8 @@ def take_corners(table, C):
     for name in ("stride", "ones", "eye", "norm"):
         corners[name] = table[name]
     for name in (
-        "identity", "upper", "lower", "strict_upper", "strict_lower", "drop_lower", "drop_strict_lower",
+        "identity", "identity_bfloat16", "upper", "lower", "strict_upper", "strict_lower", "drop_lower",
+        "drop_strict_lower",
     ):  # fmt: skip
         corners[name] = table[name][0:C, 0:C]
     return corners

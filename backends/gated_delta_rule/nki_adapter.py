@@ -89,13 +89,13 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     take.
     """
     call = _prepare(call)
-    q, v = call.q, call.v
+    q, v, g = call.q, call.v, torch.stack(plan.split_decays(call.g), -1)
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     outs, finals, states = [], [], []
     for group, rows, sequences in _groups(q, v, call.cu_seqlens):
         S = None if call.initial_state is None else call.initial_state[sequences]
         for piece in group:
-            inputs = [x[piece.rows, piece.tokens] for x in (q, call.k, v, call.g, call.beta)]
+            inputs = [x[piece.rows, piece.tokens] for x in (q, call.k, v, g, call.beta)]
             sizes = plan.choose(rows.stop - rows.start, H, HV, K, V)
             if save and S is not None and piece is not group[0]:
                 states.append((piece.rows, piece.handed_on, S.transpose(1, 2).unsqueeze(1)))
@@ -125,14 +125,15 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; the pieces of a sequence run from the last to the first."""
     call = _prepare(call)
-    inputs = q, _, v, _, _ = (call.q, call.k, call.v, call.g, call.beta)
+    inputs = q, _, v, g, _ = (call.q, call.k, call.v, call.g, call.beta)
+    g = torch.stack(plan.split_decays(g), -1)
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     parts: list[list[tuple[slice, slice, Tensor]]] = [[] for _ in inputs]
     firsts = []
     for group, rows, sequences in _groups(q, v, call.cu_seqlens):
         dS = None if dstate is None else dstate[sequences]
         for piece in reversed(group):
-            tensors = [x[piece.rows, piece.tokens] for x in (*inputs, do)]
+            tensors = [x[piece.rows, piece.tokens] for x in (q, call.k, v, g, call.beta, do)]
             sizes = plan.choose(rows.stop - rows.start, H, HV, K, V)
             S = None if call.initial_state is None else call.initial_state[sequences]
             if piece is not group[0]:

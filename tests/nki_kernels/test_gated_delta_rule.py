@@ -14,7 +14,7 @@ from delta_trn.backends.declarations import nki_missing
 from delta_trn.backends.gated_delta_rule import nki_adapter
 from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, error, floor
-from delta_trn.backends.parity.rule import outcome, terms, verdicts
+from delta_trn.backends.parity.rule import baseline_outcome, outcome, terms, verdicts
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, inputs
 from delta_trn.backends.registry import Call, choose
 from delta_trn.nki_kernels import (
@@ -186,6 +186,29 @@ def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(state, g):
         torch.equal(before[name][:, 40:], after[name][:, 40:]) for name in ("o", "dq", "dk", "dv", "dg")
     )
     assert torch.equal(before["final_state"], after["final_state"])
+
+
+def errors_of_a_fading_state():
+    """Returns the largest ratio of errors to those that parity allows, for a state that hardly anything is
+    added to while it fades to 1e-14: the error of decays is then that of all results.
+    """
+    case = replace(BY_NAME["carry"], B=1, T=128, K=32, V=32, H=8)
+    x = inputs(case, torch.float32)
+    x = replace(x, v=1e-30 * x.v, g=-0.5 * torch.rand(x.g.shape, generator=torch.Generator().manual_seed(0)))
+    judge = outcome(x.double(), "recurrent")
+    baselines = [baseline_outcome(x), outcome(x, "recurrent")]
+    results = outcome(x, NAME)
+    allowed = {name: max(FACTOR * error(b[name], judge[name]) for b in baselines) for name in judge}
+    return {name: error(results[name], judge[name]) / allowed[name] for name in ("final_state", "dh0")}
+
+
+def test_a_state_that_fades_keeps_its_digits():
+    assert max(errors_of_a_fading_state().values()) <= 1.0
+
+
+def test_decays_summed_in_one_part_are_seen(monkeypatch):
+    monkeypatch.setattr(plan, "split_decays", lambda g: (0 * g, g))
+    assert errors_of_a_fading_state()["final_state"] > 1.0
 
 
 @pytest.mark.parametrize(("cut", "parts"), [(2, 3), (8, 2)])
