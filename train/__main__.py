@@ -1,5 +1,6 @@
 """delta-trn COMMAND ...        lists the commands where none is given"""
 
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,9 @@ COMMANDS: dict[str, Command] = {
 def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
     """Runs one command. Returns 0: done; 2: refused, and stderr says why; 128 + n: stopped by signal n."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
+            stream.reconfigure(errors="backslashreplace")  # a model may write any character
     try:
         if not given or given[0] in ("-h", "--help", "help"):
             print(_overview(commands))

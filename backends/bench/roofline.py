@@ -50,6 +50,11 @@ class Ceilings:
         """Returns the longer of the times for operations and for bytes."""
         return 1e3 * max(work.flops / self.flops_per_s, work.bytes / self.bytes_per_s)
 
+    def or_better(self, other: Ceilings) -> Ceilings:
+        """Returns the higher of both measurements: what else a machine does can only lower them."""
+        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
+        return Ceilings(*(max(pair) for pair in pairs))
+
     def facts(self) -> dict[str, Any]:
         """Returns the fields of a line of results."""
         return asdict(self)

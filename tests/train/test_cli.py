@@ -1,8 +1,12 @@
 """The command line: its lists, its output, its exit codes, and how little it imports."""
 
+import contextlib
+import io
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_trn.train.__main__ import COMMANDS
+from delta_trn.train.__main__ import COMMANDS, main
 from delta_trn.train.recipes import RECIPES, recipe
 from delta_trn.train.run.optimizer import scaled
 from delta_trn.train.settings.schema import RunConfig, flatten
@@ -51,6 +55,25 @@ class TestOverview:
         assert len(output) == len(list(flatten(RunConfig())))
         assert any(line.startswith("optimizer.lr=0.125 ") for line in output)
         assert any(line.startswith("data.source=python-stdlib ") for line in output)
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            (["run", "tiny", "--steps", "5"], "delta-trn run has no option --steps; .*: steps=5 "),
+            (["run", "tiny", "--lr=0.1", "steps=5"], "has no option --lr=0.1; .*: optimizer.lr=0.1 "),
+            (["run", "tiny", "--batch-size"], "has no option --batch-size; .*=VALUE "),
+            (["resume", "runs/x", "--steps", "5"], "delta-trn resume has no option --steps; .*: steps=5 "),
+            (
+                ["sweep", "tiny", "--widths", "64,128"],
+                "no option --widths; .* widths=64,128 ",
+            ),
+        ],
+    )
+    def test_a_key_spelled_as_an_option_is_refused_with_its_right_spelling(self, words, expected):
+        status, _, err = run_command(*words)
+        assert status == 2 and re.search(expected, err), err
 
 
 class TestParameters:
@@ -147,6 +170,29 @@ class TestProcess:
         process = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert process.stdout.startswith("name=quickstart") and not process.stderr
 
+    def test_a_run_whose_reader_goes_away_trains_on_and_says_so(self, data, finished, tmp_path):
+        out, log = tmp_path / "run", tmp_path / "log"
+        child = tiny_run.WARM.Process(
+            target=_run_without_a_reader, args=(["run", "tiny", *keys(data, out)], str(log))
+        )
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        assert log.read_text().count("nobody reads the output any more; the work goes on") == 1
+        assert "Traceback" not in log.read_text() and "rror" not in log.read_text()
+        assert tiny_run.final_state(out) == tiny_run.final_state(finished)
+
+    @pytest.mark.parametrize("words", [["resume"], ["generate", "--prompt", "é\u2028漢"]])
+    def test_an_output_that_takes_ascii_only_gets_escapes_and_no_traceback(self, finished, tmp_path, words):
+        out, written = tmp_path / "run", io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        shutil.copytree(finished, out, symlinks=True)
+        (out / "samples.txt").write_text("======== step 12 ========\né\ufffd\n\n", encoding="utf-8")
+        with contextlib.redirect_stdout(written):
+            assert main([words[0], str(out), *words[1:]]) == 0
+        written.seek(0)
+        text = written.read()
+        assert ("\\ufffd" in text and "nats/token" in text) or "\\xe9\\u2028\\u6f22" in text
+
     def test_a_training_process_stops_on_sigterm_and_its_run_resumes(self, data, tmp_path):
         out, log = tmp_path / "run", tmp_path / "log"
         never = 100_000
@@ -166,3 +212,12 @@ class TestProcess:
         step = tiny_run.read_metrics(out)[-1]["step"]
         assert f"continuing {out} after step {step}" in train("resume", out, f"steps={step + 3}")
         assert tiny_run.read_metrics(out)[-1]["step"] == step + 3
+
+
+def _run_without_a_reader(arguments: list[str], log: str) -> None:
+    """Runs `delta-trn ...` with an output that nobody reads, as with `| head -1`."""
+    tiny_run.redirect_output(log)
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+    os._exit(main([str(argument) for argument in arguments]))

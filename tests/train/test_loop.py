@@ -108,6 +108,7 @@ class TestReports:
         assert f"delta-trn generate {out}" in output
         assert str(out / "loss.png") in output and (out / "loss.png").stat().st_size > 10_000
         assert "delta rule by chunked, chosen by device" in output
+        assert "lzma stores an exact repeat once, however far back" in output, "it wins, and a line says why"
 
 
 class TestSameMathematics:

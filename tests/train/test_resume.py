@@ -174,6 +174,26 @@ class TestContinuing:
         assert "after step 12" in output and "this model (tiny)" in output and "steps=24" in output
         assert final_state(out) == final_state(finished)
 
+    def test_a_finished_run_is_not_measured_again_on_resume(self, finished, tmp_path, monkeypatch):
+        out = tmp_path / "run"
+        shutil.copytree(finished, out, symlinks=True)
+        before = (out / "summary.json").read_bytes()
+
+        def measure(*arguments, **options):
+            raise AssertionError("measured again")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("delta_trn.train.watch.summary.metrics.read", measure)
+            patched.setattr("delta_trn.train.run.setup.baselines", measure)
+            patched.setattr("delta_trn.train.watch.loss_plot.plot_loss", measure)
+            output = train("resume", out)
+            with pytest.raises(AssertionError, match="measured again"):
+                train("resume", out, "checkpoint.keep_last=2")
+        assert "finished   all 12 steps were trained before" in output and str(out / "loss.png") in output
+        assert not (out / "summary.json").exists(), "another configuration is measured anew"
+        assert "finished   all" not in train("resume", out)
+        assert (out / "summary.json").read_bytes() == before
+
     def test_resuming_a_run_without_a_checkpoint_starts_over(self, finished, tmp_path):
         out = tmp_path / "run"
         out.mkdir()

@@ -58,6 +58,10 @@ class RunFolder:
         return self.path / "baselines.json"
 
     @property
+    def summary_path(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
     def plot_path(self) -> Path:
         return self.path / "loss.png"
 
@@ -91,7 +95,7 @@ class RunFolder:
 
     def write_summary(self, found: dict[str, float], baselines: dict[str, dict[str, float]]) -> None:
         """Writes summary.json: what the end of a run prints, for programs."""
-        write_file(self.path / "summary.json", json.dumps({**found, "baselines": baselines}, indent=1) + "\n")
+        write_file(self.summary_path, json.dumps({**found, "baselines": baselines}, indent=1) + "\n")
 
     def rewind(self, step: int) -> None:
         """Removes everything that was reported about later steps."""

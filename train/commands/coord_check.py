@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.effects import require_effect_somewhere
 from delta_trn.train.settings.errors import UsageError
-from delta_trn.train.settings.overrides import change, parse, whole_number, whole_numbers
+from delta_trn.train.settings.overrides import change, parse, read_arguments, whole_number, whole_numbers
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
     parser.add_argument("options", nargs="*", metavar="key=value", help="keys, those below among them")
-    asked = parser.parse_intermixed_args(arguments)
+    asked = read_arguments(parser, arguments)
     options = parse(asked.options)
     out = Path(options.pop("out", f"runs/coord-check-{asked.recipe}"))
     rates = [key for key in options if key.startswith("lr.")]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from delta_trn.train.recipes import announced
-from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.overrides import apply, parse, read_arguments
 
 if TYPE_CHECKING:
     from delta_trn.models.parameters import ScaledParameter
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         "changes", nargs="*", metavar="key=value", help="keys to change, such as model.width=512"
     )
     parser.add_argument("--json", action="store_true", help="a list of objects; init_std null: not normal")
-    options = parser.parse_intermixed_args(arguments)
+    options = read_arguments(parser, arguments)
     config = apply(announced(options.recipe), parse(options.changes))
 
     from delta_trn.train.run.optimizer import scaled

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 
 from delta_trn.train.recipes import announced
-from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.overrides import apply, parse, read_arguments
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--json", action="store_true", help="a list of objects")
-    options = parser.parse_intermixed_args(arguments)
+    options = read_arguments(parser, arguments)
     config = apply(announced(options.recipe), parse(options.changes))
 
     from delta_trn.train.parallel.plan import WORKERS, rows, size_of

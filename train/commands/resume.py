@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from delta_trn.train.settings.overrides import parse
+from delta_trn.train.settings.overrides import parse, read_arguments
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
         "changes", nargs="*", metavar="key=value", help="what may change: steps, max_minutes, device, ..."
     )
     parser.add_argument("--step", type=int, help="continue from this checkpoint instead; 0: from the start")
-    options = parser.parse_intermixed_args(arguments)
+    options = read_arguments(parser, arguments)
     changes = parse(options.changes)
 
     from delta_trn.train.commands.run import drive

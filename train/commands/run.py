@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from delta_trn.train.recipes import recipe, summary, variables
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.overrides import apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig, flatten, meaning
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="continue the run in out=DIR if there is one already, as after a restart by torchrun",
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = read_arguments(parser, arguments)
     config = apply(recipe(options.recipe), parse(options.changes))
     if options.keys:
         print(keys(config))
@@ -68,13 +68,19 @@ def drive(run: "Run", asked_backend: str) -> int:
     from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import Display, console
     from delta_trn.train.watch.loss_plot import plot_loss
-    from delta_trn.train.watch.summary import closing, opening, result
+    from delta_trn.train.watch.summary import closing, opening, result, saved_result
 
     leads = run.team.leads
     out = console(quiet=not leads)
     warmed = notice(run.config, run.device, run.team.world, run.folder.path)
     for line in (*opening(run, asked_backend), *warmed):
         out.print(line, markup=False)
+    if (known := run.team.leader_does(lambda: saved_result(run))) is not None:
+        out.print(f"finished   all {run.config.steps:,} steps were trained before; this was measured then")
+        if leads:
+            drawn = run.folder.plot_path
+            closing(run, *known, out, str(drawn) if drawn.exists() else None)
+        return 0
     with out.status("measuring what zlib and lzma make of the held-out text"):
         costs = write_baselines(run)
     with Display(run.config.steps, run.state.step, show=leads) as display:

@@ -10,7 +10,7 @@ from pathlib import Path
 from delta_trn.train.files import write_file
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.errors import RunFolderError, UsageError
-from delta_trn.train.settings.overrides import parse, whole_number
+from delta_trn.train.settings.overrides import parse, read_arguments, whole_number
 from delta_trn.train.studies.sweep.question import ARMS, QUESTIONS, Question, Sweep, define, load
 from delta_trn.train.studies.sweep.results import SAFE, Results, losses
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         "--plan", action="store_true", help="list the trials that are still to be made, and stop"
     )
     parser.add_argument("--report", action="store_true", help="print what is known so far, and stop")
-    asked = parser.parse_intermixed_args(arguments)
+    asked = read_arguments(parser, arguments)
     options = parse(asked.options)
     own = {key: options.pop(key, None) for key in ("jobs", "threads", "max_minutes", "out")}
     sweep, folder = _sweep(asked.recipe, options, own["out"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.overrides import apply, parse, read_arguments
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,11 +22,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--peer", action="append", choices=("hf", "fla"), default=[], help="may be repeated")
     parser.add_argument("--rounds", type=int, default=20, help="steps of each (default: 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add one JSON object a contender")
-    given = parser.parse_intermixed_args(arguments)
+    given = read_arguments(parser, arguments)
     if given.rounds < 2:
         raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
     config = apply(announced(given.recipe), parse(given.changes))
 
+    from delta_trn.backends.bench.peers import PEERS
     from delta_trn.backends.machine import facts
     from delta_trn.train.studies.throughput import OURS, Workload, measure, require_parity, shares
 
@@ -36,8 +37,12 @@ def main(arguments: Sequence[str]) -> int:
         f"{c.name}: width {c.model.width}, {c.batch.sequences} x {c.batch.length} tokens a step, "
         f"{c.precision}, delta rule by {workload.backend} on {workload.device}"
     )
+    absent = {name: PEERS[name].absent(workload.device.type) for name in given.peer}
+    for name, reason in absent.items():
+        if reason:
+            print(f"peer {name}: not yet run, {reason}")
     require_parity(workload)
-    found = measure(workload, tuple(given.peer), given.rounds)
+    found = measure(workload, tuple(name for name in absent if not absent[name]), given.rounds)
     for row in found:
         beside = "" if row.ratio is None else f"   {row.ratio} times ours"
         print(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.errors import ConfigError, TrainError
-from delta_trn.train.settings.overrides import apply, parse
+from delta_trn.train.settings.overrides import apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig
 
 # what neuron_parallel_compile sets for the processes whose graphs it collects; they compute nothing
@@ -24,7 +24,7 @@ COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_intermixed_args(arguments)
+    options = read_arguments(_parser(), arguments)
     config = apply(_configuration(options.recipe), parse(options.changes))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if options.processes < 1:

@@ -137,8 +137,11 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
 def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
     """Puts the run's folder into the state that it had after the step where the run stands."""
     config, folder, state = run.config, run.folder, run.state
-    for key, (old, new) in differences(saved, config).items():
+    changed = differences(saved, config)
+    for key, (old, new) in changed.items():
         tell(f"{key} changes from {old} to {new}")
+    if changed or state.step < config.steps:
+        folder.summary_path.unlink(missing_ok=True)  # it would be taken for the result of what follows
     before, after = learning_rate(saved, state.step), learning_rate(config, state.step)
     if before != after and state.step < config.steps:
         tell(f"so the learning rate at step {state.step} changes from {before:.3g} to {after:.3g}")

@@ -1,5 +1,6 @@
 """`key=value` on the command line: strict, with the nearest known key where one is unknown."""
 
+import argparse
 import contextlib
 import math
 import re
@@ -12,6 +13,23 @@ from delta_trn.train.settings.errors import ConfigError, UsageError
 from delta_trn.train.settings.schema import RunConfig, Section, flatten, validated
 
 _POWER = re.compile(r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?")  # 2**-8.5, as learning rate grids are written
+
+
+def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads options and `key=value` in any order. UsageError for a key that is spelled as an option."""
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if not unknown:
+        return options
+    name, equals, value = unknown[0].lstrip("-").replace("-", "_").partition("=")
+    if not equals:
+        rest = [*arguments, ""]
+        value = rest[rest.index(unknown[0]) + 1] or "VALUE"
+    # another command's own key, such as a sweep's widths, stays as it is
+    key = next((key for key, _ in flatten(RunConfig()) if key.rpartition(".")[2] == name), name)
+    raise UsageError(
+        f"{parser.prog} has no option {unknown[0]}; keys have no dashes: {key}={value} "
+        f"(`{parser.prog} --help` lists the options)"
+    )
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:

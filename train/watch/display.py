@@ -1,6 +1,8 @@
 """How a long job looks while it runs: a live line on a terminal, a line every ten seconds elsewhere."""
 
+import contextlib
 import os
+import sys
 import time
 from types import TracebackType
 
@@ -11,9 +13,23 @@ SECONDS_BETWEEN_LINES = 10.0
 WIDTH_IN_A_FILE = 110  # rich would take 80, and wrap the tables
 
 
+class _Console(Console):
+    """A console whose reader may go, as that of `| head` does: the work goes on, and says so on stderr."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with contextlib.suppress(OSError):
+            os.dup2(nowhere, self.file.fileno())
+        try:
+            print("nobody reads the output any more; the work goes on, and Ctrl-C ends it", file=sys.stderr)
+        except OSError:
+            os.dup2(nowhere, sys.stderr.fileno())
+
+
 def console(*, quiet: bool = False, stderr: bool = False) -> Console:
     """Returns a console on standard output, or standard error, as it is at the time of the call."""
-    out = Console(highlight=False, soft_wrap=True, quiet=quiet, stderr=stderr)
+    out = _Console(highlight=False, soft_wrap=True, quiet=quiet, stderr=stderr)
     if not out.is_terminal:
         out.width = WIDTH_IN_A_FILE
     return out

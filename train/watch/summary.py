@@ -1,5 +1,6 @@
 """What is printed before a run, and after it."""
 
+import json
 import math
 import shlex
 from dataclasses import dataclass
@@ -104,6 +105,19 @@ def result(run: Run) -> Result | None:
     )
 
 
+def saved_result(run: Run) -> tuple[Result, dict[str, dict[str, float]]] | None:
+    """Returns what a finished run has measured at its end, and its baselines; None where it is not known."""
+    if run.state.step < run.config.steps:
+        return None
+    try:
+        saved = json.loads(run.folder.summary_path.read_bytes())
+        baselines = saved.pop("baselines")
+        found = Result(**saved)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # it was stopped before it was written
+    return (found, baselines) if found.step == run.state.step else None
+
+
 def _in_order(run: Run) -> Evaluation:
     config = run.config
     windows = held_out_windows(
@@ -124,6 +138,11 @@ def closing(
     """Prints the result beside the baselines, a sample, the picture, and how to go on."""
     if found is not None:
         console.print(_table(run.config, found, costs))
+        if "lzma" in costs and costs["lzma"]["bits_per_byte"] < found.bits_per_byte:
+            console.print(
+                "note       lzma stores an exact repeat once, however far back it lies; on text with many of "
+                "them a small model needs more than minutes to pay less"
+            )
     if sample := run.folder.last_sample().strip("\n"):
         console.print("sample", style="bold")
         console.print(sample, markup=False)
