@@ -168,9 +168,17 @@ def tolerance(controls: Sequence[float]) -> float:
     return max(ONE_SUM, SPREAD * max(controls))
 
 
+def nudge(model: torch.nn.Module, seed: int) -> None:
+    """Moves every weight by one rounding, up or down."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 2**-23 * (torch.randint(0, 2, p.shape, generator=generator) * 2 - 1))
+
+
 @contextlib.contextmanager
 def nudge_weights(seed: int) -> Iterator[None]:
-    """Moves every initial weight by one rounding, up or down.
+    """Begins runs with weights that are one rounding away from their own.
 
     Such a run is a control for tests that compare orders of summation.
     """
@@ -178,10 +186,7 @@ def nudge_weights(seed: int) -> Iterator[None]:
 
     def make_and_nudge(*arguments: Any, **options: Any) -> Any:
         model = make(*arguments, **options)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1 + 2**-23 * (torch.randint(0, 2, p.shape, generator=generator) * 2 - 1))
+        nudge(model, seed)
         return model
 
     with pytest.MonkeyPatch.context() as patch:

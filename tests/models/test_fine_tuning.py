@@ -1,0 +1,109 @@
+"""Our models, and transformers' patched ones, under PEFT and transformers' Trainer."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from delta_trn import DeltaConfig, DeltaForCausalLM, patch_transformers
+from delta_trn.backends.parity.judge import error
+from tests.models.test_ecosystem import make, tokens
+from tests.support.tiny_run import nudge, tolerance
+
+# one row of logits, summed in another order: merged weights are W + B A, and not two products
+ALLOWED = 2**-16
+
+
+def our_model():
+    torch.manual_seed(0)
+    return DeltaForCausalLM(DeltaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
+
+
+class TestLoRA:
+    """Low-rank adapters at every linear layer, with initial values that change the logits."""
+
+    def settings(self):
+        return LoraConfig(
+            task_type=TaskType.CAUSAL_LM, r=4, target_modules="all-linear", init_lora_weights=False
+        )
+
+    @pytest.mark.parametrize("begin", [our_model, lambda: make("qwen3_next")], ids=["ours", "qwen3_next"])
+    def test_adapters_train_merge_and_load_again(self, begin, tmp_path):
+        ids, plain = tokens(2, 9), begin().eval()
+        before = plain(ids).logits.detach()
+        if not isinstance(plain, DeltaForCausalLM):
+            patch_transformers(plain, backend="chunked")
+        torch.manual_seed(1)
+        adapted = get_peft_model(plain, self.settings()).eval()
+        outputs = adapted(ids, labels=ids)
+        outputs.loss.backward()
+        gradients = {n: p.grad for n, p in adapted.named_parameters() if p.grad is not None}
+        assert gradients and all("lora" in name for name in gradients)
+        assert all(gradient.any() for gradient in gradients.values())
+        adapted.save_pretrained(tmp_path)
+        loaded = PeftModel.from_pretrained(begin().eval(), tmp_path).eval()
+        assert error(loaded(ids).logits, outputs.logits.detach()) < ALLOWED
+        merged = loaded.merge_and_unload()
+        assert error(merged(ids).logits, outputs.logits.detach()) < ALLOWED
+        assert error(before, outputs.logits.detach()) > 100 * ALLOWED
+
+    def test_every_linear_layer_of_a_mixer_gets_an_adapter(self):
+        targets = get_peft_model(our_model(), self.settings()).targeted_module_names
+        names = {name.split(".")[-1] for name in targets}
+        assert names >= {"q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "o_proj"}
+
+
+def train(folder, batch, accumulation, *, packed=False, count=True, seed=None):
+    """Trains four steps of eight sequences, of which some tokens are no targets; returns the losses.
+
+    `seed` moves every initial weight by one rounding.
+    """
+    model = our_model()
+    if seed is not None:
+        nudge(model, seed)
+    model.accepts_loss_kwargs = count
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for i in range(16):
+        ids = torch.randint(2, 61, (12,), generator=generator)
+        labels = ids.clone()
+        labels[: i % 9] = -100
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
+        max_steps=4, learning_rate=1e-2, optim="sgd", lr_scheduler_type="constant", logging_steps=1,
+        report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, seed=0, data_seed=0,
+    )  # fmt: skip
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True) if packed else None
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def distance(losses, expected):
+    return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("whole"), 8, 1)
+
+
+@pytest.fixture(scope="module")
+def allowed(whole, tmp_path_factory):
+    """Returns what rounding may do to these losses, from two runs whose weights began one rounding away."""
+    folder = tmp_path_factory.mktemp("control")
+    return tolerance([distance(train(folder / f"{seed}", 8, 1, seed=seed), whole) for seed in range(2)])
+
+
+class TestTrainer:
+    @pytest.mark.parametrize("packed", [False, True], ids=["rows", "flattened"])
+    @pytest.mark.parametrize(("batch", "accumulation"), [(2, 4), (1, 8)])
+    def test_accumulated_losses_are_those_of_the_whole_batch(
+        self, whole, allowed, tmp_path, batch, accumulation, packed
+    ):
+        losses = train(tmp_path, batch, accumulation, packed=packed)
+        assert distance(losses, whole) <= allowed
+
+    def test_a_mean_of_means_is_another_loss(self, whole, allowed, tmp_path):
+        assert distance(train(tmp_path, 1, 8, count=False), whole) > 10 * allowed
