@@ -141,7 +141,10 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         _scan_back(A, dstates, steps)
         for i in _blocks(span, block):
             k_i, beta_i, S = K_[i], beta_[i], layout.firsts(states, i)
-            dR = torch.bmm(T[i].mT, dU[i].baddbmm_(k_i * lam[i], dafter[i]))
+            dwritten = torch.bmm(k_i * lam[i], dafter[i])
+            # not <U dS'^T, k>: equal keys have equal rows here, whose roundings cancel where their writes do
+            written = _dot(dwritten, U[i])
+            dR = torch.bmm(T[i].mT, dU[i].add_(dwritten))
             dP, dkk = torch.bmm(dO[i], U[i].mT), torch.bmm(dR, U[i].mT)
             read, undone = dP * P[i], dkk * overlap[i]
             read.diagonal(dim1=-2, dim2=-1).zero_()  # nothing decays from a token to itself
@@ -150,7 +153,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             dq = torch.bmm(dO[i], S.mT, out=dQ[i]).mul_(gam[i])
             dk_S = torch.bmm(dR, S.mT).mul_(gam[i])
             dk = torch.bmm(U[i], dafter[i].mT, out=dK[i]).mul_(lam[i])
-            written, predicted = _dot(dk, k_i), _dot(dk_S, k_i)
+            predicted = _dot(dk_S, k_i)
             torch.sub(_dot(dR, V_[i]), predicted, out=dbeta_[i]).sub_(undone.sum(-1))
             read.addcmul_(undone, beta_i, value=-1)
             reads = _dot(dq, Q[i]).addcmul_(predicted, beta_i[..., 0], value=-1)
