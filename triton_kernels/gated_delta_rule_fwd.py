@@ -23,7 +23,7 @@ difference, never as a quotient, which overflows.
 Normalized queries and keys are never written: their factors r_q, r_k scale rows, so they fold into gam, lam
 and the C x C matrices, and the products read q and k as they came. In float16 r_k, 1000 at a zero key and
 1e-6 at a huge one, would take U out of the range: there `prepare` writes q and k times the powers of two in
-r_q and r_k, which is exact, and only the factors f_q, f_k in [1, 2) that are left of them fold.
+r_q and r_k, which is exact, and only the factors f_q, f_k in [1/2, 1) that are left of them fold.
 
 Every g <= 0 is right, -inf included: see tiles.RESET. g and beta are never written where the call gives a
 and z instead, which a layer projects, both [B, tokens, HV]:

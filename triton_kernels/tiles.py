@@ -110,10 +110,10 @@ def compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max):
 
 @triton.jit
 def split_power(r):
-    """Splits float32 r > 0 into a power of two and a factor in [1, 2)."""
+    """Splits float32 r > 0 into a power of two and a factor in [1/2, 1), which enlarges nothing."""
     bits = r.to(tl.uint32, bitcast=True)
     power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-    return power, ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return 2.0 * power, ((bits & 0x007FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ lengths become tables by tensor operations, so every call may be captured in a C
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,8 +44,9 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     Empty are states and A, of segments, where sequences stay whole; S and U where they are not kept; q_scaled
     and k_scaled except where float16 is normalized.
     """
-    q, k, v, g, beta = (x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta))
-    initial_state = None if call.initial_state is None else call.initial_state.contiguous()
+    q, k, v, g, beta, A_log, dt_bias, initial_state = _contiguous(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state
+    )
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     row = config(K, V, itemsize=q.element_size())
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
@@ -57,7 +58,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     if alone:
         token = [x[:, 0] for x in (q, k, v, g, beta)]
         gated_delta_rule_step.step(
-            *token, call.A_log, call.dt_bias, initial_state, o[:, 0], final_state,
+            *token, A_log, dt_bias, initial_state, o[:, 0], final_state,
             scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
         )  # fmt: skip
         if not save:
@@ -65,7 +66,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     T, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(chunks, HV, q.dtype))
     q_scaled, k_scaled = (torch.empty_like(q) if _is_scaled(call) else None for _ in range(2))
     gated_delta_rule_fwd.prepare(
-        q, k, g, beta, call.A_log, call.dt_bias, q_scaled=q_scaled, k_scaled=k_scaled, T=T, P=P, rows=rows,
+        q, k, g, beta, A_log, dt_bias, q_scaled=q_scaled, k_scaled=k_scaled, T=T, P=P, rows=rows,
         scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if alone:
@@ -101,10 +102,10 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
-    q, k, v, g, beta = (x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta))
-    do = do.to(q.dtype).contiguous()
-    initial_state = None if call.initial_state is None else call.initial_state.contiguous()
-    dstate = None if dstate is None else dstate.contiguous()
+    q, k, v, g, beta, A_log, dt_bias, initial_state, dstate, do = _contiguous(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state, dstate,
+        do.to(call.q.dtype),
+    )  # fmt: skip
     B, length, H, K = q.shape
     HV, V = v.shape[2:]
     row = config(K, V, itemsize=q.element_size())
@@ -114,7 +115,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         q, k = q_scaled, k_scaled
     scanned = chunks
     dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
-    split = segment_tables(chunks, HV, K, V, row, q.device)
+    split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row, q.device)
     cut = 0 if split is None else split.chunks.sequences
     if states.shape[0] != cut:
         raise RuntimeError(
@@ -153,7 +154,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if call.A_log is not None:
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
     gated_delta_rule_bwd.gradients(
-        q, k, do, g, beta, call.A_log, call.dt_bias, rows, S, U, dY, dS, vdY, carry,
+        q, k, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, vdY, carry,
         dq=dq, dk=dk, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm,
         scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
@@ -171,12 +172,12 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
-    q, k, v, g, beta, state = (
-        x.contiguous() for x in (call.q, call.k, call.v, call.g, call.beta, call.state)
+    q, k, v, g, beta, A_log, dt_bias, state = _contiguous(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state
     )
     o, new = torch.empty_like(v), torch.empty_like(state)
     gated_delta_rule_step.step(
-        q, k, v, g, beta, call.A_log, call.dt_bias, state, o, new,
+        q, k, v, g, beta, A_log, dt_bias, state, o, new,
         scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
     )  # fmt: skip
     return o, new
@@ -188,11 +189,16 @@ def saved_shapes(call: Rule) -> Shapes:
     K = q.shape[3]
     row = config(K, V, itemsize=q.element_size())
     chunks = chunk_counts(q, call.cu_seqlens, row.C)
-    count = segment_count(chunks, HV, K, V, row, q.device)
+    count = 0 if _is_one_token(call) else segment_count(chunks, HV, K, V, row, q.device)
     split = _segment_shapes(count, HV, K, V) if count else [((0,), q.dtype)] * 2
     kept = _state_shapes(chunks, HV, K, V, q.dtype) if _keeps_states(call, chunks) else [((0,), q.dtype)] * 2
     scaled = [(tuple(q.shape) if _is_scaled(call) else (0,), q.dtype)] * 2
     return [*_prepared_shapes(chunks, HV, q.dtype), *split, *kept, *scaled]
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    """Returns the tensors as the kernels read them, one after the other; an absent one stays None."""
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def _saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:

@@ -71,6 +71,15 @@ def huge_keys():
     return x | {"q": 1e3 * x["q"], "k": 1e3 * x["k"], "beta": torch.full_like(x["beta"], 1e-3)}
 
 
+def opposite_values():
+    """Equal keys, of which each write takes back the one before: U is twice v, and a key's factor no more."""
+    x = inputs(dtype=torch.float16)
+    signs = torch.tensor([1.0, -1.0]).repeat(20)[None, :, None, None]
+    v = (3e4 * signs).expand_as(x["v"]).half().contiguous()
+    x["k"][:] = 1.02 * x["k"][:, :1].clone()
+    return x | {"v": v, "beta": torch.ones_like(x["beta"]), "do": 1e-3 * x["do"]}
+
+
 def tiny_keys():
     x = inputs(dtype=torch.float16)
     return x | {"q": 1e-4 * x["q"], "k": 1e-4 * x["k"]}
@@ -84,7 +93,7 @@ def huge_gradients():
     return x | sized | {"do": 1e4 * x["do"], "v": 1e-2 * x["v"], "initial_state": 1e-2 * x["initial_state"]}
 
 
-@pytest.mark.parametrize("make", [zero_keys, huge_keys, tiny_keys, huge_gradients])
+@pytest.mark.parametrize("make", [zero_keys, huge_keys, opposite_values, tiny_keys, huge_gradients])
 @pytest.mark.parametrize("segment", [None, 1], ids=["whole", "segments"])
 def test_float16_is_as_exact_as_plain_pytorch_whatever_the_norms_of_keys(make, segment, monkeypatch):
     monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)

@@ -76,6 +76,25 @@ def test_packed_sequences_equal_each_sequence_alone_bit_for_bit(dtype):
             assert torch.equal(part, alone[name]), f"{name} of sequence {n}"
 
 
+def test_tensors_of_any_strides_give_the_bits_of_contiguous_ones():
+    *tensors, do, dstate = inputs(T=20, H=2, HV=4, K=16, V=16)
+    leaves = dict(zip(("q", "k", "v", "g", "beta", "initial_state"), tensors, strict=True))
+    leaves |= {"A_log": torch.linspace(-1, 1, 4, device=DEVICE), "dt_bias": torch.zeros(4, device=DEVICE) - 3}
+
+    def call(contiguous):
+        strided = {name: torch.stack([x, x + 1], dim=-1)[..., 0] for name, x in leaves.items()}
+        if contiguous:
+            strided = {name: x.contiguous() for name, x in strided.items()}
+        rule = Rule(**strided, scale=0.25, output_final_state=True, l2norm=True, beta_max=1.0)
+        o, final, saved = triton_adapter.forward(rule, save=True)
+        token = {name: x[:, 0] if name in ("q", "k", "v", "g", "beta") else x for name, x in strided.items()}
+        state = token.pop("initial_state")
+        step = triton_adapter.step(Step(**token, state=state, scale=0.25, l2norm=True, beta_max=1.0))
+        return [o, final, *step, *triton_adapter.backward(do, dstate, rule, saved)]
+
+    assert all(torch.equal(x, y) for x, y in zip(call(True), call(False), strict=True))
+
+
 def test_packed_sequences_never_read_tokens_of_another():
     q, k, v, g, beta, state, do, dstate = inputs(T=64, N=2)
     cu_seqlens = torch.tensor([0, 20, 64], device=DEVICE)
