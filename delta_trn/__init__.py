@@ -8,6 +8,7 @@
     DeltaConfig, DeltaForCausalLM, DeltaCache   the models; `AutoModelForCausalLM` knows them, too
     patch_transformers                          computes Qwen3-Next and its like with these operations
     check_packing                               whether packed sequences see each other in a model
+    mup                                         learning rates and initial values of muP for any model
 
 Importing this package imports neither torch nor transformers: a name is loaded when it is first used, and the
 models are registered with `AutoModelForCausalLM` when transformers is loaded.
@@ -51,9 +52,11 @@ registration.register()
 
 def __getattr__(name: str):
     """Loads a public name from the package that defines it (PEP 562)."""
+    if name == "mup":
+        return import_module("delta_trn.mup")
     if name not in _HOMES:
         raise AttributeError(
-            f"module 'delta_trn' has no attribute {name!r}; public names: {', '.join(_HOMES)}"
+            f"module 'delta_trn' has no attribute {name!r}; public names: {', '.join(_HOMES)}, mup"
         )
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
@@ -61,4 +64,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *_HOMES, "mup"]

@@ -1,0 +1,253 @@
+"""muP for any module: roles come from comparing shapes with a base model; rates and sizes follow from roles.
+
+A dimension that is larger than in the base model grows with width. With m = its ratio to the base, a
+parameter's role and m give the powers of `models.mup`. Fan-in is exact: m is that of the dimension which a
+matrix sums over, also where a model rounds its sizes.
+
+A model that was not written for muP has no multipliers in its forward pass. The readout's multiplier 1/m is
+therefore moved into its initial values and its learning rate, which computes the same (Tensor Programs V,
+arXiv:2203.03466, section J.2.1): with W = W' / m, initial values are 1/m times W', AdamW's rate is 1/m and
+SGD's 1/m^2 times that of W'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import nn
+
+from delta_trn.models.mup import DECAYING, TABLES, Parametrization, Role
+
+Base = nn.Module | Callable[[], nn.Module]
+HEAD_NUMBERS = ("A_log", "dt_bias")  # one number per head of a Gated DeltaNet layer
+MARK = "_delta_trn_initialized"
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One parameter: its role, and m, the ratio of the dimension that counts for the role to the base's."""
+
+    name: str
+    parameter: nn.Parameter
+    role: Role
+    m: float
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    base: Base,
+    lr: float,
+    optimizer: str = "adamw",
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    table: Parametrization = "mup",
+    roles: Mapping[str, str | Role] | None = None,
+) -> list[dict[str, Any]]:
+    """Returns groups for an optimizer of torch, with the learning rates of muP for any model.
+
+        base            the same architecture at the width for which lr was found: a module (on the meta
+                        device will do), or a function that makes one
+        lr              learning rate of the base model
+        optimizer       "adamw" or "sgd"; SGD's groups have no eps
+        weight_decay    of matrices that read the width, as torch multiplies it by a group's rate
+        table           "mup", "mup_original", "sp", ...: see `delta-trn parameters`
+        roles           {pattern of names: role}, which goes before what is inferred: "embedding", "readout",
+                        "hidden", "gate", "scalar", "vector", "constant"
+        returns         dicts with params, names, role, lr, weight_decay and eps; each parameter once
+
+    Raises ValueError for parameters whose role cannot be inferred, all of them by name.
+
+        >>> from delta_trn import mup
+        >>> def make(n):
+        ...     return torch.nn.Sequential(torch.nn.Embedding(50, n), torch.nn.Linear(n, n))
+        >>> groups = mup.parameter_groups(make(256), base=lambda: make(64), lr=4e-3)
+        >>> [(g["role"], g["lr"]) for g in groups]
+        [('embedding', 0.004), ('hidden', 0.001), ('vector', 0.004)]
+    """
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for scaled in scaled_parameters(model, base, roles):
+        rule, m = TABLES[table][scaled.role], scaled.m
+        power, epsilon = rule.lr(optimizer), rule.epsilon
+        if scaled.role is Role.READOUT:
+            power += rule.multiplier * (1 if optimizer == "adamw" else 2)
+            epsilon -= rule.multiplier
+        decay = weight_decay if scaled.role in DECAYING else 0.0
+        settings: dict[str, Any] = {"lr": lr * m**power, "weight_decay": decay}
+        if optimizer == "adamw":
+            settings["eps"] = eps * m**epsilon
+        key = (scaled.role, *settings.values())
+        empty: dict[str, Any] = {"params": [], "names": [], "role": scaled.role.name.lower(), **settings}
+        group = groups.setdefault(key, empty)
+        group["params"].append(scaled.parameter)
+        group["names"].append(scaled.name)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def initialize(
+    model: nn.Module,
+    *,
+    base: Base,
+    table: Parametrization = "mup",
+    roles: Mapping[str, str | Role] | None = None,
+    loaded: bool = False,
+) -> None:
+    """Rescales the initial values of a model so that they have muP's sizes, seen from the base model's.
+
+    Every parameter is multiplied so that its root mean square is that of the base model's times m to the
+    power of the table. Whether a model draws matrices with std 0.02 at any width or with 1/sqrt(fan-in) then
+    no longer matters. Taps of a Gated DeltaNet layer that are too small for its output norm to normalize
+    (Qwen3-Next's, std 0.02) are drawn again, uniform within 1/sqrt(taps).
+
+    base must have values: give a function that makes the model, or a module that is not on the meta device.
+    Raises ValueError if the model has loaded weights, unless `loaded`, and for a second call.
+
+        >>> from delta_trn import mup
+        >>> make = lambda width: torch.nn.Linear(width, width, bias=False)
+        >>> model = make(1024)
+        >>> mup.initialize(model, base=lambda: make(64))
+        >>> abs(model.weight.std().item() - 64**-0.5 * 3**-0.5 / 4) < 1e-3
+        True
+    """
+    if getattr(model, MARK, False):
+        raise ValueError("this model is initialized for muP already; a second call would scale it twice")
+    path = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if path and not loaded:
+        raise ValueError(
+            f"this model was loaded from {path!r}, and initialize() would scale its weights: leave it out, or"
+            " pass loaded=True"
+        )
+    small = _make(base, "cpu")
+    values = dict(small.named_parameters())
+    if any(p.is_meta for p in values.values()):
+        raise ValueError("base is on the meta device and has no values; pass a function that makes the model")
+    for scaled in scaled_parameters(model, small, roles):
+        rule = TABLES[table][scaled.role]
+        power = rule.init_std + (rule.multiplier if scaled.role is Role.READOUT else 0.0)
+        size, wanted = _rms(scaled.parameter), _rms(values[scaled.name]) * scaled.m**power
+        if size > 0:
+            scaled.parameter.mul_(wanted / size)
+    for taps in small_taps(model):
+        taps.uniform_(-(taps.shape[-1] ** -0.5), taps.shape[-1] ** -0.5)
+    setattr(model, MARK, True)
+
+
+def scaled_parameters(
+    model: nn.Module, base: Base, roles: Mapping[str, str | Role] | None = None
+) -> list[Scaled]:
+    """Returns the role and ratio of every parameter. Raises ValueError that names those without a role."""
+    shapes = {name: tuple(p.shape) for name, p in _make(base, "meta").named_parameters()}
+    patterns = {pattern: _role(role) for pattern, role in (roles or {}).items()}
+    width, readout = _width(model, shapes), _readout(model)
+    rows, unknown = [], []
+    for name, module, attribute, parameter in _parameters(model):
+        shape, smaller = tuple(parameter.shape), shapes.get(name)
+        if smaller is None or len(smaller) != len(shape) or any(map(int.__lt__, shape, smaller)):
+            unknown.append(f"{name} {shape}: the base model has {'none' if smaller is None else smaller}")
+            continue
+        ratios = [a / b if b else 1.0 for a, b in zip(shape, smaller, strict=True)]
+        named = next((role for pattern, role in patterns.items() if fnmatch(name, pattern)), None)
+        role, m = _infer(module, attribute, ratios, parameter is readout)
+        if named is not None:
+            role = named
+        if role is None:
+            unknown.append(f"{name} {shape}: the base model has {smaller}")
+            continue
+        rows.append(Scaled(name, parameter, role, width if role is Role.SCALAR else m))
+    unused = [pattern for pattern in patterns if not any(fnmatch(row.name, pattern) for row in rows)]
+    if unused:
+        raise ValueError(f"roles {unused} match no parameter; names are like {rows[0].name if rows else '-'}")
+    if unknown:
+        lines = "\n  ".join(unknown)
+        raise ValueError(f"no muP role for {len(unknown)} parameters; name them in roles={{...}}:\n  {lines}")
+    return rows
+
+
+def small_taps(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the convolution weights of Gated DeltaNet layers that are below a tenth of 1/sqrt(taps)."""
+    for layer in model.modules():
+        convolution = getattr(layer, "conv1d", None)
+        if hasattr(layer, "A_log") and isinstance(convolution, nn.Conv1d):
+            taps = convolution.weight
+            if 0 < _rms(taps) < 0.1 * taps.shape[-1] ** -0.5:
+                yield taps
+
+
+def _infer(
+    module: nn.Module, attribute: str, ratios: list[float], is_readout: bool
+) -> tuple[Role | None, float]:
+    """Returns a parameter's role, None where shapes do not tell, and the ratio that counts for it."""
+    growing = [ratio for ratio in ratios if ratio > 1]
+    if isinstance(module, nn.Embedding):
+        return (Role.EMBEDDING, ratios[1]) if ratios[0] == 1 else (None, 1.0)
+    if is_readout:
+        return (Role.READOUT, ratios[1]) if ratios[0] == 1 else (None, 1.0)
+    if not growing:
+        return (Role.SCALAR if attribute in HEAD_NUMBERS else Role.CONSTANT), 1.0
+    depthwise = isinstance(module, nn.Conv1d) and not any(ratio > 1 for ratio in ratios[1:])
+    if len(ratios) == 1 or depthwise:
+        return Role.VECTOR, growing[0]
+    out, fan_in = ratios[-2:]
+    if len(ratios) > 3 or any(ratio > 1 for ratio in ratios[:-2]):
+        return None, 1.0
+    if fan_in > 1:
+        return (Role.HIDDEN if out > 1 else Role.GATE), fan_in
+    return Role.EMBEDDING, out
+
+
+def _readout(model: nn.Module) -> nn.Parameter | None:
+    """Returns the weight of the model's readout. Raises ValueError if it is tied to the embedding."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    weight = getattr(head, "weight", None)
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if weight is not None and weight is getattr(embedding, "weight", None):
+        raise ValueError(
+            "the readout is tied to the embedding, which needs a multiplier on the logits; make the model "
+            "with tie_word_embeddings=False"
+        )
+    return weight
+
+
+def _width(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Returns the ratio of the embedding's width, or else the largest ratio of any dimension."""
+    ratios = {
+        name: max((a / b for a, b in zip(p.shape, shapes[name], strict=True) if b), default=1.0)
+        for name, p in model.named_parameters()
+        if name in shapes
+    }
+    embeddings = [f"{name}.weight" for name, x in model.named_modules() if isinstance(x, nn.Embedding)]
+    return next((ratios[name] for name in embeddings if name in ratios), max(ratios.values(), default=1.0))
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yields name, owner, attribute and parameter, each parameter once."""
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        prefix, _, attribute = name.rpartition(".")
+        yield name, modules[prefix], attribute, parameter
+
+
+def _make(base: Base, device: str) -> nn.Module:
+    if isinstance(base, nn.Module):
+        return base
+    with torch.device(device):
+        return base()
+
+
+def _role(name: str | Role) -> Role:
+    if isinstance(name, Role):
+        return name
+    if name.upper() not in Role.__members__:
+        known = ", ".join(role.name.lower() for role in Role)
+        raise ValueError(f"no role is named {name!r}; there are: {known}")
+    return Role[name.upper()]
+
+
+def _rms(x: torch.Tensor) -> float:
+    return x.detach().double().square().mean().sqrt().item()

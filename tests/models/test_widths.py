@@ -1,0 +1,193 @@
+"""muP for models that were not written for it: roles from shapes, rates and initial values from roles."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from delta_trn import mup
+from delta_trn.models import DeltaConfig, DeltaForCausalLM
+from delta_trn.models.ecosystem.widths import scaled_parameters, small_taps
+from delta_trn.models.mup import Role
+from delta_trn.models.parameters import scaled_parameters as scaled_by_tags
+
+WIDTHS = (64, 128, 256)
+
+
+def qwen3_next(width, **changes):
+    """Makes a model whose heads keep their size, as published families do."""
+    heads = width // 32
+    settings = {
+        "vocab_size": 128, "hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": heads,
+        "linear_num_value_heads": 2 * heads, "intermediate_size": round(2.7 * width / 16) * 16,
+        "num_experts": 0, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": None,
+        "tie_word_embeddings": False, **changes,
+    }  # fmt: skip
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**settings))
+
+
+def base():
+    return qwen3_next(64)
+
+
+class TestRoles:
+    def test_roles_of_qwen3_next_are_those_of_the_table(self):
+        with torch.device("meta"):
+            model = qwen3_next(256)
+        rows = {row.name: row for row in scaled_parameters(model, base)}
+        expected = {
+            "model.embed_tokens.weight": (Role.EMBEDDING, 4),
+            "model.layers.0.linear_attn.in_proj_qkvz.weight": (Role.HIDDEN, 4),
+            "model.layers.0.linear_attn.conv1d.weight": (Role.VECTOR, 4),
+            "model.layers.0.linear_attn.A_log": (Role.VECTOR, 4),  # more heads: one of many
+            "model.layers.0.linear_attn.norm.weight": (Role.CONSTANT, 1),
+            "model.layers.0.input_layernorm.weight": (Role.VECTOR, 4),
+            "model.layers.0.mlp.down_proj.weight": (Role.HIDDEN, 688 / 176),  # rounded sizes: fan-in exact
+            "lm_head.weight": (Role.READOUT, 4),
+        }
+        assert {name: (rows[name].role, rows[name].m) for name in expected} == expected
+        assert rows.keys() == {name for name, _ in model.named_parameters()}
+
+    @pytest.mark.parametrize("scale_by", ["head_dim", "heads"])
+    def test_roles_and_rates_of_our_models_are_those_of_their_tags(self, scale_by):
+        """Our models say what each parameter is, while here only shapes tell."""
+
+        def make(width):
+            heads = (
+                {"num_heads": width // 32, "scale_by": "heads"} if scale_by == "heads" else {"num_heads": 2}
+            )
+            sizes = {"vocab_size": 61, "hidden_size": width, "base_width": 64, "num_hidden_layers": 2}
+            return DeltaForCausalLM(DeltaConfig(**sizes, **heads, tie_word_embeddings=False))
+
+        with torch.device("meta"):
+            model, small = make(256), make(64)
+        tags = {row.name: row for row in scaled_by_tags(model, optimizer="adamw", lr=1.0, weight_decay=0.1)}
+        fan_in = {name: p.shape[-1] for name, p in small.named_parameters()}
+        for group in mup.parameter_groups(model, base=small, lr=1.0, weight_decay=0.1):
+            for name in group["names"]:
+                row, rate = tags[name], tags[name].lr
+                if row.role is Role.READOUT:
+                    rate /= 4  # its multiplier
+                if "down_proj" in name:
+                    rate = fan_in[name] / row.shape[-1]  # sizes are rounded
+                assert group["lr"] == pytest.approx(rate) and group["weight_decay"] == row.weight_decay, name
+
+    def test_named_roles_go_before_inferred_ones(self):
+        model = qwen3_next(128)
+        rows = scaled_parameters(model, base, {"*.A_log": "scalar", "*.dt_bias": Role.CONSTANT})
+        roles = {row.name.split(".")[-1]: row.role for row in rows}
+        assert roles["A_log"] is Role.SCALAR and roles["dt_bias"] is Role.CONSTANT
+
+    def test_parameters_without_a_role_are_all_named(self):
+        model = nn.ModuleDict({"a": nn.Embedding(9, 8), "b": nn.Linear(8, 8), "c": nn.Conv2d(8, 8, 3)})
+        small = nn.ModuleDict({"a": nn.Embedding(7, 4), "c": nn.Conv2d(4, 4, 3)})
+        with pytest.raises(
+            ValueError, match=r"(?s)no muP role for 4 parameters.*a\.weight.*b\.bias.*c\.weight"
+        ):
+            mup.parameter_groups(model, base=small, lr=1.0)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"roles": {"*.A_log": "number"}}, "no role is named 'number'"),
+            ({"roles": {"*.A_lg": "scalar"}}, r"match no parameter"),
+            ({"optimizer": "lion"}, "optimizer='lion' has no column"),
+        ],
+    )
+    def test_bad_options_are_refused_with_what_there_is(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            mup.parameter_groups(qwen3_next(128), base=base, lr=1.0, **changes)
+
+    def test_a_tied_readout_is_refused_with_what_to_do(self):
+        with pytest.raises(ValueError, match="tie_word_embeddings=False"):
+            mup.parameter_groups(qwen3_next(128, tie_word_embeddings=True), base=base, lr=1.0)
+
+
+class TestInitialValues:
+    def test_sizes_follow_the_base_model_whatever_the_law(self):
+        model, small = qwen3_next(256), base()
+        rows = {row.name: row for row in scaled_parameters(model, small)}
+        mup.initialize(model, base=lambda: small)
+        powers = {Role.HIDDEN: -0.5, Role.READOUT: -1.0}
+        before = dict(small.named_parameters())
+        for name, p in model.named_parameters():
+            wanted = before[name].square().mean().sqrt() * rows[name].m ** powers.get(rows[name].role, 0.0)
+            if "conv1d" not in name:
+                assert p.square().mean().sqrt().item() == pytest.approx(wanted.item(), rel=1e-5), name
+
+    def test_taps_too_small_for_the_output_norm_are_drawn_again(self):
+        model = qwen3_next(128)
+        assert len(list(small_taps(model))) == 1
+        mup.initialize(model, base=base)
+        assert not list(small_taps(model))
+        taps = model.model.layers[0].linear_attn.conv1d.weight
+        assert taps.std().item() == pytest.approx(12**-0.5, rel=0.05) and taps.abs().max() <= 0.5
+
+    def test_loaded_weights_and_a_second_call_are_refused(self, tmp_path):
+        qwen3_next(128).save_pretrained(tmp_path)
+        model = transformers.Qwen3NextForCausalLM.from_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="loaded from"):
+            mup.initialize(model, base=base)
+        mup.initialize(model, base=base, loaded=True)
+        with pytest.raises(ValueError, match="already"):
+            mup.initialize(model, base=base, loaded=True)
+
+    def test_a_base_without_values_is_refused(self):
+        with torch.device("meta"):
+            small = base()
+        with pytest.raises(ValueError, match="no values"):
+            mup.initialize(qwen3_next(128), base=small)
+
+
+def slopes(scaled):
+    """Returns the power of width with which five steps of AdamW change each part's output."""
+    ids = torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(0))
+    changes = {}
+    for width in WIDTHS:
+        torch.manual_seed(0)
+        model = qwen3_next(width)
+        groups = [{"params": list(model.parameters()), "lr": 2**-8}]
+        if scaled:
+            mup.initialize(model, base=base)
+            groups = mup.parameter_groups(model, base=base, lr=2**-8)
+            nn.init.zeros_(model.lm_head.weight)
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        before = outputs(model, ids)
+        for _ in range(5):
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, y in outputs(model, ids).items():
+            change = (y - before[name]).square().mean().sqrt().item()
+            changes.setdefault(name, []).append(math.log2(change))
+    return {name: (y[-1] - y[0]) / math.log2(WIDTHS[-1] / WIDTHS[0]) for name, y in changes.items()}
+
+
+@torch.no_grad()
+def outputs(model, ids):
+    results, hooks = {}, []
+    for name, module in model.named_modules():
+        if name.endswith(("embed_tokens", "linear_attn", "self_attn", "mlp")):
+
+            def keep(module, inputs, output, name=name):
+                results[name] = (output[0] if isinstance(output, tuple) else output).clone()
+
+            hooks.append(module.register_forward_hook(keep))
+    model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return results
+
+
+class TestCoordinates:
+    def test_changes_of_qwen3_next_do_not_grow_with_width(self):
+        assert max(map(abs, slopes(scaled=True).values())) < 0.15
+
+    def test_changes_grow_with_width_under_plain_adamw(self):
+        result = slopes(scaled=False)
+        del result["model.embed_tokens"]
+        assert min(result.values()) > 0.5, result
