@@ -16,7 +16,7 @@ types of arguments.
 # no annotations import: the types below must be types when nki_op reads them
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -73,7 +73,7 @@ def require_within_rsqrt(name: str, value: float, least: float) -> None:
         )
 
 
-def require_norms_within_rsqrt(eps: float, **tensors: Tensor) -> None:
+def require_norms_within_rsqrt(tensors: Mapping[str, Tensor], eps: float) -> None:
     """Raises BackendRefusal for a row with a norm whose square, plus eps, the kernels' rsqrt does not take.
 
     It reads data: those of CPU tensors always, those of others in check mode, since they must be waited for.

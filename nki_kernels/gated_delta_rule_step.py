@@ -70,7 +70,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     assert V <= BANK, f"V={V} exceeds {BANK}, the float32 of a PSUM bank"
     rows = B * HV
     m = choose_lines(K, V)
-    assert m * V * 4 <= STATE_BYTES, f"K={K} has no divisor that spreads V={V} over 128 partitions"
+    assert has_lines(K, V), f"K={K} has no divisor that spreads V={V} over 128 partitions"
     parts = K // m  # partitions of one head
     n = choose_group(rows, HV // H, m * V * 4, parts)
     heads = min(PARTITIONS // parts, n, BANK // (2 * m))  # that share a tile
@@ -211,6 +211,12 @@ def choose_lines(K, V):
     while m < 8 and (K % m != 0 or m * V * 4 < DESCRIPTOR):
         m += 1
     return m if K % m == 0 else fewest
+
+
+def has_lines(K, V):
+    """Returns whether the kernel takes K and V: a K above 128 needs a divisor that spreads it."""
+    m = choose_lines(K, V)
+    return m <= PARTITIONS and m * V * 4 <= STATE_BYTES
 
 
 def choose_group(rows, shared, bytes_per_row, parts):

@@ -18,7 +18,7 @@ def forward(call: Residual, *, save: bool) -> tuple[Tensor, list[Tensor]]:
     """
     if call.k_eps is not None:
         require_within_rsqrt("k_eps", call.k_eps, LEAST_EPS)
-        require_norms_within_rsqrt(call.k_eps**2, k=call.k)
+        require_norms_within_rsqrt({"k": call.k}, call.k_eps**2)
     tensors = (call.x, call.k, call.v, call.beta)
     pieces = zip(*(y.split(plan.TOKENS) for y in tensors), strict=True)
     return torch.cat([run(delta_residual_fwd, *piece, call.k_eps) for piece in pieces]), []

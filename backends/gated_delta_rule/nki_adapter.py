@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from delta_trn.backends.gated_delta_rule.contract import L2NORM_EPS, RESET, Gradients, Rule, Shapes, Step
 from delta_trn.backends.nki_runtime_adapter import require_norms_within_rsqrt, run
@@ -28,7 +29,7 @@ from delta_trn.backends.registry import BackendRefusal
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
-from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
+from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step, has_lines
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,12 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     Raises BackendRefusal like `forward`.
     """
     _require_norms(call)
+    K, V = call.q.shape[-1], call.v.shape[-1]
+    if not has_lines(K, V):
+        # a prime K; one with a zero behind it has a divisor
+        q, k, state = pad(call.q, (0, 1)), pad(call.k, (0, 1)), pad(call.state, (0, 0, 0, 1))
+        o, state = step(replace(call, q=q, k=k, state=state))
+        return o, state[:, :, :K].contiguous()
     g = call.g.clamp(min=RESET)
     B, HV = call.v.shape[:2]
     together = max(1, plan.STEP_HEADS // HV)
@@ -202,7 +209,7 @@ def _prepare(call: Rule) -> Rule:
 
 def _require_norms(call: Rule | Step) -> None:
     if call.l2norm:
-        require_norms_within_rsqrt(L2NORM_EPS, q=call.q, k=call.k)
+        require_norms_within_rsqrt({"q": call.q, "k": call.k}, L2NORM_EPS)
 
 
 def _is_stateless(call: Rule) -> bool:

@@ -26,7 +26,9 @@ def short_convolution_backward(
     """Returns dx, dweight, dprefix."""
     outputs = run(short_convolution_bwd, dy, call.x, call.weight, *_kernel_options(call))
     dx, dweight, *dprefix = outputs
-    return dx, dweight, dprefix[0] if dprefix else None
+    if call.prefix is None:
+        return dx, dweight, None
+    return dx, dweight, dprefix[0] if dprefix else torch.zeros_like(call.prefix)
 
 
 def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -35,7 +37,7 @@ def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list
     Raises BackendRefusal for an eps, or norms of rows, that the Scalar engine's rsqrt does not take.
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
-    require_norms_within_rsqrt(call.eps, x=call.x)
+    require_norms_within_rsqrt({"x": call.x}, call.eps)
     gated = call.gate is not None
     parts = [
         run(gated_rms_norm_fwd, x, gate, call.weight, call.eps, gated)
@@ -71,4 +73,5 @@ def _gate_pieces(call: GatedNorm) -> tuple[Tensor | None, ...]:
 def _kernel_options(call: Convolution) -> tuple[Tensor | bool | None, ...]:
     """Returns the kernels' position, packed, prefix, continued."""
     places = None if call.position is None else call.position.to(torch.int32)
-    return places, call.position is not None, call.prefix, call.prefix is not None
+    prefix = call.prefix if call.weight.shape[1] > 1 else None  # one tap looks back at nothing
+    return places, call.position is not None, prefix, prefix is not None

@@ -7,6 +7,7 @@ import torch
 
 from delta_trn.backends import BackendRefusal
 from delta_trn.backends import gated_rms_norm as gated_rms_norm_of_layers
+from delta_trn.backends import short_convolution as short_convolution_of_layers
 from delta_trn.backends.parity.layer_cases import BY_NAME, verdicts
 from delta_trn.nki_kernels import gated_rms_norm, plan, short_convolution
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
@@ -163,3 +164,14 @@ def test_rows_that_no_scale_brings_into_the_range_of_rsqrt_are_refused():
     assert plan.find_largest_norm(2.0**-86) == 2.0**46
     with pytest.raises(BackendRefusal, match=r"rows of x with norms up to 7e\+13"):
         gated_rms_norm_of_layers(1e-4 * x, x, weight, eps=2.0**-86, backend="nki-simulator")
+
+
+def test_a_convolution_with_one_tap_takes_the_empty_prefix_that_it_has():
+    leaves = [x.requires_grad_() for x in (torch.ones(2, 19, 24), torch.ones(24, 1), torch.ones(2, 0, 24))]
+    x, weight, prefix = leaves
+    results = []
+    for backend in ("nki-simulator", "chunked"):
+        y = short_convolution_of_layers(x, weight, prefix=prefix, backend=backend)
+        results.append([y, *torch.autograd.grad(y.sum(), leaves)])
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected)
