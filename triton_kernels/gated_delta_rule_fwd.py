@@ -159,7 +159,8 @@ def prepare_kernel(
     tl.store(p_T, b_hi)
     if WORDS == 2:
         tl.store(p_T + C * C, round_to(b_T - b_hi.to(tl.float32), T.dtype.element_ty, DOT))
-    b_P = multiply(b_q, tl.trans(b_k), DOT) * b_D * ((scale * b_rq)[:, None] * b_rk[None, :])
+    # not scale r_q r_k, which may underflow before it meets huge q and k
+    b_P = multiply(b_q, tl.trans(b_k), DOT) * (b_rq[:, None] * b_rk[None, :]) * (scale * b_D)
     tl.store(P + tile * (C * C) + o_cc, round_to(b_P, P.dtype.element_ty, DOT))
 
 

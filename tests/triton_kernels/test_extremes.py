@@ -115,6 +115,13 @@ def test_float16_forms_no_product_with_a_scale_that_would_overflow():
         assert value < 2**-9, name
 
 
+def test_a_tiny_scale_and_huge_queries_and_keys_do_not_underflow():
+    x = inputs(3)
+    x["q"], x["k"] = 1e13 * x["q"], 1e13 * x["k"]
+    for name, value in errors(x, scale=1e-20, use_qk_l2norm_in_kernel=True).items():
+        assert value < 1e-5, name
+
+
 RESETS = [float("-inf"), torch.finfo(torch.float32).min, -1e16, -1e12, -110.0]
 
 
