@@ -27,7 +27,7 @@ from tests.support.nki_judge import (
     hbm_bytes,
     normal,
     plant,
-    recorded,
+    record_run,
     run,
 )
 
@@ -44,13 +44,13 @@ def tensors(dtype):
 
 def test_an_update_of_nearly_nothing_keeps_its_digits():
     """The stream holds nearly v along k, so that v - p cancels."""
-    given = inputs(BY_NAME["residual_project"], torch.float32)
-    x, k = given["x"], given["k"]
+    tensors_by_name = inputs(BY_NAME["residual_project"], torch.float32)
+    x, k = tensors_by_name["x"], tensors_by_name["k"]
     y = k / k.norm(dim=-1, keepdim=True)
-    given["v"] = torch.einsum("md,mdv->mv", y, x) + 1e-3 * given["v"]
-    judge = outcome({name: t.double() for name, t in given.items()}, 1e-5, "recurrent")
-    baseline = outcome(given, 1e-5, "recurrent")
-    assert_close(outcome(given, 1e-5, "nki-simulator"), judge, baseline, terms=64 + 4)
+    tensors_by_name["v"] = torch.einsum("md,mdv->mv", y, x) + 1e-3 * tensors_by_name["v"]
+    judge = outcome({name: t.double() for name, t in tensors_by_name.items()}, 1e-5, "recurrent")
+    baseline = outcome(tensors_by_name, 1e-5, "recurrent")
+    assert_close(outcome(tensors_by_name, 1e-5, "nki-simulator"), judge, baseline, terms=64 + 4)
 
 
 def test_only_dk_passes_the_tensor_engine():
@@ -138,7 +138,7 @@ def test_the_largest_sizes_of_the_residual_fit_on_chip(backward):
     for D, DV in ((12288, 1), (8192, 1), (2048, 4), (1280, 4), (768, 16), (64, 200)):
         for dtype in ("float32", "bfloat16"):
             kernel, arguments = kernels.example(M=2, D=D, DV=DV, dtype=dtype, backward=backward)
-            recorded(kernel, *arguments, trace=False)  # raises where SBUF or PSUM overflow
+            record_run(kernel, *arguments, trace=False)  # raises where SBUF or PSUM overflow
 
 
 def test_an_epsilon_below_the_range_of_rsqrt_is_refused():

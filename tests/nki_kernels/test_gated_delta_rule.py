@@ -30,7 +30,7 @@ from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.simulator import Numerics, StrictError
 from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support import tiny_models
-from tests.support.nki_judge import assert_passed, recorded, run
+from tests.support.nki_judge import assert_passed, record_run, run
 
 NAME = "nki-simulator"
 FORWARD = gated_delta_rule_fwd.gated_delta_rule_fwd
@@ -146,15 +146,15 @@ def test_every_planned_size_fits_on_chip(K, V, H, HV):
             T=2 * how.every * how.C, H=H, HV=HV, K=K, V=V, every=how.every, C=how.C, lanes=how.lanes,
             width=how.width,
         )  # fmt: skip
-        done = recorded(kernel, *arguments, trace=False)
-        assert done.sbuf_peak <= 0.9 * 192 * 1024 and done.psum_peak <= 8
+        run_record = record_run(kernel, *arguments, trace=False)
+        assert run_record.sbuf_peak <= 0.9 * 192 * 1024 and run_record.psum_peak <= 8
 
 
 def test_more_lanes_than_planned_do_not_fit():
     """The simulator's budget can refuse."""
     kernel, arguments = gated_delta_rule_bwd.example(T=128, H=8, K=256, V=512, lanes=8)
     with pytest.raises(StrictError, match="sbuf capacity exceeded"):
-        recorded(kernel, *arguments, trace=False)
+        record_run(kernel, *arguments, trace=False)
 
 
 RESETTING = replace(BY_NAME["carry"], B=1, T=140, K=32, V=32, HV=8, decay="reset", norm="random")
@@ -215,24 +215,24 @@ def test_decays_summed_in_one_part_are_seen(monkeypatch):
 def test_a_call_cut_in_sequences_and_time_computes_the_same(cut, parts, monkeypatch):
     """Cut in sequences and in time, the state handed on in float32: only orders of summation may differ."""
     case = replace(BY_NAME["carry"], T=700, K=32, V=32, H=2)
-    given = inputs(case, torch.float32)
-    whole = outcome(given, NAME)
-    assert len(nki_adapter.pieces(given.q, given.v, None)) == 1
+    call = inputs(case, torch.float32)
+    whole = outcome(call, NAME)
+    assert len(nki_adapter.pieces(call.q, call.v, None)) == 1
     monkeypatch.setattr(plan, "LANE_CHUNKS", cut)
-    groups = nki_adapter.pieces(given.q, given.v, None)
+    groups = nki_adapter.pieces(call.q, call.v, None)
     assert [len(group) for group in groups] == [parts, parts]
-    in_parts = outcome(given, NAME)
+    in_parts = outcome(call, NAME)
     assert all(error(in_parts[name], x) <= floor(terms(case), torch.float32) for name, x in whole.items())
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_states_kept_more_or_less_often_give_the_same_gradients(every, monkeypatch):
-    given = inputs(replace(BY_NAME["carry"], T=300, K=32, V=32, H=2), torch.float32)
-    every_second = outcome(given, NAME)
+    call = inputs(replace(BY_NAME["carry"], T=300, K=32, V=32, H=2), torch.float32)
+    every_second = outcome(call, NAME)
     monkeypatch.setattr(plan, "EVERY", every)
-    other = outcome(given, NAME)
+    other = outcome(call, NAME)
     assert all(
-        error(other[name], x) <= floor(terms(given.case), torch.float32) for name, x in every_second.items()
+        error(other[name], x) <= floor(terms(call.case), torch.float32) for name, x in every_second.items()
     )
 
 
@@ -284,14 +284,14 @@ def test_the_refusal_of_nki_names_the_packages_it_needs():
 
 def without_states(case, backend, dtype):
     """o and gradients of packed sequences as a model in training asks for them."""
-    given = inputs(replace(case, state=False, loss=("o",)), torch.float32)
-    leaves = [getattr(given, name).to(dtype).requires_grad_() for name in ("q", "k", "v", "g", "beta")]
+    call = inputs(replace(case, state=False, loss=("o",)), torch.float32)
+    leaves = [getattr(call, name).to(dtype).requires_grad_() for name in ("q", "k", "v", "g", "beta")]
     norm = case.normalized_inside
     o, state = gated_delta_rule(
-        *leaves, cu_seqlens=given.cu_seqlens, use_qk_l2norm_in_kernel=norm, backend=backend
+        *leaves, cu_seqlens=call.cu_seqlens, use_qk_l2norm_in_kernel=norm, backend=backend
     )
     assert state is None
-    return [o.detach(), *torch.autograd.grad(o, leaves, given.do.to(dtype))]
+    return [o.detach(), *torch.autograd.grad(o, leaves, call.do.to(dtype))]
 
 
 @pytest.mark.parametrize("name", ["packed", "packed_empty", "packed_single", "packed_gva"])
@@ -299,21 +299,21 @@ def test_packed_sequences_without_states_are_one_call(name, monkeypatch):
     monkeypatch.setattr(nki_adapter, "_bounds", None)  # lengths are not read
     case = BY_NAME[name]
     judge = without_states(case, "recurrent", torch.float64)
-    chunked, recurrent, found = (
+    chunked, recurrent, results = (
         without_states(case, backend, torch.float32) for backend in ("chunked", "recurrent", NAME)
     )
-    for right, a, b, mine in zip(judge, chunked, recurrent, found, strict=True):
+    for right, a, b, mine in zip(judge, chunked, recurrent, results, strict=True):
         baseline = max(error(a, right), error(b, right))
         assert error(mine, right) <= max(FACTOR * baseline, floor(terms(case), torch.float32))
     starts = torch.tensor((0, *case.lengths[:-1])).cumsum(0)
-    assert not found[4][:, starts[starts < case.T]].any()  # nothing was there to decay
+    assert not results[4][:, starts[starts < case.T]].any()  # nothing was there to decay
 
 
 def test_a_state_that_leaks_into_the_next_sequence_is_seen(monkeypatch):
     monkeypatch.setattr(nki_adapter, "RESET", -1.0)
     judge = without_states(BY_NAME["packed"], "recurrent", torch.float64)
-    found = without_states(BY_NAME["packed"], NAME, torch.float32)
-    assert error(found[0], judge[0]) > 0.01
+    results = without_states(BY_NAME["packed"], NAME, torch.float32)
+    assert error(results[0], judge[0]) > 0.01
 
 
 def test_packed_sequences_with_states_are_refused_where_lengths_are_on_the_device():
@@ -348,8 +348,8 @@ def wrong_gradients(kind):
     judge = training_step("chunked", torch.float64, kind)
     baselines = [training_step(name, torch.float32, kind) for name in ("chunked", "recurrent")]
     rounded = [training_step("chunked", torch.float64, kind, seed) for seed in range(2)]
-    found = training_step(NAME, torch.float32, kind)
-    assert set(found) == set(judge) and len(judge) > 20
+    results = training_step(NAME, torch.float32, kind)
+    assert set(results) == set(judge) and len(judge) > 20
     wrong = []
     for key, right in judge.items():
         allowed = max(
@@ -357,8 +357,8 @@ def wrong_gradients(kind):
             *(48**0.5 * error(x[key], right) for x in rounded),
             300 * torch.finfo(torch.float32).eps / 2,
         )
-        if not error(found[key], right) <= allowed:
-            wrong.append(f"{key}: error {error(found[key], right):.2g} above {allowed:.2g}")
+        if not error(results[key], right) <= allowed:
+            wrong.append(f"{key}: error {error(results[key], right):.2g} above {allowed:.2g}")
     return wrong
 
 
@@ -395,10 +395,10 @@ def test_bfloat16_tensors_become_arrays_and_back_unchanged():
 
 @pytest.mark.parametrize("precision", ["float32", "tfloat32", "bfloat16"])
 def test_the_precision_probe_names_the_precision_of_products(precision):
-    found = recorded(
+    results = record_run(
         precision_probe.product, *precision_probe.operands(), numerics=Numerics(matmul=precision)
     ).outputs
-    assert precision_probe.verdict(found)[0] == precision
+    assert precision_probe.verdict(results)[0] == precision
 
 
 def test_tensors_off_the_host_reach_the_kernel_dense_and_unconverted():

@@ -61,11 +61,11 @@ def neuron(registered, monkeypatch):
 
 @pytest.mark.parametrize("name", ["carry", "ragged", "packed_empty", "final_only"])
 def test_the_rule_computes_the_same_through_torchneuron_operators(name, neuron, monkeypatch):
-    given = inputs(BY_NAME[name], torch.float32)
-    through = outcome(given, "nki-simulator")
+    call = inputs(BY_NAME[name], torch.float32)
+    through = outcome(call, "nki-simulator")
     assert {"gated_delta_rule_fwd", "gated_delta_rule_bwd"} <= set(neuron)
     monkeypatch.setattr(rule_adapter, "run", simulated)
-    direct = outcome(given, "nki-simulator")
+    direct = outcome(call, "nki-simulator")
     assert all(torch.equal(through[key], x) for key, x in direct.items())
 
 
@@ -114,9 +114,9 @@ from delta_trn.backends.parity.rule import verdicts
 from delta_trn.nki_kernels.language import RUNTIME
 import nki, torch
 assert RUNTIME == "neuron"
-found = verdicts(BY_NAME["ragged"], torch.float32, "nki-simulator")
-assert all(verdict.passed for verdict in found)
-print(len(found), sorted(set(nki.targets)))
+judged = verdicts(BY_NAME["ragged"], torch.float32, "nki-simulator")
+assert all(verdict.passed for verdict in judged)
+print(len(judged), sorted(set(nki.targets)))
 """
 
 STAND_IN = """
@@ -142,7 +142,7 @@ def test_parity_holds_on_the_simulator_of_an_installed_nki(tmp_path):
     for module in ("isa", "language"):
         (package / f"{module}.py").write_text(f"from delta_trn.nki_kernels.simulator.{module} import *\n")
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: nki\nVersion: 0.3.0\n")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", THIRD_WAY],
         capture_output=True,
         text=True,
@@ -150,8 +150,8 @@ def test_parity_holds_on_the_simulator_of_an_installed_nki(tmp_path):
         env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
         timeout=250,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["7", "['trn1']"]
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["7", "['trn1']"]
 
 
 def test_an_nki_without_a_simulator_is_refused(monkeypatch):

@@ -21,7 +21,7 @@ from tests.support.nki_judge import (
     hbm_bytes,
     normal,
     plant,
-    recorded,
+    record_run,
     run,
 )
 
@@ -198,10 +198,10 @@ def test_the_state_travels_between_hbm_and_chip_once_each_way():
 def test_a_step_refuses_sizes_that_do_not_fit():
     kernel, arguments = example(B=1, H=1, HV=1, K=131, V=512)
     with pytest.raises(AssertionError, match="K=131 has no divisor"):
-        recorded(kernel, *arguments)
+        record_run(kernel, *arguments)
     kernel, arguments = example(B=1, H=2, HV=2, K=32, V=520)
     with pytest.raises(AssertionError, match="V=520 exceeds 512"):
-        recorded(kernel, *arguments)
+        record_run(kernel, *arguments)
     kernel, arguments = example(B=1, H=2, HV=3, K=32, V=32)
     with pytest.raises(AssertionError, match="HV=3 is not a multiple of H=2"):
-        recorded(kernel, *arguments)
+        record_run(kernel, *arguments)

@@ -33,13 +33,13 @@ def run(kernel, *args, target="trn1", numerics=EXACT):
             pytest.skip("AWS's nki is installed: its simulator runs for one target, and exactly")
         outputs = simulate(kernel, *arrays)
     else:
-        outputs = recorded(
+        outputs = record_run(
             kernel, *arrays, target=target, trace=False, check_source=False, numerics=numerics
         ).outputs
     return tuple(map(to_tensor, outputs)) if isinstance(outputs, tuple) else to_tensor(outputs)
 
 
-def recorded(kernel, *args, **options):
+def record_run(kernel, *args, **options):
     """Returns a run with its trace and memory peaks, which only our simulator has."""
     if RUNTIME == "neuron":
         pytest.skip("AWS's nki is installed: its simulator keeps no trace and counts no memory")
@@ -48,7 +48,7 @@ def recorded(kernel, *args, **options):
 
 def hbm_bytes(kernel, arguments):
     """Returns the bytes that the kernel moves, and the bytes of its inputs and outputs once each."""
-    return traffic(recorded(kernel, *arguments), arguments)
+    return traffic(record_run(kernel, *arguments), arguments)
 
 
 def assert_close(outcome, judge, baseline, terms):

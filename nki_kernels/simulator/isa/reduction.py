@@ -209,7 +209,10 @@ def select_reduce(
     reverse_pred: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """Compute dst = where(predicate, on_true, on_false), optionally with the maximum along the free axis."""
+    """Compute dst = where(predicate, on_true, on_false), optionally with the maximum along the free axis.
+
+    reduce_cmd resets the engine's registers, goes on with them, or both; reduce_res (P, 1) receives them.
+    """
     run = Instruction("select_reduce", Engine.vector)
     run.has_dtype("predicate", predicate, "int8", "uint8", "int16", "uint16", "bool_")
     P = on_true.shape[0]
@@ -221,13 +224,17 @@ def select_reduce(
     result = np.where(~mask if reverse_pred else mask, values, other)
     run.write_like(dst, result, on_true, "on_true")
     if reduce_cmd is not commands.idle:
+        if not isinstance(reduce_cmd, commands) or reduce_cmd is commands.load_reduce:
+            raise ConstraintError(
+                f"select_reduce reduce_cmd must be idle, reset, reduce or reset_reduce, got {reduce_cmd!r}"
+            )
         if reduce_op is not None and reduce_op.name != "maximum":
             raise ConstraintError(f"select_reduce reduce_op must be nl.maximum, got {reduce_op!r}")
-        registers = run.machine.vector_registers[:P]
-        if reduce_cmd is commands.reset_reduce:
-            registers[:] = -np.inf
-        registers[:] = np.maximum(registers, result.max(axis=1, keepdims=True))
-        read_registers(run, reduce_res, registers)
+        registers = run.machine.vector_registers
+        open_registers(registers, reduce_cmd, -np.inf)
+        if reduce_cmd is not commands.reset:
+            registers[:P] = np.maximum(registers[:P], result.max(axis=1, keepdims=True))
+        read_registers(run, reduce_res, registers[:P])
     return run.done(reduces=reduce_res is not None)
 
 

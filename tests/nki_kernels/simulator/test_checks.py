@@ -15,7 +15,16 @@ from delta_trn.nki_kernels.simulator import (
     nl,
     record,
 )
-from tests.support.simulator_harness import F32, Refusals, assert_refused, attempt, done, ones, product, sbuf
+from tests.support.simulator_harness import (
+    F32,
+    Refusals,
+    assert_refused,
+    attempt,
+    ones,
+    product,
+    sbuf,
+    write_output,
+)
 
 CASES = Refusals()
 
@@ -115,14 +124,14 @@ def nine_live_banks():
         tiles.append(product(4, 512))
     for tile in tiles:
         nisa.tensor_copy(dst=sbuf(4, 512), src=tile)
-    return done()
+    return write_output()
 
 
 @CASES.refuses("sbuf capacity exceeded: 204800 bytes per partition live", StrictError)
 def sbuf_overflow_of_live_tiles():
     first, second = ones(2, 25 * 1024), ones(2, 25 * 1024)
     nisa.tensor_tensor(dst=first, data1=first, data2=second, op=nl.add)
-    return done()
+    return write_output()
 
 
 @CASES.refuses("sbuf capacity exceeded: tensor", StrictError)
@@ -456,7 +465,7 @@ def test_a_launch_has_one_core_or_two_and_trn1_has_one():
 
 def test_a_kernel_takes_no_lists():
     with pytest.raises(StrictError, match="argument x is a list"):
-        attempt(lambda x: done(), [1, 2])
+        attempt(lambda x: write_output(), [1, 2])
 
 
 def test_a_tile_outside_a_kernel_is_refused():
@@ -466,13 +475,13 @@ def test_a_tile_outside_a_kernel_is_refused():
 
 def test_an_unknown_target_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="target 'trn9' is not one of trn1, trn2, trn3"):
-        attempt(done, target="trn9")
+        attempt(write_output, target="trn9")
 
 
 def test_target_is_that_of_neurons_environment_variable(monkeypatch):
     def body():
         nisa.activation(dst=sbuf(4, 4), op=nl.exp, data=ones(4, 4), bias=1.0)
-        return done()
+        return write_output()
 
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "gen3")
     assert record(body, check_source=False).target.name == "trn2"

@@ -277,6 +277,27 @@ def test_selections_agree_with_numpy():
     near(result[:, 12], np.where(mask, x, -1).max(1))
 
 
+def test_select_reduce_resets_its_registers_and_goes_on_with_them():
+    """A reset forgets a larger maximum and takes none of its own instruction's."""
+    x, y, mask = normal(4, 6), normal(4, 6), np.ones((4, 6), np.uint8)
+
+    def body(out, larger, x, y, m):
+        other = nl.ndarray((4, 6), F32, nl.sbuf)
+        for i, (tile, command) in enumerate(
+            [(larger, "reset_reduce"), (larger, "reset"), (x, "reduce"), (y, "reduce")]
+        ):
+            nisa.select_reduce(
+                dst=other, predicate=m, on_true=tile, on_false=0.0, reduce_res=out[:, i : i + 1],
+                reduce_cmd=getattr(nisa.reduce_cmd, command),
+            )  # fmt: skip
+
+    result = execute(body, x + 9, x, y, mask, shape=(4, 4))
+    near(result[:, 0], (x + 9).max(1))
+    assert (result[:, 1] == -np.inf).all()
+    near(result[:, 2], x.max(1))
+    near(result[:, 3], np.maximum(x, y).max(1))
+
+
 def test_iota_and_affine_select_follow_their_pattern():
     def body(out):
         index = nl.ndarray((4, 2, 3), nl.int32, nl.sbuf)
