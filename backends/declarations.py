@@ -82,8 +82,8 @@ TABLE: Mapping[str, Mapping[str, Capability]] = {
     "nki-simulator": _nki(CPU, automatic=frozenset()),
     # T steps one after the other: exact, and slow on purpose, so only by name
     "recurrent": {
-        "gated_delta_rule": Capability(_rule("recurrent"), FLOATS),
-        "gated_delta_rule_step": Capability(_rule("recurrent"), FLOATS),
+        "gated_delta_rule": Capability(_rule("recurrent"), FLOATS, gates=True),
+        "gated_delta_rule_step": Capability(_rule("recurrent"), FLOATS, gates=True),
         "delta_residual": Capability(_residual("recurrent"), FLOATS),
     },
 }

@@ -12,13 +12,18 @@ C tokens, in the notation of `backends.gated_delta_rule`, with V standing for th
 
 Its gradients are PyTorch's own. It is what a careful reader of the papers would write first.
 Every product rounds its operands to the training dtype and adds in float32, forward and backward, as matrix
-units do. State, decay sums, exponentials and the triangular inverse are float32. The logarithms of decays
-are summed segment by segment (Mamba-2's segment sums, arXiv:2405.21060) and not as differences of running
-sums, so that they keep their digits where strong and weak decays meet.
+units do. State, decay sums, exponentials and the triangular inverse are float32, float64 for float64 inputs.
+The logarithms of decays are summed segment by segment (Mamba-2's segment sums, arXiv:2405.21060) and not as
+differences of running sums, so that they keep their digits where strong and weak decays meet.
+
+It shares no line with the judge or with a backend, gates included. Several samples are computed at once, each
+with rounding errors of its own (`Rounding`), since one sample's error may be small by chance.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,26 +33,130 @@ from torch.nn.functional import pad
 CHUNK = 64
 
 
-class _Product(torch.autograd.Function):
-    """Multiplies operands rounded to `dtype` and adds in float32, also in the products of its gradient."""
+class Noise:
+    """Draws random numbers as slices of one pool, at random places: drawing took longer than the products."""
+
+    POOL = 1 << 21
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        pool = torch.randint(1 << 31, (self.POOL,), generator=self.generator, dtype=torch.int32)
+        self.bits = pool.to(device)
+        self.ulps: dict[torch.dtype, Tensor] = {}
+
+    def integers(self, x: Tensor) -> Tensor:
+        """Returns an integer in [0, 2^31) for each element of x."""
+        return self._like(self.bits, x)
+
+    def factors(self, x: Tensor) -> Tensor:
+        """Returns 1 for each element of x but one in eight, which gets 1 + eps or 1 - eps.
+
+        In float64 one in two: there the judge's own error counts, and a sample that moves nothing has it.
+        """
+        if x.dtype not in self.ulps:
+            few = 1 << (29 if x.dtype == torch.float64 else 27)
+            signs = (self.bits < few).to(x.dtype) - (self.bits >= 2**31 - few).to(x.dtype)
+            self.ulps[x.dtype] = 1 + torch.finfo(x.dtype).eps * signs
+        return self._like(self.ulps[x.dtype], x)
+
+    def _like(self, pool: Tensor, x: Tensor) -> Tensor:
+        n, half = x.numel(), self.POOL // 2
+        start = int(torch.randint(half, (), generator=self.generator))
+        if n <= half:
+            return pool[start : start + n].view(x.shape)
+        return pool.roll(start).repeat(-(-n // self.POOL))[:n].view(x.shape)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounds to the nearest; with `noise` at random (Monte Carlo arithmetic, Parker 1997).
+
+    dtype   of the operands of products. With noise an operand goes to either neighbor, so that its mean is
+            exact; and every result moves by an ulp one time in eight, about what rounding to it costs
+    """
+
+    dtype: torch.dtype
+    noise: Noise | None = None
+
+    def operand(self, x: Tensor) -> Tensor:
+        """Returns x rounded to `dtype`, in its own dtype."""
+        if self.noise is not None and x.dtype == torch.float32 != self.dtype:
+            # a float32 has 2^extra bit patterns for each of the shorter dtype
+            extra = round(math.log2(torch.finfo(self.dtype).eps / torch.finfo(torch.float32).eps))
+            random = self.noise.integers(x) >> (31 - extra)
+            x = ((x.view(torch.int32) + random) & -(1 << extra)).view(torch.float32)
+        return x.to(self.dtype).to(x.dtype)
+
+    def disturb(self, x: Tensor) -> Tensor:
+        """Returns x with an element in eight moved by an ulp."""
+        return x if self.noise is None else x * self.noise.factors(x)
+
+    def short(self, x: Tensor) -> Tensor:
+        """Returns a result rounded to `dtype`; its gradient is rounded, too."""
+        return _Short.apply(x, self)  # pyright: ignore[reportReturnType]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns a result, disturbed; its gradient is disturbed, too."""
+        return x if self.noise is None else _Disturbed.apply(x, self)  # pyright: ignore[reportReturnType]
+
+
+class _Disturbed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:
+        ctx.rounding = rounding
+        return rounding.disturb(x)
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        a, b = a.to(dtype).float(), b.to(dtype).float()
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return ctx.rounding.disturb(grad_outputs[0]), None
+
+
+class _Short(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:
+        ctx.rounding = rounding
+        return rounding.operand(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return ctx.rounding.operand(grad_outputs[0]), None
+
+
+class _Product(torch.autograd.Function):
+    """Multiplies rounded operands, also in the products of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, rounding: Rounding) -> Tensor:
+        a, b = rounding.operand(a), rounding.operand(b)
         ctx.save_for_backward(a, b)
-        ctx.dtype = dtype
+        ctx.rounding = rounding
         return a @ b
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b = ctx.saved_tensors
-        dc = grad_outputs[0].to(ctx.dtype).float()
+        dc = ctx.rounding.operand(grad_outputs[0])
         return dc @ b.mT, a.mT @ dc, None
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a @ b for float32 a [.., M, K], b [.., K, N], as a matrix unit fed with `dtype` computes it."""
-    return _Product.apply(a, b, dtype)  # pyright: ignore[reportReturnType]
+def product(a: Tensor, b: Tensor, rounding: Rounding) -> Tensor:
+    """Returns a @ b for a [.., M, K], b [.., K, N], as a matrix unit fed with a shorter dtype computes it."""
+    return _Product.apply(a, b, rounding)  # pyright: ignore[reportReturnType]
+
+
+def make_gates(
+    a: Tensor, z: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float, noise: Noise | None
+) -> tuple[Tensor, Tensor]:
+    """Returns g and beta of a call, in float32 at least: from a layer's projections, where they are such."""
+    g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (a, z))
+    rounding = Rounding(g.dtype, noise)
+    if A_log is not None:
+        x = g if dt_bias is None else g + dt_bias.to(g.dtype)[..., None, None, :]
+        rate = rounding(A_log.to(g.dtype).exp())[..., None, None, :]
+        g = rounding(-rate * rounding(torch.logaddexp(x, torch.zeros_like(x))))
+    if beta_max:
+        beta = rounding(beta_max * torch.special.expit(beta))
+    return g, beta
 
 
 def gated_delta_rule(
@@ -60,48 +169,58 @@ def gated_delta_rule(
     cu_seqlens: Tensor | None,
     scale: float,
     l2norm: bool,
+    *,
+    chunk: int = CHUNK,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns o and final_state, with the shapes of `backends.gated_delta_rule`."""
-    dtype, group = q.dtype, v.shape[2] // q.shape[2]
-    q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
+    """Returns o and final_state, with the shapes of `backends.gated_delta_rule`.
+
+    All tensors may have axes before those, such as one of samples.
+    """
+    dtype, group = q.dtype, v.shape[-2] // q.shape[-2]
+    full, rounding = torch.promote_types(dtype, torch.float32), Rounding(dtype, noise)
+    q, k, v, g, beta = (x.to(full) for x in (q, k, v, g, beta))
     if l2norm:
-        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
-    q, k, v, g, beta = (x.movedim(1, 2) for x in (q, k, v, g, beta))  # [B, HV, T, ..]
-    B, HV, length, K = q.shape
-    bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
-    rows = B if cu_seqlens is None else 1
-    outputs, states = [], []
-    for n in range(len(bounds) - 1):
-        S = q.new_zeros((rows, HV, K, v.shape[-1]))
-        if initial_state is not None:
-            S = initial_state[n * rows : (n + 1) * rows]
-        for start in range(bounds[n], bounds[n + 1], CHUNK):
-            chunk = slice(start, min(start + CHUNK, bounds[n + 1]))
-            parts = [x[:, :, chunk] for x in (q, k, v, g, beta)]
-            o, S = _chunk(*parts, S=S, scale=scale, dtype=dtype)
+        norms = (rounding((x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()) for x in (q, k))
+        q, k = (rounding(x * r) for x, r in zip((q, k), norms, strict=True))
+    q, k = (x.repeat_interleave(group, dim=-2) for x in (q, k))
+    q, k, v = (x.movedim(-3, -2) for x in (q, k, v))  # [.., B, HV, T, K or V]
+    g, beta = g.mT, beta.mT
+    lengths = [q.shape[-2]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    sizes = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
+    # split, not slices: the gradient of a slice is as large as the whole
+    parts = zip(
+        *(x.split(sizes, -2) for x in (q, k, v)), *(x.split(sizes, -1) for x in (g, beta)), strict=True
+    )
+    rows = q.shape[-4] if cu_seqlens is None else 1
+    zeros = q.new_zeros((*q.shape[:-4], rows * len(lengths), q.shape[-3], q.shape[-1], v.shape[-1]))
+    first = zeros if initial_state is None else initial_state.to(full)
+    outputs, states = [v[..., :0, :]], []
+    for length, S in zip(lengths, first.split(rows, -4), strict=True):
+        for _ in range(0, length, chunk):
+            o, S = _chunk(*next(parts), S=S, scale=scale, rounding=rounding)
             outputs.append(o)
         states.append(S)
-    return torch.cat(outputs, dim=2).movedim(1, 2).to(dtype), torch.cat(states)
+    return torch.cat(outputs, dim=-2).movedim(-2, -3).to(dtype), torch.cat(states, dim=-4)
 
 
 def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, S: Tensor, scale: float, dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, S: Tensor, scale: float, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
     """Returns O and the state after the chunk; P is scaled with O, at the end."""
-    C = g.shape[-1]
-    D = _segment_sums(g).exp()
-    b = g.cumsum(-1)
-    b_to_end = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)  # b_C - b
-    L = (beta[..., None] * product(k, k.mT, dtype) * D).tril(-1)
+    C, r = g.shape[-1], rounding
+    D = r(_segment_sums(g).exp())
+    gam = r(g.cumsum(-1).exp())
+    lam = r(pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp())  # exp(b_C - b)
+    L = r((beta[..., None] * product(k, k.mT, r) * D).tril(-1))
     identity = torch.eye(C, dtype=L.dtype, device=L.device)
-    T = torch.linalg.solve_triangular(L + identity, identity, upper=False, unitriangular=True)
-    written = product(T, beta[..., None] * v, dtype)
-    erased = product(product(T, (beta * b.exp())[..., None] * k, dtype), S, dtype)
-    U = written - erased
-    from_state = b.exp()[..., None] * product(q, S, dtype)
-    from_chunk = product(product(q, k.mT, dtype) * D, U, dtype)
-    S = b[..., -1].exp()[..., None, None] * S + product(k.mT, b_to_end.exp()[..., None] * U, dtype)
+    T = r(torch.linalg.solve_triangular(L + identity, identity, upper=False, unitriangular=True))
+    written = product(T, r(beta[..., None] * v), r)
+    erased = product(product(T, r((beta * gam)[..., None] * k), r), S, r)
+    U = r(written - erased)
+    from_state = gam[..., None] * r(product(q, S, r))
+    from_chunk = r(product(r(product(q, k.mT, r) * D), U, r))
+    S = r(gam[..., -1][..., None, None] * S + product(k.mT, r(lam[..., None] * U), r))
     return scale * (from_state + from_chunk), S
 
 

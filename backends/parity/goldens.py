@@ -8,6 +8,7 @@ again, refuses the file if their fingerprint differs, and judges the recorded ou
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from delta_trn.backends.parity.judge import DTYPES, Verdict
 from delta_trn.backends.parity.rule import outcome, reference
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
 
-FORMAT = "delta-trn golden 1"
+FORMAT = "delta-trn golden 2"
 SAME_ERROR = 1e-3  # errors are ratios of float64 sums, on which two machines agree to far more digits
 
 
@@ -74,7 +75,8 @@ def check(path: Path) -> list[Verdict]:
             for verdict in reference(case, dtype).verdicts(header["backend"], outputs):
                 claimed = row["errors"][verdict.tensor]
                 # 1e-12 is the judge's own error, all there is where an output is exact
-                if not abs(verdict.error - claimed) <= SAME_ERROR * claimed + 1e-12:
+                close = math.isclose(verdict.error, claimed, rel_tol=SAME_ERROR, abs_tol=1e-12)
+                if not close and not (math.isnan(claimed) and math.isnan(verdict.error)):
                     raise GoldenRefusal(
                         f"{path} claims error {claimed:.6g} for {verdict}; the file or the judge was changed"
                     )

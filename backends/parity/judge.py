@@ -1,38 +1,57 @@
 """Defines the criterion: how far a backend is off, and how far it may be.
 
     judge       the literal formula in float64, on the inputs rounded to the dtype
-    baseline    a plain PyTorch implementation at the same precision
-    error       root mean square of the difference to the judge, over the root mean square of the judge
-    allowed     FACTOR times the baseline's error, and never below the floor
+    samples     a plain PyTorch implementation at the same precision, several times, with rounding errors of
+                its own each time
+    error       of a part: root mean square of the difference to the judge
+    floor       sqrt(terms) u32 + (u / 2 if the dtype is shorter than float32), times the size of the judge
 
-The floor covers tensors that the baseline happens to compute exactly. A sum of n float32 terms of either
-sign costs about sqrt(n) u32, u32 = 2^-24, because roundings in a row add in squares. Rounding to a shorter
-dtype costs at most u / 2, u = eps(dtype).
+A result passes if none of these is exceeded; "largest" is over the samples:
 
-    floor = sqrt(terms) u32 + (u / 2 if the dtype is not float32)
+    whole tensor            max(2 largest, floor)               sizes are root mean squares
+    a sequence and head     max(4 largest, 2 floor)
+    an element              8 (largest + floor |judge| + sqrt(terms) u32 RMS of its sequence and head)
 
-Where the judge is exactly 0 everywhere (the gradient of q when only the final state is used), the backend
-must be, too.
+Why several samples, and these factors: where the error of a tensor is one number (dg of one head, when
+nothing decays), sample and backend draw it from one distribution, and chance makes the backend's twice one
+sample's in 30 of 100 draws. The largest of 14 normal samples is exceeded twofold by 2 in 1000, fourfold by 4
+in 10^6, eightfold by 10^-9: so few wholes, more parts, and millions of elements can be judged. The whole
+tensor has the smallest factor, because it has the most to average. The last term of an element is there
+because every implementation subtracts numbers of the size of their neighbors somewhere.
+
+The floor covers what the samples happen to compute exactly. A sum of n float32 terms of either sign costs
+about sqrt(n) u32, u32 = 2^-24, because roundings in a row add in squares. Rounding to a shorter dtype costs
+at most u / 2, u = eps(dtype). In float64, u32 is 2^-53, and the judge is no more exact than the rest: its
+error is in the error of every sample, too, so that two honest implementations pass that differ from it alike.
+
+Products below the least normal number of the sums' dtype may be 0 in any implementation, so a difference of
+that size (`absolute`) is none. Where the judge is 0 everywhere (the gradient of q when only the final state
+is used), the backend must be, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from delta_trn.backends.checks import dtype_name
 
-FACTOR = 2.0
-DTYPES = (torch.float32, torch.bfloat16)
+FACTOR, PART_FACTOR, ELEMENT_FACTOR = 2.0, 4.0, 8.0
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judges one tensor of one case: it passes if error <= allowed. A NaN never passes."""
+    """Judges one tensor of one case: it passes if error <= allowed, and part and element <= 1.
+
+    part, element   the error of the worst sequence and head, and of the worst element, over what is allowed
+
+    A NaN never passes.
+    """
 
     op: str
     case: str
@@ -42,25 +61,76 @@ class Verdict:
     error: float
     baseline: float
     allowed: float
+    part: float = 0.0
+    element: float = 0.0
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.allowed
+        return self.error <= self.allowed and self.part <= 1.0 and self.element <= 1.0
 
     @property
     def ratio(self) -> float:
-        """Returns error / allowed: above 1 it failed. A NaN counts as infinity."""
-        if self.error == 0.0:
-            return 0.0
-        ratio = self.error / self.allowed if self.allowed else math.inf
-        return math.inf if math.isnan(ratio) else ratio
+        """Returns the largest error over what is allowed: above 1 it failed. A NaN counts as infinity."""
+        whole = 0.0 if self.error == 0.0 else self.error / self.allowed if self.allowed else math.inf
+        ratios = (whole, self.part, self.element)
+        return math.inf if any(map(math.isnan, ratios)) else max(ratios)
 
     def __str__(self) -> str:
         verb = "within" if self.passed else "above"
         return (
             f"{self.backend} {self.case} {dtype_name(self.dtype)} {self.tensor}: error {self.error:.3g} "
-            f"{verb} allowed {self.allowed:.3g} (baseline {self.baseline:.3g})"
+            f"{verb} allowed {self.allowed:.3g} (baseline {self.baseline:.3g}); of what is allowed, "
+            f"worst sequence and head {self.part:.3g}, worst element {self.element:.3g}"
         )
+
+
+@dataclass
+class Spread:
+    """Holds the largest errors of the samples: of the whole tensor, of each part and of each element.
+
+    parts   the number of its part for each index of the judge's first axes; None: the tensor has no parts
+    """
+
+    judge: Tensor
+    parts: Tensor | None = None
+    absolute: float = 0.0
+    count: int = 0
+    whole: float = 0.0
+    part: Tensor = field(init=False)
+    element: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.part = torch.zeros_like(self.size(self.judge))
+        self.element = torch.zeros_like(self.judge)
+
+    def difference(self, x: Tensor) -> Tensor:
+        """Returns |x - judge|, less `absolute`."""
+        return (x.to(self.judge) - self.judge).abs().sub_(self.absolute).clamp_(min=0)
+
+    def size(self, x: Tensor) -> Tensor:
+        """Returns the root mean square of each part."""
+        labels = x.new_zeros((), dtype=torch.long) if self.parts is None else self.parts.to(x.device)
+        squares = x.square().reshape(labels.numel(), -1).mean(1)
+        total = squares.new_zeros(int(labels.max()) + 1 if labels.numel() else 1)
+        count = torch.zeros_like(total).index_add_(0, labels.reshape(-1), torch.ones_like(squares))
+        return (total.index_add_(0, labels.reshape(-1), squares) / count.clamp(min=1)).sqrt()
+
+    def of_elements(self, part: Tensor) -> Tensor:
+        """Returns the numbers of the parts, for each element of the judge."""
+        if self.parts is None:
+            return part[0].expand(self.judge.shape)
+        labels = self.parts.to(part.device)
+        return part[labels].reshape(labels.shape + (1,) * (self.judge.dim() - labels.dim()))
+
+    def add(self, samples: Iterable[Tensor]) -> None:
+        """Adds samples of the tensor; what is not finite is no sample."""
+        for sample in samples:
+            difference = self.difference(sample)
+            if difference.isfinite().all():
+                self.whole = max(self.whole, _size(difference))
+                self.part = torch.maximum(self.part, self.size(difference))
+                self.element = torch.maximum(self.element, difference)
+                self.count += 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +138,7 @@ class Reference:
     """Holds what a case is judged by.
 
     judge       the judge's tensors by name
-    baseline    the baseline's error on each
+    spreads     the samples' errors on each
     terms       how many float32 terms a result has added up
     rounded     the dtype to which intermediate results are rounded; None: the result's own
     """
@@ -77,24 +147,53 @@ class Reference:
     case: str
     dtype: torch.dtype
     judge: Mapping[str, Tensor]
-    baseline: Mapping[str, float]
+    spreads: Mapping[str, Spread]
     terms: int
     rounded: torch.dtype | None = None
 
-    def verdicts(self, backend: str, outcome: Mapping[str, Tensor]) -> list[Verdict]:
-        """Judges every tensor of the judge. Raises ValueError if `outcome` lacks one."""
-        missing = sorted(set(self.judge) - set(outcome))
+    @property
+    def baseline(self) -> dict[str, float]:
+        """Returns the largest error of the samples, relative to the judge."""
+        return {name: _relative(spread.whole, self.judge[name]) for name, spread in self.spreads.items()}
+
+    def verdicts(
+        self, backend: str, outcome: Mapping[str, Tensor], names: Iterable[str] | None = None
+    ) -> list[Verdict]:
+        """Judges the tensors of these names; None: all of the judge's. Raises ValueError for one that
+        `outcome` lacks."""
+        names = list(self.judge if names is None else names)
+        missing = sorted(set(names) - set(outcome))
         if missing:
             raise ValueError(f"{backend} returned no {', '.join(missing)} for case {self.case}")
-        rows = []
-        for name, exact in self.judge.items():
-            x, base = outcome[name], self.baseline[name]
-            least = floor(self.terms, self.rounded or x.dtype)
-            allowed = max(FACTOR * base, least) if exact.any() else 0.0
-            rows.append(
-                Verdict(self.op, self.case, self.dtype, name, backend, error(x, exact), base, allowed)
-            )
-        return rows
+        return [self._verdict(backend, name, outcome[name]) for name in names]
+
+    def _verdict(self, backend: str, name: str, x: Tensor) -> Verdict:
+        exact, spread = self.judge[name], self.spreads[name]
+        if x.shape != exact.shape:
+            raise ValueError(f"shape {tuple(x.shape)} differs from the judge's {tuple(exact.shape)}")
+        sums = floor(self.terms, torch.promote_types(x.dtype, torch.float32))
+        least, base = floor(self.terms, self.rounded or x.dtype), _relative(spread.whole, exact)
+        difference = spread.difference(x)
+        # what the dtype cannot hold is not judged
+        difference[exact.abs() > torch.finfo(x.dtype).max / 2] = 0.0
+        relative = _relative(_size(difference), exact)
+        here = self.op, self.case, self.dtype, name, backend
+        if not (exact.abs() > spread.absolute).any():
+            return Verdict(*here, relative, base, 0.0)
+        size = spread.size(exact)
+        part = torch.maximum(PART_FACTOR * spread.part, 2 * least * size)
+        element = spread.element + least * exact.abs() + sums * spread.of_elements(size)
+        return Verdict(
+            *here, relative, base, max(FACTOR * base, least),
+            _worst(spread.size(difference), part), _worst(difference, ELEMENT_FACTOR * element),
+        )  # fmt: skip
+
+
+def absolute(dtype: torch.dtype, largest: float = 1.0, terms: int = 1) -> float:
+    """Returns the difference that is none: what underflows in sums of so many products with numbers up to
+    `largest`, and the distance of the dtype's numbers near 0."""
+    sums, result = torch.finfo(torch.promote_types(dtype, torch.float32)), torch.finfo(dtype)
+    return max(sums.tiny * max(1.0, largest) * terms, result.tiny * result.eps)
 
 
 def error(x: Tensor, judge: Tensor) -> float:
@@ -105,14 +204,28 @@ def error(x: Tensor, judge: Tensor) -> float:
     if x.shape != judge.shape:
         raise ValueError(f"shape {tuple(x.shape)} differs from the judge's {tuple(judge.shape)}")
     judge = judge.double()
-    difference = (x.to(judge.device).double() - judge).square().mean().sqrt().item()
-    size = judge.square().mean().sqrt().item()
+    return _relative(_size(x.to(judge) - judge), judge)
+
+
+def floor(terms: int, dtype: torch.dtype) -> float:
+    """Returns the error below which no implementation can be sure to stay, as derived above."""
+    sums = math.sqrt(terms) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+    short = dtype not in (torch.float32, torch.float64)
+    return sums + torch.finfo(dtype).eps / 2 if short else sums
+
+
+def _size(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def _relative(difference: float, judge: Tensor) -> float:
+    size = _size(judge)
     if size == 0.0:
         return difference if math.isnan(difference) else (0.0 if difference == 0.0 else math.inf)
     return difference / size
 
 
-def floor(terms: int, dtype: torch.dtype) -> float:
-    """Returns the error below which no implementation can be sure to stay, as derived above."""
-    single = math.sqrt(terms) * torch.finfo(torch.float32).eps / 2
-    return single if dtype == torch.float32 else single + torch.finfo(dtype).eps / 2
+def _worst(difference: Tensor, allowed: Tensor) -> float:
+    """Returns the largest difference over what is allowed; 0 / 0 is 0, and a NaN stays."""
+    ratio = torch.where(difference == 0, 0.0, difference / allowed)
+    return ratio.max().item() if ratio.numel() else 0.0

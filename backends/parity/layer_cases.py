@@ -1,7 +1,8 @@
 """The cases of the layers' operations, judged by their literal formulas in float64, under autograd.
 
-The baseline is the same formula in float32, with results rounded to the dtype; only the products of the
-cross-entropy are in the dtype. A result has passed sums of some float32 terms, and STEPS roundings in a row.
+The samples are the same formula in float32, with results rounded to the dtype and rounding errors drawn at
+random; only the products of the cross-entropy are in the dtype. A result has passed sums of some float32
+terms, and STEPS roundings in a row.
 Inputs are the same on every machine, as in `rule_cases`.
 """
 
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import layers
-from delta_trn.backends.parity.judge import Reference, Verdict, error
+from delta_trn.backends.parity.baseline import Noise, Rounding, product
+from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 
 STEPS = 24  # of a gradient through SiLU, the norm and its gain
 EPS = 1e-6
+SAMPLES = 12
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,12 @@ class _Operation:
 
     tensors     (case, normal, rng, full) -> leaves in the order of gradients, then other inputs, then the
                 gradients of the outputs, whose names begin with d
-    formula     (case, tensors) -> outputs, literally, in float32 at least
+    formula     (case, tensors, rounding) -> outputs, literally, in float32 at least
     run         (case, tensors, backend) -> outputs of the public operation
     """
 
     tensors: Callable[[LayerCase, Draw, np.random.Generator, torch.dtype], dict[str, Tensor]]
-    formula: Callable[[LayerCase, Tensors], list[Tensor]]
+    formula: Callable[[LayerCase, Tensors, Rounding], list[Tensor]]
     run: Callable[[LayerCase, Tensors, str], list[Tensor]]
 
 
@@ -131,7 +134,9 @@ def inputs(case: LayerCase, dtype: torch.dtype) -> dict[str, Tensor]:
     return _OPERATIONS[case.op].tensors(case, normal, rng, full)
 
 
-def outcome(case: LayerCase, x: Tensors, backend: str | None) -> dict[str, Tensor]:
+def outcome(
+    case: LayerCase, x: Tensors, backend: str | None, rounding: Rounding | None = None
+) -> dict[str, Tensor]:
     """Computes results and gradients by a backend, or for None by the formula in the dtypes of `x`."""
     douts = {name: y for name, y in x.items() if name.startswith("d")}
     leaves = {
@@ -140,7 +145,10 @@ def outcome(case: LayerCase, x: Tensors, backend: str | None) -> dict[str, Tenso
         if y.is_floating_point() and name not in douts
     }
     operation, tensors = _OPERATIONS[case.op], {**x, **leaves}
-    outputs = operation.formula(case, tensors) if backend is None else operation.run(case, tensors, backend)
+    if backend is None:
+        outputs = operation.formula(case, tensors, rounding or Rounding(next(iter(x.values())).dtype))
+    else:
+        outputs = operation.run(case, tensors, backend)
     pairs = list(zip(douts.items(), outputs, strict=True))
     grads = torch.autograd.grad(outputs, list(leaves.values()), [dy.to(y.dtype) for (_, dy), y in pairs])
     results = {name[1:]: y.detach() for (name, _), y in pairs}
@@ -151,15 +159,25 @@ def verdicts(case: LayerCase, dtype: torch.dtype, backend: str, device: str = "c
     """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
     x = inputs(case, dtype)
     judge = outcome(case, {n: y.double() if y.is_floating_point() else y for n, y in x.items()}, None)
-    baseline = outcome(case, x, None)
-    errors = {name: error(baseline[name], exact) for name, exact in judge.items()}
+    rows = {name: torch.arange(len(y)) for name, y in judge.items() if y.dim() > 1 and "weight" not in name}
+    spreads = {name: Spread(exact, rows.get(name), absolute(dtype)) for name, exact in judge.items()}
+    rounding = Rounding(dtype, Noise(SAMPLES))
+    for i in range(1 + SAMPLES):
+        sample = outcome(case, x, None, rounding if i else None)
+        for name, spread in spreads.items():
+            spread.add([sample[name]])
     terms = STEPS + (case.shape[0] * case.shape[1] if case.op == "short_convolution" else sum(case.shape))
-    expected = Reference(case.op, case.name, dtype, judge, errors, terms)
+    rounded = dtype if case.op == "linear_cross_entropy" else None  # dlogits are
+    expected = Reference(case.op, case.name, dtype, judge, spreads, terms, rounded)
     return expected.verdicts(backend, outcome(case, {n: y.to(device) for n, y in x.items()}, backend))
 
 
-def _full(x: Tensors) -> dict[str, Tensor]:
-    return {name: y.to(torch.promote_types(y.dtype, torch.float32)) for name, y in x.items()}
+def _full(x: Tensors, rounding: Rounding) -> dict[str, Tensor]:
+    """Returns the floats in float32 at least; a sample's move by an ulp here and there."""
+    return {
+        name: rounding(y.to(torch.promote_types(y.dtype, torch.float32))) if y.is_floating_point() else y
+        for name, y in x.items()
+    }
 
 
 def _convolution_tensors(
@@ -174,9 +192,9 @@ def _convolution_tensors(
     return x | {"dy": normal(B, T, C, size=1.0)}
 
 
-def _convolution_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
+def _convolution_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
     """Adds tap by tap, sequence by sequence."""
-    x = _full(x)
+    x = _full(x, r)
     weight, outputs = x["weight"], []
     W = weight.shape[1]
     for part in x["x"].split(list(case.lengths or (x["x"].shape[1],)), dim=1):
@@ -185,7 +203,7 @@ def _convolution_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
         taps = [joined[:, j : j + part.shape[1]] * weight[:, j] for j in range(W)]
         outputs.append(torch.stack(taps).sum(0))
     z = torch.cat(outputs, dim=1)
-    return [z if case.plain else z * torch.sigmoid(z)]
+    return [z if case.plain else r(z) * r(torch.sigmoid(z))]
 
 
 def _convolution(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
@@ -205,26 +223,26 @@ def _norm_tensors(
     return x | {name: normal(*case.shape, size=1.0) for name in (("dy", "dtotal") if sums else ("dy",))}
 
 
-def _normalize(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+def _normalize(x: Tensor, weight: Tensor, r: Rounding) -> Tensor:
+    return r(x / r((x.square().mean(-1, keepdim=True) + EPS).sqrt())) * weight
 
 
-def _gated_norm_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
-    x = _full(x)
-    y = _normalize(x["x"], x["weight"])
-    return [y if case.plain else y * x["gate"] * torch.sigmoid(x["gate"])]
+def _gated_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
+    x = _full(x, r)
+    y = _normalize(x["x"], x["weight"], r)
+    return [y if case.plain else r(y) * r(x["gate"] * torch.sigmoid(x["gate"]))]
 
 
 def _gated_norm(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
     return [layers.gated_rms_norm(x["x"], x.get("gate"), x["weight"], eps=EPS, backend=backend)]
 
 
-def _added_norm_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
-    dtype, x = x["residual"].dtype, _full(x)
+def _added_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
+    dtype, x = x["residual"].dtype, _full(x, r)
     # the sum is a result, and what is normalized is that result
     total = x["residual"] + x["x"]
     total = total + (total.to(dtype).to(total.dtype) - total).detach()
-    return [_normalize(total, x["weight"]), total]
+    return [_normalize(r.short(total), x["weight"], r), total]
 
 
 def _added_norm(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
@@ -242,13 +260,14 @@ def _loss_tensors(
     return x | {"targets": targets, "dloss": torch.tensor(1.0, dtype=full)}
 
 
-def _loss_formula(case: LayerCase, x: Tensors) -> list[Tensor]:
+def _loss_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
     """Multiplies in the dtype of hidden, as implementations do; the rest is float32 at least."""
-    targets = x["targets"]
-    z = x["hidden"] @ x["weight"].to(x["hidden"].dtype).t()
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    x, targets = _full(x, r), x["targets"]
+    z = r(r.short(product(x["hidden"], r.short(x["weight"]).t(), r)))
     counted = targets != -100
-    losses = z.logsumexp(-1) - z.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+    # z - max and not z: the digits of a logit of 1000 are those that a probability of nearly 1 lacks
+    z = r(z - z.detach().amax(-1, keepdim=True))
+    losses = r(z.exp().sum(-1)).log() - z.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
     return [(losses * counted).sum() / counted.sum().clamp(min=1)]
 
 

@@ -106,7 +106,7 @@ def _formula(case: RandomCase, form: dense.Form | None = None) -> dict[str, Tens
         results = layer_cases.outcome(case.layer, {**case.tensors, **douts}, None)
     elif case.op == "delta_residual":
         dout = case.douts.get("out", torch.zeros_like(case.tensors["x"]))
-        results = residual_cases.outcome({**case.tensors, "dout": dout}, case.options["k_eps"], "recurrent")
+        results = residual_cases.formula({**case.tensors, "dout": dout}, case.options["k_eps"])
     else:
         assert form is not None
         leaves = {name: x.detach().requires_grad_(name in case.wanted) for name, x in case.tensors.items()}

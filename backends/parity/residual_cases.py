@@ -1,26 +1,28 @@
 """The cases of `delta_residual`, judged by its equation in float64.
 
-The baseline is the equation in float32, with results rounded to the dtype. A result has passed sums over D
+The samples are the equation in float32, with results rounded to the dtype and rounding errors drawn at
+random. Gradients are PyTorch's own. No backend's line is used. A result has passed sums over D
 and DV and STEPS roundings in a row. Inputs are the same on every machine, as in `rule_cases`.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from delta_trn.backends.delta_residual import delta_residual, recurrent
-from delta_trn.backends.delta_residual.contract import Residual
-from delta_trn.backends.parity.judge import Reference, Verdict, error
+from delta_trn.backends.delta_residual import delta_residual
+from delta_trn.backends.parity.baseline import Noise, Rounding
+from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 
 # dk has passed the norm, its reciprocal, y, p, s, e, y . dy and the difference of two terms, which are four
 # times as large as it is where D = 1: 8 and 4^2 roundings
 STEPS = 24
+SAMPLES = 12
 TENSORS = ("out", "dx", "dk", "dv", "dbeta")
 
 
@@ -99,14 +101,38 @@ def outcome(x: Mapping[str, Tensor], k_eps: float | None, backend: str) -> dict[
 def verdicts(case: ResidualCase, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
     """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
     x = inputs(case, dtype)
-    judge = _equation({name: y.double() for name, y in x.items()}, case.k_eps)
-    baseline = _equation(x, case.k_eps)
-    errors = {name: error(baseline[name], exact) for name, exact in judge.items()}
-    expected = Reference(case.op, case.name, dtype, judge, errors, case.D + case.DV + STEPS)
+    judge = formula({name: y.double() for name, y in x.items()}, case.k_eps)
+    rows = torch.arange(case.M)
+    spreads = {
+        name: Spread(exact, rows, absolute(torch.float32 if name == "dbeta" else dtype))
+        for name, exact in judge.items()
+    }
+    for sample in samples(x, case.k_eps):
+        for name, spread in spreads.items():
+            spread.add([sample[name]])
+    expected = Reference(case.op, case.name, dtype, judge, spreads, case.D + case.DV + STEPS)
     return expected.verdicts(backend, outcome({n: y.to(device) for n, y in x.items()}, case.k_eps, backend))
 
 
-def _equation(x: Mapping[str, Tensor], k_eps: float | None) -> dict[str, Tensor]:
-    call = Residual(x["x"], x["k"], x["v"], x["beta"], k_eps)
-    out, _ = recurrent.forward(call, save=False)
-    return dict(zip(TENSORS, (out, *recurrent.backward(x["dout"], call, [])), strict=True))
+def samples(x: Mapping[str, Tensor], k_eps: float | None) -> Iterator[dict[str, Tensor]]:
+    """Yields results of the equation at the precision of x, rounded to the nearest and then at random."""
+    dtype = x["x"].dtype
+    yield formula(x, k_eps)
+    rounding = Rounding(dtype, Noise(SAMPLES, x["x"].device))
+    for _ in range(SAMPLES):
+        yield formula(x, k_eps, rounding)
+
+
+def formula(
+    x: Mapping[str, Tensor], k_eps: float | None, rounding: Callable[[Tensor], Tensor] = lambda y: y
+) -> dict[str, Tensor]:
+    """Computes the equation of `backends.delta_residual` and its gradients in float32 at least."""
+    leaves = [x[name].detach().clone().requires_grad_() for name in ("x", "k", "v", "beta")]
+    full = torch.promote_types(x["x"].dtype, torch.float32)
+    X, k, v, beta = (rounding(y.to(full)) for y in leaves)
+    if k_eps is not None:
+        k = rounding(k / rounding(((k * k).sum(1, keepdim=True) + k_eps**2).sqrt()))
+    missing = rounding(v - rounding((k[:, None, :] @ X).squeeze(1)))
+    written = rounding(beta[:, None] * missing)
+    out = rounding(X + k[:, :, None] * written[:, None, :]).to(x["x"].dtype)
+    return dict(zip(TENSORS, (out.detach(), *torch.autograd.grad(out, leaves, x["dout"])), strict=True))

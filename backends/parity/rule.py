@@ -1,9 +1,11 @@
 """Runs the cases of the gated delta rule on a backend, by the judge, and by the baseline.
 
-    judge       the literal recurrence (`gated_delta_rule.recurrent`) in float64
-    baseline    `parity.baseline`, chunk by chunk. In float32 the literal recurrence is a second one: it errs
-                less where the triangular inverse is badly conditioned, and more where a state is overwritten
-                often. The larger error counts.
+    judge       the literal recurrence (`gated_delta_rule.recurrent`) in float64, called below the public
+                operation, whose checks, defaults and gates it does not use
+    samples     `parity.baseline`, chunk by chunk: once rounded to the nearest with chunks of 64, and SAMPLES
+                times for each of CHUNKS with rounding errors drawn at random. In float32 the literal
+                recurrence is one more: it errs less where the triangular inverse is badly conditioned, and
+                more where a state is overwritten often
 
 A result has passed sums over K, over V and over a chunk of tokens. In a shorter dtype it has been rounded
 four times (into K S, into T X, into P U, and as a result). Evenly spread mantissas make that .38 u, since
@@ -12,19 +14,21 @@ roundings add in squares; the floor allows u / 2.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_rule import gated_delta_rule
-from delta_trn.backends.gated_delta_rule.contract import make_gates
+from delta_trn.backends.gated_delta_rule import gated_delta_rule, recurrent
+from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.parity import baseline
-from delta_trn.backends.parity.judge import Reference, Verdict, error
+from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 from delta_trn.backends.parity.rule_cases import PER_HEAD, Case, Inputs, inputs
+
+CHUNKS, SAMPLES = (16, 32, 64), 4
+AT_ONCE = 1 << 22  # elements of q, k and v that are computed together
 
 GRADIENTS: Mapping[str, str] = {
     "dq": "q",
@@ -58,6 +62,7 @@ def outcome(x: Inputs, backend: str) -> dict[str, Tensor]:
         *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
         initial_state=leaves.get("initial_state"),
         output_final_state=True,
+        scale=x.case.scale,
         backend=backend,
         **replace(x, **leaves).arguments(),
     )
@@ -65,15 +70,47 @@ def outcome(x: Inputs, backend: str) -> dict[str, Tensor]:
     return _with_gradients(x, leaves, o, final_state)
 
 
-def baseline_outcome(x: Inputs) -> dict[str, Tensor]:
-    """Computes the same by the baseline."""
-    leaves, case = _leaves(x), x.case
-    q, k, v, g, beta = (leaves[name] for name in ("q", "k", "v", "g", "beta"))
-    beta_max = 0.0 if case.gates is None else 2.0 if case.reflect else 1.0
-    g, beta = make_gates(g, beta, leaves.get("A_log"), leaves.get("dt_bias"), beta_max)
+def judge_outcome(x: Inputs) -> dict[str, Tensor]:
+    """Computes the same by the literal recurrence in float64."""
+    y = x.double()
+    call = Rule(
+        y.q, y.k, y.v, y.g, y.beta, y.A_log, y.dt_bias, y.initial_state, y.cu_seqlens, scale=x.scale,
+        beta_max=x.beta_max, l2norm=x.case.normalized_inside, output_final_state=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        o, final_state, saved = recurrent.forward(call, save=True)
+        assert final_state is not None
+        do = torch.zeros_like(o) if y.do is None else y.do
+        gradients = recurrent.backward(do, y.dstate, call, saved)
+    results = {"o": o, "final_state": final_state}
+    for name, source in GRADIENTS.items():
+        gradient = getattr(gradients, source)
+        if gradient is not None:
+            results[name] = gradient
+    return results
+
+
+def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
+    """Yields results by the baseline, each with a first axis of samples."""
+    yield baseline_outcome(x, 1, baseline.CHUNK, None)
+    if x.q.dtype == torch.float32:
+        yield {name: y[None] for name, y in outcome(x, "recurrent").items()}
+    noise = baseline.Noise(len(CHUNKS), x.q.device)
+    at_once = max(1, min(SAMPLES, AT_ONCE // (2 * x.q.numel() + x.v.numel() + 1)))
+    for chunk in CHUNKS:
+        for start in range(0, SAMPLES, at_once):
+            yield baseline_outcome(x, min(at_once, SAMPLES - start), chunk, noise)
+
+
+def baseline_outcome(x: Inputs, n: int, chunk: int, noise: baseline.Noise | None) -> dict[str, Tensor]:
+    """Computes n samples by the baseline."""
+    leaves = {name: y.detach().expand(n, *y.shape).clone().requires_grad_() for name, y in _leaves(x).items()}
+    gates = (leaves["g"], leaves["beta"], leaves.get("A_log"), leaves.get("dt_bias"))
+    g, beta = baseline.make_gates(*gates, x.beta_max, noise)
     o, final_state = baseline.gated_delta_rule(
-        q, k, v, g, beta, leaves.get("initial_state"), x.cu_seqlens, case.K**-0.5, case.normalized_inside
-    )
+        leaves["q"], leaves["k"], leaves["v"], g, beta, leaves.get("initial_state"), x.cu_seqlens, x.scale,
+        x.case.normalized_inside, chunk=chunk, noise=noise,
+    )  # fmt: skip
     return _with_gradients(x, leaves, o, final_state)
 
 
@@ -85,12 +122,51 @@ def _leaves(x: Inputs) -> dict[str, Tensor]:
 def _with_gradients(
     x: Inputs, leaves: Mapping[str, Tensor], o: Tensor, final_state: Tensor
 ) -> dict[str, Tensor]:
-    pairs = [(y, dy) for y, dy in ((o, x.do), (final_state, x.dstate)) if dy is not None]
+    pairs = [(y, dy.expand_as(y)) for y, dy in ((o, x.do), (final_state, x.dstate)) if dy is not None]
     outputs, douts = zip(*pairs, strict=True)
     grads = torch.autograd.grad(outputs, list(leaves.values()), douts, materialize_grads=True)
     names = {source: name for name, source in GRADIENTS.items()}
     results = {"o": o.detach(), "final_state": final_state.detach()}
     return results | {names[name]: grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def parts(x: Inputs, name: str) -> Tensor:
+    """Returns the number of the sequence and head of each index of a tensor's first axes."""
+    H, HV = x.q.shape[2], x.v.shape[2]
+    B, T = x.q.shape[:2]
+    if name in ("dA_log", "ddt_bias"):
+        return torch.arange(HV)
+    heads = H if name in ("dq", "dk") else HV
+    if x.cu_seqlens is None:
+        sequence = torch.arange(B)
+        if name not in ("final_state", "dh0"):
+            sequence = sequence[:, None].expand(B, T)
+    else:
+        lengths = x.cu_seqlens.cpu().diff()
+        sequence = torch.arange(len(lengths))
+        if name not in ("final_state", "dh0"):
+            sequence = sequence.repeat_interleave(lengths)[None]
+    return sequence[..., None] * heads + torch.arange(heads)
+
+
+def reference_for(x: Inputs) -> RuleReference:
+    """Computes what any inputs are judged by, on a device that has float64."""
+    case, dtype = x.case, x.q.dtype
+    judge = judge_outcome(x)
+    floats = (y for y in x.tensors().values() if y.is_floating_point() and y.numel())
+    largest = max(y[y.isfinite()].abs().max().item() for y in floats if y.isfinite().any())
+    spreads = {}
+    for name, exact in judge.items():
+        assert exact.isfinite().all(), f"the judge's {name} of case {case.name} is not finite"
+        full = name in ("final_state", "dh0", "dg", *(f"d{shared}" for shared in PER_HEAD))
+        result = torch.promote_types(dtype, torch.float32) if full else dtype
+        spreads[name] = Spread(exact, parts(x, name), absolute(result, largest, terms(case)))
+    for sample in samples(x):
+        for name, spread in spreads.items():
+            spread.add(sample[name])
+    for name, spread in spreads.items():
+        assert spread.count, f"no sample of the baseline is finite in {name} of case {case.name}"
+    return RuleReference(case.op, case.name, dtype, judge, spreads, terms(case), dtype, inputs=x)
 
 
 @lru_cache(maxsize=4)
@@ -100,15 +176,7 @@ def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> RuleRefere
     if "bench" in case.tags and case.B > 2:
         # sequences do not depend on each other, so the first and the last stand for the batch
         x = x.rows([0, case.B - 1])
-    judge = outcome(x.double(), "recurrent")
-    for name, exact in judge.items():
-        assert exact.isfinite().all(), f"the judge's {name} of case {case.name} is not finite"
-    baselines = [baseline_outcome(x)] + ([outcome(x, "recurrent")] if dtype == torch.float32 else [])
-    errors = {name: max(error(one[name], exact) for one in baselines) for name, exact in judge.items()}
-    assert all(map(math.isfinite, errors.values())), (
-        f"the baseline of case {case.name} is not finite: {errors}"
-    )
-    return RuleReference(case.op, case.name, dtype, judge, errors, terms(case), dtype, inputs=x)
+    return reference_for(x)
 
 
 def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:

@@ -48,6 +48,8 @@ class Case:
 
     HV          value heads; None: H
     decay       see DECAYS
+    scale       None: K^-1/2
+    values      v is multiplied by it
     beta        a constant; None: uniform in [0, 1), or with `reflect` in [0, 2)
     gates       None: g and beta themselves; else what a layer projects (GATES), beta up to 2 with `reflect`
     keys        random, all equal, or near: pairwise correlation .999
@@ -73,6 +75,8 @@ class Case:
     gates: Projected | None = None
     keys: Keys = "random"
     norm: Norm = "unit"
+    scale: float | None = None
+    values: float = 1.0
     lengths: tuple[int, ...] | None = None
     state: bool = False
     loss: tuple[Literal["o", "final_state"], ...] = ("o",)
@@ -295,6 +299,14 @@ class Inputs:
         gates = {"use_gate_in_kernel": True, "A_log": self.A_log, "dt_bias": self.dt_bias}
         return options | gates | {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect}
 
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5 if self.case.scale is None else self.case.scale
+
+    @property
+    def beta_max(self) -> float:
+        return 0.0 if self.case.gates is None else 2.0 if self.case.reflect else 1.0
+
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that the case has, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -327,7 +339,7 @@ def inputs(case: Case, dtype: torch.dtype) -> Inputs:
     HV, tokens = case.value_heads, (case.B, case.T)
     q = _vectors(rng, case, equal=False)
     k = _vectors(rng, case, equal=True)
-    v = _normal(rng, (*tokens, HV, case.V))
+    v = case.values * _normal(rng, (*tokens, HV, case.V))
     g = _decay(rng, case.decay, (*tokens, HV))
     beta = rng.random((*tokens, HV)) * (2.0 if case.reflect else 1.0)
     if case.beta is not None:
