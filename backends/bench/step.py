@@ -6,18 +6,20 @@ takes most of the time. Every round starts from the same state, since the time d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.gated_delta_rule import gated_delta_rule_step
-from delta_trn.backends.parity.judge import Reference, Verdict, error
+from delta_trn.backends.parity import baseline
+from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 from delta_trn.backends.parity.rule_cases import Case, Inputs, inputs
 
 Step = Callable[[Inputs], tuple[Tensor, Tensor]]
 OPERATION = "gated_delta_rule_step"
+SAMPLES = 12
 
 
 def ours(backend: str) -> Step:
@@ -48,7 +50,7 @@ def step_call(name: str, x: Inputs) -> Callable[[], None]:
 def step_verdicts(case: Case, dtype: torch.dtype, backend: str, device: str) -> list[Verdict]:
     """Judges o and the state after one token.
 
-    The literal step is the judge in float64, and the baseline in `dtype`.
+    The literal step is the judge in float64. In `dtype` it is one sample, and the baseline's are the others.
     """
     x = inputs(case, dtype).to(device)
 
@@ -56,7 +58,22 @@ def step_verdicts(case: Case, dtype: torch.dtype, backend: str, device: str) -> 
         with torch.no_grad():
             return dict(zip(("o", "state"), ours(name)(x), strict=True))
 
-    judge, baseline = outcome("recurrent", x.double()), outcome("recurrent", x)
-    errors = {name: error(baseline[name], exact) for name, exact in judge.items()}
-    expected = Reference(OPERATION, case.name, dtype, judge, errors, case.K)
+    judge = outcome("recurrent", x.double())
+    limits = {"o": absolute(dtype), "state": absolute(torch.float32)}
+    spreads = {name: Spread(exact, absolute=limits[name]) for name, exact in judge.items()}
+    for sample in (outcome("recurrent", x), *_samples(x)):
+        for name, spread in spreads.items():
+            spread.add([sample[name]])
+    expected = Reference(OPERATION, case.name, dtype, judge, spreads, case.K)
     return expected.verdicts(backend, outcome(backend, x))
+
+
+def _samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
+    """Yields results by the baseline, in float32 at least: a step has no matrix products to round."""
+    noise, full = baseline.Noise(SAMPLES, x.q.device), torch.promote_types(x.q.dtype, torch.float32)
+    q, k, v, g, beta = (y.to(full) for y in (x.q, x.k, x.v, x.g, x.beta))
+    options = (None, x.scale, x.case.normalized_inside)
+    for _ in range(SAMPLES):
+        with torch.no_grad():
+            o, state = baseline.gated_delta_rule(q, k, v, g, beta, x.initial_state, *options, noise=noise)
+        yield {"o": o[:, 0].to(x.q.dtype), "state": state}

@@ -1,0 +1,192 @@
+"""The criterion sees what one number per tensor does not see, and chance turns no case red."""
+
+import ast
+import inspect
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from delta_trn.backends.gated_delta_rule import contract, recurrent
+from delta_trn.backends.parity import baseline, layer_cases, residual_cases, rule
+from delta_trn.backends.parity.baseline import Noise, Rounding
+from delta_trn.backends.parity.judge import DTYPES, ELEMENT_FACTOR, FACTOR, PART_FACTOR, Spread, absolute
+from delta_trn.backends.parity.rule import judge_outcome, outcome, reference, reference_for
+from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
+
+
+def imports_of(module):
+    """Returns the names that a module imports from this project."""
+    tree = ast.parse(inspect.getsource(module))
+    return {
+        f"{node.module}.{name.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("delta_trn")
+        for name in node.names
+    }
+
+
+def verdicts_with(case, dtype, **changes):
+    """Returns chunked's verdicts by tensor, with some of its results changed."""
+    expected = reference(BY_NAME[case], dtype)
+    results = outcome(inputs(BY_NAME[case], dtype), "chunked")
+    results |= {name: change(results[name].clone()) for name, change in changes.items()}
+    return {verdict.tensor: verdict for verdict in expected.verdicts("chunked", results)}
+
+
+def test_the_judge_and_the_baseline_share_no_line_with_what_they_judge():
+    prefix = f"{contract.__name__}."
+    assert imports_of(recurrent) == {prefix + name for name in ("Gradients", "Rule", "Shapes", "Step")}
+    assert imports_of(baseline) == set()
+    for cases in (residual_cases, layer_cases):
+        used = {name.rpartition(".")[0] for name in imports_of(cases)}
+        assert used <= {"delta_trn.backends", "delta_trn.backends.delta_residual"} | {
+            f"delta_trn.backends.parity.{name}" for name in ("baseline", "judge")
+        }
+
+
+def test_the_judge_does_not_run_the_public_operation(monkeypatch):
+    """A mistake in its checks, defaults or gates must not reach the judge."""
+    monkeypatch.setattr(rule, "gated_delta_rule", None)
+    monkeypatch.setattr(contract, "log_decay", None)
+    monkeypatch.setattr(contract, "write_strength", None)
+    x = inputs(BY_NAME["gates_packed"], torch.float32)
+    assert all(y.isfinite().all() for y in judge_outcome(x).values())
+    assert baseline.make_gates(x.g, x.beta, x.A_log, x.dt_bias, 1.0, None)
+
+
+@pytest.mark.parametrize(("tensor", "share"), [("dg", 0.5), ("dk", 0.2)])
+def test_small_elements_that_are_zero_are_seen(tensor, share):
+    """In one root mean square per tensor they are lost: 72% of dg and 34% of dk could be 0."""
+
+    def forget_small_ones(x):
+        return x.masked_fill_(x.abs() < x.abs().float().quantile(share), 0.0)
+
+    assert verdicts_with("heavy", torch.bfloat16)[tensor].passed
+    wrong = verdicts_with("heavy", torch.bfloat16, **{tensor: forget_small_ones})[tensor]
+    assert wrong.error <= wrong.allowed and wrong.element > 1.0 and not wrong.passed
+
+
+def test_one_wrong_head_and_one_wrong_element_are_seen():
+    def disturb_head(x):
+        x[0, :, 1] *= 1 + 3e-6
+        return x
+
+    def disturb_element(x):
+        x[0, 17, 1, 3] *= 1 + 1e-4
+        return x
+
+    wrong = verdicts_with("gates", torch.float32, dq=disturb_head, o=disturb_element)
+    assert wrong["dq"].part > 1.0 and not wrong["dq"].passed
+    assert wrong["o"].element > 1.0 and not wrong["o"].passed
+    assert all(verdict.passed for name, verdict in wrong.items() if name not in ("dq", "o"))
+
+
+def test_an_error_of_twice_what_is_allowed_is_seen():
+    """So is one of a few times the baseline's, where the baseline's error is above the floor."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        expected = reference(BY_NAME["reflect"], dtype)
+        right = expected.verdicts("judge", expected.judge)
+        assert all(verdict.passed and verdict.error == 0.0 for verdict in right)
+        for verdict in right:
+            exact = expected.judge[verdict.tensor]
+            noise = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
+            size = exact.square().mean().sqrt() * verdict.allowed
+            wrong = {verdict.tensor: exact + 2 * size * noise}
+            assert not expected.verdicts("wrong", wrong, wrong)[0].passed
+        assert any(verdict.allowed == FACTOR * verdict.baseline for verdict in right)
+
+
+def test_float32_inside_a_float64_case_is_seen():
+    x = inputs(BY_NAME["seam_65"], torch.float64)
+    results = {name: y.float().double() for name, y in outcome(x, "chunked").items()}
+    assert not any(verdict.passed for verdict in reference_for(x).verdicts("rounded", results))
+
+
+def test_what_underflows_may_be_zero():
+    case = Case("underflow", 1, 2, 1, 4, 4, reason="exp(-200) is 0 in float32", state=True)
+    x = inputs(case, torch.float32)
+    x = replace(x, g=torch.full_like(x.g, -200.0))
+    expected = reference_for(x)
+    assert 0 < expected.judge["dg"].abs().max() < 1e-80
+    for backend in ("chunked", "recurrent"):
+        assert all(verdict.passed for verdict in expected.verdicts(backend, outcome(x, backend)))
+    results = {**expected.judge, "dg": torch.full_like(expected.judge["dg"], 1e-20)}
+    assert [v.tensor for v in expected.verdicts("wrong", results) if not v.passed] == ["dg"]
+
+
+def test_the_bounds_are_those_of_the_documentation():
+    exact = torch.tensor([[3.0, 4.0], [0.0, 5.0]], dtype=torch.float64)
+    spread = Spread(exact, torch.arange(2), absolute(torch.float32))
+    spread.add([exact + torch.tensor([[0.1, 0.0], [0.0, -0.2]]), exact - 0.01])
+    assert spread.whole == pytest.approx((0.05 / 4) ** 0.5)
+    assert spread.part.tolist() == pytest.approx([(0.01 / 2) ** 0.5, (0.04 / 2) ** 0.5])
+    assert spread.element.flatten().tolist() == pytest.approx([0.1, 0.01, 0.01, 0.2])
+    spread.add([exact * torch.nan])
+    assert spread.count == 2, "what is not finite is no sample"
+    assert (FACTOR, PART_FACTOR, ELEMENT_FACTOR) == (2.0, 4.0, 8.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_rounding_is_exact_on_average_and_keeps_what_the_dtype_has(dtype):
+    rounding = Rounding(dtype, Noise(1))
+    x = torch.tensor([1 + 0.3 * torch.finfo(dtype).eps, -0.7, 3e-3]).repeat_interleave(20_000)
+    y = rounding.operand(x)
+    assert torch.equal(y, y.to(dtype).float())
+    for part, mean in zip(y.view(3, -1).mean(1), x.view(3, -1)[:, 0], strict=True):
+        assert abs(part - mean) < 0.02 * torch.finfo(dtype).eps * mean.abs()
+    assert torch.equal(rounding.operand(x.to(dtype).float()), x.to(dtype).float())
+
+
+def random_case(index):
+    """Draws a small case, most often of one head, where chance has most to say."""
+    rng = random.Random(index)
+    T, heads = int(2 ** (7 * rng.random())), rng.choice([1, 1, 1, 3])
+    lengths = (T // 3, 0, 1, T - T // 3) if rng.random() < 0.3 else None
+    return Case(
+        f"random {index}", 1 if lengths else rng.choice([1, 2]), T + 1 if lengths else T, heads,
+        rng.choice([2, 8, 32]), rng.choice([1, 8, 32]), "chance",
+        decay=rng.choice(["plain", "weak", "none", "strong", "mixed", "heavy"]),
+        beta=rng.choice([None, 1.0, 2.0]), gates=rng.choice([None, None, "plain", "wide"]),
+        keys=rng.choice(["random", "equal", "near"]), norm=rng.choice(["unit", "random", "tiny", "huge"]),
+        lengths=lengths, state=rng.random() < 0.5, loss=("o", "final_state"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "cases", [40, pytest.param(4000, marks=pytest.mark.slow)], ids=["a few", "enough for 1 in 1000"]
+)
+def test_chance_turns_no_random_case_red(cases):
+    failures = []
+    for index in range(cases):
+        dtype = (torch.float32, torch.bfloat16)[index % 2]
+        x = inputs(random_case(index), dtype)
+        judged = reference_for(x).verdicts("chunked", outcome(x, "chunked"))
+        failures += [f"{index}: {verdict}" for verdict in judged if not verdict.passed]
+    assert len(failures) <= cases // 4000, "\n".join(failures)
+
+
+def test_gradients_of_the_judges_gates_are_those_of_autograd():
+    """Where the sigmoid is about 1, s (1 - s) has no digits left; the judge's has."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 5, 2, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+    a, z = (3 * torch.randn(1, 5, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    A_log, dt_bias = torch.randn(2, 2, generator=generator, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (a, z, A_log, dt_bias)]
+    g = -A_log.exp() * (1 + (a + dt_bias).exp()).log()
+    beta = 2 / (1 + (-z).exp())
+    call = contract.Rule(q, k, v, a, z, A_log, dt_bias, beta_max=2.0, l2norm=True)
+    do = torch.randn(v.shape, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        plain = replace(call, g=g, beta=beta, A_log=None, dt_bias=None, beta_max=0.0)
+        by_formula = recurrent.backward(do, None, plain, [])
+        gradients = recurrent.backward(do, None, call, [])
+    expected = torch.autograd.grad([g, beta], leaves, [by_formula.g, by_formula.beta])
+    for x, y in zip((gradients.g, gradients.beta, gradients.A_log, gradients.dt_bias), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+    far = replace(call, beta=torch.full_like(z.detach(), 40.0))
+    with torch.no_grad():
+        dz = recurrent.backward(do, None, far, []).beta
+    assert dz.all(), "exp(-40) is not 0"
