@@ -265,9 +265,13 @@ def _loss_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
     x, targets = _full(x, r), x["targets"]
     z = r(r.short(product(x["hidden"], r.short(x["weight"]).t(), r)))
     counted = targets != -100
-    # z - max and not z: the digits of a logit of 1000 are those that a probability of nearly 1 lacks
-    z = r(z - z.detach().amax(-1, keepdim=True))
-    losses = r(z.exp().sum(-1)).log() - z.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+    target = targets.clamp(min=0)[:, None]
+    if r.noise is None and z.dtype == torch.float32:
+        losses = z.logsumexp(-1) - z.gather(1, target).squeeze(1)
+    else:
+        # z - max and not z: a logit of 1000 lacks the digits that a probability of nearly 1 needs
+        z = r(z - z.detach().amax(-1, keepdim=True))
+        losses = r(z.exp().sum(-1)).log() - z.gather(1, target).squeeze(1)
     return [(losses * counted).sum() / counted.sum().clamp(min=1)]
 
 
