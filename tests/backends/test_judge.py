@@ -126,7 +126,7 @@ def test_the_bounds_are_those_of_the_documentation():
     assert spread.element.flatten().tolist() == pytest.approx([0.1, 0.01, 0.01, 0.2])
     spread.add([exact * torch.nan])
     assert spread.count == 2, "what is not finite is no sample"
-    assert (FACTOR, PART_FACTOR, ELEMENT_FACTOR) == (2.0, 4.0, 8.0)
+    assert (FACTOR, PART_FACTOR, ELEMENT_FACTOR) == (2.0, 4.0, 16.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
