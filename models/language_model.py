@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from delta_trn.models.attention import Attention
 from delta_trn.models.cache import DeltaCache, LayerCache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
-from delta_trn.models.layers import MLPS, NORMS, Embedding, Linear, at_least_float32
+from delta_trn.models.layers import MLPS, NORMS, Dropout, Embedding, Linear, at_least_float32
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.parameters import Tag, initialize
 from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
@@ -43,7 +44,8 @@ class Block(GradientCheckpointingLayer):
         self.mlp_norm = norm(d, config.rms_norm_eps)
         self.mlp = MLPS[config.mlp](d, config.intermediate_size, config.mlp_output_scale)
         self.mlp_write = make_write(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.mixer_dropout = Dropout(config.dropout, 2 * index + 1)
+        self.mlp_dropout = Dropout(config.dropout, 2 * index + 2)
         # Where the residual is a sum that is read whole, the norm that follows computes it.
         self.sums = isinstance(self.mixer_write, Additive) and isinstance(self.read, Whole)
 
@@ -51,7 +53,7 @@ class Block(GradientCheckpointingLayer):
         """Maps the residual stream [B, T, d DV] to the next one; DV = 1 except for expanded states."""
         h = self.read(x, sequences, cache, "mixer_read")
         c = self.mixer_norm(h)
-        y = self.dropout(self.mixer(c, sequences, cache))
+        y = self.mixer_dropout(self.mixer(c, sequences, cache), sequences.noise)
         if self.sums:
             c, x = self.mlp_norm.of_sum(y, x)
             h = x
@@ -59,7 +61,7 @@ class Block(GradientCheckpointingLayer):
             x = self.mixer_write(x, h, c, y)
             h = self.read(x, sequences, cache, "mlp_read")
             c = self.mlp_norm(h)
-        return self.mlp_write(x, h, c, self.dropout(self.mlp(c)))
+        return self.mlp_write(x, h, c, self.mlp_dropout(self.mlp(c), sequences.noise))
 
 
 class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
@@ -95,7 +97,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.read = make_read(config)
         self.norm = NORMS[config.norm](d, config.rms_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout, 0)
         self.lm_head = Linear(d, config.vocab_size, Role.READOUT)
         if tied:
             self.lm_head.weight = self.embed.weight
@@ -177,8 +179,12 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         *,
         cu_seqlens: Tensor | None = None,
         ignore_index: int = -100,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """Returns the mean cross-entropy in nats, float32; input_ids[:, t] predicts targets[:, t].
+
+        noise   [B, T] int32, a random number per token from which dropout draws its masks; None: torch's
+                generator draws them
 
         The logits of all tokens are never in memory together; see `linear_cross_entropy`.
         """
@@ -186,7 +192,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"targets {tuple(targets.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
             )
-        hidden = self.hidden(self.embed(input_ids), cu_seqlens=cu_seqlens)
+        hidden = self.hidden(self.embed(input_ids), cu_seqlens=cu_seqlens, noise=noise)
         return self._cross_entropy(hidden, targets, ignore_index)
 
     def hidden(
@@ -197,6 +203,7 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         cache: DeltaCache | None = None,
         streams: list[Tensor] | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """Maps embedded tokens x [B, T, d] to [B, T, d], normalized for the readout.
 
@@ -222,10 +229,11 @@ class DeltaForCausalLM(PreTrainedModel, GenerationMixin):
             )
         else:
             sequences = Sequences.packed(cu_seqlens, T, attention=attention)
+        sequences = replace(sequences, noise=noise)
         x = x if padding is None else padding.arrange(x)
         if self.positions is not None:
             x = x + self._position(sequences.position)
-        x = self.expand(self.dropout(x), sequences, None if cache is None else cache.first)
+        x = self.expand(self.dropout(x, noise), sequences, None if cache is None else cache.first)
         for i, block in enumerate(self.blocks):
             if streams is not None:
                 streams.append(x if padding is None else padding.restore(x))

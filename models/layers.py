@@ -123,6 +123,43 @@ class GeluMLP(nn.Module):
 MLPS: dict[str, type[SwiGLU] | type[GeluMLP]] = {"swiglu": SwiGLU, "gelu": GeluMLP}
 
 
+class Dropout(nn.Module):
+    """Drops entries with probability p while training, and divides the others by 1 - p.
+
+    Which entries are dropped follows from `noise`, a random number per token, and from no generator. So a
+    sequence has the same mask in whichever process, micro-batch or part of a sequence it is computed.
+
+    site    tells this place in the model from others
+    """
+
+    def __init__(self, p: float, site: int) -> None:
+        super().__init__()
+        self.p, self.site = p, site
+
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Maps x [B, T, d] to the same shape; noise [B, T] int32, None: torch's own generator decides."""
+        if noise is None or not self.training or self.p == 0:
+            return F.dropout(x, self.p, self.training)
+        kept = draw(noise, x.shape[-1], self.site) >= int(self.p * 2**31)
+        return x * kept * (1 / (1 - self.p))
+
+
+def draw(noise: Tensor, size: int, site: int) -> Tensor:
+    """Returns [B, T, size] int32, uniform from 0 to 2^31 - 1: a hash of each token's noise, channel and site.
+
+    The steps are those of MurmurHash3's finalizer. Products wrap around at 32 bits.
+    """
+    channels = torch.arange(size, device=noise.device, dtype=torch.int32)
+    keys = _mix(_mix(channels + (site << 16)))
+    return _mix(noise[..., None] ^ keys) & 0x7FFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x * -0x7A143595
+    x = x ^ ((x >> 15) & 0x1FFFF)  # the mask makes a logical shift of an arithmetic one
+    return x * -0x3D4D51CB
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """Returns x in float32, or in float64 if it has that dtype already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

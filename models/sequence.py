@@ -88,12 +88,14 @@ class Sequences:
     real        [B, T, 1] bool, False at padding, which lies left; None: there is no padding
     attendable  [B or 1, 1, T, offset + T] bool, True where an attention layer's query may look; None: at
                 every token up to its own, or there is no attention layer
+    noise       [B, T] int32, a random number per token, which dropout turns into masks; None: it has none
     """
 
     cu_seqlens: Tensor | None
     position: Tensor
     real: Tensor | None
     attendable: Tensor | None
+    noise: Tensor | None = None
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, T: int, *, attention: bool) -> Sequences:

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from delta_trn.train.checkpoints import contents as checkpoint
-from delta_trn.train.data.loader import RandomCrops
+from delta_trn.train.data.loader import Loader, RandomCrops
 from delta_trn.train.parallel.sharding import Sharding
+from delta_trn.train.run import setup
 from tests.support import tiny_run
 from tests.support.tiny_run import final_state, keys, read_metrics, start, train
 
@@ -166,6 +168,31 @@ class TestContinuing:
         train("resume", tmp_path / "b", "steps=12")
         weights = [final_state(tmp_path / name)["model.safetensors"] for name in "abc"]
         assert weights[0] == weights[1] == weights[2]
+
+    def test_a_run_with_dropout_resumes_the_same(self, data, tmp_path, monkeypatch):
+        changes = {"model__dropout": 0.3, "schedule__decay_steps": 12}
+        train("run", "tiny", *keys(data, tmp_path / "whole", **changes))
+        train("run", "tiny", *keys(data, tmp_path / "cut", **changes, steps=7))
+        shutil.copytree(tmp_path / "cut", tmp_path / "other", symlinks=True)
+        train("resume", tmp_path / "cut", "steps=12")
+        whole = final_state(tmp_path / "whole")["model.safetensors"]
+        assert final_state(tmp_path / "cut")["model.safetensors"] == whole
+        # the comparison can fail: masks that start over differ
+        noise = Loader.noise
+        monkeypatch.setattr(Loader, "noise", lambda loader: noise(loader) ^ 1)
+        train("resume", tmp_path / "other", "steps=12")
+        assert final_state(tmp_path / "other")["model.safetensors"] != whole
+
+    def test_a_generator_that_a_run_has_drawn_from_is_restored(self, data, tmp_path, monkeypatch):
+        """Nothing here draws from it in training, but a layer of a user's own may."""
+        next_batch = RandomCrops.next_batch
+        monkeypatch.setattr(RandomCrops, "next_batch", lambda loader: (torch.rand(3), next_batch(loader))[1])
+        train("run", "tiny", *keys(data, tmp_path / "run", steps=4))
+        saved, begin = torch.get_rng_state(), torch.Generator().manual_seed(42).get_state()
+        assert not torch.equal(saved, begin), "the run has drawn nothing, so that the test shows nothing"
+        torch.manual_seed(999)
+        with setup.resume(tmp_path / "run", {}, None, print):
+            assert torch.equal(torch.get_rng_state(), saved)
 
     def test_resuming_a_finished_run_repeats_its_final_report(self, finished, tmp_path):
         out = tmp_path / "run"

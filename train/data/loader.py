@@ -32,7 +32,7 @@ Kind = Literal["random_crop", "stream"]
 Batch = tuple["Tensor", "Tensor"]
 
 # the first word of every fold, so that no two uses of a seed give the same numbers
-_CROP, _SHARD_ORDER, _EVALUATION = 1, 2, 3
+_CROP, _SHARD_ORDER, _EVALUATION, _NOISE = 1, 2, 3, 4
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -76,6 +76,15 @@ class Loader(ABC):
         windows = self._windows(self._samples + self.rank * self.batch)
         self._samples += self.world * self.batch
         return as_tensors(windows)
+
+    def noise(self) -> "Tensor":
+        """Returns a random number per token of the next batch, from the seed and the sample; int32 [B, T]."""
+        import torch
+
+        first = self._samples + self.rank * self.batch
+        samples = np.arange(first, first + self.batch, dtype=np.uint64)[:, None]
+        words = fold(_NOISE, self.seed, samples, np.arange(self.sequence, dtype=np.uint64))
+        return torch.from_numpy((words >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
     def __iter__(self) -> Iterator[Batch]:
         while True:

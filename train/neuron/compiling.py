@@ -68,7 +68,8 @@ def _work(run: Run, observers: Sequence[Observer]) -> dict[str, Callable[[], Non
     counter = itertools.count()
 
     def train() -> None:
-        step(*run.loader.next_batch(), learning_rate(c, next(counter)))
+        noise = run.noise()
+        step(*run.loader.next_batch(), learning_rate(c, next(counter)), noise)
 
     def measure(with_loss: Callable[[Tensor, Tensor], Tensor], batches: list[tuple[Tensor, Tensor]]) -> None:
         run.model.eval()

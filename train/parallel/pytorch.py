@@ -48,9 +48,10 @@ class PyTorchSharding(Sharding):
         elif replicas.size() > 1:
             self._replicate(replicas.get_group())
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
         """Under context parallelism each process of a group has the same sequences, and its part is taken."""
-        return super().loss(self._segment(inputs), self._segment(targets))
+        noise = None if noise is None else self._segment(noise)
+        return super().loss(self._segment(inputs), self._segment(targets), noise)
 
     def _segment(self, tokens: Tensor) -> Tensor:
         context = self.team.context

@@ -42,9 +42,10 @@ class Sharding:
         self.rows: dict[str, Tensor] = {}
         self._replicated: DistributedDataParallel | None = None
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean cross-entropy of this process's tokens; inputs, targets [B, T]."""
-        return (self.model.loss if self._replicated is None else self._replicated)(inputs, targets)
+    def loss(self, inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Returns the mean cross-entropy of this process's tokens; all arguments are [B, T]."""
+        compute = self.model.loss if self._replicated is None else self._replicated
+        return compute(inputs, targets, noise=noise)
 
     @contextlib.contextmanager
     def accumulating(self, more: bool) -> Iterator[None]:
@@ -164,8 +165,8 @@ class _Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.model.loss(inputs, targets)
+    def forward(self, inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
+        return self.model.loss(inputs, targets, noise=noise)
 
 
 def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

@@ -141,11 +141,12 @@ class _Loop:
 
     def _one_step(self) -> None:
         state = self.run.state
+        noise = self.run.noise()
         inputs, targets = self.run.loader.next_batch()
         lr = learning_rate(self.run.config, state.step)
         for observer in self.observers:
             observer.before_step(state.step + 1)
-        loss, norm = self.step(inputs, targets, lr)
+        loss, norm = self.step(inputs, targets, lr, noise)
         state.step += 1
         state.tokens += self._tokens_in_a_step()
         self.pending.append(_Pending(state.step, state.tokens, lr, loss, norm))

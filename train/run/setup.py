@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
@@ -71,6 +72,10 @@ class Run:
     @property
     def layout(self) -> Layout:
         return layout_of(self.config, self.team.world)
+
+    def noise(self) -> Tensor | None:
+        """Returns the next batch's random numbers for dropout's masks, None where nothing is dropped."""
+        return self.loader.noise() if self.config.model.dropout else None
 
 
 @contextlib.contextmanager
@@ -204,7 +209,7 @@ def _assemble(
         rank=team.data_rank,
         world=team.data_world,
     )
-    # after the model's own draws; dropout draws from it, and resuming restores it
+    # after the model's own draws: nothing here draws from it, but a model with layers of a user's own may
     torch.manual_seed(config.seed)
     return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
 

@@ -15,16 +15,16 @@ from delta_trn.train.settings.schema import RunConfig
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 
 
 def loss_function(model: "DeltaForCausalLM | Sharding", config: RunConfig, device: torch.device) -> Loss:
-    """Returns (inputs, targets) -> mean cross-entropy in nats, in the run's precision."""
+    """Returns (inputs, targets, noise=None) -> mean cross-entropy in nats, in the run's precision."""
     compute: Loss = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
 
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bf16"):
-            return compute(inputs, targets)
+            return compute(inputs, targets, noise=noise)
 
     return loss
 
@@ -42,22 +42,26 @@ class TrainingStep:
         self.device = sharding.model.device
         self.micro, self.clip = micro, clip
 
-    def __call__(self, inputs: Tensor, targets: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, lr: float, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Does one update. Returns the mean loss over all of the step and the unclipped norm, on the device.
 
         inputs, targets   int64 [B, T] on the CPU, B a multiple of `micro`: this process's share of the step
+        noise             int32 [B, T] on the CPU, from which dropout draws its masks; None: it drops nothing
         """
         self.optimizer.zero_grad(set_to_none=True)
         set_learning_rate(self.optimizer, lr)
-        parts = [self._moved(part) for part in (inputs, targets)]
-        pairs: Sequence[tuple[Tensor, Tensor]] = list(
+        batch = (inputs, targets) if noise is None else (inputs, targets, noise)
+        parts = [self._moved(part) for part in batch]
+        micros: Sequence[tuple[Tensor, ...]] = list(
             zip(*(part.split(self.micro) for part in parts), strict=True)
         )
         total = torch.zeros((), device=self.device)
-        for left, (some_inputs, some_targets) in zip(reversed(range(len(pairs))), pairs, strict=True):
+        for left, some in zip(reversed(range(len(micros))), micros, strict=True):
             # every micro-batch has as many targets as the next, so the mean of means is the mean
             with self.sharding.accumulating(left > 0):
-                loss = self.loss(some_inputs, some_targets) / len(pairs)
+                loss = self.loss(*some) / len(micros)
                 loss.backward()
             total += loss.detach()
         norm = self.sharding.step(self.optimizer, self.clip)

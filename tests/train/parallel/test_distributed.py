@@ -163,6 +163,26 @@ def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, 
     assert above(distance, tenfold).keys() >= {"loss", "weights"}
 
 
+DROPOUT = {"model.dropout": 0.2}
+WITH_DROPOUT = ("ddp-2", "ddp-4", "fsdp-4", "zero1-2", "tensor-2", "context-2", "tensor-2-fsdp-2")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way == "ddp-2" else [pytest.mark.slow]) for way in WITH_DROPOUT]
+)
+def test_a_distributed_run_with_dropout_equals_the_run_of_one_process(data, alone, begin, tmp_path, way):
+    """Masks belong to sequences. Were they drawn by rank, even the controls would differ in everything."""
+    world, changes = WAYS[way]
+    keys_of_run = keys(data, tmp_path / "run", "sgd", {**changes, **DROPOUT})
+    team_run.train(world, ["run", "tiny", *keys_of_run], tmp_path / "logs")
+    expected = alone("sgd", model__dropout=0.2)
+    controls = [alone("sgd", model__dropout=0.2, batch__micro=micro) for micro in ORDERS]
+    allowed = tolerances([distances(control, expected, begin) for control in controls])
+    assert not above(distances(tmp_path / "run", expected, begin), allowed)
+    without = distances(expected, alone("sgd"), begin)
+    assert above(without, {name: 10 * x for name, x in allowed.items()}).keys() >= {"loss", "weights"}
+
+
 class TestResume:
     @pytest.mark.parametrize(
         ("first", "second"),
