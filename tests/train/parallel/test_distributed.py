@@ -92,10 +92,19 @@ def weights(run: Path, step: int = STEPS) -> dict[str, Tensor]:
 
 
 def weight_distance(run: Path, expected: Path, begin: dict[str, Tensor]) -> float:
-    """Returns the largest distance of a parameter from the expected one, relative to its change."""
+    """Returns the largest distance of a parameter from the expected one, relative to its change.
+
+    One unit in the last place does not count: it is the least difference there can be, and some parameters
+    move by a few hundred of them in all.
+    """
     mine, theirs = weights(run), weights(expected)
     assert mine.keys() == theirs.keys()
-    return max(float((mine[n] - w).norm() / (w - begin[n]).norm()) for n, w in theirs.items())
+    beyond = {n: ((mine[n] - w).abs() - _last_place(w)).clamp(min=0) for n, w in theirs.items()}
+    return max(float(beyond[n].norm() / (w - begin[n]).norm()) for n, w in theirs.items())
+
+
+def _last_place(x: Tensor) -> Tensor:
+    return torch.nextafter(x.abs(), torch.tensor(torch.inf)) - x.abs()
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +185,7 @@ def test_a_distributed_run_with_dropout_equals_the_run_of_one_process(data, alon
     keys_of_run = keys(data, tmp_path / "run", "sgd", {**changes, **DROPOUT})
     team_run.train(world, ["run", "tiny", *keys_of_run], tmp_path / "logs")
     expected = alone("sgd", model__dropout=0.2)
-    controls = [alone("sgd", model__dropout=0.2, batch__micro=micro) for micro in ORDERS]
+    controls = [alone("sgd", model__dropout=0.2, batch__micro=micro) for micro in (4, 1)]
     allowed = tolerances([distances(control, expected, begin) for control in controls])
     assert not above(distances(tmp_path / "run", expected, begin), allowed)
     without = distances(expected, alone("sgd"), begin)
