@@ -75,8 +75,11 @@ def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag
 
 
 @torch.no_grad()
-def initialize(model: PreTrainedModel) -> None:
+def initialize(model: PreTrainedModel, part: Callable[[str, Tensor], Tensor] = lambda name, x: x) -> None:
     """Draws initial values for every parameter that no checkpoint has filled; skips meta parameters.
+
+    `part` maps a parameter's name and its values to those that this model has, for a model divided among
+    processes. There is never more than one whole parameter.
 
     A parameter's numbers depend on its name and on one draw from torch's global generator, not on what was
     made before it: models that share a layer start with the same one. They are drawn in float32 on the CPU,
@@ -100,7 +103,7 @@ def initialize(model: PreTrainedModel) -> None:
             values = tag.law(values, generator)
         elif std is not None:
             values.normal_(0.0, std, generator=generator)
-        parameter.copy_(values)
+        parameter.copy_(part(name, values))
 
 
 @dataclass(frozen=True)

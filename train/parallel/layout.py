@@ -41,6 +41,11 @@ def layout_alone(config: RunConfig) -> Layout:
     return Layout(1, batch.sequences, micro_batch(batch, batch.sequences), batch.length)
 
 
+def is_divided(config: RunConfig, world: int) -> bool:
+    """Returns whether a process has only a part of the weights, or of the memory of their optimizer."""
+    return world > 1 and (config.distribution.mode != "ddp" or config.distribution.tensor > 1)
+
+
 def micro_batch(batch: BatchSection, sequences: int) -> int:
     """Returns how many of a share's sequences go forward at once."""
     return min(batch.micro or sequences, sequences)

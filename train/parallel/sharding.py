@@ -4,8 +4,8 @@
     PyTorchSharding     DDP, FSDP2, DTensor, context parallelism                         (parallel/pytorch.py)
     NeuronSharding      DDP, heads and ZeRO-1 by AWS's neuronx_distributed               (neuron/sharding.py)
 
-`train.run.setup.shard` chooses. The loop, the step, the optimizer and checkpoints call these methods and ask
-nothing else. Names are those of parameters, or NAME/SLOT for the optimizer's memory of one.
+`train.run.setup.make_sharding` chooses. The loop, the step, the optimizer and checkpoints call these methods
+and ask nothing else. Names are those of parameters, or NAME/SLOT for the optimizer's memory of one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Makes the model of a run, and chooses the device and the backend that compute it."""
 
+import contextlib
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
+from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import RunConfig
 
@@ -62,10 +64,13 @@ def model_config(
 
 
 def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device) -> "DeltaForCausalLM":
-    """Returns the model with initial float32 weights, drawn on the CPU and so the same on every device."""
+    """Returns the model with initial float32 weights, drawn on the CPU and so the same on every device.
+
+    A model on the meta device has no weights: divide it first, and `materialize` it.
+    """
     from delta_trn.models import DeltaForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), device if device.type == "meta" else contextlib.nullcontext():
         torch.manual_seed(seed)
         model = DeltaForCausalLM(configuration)
     cast(nn.Module, model).to(device=device, dtype=torch.float32)
@@ -73,6 +78,22 @@ def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device)
         # Moving to XLA makes a new parameter per name: the matrix would become two that train separately.
         model.lm_head.weight = model.embed.weight
     return model
+
+
+def materialize(sharding: Sharding, *, seed: int, device: torch.device) -> None:
+    """Gives this process's parts of a model on the meta device memory and the values of `make_model`.
+
+    No process ever has more than one whole parameter, so that a model may be larger than a device or a host.
+    """
+    from delta_trn.models.parameters import initialize
+
+    model = sharding.model
+    cast(nn.Module, model).to_empty(device=device)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.embed.weight  # as in make_model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        initialize(model, sharding.part)
 
 
 def choose_backend(

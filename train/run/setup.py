@@ -29,11 +29,11 @@ from delta_trn.train.data import (
 )
 from delta_trn.train.files import write_file
 from delta_trn.train.neuron import sharding as neuron
-from delta_trn.train.parallel.layout import Layout, layout_of, require_divisible
+from delta_trn.train.parallel.layout import Layout, is_divided, layout_of, require_divisible
 from delta_trn.train.parallel.pytorch import PyTorchSharding
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team, ask_leader, assemble
-from delta_trn.train.run.model import choose_backend, make_model, model_config, pick_device
+from delta_trn.train.run.model import choose_backend, make_model, materialize, model_config, pick_device
 from delta_trn.train.run.optimizer import learning_rate, make_optimizer
 from delta_trn.train.settings.effects import is_prepared
 from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderError
@@ -42,7 +42,7 @@ from delta_trn.train.settings.schema import DistributionSection, RunConfig, diff
 from delta_trn.train.watch import trackers
 
 if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
+    from delta_trn.models import DeltaConfig, DeltaForCausalLM
 
 Tell = Callable[[str], None]
 
@@ -192,12 +192,8 @@ def _assemble(
         eos=meta.eos_id,
         pad=meta.pad_id,
     )
-    model = make_model(configuration, seed=config.seed, device=device)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    model.train()
     # before the optimizer, which has each process's own parts
-    sharding = shard(model, config, team)
+    sharding = make_sharding(configuration, config, device, team)
     optimizer = make_optimizer(sharding, config)
     loader = make_loader(
         dataset,
@@ -214,12 +210,22 @@ def _assemble(
     return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
 
 
-def shard(model: DeltaForCausalLM, config: RunConfig, team: Team) -> Sharding:
-    """Divides a model among the processes of a team, by the library that serves its device."""
+def make_sharding(
+    configuration: DeltaConfig, config: RunConfig, device: torch.device, team: Team
+) -> Sharding:
+    """Returns the model with initial weights, divided among a team by the library that serves its device."""
+    on_neuron = neuron.serves(device)
+    later = is_divided(config, team.world) and not on_neuron
+    model = make_model(configuration, seed=config.seed, device=torch.device("meta") if later else device)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
     if team.mesh is None:
         return Sharding(model, team)
-    kind = neuron.NeuronSharding if neuron.serves(model.device) else PyTorchSharding
-    return kind(model, config.distribution, team)
+    sharding = (neuron.NeuronSharding if on_neuron else PyTorchSharding)(model, config.distribution, team)
+    if later:
+        materialize(sharding, seed=config.seed, device=device)
+    return sharding
 
 
 @contextlib.contextmanager
