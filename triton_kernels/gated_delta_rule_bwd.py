@@ -50,6 +50,8 @@ the error in bfloat16.
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+from math import frexp
+
 import triton
 import triton.language as tl
 
@@ -74,7 +76,7 @@ TYPES = {
     "*x": "q k v do T P S U dY dS dq dk dv",
     "*fp32": "g beta A_log dt_bias rows initial_state dstate vdY carry dinitial_state dg dbeta dgates",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
-    "fp32": "scale beta_max",
+    "fp32": "scale power beta_max",
     "i32": "tokens NT NS span",
 }
 
@@ -82,13 +84,14 @@ TYPES = {
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def reverse_scan_kernel(
     q, k, v, do, T, P, rows, S, initial_state, dstate, dY, dS, dv, vdY, carry, dinitial_state,
-    cu_seqlens, chunk_offsets, scale, tokens, NT, NS, span,
+    cu_seqlens, chunk_offsets, scale, power, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
 
-    Writes dY, dS, dv, vdY and carry unless dY is None, and dinitial_state unless that is None.
+    Writes dY, dS, dv, vdY and carry unless dY is None, and dinitial_state unless that is None. power is a
+    power of two, as large as a large scale.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -159,8 +162,10 @@ def reverse_scan_kernel(
         b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 5 * C + o_c)[None, :]
         b_dYT *= tl.load(p_rows + 4 * C + o_c)[None, :]
         if dtype == tl.float16:
-            # scale dO may leave the range of float16
-            b_dZ = b_dZ * b_last + scale * multiply(round_to(b_dOT, dtype, DOT), b_q, DOT)
+            # scale dO may leave float16's range. This order adds b_dZ inside the product: else registers spill
+            b_dOT *= scale / power
+            b_dZ = b_dZ * (b_last / power) + multiply(round_to(b_dOT, dtype, DOT), b_q, DOT)
+            b_dZ *= power
         else:
             b_dZ = b_dZ * b_last + multiply(round_to(scale * b_dOT, dtype, DOT), b_q, DOT)
         b_dZ -= multiply(round_to(b_dYT, dtype, DOT), b_k, DOT)
@@ -349,10 +354,11 @@ def reverse_scan(
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     tile = config.reverse
+    power = 2.0 ** max(0, frexp(scale)[1])
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
         q, k, v, do, T, P, rows, S, initial_state, dstate, dY, dS, dv, vdY, carry, dinitial_state,
-        chunks.cu_seqlens, chunks.offsets, scale, chunks.tokens, chunks.per_sequence, chunks.segments,
-        chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
+        chunks.cu_seqlens, chunks.offsets, scale, power, chunks.tokens, chunks.per_sequence,
+        chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
         WORDS=T.shape[2], DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
