@@ -162,7 +162,7 @@ def reverse_scan_kernel(
         b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 5 * C + o_c)[None, :]
         b_dYT *= tl.load(p_rows + 4 * C + o_c)[None, :]
         if dtype == tl.float16:
-            # scale dO may leave float16's range. This order adds b_dZ inside the product: else registers spill
+            # scale dO may leave float16's range. In this order the product adds b_dZ, or registers spill
             b_dOT *= scale / power
             b_dZ = b_dZ * (b_last / power) + multiply(round_to(b_dOT, dtype, DOT), b_q, DOT)
             b_dZ *= power
@@ -358,8 +358,8 @@ def reverse_scan(
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
         q, k, v, do, T, P, rows, S, initial_state, dstate, dY, dS, dv, vdY, carry, dinitial_state,
         chunks.cu_seqlens, chunks.offsets, scale, power, chunks.tokens, chunks.per_sequence,
-        chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
-        WORDS=T.shape[2], DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
+        C=chunks.size, WORDS=T.shape[2], DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
