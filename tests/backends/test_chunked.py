@@ -3,7 +3,6 @@
 import math
 import statistics
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.backends.gated_delta_rule.contract import Rule, state_dtype
 from delta_trn.backends.gated_delta_rule.triangular import triangular_inverse
 from delta_trn.backends.parity.judge import error
-from delta_trn.backends.parity.rule import verdicts
-from delta_trn.backends.parity.rule_cases import BOTH, Case
 
 # The roundoff of float64 sums over K, V and a chunk, up to 230 terms, times 20 for the inverse.
 EXACT = 20 * 230**0.5 * torch.finfo(torch.float64).eps / 2
@@ -86,21 +83,6 @@ def test_an_extreme_scale_costs_float32_no_accuracy(scale):
     assert_agree(results, outcome(*double, "recurrent", **options), 20 * torch.finfo(torch.float32).eps)
 
 
-RESET_CASE = Case("reset", 1, 200, 4, 32, 32, "resets", decay="reset", state=True, loss=BOTH)
-RESETTING = [
-    RESET_CASE,
-    replace(RESET_CASE, name="reset_wide", K=96, norm="random", HV=8),
-    replace(RESET_CASE, name="reset_packed", lengths=(1, 63, 0, 64, 72), beta=1.0, keys="equal"),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", RESETTING, ids=lambda case: case.name)
-def test_tokens_beside_resets_keep_their_accuracy(case, dtype):
-    failed = [str(verdict) for verdict in verdicts(case, dtype, "chunked") if not verdict.passed]
-    assert not failed, "\n".join(failed)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("g", [-1e4, -1e12, -1e16, "min", -math.inf])
 def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(dtype, g):
@@ -137,6 +119,68 @@ def test_packed_sequences_have_the_results_of_separate_ones():
             assert part[1].equal(alone[5]) and part[7].equal(dalone[1])
         else:
             assert_agree(part, outcome(alone, dalone, "chunked"), EXACT)
+
+
+def parts_of(results, tokens, states):
+    """Returns the tokens of o and of five gradients, and the states of the final state and its gradient."""
+    return [x[states] if i in (1, 7) else x[:, tokens] for i, x in enumerate(results)]
+
+
+@pytest.mark.parametrize(("K", "V"), [(32, 64), (96, 32), (20, 12)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_sequences_on_chunk_boundaries_have_the_bits_of_separate_ones(K, V, dtype):
+    """Of heads whose matrices all begin on 64 bytes: BLAS chooses its kernels by alignment, too."""
+    bounds = [0, 64, 64, 256, 320, 359]
+    inputs, douts = draw(1, bounds[-1], 2, K, V, HV=6, N=len(bounds) - 1)
+    inputs = [x.to(torch.float32 if i in (3, 5) else dtype) for i, x in enumerate(inputs)]
+    douts = [douts[0].to(dtype), douts[1].float()]
+    packed = outcome(inputs, douts, "chunked", cu_seqlens=torch.tensor(bounds))
+    again = outcome(inputs, douts, "chunked", cu_seqlens=torch.tensor(bounds))
+    assert all(torch.equal(x, y) for x, y in zip(packed, again, strict=True))
+    for n in (0, 2, 3, 4):
+        tokens, state = slice(bounds[n], bounds[n + 1]), slice(n, n + 1)
+        alone = [x[:, tokens] for x in inputs[:5]], inputs[5][state], douts[0][:, tokens], douts[1][state]
+        expected = outcome([*alone[0], alone[1]], alone[2:], "chunked")
+        for x, y in zip(parts_of(packed, tokens, state), expected, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 70, 70, 135, 260]])
+def test_a_sequence_has_the_same_bits_whatever_the_others_hold(bounds):
+    """The others hold NaN, in every input and in the gradients."""
+    inputs, douts = draw(
+        *((3, 100) if bounds is None else (1, 260)), 1, 24, 40, HV=2, N=3 if bounds is None else 4
+    )
+    inputs, douts = [x.float() for x in inputs], [x.float() for x in douts]
+    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+    expected = outcome(inputs, douts, "chunked", **options)
+    tokens, row = (slice(None), slice(1, 2)) if bounds is None else (slice(70, 135), slice(2, 3))
+
+    def spoil(x, i, states):
+        y = torch.full_like(x, math.nan)
+        place = (row,) if i in states or bounds is None else (slice(None), tokens)
+        y[place] = x[place]
+        return y
+
+    results = outcome(
+        [spoil(x, i, (5,)) for i, x in enumerate(inputs)], [spoil(x, i, (1,)) for i, x in enumerate(douts)],
+        "chunked", **options,
+    )  # fmt: skip
+    for i, (x, y) in enumerate(zip(results, expected, strict=True)):
+        place = (row,) if i in (1, 7) or bounds is None else (slice(None), tokens)
+        assert x[place].isfinite().all() and torch.equal(x[place], y[place])
+
+
+@pytest.mark.parametrize("at", [1, 32, 50, 99])
+def test_a_sequence_cut_in_two_with_the_state_handed_over_is_the_whole(at):
+    inputs, douts = draw(2, 100, 1, 16, 24, HV=2)
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    options = {"output_final_state": True, "backend": "chunked"}
+    o, state = gated_delta_rule(*(x[:, :at] for x in leaves[:5]), initial_state=leaves[5], **options)
+    rest, last = gated_delta_rule(*(x[:, at:] for x in leaves[:5]), initial_state=state, **options)
+    outputs = torch.cat([o, rest], 1), last
+    results = [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, douts))
+    assert_agree(results, outcome(inputs, douts, "chunked"), EXACT)
 
 
 def test_chunks_agree_with_qwen3_next_of_transformers():

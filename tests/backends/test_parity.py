@@ -17,7 +17,16 @@ from delta_trn.backends.parity import __main__ as parity
 from delta_trn.backends.parity import goldens
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, error, floor
 from delta_trn.backends.parity.rule import GRADIENTS, TENSORS, reference, terms, verdicts
-from delta_trn.backends.parity.rule_cases import BENCH, BY_NAME, CASES, PER_HEAD, SMALL, inputs, select
+from delta_trn.backends.parity.rule_cases import (
+    BENCH,
+    BY_NAME,
+    CASES,
+    DECAYS,
+    PER_HEAD,
+    SMALL,
+    inputs,
+    select,
+)
 from delta_trn.backends.registry import BACKENDS, BackendRefusal
 from tests.support.faults import FAULTS
 
@@ -29,8 +38,8 @@ EMULATED = {
     "triton": (SMALL_ONES, ALL),
     "nki-simulator": (
         ["one", "one_fresh", "two", "ragged", "seam_129", "no_decay", "forget", "mixed", "collide", "reflect",
-         "k256_short", "gva_2", "gva_8", "odd", "packed", "packed_empty", "final_only", "norm", "norm_tiny",
-         "norm_huge", "norm_zero"],
+         "k256_short", "gva_2", "gva_8", "odd", "packed", "packed_empty", "reset", "reset_packed",
+         "final_only", "norm", "norm_tiny", "norm_huge", "norm_zero"],
         [*SMALL_ONES, "wide_v", "wide_k", "k96", "k192", "k256", "heavy", "near_1", "near_2", "packed_gva",
          "long_free"],
     ),
@@ -38,7 +47,7 @@ EMULATED = {
 # To PyTorch's backends float16 is bfloat16 with a narrower range, and float64 is float32 with more digits. By
 # default they are judged on seams, ends, the worst inverse, groups, packing, gates and extreme norms.
 OTHER_DTYPES = ("one_fresh", "seam_65", "forget", "mixed", "reflect", "gva_2", "packed_empty", "gates_wide",
-                "norm_tiny", "norm_huge", "norm_zero")  # fmt: skip
+                "reset", "reset_packed", "norm_tiny", "norm_huge", "norm_zero")  # fmt: skip
 
 
 def pytest_generate_tests(metafunc):
@@ -104,7 +113,7 @@ def test_the_grid_of_the_rule_has_the_hard_inputs():
     assert {K for K, _ in sizes} >= {32, 64, 96, 128, 192, 256} and max(V for _, V in sizes) == 512
     assert {case.T for case in CASES} >= {1, 2, 3, 63, 64, 65, 129, 2048, 65536}
     assert {case.value_heads // case.H for case in CASES} >= {1, 2, 4, 8}
-    assert {case.decay for case in CASES} == {"plain", "weak", "none", "strong", "mixed", "heavy"}
+    assert {case.decay for case in CASES} == set(DECAYS)
     assert {(case.keys, case.beta) for case in CASES} >= {
         (k, b) for k in ("equal", "near") for b in (1.0, 2.0)
     }
