@@ -106,8 +106,9 @@ class Spread:
         self.element = torch.zeros_like(self.judge)
 
     def difference(self, x: Tensor) -> Tensor:
-        """Returns |x - judge|, less `absolute`."""
-        return (x.to(self.judge) - self.judge).abs().sub_(self.absolute).clamp_(min=0)
+        """Returns |x - judge|, less `absolute`; 0 where the dtype of x can hardly hold the judge."""
+        difference = (x.to(self.judge) - self.judge).abs().sub_(self.absolute).clamp_(min=0)
+        return difference.masked_fill_(self.judge.abs() > torch.finfo(x.dtype).max / 2, 0.0)
 
     def size(self, x: Tensor) -> Tensor:
         """Returns the root mean square of each part."""
@@ -185,8 +186,6 @@ class Reference:
         sums = floor(self.terms, torch.promote_types(x.dtype, torch.float32))
         least, base = floor(self.terms, self.rounded or x.dtype), _relative(spread.whole, exact)
         difference = spread.difference(x)
-        # what the dtype cannot hold is not judged
-        difference[exact.abs() > torch.finfo(x.dtype).max / 2] = 0.0
         relative = _relative(_size(difference), exact)
         here = self.op, self.case, self.dtype, name, backend
         if not (exact.abs() > spread.absolute).any():

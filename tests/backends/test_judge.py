@@ -117,6 +117,19 @@ def test_what_underflows_may_be_zero():
     assert [v.tensor for v in expected.verdicts("wrong", results) if not v.passed] == ["dg"]
 
 
+def test_a_float64_case_may_have_float32_parameters_of_its_gates():
+    x = inputs(BY_NAME["gates_packed"], torch.float64)
+    x = replace(x, A_log=x.A_log.float(), dt_bias=x.dt_bias.float())
+    assert all(verdict.passed for verdict in reference_for(x).verdicts("chunked", outcome(x, "chunked")))
+
+
+def test_what_float16_cannot_hold_is_not_judged():
+    exact = torch.tensor([1.0, 1e5], dtype=torch.float64)
+    spread = Spread(exact)
+    assert spread.difference(torch.tensor([1.0, torch.inf], dtype=torch.float16)).tolist() == [0.0, 0.0]
+    assert spread.difference(torch.tensor([2.0, torch.inf])).tolist() == [1.0, torch.inf]
+
+
 def test_the_bounds_are_those_of_the_documentation():
     exact = torch.tensor([[3.0, 4.0], [0.0, 5.0]], dtype=torch.float64)
     spread = Spread(exact, torch.arange(2), absolute(torch.float32))

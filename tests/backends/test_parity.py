@@ -39,7 +39,7 @@ EMULATED = {
     "nki-simulator": (
         ["one", "one_fresh", "two", "ragged", "seam_129", "no_decay", "forget", "mixed", "collide", "reflect",
          "k256_short", "gva_2", "gva_8", "odd", "packed", "packed_empty", "reset", "reset_packed",
-         "final_only", "norm", "norm_tiny", "norm_huge", "norm_zero"],
+         "final_only", "norm", "norm_tiny", "norm_huge", "norm_zero", "scale_up", "values_tiny"],
         [*SMALL_ONES, "wide_v", "wide_k", "k96", "k192", "k256", "heavy", "near_1", "near_2", "packed_gva",
          "long_free"],
     ),
@@ -47,7 +47,8 @@ EMULATED = {
 # To PyTorch's backends float16 is bfloat16 with a narrower range, and float64 is float32 with more digits. By
 # default they are judged on seams, ends, the worst inverse, groups, packing, gates and extreme norms.
 OTHER_DTYPES = ("one_fresh", "seam_65", "forget", "mixed", "reflect", "gva_2", "packed_empty", "gates_wide",
-                "reset", "reset_packed", "norm_tiny", "norm_huge", "norm_zero")  # fmt: skip
+                "reset", "reset_packed", "norm_tiny", "norm_huge", "norm_zero", "norm_zero_large",
+                "norm_huge_weak", "scale_up")  # fmt: skip
 
 
 def pytest_generate_tests(metafunc):
@@ -119,6 +120,8 @@ def test_the_grid_of_the_rule_has_the_hard_inputs():
     }
     assert any(case.lengths and case.lengths[0] == 0 == case.lengths[-1] for case in CASES)
     assert any(case.loss == ("final_state",) for case in CASES)
+    assert max(case.sequences for case in CASES) >= 200 and any(case.scale for case in CASES)
+    assert {case.values for case in CASES} >= {1e-30, 1.0, 1e4}
     assert {case.norm for case in CASES} == {"unit", "random", "tiny", "huge", "zero"}
 
 
