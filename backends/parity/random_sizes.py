@@ -56,6 +56,8 @@ class Uniforms:
 
 @dataclass
 class Sizes:
+    """The sizes of a random case, and the words that describe them."""
+
     B: int
     T: int
     H: int
@@ -71,6 +73,7 @@ class Sizes:
 
 
 def draw_head(rng: Uniforms, most: int) -> int:
+    """Returns a head size up to `most`: usual ones, odd ones, a few, any."""
     usual = {16: 3, 32: 5, 64: 6, 96: 1, 128: 2, 192: 0.5, 256: 1}
     if most > 256:
         usual |= {384: 0.5, 512: 0.5}
@@ -81,6 +84,7 @@ def draw_head(rng: Uniforms, most: int) -> int:
 
 
 def draw_time(rng: Uniforms, small: bool) -> int:
+    """Returns a length: none, one, two, at a seam of chunks, or any up to 400; shorter where `small`."""
     choice = rng.pick({"none": 1, "one": 4, "two": 3, "seam": 45, "any": 37, "long": 10})
     length = {
         "none": 0, "one": 1, "two": 2, "seam": rng.pick(SEAMS), "any": rng.integer(3, 200),
