@@ -145,7 +145,7 @@ ON_OPENING = [
         "a flipped bit",
         lambda f: flip(f / TRAIN),
         r"train_000001\.bin changed since it was prepared: its sha256 is \w{64}, expected \w{64}; copy it "
-        "again .*or prepare the data again",
+        "again, or prepare the data again",
     ),
     (
         "a shard outside",
