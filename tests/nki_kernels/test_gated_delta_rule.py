@@ -291,10 +291,13 @@ def without_states(case, backend, dtype):
     return [o.detach(), *torch.autograd.grad(o, leaves, call.do.to(dtype))]
 
 
-@pytest.mark.parametrize("name", ["packed", "packed_empty", "packed_single", "packed_gva"])
-def test_packed_sequences_without_states_are_one_call(name, monkeypatch):
+HUNDREDS = replace(BY_NAME["packed"], name="packed_hundreds", T=250, lengths=(1, 0, 3, 0, 1) * 50)
+PACKED = [BY_NAME[name] for name in ("packed", "packed_empty", "packed_single", "packed_gva")]
+
+
+@pytest.mark.parametrize("case", [*PACKED, HUNDREDS], ids=lambda case: case.name)
+def test_packed_sequences_without_states_are_one_call(case, monkeypatch):
     monkeypatch.setattr(nki_adapter, "_bounds", None)  # lengths are not read
-    case = BY_NAME[name]
     judge = without_states(case, "recurrent", torch.float64)
     chunked, recurrent, results = (
         without_states(case, backend, torch.float32) for backend in ("chunked", "recurrent", NAME)
