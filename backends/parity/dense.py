@@ -60,7 +60,9 @@ def gates(tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Te
     if options.get("use_gate_in_kernel"):
         dt_bias = tensors.get("dt_bias")
         a = g if dt_bias is None else g + dt_bias.to(g.dtype)
-        g = -tensors["A_log"].to(g.dtype).exp() * torch.logaddexp(a, torch.zeros_like(a))
+        # no factor is infinite where the product is, so that its gradient is 0 and no NaN
+        root = (0.5 * tensors["A_log"].to(g.dtype)).exp()
+        g = -root * (root * torch.logaddexp(a, torch.zeros_like(a)))
     if options.get("use_beta_sigmoid_in_kernel"):
         beta = torch.sigmoid(beta) * (2.0 if options.get("allow_neg_eigval") else 1.0)
     return g, beta

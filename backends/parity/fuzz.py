@@ -20,7 +20,15 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +40,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from delta_trn.backends.parity import properties, random_cases, random_sizes
 from delta_trn.backends.registry import BackendRefusal
 
-PIECE = {False: 100, True: 2}  # cases in a piece of work; of an emulated backend
+PIECE = {False: 50, True: 2}  # cases in a piece of work; of an emulated backend
 FORMAT = "delta-trn fuzz 1"
 
 
@@ -80,7 +88,7 @@ class Tally(Piece):
 
 
 def run_piece(plan: Plan, first: int, count: int) -> Piece:
-    """Runs cases in this process, with one thread."""
+    """Runs cases in this process, with one thread: a second would be another process's."""
     torch.set_num_threads(1)
     piece, start = Piece(first, count), time.process_time()
     for index in range(first, first + count):
@@ -169,21 +177,27 @@ def run(
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with (
         Progress(*columns, console=Console(stderr=True)) as progress,
-        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
+        _executor(processes) as pool,
     ):
         bar = progress.add_task(plan.backend, total=plan.cases, completed=tally.count)
-        running: set[Future[Piece]] = set()
+        running: dict[Future[Piece], tuple[int, int]] = {}
         while True:
             while len(running) < 2 * processes and (end is None or time.monotonic() < end):
                 work = next(left, None)
                 if work is None:
                     break
-                running.add(pool.submit(run_piece, plan, *work))
+                running[pool.submit(run_piece, plan, *work)] = work
             if not running:
                 return tally
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                piece = future.result()
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                try:
+                    piece = future.result()
+                except BrokenProcessPool as broken:
+                    pieces = ", ".join(f"{plan.seed}:{a} and {n - 1} more" for a, n in running.values())
+                    raise ValueError(
+                        f"a process died in one of these cases: {pieces}; run them with --processes 1"
+                    ) from broken
+                del running[future]
                 file.add(piece)
                 tally.add(piece)
                 for line in piece.failures:
@@ -191,6 +205,13 @@ def run(
                 progress.update(
                     bar, completed=tally.count, description=f"{plan.backend}, {len(tally.failures)} failed"
                 )
+
+
+def _executor(processes: int) -> Executor:
+    """Returns where pieces run: in processes of their own, or with one in a thread of this process."""
+    if processes == 1:
+        return ThreadPoolExecutor(1)
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
 
 
 def run_one(plan: Plan, index: int, console: Console) -> int:

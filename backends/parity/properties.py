@@ -9,21 +9,25 @@
     steps       so are the last tokens decoded one by one
     wanted      a gradient is the same bits whichever others are wanted; the others are None
 
-The baseline's error is measured on several samples, of which the largest counts: one may be small by
-chance. The later samples are computed only for a case that the first does not explain.
+The criterion is that of `judge`. Samples of the baseline are computed until they explain the result, and all
+of them before a result fails. Some things are judged more leniently than in the grid:
 
-Two things that no arithmetic of the dtype can avoid are allowed besides: half the distance of the dtype's
-smallest numbers, and products that underflow in float32. A tensor of which the judge's values exceed half
-the dtype's range is not judged.
+- a part or an element may be MANY times as far off, because a hundred thousand cases have ten billion;
+- the single elements of a computation in parts are not judged, because autograd adds the parts' gradients
+  in the dtype of the tensor, nor such gradients of parameters in a short dtype;
+- of `linear_cross_entropy` only whole tensors: a logit of a thousand is rounded to a multiple of 4 or 8;
+- of float64 only whole tensors: judge and baseline may round one product alike, and the backend not.
+
+A tensor of which the judge's values exceed half of its dtype's range is not judged.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -32,13 +36,16 @@ from delta_trn.backends import layers
 from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.parity import baseline, dense, layer_cases, residual_cases
-from delta_trn.backends.parity.judge import FACTOR, error
+from delta_trn.backends.parity.baseline import Noise, Rounding
+from delta_trn.backends.parity.judge import FACTOR, Reference, Spread, Verdict, absolute
 from delta_trn.backends.parity.random_cases import RandomCase
 
 Tensors = Mapping[str, Tensor]
 Call = Callable[[RandomCase, Tensors, str], dict[str, Tensor]]
 SHARED = ("A_log", "dt_bias", "weight")  # all rows have these in common
 CHUNK = 64
+SAMPLES = 12
+MANY = 4.0
 
 
 class Failure(AssertionError):
@@ -48,36 +55,115 @@ class Failure(AssertionError):
 def check(case: RandomCase, backend: str) -> float:
     """Returns the largest error over what is allowed. Raises Failure, or whatever the backend raises."""
     results = outcome(case, backend)
-    _require_forms(case, results)
-    exact = judge(case)
-    worst = _require_within(case, exact, results, "judge")
+    criterion = Criterion(case)
+    worst = criterion.require("judge", results)
     property_ = _PROPERTIES.get(case.check)
-    return max(worst, property_(case, backend, results, exact) if property_ else 0.0)
+    return max(worst, property_(case, backend, results, criterion) if property_ else 0.0)
+
+
+class Criterion:
+    """Judges results of one case; takes samples of the baseline when it needs them."""
+
+    def __init__(self, case: RandomCase) -> None:
+        self.case, exact, self.samples = case, judge(case), samples(case)
+        for name, y in exact.items():
+            if not y.isfinite().all():
+                raise Failure(f"{name} of the judge is not finite: the case is wrong, not the backend")
+        # what is multiplied: neither exponents nor what is normalized first
+        normalized = ("q", "k") if case.options.get("use_qk_l2norm_in_kernel") else ()
+        factors = [
+            x for name, x in case.tensors.items() if name not in ("g", "beta", *SHARED[:2], *normalized)
+        ]
+        factors = [x for x in (*factors, *case.douts.values()) if x.numel()]
+        largest = max((x.abs().max().item() for x in factors), default=0.0)
+        spreads = {
+            name: Spread(y, _parts(case, name, y), absolute(_dtype(case, name), largest, case.terms))
+            for name, y in exact.items()
+        }
+        rounded = case.dtype if case.op.startswith("gated_delta_rule") else None
+        self.reference = Reference(case.op, case.name, case.dtype, exact, spreads, case.terms, rounded)
+        self.add_sample()
+
+    def add_sample(self) -> bool:
+        """Adds the next sample of the baseline; returns whether there was one."""
+        sample = next(self.samples, None)
+        for name, spread in self.reference.spreads.items() if sample is not None else ():
+            spread.add([sample[name]])
+        return sample is not None
+
+    def require(self, what: str, results: Tensors) -> float:
+        """Returns the largest error over what is allowed. Raises Failure where one is above."""
+        names = []
+        for name, exact in self.reference.judge.items():
+            if name not in results:
+                raise Failure(f"{what}: no {name}")
+            y = results[name]
+            if exact.numel() == 0 or exact.abs().max() > torch.finfo(y.dtype).max / 2:
+                continue
+            if what in ("alone", "cut") and name[1:] in SHARED and y.dtype.itemsize < 4:
+                continue  # autograd adds up the parts' gradients in the parameter's dtype
+            if not y.isfinite().all():
+                raise Failure(f"{what}: {name} is not finite")
+            names.append(name)
+        while True:
+            verdicts = self.reference.verdicts("the backend", results, names)
+            ratios = [self.ratio(what, verdict) for verdict in verdicts]
+            failures = [str(verdict) for verdict, x in zip(verdicts, ratios, strict=True) if not x <= 1.0]
+            if not failures or not self.add_sample():
+                break
+        if failures:
+            raise Failure(f"{what}: {failures[0].removeprefix('the backend ')}")
+        return max(ratios, default=0.0)
+
+    def ratio(self, what: str, verdict: Verdict) -> float:
+        """Returns the largest error of one tensor over what is allowed."""
+        allowed = verdict.allowed
+        if self.reference.judge[verdict.tensor].any():  # below what underflows is not 0, for a rounding error
+            allowed = max(allowed, FACTOR * verdict.baseline)
+        whole = replace(verdict, allowed=allowed, part=0.0, element=0.0).ratio
+        if self.case.op == "linear_cross_entropy" or self.case.dtype == torch.float64:
+            return whole
+        element = verdict.element if what == "judge" else 0.0
+        return max(whole, verdict.part / MANY, element / MANY)
 
 
 def outcome(case: RandomCase, backend: str, call: Call | None = None) -> dict[str, Tensor]:
     """Returns the outputs, and the gradients of the wanted tensors, of the public operation or of `call`."""
-    leaves = {name: x.detach().requires_grad_(name in case.wanted) for name, x in case.tensors.items()}
+    leaves = {
+        name: x.detach().to(case.device).requires_grad_(name in case.wanted)
+        for name, x in case.tensors.items()
+    }
     with torch.set_grad_enabled(bool(case.wanted)):
         outputs = (call or run)(case, leaves, backend)
-    return _with_gradients(case, leaves, outputs)
+    _require_forms(case, outputs)
+    results = _with_gradients(case, leaves, outputs)
+    _require_forms(case, results)
+    return {name: y.cpu() for name, y in results.items()}
 
 
 def judge(case: RandomCase) -> dict[str, Tensor]:
     """Returns the same in float64, by formulas that share nothing with a backend."""
-    return _formula(_double(case), dense.substitution)
+    return _formula(_double(case), dense.substitution if case.op.startswith("gated_delta_rule") else None)
 
 
 def samples(case: RandomCase) -> Iterator[dict[str, Tensor]]:
-    """Yields results of plain PyTorch at the case's precision, which differ in the order of their sums."""
-    if not case.op.startswith("gated_delta_rule"):
-        yield _formula(case)
-        return
-    # float64 is what float32 is, with another unit of rounding
-    case = _cast(case, torch.float32) if case.dtype == torch.float64 else case
-    yield _formula(case, _chunkwise)
-    if case.dtype == torch.float32 and case.op == "gated_delta_rule":
-        yield outcome(case, "recurrent")
+    """Yields results of plain PyTorch at the case's precision, rounded to the nearest and then at random."""
+    rule = case.op.startswith("gated_delta_rule")
+    yield _formula(case, _chunkwise) if rule else _formula(case)
+    noise = _noise()
+    for n in range(SAMPLES):
+        noise.generator.manual_seed(n)
+        if rule:
+            yield _formula(case, partial(_chunkwise, chunk=(16, 32, 64)[n % 3], noise=noise))
+        else:
+            yield _formula(case, rounding=Rounding(case.dtype, noise))
+        if n == 3 and case.dtype == torch.float32 and case.op == "gated_delta_rule":
+            yield outcome(case, "recurrent")
+
+
+@cache
+def _noise() -> Noise:
+    return Noise(0)
 
 
 def run(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
@@ -99,21 +185,22 @@ def run(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
     return {"y": layers.short_convolution(**x, **options)}  # type: ignore[arg-type]
 
 
-def _formula(case: RandomCase, form: dense.Form | None = None) -> dict[str, Tensor]:
-    """Returns outputs and all gradients by a formula; `form` is the rule's."""
+def _formula(
+    case: RandomCase, form: dense.Form | None = None, rounding: Rounding | None = None
+) -> dict[str, Tensor]:
+    """Returns outputs and the wanted gradients by a formula; `form` is the rule's, `rounding` the others'."""
+    if form is not None:
+        leaves = {name: x.detach().requires_grad_(name in case.wanted) for name, x in case.tensors.items()}
+        return _with_gradients(case, leaves, _rule(case, leaves, form))
     if case.layer is not None:
         douts = {f"d{name}": x for name, x in _all_douts(case).items()}
-        results = layer_cases.outcome(case.layer, {**case.tensors, **douts}, None)
-    elif case.op == "delta_residual":
-        dout = case.douts.get("out", torch.zeros_like(case.tensors["x"]))
-        results = residual_cases.formula({**case.tensors, "dout": dout}, case.options["k_eps"])
+        results = layer_cases.outcome(case.layer, {**case.tensors, **douts}, None, rounding)
     else:
-        assert form is not None
-        leaves = {name: x.detach().requires_grad_(name in case.wanted) for name, x in case.tensors.items()}
-        outputs = _rule(case, leaves, form)
-        return _with_gradients(case, leaves, {name: outputs[name] for name in outputs})
-    names = {*results} - {f"d{name}" for name in case.tensors} | {f"d{name}" for name in case.wanted}
-    return {name: x for name, x in results.items() if name in names}
+        dout = case.douts.get("out", torch.zeros_like(case.tensors["x"]))
+        options = () if rounding is None else (rounding,)
+        results = residual_cases.formula({**case.tensors, "dout": dout}, case.options["k_eps"], *options)
+    gradients = {f"d{name}" for name in case.tensors} - {f"d{name}" for name in case.wanted}
+    return {name: x for name, x in results.items() if name not in gradients}
 
 
 def _rule(case: RandomCase, x: Tensors, form: dense.Form) -> dict[str, Tensor]:
@@ -131,16 +218,17 @@ def _rule(case: RandomCase, x: Tensors, form: dense.Form) -> dict[str, Tensor]:
 
 
 def _chunkwise(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, scale: float, l2norm: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, scale: float, l2norm: bool,
+    chunk: int = CHUNK, noise: Noise | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes by the baseline."""
-    return baseline.gated_delta_rule(q, k, v, g, beta, S, None, scale, l2norm)
+    return baseline.gated_delta_rule(q, k, v, g, beta, S, None, scale, l2norm, chunk=chunk, noise=noise)
 
 
 def _with_gradients(case: RandomCase, leaves: Tensors, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     results = {name: y.detach() for name, y in outputs.items()}
     pairs = [(outputs[name], dy) for name, dy in case.douts.items() if name in outputs]
-    pairs = [(y, dy.to(y.dtype)) for y, dy in pairs if y.requires_grad]
+    pairs = [(y, dy.to(y)) for y, dy in pairs if y.requires_grad]
     if pairs:
         torch.autograd.backward(*zip(*pairs, strict=True))  # type: ignore[arg-type]
     for name, x in leaves.items():
@@ -172,75 +260,50 @@ def _cast(case: RandomCase, dtype: torch.dtype) -> RandomCase:
     return replace(case, dtype=dtype, tensors=cast(case.tensors), douts=cast(case.douts))
 
 
+def _dtype(case: RandomCase, name: str) -> torch.dtype:
+    """Returns the dtype that the operation promises for an output or a gradient."""
+    if name[1:] in case.tensors and name[0] == "d":
+        return case.tensors[name[1:]].dtype
+    full = name in ("final_state", "state", "loss")
+    return torch.promote_types(case.dtype, torch.float32) if full else case.dtype
+
+
 def _require_forms(case: RandomCase, results: Tensors) -> None:
     """Raises Failure unless shapes and dtypes are those that the operation promises."""
-    full = torch.promote_types(case.dtype, torch.float32)
     x = case.tensors
-    like = "v" if case.op.startswith("gated_delta_rule") else "x"
     for name, y in results.items():
-        dtype, shape = case.dtype, None
         if name in ("final_state", "state"):
             q, v = x["q"], x["v"]
             n = len(x["cu_seqlens"]) - 1 if "cu_seqlens" in x else q.shape[0]
-            dtype, shape = full, (n, v.shape[-2], q.shape[-1], v.shape[-1])
+            shape = (n, v.shape[-2], q.shape[-1], v.shape[-1])
         elif name == "loss":
-            dtype, shape = full, ()
-        elif name.startswith("d") and name[1:] in x:
-            dtype, shape = x[name[1:]].dtype, x[name[1:]].shape
+            shape = ()
+        elif name[0] == "d" and name[1:] in x:
+            shape = x[name[1:]].shape
         else:
-            shape = x[like].shape
-        if (y.dtype, tuple(y.shape)) != (dtype, tuple(shape)):
-            raise Failure(f"{name} is {y.dtype} {list(y.shape)}, expected {dtype} {list(shape)}")
+            shape = x["v" if case.op.startswith("gated_delta_rule") else "x"].shape
+        if (y.dtype, tuple(y.shape)) != (_dtype(case, name), tuple(shape)):
+            expected = f"{_dtype(case, name)} {list(shape)}"
+            raise Failure(f"{name} is {y.dtype} {list(y.shape)}, expected {expected}")
 
 
-def _require_within(case: RandomCase, exact: Tensors, results: Tensors, what: str) -> float:
-    """Returns the largest error over what is allowed. Raises Failure where one is above."""
-    open_: dict[str, Tensor] = {}
-    for name, right in exact.items():
-        if name not in results:
-            raise Failure(f"{what}: no {name}")
-        y = results[name]
-        if not right.isfinite().all():
-            raise Failure(f"{name} of the judge is not finite: the case is wrong, not the backend")
-        if right.numel() == 0 or right.abs().max() > torch.finfo(y.dtype).max / 2:
-            continue
-        if not y.isfinite().all():
-            raise Failure(f"{what}: {name} is not finite")
-        open_[name] = y
-    errors = {name: error(y, exact[name]) for name, y in open_.items()}
-    allowed = {name: _least(case, y, exact[name]) for name, y in open_.items()}
-    # the judge in float64 is as inexact as what it judges
-    unit = 2.0**-28 if case.dtype == torch.float64 and case.op.startswith("gated_delta_rule") else 1.0
-    for sample in samples(case):
-        for name in open_:
-            base = FACTOR * unit * error(sample[name], exact[name])
-            if exact[name].any() and math.isfinite(base):
-                allowed[name] = max(allowed[name], base)
-        if all(errors[name] <= allowed[name] for name in open_):
-            break
-    for name in open_:
-        if not errors[name] <= allowed[name]:
-            raise Failure(f"{what}: {name} has error {errors[name]:.3g}, allowed {allowed[name]:.3g}")
-    return max((errors[name] / allowed[name] for name in open_ if allowed[name]), default=0.0)
-
-
-def _least(case: RandomCase, y: Tensor, exact: Tensor) -> float:
-    """Returns the error below which no implementation can be sure to stay: roundings, and underflow."""
-    size = exact.square().mean().sqrt().item()
-    if size == 0.0:
-        return 0.0
-    full = torch.promote_types(case.dtype, torch.float32)
-    rounding = math.sqrt(case.terms) * torch.finfo(full).eps / 2
-    if case.dtype != full:
-        rounding += torch.finfo(case.dtype).eps / 2
-    # no product has g as a factor, and the -3.4e38 of a reset would hide any error
-    factors = [x for name, x in case.tensors.items() if name != "g"]
-    finite = (x[x.isfinite()].abs().double() for x in (*factors, *case.douts.values()))
-    largest = max([1.0, *(x.max().item() for x in finite if x.numel())])
-    # a f16 subnormal is rounded to a multiple of 2^-24
-    underflow = torch.finfo(full).tiny * largest * case.terms
-    subnormal = torch.finfo(y.dtype).tiny * torch.finfo(y.dtype).eps / 2
-    return rounding + (underflow + subnormal) / size
+def _parts(case: RandomCase, name: str, exact: Tensor) -> Tensor | None:
+    """Returns the number of the sequence and head, or of the row, of each index of a tensor's first axes."""
+    source = name[1:] if name[0] == "d" and name[1:] in case.tensors else name
+    if source in SHARED or exact.dim() < 2 or exact.numel() == 0:
+        return torch.arange(len(exact)) if source in ("A_log", "dt_bias") else None
+    if not case.op.startswith("gated_delta_rule"):
+        return torch.arange(len(exact))
+    bounds = case.tensors.get("cu_seqlens")
+    heads, state = exact.shape[1], source in ("initial_state", "final_state", "state")
+    if state or case.op == "gated_delta_rule_step":
+        sequence = torch.arange(len(exact))
+    elif bounds is None:
+        sequence, heads = torch.arange(len(exact))[:, None].expand(exact.shape[:2]), exact.shape[2]
+    else:
+        lengths, heads = bounds.diff(), exact.shape[2]
+        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
+    return sequence[..., None] * heads + torch.arange(heads)
 
 
 def _require_same_bits(what: str, results: Tensors, expected: Tensors) -> float:
@@ -251,11 +314,11 @@ def _require_same_bits(what: str, results: Tensors, expected: Tensors) -> float:
     return 0.0
 
 
-def _again(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> float:
+def _again(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
     return _require_same_bits("again", outcome(case, backend), results)
 
 
-def _wanted(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> float:
+def _wanted(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
     """Wants all gradients, or where all were wanted every other one."""
     names = case.floats()
     others = tuple(names if len(case.wanted) < len(names) else names[::2])
@@ -263,7 +326,7 @@ def _wanted(case: RandomCase, backend: str, results: Tensors, exact: Tensors) ->
     return _require_same_bits("wanted", every, {name: y for name, y in results.items() if name in every})
 
 
-def _rows(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> float:
+def _rows(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
     """Changes all other rows, or all other packed sequences."""
     bounds = _packed(case)
     rows = len(bounds) - 1 if bounds else next(iter(case.tensors.values())).shape[0]
@@ -299,7 +362,7 @@ def _rows(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> f
     return _require_same_bits("rows", {name: other[name][places[name]] for name in expected}, expected)
 
 
-def _alone(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> float:
+def _alone(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
     """Computes each sequence by itself; of many, the two halves of the packing."""
     bounds = _packed(case)
     if bounds is None:
@@ -333,10 +396,10 @@ def _alone(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> 
     if backend == "chunked" and whole_chunks and aligned:
         same = {name: y for name, y in results.items() if name[1:] not in SHARED}
         _require_same_bits("alone, on chunk boundaries", alone, same)
-    return _require_within(case, exact, alone, "alone")
+    return criterion.require("alone", alone)
 
 
-def _cut(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> float:
+def _cut(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
     """Cuts the sequence in two, at a place that the case's name decides."""
     x = next(iter(case.tensors.values()))
     T = x.shape[1]
@@ -357,10 +420,10 @@ def _cut(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> fl
         ys = [run(case, part, backend)["y"] for part in ({**x, "x": x["x"][:, first]}, two)]
         return {"y": torch.cat(ys, 1)}
 
-    return _require_within(case, exact, outcome(case, backend, call), "cut")
+    return criterion.require("cut", outcome(case, backend, call))
 
 
-def _steps(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> float:
+def _steps(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
     """Decodes the last tokens one by one, without gradients."""
     T = case.tensors["q"].shape[1]
     if T == 0 or "cu_seqlens" in case.tensors:
@@ -377,13 +440,14 @@ def _steps(case: RandomCase, backend: str, results: Tensors, exact: Tensors) -> 
             full = torch.promote_types(case.dtype, torch.float32)
             state = v.new_zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=full)
         options = {name: y for name, y in case.options.items() if name != "output_final_state"}
+        one = replace(case, op="gated_delta_rule_step", options=options)
         for t in range(start, T):
             token = {n: y if n in SHARED else y[:, t] for n, y in x.items() if n != "initial_state"}
-            o, state = gated_delta_rule_step(**token, state=state, backend=backend, **options)  # type: ignore
-            outputs.append(o[:, None])
+            y = run(one, {**token, "state": state}, backend)
+            outputs, state = [*outputs, y["o"][:, None]], y["state"]
         return {"o": torch.cat(outputs, 1), "final_state": state}
 
-    return _require_within(case, exact, outcome(case, backend, call), "steps")
+    return criterion.require("steps", outcome(case, backend, call))
 
 
 def _part(x: Tensors, tokens: slice) -> dict[str, Tensor]:
@@ -400,7 +464,7 @@ def _packed(case: RandomCase) -> list[int] | None:
     return None
 
 
-_PROPERTIES: Mapping[str, Callable[[RandomCase, str, Tensors, Tensors], float]] = {
+_PROPERTIES: Mapping[str, Callable[[RandomCase, str, Tensors, Criterion], float]] = {
     "again": _again,
     "wanted": _wanted,
     "rows": _rows,

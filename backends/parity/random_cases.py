@@ -79,6 +79,7 @@ class RandomCase:
     check       the property that is checked besides the judge, one of PROPERTIES
     terms       how many float32 terms a result has added up
     layer       the case of `layer_cases` whose formula judges it
+    device      the type of device on which the backend runs; the tensors here are on the CPU
     """
 
     name: str
@@ -92,6 +93,7 @@ class RandomCase:
     check: str
     terms: int
     layer: LayerCase | None = None
+    device: str = "cpu"
 
     def __str__(self) -> str:
         shapes = " ".join(f"{name}{list(self.tensors[name].shape)}" for name in list(self.tensors)[:3])
@@ -121,7 +123,7 @@ def draw(seed: int, index: int, backend: str, device: str = "cpu") -> RandomCase
         wanted = ()
     return RandomCase(
         f"{seed}:{index}", op, dtype, " ".join(parts.words), tensors, parts.options,
-        douts if wanted else {}, wanted, check, parts.terms, parts.layer,
+        douts if wanted else {}, wanted, check, parts.terms, parts.layer, device,
     )  # fmt: skip
 
 
@@ -239,7 +241,7 @@ def _decays(rng: Uniforms, shape: tuple[int, ...], dtype: torch.dtype, words: li
     words.append(f"g={kind}")
     if kind != "reset":
         values = {
-            "plain": -(x**3), "weak": -(x**3) / 50.0, "none": 0.0 * x, "strong": 0.0 * x - 20.0,
+            "plain": -(x * x * x), "weak": -(x * x * x) / 50.0, "none": 0.0 * x, "strong": 0.0 * x - 20.0,
             "mixed": np.where(z < 0.125, -20.0 * y, -x / 50.0), "heavy": -16.0 * x,
             "edge": np.where(z < 0.25, -80.0 - 40.0 * y, -x / 50.0),
             "far": np.where(z < rng.pick([0.1, 0.5, 2.0]), -1e4, -x),
@@ -248,7 +250,7 @@ def _decays(rng: Uniforms, shape: tuple[int, ...], dtype: torch.dtype, words: li
     reset = {"-1e4": -1e4, "-1e12": -1e12, "-1e16": -1e16, "-1e30": -1e30, "inf": -np.inf}
     word = rng.pick([*reset, "min", "any"])
     words[-1] += word
-    values = np.where(z < rng.pick([0.02, 0.125, 0.5, 2.0]), 1.0, -(x**3) / rng.pick([1.0, 50.0]))
+    values = np.where(z < rng.pick([0.02, 0.125, 0.5, 2.0]), 1.0, -(x * x * x) / rng.pick([1.0, 50.0]))
     g = _tensor(values, dtype)
     every = [*reset.values(), torch.finfo(dtype).min]
     if word == "any":
