@@ -6,6 +6,9 @@
 #   make bench      time the operations, after their parity
 #   make measure    on a GPU: parity, then speed beside flash-linear-attention, then whole steps; writes its lines to OUT
 #   make test-slow  the checks that take hours
+#   make fuzz       100,000 random cases on chunked, then on the simulator and in Triton's interpreter for
+#                   FUZZ_MINUTES each; killed, it goes on where it was
+#   make certificate  one page for each backend of this machine: why its numbers can be trusted
 #   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
 #   make compile    compile every configuration of the Triton kernels for sm_90, with bounds (no GPU, 13 minutes)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
@@ -18,8 +21,11 @@ XLA    := .venv-xla
 LINKS  := $(VENV)/links/delta_trn
 FOLDERS := backends models nki_kernels triton_kernels train
 OUT    ?= runs/measured
+FUZZ_MINUTES ?= 60
+# Triton on a CPU needs its interpreter; on a GPU it must not be in it
+INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
-.PHONY: train test test-slow test-cpus test-xla compile lint bench measure
+.PHONY: train test test-slow test-cpus test-xla compile lint bench measure fuzz certificate
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -56,6 +62,17 @@ lint: $(READY)
 		ln -sfn ../../../$$name $(LINKS)/$$(basename $$name); \
 	done
 	$(RUN) -m pyright
+
+# All three run, also where one finds something.
+fuzz: $(READY)
+	status=0; for backend in chunked nki-simulator triton; do \
+		if [ $$backend != chunked ]; then minutes="--minutes $(FUZZ_MINUTES)"; fi; \
+		$(INTERPRET) $(RUN) -m backends.parity fuzz --backend $$backend --cases 100000 $$minutes \
+			--state runs/fuzz/$$backend.jsonl $(ARGS) || status=1; \
+	done; exit $$status
+
+certificate: $(READY)
+	$(INTERPRET) $(RUN) -m backends.parity certificate $(ARGS)
 
 bench: $(READY)
 	$(RUN) -m backends.bench $(ARGS)

@@ -5,6 +5,7 @@
     python -m backends.parity check FILE                       judges what another machine computed
     python -m backends.parity table [FILE ...]                 a Markdown table, from --json files
     python -m backends.parity fuzz --backend NAME [...]        random cases: see `fuzz`
+    python -m backends.parity certificate [...]                one page for each backend: see `certificate`
 
 The exit status is 1 on a failure. `judge.py` says what is measured and what is allowed.
 """
@@ -28,7 +29,15 @@ from rich.table import Table
 from delta_trn.backends import machine
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.machine import ROOT, facts
-from delta_trn.backends.parity import fuzz, goldens, layer_cases, residual_cases, rule, rule_cases
+from delta_trn.backends.parity import (
+    certificate,
+    fuzz,
+    goldens,
+    layer_cases,
+    residual_cases,
+    rule,
+    rule_cases,
+)
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
 from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
@@ -197,6 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["fuzz"]:
         return _refuse_politely(lambda: fuzz.main(argv[1:], _place))
+    if argv[:1] == ["certificate"]:
+        here = [subject.backend for subject in subjects()]
+        return _refuse_politely(lambda: certificate.main(argv[1:], _place, here))
     parser = argparse.ArgumentParser(
         prog="delta-trn parity", description="Judges every backend by the float64 judge"
     )

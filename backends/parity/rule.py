@@ -14,9 +14,10 @@ roundings add in squares; the floor allows u / 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,10 +56,10 @@ def terms(case: Case) -> int:
     return case.K + case.V + min(case.T, baseline.CHUNK)
 
 
-def outcome(x: Inputs, backend: str) -> dict[str, Tensor]:
-    """Computes o, final_state and every gradient by the public operation on one backend."""
+def outcome(x: Inputs, backend: str, operation: Callable[..., Any] = gated_delta_rule) -> dict[str, Tensor]:
+    """Computes o, final_state and every gradient by the public operation, or one like it, on a backend."""
     leaves = _leaves(x)
-    o, final_state = gated_delta_rule(
+    o, final_state = operation(
         *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
         initial_state=leaves.get("initial_state"),
         output_final_state=True,

@@ -1,0 +1,242 @@
+"""Random cases keep every property on every backend, and a planted defect breaks each property."""
+
+import hashlib
+import itertools
+import json
+
+import pytest
+import torch
+
+from delta_trn.backends.gated_delta_rule import chunked
+from delta_trn.backends.parity import __main__ as parity
+from delta_trn.backends.parity import certificate, dense, fuzz, properties, rule, rule_cases
+from delta_trn.backends.parity.judge import error
+from delta_trn.backends.parity.random_cases import PROPERTIES, draw
+
+SEED = 20261122
+# cases of the default suite, and how many stand in one test
+CASES = {"chunked": (320, 40), "recurrent": (20, 20), "nki-simulator": (12, 12), "triton": (10, 10)}
+
+
+def pytest_generate_tests(metafunc):
+    if "piece" in metafunc.fixturenames:
+        rows = []
+        for subject in parity.subjects(metafunc.config.getoption("--backend") or None):
+            cases, size = CASES.get(subject.backend, (40, 40))
+            for first in range(0, cases, size):
+                rows.append(pytest.param(subject, first, size, id=f"{subject.backend}-{first}"))
+        metafunc.parametrize(("subject", "first", "piece"), rows)
+
+
+def test_every_property_holds(subject, first, piece):
+    plan = fuzz.Plan(subject.backend, subject.device, SEED, first + piece)
+    failures = fuzz.run_piece(plan, first, piece).failures
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    "name", ["ragged", "mixed", "near_2", "gva_2", "packed_empty", "carry", "norm", "odd"]
+)
+def test_the_fast_judge_is_the_literal_recurrence(name):
+    """In float64, to the last digits; the recurrence takes ten times as long."""
+    x = rule_cases.inputs(rule_cases.BY_NAME[name], torch.float64)
+    leaves = {n: y.clone().requires_grad_(y.is_floating_point()) for n, y in x.tensors().items()}
+    outputs = dense.gated_delta_rule(leaves, x.arguments(), dense.substitution)
+    pairs = [(outputs[n], dy) for n, dy in (("o", x.do), ("final_state", x.dstate)) if dy is not None]
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    expected = rule.outcome(x, "recurrent")
+    for result, source in (("o", None), ("final_state", None), *rule.GRADIENTS.items()):
+        if result in expected:
+            y = outputs[result] if source is None else leaves[source].grad
+            assert error(y, expected[result]) < 1e-12, result
+
+
+def digest(case):
+    fingerprint = hashlib.sha256(repr((case.op, case.dtype, case.options, case.wanted, case.check)).encode())
+    for name, x in [*case.tensors.items(), *case.douts.items()]:
+        fingerprint.update(f"{name}{x.dtype}{tuple(x.shape)}{x.stride()}".encode())
+        fingerprint.update(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return fingerprint.hexdigest()[:8]
+
+
+DIGESTS = ["e617e634", "179608ab", "40fb2007", "4b463c49", "2295e092", "eb069c7d"]
+
+
+def test_a_case_is_the_same_on_every_machine():
+    """So a line that one machine prints is a case on another. The fingerprints are of an AMD EPYC."""
+    assert [digest(draw(7, index, "chunked")) for index in range(6)] == DIGESTS
+    assert len({digest(draw(seed, 0, "chunked")) for seed in range(4)}) == 4
+
+
+def test_cases_reach_what_they_are_for():
+    """Of a thousand: every operation, dtype and property, empty inputs, hundreds of sequences, resets."""
+    cases = [draw(1, index, "chunked") for index in range(600)]
+    assert {case.op for case in cases} == set(PROPERTIES)
+    assert {case.dtype for case in cases} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+    assert {(case.op, case.check) for case in cases} >= {
+        (op, check) for op in ("gated_delta_rule", "delta_residual") for check in PROPERTIES[op]
+    }
+    rules = [case for case in cases if case.op == "gated_delta_rule"]
+    assert any(case.tensors["q"].shape[1] == 0 for case in rules)
+    assert any(case.tensors["q"].shape[0] == 0 for case in rules)
+    assert max(len(case.tensors.get("cu_seqlens", ())) for case in rules) > 100
+    assert any(case.tensors["g"].isinf().any() for case in rules)
+    assert any((case.tensors["g"] == torch.finfo(torch.float32).min).any() for case in rules)
+    assert not all(case.tensors["k"].is_contiguous() for case in rules)
+    assert any(not case.wanted for case in rules) and any(len(case.wanted) == 1 for case in rules)
+
+
+# A defect for each property: what the public operation returns instead of the right outputs.
+
+
+def one_part_in_a_thousand(case, x, outputs, calls):
+    return {**outputs, "o": outputs["o"] * 1.001}
+
+
+def a_nan(case, x, outputs, calls):
+    return {**outputs, "o": outputs["o"] * torch.nan}
+
+
+def another_dtype(case, x, outputs, calls):
+    return {**outputs, "o": outputs["o"].double()}
+
+
+def another_shape(case, x, outputs, calls):
+    return {**outputs, "o": outputs["o"][..., None]}
+
+
+def a_bit_by_call(case, x, outputs, calls):
+    return {**outputs, "o": outputs["o"] * (1 + 2**-23 * calls)}
+
+
+def the_neighbors_sum(case, x, outputs, calls):
+    return {**outputs, "o": outputs["o"] + 1e-9 * outputs["o"].sum().detach()}
+
+
+def a_state_not_handed_over(case, x, outputs, calls):
+    return {**outputs, "o": outputs["o"] * (1 + (calls >= 2))}
+
+
+def the_other_gradients(case, x, outputs, calls):
+    return {**outputs, "o": outputs["o"] * (1 + 2**-23 * sum(y.requires_grad for y in x.values()))}
+
+
+def an_unwanted_gradient(case, x, outputs, calls):
+    return {**outputs, "o": outputs["o"] + 0 * x["k"].requires_grad_().sum()}
+
+
+@pytest.mark.parametrize(
+    ("check", "defect", "complaint"),
+    [
+        ("judge", one_part_in_a_thousand, "judge: .* o: error"),
+        ("judge", a_nan, "o is not finite"),
+        ("judge", another_dtype, "o is torch.float64"),
+        ("judge", another_shape, "o is torch.float32"),
+        ("again", a_bit_by_call, "again: .* other bits"),
+        ("rows", the_neighbors_sum, "rows: .* other bits"),
+        ("alone", a_state_not_handed_over, "alone"),
+        ("cut", a_state_not_handed_over, "cut: "),
+        ("steps", a_state_not_handed_over, "steps: "),
+        ("wanted", the_other_gradients, "wanted: .* other bits"),
+        ("wanted", an_unwanted_gradient, "k requires no gradient"),
+    ],
+)
+def test_a_planted_defect_breaks_the_property(check, defect, complaint, monkeypatch):
+    case = next(
+        case
+        for case in (draw(5, index, "chunked") for index in itertools.count())
+        if (case.op, case.check, case.dtype) == ("gated_delta_rule", check, torch.float32)
+        and case.tensors["q"].numel() > 500
+        and not any(word in case.words for word in ("beta=0", "scale", "keys", "tiny"))
+        and len(case.tensors["q"]) >= (2 if check == "rows" and "cu_seqlens" not in case.tensors else 1)
+        and (check == "alone") == ("cu_seqlens" in case.tensors)
+        and ("o" in case.douts) == (check != "steps")
+        and not (check == "wanted" and ("k" in case.wanted or not case.wanted))
+    )
+    assert properties.check(case, "chunked") <= 1
+    original, calls = properties.run, itertools.count()
+
+    def run(case, x, backend):
+        outputs = original(case, x, backend)
+        return defect(case, x, outputs, next(calls)) if backend == "chunked" else outputs
+
+    monkeypatch.setattr(properties, "run", run)
+    with pytest.raises(properties.Failure, match=complaint):
+        properties.check(case, "chunked")
+
+
+# The runner
+
+
+PLAN = fuzz.Plan("chunked", "cpu", 3, 12)
+
+
+def test_open_pieces_are_those_that_no_line_of_the_state_has():
+    assert list(fuzz.open_pieces(PLAN, [], 5)) == [(0, 5), (5, 5), (10, 2)]
+    assert list(fuzz.open_pieces(PLAN, [(5, 5), (0, 2)], 5)) == [(2, 3), (10, 2)]
+    assert list(fuzz.open_pieces(PLAN, [(0, 12)], 5)) == []
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
+    """Nothing that stands in the file runs again, and a line that the kill cut short counts for nothing."""
+    state, ran = tmp_path / "state.jsonl", []
+    file = fuzz.State(state, PLAN)
+    file.add(fuzz.run_piece(PLAN, 0, 4))
+    file.add(fuzz.Piece(4, 4, failures=["the line of a failure"]))
+    state.write_text(state.read_text() + '{"first": 8, "cou')
+    original = fuzz.run_piece
+    monkeypatch.setattr(fuzz, "run_piece", lambda plan, *work: ran.append(work) or original(plan, *work))
+    words = ["fuzz", "--backend", "chunked", "--cases", "12", "--seed", "3", "--processes", "1"]
+    assert parity.main([*words, "--state", str(state)]) == 1  # of the failure before the kill
+    output = capsys.readouterr().out
+    assert ran == [(8, 4)]
+    assert "the line of a failure" in output and "8 of 12 cases passed, 1 failed" in output
+    assert [json.loads(line)["first"] for line in state.read_text().splitlines()[1:]] == [0, 4, 8]
+    other = ["fuzz", "--backend", "chunked", "--seed", "4", "--state", str(state)]
+    assert parity.main(other) == 2 and "is of other cases" in capsys.readouterr().err
+
+
+def test_a_failure_is_one_line_that_reproduces_it(capsys, monkeypatch):
+    def check(case, backend):
+        if case.name == "3:7":
+            raise properties.Failure("o is\nwrong")
+        return 0.5
+
+    monkeypatch.setattr(properties, "check", check)
+    words = ["fuzz", "--backend", "chunked", "--cases", "9", "--seed", "3", "--processes", "1"]
+    assert parity.main(words) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "--only" in line)
+    command, _, comment = line.partition("#")
+    assert "o is wrong" in comment
+    assert parity.main(command.split()[3:]) == 1
+    assert "3:7 gated_delta_rule" in capsys.readouterr().out
+    assert parity.main(["fuzz", "--backend", "chunked", "--only", "3:6"]) == 0
+    assert parity.main(["fuzz", "--backend", "chunked", "--only", "3"]) == 2
+
+
+# The certificate
+
+
+def test_a_certificate_says_passed_or_what_failed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rule_cases, "CASES", [rule_cases.BY_NAME[name] for name in ("two", "packed")])
+    monkeypatch.setattr(certificate, "DECODED", ("norm",))
+    monkeypatch.setattr(certificate.residual_cases, "CASES", ())
+    monkeypatch.setattr(certificate.layer_cases, "CASES", ())
+    words = ["certificate", "--backend", "chunked", "--cases", "3", "--to", str(tmp_path)]
+    assert parity.main(words) == 0
+    page = (tmp_path / "chunked.md").read_text()
+    assert (
+        page.startswith("# Passed: `chunked`") and "| packed |" in page and "3 of 3 pass with seed 0" in page
+    )
+    assert (tmp_path / "chunked.png").read_bytes()[:4] == b"\x89PNG"
+    original = chunked.forward
+
+    def wrong(call, *, save):
+        o, state, saved = original(call, save=save)
+        return o * (1 + 1e-2 * torch.rand(())), state, saved
+
+    monkeypatch.setattr(chunked, "forward", wrong)
+    assert parity.main(words) == 1
+    page = (tmp_path / "chunked.md").read_text()
+    assert page.startswith("# Failed: `chunked`") and "gave other bits" in page and "random cases" in page
+    assert page.count("**fail**") >= 3
