@@ -102,6 +102,12 @@ def test_bfloat16_parity_cannot_see_a_state_kept_in_bfloat16(monkeypatch):
     assert all(verdict.passed for verdict in verdicts(BY_NAME["carry"], torch.bfloat16, "chunked"))
 
 
+def test_the_decay_of_a_reset_grants_no_error():
+    """Allowances for underflow grow with the largest factor of products; finfo.min as a logarithm is none."""
+    spreads = reference(BY_NAME["reset"], torch.float32).spreads
+    assert max(spread.absolute for spread in spreads.values()) < 1e-30
+
+
 def test_every_case_has_its_own_name_and_reason():
     names = [name for grid in parity.GRIDS.values() for name in grid.cases]
     assert len(BY_NAME) == len(CASES) and len(set(names)) == len(names)
