@@ -56,6 +56,7 @@ from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
     compute_gates,
+    invert_power,
     invert_unit_lower,
     locate_chunk,
     locate_sequence,
@@ -235,8 +236,18 @@ def scan_kernel(
             b_OT = multiply(b_Zd, tl.trans(b_q), DOT) * (scale * tl.load(p_rows + 5 * C + o_c))[None, :]
             b_OT += multiply(round_to(b_UT, dtype, DOT), tl.trans(b_P), DOT)
             tl.store(o + (t * HV + i_h) * V + o_vc, round_to(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
-        b_UT *= tl.load(p_rows + 6 * C + o_c)[None, :]
-        b_Z = b_Z * tl.exp(tl.load(p_rows + C - 1)) + multiply(round_to(b_UT, dtype, DOT), b_k, DOT)
+        b_to_end = tl.load(p_rows + 6 * C + o_c)
+        b_last = tl.exp(tl.load(p_rows + C - 1))
+        if dtype != tl.float16:
+            # tiny values times r_k of huge keys would underflow: a power of two that all r_k share comes last
+            power, _ = split_power(tl.min(tl.load(p_rows + 3 * C + o_c), axis=0))
+            inverse = invert_power(power)
+            b_to_end *= inverse
+            b_last *= inverse
+        b_UT *= b_to_end[None, :]
+        b_Z = b_Z * b_last + multiply(round_to(b_UT, dtype, DOT), b_k, DOT)
+        if dtype != tl.float16:
+            b_Z *= power
 
     if final_state is not None:
         tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_state, b_Z, mask=m_vk)

@@ -117,6 +117,12 @@ def split_power(r):
 
 
 @triton.jit
+def invert_power(power):
+    """Returns 1 / power exactly, which a GPU's division may not be; power is a power of two."""
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C: tl.constexpr):
     """Returns the first token and the number of tokens of chunk i_c; <= 0 tokens mark an unused slot.
 

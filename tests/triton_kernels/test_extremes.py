@@ -122,6 +122,16 @@ def test_a_tiny_scale_and_huge_queries_and_keys_do_not_underflow():
         assert value < 1e-5, name
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+def test_tiny_values_and_huge_normalized_keys_do_not_underflow(dtype, bound):
+    x = inputs(70, dtype=dtype)
+    x["q"], x["k"], x["v"] = 1e13 * x["q"], 1e13 * x["k"], 1e-30 * x["v"]
+    x["k"][:, ::9], x["initial_state"] = 0.0, 1e-30 * x["initial_state"]
+    names = {"o", "final_state", "dv", "dinitial_state"}
+    for name, value in errors(x, names, use_qk_l2norm_in_kernel=True).items():
+        assert value < bound, name
+
+
 RESETS = [float("-inf"), torch.finfo(torch.float32).min, -1e16, -1e12, -110.0]
 
 
