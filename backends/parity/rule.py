@@ -73,16 +73,20 @@ def outcome(x: Inputs, backend: str, operation: Callable[..., Any] = gated_delta
 
 def judge_outcome(x: Inputs) -> dict[str, Tensor]:
     """Computes the same by the literal recurrence in float64."""
-    y = x.double()
+    return literal_outcome(x.double())
+
+
+def literal_outcome(x: Inputs) -> dict[str, Tensor]:
+    """Computes the same by the literal recurrence in the dtypes of x, not by way of the public operation."""
     call = Rule(
-        y.q, y.k, y.v, y.g, y.beta, y.A_log, y.dt_bias, y.initial_state, y.cu_seqlens, scale=x.scale,
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, scale=x.scale,
         beta_max=x.beta_max, l2norm=x.case.normalized_inside, output_final_state=True,
     )  # fmt: skip
     with torch.no_grad():
         o, final_state, saved = recurrent.forward(call, save=True)
         assert final_state is not None
-        do = torch.zeros_like(o) if y.do is None else y.do
-        gradients = recurrent.backward(do, y.dstate, call, saved)
+        do = torch.zeros_like(o) if x.do is None else x.do
+        gradients = recurrent.backward(do, x.dstate, call, saved)
     results = {"o": o, "final_state": final_state}
     for name, source in GRADIENTS.items():
         gradient = getattr(gradients, source)
@@ -95,7 +99,7 @@ def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
     """Yields results by the baseline, each with a first axis of samples."""
     yield baseline_outcome(x, 1, baseline.CHUNK, None)
     if x.q.dtype == torch.float32:
-        yield {name: y[None] for name, y in outcome(x, "recurrent").items()}
+        yield {name: y[None] for name, y in literal_outcome(x).items()}
     noise = baseline.Noise(len(CHUNKS), x.q.device)
     at_once = max(1, min(SAMPLES, AT_ONCE // (2 * x.q.numel() + x.v.numel() + 1)))
     for chunk in CHUNKS:

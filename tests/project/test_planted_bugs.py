@@ -1,0 +1,191 @@
+"""Forty mistakes of one line each turn a small check red: the checks that the project rests on can fail."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from delta_trn.backends.parity import layer_cases, residual_cases, rule
+from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
+from delta_trn.backends.registry import BACKENDS
+from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.mup import Role
+from delta_trn.models.parameters import scaled_parameters
+from delta_trn.train.checkpoints.contents import random_states, set_random_states
+from delta_trn.train.data.loader import Loader
+from delta_trn.train.run.optimizer import learning_rate, set_learning_rate
+from delta_trn.train.settings.errors import PositionMismatch
+from tests.support import tiny_models
+from tests.support.planted_bugs import BUGS, planted
+
+WHOLE = Case(
+    "planted", 1, 70, 2, 16, 16, "two chunks, groups, a state", HV=4, decay="weak", reflect=True,
+    norm="random", state=True, loss=BOTH,
+)  # fmt: skip
+
+
+def judged(backend, case, dtype=torch.float32):
+    """Returns whether a backend passes, beside a baseline that agrees with the judge."""
+    verdicts = rule.verdicts(case, dtype, backend)
+    return all(verdict.passed and verdict.baseline < 1e-4 for verdict in verdicts)
+
+
+def carry_passes():
+    """The state's gradient is nearly orthogonal to the state, so that what rounding takes from it counts."""
+    case = Case(
+        "carried", 4, 1, 1, 16, 16, "nothing but a state", beta=0.0, state=True, loss=("final_state",)
+    )
+    x = inputs(case, torch.bfloat16)
+    S, dS = x.initial_state, x.dstate
+    along = (dS * S).sum((-1, -2), keepdim=True) / S.square().sum((-1, -2), keepdim=True)
+    x = replace(x, dstate=dS - 0.98 * along * S)
+    results = rule.outcome(x, "triton")
+    return all(verdict.passed for verdict in rule.reference_for(x).verdicts("triton", results))
+
+
+def layer_passes(case):
+    verdicts = layer_cases.verdicts(layer_cases.BY_NAME[case], torch.float32, "chunked")
+    return all(verdict.passed for verdict in verdicts)
+
+
+def residual_passes():
+    case = residual_cases.BY_NAME["residual_odd"]
+    return all(verdict.passed for verdict in residual_cases.verdicts(case, torch.float32, "chunked"))
+
+
+def widths_pass():
+    """Twice the base width: hidden matrices have 2^-1/2 of the initial std, and half of AdamW's rate."""
+    model = tiny_models.model()
+    options = {"optimizer": "adamw", "lr": 1.0, "weight_decay": 0.1, "independent_weight_decay": True}
+    hidden = [row for row in scaled_parameters(model, **options) if row.role is Role.HIDDEN]
+    plain = model.config.initializer_range * 2**-0.5
+    return all(row.lr == 0.5 and row.weight_decay == 0.2 for row in hidden) and any(
+        row.init_std == pytest.approx(plain) for row in hidden
+    )
+
+
+def loss_passes():
+    model, x = tiny_models.model(), tiny_models.tokens(2, 9)
+    with torch.no_grad():
+        outputs = model(x, labels=x)
+    expected = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    return torch.allclose(outputs.loss, expected, rtol=1e-9)
+
+
+def padding_passes():
+    """Padding neither decays a state nor writes to it, whatever stands there."""
+    mixer = next(module for module in tiny_models.model().modules() if isinstance(module, GatedDeltaNet))
+    real = torch.tensor([[[False], [True]]])
+    x = torch.randn(1, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        gates = mixer.gates(x, SimpleNamespace(real=real))
+    return all(y[0, 0].abs().max() < 1e-20 < y[0, 1].abs().min() for y in gates)
+
+
+def rates_pass():
+    optimizer = SimpleNamespace(param_groups=[{"factor": 0.5}, {"factor": 1.0}])
+    set_learning_rate(optimizer, 0.1)
+    schedule = SimpleNamespace(warmup=10, min_lr=0.0, decay_steps=None)
+    config = SimpleNamespace(optimizer=SimpleNamespace(lr=1.0), schedule=schedule, steps=100)
+    rates = [learning_rate(config, i) for i in (0, 5, 10, 100)]
+    return [group["lr"] for group in optimizer.param_groups] == [0.05, 0.1] and rates == [0.0, 0.5, 1.0, 0.0]
+
+
+class Counting(Loader):
+    """Yields windows that say which sample they are."""
+
+    kind = "stream"
+
+    def __init__(self, rank):
+        self.dataset, self.split = SimpleNamespace(fingerprint="x"), "train"
+        self.batch, self.sequence, self.seed, self.rank, self.world, self._samples = 2, 3, 7, rank, 2, 0
+
+    def _windows(self, first):
+        return np.repeat(np.arange(first, first + self.batch)[:, None], self.sequence + 1, axis=1)
+
+
+def data_passes():
+    """Two ranks take every sample once, with masks of their own, and go on where they were."""
+    ranks = [Counting(rank) for rank in (0, 1)]
+    noise = [loader.noise() for loader in ranks]
+    first = [sample for loader in ranks for sample in loader.next_batch()[0][:, 0].tolist()]
+    resumed = [Counting(rank) for rank in (0, 1)]
+    for loader in resumed:
+        loader.load_state_dict(ranks[0].state_dict())
+    second = [sample for loader in resumed for sample in loader.next_batch()[0][:, 0].tolist()]
+    return first + second == list(range(8)) and not torch.equal(*noise)
+
+
+def generator_passes():
+    with torch.random.fork_rng():
+        states = random_states(torch.device("cpu"))
+        expected = torch.nn.functional.dropout(torch.ones(64))
+        set_random_states(states, torch.device("cpu"))
+        return torch.equal(torch.nn.functional.dropout(torch.ones(64)), expected)
+
+
+CHECKS = {
+    "chunked": lambda: judged("chunked", WHOLE),
+    "gates": lambda: judged("chunked", replace(WHOLE, gates="plain")),
+    "gates in float64": lambda: judged("chunked", BY_NAME["gates_wide"], torch.float64),
+    "triton": lambda: judged("triton", WHOLE),
+    "triton's carry": carry_passes,
+    "nki": lambda: judged("nki-simulator", WHOLE),
+    "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
+    "convolution": lambda: layer_passes("conv_packed"),
+    "norm": lambda: layer_passes("gated_norm_tiny"),
+    "sum": lambda: layer_passes("sum_one"),
+    "cross-entropy": lambda: layer_passes("loss_ignored"),
+    "residual": residual_passes,
+    "muP": widths_pass,
+    "loss": loss_passes,
+    "padding": padding_passes,
+    "rates": rates_pass,
+    "data order": data_passes,
+    "generator": generator_passes,
+}
+
+
+@pytest.fixture(scope="module")
+def green():
+    """Remembers which checks passed without a bug."""
+    return {}
+
+
+def passes(check):
+    """Returns whether a check passes; an error that the mistake raises counts as red."""
+    rule.reference.cache_clear()  # a mistake may be the judge's
+    try:
+        return bool(CHECKS[check]())
+    except (AssertionError, RuntimeError, PositionMismatch):
+        return False
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_turns_its_check_red(bug, green):
+    backend = "nki-simulator" if bug.check.startswith("nki") else bug.check.split("'")[0]
+    if backend in BACKENDS and (reason := BACKENDS[backend].unavailable("cpu")):
+        pytest.skip(reason)
+    if bug.check not in green:
+        green[bug.check] = passes(bug.check)
+    assert green[bug.check], f"{bug.check} is red without a bug"
+    with planted(bug):
+        assert not passes(bug.check), "the bug survives"
+
+
+def test_forty_bugs_are_planted_in_every_part():
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 40
+    assert {bug.check for bug in BUGS} == set(CHECKS)
+    roots = {bug.place.split(".")[0] for bug in BUGS}
+    assert roots == {"backends", "triton_kernels", "nki_kernels", "models", "train"}
+
+
+def test_a_line_that_is_gone_is_named():
+    with (
+        pytest.raises(ValueError, match=r"has 'no such line' 0 times, not once"),
+        planted(replace(BUGS[0], line="no such line")),
+    ):
+        pass

@@ -1,0 +1,170 @@
+"""Forty mistakes, each one line of this project's code, and how a line is replaced while a check runs.
+
+A bug replaces the code of one function, in place: everybody who imported the function runs the mistake.
+"""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import linecache
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bug:
+    """Replaces `line` of a function, "module:name", by `mistake`; `check` must turn red."""
+
+    name: str
+    place: str
+    line: str
+    mistake: str
+    check: str
+
+
+RULE, RESIDUAL = "backends.gated_delta_rule", "backends.delta_residual"
+TRITON_BACK = "triton_kernels.gated_delta_rule_bwd"
+NKI_BACK = "nki_kernels.chunk_gradients"
+LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
+
+# fmt: off
+BUGS = (
+    Bug("chunked: o is not scaled", f"{RULE}.chunked:forward",
+        "v.new_empty(v.shape), call.scale)", "v.new_empty(v.shape), 1.0)", "chunked"),
+    Bug("chunked: erasures decay with the wrong sign", f"{RULE}.chunked:backward",
+        "read.addcmul_(undone, beta_i, value=-1)", "read.addcmul_(undone, beta_i, value=1)", "chunked"),
+    Bug("chunked: dbeta without later erasures", f"{RULE}.chunked:backward",
+        ".sub_(undone.sum(-1))", "", "chunked"),
+    Bug("chunked: dk without the transposed pairs", f"{RULE}.chunked:backward",
+        "dkk + dkk.mT", "dkk", "chunked"),
+    Bug("chunked: dg without the state carried through", f"{RULE}.chunked:log_decay_gradient",
+        ".add_(carried[:, None])", "", "chunked"),
+    Bug("chunked: dk of one value head of a group", f"{RULE}.chunked:_sum_group",
+        "x.sum(2)", "x[:, :, 0]", "chunked"),
+    Bug("gates: sigmoid of beta in bfloat16", f"{RULE}.contract:write_strength",
+        "_full(z).sigmoid()", "z.bfloat16().sigmoid().to(_full(z).dtype)", "gates"),
+    Bug("gates: no bias", f"{RULE}.contract:log_decay",
+        "x = a if dt_bias is None else a + dt_bias.to(a.dtype)", "x = a", "gates"),
+    Bug("gates: softplus in float64 is the identity above 20", f"{RULE}.contract:log_decay",
+        "threshold=40.0", "threshold=20.0", "gates in float64"),
+    Bug("judge: a sigmoid's derivative of 1 - s", f"{RULE}.recurrent:_gradients_of_gates",
+        "torch.sigmoid(z) * torch.sigmoid(-z)", "torch.sigmoid(z)", "gates"),
+    Bug("operation: the default scale is 1 / K", f"{RULE}:gated_delta_rule",
+        "float(q.shape[-1]) ** -0.5", "float(q.shape[-1]) ** -1.0", "chunked"),
+    Bug("operation: the final state's gradient is lost", "backends.operator:Operator.differentiate",
+        "function(*douts, call, saved)", "function(*[dy if i == 0 else None for i, dy in enumerate(douts)], "
+        "call, saved)", "chunked"),
+    Bug("operation: dk and dv change places", "backends.operator:Operator.spread",
+        "for i in self.places]", "for i in (0, 2, 1, *self.places[3:])]", "chunked"),
+    Bug("triton: the first state's carry is not corrected", f"{TRITON_BACK}:reverse_scan_kernel",
+        "(b_initial.to(tl.float32) - b_S) * b_dS", "0.0 * b_dS", "triton's carry"),
+    Bug("triton: keys do not erase the state's gradient", f"{TRITON_BACK}:reverse_scan_kernel",
+        "b_dZ -= multiply(", "b_dZ -= 0 * multiply(", "triton"),
+    Bug("triton: dbeta without the state", f"{TRITON_BACK}:gradients_kernel",
+        "b_dbeta -= b_kYS", "b_dbeta -= 0 * b_kYS", "triton"),
+    Bug("triton: dg without the state carried through", f"{TRITON_BACK}:gradients_kernel",
+        "b_dg += b_carry", "b_dg += 0 * b_carry", "triton"),
+    Bug("triton: dg with a token's own write", f"{TRITON_BACK}:gradients_kernel",
+        "b_dg += tl.sum(tl.where(strict, b_writes", "b_dg += tl.sum(tl.where(lower, b_writes", "triton"),
+    Bug("triton: decays of the inverse are left out", "triton_kernels.gated_delta_rule_fwd:prepare_kernel",
+        "b_T *= b_D", "b_T *= 1.0", "triton"),
+    Bug("nki: dg carries the first 128 of K", f"{NKI_BACK}:add_carried_states",
+        "for part in range(len(parts)):", "for part in range(1):", "nki, K = 256"),
+    Bug("nki: dg without <q, dq>", f"{NKI_BACK}:compute_decay_gradient",
+        "data1=dots_sb[:, :, 0], data2=reads_sb, op=nl.subtract",
+        "data1=reads_sb, data2=reads_sb, op=nl.subtract", "nki"),
+    Bug("nki: dbeta adds what it subtracts", f"{NKI_BACK}:compute_beta_gradient",
+        "op=nl.subtract", "op=nl.add", "nki"),
+    Bug("nki: dg counts a token's own write", f"{NKI_BACK}:compute_decay_gradient",
+        'stationary=table["strict_upper"], moving=writes_sb', 'stationary=table["lower"], moving=writes_sb',
+        "nki"),
+    Bug("nki: a group's value heads do not add up in dq", f"{NKI_BACK}:compute_key_gradients",
+        "nisa.tensor_tensor(dst=own[:, 0, :], data1=own[:, 0, :], data2=read_sb[:, 0, :], op=nl.add)", "pass",
+        "nki"),
+    Bug("layers: taps of the convolution's gradient are shifted", f"{LAYERS}:short_convolution_backward",
+        "dz, position, W - 1 - j", "dz, position, j", "convolution"),
+    Bug("layers: dx of the norm keeps its part along x", f"{LAYERS}:_norm_backward",
+        "value=-1", "value=0", "norm"),
+    Bug("layers: the sum's own gradient is lost", f"{LAYERS}:add_rms_norm_backward",
+        "dtotal + dx.to(total.dtype)", "dx.to(total.dtype)", "sum"),
+    Bug("layers: ignored targets have gradients", f"{LAYERS}:_softmax_",
+        "log_p.exp_().mul_(keep)", "log_p.exp_()", "cross-entropy"),
+    Bug("delta residual: dk along k is not removed", f"{RESIDUAL}.chunked:backward",
+        "dbeta - (p * s).sum(-1)", "dbeta", "residual"),
+    Bug("delta residual: dx is the gradient of X'", f"{RESIDUAL}.chunked:backward",
+        "value=-1", "value=0", "residual"),
+    Bug("muP: initial values do not shrink with width", "models.parameters:initial_std",
+        "config.width_ratio**power", "1.0", "muP"),
+    Bug("muP: rates do not shrink with width", "models.parameters:scaled_parameters",
+        "factor = m ** rule.lr(optimizer)", "factor = 1.0", "muP"),
+    Bug("muP: independent weight decay follows the rate", "models.parameters:scaled_parameters",
+        "decay / factor if independent_weight_decay else decay", "decay", "muP"),
+    Bug("loss: labels are not shifted", f"{READOUT}:DeltaForCausalLM.forward",
+        "targets = labels[:, 1:]", "targets = labels[:, :-1]", "loss"),
+    Bug("loss: the readout's multiplier is forgotten", f"{READOUT}:linear_cross_entropy",
+        "hidden = hidden * multiplier", "hidden = hidden * 1.0", "loss"),
+    Bug("models: padding decays and writes", "models.gated_deltanet:GatedDeltaNet._gate_inputs",
+        "both = both.masked_fill(~sequences.real, CLOSED)", "both = both * 1.0", "padding"),
+    Bug("optimizer: every group has the run's rate", "train.run.optimizer:set_learning_rate",
+        'lr * group["factor"]', "lr", "rates"),
+    Bug("optimizer: warm-up begins a step early", "train.run.optimizer:learning_rate",
+        "peak * finished / warmup", "peak * (finished + 1) / warmup", "rates"),
+    Bug("data: ranks have the same samples", "train.data.loader:Loader.next_batch",
+        "self._samples + self.rank * self.batch", "self._samples", "data order"),
+    Bug("data: samples of other ranks come again", "train.data.loader:Loader.next_batch",
+        "self.world * self.batch", "self.batch", "data order"),
+    Bug("resume: data begins anew", "train.data.loader:Loader.load_state_dict",
+        "self._samples = samples", "self._samples = 0", "data order"),
+    Bug("dropout: ranks have the same masks", "train.data.loader:Loader.noise",
+        "first = self._samples + self.rank * self.batch", "first = self._samples", "data order"),
+    Bug("resume: the CPU's generator goes on where it is", "train.checkpoints.contents:set_random_states",
+        'torch.set_rng_state(states["cpu"])', 'states["cpu"]', "generator"),
+)
+# fmt: on
+
+
+def function_of(bug: Bug) -> FunctionType:
+    """Returns the function itself, below Triton's decorator."""
+    module, _, name = bug.place.partition(":")
+    thing: Any = reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
+    return getattr(thing, "fn", thing)
+
+
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    """Replaces the bug's line for a block. Raises ValueError unless the function has it exactly once."""
+    function = function_of(bug)
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(bug.line) != 1:
+        raise ValueError(
+            f"{bug.place} has {bug.line!r} {source.count(bug.line)} times, not once: name it anew"
+        )
+    source = source[source.index("def ") :].replace(bug.line, bug.mistake)
+    file, code = f"<{bug.name}>", function.__code__
+    # for Triton's interpreter, which reads the source of a function
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    flags = __future__.annotations.compiler_flag
+    names: dict[str, Any] = {}
+    exec(compile(source, file, "exec", flags=flags, dont_inherit=True), function.__globals__, names)
+    try:
+        function.__code__ = names[function.__name__].__code__
+        _interpret_again(function)
+        yield
+    finally:
+        function.__code__ = code
+        _interpret_again(function)
+        del linecache.cache[file]
+
+
+def _interpret_again(function: FunctionType) -> None:
+    """Makes Triton's interpreter forget what it made of a function."""
+    if function.__module__.startswith("delta_trn.triton_kernels"):
+        interpreter = import_module("triton.runtime.interpreter")
+        interpreter.InterpretedFunction.rewritten_fn.pop(function, None)
