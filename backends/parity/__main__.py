@@ -133,7 +133,7 @@ def measure(
 
 def row(verdict: Verdict, machine_facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a line of results. Infinite errors and NaN become null; `passed` is then false."""
-    numbers = {name: getattr(verdict, name) for name in ("error", "baseline", "allowed")}
+    numbers = {name: getattr(verdict, name) for name in ("error", "baseline", "allowed", "part", "element")}
     return {
         "op": verdict.op,
         "backend": verdict.backend,
@@ -157,7 +157,7 @@ def report(console: Console, verdicts: Sequence[Verdict], refused: Mapping[str, 
     table = Table(title=f"error against the float64 judge, worst first; allowed: {FACTOR:g} x the baseline's")
     for heading in ("backend", "case", "dtype", "tensor"):
         table.add_column(heading)
-    for heading in ("error", "baseline", "allowed", "error/allowed"):
+    for heading in ("error", "baseline", "allowed", "worst/allowed"):
         table.add_column(heading, justify="right")
     for v in worst_first(verdicts)[: max(SHOWN, failures)]:
         numbers = (f"{x:.2e}" for x in (v.error, v.baseline, v.allowed))
