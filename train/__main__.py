@@ -2,13 +2,17 @@
 
 import io
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import version
 
 from delta_trn.train.settings.errors import TrainError
 
+# The first torch whose writer of Hugging Face checkpoints lets each process write its parts as tested here.
+OLDEST_TORCH = (2, 9)
 # Module, usage, and what it does in one line.
 Command = tuple[str, str, str]
 COMMANDS: dict[str, Command] = {
@@ -73,6 +77,8 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
             near = get_close_matches(command, commands, n=1)
             hint = f"did you mean {near[0]}? known" if near else "known"
             raise TrainError(f"unknown command {command!r}; {hint}: {', '.join(commands)}")
+        if commands[command][0].startswith("delta_trn.train."):
+            _require_torch()
         return import_module(commands[command][0]).main(rest)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -87,6 +93,16 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
         lines = [line.strip() for line in str(error).splitlines()]
         print(f"error: {'; '.join(lines).replace(':;', ':')}", file=sys.stderr)
         return 2
+
+
+def _require_torch() -> None:
+    """TrainError unless torch is one that checkpoints of several processes were tested with, or newer."""
+    installed = version("torch")
+    if tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) < OLDEST_TORCH:
+        raise TrainError(
+            f"torch {installed} is too old: training is tested with 2.9 and 2.13, and needs 2.9 or newer; "
+            "install torch>=2.9"
+        )
 
 
 def _is_expected(error: Exception) -> bool:

@@ -15,7 +15,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from delta_trn.train.checkpoints.contents import is_only_for_resuming, load_weights, read_state
+from delta_trn.train.checkpoints.contents import (
+    is_only_for_resuming,
+    load_weights,
+    move_files,
+    own_folder,
+    read_state,
+)
 from delta_trn.train.checkpoints.store import MANIFEST, CheckpointStore, describe
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import CheckpointError, DiskFull
@@ -82,10 +88,21 @@ class TestContent:
         AutoModelForCausalLM.from_pretrained(best)
 
     def test_the_optimizers_parts_of_many_processes_are_only_for_resuming(self):
-        part = "shard-00001-model-00001-of-00002.safetensors"
-        assert all(map(is_only_for_resuming, (part, "optimizer.safetensors", "random.safetensors")))
+        parts = "optimizer-shard-00001-model-00001-of-00002.safetensors", "shard-00001-model.safetensors"
+        assert all(map(is_only_for_resuming, (*parts, "optimizer.safetensors", "random.safetensors")))
         whole = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
         assert not any(map(is_only_for_resuming, whole))
+
+    def test_a_process_of_a_team_knows_its_files_whatever_the_library_calls_them(self, tmp_path):
+        for rank in (0, 1):
+            own = own_folder(tmp_path, rank)
+            (own / "optimizer").mkdir(parents=True)
+            (own / f"any-{rank}.safetensors").touch()
+            (own / "optimizer" / f"name-{rank}.safetensors").touch()
+        moved = move_files(own_folder(tmp_path, 1), tmp_path)
+        assert [path.name for path in moved] == ["any-1.safetensors", "optimizer-name-1.safetensors"]
+        assert all(path.parent == tmp_path and path.exists() for path in moved)
+        assert not own_folder(tmp_path, 1).exists() and own_folder(tmp_path, 0).exists()
 
     def test_an_older_run_whose_best_links_to_a_step_resumes(self, copy):
         """Its `best` becomes a folder of its own, so that the step may be rotated out."""

@@ -44,6 +44,13 @@ class TestOverview:
         assert status == 2 and all(name in err for name in COMMANDS)
         assert "did you mean run" in run_command("rnu")[2]
 
+    def test_a_torch_that_training_was_not_tested_with_is_refused_with_what_to_install(self, monkeypatch):
+        monkeypatch.setattr("delta_trn.train.__main__.version", lambda name: "2.8.1+cu126")
+        status, _, err = run_command("run", "tiny", "--keys")
+        assert status == 2 and "torch 2.8.1+cu126 is too old" in err and "install torch>=2.9" in err
+        monkeypatch.setattr("delta_trn.train.__main__.version", lambda name: "2.10.0")
+        assert run_command("run", "tiny", "--keys")[0] == 0
+
     @pytest.mark.parametrize("name", COMMANDS)
     def test_every_command_prints_help_and_exits_with_0(self, name, capsys):
         with pytest.raises(SystemExit) as end:

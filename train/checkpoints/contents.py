@@ -10,7 +10,10 @@ manifest.json                                             sizes and hashes of th
 N processes write their parts at the same time, by torch.distributed.checkpoint in its Hugging Face layout:
 
 model-0000i-of-0000N.safetensors, model.safetensors.index.json    whole matrices, shared by size
-shard-0000i-model-....safetensors                                 the optimizer's parts, each with its offsets
+optimizer-....safetensors                                         the optimizer's parts, each with its offsets
+
+Nothing here depends on what the library calls its files: each process writes into a folder of its own, and
+moves what is in it.
 
 The snapshot gathers the weights, one matrix at a time, because from_pretrained wants whole matrices: each
 forward pass of FSDP gathers as much. The optimizer, twice as large, is never gathered.
@@ -21,7 +24,7 @@ parts that it has now. A run continues on any number of processes, divided in an
 
 import contextlib
 import json
-import re
+import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -54,7 +57,6 @@ REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"
 _OPTIMIZER = "optimizer.safetensors"
 _RANDOM = "random.safetensors"
 _GENERATORS = ("cpu", "cuda")  # the names in it
-_PART = re.compile(r"(?:model|shard)-(\d+)-.*\.safetensors")
 
 
 @dataclass
@@ -158,11 +160,12 @@ def write(
             model.save_pretrained(folder, state_dict=snapshot.weights)
         # an optimizer without memory is written as an empty file: safetensors has no trouble with that
         save_file(snapshot.optimizer, folder / _OPTIMIZER)
+    own = folder if team.world == 1 else own_folder(folder, team.rank)
     if team.leads:
         if team.world > 1:
-            _describe(folder, model)
-        tokenizer.save(folder)
-        save_file(snapshot.generators, folder / _RANDOM)
+            _describe(own, model)
+        tokenizer.save(own)
+        save_file(snapshot.generators, own / _RANDOM)
         content = {
             "format": FORMAT,
             **asdict(snapshot.state),
@@ -170,8 +173,8 @@ def write(
             "fingerprint": config.fingerprint(),
             "config": config.model_dump(mode="json"),
         }
-        (folder / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return [path for path in folder.iterdir() if _writer(path) == team.rank]
+        (own / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return list(folder.iterdir()) if team.world == 1 else move_files(own, folder)
 
 
 def write_parts(folder: Path, snapshot: Snapshot, team: Team) -> None:
@@ -180,11 +183,28 @@ def write_parts(folder: Path, snapshot: Snapshot, team: Team) -> None:
     What fails on one process, torch.distributed.checkpoint raises on all.
     """
     files = {name: 1 + owner for name, owner in snapshot.owners.items()}
+    own = own_folder(folder, team.rank)
+    (own / "optimizer").mkdir(parents=True)
     with _own_errors():
-        weights = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files)
+        weights = HuggingFaceStorageWriter(str(own), fqn_to_index_mapping=files)
         state_dict_saver.save(snapshot.weights, storage_writer=weights, process_group=team.files)
-        parts = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        parts = HuggingFaceStorageWriter(str(own / "optimizer"), save_distributed=True)
         state_dict_saver.save(snapshot.optimizer, storage_writer=parts, process_group=team.files)
+
+
+def own_folder(folder: Path, rank: int) -> Path:
+    """Returns where one process of a team writes, until its files are whole."""
+    return folder / f"process-{rank}"
+
+
+def move_files(own: Path, folder: Path) -> list[Path]:
+    """Moves a process's files into the checkpoint, and returns them there. Those in `optimizer` say so."""
+    moved = []
+    for path in sorted(path for path in own.rglob("*") if path.is_file()):
+        name = path.name if path.parent == own else f"{path.parent.name}-{path.name}"
+        moved.append(path.rename(folder / name))
+    shutil.rmtree(own)
+    return moved
 
 
 def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
@@ -197,13 +217,8 @@ def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
 
 def is_only_for_resuming(name: str) -> bool:
     """Whether a checkpoint's file is the optimizer's or a generator's, which no model needs."""
-    return name in (_OPTIMIZER, _RANDOM) or name.startswith("shard-")
-
-
-def _writer(path: Path) -> int:
-    """Returns the rank that wrote a file: a part has it in its name, the rest is the leader's."""
-    part = _PART.fullmatch(path.name)
-    return int(part[1]) - 1 if part else 0
+    # shard-: the optimizer's parts as they were called before
+    return name == _RANDOM or name.startswith(("optimizer", "shard-"))
 
 
 def _assign(sizes: Mapping[str, int], world: int) -> dict[str, int]:

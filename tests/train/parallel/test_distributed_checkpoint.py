@@ -122,4 +122,4 @@ def test_transformers_loads_a_checkpoint_of_several_processes(data, tmp_path, wa
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (alone / name).read_bytes(), name
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}, "no file needs pickle"
-    assert len(list(folder.glob("shard-*"))) == WAYS[way][0], "each process writes its own"
+    assert len(list(folder.glob("optimizer-*"))) == WAYS[way][0], "each process writes its own"
