@@ -42,6 +42,9 @@ def test_bytes_sent_and_kept_by_four_workers_match_counts_by_hand(mode, sent, ke
     size = plan.size_of(config())
     assert plan.collective_bytes(size, mode, 4, 2) == sent * 4 * size.parameters * 3 / 4
     assert plan.collective_bytes(size, mode, 1, 2) == 0
+    gathers = {"ddp": 0, "zero1": 1, "fsdp": 4}[mode]
+    saved = plan.collective_bytes(size, mode, 4, 2) - plan.collective_bytes(size, mode, 4, 2, "bf16")
+    assert saved == gathers * 2 * size.blocks * 3 / 4 and size.blocks == size.matrices - 320 * 32
     assert plan.state_bytes(size, mode, 4) == kept * size.parameters
 
 

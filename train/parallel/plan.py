@@ -46,10 +46,11 @@ CHUNK = 64  # tokens of a chunk, as the accelerators' kernels have it
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model. `matrices` counts what every token is multiplied by, the readout among it."""
+    """Sizes of a model. `matrices` counts what every token is multiplied by, `blocks` without the readout."""
 
     parameters: int
     matrices: int
+    blocks: int
     layers: int
     width: int
     inner: int
@@ -98,6 +99,7 @@ def size_of(config: RunConfig) -> Size:
     return Size(
         count,
         matrices,
+        matrices - rows * config.model.width,
         config.model.layers,
         config.model.width,
         c.intermediate_size,
@@ -124,14 +126,16 @@ def state_bytes(size: Size, mode: str, n: int) -> float:
     return size.parameters * kept
 
 
-def collective_bytes(size: Size, mode: str, n: int, micro_batches: int) -> float:
+def collective_bytes(size: Size, mode: str, n: int, micro_batches: int, precision: str = "float32") -> float:
     """Returns the bytes that one worker sends in a step. A ring's all-reduce is 2 (n - 1) / n of the data.
 
     fsdp gathers the weights for every micro-batch's forward and backward, and scatters gradients once;
-    zero1 all-reduces gradients and gathers the weights, at most: PyTorch's own way scatters instead.
+    zero1 all-reduces gradients and gathers the weights, at most: PyTorch's own way scatters instead. Where
+    products are in bf16, both gather the blocks' matrices in it; gradients are float32.
     """
-    turns = {"ddp": 2, "zero1": 3, "fsdp": 2 * micro_batches + 1}[mode]
-    return turns * 4 * size.parameters * (n - 1) / n
+    reductions, gathers = {"ddp": (2, 0), "zero1": (2, 1), "fsdp": (1, 2 * micro_batches)}[mode]
+    gathered = 4 * size.parameters - (0 if precision == "float32" else 2 * size.blocks)
+    return (reductions * 4 * size.parameters + gathers * gathered) * (n - 1) / n
 
 
 def activation_bytes(size: Size, config: RunConfig, micro: int) -> float:
@@ -156,7 +160,7 @@ def _row(config: RunConfig, size: Size, worker: Worker, n: int) -> Row:
     mine = -(-batch.sequences // n)
     micro = micro_batch(batch, mine)
     flops = step_flops(size, mine * batch.length)
-    sent = collective_bytes(size, mode, n, -(-mine // micro))
+    sent = collective_bytes(size, mode, n, -(-mine // micro), config.precision)
     state, activations = state_bytes(size, mode, n), activation_bytes(size, config, micro)
     compute = flops / worker.flops
     network = sent / (worker.near if n <= worker.node else min(worker.near, worker.far))

@@ -2,19 +2,32 @@
 
 `distribution.mode=zero1` is FSDP2 that keeps the weights gathered between the forward and backward passes of
 a step: a process stores the optimizer's memory of its part alone, and the weights of all.
+
+Where products are in bf16, FSDP2 sends the blocks' matrices in bf16, which is what autocast rounds them to,
+and their gradients in float32. It cannot send one block's parameters in two types. So the blocks' other
+parameters, gains, taps and gates, are whole on every process, in float32: they are small.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
+from delta_trn.models.layers import Linear
 from delta_trn.train.parallel.heads import divide_heads
 from delta_trn.train.parallel.sequence import pass_states_on
 from delta_trn.train.parallel.sharding import Sharding
@@ -28,10 +41,11 @@ if TYPE_CHECKING:
 class PyTorchSharding(Sharding):
     """A model divided by torch.distributed, among the processes of a team of at least two."""
 
-    def __init__(self, model: DeltaForCausalLM, how: DistributionSection, team: Team):
+    def __init__(self, model: DeltaForCausalLM, how: DistributionSection, team: Team, *, bf16: bool = False):
         super().__init__(model, team)
         assert team.mesh is not None  # there are two or more
         self._fully_sharded: list[FSDPModule] = []
+        self._whole: list[str] = []  # names of parameters that FSDP2 leaves whole
         self._keeps_weights = how.mode == "zero1"
         if team.context is not None:
             pass_states_on(model, team.context["context"])
@@ -40,13 +54,26 @@ class PyTorchSharding(Sharding):
             self.rows = divide_heads(model, team.mesh["tensor"])
         replicas = team.mesh["replica"]
         if how.mode == "fsdp" or (how.mode == "zero1" and replicas.size() > 1):
-            for module in (*model.blocks, model):
-                self._fully_sharded.append(
-                    fully_shard(module, mesh=replicas, reshard_after_forward=how.mode == "fsdp")  # type: ignore[arg-type]
-                )
+            self._shard_fully(replicas, bf16=bf16)
             register_fsdp_forward_method(model, "loss")
         elif replicas.size() > 1:
             self._replicate(replicas.get_group())
+
+    def _shard_fully(self, replicas: DeviceMesh, *, bf16: bool) -> None:
+        model: Any = self.model
+        self.sends_bf16 = bf16
+        options: dict[str, Any] = {"mesh": replicas, "reshard_after_forward": not self._keeps_weights}
+        for index, block in enumerate(model.blocks):
+            if bf16:
+                whole = {f"blocks.{index}.{name}": p for name, p in parameters_in_float32(block).items()}
+                self._whole += whole
+                options["ignored_params"] = set(whole.values())
+                options["mp_policy"] = MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+                )
+            self._fully_sharded.append(fully_shard(block, **options))
+        options.pop("mp_policy", None)
+        self._fully_sharded.append(fully_shard(model, **options))
 
     def loss(self, inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
         """Under context parallelism each process of a group has the same sequences, and its part is taken."""
@@ -76,6 +103,24 @@ class PyTorchSharding(Sharding):
     def is_divided(self) -> bool:
         return self._by_heads or bool(self._fully_sharded)
 
+    def step(self, optimizer: Optimizer, clip: float | None) -> Tensor:
+        if self._whole:
+            self._average_gradients()
+        return super().step(optimizer, clip)
+
+    @torch.no_grad()
+    def _average_gradients(self) -> None:
+        """Does for the parameters that FSDP2 leaves whole what it does for its own, in one collective."""
+        assert self.team.mesh is not None
+        replicas = self.team.mesh["replica"]
+        gradients = [p.grad for p in map(self.model.get_parameter, self._whole) if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        together = torch.cat([g.flatten() for g in local])
+        dist.all_reduce(together, group=replicas.get_group())
+        parts = (together / replicas.size()).split([g.numel() for g in local])
+        for gradient, mean in zip(local, parts, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         by_mesh: dict[object, list[Tensor]] = {}
         for p in parameters:
@@ -101,3 +146,16 @@ class PyTorchSharding(Sharding):
             return whole
         # every process has the whole: nothing needs to be sent
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def parameters_in_float32(block: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns by name what a block computes with in float32, also where products are in bf16.
+
+    That is everything but the matrices of `Linear`, and among these the gates' projections.
+    """
+    rounded = {
+        f"{name}.weight"
+        for name, module in block.named_modules()
+        if isinstance(module, Linear) and not name.endswith(("a_proj", "b_proj"))
+    }
+    return {name: p for name, p in block.named_parameters() if name not in rounded}

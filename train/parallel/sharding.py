@@ -34,12 +34,14 @@ class Sharding:
     Every process calls `loss` with its share of a step's tokens, and has the gradient of the mean over all
     of them after the last backward pass.
 
-    rows    name -> order in which this model has a parameter's rows, where that is not the file's order
+    rows        name -> order in which this model has a parameter's rows, where that is not the file's order
+    sends_bf16  whether the matrices that a forward pass has are in bf16: it needs autocast
     """
 
     def __init__(self, model: DeltaForCausalLM, team: Team | None = None):
         self.model, self.team = model, team or Team()
         self.rows: dict[str, Tensor] = {}
+        self.sends_bf16 = False
         self._replicated: DistributedDataParallel | None = None
 
     def loss(self, inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:

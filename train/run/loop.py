@@ -234,7 +234,9 @@ class _Loop:
             return
         sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, seed=run.config.seed)
         # divided models compute it together, and draw the same; one process writes it down
-        text = s.prompt + continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
+        # float32, but where processes send each other weights in bf16
+        with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.sharding.sends_bf16):
+            text = s.prompt + continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
         if run.team.leads:
             run.folder.add_sample(run.state.step, text)
 

@@ -222,7 +222,10 @@ def make_sharding(
     model.train()
     if team.mesh is None:
         return Sharding(model, team)
-    sharding = (neuron.NeuronSharding if on_neuron else PyTorchSharding)(model, config.distribution, team)
+    if on_neuron:
+        return neuron.NeuronSharding(model, config.distribution, team)
+    bf16 = config.precision == "bf16"
+    sharding = PyTorchSharding(model, config.distribution, team, bf16=bf16)
     if later:
         materialize(sharding, seed=config.seed, device=device)
     return sharding

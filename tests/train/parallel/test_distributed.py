@@ -12,14 +12,18 @@ others, so its epsilon is large.
 """
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from delta_trn.train.__main__ import main
 from delta_trn.train.parallel.head_order import channels
 from delta_trn.train.parallel.layout import require_divisible
 from delta_trn.train.recipes import recipe
@@ -190,6 +194,66 @@ def test_a_distributed_run_with_dropout_equals_the_run_of_one_process(data, alon
     assert not above(distances(tmp_path / "run", expected, begin), allowed)
     without = distances(expected, alone("sgd"), begin)
     assert above(without, {name: 10 * x for name, x in allowed.items()}).keys() >= {"loss", "weights"}
+
+
+BF16 = {"precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[] if way == "fsdp-2" else [pytest.mark.slow])
+        for way in ("fsdp-2", "zero1-2", "ddp-2", "tensor-2-fsdp-2", "context-2-fsdp")
+    ],
+)
+def test_a_distributed_run_in_bf16_equals_the_run_of_one_process(data, alone, begin, tmp_path, way):
+    """Only matrices are sent in bf16, to which autocast would round them; gates and gains stay in float32."""
+    world, changes = WAYS[way]
+    logs = tmp_path / "logs"
+    keys_of_run = keys(data, tmp_path / "run", "sgd", {**changes, **BF16})
+    team_run.train(world, ["run", "tiny", *keys_of_run], logs, run_and_count_bytes)
+    expected = alone("sgd", precision="bf16")
+    controls = [alone("sgd", precision="bf16", batch__micro=micro) for micro in (4, 1)]
+    allowed = tolerances([distances(control, expected, begin) for control in controls])
+    assert not above(distances(tmp_path / "run", expected, begin), allowed)
+    gathered = json.loads((logs / "rank-0.json").read_text())
+    if "fsdp" in way or "zero1" in way:
+        assert gathered["torch.bfloat16"] > 0, "the blocks' matrices are sent in bf16"
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_half_the_bytes_of_matrices_in_bf16(data, tmp_path):
+    counts = {}
+    for precision in ("float32", "bf16"):
+        changes = {**WAYS["fsdp-2"][1], "precision": precision, "steps": 2}
+        logs = tmp_path / precision
+        arguments = ["run", "tiny", *keys(data, tmp_path / f"run-{precision}", "sgd", changes)]
+        team_run.train(2, arguments, logs, run_and_count_bytes)
+        counts[precision] = json.loads((logs / "rank-0.json").read_text())
+    assert counts["float32"].keys() == {"torch.float32"}
+    embedding = counts["bf16"]["torch.float32"]  # read by its rows, and so never rounded
+    matrices = counts["float32"]["torch.float32"] - embedding
+    assert 0.4 * matrices < counts["bf16"]["torch.bfloat16"] <= 0.5 * matrices
+
+
+def run_and_count_bytes(arguments: list[str], log: str) -> None:
+    """Runs training on one rank, and writes down how many bytes FSDP gathered by dtype."""
+    # torch 2.9 has the second name, 2.13 the first
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, counts = getattr(dist, name), dict[str, int]()
+
+    def counted(*tensors: Tensor, **options: Any) -> Any:
+        largest = max((x for x in (*tensors, *options.values()) if isinstance(x, Tensor)), key=Tensor.numel)
+        dtype = str(largest.dtype)
+        counts[dtype] = counts.get(dtype, 0) + largest.numel() * largest.element_size()
+        return gather(*tensors, **options)
+
+    setattr(dist, name, counted)
+    tiny_run.redirect_output(log)
+    status = main(arguments)
+    Path(f"{log}.json").write_text(json.dumps(counts))
+    sys.stdout.flush()
+    os._exit(status)
 
 
 class TestResume:
