@@ -26,15 +26,21 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, bool], t
 
 
 def gated_delta_rule(
-    tensors: Mapping[str, Tensor], options: Mapping[str, Any], form: Form
+    tensors: Mapping[str, Tensor],
+    options: Mapping[str, Any],
+    form: Form,
+    rounding: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> dict[str, Tensor]:
     """Returns o and final_state of a call of the public operation, by `form`; differentiable.
 
-    Gates are made in float32, float64 for float64 inputs, and so are the results.
+    Gates are made in float32, float64 for float64 inputs, and so are the results. `rounding` gets gates that
+    are made here: a decay of 250 tokens has the rounding of each of them.
     """
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
     full = torch.promote_types(q.dtype, torch.float32)
     g, beta = gates(tensors, options)
+    if options.get("use_gate_in_kernel"):
+        g = rounding(g)
     scale, l2norm = options.get("scale"), bool(options.get("use_qk_l2norm_in_kernel"))
     cu_seqlens, S = tensors.get("cu_seqlens"), tensors.get("initial_state")
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1

@@ -154,7 +154,8 @@ def samples(case: RandomCase) -> Iterator[dict[str, Tensor]]:
     for n in range(SAMPLES):
         noise.generator.manual_seed(n)
         if rule:
-            yield _formula(case, partial(_chunkwise, chunk=(16, 32, 64)[n % 3], noise=noise))
+            form = partial(_chunkwise, chunk=(16, 32, 64)[n % 3], noise=noise)
+            yield _formula(case, form, Rounding(case.dtype, noise))
         else:
             yield _formula(case, rounding=Rounding(case.dtype, noise))
         if n == 3 and case.dtype == torch.float32 and case.op == "gated_delta_rule":
@@ -188,10 +189,10 @@ def run(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
 def _formula(
     case: RandomCase, form: dense.Form | None = None, rounding: Rounding | None = None
 ) -> dict[str, Tensor]:
-    """Returns outputs and the wanted gradients by a formula; `form` is the rule's, `rounding` the others'."""
+    """Returns outputs and the wanted gradients by a formula; `form` is the rule's."""
     if form is not None:
         leaves = {name: x.detach().requires_grad_(name in case.wanted) for name, x in case.tensors.items()}
-        return _with_gradients(case, leaves, _rule(case, leaves, form))
+        return _with_gradients(case, leaves, _rule(case, leaves, form, rounding))
     if case.layer is not None:
         douts = {f"d{name}": x for name, x in _all_douts(case).items()}
         results = layer_cases.outcome(case.layer, {**case.tensors, **douts}, None, rounding)
@@ -203,14 +204,14 @@ def _formula(
     return {name: x for name, x in results.items() if name not in gradients}
 
 
-def _rule(case: RandomCase, x: Tensors, form: dense.Form) -> dict[str, Tensor]:
+def _rule(case: RandomCase, x: Tensors, form: dense.Form, rounding: Rounding | None) -> dict[str, Tensor]:
     """Returns o and final_state or state, in the dtypes of the operation."""
     step = case.op == "gated_delta_rule_step"
     if step:
         shared = ("A_log", "dt_bias", "state")
         x = {n: y if n in shared else y[:, None] for n, y in x.items()}
         x["initial_state"] = x.pop("state")
-    y = dense.gated_delta_rule(x, case.options, form)
+    y = dense.gated_delta_rule(x, case.options, form, *([] if rounding is None else [rounding]))
     o, state = y["o"].to(case.dtype), y["final_state"]
     if step:
         return {"o": o[:, 0], "state": state}

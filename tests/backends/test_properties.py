@@ -51,6 +51,11 @@ def test_the_fast_judge_is_the_literal_recurrence(name):
             assert error(y, expected[result]) < 1e-12, result
 
 
+def test_the_rounding_of_gates_made_inside_is_in_the_samples():
+    """Of float64, in which judge and samples made the same gates: a decay of e^-250 has 250 roundings."""
+    assert properties.check(draw(0, 189, "chunked"), "chunked") <= 1
+
+
 def digest(case):
     fingerprint = hashlib.sha256(repr((case.op, case.dtype, case.options, case.wanted, case.check)).encode())
     for name, x in [*case.tensors.items(), *case.douts.items()]:
