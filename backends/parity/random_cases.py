@@ -8,8 +8,8 @@ and one property (`properties`) that the case checks besides the judge.
 What is left out, and why:
 
 - keys longer than 1 without normalization: 1 - beta |k|^2 leaves [-1, 1], and the state grows without bound;
-- heads of one feature that the operation normalizes, unless the norm is tiny: a unit vector of one feature
-  has no derivative, and what is left of it is rounding;
+- heads of one feature that the operation normalizes, unless the norm is tiny, and norms of rows of one: a
+  unit vector of one feature has no derivative, and what is left of it is rounding;
 - norms above 1e13: the reciprocal root of Trainium's Scalar engine ends at 1e29;
 - in float16, values above 30 of v and states, scales above sqrt(K), and v below 1e-3: operands of products
   have float16's range, 6e-8 to 65504, in every implementation that computes in the dtype of q.
@@ -344,7 +344,8 @@ def _draw_layer(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: st
         )
         size = rng.pick({1.0: 4, 30.0: 1})
     else:
-        shape = (rng.integer(1, 130), rng.pick({draw_head(rng, 512): 4, rng.integer(513, 2100): 1}))
+        width = rng.pick({draw_head(rng, 512): 4, rng.integer(513, 2100): 1})
+        shape = (rng.integer(1, 130), max(2, width))
         plain = op == "gated_rms_norm" and rng.chance(0.3)
     ignored = rng.pick({0: 3, 3: 2, 1: 0.5})
     case = LayerCase(
