@@ -59,6 +59,10 @@ class Noise:
             self.ulps[x.dtype] = 1 + torch.finfo(x.dtype).eps * signs
         return self._like(self.ulps[x.dtype], x)
 
+    def orders(self, n: int, size: int) -> Tensor:
+        """Returns n permutations of `size` channels, [n, size]."""
+        return torch.stack([torch.randperm(size, generator=self.generator) for _ in range(n)])
+
     def _like(self, pool: Tensor, x: Tensor) -> Tensor:
         n, half = x.numel(), self.POOL // 2
         start = int(torch.randint(half, (), generator=self.generator))
@@ -175,8 +179,43 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Returns o and final_state, with the shapes of `backends.gated_delta_rule`.
 
-    All tensors may have axes before those, such as one of samples.
+    All tensors may have an axis of samples before those. With noise, each sample adds K and V up in an order
+    of its own, by a permutation of the channels, which changes nothing but rounding. Without it, a product
+    that nearly cancels has one error in all samples, and a backend that adds in another order has another.
     """
+    if noise is not None:
+        samples = q.shape[0] if q.dim() > 4 else 1
+        K, V = (noise.orders(samples, x.shape[-1]).to(x.device) for x in (q, v))
+        first = None if initial_state is None else _reorder(initial_state, (-2, K), (-1, V))
+        inputs = (_reorder(q, (-1, K)), _reorder(k, (-1, K)), _reorder(v, (-1, V)), g, beta, first)
+        o, S = _gated_delta_rule(*inputs, cu_seqlens, scale, l2norm, chunk, noise)
+        K, V = K.argsort(-1), V.argsort(-1)
+        return _reorder(o, (-1, V)), _reorder(S, (-2, K), (-1, V))
+    return _gated_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm, chunk, noise)
+
+
+def _reorder(x: Tensor, *orders: tuple[int, Tensor]) -> Tensor:
+    """Returns x with the channels of an axis in another order, [samples, channels] or [1, channels]."""
+    for axis, order in orders:
+        shape = [1] * x.dim()
+        shape[axis], shape[0] = order.shape[1], order.shape[0]
+        x = x.gather(axis % x.dim(), order.view(shape).expand_as(x))
+    return x
+
+
+def _gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    l2norm: bool,
+    chunk: int,
+    noise: Noise | None,
+) -> tuple[Tensor, Tensor]:
     dtype, group = q.dtype, v.shape[-2] // q.shape[-2]
     full, rounding = torch.promote_types(dtype, torch.float32), Rounding(dtype, noise)
     q, k, v, g, beta = (x.to(full) for x in (q, k, v, g, beta))

@@ -99,7 +99,7 @@ def draw_lengths(rng: Uniforms, T: int) -> list[int]:
     if style == "one":
         lengths = [T]
     elif style == "ones":
-        lengths = [1] * T
+        lengths = [1] * T or [0]
     elif style == "chunks":  # all but the last are whole chunks
         lengths, left = [], T
         while left > 64 and len(lengths) < 5:

@@ -203,3 +203,23 @@ def test_gradients_of_the_judges_gates_are_those_of_autograd():
     with torch.no_grad():
         dz = recurrent.backward(do, None, far, []).beta
     assert dz.all(), "exp(-40) is not 0"
+
+
+def errors_of_nearly_cancelling_products(noise):
+    """Returns each sample's error of q k^T u for one token, where the terms of q k^T add up to a hundredth."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, 96, generator=generator) for _ in range(2))
+    k -= 0.99 * (q * k).sum() / (q * q).sum() * q
+    v, g, beta = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
+    exact = (q.double() * k.double()).sum()
+    tensors = (x.expand(24, *x.shape).contiguous() for x in (q, k, v, g, beta))
+    o, _ = baseline.gated_delta_rule(*tensors, None, None, 1.0, False, noise=noise)
+    return ((o.double() - exact) / exact).abs().amax((1, 2, 3, 4))
+
+
+def test_samples_add_up_in_orders_of_their_own(monkeypatch):
+    """In one order they all had one error, and another order's was up to six times as large."""
+    own = errors_of_nearly_cancelling_products(Noise(0))
+    monkeypatch.setattr(Noise, "orders", lambda self, n, size: torch.arange(size).expand(n, size))
+    same = errors_of_nearly_cancelling_products(Noise(0))
+    assert own.std() > 10 * same.std()
