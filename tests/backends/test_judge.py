@@ -206,7 +206,7 @@ def test_gradients_of_the_judges_gates_are_those_of_autograd():
 
 
 def errors_of_nearly_cancelling_products(noise):
-    """Returns each sample's error of q k^T u for one token, where the terms of q k^T add up to a hundredth."""
+    """Returns the error of each sample for one token, where the terms of q k^T nearly cancel."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 96, generator=generator) for _ in range(2))
     k -= 0.99 * (q * k).sum() / (q * q).sum() * q
