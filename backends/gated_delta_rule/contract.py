@@ -131,19 +131,19 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     """Returns g = -exp(A_log) softplus(a + dt_bias), the logarithm of the decay (arXiv:2405.21060).
 
     a is [..., HV], A_log and dt_bias are [HV]. Computed in the dtype of a, in float32 at least: a decay of
-    0.999 is 1 in bfloat16. Neither factor overflows or underflows alone, so that no 0 meets an infinity.
+    0.999 is 1 in bfloat16. No factor overflows alone, so that no 0 meets an infinity, and none is so small that
+    a small gradient of g underflows on its way.
 
         >>> log_decay(torch.zeros(1), torch.zeros(1)).exp()
         tensor([0.5000])
     """
     a = _full(a)
     x = a if dt_bias is None else a + dt_bias.to(a.dtype)
-    # below -60 softplus(x) is exp(x + 60) softplus(-60); above, exp(80) softplus(x) is a reset already
-    excess = x.clamp(max=-60.0) + 60.0
+    # softplus(x) is exp(x) below -40; above, exp(80) softplus(x) is a reset already
+    far = (A_log.to(a.dtype) + x.clamp(max=-40.0)).clamp(max=80.0).exp()
     # PyTorch's softplus is the identity above a threshold, by default 20: there it would cost float64 1e-10
-    return -(A_log.to(a.dtype) + excess).clamp(max=80.0).exp() * F.softplus(
-        x.clamp(min=-60.0), threshold=40.0
-    )
+    near = A_log.to(a.dtype).clamp(max=80.0).exp() * F.softplus(x.clamp(min=-40.0), threshold=40.0)
+    return -torch.where(x < -40.0, far, near)
 
 
 def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:

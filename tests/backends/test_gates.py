@@ -221,3 +221,15 @@ def test_check_mode_checks_the_computed_gates(backend):
         A_log[1] = float("nan")
         with pytest.raises(ValueError, match="is not finite"):
             gated_delta_rule(q, k, v, a, z, backend=backend, **gate_options(A_log, dt_bias))
+
+
+def test_a_small_gradient_of_a_decay_does_not_underflow_on_its_way_to_the_projection():
+    """Random case 100:9734: a rate of exp(84) beside softplus(-80) is a decay of -50, whose gradient is 1e-22."""
+    a, A_log = torch.tensor([-79.821868]), torch.tensor([83.758888])
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in (a, A_log)]
+        g = log_decay(*leaves)
+        gradients.append(torch.autograd.grad(g, leaves, torch.full_like(g, 3.3e-22)))
+    for x, y in zip(*gradients, strict=True):
+        assert x.item() == pytest.approx(y.item(), rel=1e-5) and y.item() != 0

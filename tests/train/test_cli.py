@@ -183,7 +183,7 @@ class TestProcess:
             target=_run_without_a_reader, args=(["run", "tiny", *keys(data, out)], str(log))
         )
         child.start()
-        child.join()
+        child.join(60)
         assert child.exitcode == 0
         assert log.read_text().count("nobody reads the output any more; the work goes on") == 1
         assert "Traceback" not in log.read_text() and "rror" not in log.read_text()

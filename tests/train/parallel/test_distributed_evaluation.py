@@ -86,9 +86,9 @@ def count_work(arguments: list[str], log: str) -> None:
     counts = {"sequences": 0, "samples": 0}
     compute, sample = DeltaForCausalLM.loss, loop.continue_text
 
-    def loss(self: Any, inputs: Tensor, *others: Any) -> Tensor:
+    def loss(self: Any, inputs: Tensor, *others: Any, **options: Any) -> Tensor:
         counts["sequences"] += 0 if torch.is_grad_enabled() else len(inputs)
-        return compute(self, inputs, *others)
+        return compute(self, inputs, *others, **options)
 
     def continue_text(*arguments: Any) -> str:
         counts["samples"] += 1
