@@ -131,8 +131,8 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     """Returns g = -exp(A_log) softplus(a + dt_bias), the logarithm of the decay (arXiv:2405.21060).
 
     a is [..., HV], A_log and dt_bias are [HV]. Computed in the dtype of a, in float32 at least: a decay of
-    0.999 is 1 in bfloat16. No factor overflows alone, so that no 0 meets an infinity, and none is so small that
-    a small gradient of g underflows on its way.
+    0.999 is 1 in bfloat16. No factor overflows alone, so that no 0 meets an infinity, and none is so small
+    that a small gradient of g underflows on its way.
 
         >>> log_decay(torch.zeros(1), torch.zeros(1)).exp()
         tensor([0.5000])

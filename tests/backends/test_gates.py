@@ -224,7 +224,7 @@ def test_check_mode_checks_the_computed_gates(backend):
 
 
 def test_a_small_gradient_of_a_decay_does_not_underflow_on_its_way_to_the_projection():
-    """Random case 100:9734: a rate of exp(84) beside softplus(-80) is a decay of -50, whose gradient is 1e-22."""
+    """A rate of exp(84) beside softplus(-80) is a decay of -50, whose gradient is 1e-22."""
     a, A_log = torch.tensor([-79.821868]), torch.tensor([83.758888])
     gradients = []
     for dtype in (torch.float32, torch.float64):
