@@ -1,1 +1,1 @@
-"""Parity: a float64 judge, an honest baseline, and the cases on which every backend is held against both."""
+"""Parity: a float64 judge, a baseline in plain PyTorch, and the cases by which every backend is judged."""

@@ -24,7 +24,7 @@ implementation subtracts numbers of the size of their neighbors somewhere.
 The floor covers what the samples happen to compute exactly. A sum of n float32 terms of either sign costs
 about sqrt(n) u32, u32 = 2^-24, because roundings in a row add in squares. Rounding to a shorter dtype costs
 at most u / 2, u = eps(dtype). In float64, u32 is 2^-53, and the judge is no more exact than the rest: its
-error is in the error of every sample, too, so that two honest implementations pass that differ from it alike.
+error is in the error of every sample, too, so that two right implementations pass that differ from it alike.
 
 Products below the least normal number of the sums' dtype may be 0 in any implementation, so a difference of
 that size (`absolute`) is none. Where the judge is 0 everywhere (the gradient of q when only the final state
