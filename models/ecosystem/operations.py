@@ -44,16 +44,17 @@ def chunk_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns o and the state; with packed sequences that of each row's last, which a cache continues."""
     rows, tokens = query.shape[:2]
-    inputs = [query, key, value, g, beta]
+    inputs = (query, key, value, g, beta)
     if cu_seqlens is not None:
         if initial_state is not None:
             raise ValueError(
                 "packed sequences cannot continue a cache; pass use_cache=False, or one sequence per row"
             )
         cu_seqlens = cu_seqlens.long()
-        inputs = [x.flatten(0, 1)[None] for x in inputs]
+        inputs = tuple(x.flatten(0, 1)[None] for x in inputs)
+    q, k, v, g, beta = inputs
     o, state = gated_delta_rule(
-        *inputs,
+        *(q, k, v, g, beta),
         initial_state=None if initial_state is None else initial_state.to(_state_dtype(query)),
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -90,8 +91,9 @@ def recurrent_rule(
             backend=backend,
             **options,
         )
+    q, k, v, g, beta = (x[:, 0] for x in (query, key, value, g, beta))
     o, state = gated_delta_rule_step(
-        *(x[:, 0] for x in (query, key, value, g, beta)),
+        *(q, k, v, g, beta),
         initial_state.to(_state_dtype(query)),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         backend=backend,

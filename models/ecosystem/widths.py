@@ -168,7 +168,7 @@ def scaled_parameters(
     return rows
 
 
-def small_taps(model: nn.Module) -> Iterator[nn.Parameter]:
+def small_taps(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yields the convolution weights of Gated DeltaNet layers that are below a tenth of 1/sqrt(taps)."""
     for layer in model.modules():
         convolution = getattr(layer, "conv1d", None)
