@@ -217,11 +217,11 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     transformers tells attention, by its mask, and not the layers that have a state.
     """
-    inner = inspect.unwrap(forward)
+    signature = inspect.signature(inspect.unwrap(forward))
 
     @functools.wraps(forward)
     def keep_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
-        named = inspect.signature(inner).bind_partial(self, *args, **kwargs).arguments
+        named = signature.bind_partial(self, *args, **kwargs).arguments
         options = {"position_ids": named.get("position_ids"), "cu_seq_lens_q": kwargs.get("cu_seq_lens_q")}
         bounds = packed_bounds(options, named.get("attention_mask"))
         if bounds is not None:
