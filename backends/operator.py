@@ -153,7 +153,10 @@ class Operator:
         tensors = [getattr(call, word) for word in self.tensors]
         if not (torch.compiler.is_compiling() or tensors[0].is_meta):
             self.values(call)
-        zero = sum(x[:0].sum() for x in tensors if x is not None and x.is_floating_point())
+        zero = tensors[0].new_zeros(())
+        for x in tensors:
+            if x is not None and x.is_floating_point():
+                zero = zero + x[:0].sum()
         return tuple(None if y is None else y + zero.to(y.dtype) for y in self.empty(call))
 
     def _zeros(self, call: Any) -> list[Tensor | None]:

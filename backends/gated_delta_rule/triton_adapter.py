@@ -56,10 +56,9 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
     alone = _is_one_token(call)
     if alone:
-        token = [x[:, 0] for x in (q, k, v, g, beta)]
         gated_delta_rule_step.step(
-            *token, A_log, dt_bias, initial_state, o[:, 0], final_state,
-            scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
+            q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], A_log, dt_bias, initial_state, o[:, 0],
+            final_state, scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
         )  # fmt: skip
         if not save:
             return o, final_state, []

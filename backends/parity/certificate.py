@@ -183,10 +183,11 @@ def _token_by_token(page: Certificate, x: rule_cases.Inputs) -> dict[str, Tensor
     o, state = rule.gated_delta_rule(
         **head, initial_state=x.initial_state, output_final_state=True, **options
     )
+    assert state is not None
     outputs = [o]
     for t in range(start, x.case.T):
-        token = [getattr(x, name)[:, t] for name in ("q", "k", "v", "g", "beta")]
-        o, state = gated_delta_rule_step(*token, state, **options)
+        token = (y[:, t] for y in (x.q, x.k, x.v, x.g, x.beta))
+        o, state = gated_delta_rule_step(*token, state=state, **options)
         outputs.append(o[:, None])
     return {"o": torch.cat(outputs, 1), "final_state": state}
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# (q, k [n, L, H, K], v [n, L, HV, V], g, beta [n, L, HV], S [n, HV, K, V], scale, l2norm) -> o, final states
-Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+# ((q, k [n, L, H, K], v [n, L, HV, V], g, beta [n, L, HV]), S [n, HV, K, V], scale, l2norm) -> o, states
+Form = Callable[[tuple[Tensor, ...], Tensor, float, bool], tuple[Tensor, Tensor]]
 
 
 def gated_delta_rule(
@@ -49,12 +49,8 @@ def gated_delta_rule(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, states = v.new_zeros(v.shape, dtype=full).flatten(0, 1), S
     for index, tokens, inside in _batches(cu_seqlens, q.shape[0], q.shape[1]):
-        parts = []
-        for x in (q, k, v, g, beta):
-            x = x.flatten(0, 1)[tokens]
-            outside = ~inside.view(*inside.shape, *[1] * (x.dim() - 2))
-            parts.append(x.masked_fill(outside, 0.0))
-        rows, finals = form(*parts, S[index], scale, l2norm)
+        parts = tuple(_padded(x, tokens, inside) for x in (q, k, v, g, beta))
+        rows, finals = form(parts, S[index], scale, l2norm)
         o = o.index_put((tokens[inside],), rows[inside].to(full))
         states = states.index_put((index,), finals)
     return {"o": o.view(v.shape), "final_state": states}
@@ -74,10 +70,15 @@ def gates(tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Te
     return g, beta
 
 
-def substitution(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, scale: float, l2norm: bool
-) -> tuple[Tensor, Tensor]:
+def _padded(x: Tensor, tokens: Tensor, inside: Tensor) -> Tensor:
+    """Returns the tokens' rows of x [B, T, ..], as [n, L, ..]; zeros where they are not inside."""
+    x = x.flatten(0, 1)[tokens]
+    return x.masked_fill(~inside.view(*inside.shape, *[1] * (x.dim() - 2)), 0.0)
+
+
+def substitution(parts: tuple[Tensor, ...], S: Tensor, scale: float, l2norm: bool) -> tuple[Tensor, Tensor]:
     """Computes the equations above in the dtype of S; the `Form` of the judge."""
+    q, k, v, g, beta = parts
     group = v.shape[2] // q.shape[2]
     if l2norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))

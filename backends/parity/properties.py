@@ -90,9 +90,11 @@ class Criterion:
     def add_sample(self) -> bool:
         """Adds the next sample of the baseline; returns whether there was one."""
         sample = next(self.samples, None)
-        for name, spread in self.reference.spreads.items() if sample is not None else ():
+        if sample is None:
+            return False
+        for name, spread in self.reference.spreads.items():
             spread.add([sample[name]])
-        return sample is not None
+        return True
 
     def require(self, what: str, results: Tensors) -> float:
         """Returns the largest error over what is allowed. Raises Failure where one is above."""
@@ -224,10 +226,11 @@ def _rule(case: RandomCase, x: Tensors, form: dense.Form, rounding: Rounding | N
 
 
 def _chunkwise(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, scale: float, l2norm: bool,
-    chunk: int = CHUNK, noise: Noise | None = None,
+    parts: tuple[Tensor, ...], S: Tensor, scale: float, l2norm: bool, chunk: int = CHUNK,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes by the baseline."""
+    q, k, v, g, beta = parts
     return baseline.gated_delta_rule(q, k, v, g, beta, S, None, scale, l2norm, chunk=chunk, noise=noise)
 
 

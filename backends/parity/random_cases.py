@@ -356,11 +356,9 @@ def _draw_layer(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: st
     options: dict[str, Any] = {} if op == "linear_cross_entropy" else {"eps": layer_cases.EPS}
     if op == "short_convolution":
         options = {"activation": "linear" if plain else "silu"}
-    if op == "gated_rms_norm":
-        x.setdefault("gate", None)
     terms = layer_cases.STEPS + (shape[0] * shape[1] if op == "short_convolution" else sum(shape))
     words = [f"size={size:g}"] * (size != 1) + ["prefix"] * prefix + ["plain"] * plain
-    return _Parts({k: y for k, y in x.items() if y is not None}, douts, options, words, terms, layer=case)
+    return _Parts(x, douts, options, words, terms, layer=case)
 
 
 def _with_strides(rng: Uniforms, x: Tensor, *, expanded: bool = False) -> Tensor:

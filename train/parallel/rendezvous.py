@@ -54,11 +54,11 @@ def fresh_part(store: Store, rank: int, world: int, timeout: timedelta) -> Store
     return PrefixStore(name, store)
 
 
-def leaders_word(say: Callable[[], bytes], timeout: timedelta) -> bytes:
+def leaders_word(say: Callable[[], str], timeout: timedelta) -> str:
     """Returns what say() returns on the leader, which alone calls it. Waits for all."""
     part, rank, world = _meet(timeout)
     if rank > 0:
-        word = part.get("word")
+        word = part.get("word").decode()
         part.set(f"heard/{rank}", "")
         return word
     word = say()
@@ -88,5 +88,7 @@ def join(backend: str, timeout: timedelta, device: torch.device) -> None:
     fails here and not in the first step.
     """
     part, rank, world = _meet(timeout)
-    bound = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(backend, store=part, rank=rank, world_size=world, timeout=timeout, **bound)
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(
+        backend, store=part, rank=rank, world_size=world, timeout=timeout, device_id=bound
+    )

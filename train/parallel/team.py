@@ -164,14 +164,14 @@ def ask_leader(look: Callable[[], T], minutes: float) -> T:
     if world == 1:
         return look()
 
-    def say() -> bytes:
+    def say() -> str:
         try:
-            return pickle.dumps((look(), None))
+            return pickle.dumps((look(), None)).hex()
         except Exception as error:
-            return pickle.dumps((None, _picklable(error)))
+            return pickle.dumps((None, _picklable(error))).hex()
 
     with _naming_the_lost(world, minutes):
-        result, error = pickle.loads(leaders_word(say, timedelta(minutes=minutes)))
+        result, error = pickle.loads(bytes.fromhex(leaders_word(say, timedelta(minutes=minutes))))
     if error is not None:
         raise error
     return result
