@@ -46,9 +46,9 @@ def joint(x: Tensor, *maps: Linear) -> Tensor:
     """Returns the maps' outputs side by side, [B, T, sum of outputs].
 
     This is one product, unless there are fewer tokens than inputs: then putting the weights side by side
-    would cost more than it saves.
+    would cost more than it saves. A map that PEFT has wrapped computes more than its weight says.
     """
-    if x.shape[0] * x.shape[1] < x.shape[2]:
+    if x.shape[0] * x.shape[1] < x.shape[2] or not all(isinstance(m, nn.Linear) for m in maps):
         return torch.cat([m(x) for m in maps], dim=-1)
     return F.linear(x, torch.cat([m.weight for m in maps]))
 

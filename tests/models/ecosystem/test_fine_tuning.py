@@ -27,9 +27,10 @@ class TestLoRA:
             task_type=TaskType.CAUSAL_LM, r=4, target_modules="all-linear", init_lora_weights=False
         )
 
+    @pytest.mark.parametrize("length", [9, 40])  # our layers join products of 32 inputs from 32 tokens on
     @pytest.mark.parametrize("begin", [our_model, lambda: make("qwen3_next")], ids=["ours", "qwen3_next"])
-    def test_adapters_train_merge_and_load_again(self, begin, tmp_path):
-        ids, plain = tokens(2, 9), begin().eval()
+    def test_adapters_train_merge_and_load_again(self, begin, length, tmp_path):
+        ids, plain = tokens(2, length), begin().eval()
         before = plain(ids).logits.detach()
         if not isinstance(plain, DeltaForCausalLM):
             patch_transformers(plain, backend="chunked")
