@@ -8,6 +8,8 @@
     DeltaConfig, DeltaForCausalLM, DeltaCache   the models; `AutoModelForCausalLM` knows them, too
     patch_transformers                          computes Qwen3-Next and its like with these operations
     check_packing                               whether packed sequences see each other in a model
+    load_model, save_model                      weights of ours, transformers', flash-linear-attention's
+    check_weights                               whether a model has dead heads
     mup                                         learning rates and initial values of muP for any model
 
 Importing this package imports neither torch nor transformers: a name is loaded when it is first used, and the
@@ -40,7 +42,7 @@ _BACKENDS = (
     "BackendRefusal",
 )
 _MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaCache")
-_ECOSYSTEM = ("patch_transformers", "check_packing")
+_ECOSYSTEM = ("patch_transformers", "check_packing", "check_weights", "load_model", "save_model")
 _HOMES = (
     dict.fromkeys(_BACKENDS, "delta_trn.backends")
     | dict.fromkeys(_MODELS, "delta_trn.models")

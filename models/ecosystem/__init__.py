@@ -1,6 +1,8 @@
-"""Serves models that others wrote: our operations inside them, and a check of their packing."""
+"""Serves models that others wrote: our operations inside them, their weights, and checks of both."""
 
+from delta_trn.models.ecosystem.heads import check_weights
 from delta_trn.models.ecosystem.packing import check_packing
 from delta_trn.models.ecosystem.patching import patch_transformers
+from delta_trn.models.ecosystem.weights import load_model, save_model
 
-__all__ = ["check_packing", "patch_transformers"]
+__all__ = ["check_packing", "check_weights", "load_model", "patch_transformers", "save_model"]

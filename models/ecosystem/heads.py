@@ -1,0 +1,135 @@
+"""The two numbers of each head of a Gated DeltaNet layer: kept in float32, and checked for dead heads.
+
+    g = -exp(A_log) softplus(W_a x + dt_bias)           the logarithm of a head's decay
+
+In bfloat16 one step of A_log is 0.4% of its value, so most updates are lost. And A drawn from U(0, 16) in
+bfloat16 can be exactly 0, so that A_log = log A is -inf: such a head never forgets, its gradient is 0, and
+training cannot revive it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+NUMBERS = ("A_log", "dt_bias")
+HALF = (torch.bfloat16, torch.float16)
+_EFFECTS = {
+    "0": "decay 1: the head never forgets, and its gradient is 0, so that training cannot change it",
+    "inf": "decay 0: the head remembers nothing, and its gradient is not finite",
+    "nan": "the head computes NaN",
+}
+
+
+@dataclass(frozen=True)
+class DeadHead:
+    """One head whose rate exp(A_log), or time step softplus(dt_bias), is 0, infinite or NaN in float32."""
+
+    name: str
+    head: int
+    value: float
+    effect: str
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.head}] = {self.value}: {self.effect}"
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What `check_weights` found; true if every head is alive. `half`: parameters in half precision."""
+
+    heads: int
+    dead: tuple[DeadHead, ...]
+    half: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return not self.dead
+
+    def __str__(self) -> str:
+        lines = [f"{self.heads} heads, {len(self.dead)} dead numbers"]
+        lines += map(str, self.dead)
+        if self.dead:
+            one = self.dead[0]
+            lines.append(
+                "load the weights again in float32; if the heads are dead in the file, too, start "
+                f"them anew, as by model.get_parameter({one.name!r}).data[{one.head}] = {_revived(one.name)}"
+            )
+        if self.half:
+            lines.append(
+                f"{len(self.half)} of these parameters are in half precision, where most updates are lost "
+                f"({self.half[0]}, ...): load_model and patch_transformers keep them in float32"
+            )
+        return "\n".join(lines)
+
+
+def check_weights(model: nn.Module) -> WeightsReport:
+    """Finds dead heads: A_log or dt_bias at -inf, +inf or NaN, or so far out that float32 has no decay.
+
+    It reads every module that has these two parameters: Gated DeltaNet layers of ours, of transformers and of
+    flash-linear-attention. Raises ValueError for a model that has none.
+
+        >>> from delta_trn import DeltaConfig, DeltaForCausalLM, check_weights
+        >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1))
+        >>> bool(check_weights(model))
+        True
+        >>> model.blocks[0].mixer.A_log.data[2] = -torch.inf
+        >>> print(check_weights(model).dead[0].name, check_weights(model).dead[0].head)
+        blocks.0.mixer.A_log 2
+    """
+    dead: list[DeadHead] = []
+    half: list[str] = []
+    heads = 0
+    for prefix, layer in head_layers(model):
+        heads += layer.A_log.numel()
+        for attribute, positive in (("A_log", torch.exp), ("dt_bias", nn.functional.softplus)):
+            parameter, name = getattr(layer, attribute), f"{prefix}.{attribute}".lstrip(".")
+            if parameter.dtype in HALF:
+                half.append(name)
+            values = parameter.detach().float().cpu().flatten()
+            for head, number in enumerate(positive(values).tolist()):
+                if effect := _EFFECTS.get(f"{number:g}"):
+                    dead.append(DeadHead(name, head, values[head].item(), effect))
+    if heads == 0:
+        raise ValueError(
+            f"{type(model).__name__} has no layer with A_log and dt_bias, so there is nothing to check"
+        )
+    return WeightsReport(heads, tuple(dead), tuple(half))
+
+
+def head_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields name and module of every layer with A_log and dt_bias."""
+    for name, module in model.named_modules():
+        if all(isinstance(getattr(module, number, None), nn.Parameter) for number in NUMBERS):
+            yield name, module
+
+
+def warn_of_dead_heads(model: nn.Module) -> None:
+    """Warns by layer and head where `check_weights` finds dead heads; other models have none."""
+    if any(head_layers(model)) and not (report := check_weights(model)):
+        warnings.warn(str(report), stacklevel=3)
+
+
+def keep_float32(kind: type) -> Callable[[], None]:
+    """Lets `from_pretrained` of a class keep the two numbers in float32; returns what takes that back."""
+    name = "_keep_in_fp32_modules_strict"
+    before = vars(kind).get(name)
+    setattr(kind, name, sorted({*(getattr(kind, name, None) or ()), *NUMBERS}))
+    return lambda: delattr(kind, name) if before is None else setattr(kind, name, before)
+
+
+def widen(layer: nn.Module) -> str:
+    """Puts the two numbers of a layer into float32; returns what was done, or nothing."""
+    narrow = [getattr(layer, number) for number in NUMBERS if getattr(layer, number).dtype in HALF]
+    was = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in narrow}))
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
+    return f"A_log and dt_bias are now float32, they were {was}" if narrow else ""
+
+
+def _revived(name: str) -> float:
+    """Returns a value to begin with: a decay rate of 1, or a time step of 0.01."""
+    return 0.0 if name.endswith("A_log") else round(float(torch.tensor(0.01).expm1().log()), 2)

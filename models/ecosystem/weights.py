@@ -1,0 +1,123 @@
+"""Opens a folder of weights, whoever wrote it, and writes one that others can open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from delta_trn.models.config import DeltaConfig
+from delta_trn.models.ecosystem.foreign import FORMATS, State
+from delta_trn.models.ecosystem.heads import keep_float32, warn_of_dead_heads
+from delta_trn.models.language_model import DeltaForCausalLM
+
+
+def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+    """Returns the model that a folder with config.json and weights holds, ready to use.
+
+        folder      our model; a Gated DeltaNet model of transformers (Qwen3-Next, Qwen3.5, OLMo-Hybrid, ...);
+                    or one of flash-linear-attention, or of the released code of arXiv:2606.04048, which
+                    become ours
+        dtype       of the weights; None: as they are stored. A_log and dt_bias are always float32
+
+    Warns of dead heads by layer and head. Raises ValueError for a folder without a model, and for a model
+    that has no equivalent here, naming what it is.
+    """
+    folder = Path(folder)
+    theirs = _read_config(folder)
+    kind = next((f for f in FORMATS.values() if f.model_type == theirs.get("model_type")), None)
+    wanted = "auto" if dtype is None else dtype
+    if kind is not None:
+        config, weights = kind.config(theirs), _read_weights(folder)
+        state = kind.weights(weights, theirs, config)
+        _require_all(state, config)
+        model = DeltaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=wanted)
+    else:
+        undo = keep_float32(AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(folder))])
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted)
+        finally:
+            undo()
+    warn_of_dead_heads(model)
+    return model
+
+
+def save_model(
+    model: PreTrainedModel,
+    folder: str | Path,
+    format: Literal["delta", "fla", "authors"] = "delta",
+    max_shard_size: str = "5GB",
+) -> None:
+    """Writes config.json and safetensors that load_model, and the code that `format` names, can open.
+
+        format      "delta": as save_pretrained does; "fla": flash-linear-attention 0.5.2's
+                    GatedDeltaNetForCausalLM; "authors": gdn.py of arXiv:2606.04048
+
+    Raises ValueError for a model that the other code cannot be, naming what it lacks.
+    """
+    folder = Path(folder)
+    if format == "delta":
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return
+    if not isinstance(model, DeltaForCausalLM):
+        raise ValueError(f"a {type(model).__name__} cannot be written as {format!r}; only our own models can")
+    theirs = FORMATS[format].settings(model.config)
+    theirs["dtype"] = str(model.dtype).removeprefix("torch.")
+    state = FORMATS[format].state(model.state_dict(), theirs, model.config)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(
+        {name: tensor.contiguous() for name, tensor in state.items()}, folder, max_shard_size=max_shard_size
+    )
+    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json; give a folder with config.json and weights")
+    return json.loads(path.read_text())
+
+
+def _read_weights(folder: Path) -> State:
+    """Returns the tensors of a folder: safetensors, or else PyTorch's files, whole or sharded."""
+    for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", _load_pickle)):
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif (folder / name).is_file():
+            files = [name]
+        else:
+            continue
+        if bad := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
+            raise ValueError(
+                f"{index} names {', '.join(bad)}, which {folder} does not hold; copy all shards there"
+            )
+        return {key: tensor for file in files for key, tensor in load(folder / file).items()}
+    raise ValueError(
+        f"{folder} has config.json and no weights: neither model.safetensors nor pytorch_model.bin"
+    )
+
+
+def _load_pickle(path: Path) -> State:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _require_all(state: State, config: DeltaConfig) -> None:
+    """Raises ValueError that names weights which the model lacks, or has not, or has in another shape."""
+    with torch.device("meta"):
+        model = DeltaForCausalLM(config)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wrong = [
+        f"{name}: {found.get(name, 'missing')}, expected {expected.get(name, 'none')}"
+        for name in sorted(expected.keys() | found.keys())
+        if expected.get(name) != found.get(name)
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ValueError(f"weights do not fit config.json, under our names: {'; '.join(wrong[:8])}{more}")

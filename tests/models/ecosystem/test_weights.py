@@ -1,0 +1,164 @@
+"""Weights of other codes open here, and ours there, with the same logits; dead heads are found."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from delta_trn import DeltaConfig, DeltaForCausalLM, check_weights, load_model, save_model
+from tests.models.ecosystem.test_patching import make, tokens
+
+# float64: weights are scaled by numbers that are no powers of 2, and summed in another order
+ALLOWED = 2**-40
+UNTIED = {"tie_word_embeddings": False, "num_v_heads": 12, "allow_neg_eigval": True}
+HYBRID = {"attention_layers": (1,), "num_heads": 2, "head_dim_k": 16, "expand_v": 1.5}
+
+
+def ours(**settings):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 2, "base_width": 32}
+    model = DeltaForCausalLM(DeltaConfig(**sizes, **settings)).eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def difference(a, b):
+    ids = tokens(2, 70)
+    with torch.no_grad():
+        x, y = a(ids).logits, b(ids).logits
+    return ((x - y).abs().max() / x.abs().max()).item()
+
+
+class TestOursToOthersAndBack:
+    @pytest.mark.parametrize(
+        ("format", "settings"),
+        [("fla", {}), ("fla", UNTIED), ("fla", HYBRID), ("authors", {}), ("authors", UNTIED)],
+    )
+    def test_a_default_model_computes_the_same_after_its_way_there_and_back(self, format, settings, tmp_path):
+        model = ours(**settings).double()
+        save_model(model, tmp_path, format, max_shard_size="50KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+        again = load_model(tmp_path).eval()
+        assert again.config.readout == "none" != model.config.readout
+        assert difference(model, again) < ALLOWED
+        again.config.rms_norm_eps = None
+        for module in again.modules():
+            if hasattr(module, "eps"):
+                module.eps = model.config.rms_norm_eps
+        assert difference(model, again) > 1000 * ALLOWED  # the epsilon had to be scaled, too
+
+    @pytest.mark.parametrize("format", ["fla", "authors"])
+    def test_a_model_with_their_readout_comes_back_bit_for_bit(self, format, tmp_path):
+        model = ours(init="authors", parametrization="mup_authors" if format == "authors" else "sp")
+        save_model(model, tmp_path, format)
+        again = load_model(tmp_path)
+        assert again.config.readout == model.config.readout == "none"
+        assert all(torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters())
+
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            ({"residual": "ddl"}, "residual='ddl'"),
+            ({"norm": "layer", "mlp": "gelu"}, "norm='layer', mlp='gelu'"),
+            ({"attention_layers": (0,), "num_heads": 2}, "attention layers with 2 heads of size 36"),
+            ({**HYBRID, "use_qk_rmsnorm": True}, "use_qk_rmsnorm=True"),
+        ],
+    )
+    def test_a_model_that_they_do_not_have_is_refused_by_name(self, settings, named, tmp_path):
+        with pytest.raises(ValueError, match=named):
+            save_model(ours(**settings), tmp_path / "new", "fla")
+        assert not (tmp_path / "new").exists()
+
+
+class TestFoldersThatDoNotFit:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        save_model(ours(), tmp_path, "fla", max_shard_size="50KB")
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"use_gate": False}, "use_gate=False"),
+            ({"hidden_act": "powlu"}, "hidden_act='powlu'"),
+            ({"attnres_block_size": 4}, "attnres_block_size=4"),
+            ({"attn": {"layers": [1], "num_heads": 6, "num_kv_heads": 2}}, "num_kv_heads=2, not 6"),
+            ({"attn": {"layers": [1], "num_heads": 6, "window_size": 64}}, "window_size=64"),
+            ({"head_dim": 12}, r"conv.weight: \(144, 4\), expected \(288, 4\)"),
+            ({"num_hidden_layers": 1}, r"blocks.1.*expected none"),
+        ],
+    )
+    def test_what_has_no_equivalent_is_refused_by_name(self, change, named, folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=named):
+            load_model(folder)
+
+    def test_a_missing_shard_or_config_is_named(self, folder):
+        next(folder.glob("*00002-of*.safetensors")).unlink()
+        with pytest.raises(ValueError, match=r"00002-of.*does not hold"):
+            load_model(folder)
+        with pytest.raises(ValueError, match=r"no config\.json"):
+            load_model(folder / "nothing")
+
+    def test_a_tied_readout_of_its_own_is_refused(self, folder):
+        shard = next(folder.glob("*00001-of*.safetensors"))
+        state = load_file(shard)
+        save_file(state | {"lm_head.weight": torch.ones(61, 48)}, shard)
+        with pytest.raises(ValueError, match="lm_head and the embedding differ"):
+            load_model(folder)
+
+
+class TestHeadsStayFloat32:
+    @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid", "ours", "fla"])
+    def test_numbers_of_a_head_are_float32_whatever_is_loaded(self, family, tmp_path):
+        if family in ("ours", "fla"):
+            save_model(ours(), tmp_path, "fla" if family == "fla" else "delta")
+        else:
+            make(family).save_pretrained(tmp_path)
+        model, exact = load_model(tmp_path, torch.bfloat16), load_model(tmp_path)
+        for name, parameter in model.named_parameters():
+            number = name.endswith(("A_log", "dt_bias"))
+            assert parameter.dtype == (torch.float32 if number else torch.bfloat16)
+            assert not number or torch.equal(parameter, exact.get_parameter(name))
+
+
+class TestDeadHeads:
+    def test_a_dead_head_is_named_with_layer_head_and_meaning(self):
+        model = ours()
+        assert check_weights(model)
+        numbers = model.blocks[1].mixer
+        with torch.no_grad():
+            numbers.A_log[2], numbers.A_log[3] = -torch.inf, 100.0
+            numbers.dt_bias[0], numbers.dt_bias[5] = torch.nan, -torch.inf
+        report = check_weights(model)
+        assert not report
+        found = {(row.name, row.head): row.effect.split(":")[0] for row in report.dead}
+        assert found == {
+            ("blocks.1.mixer.A_log", 2): "decay 1",
+            ("blocks.1.mixer.A_log", 3): "decay 0",
+            ("blocks.1.mixer.dt_bias", 0): "the head computes NaN",
+            ("blocks.1.mixer.dt_bias", 5): "decay 1",
+        }
+        assert "blocks.1.mixer.A_log[2] = -inf" in str(report) and "anew, as by" in str(report)
+
+    @pytest.mark.parametrize("family", ["qwen3_next", "ours"])
+    def test_loading_warns_of_dead_heads(self, family, tmp_path):
+        model = ours() if family == "ours" else make(family)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.save_pretrained(tmp_path)
+            load_model(tmp_path)
+        dead = next(p for name, p in model.named_parameters() if name.endswith("A_log"))
+        dead.data[1] = -torch.inf
+        model.save_pretrained(tmp_path)
+        with pytest.warns(UserWarning, match=r"A_log\[1\] = -inf: decay 1"):
+            load_model(tmp_path)
+
+    def test_a_model_without_such_heads_has_nothing_to_check(self):
+        with pytest.raises(ValueError, match="nothing to check"):
+            check_weights(torch.nn.Linear(2, 2))
