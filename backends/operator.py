@@ -17,12 +17,13 @@ call took 290 us forward and 530 us with backward as a custom operator, and 85 u
 The custom operators also run calls under torch.jit.trace, and give meta tensors their shapes. A call whose
 first tensor has no elements reaches no backend.
 
-Adapters run with autocast off, since an operation computes in the dtype of its inputs, and with the tensors'
-CUDA device as the current one, on which Triton launches.
+Adapters run with autocast off, since an operation computes in the dtype of its inputs, with exact products
+unless the operation `rounds`, and with the tensors' CUDA device as the current one, on which Triton launches.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import fields
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from delta_trn.backends import machine
 from delta_trn.backends.registry import OPERATIONS, adapter, chosen_name, selection
 
 LIBRARY = "delta_trn"
@@ -68,6 +70,7 @@ class Operator:
     gradient_fakes      (call, saved) -> tensors like the gradients; None: like their tensors
     values      call -> None; raises ValueError for impossible data, in check mode
     empty       call -> the outputs of a call whose first tensor has no elements; None: zeros
+    rounds      whether `machine.set_products` applies; the products of other operations stay exact
     """
 
     def __init__(
@@ -84,9 +87,11 @@ class Operator:
         gradient_fakes: Callable[[Any, list[Tensor]], Sequence[Tensor]] | None = None,
         values: Callable[[Any], None] = lambda call: None,
         empty: Callable[[Any], Sequence[Tensor | None]] | None = None,
+        rounds: bool = False,
     ) -> None:
         self.name, self.call, self.fakes, self.values, self.prefix = name, call, fakes, values, prefix
         self.empty = self._zeros if empty is None else empty
+        self.products = contextlib.nullcontext if rounds else machine.exact_products
         self.forward_name = prefix + forward
         types = {field.name: SCHEMA_TYPES[str(field.type)] for field in fields(call)}
         self.tensors = [word for word, type_ in types.items() if type_.startswith("Tensor")]
@@ -167,7 +172,7 @@ class Operator:
         self.values(call)
         function = getattr(adapter(backend, self.name), self.forward_name)
         x = self.first(call)
-        with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
+        with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x), self.products():
             if not self.gradients:
                 return function(call), []
             *outputs, saved = function(call, save=save)
@@ -183,7 +188,8 @@ class Operator:
             douts = [first.zero_(), *douts[1:]]
         function = getattr(adapter(backend, self.name), f"{self.prefix}backward")
         assert douts[0] is not None
-        with torch.autocast(douts[0].device.type, enabled=False), torch.cuda.device_of(douts[0]):
+        device = torch.cuda.device_of(douts[0])
+        with torch.autocast(douts[0].device.type, enabled=False), device, self.products():
             return tuple(function(*douts, call, saved))
 
     def kept(

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     # test module would set it too late.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from delta_trn.backends import machine
 from delta_trn.backends.registry import default_backend
 
 
@@ -37,10 +38,11 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
-def no_default_backend():
-    """Restores the default backend, which a run in the test's own process sets."""
+def no_switches_of_a_run():
+    """Restores the default backend and exact products, which a run in the test's own process sets."""
     with default_backend():
         yield
+    machine.set_products("highest")
 
 
 @pytest.fixture

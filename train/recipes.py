@@ -80,6 +80,7 @@ def tiny() -> RunConfig:
     return RunConfig(
         name="tiny",
         steps=20,
+        precision="float32",
         model=ModelSection(width=32, base_width=16, layers=2, heads=2, intermediate_multiple=32),
         optimizer=OptimizerSection(lr=1e-2),
         schedule=ScheduleSection(warmup=4, min_lr=1e-3),
@@ -97,6 +98,7 @@ def transfer() -> RunConfig:
     return RunConfig(
         name="transfer",
         steps=300,
+        precision="float32",
         # multiples of 16: at 256, as elsewhere, the narrow models' SwiGLU would be wider than the wide ones'
         model=ModelSection(width=64, base_width=64, layers=2, heads=2, intermediate_multiple=16),
         optimizer=OptimizerSection(lr=2**-6, weight_decay=0.1),
@@ -116,6 +118,7 @@ def ddl_residuals() -> RunConfig:
     return RunConfig(
         name="ddl_residuals",
         steps=300,
+        precision="float32",
         model=ModelSection(
             width=96, base_width=96, layers=4, heads=3, head_dim_k=32, expand_v=1.0, intermediate_multiple=16,
             attention_layers=(0, 1, 2, 3), use_qk_rmsnorm=True, rms_norm_eps=1e-5, initializer_range=0.05,

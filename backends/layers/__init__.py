@@ -154,4 +154,5 @@ CROSS_ENTROPY = Operator(
     gradients=(("hidden",), ("weight",)),
     gradient_fakes=lambda call, saved: [x.new_empty(x.shape) for x in saved[:2]],
     values=lambda call: require_finite({"hidden": call.hidden, "weight": call.weight}),
+    rounds=True,
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from delta_trn import backends
 from delta_trn.backends import machine
 from delta_trn.backends.machine import facts
 
@@ -114,3 +115,22 @@ def test_facts_describe_the_machine_without_naming_the_host():
     text = " ".join(map(str, row.values()))
     for name in {socket.gethostname(), platform.node(), os.uname().nodename} - {"", "localhost"}:
         assert name not in text
+
+
+@pytest.mark.skipif(not machine.multiplies_bfloat16_faster(CPU), reason="this CPU has no AMX")
+def test_only_operations_that_round_multiply_in_bfloat16_where_a_run_allows_it():
+    def results() -> list[torch.Tensor]:
+        q, k, v = torch.randn(3, 1, 64, 2, 64, generator=torch.Generator().manual_seed(0))
+        hidden, weight = q[0].flatten(1), v[0].flatten(1)
+        rule, _ = backends.gated_delta_rule(q, k, v, -torch.ones(1, 64, 2), torch.ones(1, 64, 2))
+        targets = torch.arange(64)
+        return [rule, backends.linear_cross_entropy(hidden, weight, targets), hidden @ weight.T]
+
+    exact = results()
+    machine.set_products("medium")
+    rounded = results()
+    equal = [torch.equal(x, y) for x, y in zip(exact, rounded, strict=True)]
+    assert equal == [True, False, False]
+    for x, y in zip(exact, rounded, strict=True):
+        assert (x - y).norm() <= 2**-7 * x.norm()
+    assert torch.get_float32_matmul_precision() == "medium"  # and not what the rule set meanwhile

@@ -134,7 +134,7 @@ def collective_bytes(size: Size, mode: str, n: int, micro_batches: int, precisio
     products are in bf16, both gather the blocks' matrices in it; gradients are float32.
     """
     reductions, gathers = {"ddp": (2, 0), "zero1": (2, 1), "fsdp": (1, 2 * micro_batches)}[mode]
-    gathered = 4 * size.parameters - (0 if precision == "float32" else 2 * size.blocks)
+    gathered = 4 * size.parameters - (0 if precision in ("float32", "bf16_products") else 2 * size.blocks)
     return (reductions * 4 * size.parameters + gathers * gathered) * (n - 1) / n
 
 
@@ -143,7 +143,7 @@ def activation_bytes(size: Size, config: RunConfig, micro: int) -> float:
 
     A block keeps about 4 d, q k v g o of the mixer twice, and 3 inner; checkpointing keeps d.
     """
-    element = 4 if config.precision == "float32" else 2
+    element = 4 if config.precision in ("float32", "bf16_products") else 2
     mixer = 2 * size.HV * (2 * size.K + 3 * size.V)
     kept = size.width if config.gradient_checkpointing else 4 * size.width + mixer + 3 * size.inner
     return float(micro * config.batch.length * size.layers * kept * element)

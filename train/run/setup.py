@@ -263,13 +263,17 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
     """
     device = pick_device(config.device)
     machine.make_current(device)
+    if device.type == "cpu":
+        machine.keep_freed_memory()
     precision = config.precision
     if precision == "auto":
-        # some CPUs have bf16 products, most emulate them slower than float32
-        accelerated = device.type != "cpu" and machine.supports_bfloat16(device)
-        precision = "bf16" if accelerated else "float32"
-    if precision == "bf16":
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+        precision = _best_precision(device)
+    if precision == "bf16_products" and device.type != "cpu":
+        raise ConfigError(
+            f"precision=bf16_products is for CPUs, and this run is on {device}; give precision=bf16"
+        )
+    # high: TF32 for what autocast leaves in float32
+    machine.set_products({"float32": "highest", "bf16": "high", "bf16_products": "medium"}[precision])
     if config.deterministic:
         # CUDA's own switch, read when its first handle is made; without it PyTorch refuses
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -279,6 +283,13 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
     named = device.type if machine.processes().world > 1 else str(device)
     changes = {"device": named, "precision": precision, "backend": backend}
     return config.model_copy(update=changes), device
+
+
+def _best_precision(device: torch.device) -> str:
+    """Returns the precision that `auto` stands for: autocast's casts cost a CPU more than they save."""
+    if device.type == "cpu":
+        return "bf16_products" if machine.multiplies_bfloat16_faster(device) else "float32"
+    return "bf16" if machine.supports_bfloat16(device) else "float32"
 
 
 def load_dataset(config: RunConfig) -> TokenDataset:

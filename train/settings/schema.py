@@ -205,8 +205,8 @@ class RunConfig(Section):
     """device to train on: auto, cpu, cuda, cuda:1, xla, ..."""
     backend: str = "auto"
     """backend of the delta rule (`delta-trn backends` lists them); auto: chosen by device"""
-    precision: Literal["auto", "float32", "bf16"] = "auto"
-    """precision of matrix products, with float32 weights; auto: bf16 on accelerators, float32 on a CPU"""
+    precision: Literal["auto", "float32", "bf16", "bf16_products"] = "auto"
+    """precision of products, with float32 weights; auto: bf16, on a CPU with AMX bf16_products, else float32"""
     parametrization: Parametrization = "mup"
     """how initialization, multipliers and learning rates scale with width"""
     compile: bool = False

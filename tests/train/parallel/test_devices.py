@@ -16,6 +16,7 @@ from delta_trn.train.checkpoints.contents import random_states, set_random_state
 from delta_trn.train.parallel import rendezvous
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run import setup
+from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply
 from tests.support import team_run, tiny_run
 
@@ -49,7 +50,7 @@ def calls(monkeypatch) -> list[tuple[str, object]]:
 def test_the_current_device_is_set_before_anything_else_touches_cuda(calls, monkeypatch, name, rank, device):
     """`cuda:3` is how a sweep starts a trial on its fourth GPU."""
     monkeypatch.setenv("LOCAL_RANK", rank)
-    _, chosen = setup.set_up_process(apply(recipe("tiny"), {"device": name}))
+    _, chosen = setup.set_up_process(apply(recipe("tiny"), {"device": name, "precision": "auto"}))
     assert chosen == torch.device(device)
     names = [call[0] for call in calls]
     assert calls[0] == ("set_device", torch.device(device)) and names.count("set_device") == 1
@@ -116,3 +117,16 @@ def _run_and_report(arguments: list[str], log: str) -> None:
     Path(f"{log}.json").write_text(json.dumps({"current": torch.cuda.current_device(), "contexts": contexts}))
     sys.stdout.flush()
     os._exit(status)
+
+
+@pytest.mark.parametrize(("amx", "chosen"), [(True, "bf16_products"), (False, "float32")])
+def test_a_run_multiplies_in_bfloat16_where_the_cpu_does_so_faster(monkeypatch, amx, chosen):
+    monkeypatch.setattr(machine, "multiplies_bfloat16_faster", lambda device: amx)
+    config, _ = setup.set_up_process(apply(recipe("tiny"), {"device": "cpu", "precision": "auto"}))
+    assert config.precision == chosen
+    assert torch.get_float32_matmul_precision() == ("medium" if amx else "highest")
+
+
+def test_bf16_products_are_refused_on_a_gpu(calls):
+    with pytest.raises(ConfigError, match="bf16_products is for CPUs, and this run is on cuda:0; give prec"):
+        setup.set_up_process(apply(recipe("tiny"), {"device": "cuda", "precision": "bf16_products"}))
