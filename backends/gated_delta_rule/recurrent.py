@@ -145,10 +145,7 @@ def _prepare(call: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
     if call.A_log is not None:
         x = g if call.dt_bias is None else g + call.dt_bias.to(dtype)
-        # above the largest number, exp(A_log) meets a softplus of 0 as infinity
-        g = -call.A_log.to(dtype).exp().clamp(max=torch.finfo(dtype).max) * torch.logaddexp(
-            x, torch.zeros_like(x)
-        )
+        g = -_rate_times(torch.logaddexp(x, torch.zeros_like(x)), call.A_log, x)
     if call.beta_max:
         beta = call.beta_max * torch.sigmoid(beta)
     return q, k, v, g, beta
@@ -160,16 +157,25 @@ def _gradients_of_gates(
     """Returns the gradients of what the call has as g and beta, of A_log and of dt_bias."""
     dA_log = ddt_bias = None
     if call.A_log is not None:
-        largest = torch.finfo(dg.dtype).max
         x = call.g.to(dg.dtype) if call.dt_bias is None else call.g.to(dg.dtype) + call.dt_bias.to(dg.dtype)
-        dA_log = (g.clamp(min=-largest) * dg).sum((0, 1)).to(call.A_log.dtype)
-        dg = -call.A_log.to(dg.dtype).exp().clamp(max=largest) * torch.sigmoid(x) * dg
+        dA_log = (g.clamp(min=-torch.finfo(dg.dtype).max) * dg).sum((0, 1)).to(call.A_log.dtype)
+        dg = -_rate_times(torch.sigmoid(x), call.A_log, x) * dg
         ddt_bias = None if call.dt_bias is None else dg.sum((0, 1)).to(call.dt_bias.dtype)
     if call.beta_max:
         z = call.beta.to(dbeta.dtype)
         # not s (1 - s), which has no digits where s is about 1
         dbeta = call.beta_max * torch.sigmoid(z) * torch.sigmoid(-z) * dbeta
     return dg.to(call.g.dtype), dbeta.to(call.beta.dtype), dA_log, ddt_bias
+
+
+def _rate_times(y: Tensor, A_log: Tensor, x: Tensor) -> Tensor:
+    """Returns exp(A_log) y for y = softplus(x) or sigmoid(x), which both are exp(x) far below 0.
+
+    Neither factor is infinite or 0 where the product is not: exp(A_log) overflows at 89, exp(x) ends at -103.
+    """
+    root = (0.5 * A_log.to(x.dtype).clamp(max=170.0)).exp()
+    far = (root * (0.5 * x).exp()).square()
+    return torch.where(x < -40.0, far, root * (root * y)).clamp(max=torch.finfo(x.dtype).max)
 
 
 def _reciprocal_norm(x: Tensor) -> Tensor:

@@ -151,13 +151,20 @@ def product(a: Tensor, b: Tensor, rounding: Rounding) -> Tensor:
 def make_gates(
     a: Tensor, z: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float, noise: Noise | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns g and beta of a call, in float32 at least: from a layer's projections, where they are such."""
+    """Returns g and beta of a call, in float32 at least: from a layer's projections, where they are such.
+
+        g = -exp(A_log) softplus(a + dt_bias) = -r (r softplus(x)) = -(r exp(x/2))^2 for x far below 0
+
+    With r = exp(A_log / 2) no factor, and no gradient on its way, overflows where the other underflows.
+    """
     g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (a, z))
     rounding = Rounding(g.dtype, noise)
     if A_log is not None:
         x = g if dt_bias is None else g + dt_bias.to(g.dtype)[..., None, None, :]
-        rate = rounding(A_log.to(g.dtype).exp())[..., None, None, :]
-        g = rounding(-rate * rounding(torch.logaddexp(x, torch.zeros_like(x))))
+        r = rounding((0.5 * A_log.to(g.dtype)).exp())[..., None, None, :]
+        near = r * (r * rounding(torch.logaddexp(x.clamp(min=-40.0), torch.zeros_like(x))))
+        far = (r * rounding((0.5 * x.clamp(max=-40.0)).exp())).square()
+        g = rounding(-torch.where(x < -40.0, far, near))
     if beta_max:
         beta = rounding(beta_max * torch.special.expit(beta))
     return g, beta

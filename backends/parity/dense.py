@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from delta_trn.backends.parity.baseline import Noise, make_gates
+
 # ((q, k [n, L, H, K], v [n, L, HV, V], g, beta [n, L, HV]), S [n, HV, K, V], scale, l2norm) -> o, states
 Form = Callable[[tuple[Tensor, ...], Tensor, float, bool], tuple[Tensor, Tensor]]
 
@@ -29,18 +31,20 @@ def gated_delta_rule(
     tensors: Mapping[str, Tensor],
     options: Mapping[str, Any],
     form: Form,
-    rounding: Callable[[Tensor], Tensor] = lambda x: x,
+    noise: Noise | None = None,
 ) -> dict[str, Tensor]:
     """Returns o and final_state of a call of the public operation, by `form`; differentiable.
 
-    Gates are made in float32, float64 for float64 inputs, and so are the results. `rounding` gets gates that
-    are made here: a decay of 250 tokens has the rounding of each of them.
+    Gates are made in float32, float64 for float64 inputs, and so are the results. With `noise` the gates are
+    rounded at random: a decay of 250 tokens has the rounding of each of them.
     """
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
     full = torch.promote_types(q.dtype, torch.float32)
-    g, beta = gates(tensors, options)
-    if options.get("use_gate_in_kernel"):
-        g = rounding(g)
+    gated, beta_max = options.get("use_gate_in_kernel"), 2.0 if options.get("allow_neg_eigval") else 1.0
+    g, beta = make_gates(
+        tensors["g"], tensors["beta"], tensors.get("A_log") if gated else None, tensors.get("dt_bias"),
+        beta_max if options.get("use_beta_sigmoid_in_kernel") else 0.0, noise,
+    )  # fmt: skip
     scale, l2norm = options.get("scale"), bool(options.get("use_qk_l2norm_in_kernel"))
     cu_seqlens, S = tensors.get("cu_seqlens"), tensors.get("initial_state")
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -54,20 +58,6 @@ def gated_delta_rule(
         o = o.index_put((tokens[inside],), rows[inside].to(full))
         states = states.index_put((index,), finals)
     return {"o": o.view(v.shape), "final_state": states}
-
-
-def gates(tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns g and beta, from a layer's projections where the options say so."""
-    g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (tensors["g"], tensors["beta"]))
-    if options.get("use_gate_in_kernel"):
-        dt_bias = tensors.get("dt_bias")
-        a = g if dt_bias is None else g + dt_bias.to(g.dtype)
-        # no factor is infinite where the product is, so that its gradient is 0 and no NaN
-        root = (0.5 * tensors["A_log"].to(g.dtype)).exp()
-        g = -root * (root * torch.logaddexp(a, torch.zeros_like(a)))
-    if options.get("use_beta_sigmoid_in_kernel"):
-        beta = torch.sigmoid(beta) * (2.0 if options.get("allow_neg_eigval") else 1.0)
-    return g, beta
 
 
 def _padded(x: Tensor, tokens: Tensor, inside: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from torch import Tensor
 from delta_trn.backends import layers
 from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
-from delta_trn.backends.parity import baseline, dense, layer_cases, residual_cases
+from delta_trn.backends.parity import baseline, dense, layer_cases, residual_cases, rule
 from delta_trn.backends.parity.baseline import Noise, Rounding
 from delta_trn.backends.parity.judge import FACTOR, PART_FACTOR, Reference, Spread, Verdict, absolute
 from delta_trn.backends.parity.random_cases import RandomCase
@@ -155,13 +155,13 @@ def judge(case: RandomCase) -> dict[str, Tensor]:
 
 def samples(case: RandomCase) -> Iterator[dict[str, Tensor]]:
     """Yields results of plain PyTorch at the case's precision, rounded to the nearest and then at random."""
-    rule = case.op.startswith("gated_delta_rule")
-    yield _formula(case, _chunkwise) if rule else _formula(case)
+    chunkwise = case.op.startswith("gated_delta_rule")
+    yield _formula(case, _chunkwise) if chunkwise else _formula(case)
     noise = _noise()
     for n in range(SAMPLES):
         noise.generator.manual_seed(n)
-        if rule:
-            form = partial(_chunkwise, chunk=(16, 32, 64)[n % 3], noise=noise)
+        if chunkwise:
+            form = partial(_chunkwise, chunk=rule.CHUNKS[n % len(rule.CHUNKS)], noise=noise)
             yield _formula(case, form, Rounding(case.dtype, noise))
         else:
             yield _formula(case, rounding=Rounding(case.dtype, noise))
@@ -218,7 +218,7 @@ def _rule(case: RandomCase, x: Tensors, form: dense.Form, rounding: Rounding | N
         shared = ("A_log", "dt_bias", "state")
         x = {n: y if n in shared else y[:, None] for n, y in x.items()}
         x["initial_state"] = x.pop("state")
-    y = dense.gated_delta_rule(x, case.options, form, *([] if rounding is None else [rounding]))
+    y = dense.gated_delta_rule(x, case.options, form, None if rounding is None else rounding.noise)
     o, state = y["o"].to(case.dtype), y["final_state"]
     if step:
         return {"o": o[:, 0], "state": state}

@@ -3,13 +3,17 @@
 Parity compares the results with float64, in its cases `gates`, `gates_wide` and `gates_packed`.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import softplus
 
 from delta_trn.backends import checking, gated_delta_rule, gated_delta_rule_step, log_decay, write_strength
 from delta_trn.backends.gated_delta_rule import contract
+from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.judge import error
+from delta_trn.backends.parity.rule_cases import Case, inputs
 from delta_trn.backends.registry import BACKENDS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -221,6 +225,21 @@ def test_check_mode_checks_the_computed_gates(backend):
         A_log[1] = float("nan")
         with pytest.raises(ValueError, match="is not finite"):
             gated_delta_rule(q, k, v, a, z, backend=backend, **gate_options(A_log, dt_bias))
+
+
+@pytest.mark.parametrize("rate", [20.0, 83.9, 100.0])
+@pytest.mark.parametrize("backend", ["recurrent", "chunked", IN_KERNELS])
+def test_gates_of_huge_rates_have_gradients(backend, rate):
+    """A projection far below 0 makes a usual decay of any rate; its gradient was NaN (infinity times 0), or 0."""
+    x = inputs(Case("rates", 1, 9, 2, 8, 8, "", gates="plain", state=True), torch.float32)
+    a = torch.linspace(-rate - 50, -rate + 3, 18).view(x.g.shape)
+    a[0, 0] = 30.0  # a reset of the first head
+    x = replace(x, g=a, A_log=torch.tensor([rate, rate - 10]), dt_bias=torch.zeros(2))
+    reference = rule.reference_for(x)
+    assert {spread.count for spread in reference.spreads.values()} == {2 + len(rule.CHUNKS) * rule.SAMPLES}
+    assert reference.judge["dg"].abs().max() > 1e-3
+    verdicts = reference.verdicts(backend, rule.outcome(x.to(DEVICE), backend))
+    assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
 
 
 def test_a_small_gradient_of_a_decay_does_not_underflow_on_its_way_to_the_projection():
