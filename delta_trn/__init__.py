@@ -5,7 +5,8 @@
     delta_residual                              the same rule over depth
     default_backend, checking, describe         which backend runs, whether data is checked, what runs here
     BackendRefusal                              no backend, or not the one asked for, can run a call
-    DeltaConfig, DeltaForCausalLM, DeltaCache   the models; `AutoModelForCausalLM` knows them, too
+    DeltaConfig, DeltaForCausalLM, DeltaCache   the language model; transformers' Auto classes know it
+    DeltaModel, DeltaForSequenceClassification  its backbone, and a classifier of sequences
     patch_transformers                          computes Qwen3-Next and its like with these operations
     check_packing                               whether packed sequences see each other in a model
     load_model, save_model                      weights of ours, transformers', flash-linear-attention's
@@ -41,7 +42,7 @@ _BACKENDS = (
     ),
     "BackendRefusal",
 )
-_MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaCache")
+_MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaModel", "DeltaForSequenceClassification", "DeltaCache")
 _ECOSYSTEM = ("patch_transformers", "check_packing", "check_weights", "load_model", "save_model")
 _HOMES = (
     dict.fromkeys(_BACKENDS, "delta_trn.backends")

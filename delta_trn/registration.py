@@ -17,9 +17,21 @@ NAMES = "transformers.models.auto.configuration_auto"
 def register() -> None:
     """Registers the models now if transformers' names are loaded, otherwise as soon as they are."""
     if NAMES in sys.modules:
-        import delta_trn.models.language_model  # noqa: F401 - registers them
+        _register_models()
     elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Waiting())
+
+
+def _register_models() -> None:
+    """Tells the Auto classes of transformers which of our classes they make from our configuration."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from delta_trn.models import DeltaConfig, DeltaForCausalLM, DeltaForSequenceClassification, DeltaModel
+
+    AutoConfig.register(DeltaConfig.model_type, DeltaConfig, exist_ok=True)
+    AutoModel.register(DeltaConfig, DeltaModel, exist_ok=True)
+    AutoModelForCausalLM.register(DeltaConfig, DeltaForCausalLM, exist_ok=True)
+    AutoModelForSequenceClassification.register(DeltaConfig, DeltaForSequenceClassification, exist_ok=True)
 
 
 class _Waiting(MetaPathFinder):

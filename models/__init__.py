@@ -1,4 +1,4 @@
-"""Delta-rule language models as `transformers` models: `AutoModelForCausalLM` knows them.
+"""Delta-rule language models as `transformers` models: the Auto classes know them.
 
 Importing this package loads neither torch nor transformers: a name is loaded when it is first used.
 
@@ -11,19 +11,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from delta_trn.models.backbone import DeltaModel
     from delta_trn.models.cache import DeltaCache
     from delta_trn.models.config import DeltaConfig
-    from delta_trn.models.language_model import DeltaForCausalLM
+    from delta_trn.models.language_model import DeltaForCausalLM, DeltaForSequenceClassification
     from delta_trn.models.sizes import named_sizes
 
 _HOMES = {
     "DeltaCache": "cache",
     "DeltaConfig": "config",
     "DeltaForCausalLM": "language_model",
+    "DeltaForSequenceClassification": "language_model",
+    "DeltaModel": "backbone",
     "named_sizes": "sizes",
 }
 
-__all__ = ["DeltaCache", "DeltaConfig", "DeltaForCausalLM", "named_sizes"]
+__all__ = [
+    "DeltaCache",
+    "DeltaConfig",
+    "DeltaForCausalLM",
+    "DeltaForSequenceClassification",
+    "DeltaModel",
+    "named_sizes",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -149,3 +149,7 @@ def markdown_table(parametrizations: tuple[str, ...] = ("sp", "mup_original", "m
 def _power(exponent: float) -> str:
     names = {0.0: "1", 1.0: "m", -1.0: "1/m", 0.5: "√m", -0.5: "1/√m"}
     return names.get(exponent, f"m^{exponent:g}")
+
+
+if __name__ == "__main__":
+    print(markdown_table())

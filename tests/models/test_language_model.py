@@ -394,7 +394,8 @@ class TestBadCalls:
 
 
 @pytest.mark.parametrize(
-    "module", ["", ".cache", ".config", ".language_model", ".mup", ".parameters", ".settings", ".sizes"]
+    "module",
+    ["", ".backbone", ".cache", ".config", ".language_model", ".mup", ".parameters", ".settings", ".sizes"],
 )
 def test_examples_in_docstrings_run(module: str):
     result = doctest.testmod(import_module(f"delta_trn.models{module}"))
