@@ -128,6 +128,8 @@ class Format:
         if settings["intermediate_size"] is None:
             inner = int(given["hidden_size"] * (given["hidden_ratio"] or 4) * 2 / 3)
             settings["intermediate_size"] = -(-inner // 256) * 256
+        if not given["use_short_conv"]:
+            settings["conv_size"] = 1
         settings = {name: value for name, value in settings.items() if value is not None}
         return DeltaConfig(init="authors", readout="none", **settings, **self.to_settings(given))
 
@@ -281,14 +283,11 @@ def _authors_from_settings(config: DeltaConfig) -> dict[str, Any]:
             f"attention_layers={config.attention_layers}: that code has heads of another size there; "
             "keep this model in our format"
         )
-    scales = TABLES[config.parametrization][Role.EMBEDDING].multiplier != 0
-    return {
-        "mup": scales,
-        "hidden_size_base": config.base_width,
-        "hidden_init_std_factor": config.initializer_range * config.base_width**0.5,
-        "initializer_range": config.initializer_range,
-        "nanogpt_next_model_type": "gdn",
-    }
+    theirs = {"mup": False, "initializer_range": config.initializer_range}
+    if TABLES[config.parametrization][Role.EMBEDDING].multiplier != 0:
+        factor = config.initializer_range * config.base_width**0.5
+        theirs = {"mup": True, "hidden_size_base": config.base_width, "hidden_init_std_factor": factor}
+    return {**theirs, "nanogpt_next_model_type": "gdn"}
 
 
 def _authors_scale(given: Mapping[str, Any]) -> bool:
