@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = self.o_norm = self.g_proj = self.k_shift = self.v_shift = None
         if config.use_qk_rmsnorm:
             self.q_norm, self.k_norm = (RMSNorm(self.D, config.rms_norm_eps, gain) for _ in range(2))
-        self.q_proj, self.k_proj, self.v_proj = (Linear(d, H * self.D) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = (Linear(d, H * self.D, heads=H) for _ in range(3))
         self.activations = tuple(
             ACTIVATIONS[name] for name in (config.q_activation, config.k_activation, config.v_activation)
         )
@@ -54,8 +54,8 @@ class Attention(nn.Module):
         if config.using_groupnorm or config.use_output_gate:
             self.o_norm = RMSNorm(self.D, config.rms_norm_eps, gain)
         if config.use_output_gate:
-            self.g_proj = Linear(d, H * self.D)
-        self.o_proj = Linear(H * self.D, d, scale=config.mixer_output_scale)
+            self.g_proj = Linear(d, H * self.D, heads=H)
+        self.o_proj = Linear(H * self.D, d, scale=config.mixer_output_scale, heads=H, of_columns=True)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d] to [B, T, d]."""

@@ -57,9 +57,9 @@ class GatedDeltaNet(nn.Module):
         gate, scalar, gain = (
             (Role.HIDDEN, Role.VECTOR, Role.CONSTANT) if grow else (Role.GATE, Role.SCALAR, Role.VECTOR)
         )
-        self.q_proj = Linear(d, H * K)
-        self.k_proj, self.v_proj = Linear(d, H * K, stored=True), Linear(d, HV * V, stored=True)
-        self.g_proj, self.o_proj = Linear(d, HV * V), Linear(HV * V, d, scale=config.mixer_output_scale)
+        self.q_proj, self.k_proj = Linear(d, H * K, heads=H), Linear(d, H * K, stored=True, heads=H)
+        self.v_proj, self.g_proj = Linear(d, HV * V, stored=True, heads=HV), Linear(d, HV * V, heads=HV)
+        self.o_proj = Linear(HV * V, d, scale=config.mixer_output_scale, heads=HV, of_columns=True)
         self.a_proj, self.b_proj = (Linear(d, HV, gate, stored=True) for _ in range(2))
         like, law = (Role.HIDDEN, None) if config.init == "authors" else (None, taps)
         tap = Tag(Role.VECTOR, law=law, like=like, stored=True)

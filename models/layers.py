@@ -13,7 +13,7 @@ from delta_trn.models.parameters import Tag
 
 
 class Linear(nn.Linear):
-    """Computes y = W x, W [outputs, inputs]; `scale` and `stored` are those of `Tag`."""
+    """Computes y = W x, W [outputs, inputs]; `scale` and what follows are those of `Tag`."""
 
     def __init__(
         self,
@@ -23,9 +23,12 @@ class Linear(nn.Linear):
         *,
         scale: float = 1.0,
         stored: bool = False,
+        heads: int = 1,
+        of_columns: bool = False,
     ) -> None:
         super().__init__(inputs, outputs, bias=False)
-        self.tags = {"weight": Tag(role, scale=scale, stored=stored)}
+        tag = Tag(role, scale=scale, stored=stored, heads=heads, of_columns=of_columns)
+        self.tags = {"weight": tag}
 
     def reset_parameters(self) -> None:
         """Leaves the weight as it is: `initialize` fills the whole model."""

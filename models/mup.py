@@ -4,13 +4,16 @@ With m = width / base_width, a parameter of a role gets
 
     initial std     initializer_range * m ** init_std
     multiplier      m ** multiplier            on what it computes, in the forward pass
-    learning rate   lr * m ** lr_adamw         or lr_sgd
+    learning rate   lr * m ** lr_adamw         or lr_sgd; for Muon's matrices lr_muon
     Adam's epsilon  eps * m ** epsilon         follows the size of its gradient's entries
 
 so at m = 1 every table is the standard parametrization. Sources: TP-V is Tensor Programs V, arXiv:2203.03466,
 table 8; GDN is arXiv:2606.04048, tables 1 and 2. Norm gains and convolution taps are in neither of GDN's
 tables. They are vector-like, so TP-V's row holds; the paper's code gives them the learning rate of hidden
 matrices ("mup_authors").
+
+Muon's update of a matrix has singular values of 0.2 sqrt(max(rows, columns)) lr (`train.run.muon`), which
+must not grow with m: its rate falls as 1/sqrt(m) (the spectral condition, arXiv:2310.17813).
 
 Why, under muP at initialization: the gradient of the residual stream has entries of size 1/m, and so have the
 gradients of hidden matrices, of the embedding's rows and of gains. Gates and scalars collect the channels of
@@ -27,7 +30,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "sgd", "muon")
 Parametrization = Literal["sp", "mup_original", "mup", "mup_authors", "mup_aligned"]
 
 
@@ -59,6 +62,7 @@ class Rule:
     multiplier: float = 0.0
     lr_adamw: float = 0.0
     lr_sgd: float = 0.0
+    lr_muon: float | None = None  # None: as AdamW
     epsilon: float = 0.0
     source: str
 
@@ -67,7 +71,9 @@ class Rule:
         if optimizer not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
             raise ValueError(f"optimizer={optimizer!r} has no column in the muP table; choose one of {known}")
-        return self.lr_adamw if optimizer == "adamw" else self.lr_sgd
+        if optimizer == "muon" and self.lr_muon is not None:
+            return self.lr_muon
+        return self.lr_sgd if optimizer == "sgd" else self.lr_adamw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +101,7 @@ _SP = Table(rules={role: Rule(source="standard") for role in Role})
 _ORIGINAL = Table(attention=-0.5, value=0.5, rules={
     Role.EMBEDDING: Rule(multiplier=-1.0, lr_sgd=1.0, epsilon=-1.0, source="TP-V; tied: GDN tables 1, 2"),
     Role.READOUT:   Rule(multiplier=-1.0, lr_sgd=1.0, epsilon=-1.0, source="TP-V"),
-    Role.HIDDEN:    Rule(init_std=-0.5, lr_adamw=-1.0, epsilon=-1.0, source="TP-V"),
+    Role.HIDDEN:    Rule(init_std=-0.5, lr_adamw=-1.0, lr_muon=-0.5, epsilon=-1.0, source="TP-V"),
     Role.GATE:      Rule(init_std=-0.5, lr_adamw=-1.0, epsilon=-0.5, source="GDN's baseline: as hidden"),
     Role.SCALAR:    Rule(epsilon=-0.5, source="GDN's baseline: not scaled"),
     Role.VECTOR:    Rule(lr_sgd=1.0, epsilon=-1.0, source="TP-V"),

@@ -35,6 +35,8 @@ class Tag:
     like    the role whose std is used, if it is not the parameter's own
     scale   a factor on that std
     stored  whether the gradient comes through Gated DeltaNet's state, from all tokens that remember the value
+    heads   number of blocks of a matrix that belong to different heads: of its rows,
+    of_columns      or of its columns
     """
 
     role: Role
@@ -42,6 +44,8 @@ class Tag:
     like: Role | None = None
     scale: float = 1.0
     stored: bool = False
+    heads: int = 1
+    of_columns: bool = False
 
 
 def initial_std(tag: Tag, config: DeltaConfig) -> float | None:
@@ -112,6 +116,7 @@ class ScaledParameter:
 
     init_std    None where the initial law is not normal
     epsilon     a factor on Adam's epsilon
+    tag         what its module says of it
     """
 
     name: str
@@ -122,6 +127,7 @@ class ScaledParameter:
     lr: float
     weight_decay: float
     epsilon: float
+    tag: Tag
     parameter: nn.Parameter
 
 
@@ -136,7 +142,7 @@ def scaled_parameters(
 ) -> list[ScaledParameter]:
     """Returns what every parameter gets, one row per parameter, in the order of `model.parameters()`.
 
-    optimizer                   "adamw" or "sgd"
+    optimizer                   "adamw", "sgd" or "muon"
     lr                          learning rate at base_width
     weight_decay                coefficient at base_width, for the roles that decay
     independent_weight_decay    optimizers multiply the coefficient by a parameter's learning rate, so under
@@ -170,6 +176,7 @@ def scaled_parameters(
                 lr=lr * factor,
                 weight_decay=decay / factor if independent_weight_decay else decay,
                 epsilon=m**rule.epsilon,
+                tag=tag,
                 parameter=parameter,
             )
         )

@@ -1,12 +1,14 @@
 """The schedule, the parameter groups, and both update rules against the same rules written out in float64."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+from delta_trn.models.mup import OPTIMIZERS, Role
 from delta_trn.models.parameters import ScaledParameter
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
@@ -18,7 +20,7 @@ from delta_trn.train.run.optimizer import (
     set_learning_rate,
 )
 from delta_trn.train.run.step import TrainingStep, loss_function
-from delta_trn.train.settings.errors import CheckpointError
+from delta_trn.train.settings.errors import CheckpointError, ConfigError
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig
 
@@ -97,7 +99,7 @@ class TestSchedule:
 
 
 class TestGroups:
-    @pytest.mark.parametrize("name", ["adamw", "sgd"])
+    @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_parameter_groups_partition_the_parameters_and_scale_their_rates(self, name):
         c = config(optimizer__name=name, optimizer__weight_decay=0.1)
         model = build_model(c)
@@ -142,6 +144,31 @@ def update_adamw(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunCon
     return p
 
 
+def update_muon(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
+    """Applies Muon to each head's block of a hidden matrix, AdamW to all else.
+
+    O is about U V^T by the quintic of arXiv:2502.16982: each singular value s becomes a s + b s^3 + c s^5,
+    five times, here by singular values and not by products of matrices.
+    """
+    if row.role is not Role.HIDDEN:
+        return update_adamw(p, grads, row, c)
+    if row.tag.of_columns:
+        flat = update_muon(p.T, [g.T for g in grads], replace(row, tag=replace(row.tag, of_columns=False)), c)
+        return flat.T
+    mu, heads = c.optimizer.momentum, row.tag.heads
+    p, u = p.double().clone(), torch.zeros_like(p).double()
+    for g in (g.double() for g in grads):
+        u = mu * u + g
+        p *= 1 - row.lr * row.weight_decay
+        for block, direction in zip(p.chunk(heads), (g + mu * u).chunk(heads), strict=True):
+            left, s, right = torch.linalg.svd(direction, full_matrices=False)
+            s = s / s.norm()
+            for _ in range(5):
+                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+            block -= row.lr * 0.2 * max(block.shape) ** 0.5 * (left * s) @ right
+    return p
+
+
 def update_sgd(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
     """Applies PyTorch's Nesterov momentum: buffer u <- mu u + g, step lr (g + mu u)."""
     mu = c.optimizer.momentum
@@ -153,11 +180,15 @@ def update_sgd(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfi
     return p
 
 
-@pytest.mark.parametrize(("name", "rule"), [("adamw", update_adamw), ("sgd", update_sgd)])
+@pytest.mark.parametrize(
+    ("name", "rule"), [("adamw", update_adamw), ("sgd", update_sgd), ("muon", update_muon)]
+)
 def test_optimizer_updates_match_the_rule_written_out_in_float64(name, rule):
     # an epsilon that matters, at twice the base width, where its factor is not 1
-    epsilon = {"optimizer.eps": 0.1} if name == "adamw" else {}
+    epsilon = {} if name == "sgd" else {"optimizer.eps": 0.1}
     c = config(optimizer__name=name, optimizer__lr=0.03, optimizer__weight_decay=0.1, **epsilon)
+    # each of Muon's five steps multiplies the rounding of a small singular value by 3.4
+    growth = 3.4445**5 if name == "muon" else 1.0
     model = build_model(c)
     optimizer = make_optimizer(Sharding(model), c)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -173,9 +204,34 @@ def test_optimizer_updates_match_the_rule_written_out_in_float64(name, rule):
         expected = rule(start[row.name], grads[row.name], row, c)
         # float32 rounding of four steps, each a handful of operations
         scale = max(expected.abs().max().item(), 1.0)
-        assert (row.parameter.double() - expected).abs().max() < 64 * 2**-24 * scale, row.name
+        bound = 64 * 2**-24 * scale * (growth * 0.03 if row.role is Role.HIDDEN else 1)
+        assert (row.parameter.double() - expected).abs().max() < bound, row.name
         moved += int(not torch.equal(row.parameter, start[row.name]))
     assert moved == len(start)
+
+
+def test_muon_moves_each_head_by_its_own_gradient():
+    """What one head's gradient is changes nothing in the others, and its size changes nothing at all."""
+    results = []
+    for factor in (1.0, 100.0):
+        model = build_model(config(optimizer__name="muon"))
+        optimizer = make_optimizer(Sharding(model), config(optimizer__name="muon"))
+        set_learning_rate(optimizer, 0.1)
+        mixer, generator = model.blocks[0].mixer, torch.Generator().manual_seed(0)
+        for p in (mixer.v_proj.weight, mixer.o_proj.weight):
+            p.grad = torch.randn(p.shape, generator=generator)
+        mixer.v_proj.weight.grad[: mixer.V] *= factor
+        mixer.o_proj.weight.grad[:, : mixer.V] *= factor
+        optimizer.step()
+        results.append((mixer.v_proj.weight.detach(), mixer.o_proj.weight.detach(), mixer.V))
+    (v, o, V), (other_v, other_o, _) = results
+    assert torch.equal(v[V:], other_v[V:]) and torch.equal(o[:, V:], other_o[:, V:])
+    assert torch.allclose(v, other_v, atol=1e-5) and torch.allclose(o, other_o, atol=1e-5)
+
+
+def test_muon_is_refused_where_matrices_are_divided():
+    with pytest.raises(ConfigError, match="muon needs whole matrices on every process"):
+        config(optimizer__name="muon", distribution__mode="fsdp")
 
 
 def build_step(c: RunConfig, micro: int = 4, clip: float | None = None):
@@ -238,7 +294,7 @@ class TestStep:
 
 
 class TestState:
-    @pytest.mark.parametrize("name", ["adamw", "sgd"])
+    @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_optimizer_state_survives_a_round_trip_bit_for_bit(self, name):
         c = config(optimizer__name=name)
         model, step = build_step(c, clip=1.0)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from delta_trn.models.mup import OPTIMIZERS
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.effects import require_effect_somewhere
 from delta_trn.train.settings.errors import UsageError
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 EPILOG = """keys of its own
   widths=64,128,256,512,1024        parametrizations=sp,mup_original,mup
-  optimizers=adamw,sgd              lr.adamw=2**-8  lr.sgd=0.1     at the base width
+  optimizers=adamw,sgd, or muon     lr.adamw=2**-8  lr.sgd=0.1  lr.muon=2**-8     at the base width
   steps=4  seeds=2                  out=runs/coord-check-RECIPE
 
 and any key=value of `run`, such as batch.length=128. No clipping, warmup or weight decay unless given.
@@ -29,6 +30,7 @@ DEFAULTS = {
     "optimizers": "adamw,sgd",
     "lr.adamw": "2**-8",
     "lr.sgd": "0.1",
+    "lr.muon": "2**-8",
     "steps": "4",
     "seeds": "2",
 }
@@ -46,7 +48,7 @@ AXES = {
     "seed": "seeds",
     "parametrization": "parametrizations",
     "optimizer.name": "optimizers",
-    "optimizer.lr": "lr.adamw, lr.sgd",
+    "optimizer.lr": "lr.adamw, lr.sgd, lr.muon",
 }
 
 
@@ -105,8 +107,8 @@ def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]
             raise UsageError(f"{key}={options[key]}: this is an axis of coord-check; give {axis}=...")
     configs = []
     for optimizer in own["optimizers"].split(","):
-        if optimizer not in ("adamw", "sgd"):
-            raise UsageError(f"optimizers={own['optimizers']}: expected adamw, sgd, or both")
+        if optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizers={own['optimizers']}: expected some of {','.join(OPTIMIZERS)}")
         for parametrization in own["parametrizations"].split(","):
             changes = {
                 "optimizer.name": optimizer,

@@ -17,7 +17,7 @@ from delta_trn.train.studies.sweep.results import SAFE, Results, losses
 EPILOG = f"""axes
   widths=64,128,256                     model.width
   lrs=2**-10..2**-4                     learning rates at the base width: doubling, or 1e-3,2e-3,4e-3;
-  lrs.adamw=...  lrs.sgd=...            one grid per optimizer
+  lrs.adamw=...  lrs.sgd=...  lrs.muon=...            one grid per optimizer
   parametrizations=sp,mup               optimizers=adamw,sgd               seeds=0,1
   arms=NAME | KEY=V1,V2 | FILE.json     anything else to compare; named sets: {", ".join(ARMS)}
   refine=2                              rounds of rates added around the best of each curve

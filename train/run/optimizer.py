@@ -1,4 +1,4 @@
-"""AdamW and Nesterov SGD, with one group per set of factors in the muP table, and their schedule."""
+"""AdamW, Muon and Nesterov SGD, with one group per set of factors in the muP table, and their schedule."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from delta_trn.models.mup import Role
 from delta_trn.models.parameters import ScaledParameter, scaled_parameters
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import model_config, vocabulary
-from delta_trn.train.settings.schema import RunConfig
+from delta_trn.train.run.muon import Muon
+from delta_trn.train.settings.schema import OptimizerSection, RunConfig
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
@@ -63,12 +65,14 @@ def rows(model: DeltaForCausalLM, config: RunConfig) -> list[ScaledParameter]:
 def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
     """Returns the optimizer. Each of its groups has `names`, and `factor`, its rate over the run's."""
     o = config.optimizer
-    adaptive = o.name == "adamw"
+    adaptive = o.name != "sgd"
     members: dict[tuple[float, float, float, Hashable], list[ScaledParameter]] = defaultdict(list)
     for row in rows(sharding.model, config):
         # fused kernels take parameters of one kind: whole, or divided among the same processes
-        mesh = getattr(row.parameter, "device_mesh", None)
-        members[row.lr / o.lr, row.weight_decay, row.epsilon if adaptive else 1.0, mesh].append(row)
+        kind = getattr(row.parameter, "device_mesh", None)
+        if o.name == "muon" and row.role is Role.HIDDEN and len(row.shape) == 2:
+            kind = row.tag.heads, row.tag.of_columns  # these are whole on every process
+        members[row.lr / o.lr, row.weight_decay, row.epsilon if adaptive else 1.0, kind].append(row)
     groups: list[dict[str, Any]] = [
         {
             "params": [row.parameter for row in group],
@@ -77,19 +81,26 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
             "lr": factor * o.lr,
             "weight_decay": decay,
             **({"eps": epsilon * o.eps} if adaptive else {}),
+            **(_muon(o, *kind) if isinstance(kind, tuple) else {}),
         }
-        for (factor, decay, epsilon, _), group in members.items()
+        for (factor, decay, epsilon, kind), group in members.items()
     ]
     # one kernel over all parameters instead of ten small ones for each; other devices have their own
     fused = sharding.model.device.type in ("cpu", "cuda")
     if adaptive:
         betas = (o.beta1, o.beta2)
-        return sharding.make_optimizer(AdamW, groups, clip=o.clip, lr=o.lr, fused=fused, betas=betas)
+        rule = Muon if o.name == "muon" else AdamW
+        return sharding.make_optimizer(rule, groups, clip=o.clip, lr=o.lr, fused=fused, betas=betas)
     # DTensor has no rule for SGD's fused kernel (torch 2.13); it has one for AdamW's
     fused = fused and not any(isinstance(p, DTensor) for group in groups for p in group["params"])
     return sharding.make_optimizer(
         SGD, groups, clip=o.clip, lr=o.lr, fused=fused, momentum=o.momentum, nesterov=o.momentum > 0
     )
+
+
+def _muon(o: OptimizerSection, heads: int, of_columns: bool) -> dict[str, Any]:
+    """Returns what tells Muon that it has a group of matrices."""
+    return {"momentum": o.momentum, "heads": heads, "of_columns": of_columns}
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

@@ -66,7 +66,8 @@ def _has_delta_net(config: RunConfig) -> bool:
     return len(set(config.model.attention_layers)) < config.model.layers
 
 
-_ADAMW, _SGD = _is("optimizer.name", "adamw"), _is("optimizer.name", "sgd")
+_ADAMW, _SGD = _is("optimizer.name", "adamw", "muon"), _is("optimizer.name", "sgd")
+_MOMENTUM = _is("optimizer.name", "sgd", "muon")
 _TEXT = Need(
     "a data.source that is text, not prepared shards", "data.source", lambda c: not is_prepared(c.data.source)
 )
@@ -94,7 +95,8 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "steps": (_is("epochs", None),),
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), (_ADAMW,)),
     "optimizer.independent_weight_decay": (_above_0("optimizer.weight_decay"),),
-    **dict.fromkeys(("optimizer.momentum", "optimizer.memory"), (_SGD,)),
+    "optimizer.momentum": (_MOMENTUM,),
+    "optimizer.memory": (_SGD,),
     **dict.fromkeys(
         (
             "data.tokenizer",

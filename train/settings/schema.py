@@ -38,8 +38,8 @@ class ModelSection(ModelSettings):
 class OptimizerSection(Section):
     """The rule that updates parameters. Per-parameter factors come from models.mup's table."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or SGD with Nesterov momentum"""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """AdamW, SGD with Nesterov momentum, or Muon for hidden matrices, head by head, and AdamW for the rest"""
     lr: Positive = 1e-3
     """peak learning rate at base_width; a parameter's own rate is this times its factor"""
     weight_decay: Real = 0.1
@@ -49,13 +49,13 @@ class OptimizerSection(Section):
     memory: Positive = 1.0
     """sgd: how long heads remember, over the base model; the rates of what they store are divided by it"""
     beta1: Fraction = 0.9
-    """adamw: decay of the gradient's mean"""
+    """adamw and muon's rest: decay of the gradient's mean"""
     beta2: Fraction = 0.95
-    """adamw: decay of the gradient's second moment"""
+    """adamw and muon's rest: decay of the gradient's second moment"""
     eps: Positive = 1e-8
-    """adamw: added to the root of the second moment at base_width; models.mup's table scales it"""
+    """adamw, muon's rest: added to the root of the second moment at base_width; models.mup scales it"""
     momentum: Fraction = 0.98
-    """sgd: Nesterov momentum, without dampening"""
+    """sgd, muon: Nesterov momentum, without dampening"""
     clip: Positive | None = 1.0
     """largest global gradient norm, after accumulation and reduction; none: no clipping"""
 
@@ -251,6 +251,11 @@ class RunConfig(Section):
         if d.tensor > 1 and m.attention_layers and (given := [name for name in alone if getattr(m, name)]):
             raise ValueError(
                 f"model.{given[0]}=true is not divided among processes; leave distribution.tensor at 1"
+            )
+        if self.optimizer.name == "muon" and (d.mode != "ddp" or d.tensor > 1):
+            raise ValueError(
+                "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp and "
+                "distribution.tensor=1, or optimizer.name=adamw"
             )
         if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
             raise ValueError(

@@ -46,7 +46,8 @@ ADDITIVE = {"model.residual": "additive", "model.ddl_compressor": "none", "model
 # need -> changes with which it holds, changes with which it does not
 STATES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "epochs=none": ({}, {"epochs": "1"}),
-    "optimizer.name=adamw": ({}, {"optimizer.name": "sgd"}),
+    "optimizer.name=adamw or muon": ({}, {"optimizer.name": "sgd"}),
+    "optimizer.name=sgd or muon": ({"optimizer.name": "muon"}, {"optimizer.name": "adamw"}),
     "optimizer.name=sgd": ({"optimizer.name": "sgd"}, {"optimizer.name": "adamw"}),
     "optimizer.weight_decay above 0": ({}, {"optimizer.weight_decay": "0"}),
     "a data.source that is text, not prepared shards": ({}, {"data.source": "PREPARED"}),

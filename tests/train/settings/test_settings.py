@@ -119,7 +119,7 @@ class TestOverrides:
             ("optimizer.lr=inf", "optimizer.lr=inf: expected a finite number"),
             ("optimizer.lr=nan", "optimizer.lr=nan: expected"),
             ("optimizer.beta1=1", "optimizer.beta1=1: expected less than 1"),
-            ("optimizer.name=adam", "optimizer.name=adam: expected 'adamw' or 'sgd'"),
+            ("optimizer.name=adam", "optimizer.name=adam: expected 'adamw', 'sgd' or 'muon'"),
             ("parametrization=mu", "expected 'sp', 'mup_original', 'mup', 'mup_authors' or 'mup_aligned'"),
             ("compile=perhaps", "compile=perhaps: expected true or false"),
             ("model.attention_layers=a", "model.attention_layers=a: expected a whole number"),

@@ -16,13 +16,15 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 
+from delta_trn.models.mup import OPTIMIZERS
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.effects import require_effect, require_effect_somewhere
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, number, whole_number, whole_numbers
 from delta_trn.train.settings.schema import NOT_MATHEMATICS, RunConfig, flatten, is_one_of
 
-AXES = ("widths", "lrs", "lrs.adamw", "lrs.sgd", "parametrizations", "optimizers", "seeds", "arms", "refine")
+_RATES = tuple(f"lrs.{name}" for name in OPTIMIZERS)
+AXES = ("widths", "lrs", *_RATES, "parametrizations", "optimizers", "seeds", "arms", "refine")
 
 # Trials draw no samples, keep no best checkpoint and evaluate only at their end.
 QUIET = {"sample.tokens": "0", "checkpoint.keep_best": "false", "checkpoint.keep_last": "1", "name": "trial"}
@@ -225,7 +227,7 @@ def define(name: str, options: Mapping[str, str]) -> Sweep:
         if text is None:
             raise UsageError(f"give lrs.{optimizer}=2**-10..2**-4, or lrs=... for every optimizer")
         rates[optimizer] = tuple(grid(f"lrs.{optimizer}", text))
-    for optimizer in ("adamw", "sgd"):
+    for optimizer in OPTIMIZERS:
         if f"lrs.{optimizer}" in axes and optimizer not in optimizers:
             names = ",".join(optimizers)
             raise UsageError(f"lrs.{optimizer} is for an optimizer that is not swept; optimizers={names}")
