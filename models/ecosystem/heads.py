@@ -84,9 +84,9 @@ def check_weights(model: nn.Module) -> WeightsReport:
     half: list[str] = []
     heads = 0
     for prefix, layer in head_layers(model):
-        heads += layer.A_log.numel()
+        heads += layer.get_parameter("A_log").numel()
         for attribute, positive in (("A_log", torch.exp), ("dt_bias", nn.functional.softplus)):
-            parameter, name = getattr(layer, attribute), f"{prefix}.{attribute}".lstrip(".")
+            parameter, name = layer.get_parameter(attribute), f"{prefix}.{attribute}".lstrip(".")
             if parameter.dtype in HALF:
                 half.append(name)
             values = parameter.detach().float().cpu().flatten()
@@ -121,13 +121,15 @@ def keep_float32(kind: type) -> Callable[[], None]:
     return lambda: delattr(kind, name) if before is None else setattr(kind, name, before)
 
 
-def widen(layer: nn.Module) -> str:
-    """Puts the two numbers of a layer into float32; returns what was done, or nothing."""
-    narrow = [getattr(layer, number) for number in NUMBERS if getattr(layer, number).dtype in HALF]
-    was = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in narrow}))
-    for parameter in narrow:
-        parameter.data = parameter.data.float()
-    return f"A_log and dt_bias are now float32, they were {was}" if narrow else ""
+def widen(layer: nn.Module) -> list[str]:
+    """Puts the two numbers of a layer into float32; returns one sentence for each that was not."""
+    done = []
+    for name in NUMBERS:
+        parameter = layer.get_parameter(name)
+        if parameter.dtype in HALF:
+            done.append(f"{name} is float32 now, it was {str(parameter.dtype).removeprefix('torch.')}")
+            parameter.data = parameter.data.float()
+    return done
 
 
 def _revived(name: str) -> float:

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from delta_trn.backends.registry import BackendRefusal, Call, choose
+from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
 from delta_trn.models.ecosystem.operations import replacements
 from delta_trn.models.sequence import packed_bounds
 
@@ -27,11 +29,15 @@ OTHER_RULES = {"kimi_linear": "Kimi Delta Attention decays every channel of a he
 
 @dataclass(frozen=True)
 class Row:
-    """One layer, or one family: which backend computes each operation, or why none of ours does."""
+    """One layer, or one family: which backend computes each operation, or why none of ours does.
+
+    notes   what else was done to the layer, and its dead heads, as `check_weights` finds them
+    """
 
     name: str
     kernels: dict[str, str]
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.reason:
@@ -41,7 +47,7 @@ class Row:
             f"{backend} for {', '.join(op for op in self.kernels if self.kernels[op] == backend)}"
             for backend in backends
         )
-        return f"{self.name}: {'; '.join(parts)}"
+        return "\n    ".join([f"{self.name}: {'; '.join(parts)}", *self.notes])
 
 
 @dataclass
@@ -65,6 +71,10 @@ class Patch:
         while self._undo:
             self._undo.pop()()
 
+    def undoing(self, restore: Callable[[], None]) -> None:
+        """Lets `undo` call `restore`."""
+        self._undo.append(restore)
+
     def replace(self, owner: Any, function: Callable[..., Any]) -> None:
         """Makes `function` the `forward` of a class, or of one module."""
         before = vars(owner).get("forward")
@@ -78,7 +88,7 @@ class Patch:
             else:
                 owner.forward = before
 
-        self._undo.append(restore)
+        self.undoing(restore)
 
 
 def patch_transformers(model: nn.Module | None = None, backend: str | None = None) -> Patch:
@@ -90,9 +100,12 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
         returns   a Patch, whose rows say which layer or family got which kernel, or why it did not; they are
                   printed, too. It is a context manager, and `undo()` takes the patch back
 
-    Replaced are the gated delta rule, its step of one token, and the short convolution; weights, caches and
-    the rest of a layer stay. Packed sequences (`position_ids` that start again at 0, or `cu_seq_lens_q`) are
-    kept apart in both operations. Raises ValueError for a model without a Gated DeltaNet layer, and
+    Replaced are the gated delta rule, its step of one token, and the short convolution; caches and the rest
+    of a layer stay. A_log and dt_bias in half precision become float32, and remain so after `undo`; without a
+    model, from_pretrained keeps them in float32 from now on. Dead heads are reported (`check_weights`).
+
+    Packed sequences (`position_ids` that start again at 0, or `cu_seq_lens_q`) are kept apart in both
+    operations. Raises ValueError for a model without a Gated DeltaNet layer, and
     BackendRefusal, with the reasons, if no layer can be computed.
 
         >>> from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -126,6 +139,9 @@ def _patch_families(patch: Patch, ours: dict[str, Any], backend: str | None) -> 
             classes = [value for value in vars(module).values() if isinstance(value, type)]
             for layer in filter(_is_layer, classes):
                 patch.replace(layer, _rebind(layer.forward, ours))
+            for base in classes:
+                if PreTrainedModel in base.__bases__:
+                    patch.undoing(keep_float32(base))
             for stack in filter(_is_stack, classes):
                 patch.replace(stack, _keep_apart(stack.forward))
             chosen = backend or "by the device of its tensors"
@@ -142,7 +158,8 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
             patch.rows.append(Row(name, {}, str(refusal)))
             continue
         patch.replace(layer, _rebind(type(layer).forward, ours))
-        patch.rows.append(Row(name, kernels))
+        notes = (*widen(layer), *map(str, check_weights(layer).dead))
+        patch.rows.append(Row(name, kernels, notes=notes))
     if not patch.rows:
         raise ValueError(_explain_no_layer(model))
     if not any(row.kernels for row in patch.rows):

@@ -38,7 +38,8 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
         _require_all(state, config)
         model = DeltaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=wanted)
     else:
-        undo = keep_float32(AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(folder))])
+        classes: Any = AutoModelForCausalLM._model_mapping
+        undo = keep_float32(classes[type(AutoConfig.from_pretrained(folder))])
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted)
         finally:

@@ -2,12 +2,21 @@
 
 import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from delta_trn import DeltaConfig, DeltaForCausalLM, check_weights, load_model, save_model
+from delta_trn import (
+    DeltaConfig,
+    DeltaForCausalLM,
+    check_weights,
+    load_model,
+    patch_transformers,
+    save_model,
+)
 from tests.models.ecosystem.test_patching import make, tokens
 
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
@@ -125,6 +134,42 @@ class TestHeadsStayFloat32:
             number = name.endswith(("A_log", "dt_bias"))
             assert parameter.dtype == (torch.float32 if number else torch.bfloat16)
             assert not number or torch.equal(parameter, exact.get_parameter(name))
+
+    @pytest.mark.parametrize(
+        "cast", [torch.nn.Module.bfloat16, torch.nn.Module.half, lambda m: m.to(torch.half)]
+    )
+    def test_a_cast_leaves_numbers_and_gradients_of_our_heads_as_they_are(self, cast):
+        model = ours()
+        model(tokens(1, 5), labels=tokens(1, 5)).loss.backward()
+        before = model.blocks[0].mixer.A_log.detach().clone()
+        cast(model)
+        numbers = model.blocks[0].mixer.A_log
+        assert numbers.dtype == numbers.grad.dtype == torch.float32 and torch.equal(numbers, before)
+        assert model.lm_head.weight.dtype == model.blocks[0].mixer.a_proj.weight.dtype != torch.float32
+        assert model.double().blocks[0].mixer.A_log.dtype == torch.float64
+
+    def test_new_models_in_bfloat16_have_float32_numbers(self):
+        model = AutoModelForCausalLM.from_config(ours().config, dtype=torch.bfloat16)
+        assert model.blocks[0].mixer.dt_bias.dtype == torch.float32 != model.lm_head.weight.dtype
+
+    def test_patching_a_model_in_bfloat16_widens_its_numbers_and_says_so(self, capsys):
+        model = make("qwen3_next").bfloat16()
+        layer = model.model.layers[0].linear_attn
+        layer.A_log.data[1] = -torch.inf
+        before = layer.A_log.detach().clone()
+        patch_transformers(model)
+        assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
+        assert torch.equal(layer.A_log.bfloat16(), before)
+        printed = capsys.readouterr().out
+        assert "A_log is float32 now, it was bfloat16" in printed and "A_log[1] = -inf: decay 1" in printed
+
+    def test_patching_all_models_keeps_float32_in_what_is_loaded_afterwards(self, tmp_path):
+        model = make("qwen3_5")
+        model.save_pretrained(tmp_path)
+        load = partial(type(model).from_pretrained, tmp_path, dtype=torch.bfloat16)
+        with patch_transformers():
+            assert load().model.layers[0].linear_attn.A_log.dtype == torch.float32
+        assert load().model.layers[0].linear_attn.A_log.dtype == torch.bfloat16
 
 
 class TestDeadHeads:
