@@ -58,6 +58,11 @@ COMMANDS: dict[str, Command] = {
         "RECIPE|RUN_DIR [key=value ...]",
         "compile every graph of a run before it, and write down that it is done",
     ),
+    "convert": (
+        "delta_trn.train.commands.convert",
+        "FROM --to DIR [--format fla]",
+        "weights of flash-linear-attention or of the paper's code to ours, and back",
+    ),
     "data": ("delta_trn.train.commands.data", "prepare SOURCE | info DIR", "text to token shards"),
 }
 

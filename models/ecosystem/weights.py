@@ -81,7 +81,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; give a folder with config.json and weights")
-    return json.loads(path.read_text())
+    config = json.loads(path.read_text())
+    if "model_type" not in config:
+        raise ValueError(f"{path} names no model_type; of a run, give one of the folders in checkpoints/")
+    return config
 
 
 def _read_weights(folder: Path) -> State:

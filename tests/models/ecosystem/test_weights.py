@@ -17,6 +17,7 @@ from delta_trn import (
     patch_transformers,
     save_model,
 )
+from delta_trn.__main__ import main
 from tests.models.ecosystem.test_patching import make, tokens
 
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
@@ -81,6 +82,32 @@ class TestOursToOthersAndBack:
         with pytest.raises(ValueError, match=named):
             save_model(ours(**settings), tmp_path / "new", "fla")
         assert not (tmp_path / "new").exists()
+
+
+class TestConvertCommand:
+    def test_it_writes_their_format_and_ours_with_the_tokenizer(self, tmp_path, capsys):
+        save_model(ours().double(), tmp_path / "a")
+        (tmp_path / "a" / "tokenizer.json").write_text("{}")
+        assert main(["convert", f"{tmp_path}/a", "--to", f"{tmp_path}/b", "--format", "fla"]) == 0
+        assert json.loads((tmp_path / "b" / "config.json").read_text())["model_type"] == "gated_deltanet"
+        assert main(["convert", f"{tmp_path}/b", "--to", f"{tmp_path}/c"]) == 0
+        assert (tmp_path / "c" / "tokenizer.json").is_file()
+        assert "float64, format delta" in capsys.readouterr().out
+        assert difference(load_model(tmp_path / "a"), load_model(tmp_path / "c")) < ALLOWED
+
+    def test_what_cannot_be_is_one_line_and_nothing_is_written(self, tmp_path, capsys):
+        save_model(ours(residual="ddl"), tmp_path / "a")
+        make("qwen3_next").save_pretrained(tmp_path / "q")
+        for name, complaint in (
+            ("a", "residual='ddl'"),
+            ("q", "is a Qwen3NextForCausalLM"),
+            ("x", "no config"),
+        ):
+            assert main(["convert", f"{tmp_path}/{name}", "--to", f"{tmp_path}/b", "--format", "fla"]) == 2
+            assert complaint in capsys.readouterr().err
+            assert not (tmp_path / "b").exists()
+        assert main(["convert", f"{tmp_path}/a", "--to", f"{tmp_path}/q"]) == 2
+        assert "not empty" in capsys.readouterr().err
 
 
 class TestFoldersThatDoNotFit:

@@ -1,0 +1,53 @@
+"""delta-trn convert FROM --to DIR"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+DESCRIPTION = """Write the weights of a Gated DeltaNet language model in another code's format: delta (ours),
+fla (flash-linear-attention's GatedDeltaNetForCausalLM) or authors (gdn.py of arXiv:2606.04048). What FROM is
+in is seen from its config.json. The model computes the same afterwards; what has no equivalent is refused."""
+# what belongs to a text model besides config.json and weights
+BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+
+    from delta_trn.models import DeltaForCausalLM
+    from delta_trn.models.ecosystem import load_model, save_model
+    from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.run.sample import chosen_checkpoint
+    from delta_trn.train.settings.errors import UsageError
+
+    source, to = options.source, options.to
+    if (source / "checkpoints").is_dir():
+        source = chosen_checkpoint(RunFolder(source), options.checkpoint)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UsageError(f"{to} exists and is not empty; give --to a new folder")
+    try:
+        model = load_model(source)
+        if not isinstance(model, DeltaForCausalLM):
+            raise UsageError(f"{source} is a {type(model).__name__}: load_model opens it as it is")
+        save_model(model, to, options.format)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for file in (file for pattern in BESIDE for file in sorted(source.glob(pattern))):
+        shutil.copy(file, to)
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{to}: {count:,} parameters, {str(model.dtype).removeprefix('torch.')}, format {options.format}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="delta-trn convert", description=DESCRIPTION)
+    parser.add_argument(
+        "source", metavar="FROM", type=Path, help="a folder of weights, or one that `run` printed"
+    )
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="a new folder")
+    parser.add_argument(
+        "--format", choices=["delta", "fla", "authors"], default="delta", help="what to write (%(default)s)"
+    )
+    parser.add_argument("--checkpoint", default="last", help="of a run: best, last, or a step (%(default)s)")
+    return parser
