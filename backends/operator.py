@@ -24,6 +24,7 @@ unless the operation `rounds`, and with the tensors' CUDA device as the current 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import fields
@@ -36,7 +37,8 @@ from torch import Tensor
 from delta_trn.backends import machine
 from delta_trn.backends.registry import OPERATIONS, adapter, chosen_name, selection
 
-LIBRARY = "delta_trn"
+# "delta_trn", or another name for each copy of this file that an exported model brings along
+LIBRARY = re.sub(r"\W", "_", __name__.removesuffix(".backends.operator"), flags=re.ASCII)
 SCHEMA_TYPES = {
     "Tensor": "Tensor", "Tensor | None": "Tensor?", "float": "float", "float | None": "float?",
     "bool": "bool", "int": "int", "str": "str",

@@ -76,6 +76,18 @@ class DeltaPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
     _is_stateful = True  # a state cannot be rolled back, so there is no assisted decoding
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Refuses that transformers copies a class of the package beside saved weights."""
+        if cls.__module__.startswith("delta_trn."):
+            raise ValueError(
+                f"transformers would copy only some files of {cls.__name__}; "
+                "`delta-trn export RUN_DIR --to DIR --remote-code` writes all, and so does "
+                "delta_trn.models.ecosystem.remote_code.write_remote_code(folder, model.config) before "
+                "model.save_pretrained(folder)"
+            )
+        super().register_for_auto_class(auto_class)
+
     def initialize_weights(self) -> None:
         """Draws initial values; transformers calls this after building a model and after loading weights."""
         initialize(self)

@@ -3,10 +3,9 @@
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import ValidationError
 from transformers import PretrainedConfig
 
-from delta_trn.models.settings import CONFIG_NAMES, CompleteSettings, explain
+from delta_trn.models.settings import CONFIG_NAMES, complete
 
 
 class DeltaConfig(PretrainedConfig):
@@ -31,10 +30,7 @@ class DeltaConfig(PretrainedConfig):
         _refuse_near_misses(arguments)
         if isinstance(given.get("attention_layers"), list):  # as JSON has it
             given["attention_layers"] = tuple(given["attention_layers"])
-        try:
-            settings = CompleteSettings.model_validate(given, strict=True)
-        except ValidationError as error:
-            raise ValueError(explain(error, CONFIG_NAMES)) from None
+        settings = complete(given)
         for name, theirs in CONFIG_NAMES.items():
             setattr(self, theirs, getattr(settings, name))
         self.attention_layers = list(settings.attention_layers)

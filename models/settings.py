@@ -171,6 +171,18 @@ CONFIG_NAMES: Mapping[str, str] = {
     for name in CompleteSettings.model_fields
 }
 
+
+def complete(settings: Mapping[str, Any]) -> CompleteSettings:
+    """Checks some of the settings of a model, by our names, and fills in the defaults of the others.
+
+    Raises ValueError for a wrong value; the message has the names that `DeltaConfig` gives them.
+    """
+    try:
+        return CompleteSettings.model_validate(dict(settings), strict=True)
+    except ValidationError as error:
+        raise ValueError(explain(error, CONFIG_NAMES)) from None
+
+
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",

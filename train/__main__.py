@@ -23,6 +23,11 @@ COMMANDS: dict[str, Command] = {
         "continue from the newest whole checkpoint",
     ),
     "generate": ("delta_trn.train.commands.generate", "RUN_DIR --prompt TEXT", "continue a text"),
+    "export": (
+        "delta_trn.train.commands.export",
+        "RUN_DIR --to DIR [--remote-code]",
+        "write a model for transformers: weights, tokenizer, model card, code",
+    ),
     "plot": (
         "delta_trn.train.commands.plot",
         "RUN_DIR ...",

@@ -156,7 +156,7 @@ def write(
     No process waits for another.
     """
     if team.world == 1:
-        with _without_bars():
+        with without_bars():
             model.save_pretrained(folder, state_dict=snapshot.weights)
         # an optimizer without memory is written as an empty file: safetensors has no trouble with that
         save_file(snapshot.optimizer, folder / _OPTIMIZER)
@@ -336,7 +336,7 @@ def _own_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """Keeps transformers from drawing a bar for every file that it writes, across the run's own."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -1,0 +1,196 @@
+"""Writes the models' code beside a checkpoint, for machines that have transformers and not this package.
+
+With `trust_remote_code=True` transformers imports files that lie beside the weights and import each other by
+`from .file import name`. So the source files of the models and of PyTorch's backend are found by following
+imports, and copied as they are, but for import statements: `delta_trn.backends.layers.pytorch` becomes
+`.backends_layers_pytorch`. Three files are made anew:
+
+    backends                public names, each from the file that defines it
+    backends_declarations   one backend, PyTorch's, on every device; kernels stay in the package
+    models_settings         names and defaults, without pydantic: a saved configuration was checked already
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from delta_trn.backends.declarations import TABLE
+from delta_trn.models.settings import CONFIG_NAMES, CompleteSettings
+
+ENTRY = "delta_trn.models.language_model"
+BACKEND = "chunked"
+CLASSES = {
+    "AutoConfig": "DeltaConfig",
+    "AutoModel": "DeltaModel",
+    "AutoModelForCausalLM": "DeltaForCausalLM",
+    "AutoModelForSequenceClassification": "DeltaForSequenceClassification",
+}
+
+
+def write_remote_code(folder: Path, config: PretrainedConfig) -> None:
+    """Writes the code into the folder, and tells `config`, which is saved next, which class is where."""
+    for name, text in remote_code().items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    # all from one file: transformers copies a file, with those it imports, into a package of its own
+    config.auto_map = {auto: f"{_flat(ENTRY)}.{name}" for auto, name in CLASSES.items()}
+
+
+def remote_code() -> dict[str, str]:
+    """Returns the text of every file by its name without .py.
+
+    >>> files = remote_code()
+    >>> "models_gated_deltanet" in files, any("import delta_trn" in text for text in files.values())
+    (True, False)
+    """
+    header = f"# From delta-trn {version('delta-trn')}, {{}}. SPDX-License-Identifier: Apache-2.0\n"
+    homes = _public_names()
+    files: dict[str, str] = {}
+    public: set[str] = set()
+    waiting = [ENTRY, *(capability.adapter for capability in TABLE[BACKEND].values())]
+    while waiting:
+        module = waiting.pop()
+        if _flat(module) in files:
+            continue
+        text, needed, names = _with_relative_imports(_source(module), homes)
+        files[_flat(module)] = header.format(module) + text
+        public |= names
+        waiting += [*needed - {"delta_trn.models.settings"}, *(homes[name] for name in names)]
+    anew = {
+        "backends": _backends({name: homes[name] for name in sorted(public)}),
+        "backends_declarations": _declarations(),
+        "models_settings": _settings(),
+    }
+    return files | {name: header.format("written by its export") + text for name, text in anew.items()}
+
+
+def _with_relative_imports(source: str, homes: dict[str, str]) -> tuple[str, set[str], set[str]]:
+    """Returns a file's text with its imports of ours made relative.
+
+    Returns also the modules of ours that it needs, and the public names of `backends`.
+    """
+    lines, needed, public = source.splitlines(), set(), set()
+    for statement in reversed(list(_own_imports(ast.parse(source)))):
+        module, end = str(statement.module), statement.end_lineno
+        new, members = [], {}
+        for alias in statement.names:
+            target = module
+            if module == "delta_trn.backends" and alias.name in homes:
+                public.add(alias.name)
+            elif _is_module(member := f"{module}.{alias.name}"):
+                needed.add(member)
+                # the second line is for transformers, which looks for files that are named like this
+                new.append(f"from . import {_flat(member)} as {alias.asname or alias.name}")
+                new.append(f"from .{_flat(member)} import __name__ as _")
+                continue
+            else:
+                needed.add(module)
+            members.setdefault(target, []).append(ast.unparse(alias))
+        new += [f"from .{_flat(target)} import {', '.join(names)}" for target, names in members.items()]
+        indent = " " * statement.col_offset
+        lines[statement.lineno - 1 : end] = [indent + line for line in new]
+    return "\n".join(lines) + "\n", needed, public
+
+
+def _own_imports(tree: ast.Module) -> Iterator[ast.ImportFrom]:
+    """Yields the statements that import from this package, in the order of the file."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    for node in sorted(imports, key=lambda node: node.lineno):
+        if node.module and node.module.split(".")[0] == "delta_trn":
+            yield node
+
+
+def _public_names() -> dict[str, str]:
+    """Returns for each public name of `backends` the module that defines it."""
+    statements = _own_imports(ast.parse(_source("delta_trn.backends")))
+    return {
+        alias.name: str(statement.module)
+        for statement in statements
+        for alias in statement.names
+        if statement.module != "delta_trn.backends" and alias.asname is None
+    }
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is a file and not a folder
+        return False
+
+
+def _source(module: str) -> str:
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _flat(module: str) -> str:
+    return module.removeprefix("delta_trn.").replace(".", "_")
+
+
+def _backends(homes: dict[str, str]) -> str:
+    lines = [
+        '"""The operations that the models call."""',
+        "",
+        "from .backends_declarations import REGISTERED",
+    ]
+    return "\n".join([*lines, *(f"from .{_flat(home)} import {name}" for name, home in homes.items()), ""])
+
+
+def _declarations() -> str:
+    rows = TABLE[BACKEND]
+    modules = sorted({capability.adapter for capability in rows.values()})
+    capabilities = [
+        f'        "{op}": Capability(adapter={_flat(row.adapter)}, dtypes=DTYPES, automatic=None),'
+        for op, row in rows.items()
+    ]
+    dtypes = sorted({str(dtype) for row in rows.values() for dtype in row.dtypes})
+    return "\n".join(
+        [
+            '"""The backend that came along: PyTorch, on every device. The package delta-trn has kernels."""',
+            "",
+            "import torch",
+            "",
+            *(f"from .{_flat(module)} import __name__ as {_flat(module)}" for module in modules),
+            "from .backends_registry import Backend, Capability, register",
+            "",
+            f"DTYPES = frozenset({{{', '.join(dtypes)}}})",
+            "REGISTERED = Backend(",
+            f'    "{BACKEND}",',
+            "    {",
+            *capabilities,
+            "    },",
+            ")",
+            "register(REGISTERED)",
+            "",
+        ]
+    )
+
+
+def _settings() -> str:
+    defaults = {name: field.default for name, field in CompleteSettings.model_fields.items()}
+    return "\n".join(
+        [
+            '"""The settings of a model with their defaults; a name of ours leads to that in config.json."""',
+            "",
+            "from types import SimpleNamespace",
+            "",
+            "DEFAULTS = {",
+            *(f"    {name!r}: {default!r}," for name, default in defaults.items()),
+            "}",
+            "CONFIG_NAMES = {",
+            *(f"    {name!r}: {theirs!r}," for name, theirs in CONFIG_NAMES.items()),
+            "}",
+            "",
+            "",
+            "def complete(settings):",
+            '    """Fills in the defaults. The package also checks each value."""',
+            "    return SimpleNamespace(**{**DEFAULTS, **settings})",
+            "",
+        ]
+    )

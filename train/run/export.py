@@ -1,0 +1,157 @@
+"""Writes a trained model for others to load: weights, tokenizer and a model card, and on request its code."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from delta_trn.train.checkpoints.contents import State, read_state, without_bars
+from delta_trn.train.checkpoints.run_folder import Origin, RunFolder
+from delta_trn.train.checkpoints.store import describe
+from delta_trn.train.files import disk_errors, hold_folder, sync
+from delta_trn.train.run.sample import chosen_checkpoint, load_for_generation
+from delta_trn.train.settings.errors import RunFolderError
+from delta_trn.train.settings.schema import RunConfig
+from delta_trn.train.watch.metrics import read as read_metrics
+
+CARD = "README.md"
+
+
+def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
+    """Writes one checkpoint of a run as a folder that stands alone. Returns its files.
+
+    which           best, last or a step
+    to              the folder to make; it appears when everything in it is written
+    remote_code     adds code, so that transformers loads the model where this package is not installed
+
+    Raises RunFolderError where `to` is taken, CheckpointError where a checkpoint is missing or damaged.
+    """
+    from torch import device
+
+    to = to.expanduser().absolute()
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise RunFolderError(f"{to} is there already, and not an empty folder; choose another --to DIR")
+    folder = RunFolder(run)
+    config, origin = folder.read()
+    checkpoint = chosen_checkpoint(folder, which)
+    state, _ = read_state(checkpoint)
+    model, tokenizer = load_for_generation(checkpoint, device("cpu"))
+    beside = to.with_name(f".{to.name}.tmp")
+    with disk_errors(to), hold_folder(beside, lambda pid: _in_use(to, pid)):
+        new = beside / "new"
+        shutil.rmtree(new, ignore_errors=True)  # left by one that was killed
+        new.mkdir()
+        try:
+            if remote_code:
+                from delta_trn.models.ecosystem.remote_code import write_remote_code
+
+                write_remote_code(new, model.config)
+            with without_bars():
+                model.save_pretrained(new)
+            tokenizer.save(new)
+            parameters = sum(p.numel() for p in model.parameters())
+            card = model_card(config, origin, state, _measured(folder, state), parameters, remote_code)
+            (new / CARD).write_text(card, encoding="utf-8")
+            describe(new.iterdir())  # which also sets their modes, and waits for the disk
+            os.rename(new, to)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+    sync(to.parent)
+    return sorted(to.iterdir())
+
+
+def _in_use(to: Path, pid: str) -> RunFolderError:
+    return RunFolderError(f"another process (pid {pid}) exports to {to}; wait for it, or choose another DIR")
+
+
+def _measured(folder: RunFolder, state: State) -> dict[str, Any] | None:
+    """Returns the held-out loss of a checkpoint: the summary's if it is of this step, else the evaluation's.
+
+    None where neither measured this step.
+    """
+    if folder.summary_path.is_file():
+        summary = json.loads(folder.summary_path.read_bytes())
+        if summary["step"] == state.step:
+            return summary
+    lines = [line for line in read_metrics(folder.metrics.path) if line["split"] == "val"]
+    return next((line for line in reversed(lines) if line["step"] == state.step), None)
+
+
+def model_card(
+    config: RunConfig,
+    origin: Origin,
+    state: State,
+    measured: dict[str, Any] | None,
+    parameters: int,
+    remote_code: bool,
+) -> str:
+    """Returns the text of README.md, with figures of the run's own files."""
+    m, o, b = config.model, config.optimizer, config.batch
+    rows = {
+        "model": f"{_mixers(config)}, width {m.width}, {parameters:,} parameters",
+        "text": f"{Path(config.data.source).name}, {config.data.tokenizer} tokenizer, {m.vocab_size:,} rows",
+        "training": f"{state.step:,} steps of {b.sequences} x {b.length} tokens, {state.tokens:,} tokens",
+        "optimizer": f"{o.name}, learning rate {o.lr:g} at width {m.base_width}, {config.parametrization}",
+        "arithmetic": f"{config.precision}, delta rule by the backend {config.backend}",
+        "software": ", ".join(f"{name} {version}" for name, version in origin.versions.items()),
+    }
+    if measured is not None:
+        tokens = f" on {measured['held_out']:,} tokens" if "held_out" in measured else ""
+        rows["held-out loss"] = (
+            f"{measured['loss']:.4f} nats per token{tokens}, perplexity {measured['perplexity']:.2f}, "
+            f"{measured['bits_per_byte']:.4f} bits per byte"
+        )
+    return _CARD.format(
+        name=config.name,
+        table="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+        needs=_NEEDS_NOTHING if remote_code else _NEEDS_PACKAGE,
+        first="" if remote_code else "import delta_trn  # registers the architecture with transformers\n",
+        trust=", trust_remote_code=True" if remote_code else "",
+    )
+
+
+def _mixers(config: RunConfig) -> str:
+    attention, layers = len(config.model.attention_layers), config.model.layers
+    kinds = [f"{layers - attention} Gated DeltaNet", f"{attention} attention"]
+    mixers = " and ".join(kind for kind in kinds if not kind.startswith("0 "))
+    return f"{mixers} layers" + ("" if config.model.residual == "additive" else f", {config.model.residual}")
+
+
+_NEEDS_PACKAGE = "It needs the package delta-trn."
+_NEEDS_NOTHING = """\
+It needs torch and transformers. The model's code is in this folder: look at it before you trust it. It
+computes with PyTorch on every device; the package delta-trn has kernels. With that installed, write
+`import delta_trn` first, and leave out `trust_remote_code`. The code is under the Apache License 2.0."""
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gated-deltanet, delta-trn]
+---
+
+# {name}
+
+A language model trained with delta-trn. It continues text. It was not trained to follow instructions, and
+nobody has checked what it writes.
+
+| | |
+|---|---|
+{table}
+
+## Use
+
+{needs}
+
+```python
+{first}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder, or its name on the Hub
+model = AutoModelForCausalLM.from_pretrained(folder{trust})
+tokenizer = AutoTokenizer.from_pretrained(folder{trust})
+prompts = tokenizer(["Once", "The next day"], return_tensors="pt", padding=True)
+ids = model.generate(**prompts, max_new_tokens=32, do_sample=True, top_k=50)
+print(tokenizer.batch_decode(ids, skip_special_tokens=True))
+```
+"""
