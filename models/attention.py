@@ -113,7 +113,7 @@ class Shift(nn.Module):
         if cache is not None:
             setattr(cache, self.slot, joined[:, -1:].clone())
         before = joined[:, :-1]
-        if sequences.cu_seqlens is not None:
+        if sequences.is_packed:
             before = before * (sequences.position > 0)[..., None]
         a = at_least_float32(self.proj(u)).sigmoid()[..., None]
         before, now = (y.unflatten(-1, (a.shape[2], -1)) for y in (before, x))

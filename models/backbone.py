@@ -182,6 +182,7 @@ class DeltaModel(DeltaPreTrainedModel):
         x: Tensor,
         *,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DeltaCache | None = None,
         streams: list[Tensor] | None = None,
@@ -189,10 +190,18 @@ class DeltaModel(DeltaPreTrainedModel):
     ) -> Tensor:
         """Maps embedded tokens x [B, T, d] to [B, T, d], normalized for the readout.
 
-        `cache` advances by T tokens. The residual stream is appended to `streams` before each block and after
-        the last.
+        `position_ids` [B, T] are the place of each token in its own document, of which a row may have several;
+        `cu_seqlens` packs them into one row. `cache` advances by T tokens. The residual stream is appended to
+        `streams` before each block and after the last.
         """
         B, T = x.shape[:2]
+        if position_ids is not None:
+            alone = cu_seqlens is None and cache is None and attention_mask is None
+            if not alone or tuple(position_ids.shape) != (B, T):
+                raise ValueError(
+                    f"position_ids {tuple(position_ids.shape)} with {(B, T)} tokens: give each token its "
+                    "place in its own document, and no cu_seqlens, cache or attention_mask"
+                )
         if cu_seqlens is not None and B != 1:
             raise ValueError(
                 f"cu_seqlens packs sequences into one row, not into B={B}: make it one of {B * T} tokens"
@@ -205,7 +214,9 @@ class DeltaModel(DeltaPreTrainedModel):
             real = cache.real
         # Learned positions need a token's index in its own sequence, as attention does.
         attention = bool(self.config.attention_layers) or self.positions is not None
-        if cu_seqlens is None:
+        if position_ids is not None:
+            sequences = Sequences.documents(position_ids, attention=attention)
+        elif cu_seqlens is None:
             sequences = Sequences.rows(
                 T, x.device, offset=offset, real=real, padded=padding is not None, attention=attention
             )

@@ -43,14 +43,10 @@ class ShortConvolution(nn.Module):
             seen = x.new_zeros(x.shape[0], before, x.shape[2]) if prefix is None else prefix
             recent = x[:, max(T - before, 0) :]
             setattr(cache, slot, torch.cat([seen, recent], dim=1)[:, recent.shape[1] :])
-        packed = sequences.cu_seqlens is not None
-        return short_convolution(
-            x,
-            self.weight,
-            prefix=prefix,
-            position=sequences.position[0] if packed else None,
-            activation=self.activation,
-        )
+        if sequences.is_packed:  # rows of several sequences are one row of more
+            one, place = x.reshape(1, -1, x.shape[2]), sequences.position.flatten()
+            return short_convolution(one, self.weight, position=place, activation=self.activation).view_as(x)
+        return short_convolution(x, self.weight, prefix=prefix, activation=self.activation)
 
 
 class TokenConvolution(ShortConvolution):

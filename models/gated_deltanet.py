@@ -21,6 +21,8 @@ from delta_trn.models.sequence import Sequences
 
 # What the gates' projections are set to at padding: softplus and sigmoid are 0 there, in every precision.
 CLOSED = -1e4
+# What that of the decay is set to where a sequence begins: it forgets all, for any A_log from -40 to 40.
+FORGET = 1e20
 
 
 class GatedDeltaNet(nn.Module):
@@ -115,12 +117,18 @@ class GatedDeltaNet(nn.Module):
         return super()._apply(cast, recurse)
 
     def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Returns W_a x and W_b x [B, T, HV]; padding gets values that neither forget nor write."""
+        """Returns W_a x and W_b x [B, T, HV]; padding gets values that neither forget nor write.
+
+        The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0, and so is
+        every gradient that would pass.
+        """
         with torch.autocast(x.device.type, enabled=False):
             both = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj)
         if sequences.real is not None:
             both = both.masked_fill(~sequences.real, CLOSED)
         a, z = both.chunk(2, dim=-1)
+        if sequences.begins is not None:
+            a = a.masked_fill(sequences.begins, min(FORGET, torch.finfo(a.dtype).max))
         return a, z
 
     def _options(self) -> dict[str, Any]:

@@ -99,15 +99,19 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
         self,
         input_ids: Tensor,
         targets: Tensor,
+        position_ids: Tensor | None = None,
+        noise: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
         ignore_index: int = -100,
-        noise: Tensor | None = None,
     ) -> Tensor:
         """Returns the mean cross-entropy in nats, float32; input_ids[:, t] predicts targets[:, t].
 
-        noise   [B, T] int32, a random number per token from which dropout draws its masks; None: torch's
-                generator draws them
+        position_ids  [B, T] int, the place of each token in its own document: one begins wherever it is 0,
+                      and nothing of the document before reaches it. None: a row is one document
+        noise         [B, T] int32, a random number per token from which dropout draws its masks; None:
+                      torch's generator draws them
+        cu_seqlens    [N + 1] int64: N documents packed in B = 1, the other way to say where they begin
 
         The logits of all tokens are never in memory together; see `linear_cross_entropy`.
         """
@@ -115,7 +119,8 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
             raise ValueError(
                 f"targets {tuple(targets.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
             )
-        hidden = self.hidden(self.embed(input_ids), cu_seqlens=cu_seqlens, noise=noise)
+        x = self.embed(input_ids)
+        hidden = self.hidden(x, position_ids=position_ids, cu_seqlens=cu_seqlens, noise=noise)
         return self._cross_entropy(hidden, targets, ignore_index)
 
     def _cross_entropy(self, hidden: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

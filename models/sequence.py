@@ -85,6 +85,8 @@ class Sequences:
     cu_seqlens  [N + 1] int64: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1] of the only row;
                 None: each row is one sequence
     position    [B or 1, T] index of each token in its own sequence, for RoPE and for packed convolutions
+    begins      [B, T, 1] bool, where a row's sequences begin, so that a layer forgets what was before; None:
+                a row is one sequence, or `cu_seqlens` has the bounds
     real        [B, T, 1] bool, False at padding, which lies left; None: there is no padding
     attendable  [B or 1, 1, T, offset + T] bool, True where an attention layer's query may look; None: at
                 every token up to its own, or there is no attention layer
@@ -96,6 +98,29 @@ class Sequences:
     real: Tensor | None
     attendable: Tensor | None
     noise: Tensor | None = None
+    begins: Tensor | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row may have several sequences."""
+        return self.cu_seqlens is not None or self.begins is not None
+
+    @classmethod
+    def documents(cls, position_ids: Tensor, *, attention: bool) -> Sequences:
+        """Describes rows of several sequences each, by the place of every token in its own: int [B, T].
+
+        Shapes do not depend on where sequences begin, so that compiled graphs stay, and rows stay rows, so
+        that they can be divided among micro-batches and processes. A place above 0 at the start of a row
+        belongs to a sequence that another process begins.
+        """
+        position, T = position_ids.long(), position_ids.shape[1]
+        begins = (position == 0)[..., None]
+        if not attention:
+            return cls(None, position, None, None, begins=begins)
+        tokens = torch.arange(T, device=position.device)
+        first = tokens - position  # [B, T] where a token's sequence begins
+        allowed = (first[:, :, None] == first[:, None]) & (tokens <= tokens[:, None])
+        return cls(None, position, None, allowed[:, None], begins=begins)
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, T: int, *, attention: bool) -> Sequences:

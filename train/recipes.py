@@ -56,6 +56,7 @@ def gdn_mup_adamw() -> RunConfig:
             tokenizer="gpt2",
             val_fraction=0.01,  # 1e8 of 1e10 tokens: the paper holds out one shard of 1e8
             loader="stream",
+            boundaries=False,  # as in the paper's code: documents lie end to end
         ),
         evaluation=EvaluationSection(every=1000, sequences=12_000, batch=60),  # 200 batches of 60
         sample=SampleSection(prompt="The"),
@@ -189,7 +190,9 @@ def ddl_lm_tinystories() -> RunConfig:
         schedule=ScheduleSection(min_lr=3e-4),
         batch=BatchSection(sequences=16, length=512),
         # packed: documents end to end, each with its end token, which is therefore learned
-        data=DataSection(source="roneneldan/TinyStories", tokenizer="gpt2", val_fraction=0.01),
+        data=DataSection(
+            source="roneneldan/TinyStories", tokenizer="gpt2", val_fraction=0.01, boundaries=False
+        ),
         evaluation=EvaluationSection(every=1000, sequences=128),
         sample=SampleSection(tokens=50, prompt="Once upon a ", temperature=0.7, top_k=15),
         checkpoint=CheckpointSection(every=1000),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.data import open_dataset
+from delta_trn.train.data import Batch, open_dataset
 from delta_trn.train.parallel.layout import Layout
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run import loop, stopping
@@ -184,11 +184,11 @@ class TestEvaluation:
         dataset = open_dataset(data)
         text = dataset.shards("val")[0].astype("int64")
         batches = list(held_out_windows(dataset, tokens=10**9, sequence=16, batch=3))
-        inputs = torch.cat([inputs.flatten() for inputs, _ in batches]).numpy()
-        targets = torch.cat([targets.flatten() for _, targets in batches]).numpy()
+        inputs = torch.cat([batch.inputs.flatten() for batch in batches]).numpy()
+        targets = torch.cat([batch.targets.flatten() for batch in batches]).numpy()
         whole = (len(text) - 1) // 16 * 16
         assert (inputs == text[:whole]).all() and (targets == text[1 : whole + 1]).all()
-        assert sum(len(i) for i, _ in held_out_windows(dataset, tokens=100, sequence=16, batch=4)) == 6
+        assert sum(len(b.inputs) for b in held_out_windows(dataset, tokens=100, sequence=16, batch=4)) == 6
 
     def test_the_final_evaluation_can_measure_the_held_out_text_in_order(self, data, finished, tmp_path):
         out = tmp_path / "run"
@@ -206,9 +206,9 @@ class TestEvaluation:
         assert f"{summary['loss']:.4f}" in again
 
     def test_an_evaluation_is_the_mean_over_all_crops(self):
-        batches = [(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(4)]
-        batches.append((torch.full((1, 3), 9.5), torch.zeros(1, 3)))  # half as large, so it counts half
-        evaluation = evaluate(lambda inputs, targets: inputs.mean(), batches, torch.device("cpu"))
+        batches = [Batch(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(4)]
+        batches.append(Batch(torch.full((1, 3), 9.5), torch.zeros(1, 3)))  # half as large, so it counts half
+        evaluation = evaluate(lambda inputs, *_: inputs.mean(), batches, torch.device("cpu"))
         assert (evaluation.loss, evaluation.tokens) == ((0 + 1 + 2 + 3 + 9.5 / 2) / 4.5, 27)
         assert evaluation.perplexity == pytest.approx(math.exp(evaluation.loss))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from delta_trn.models.mup import OPTIMIZERS, Role
 from delta_trn.models.parameters import ScaledParameter
+from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config
@@ -35,9 +36,9 @@ def build_model(c: RunConfig):
     return make_model(model_config(c, rows=320, bos=256, eos=257, pad=258), seed=c.seed, device=CPU)
 
 
-def batch(seed: int, sequences: int = 4) -> tuple[Tensor, Tensor]:
+def batch(seed: int, sequences: int = 4) -> Batch:
     tokens = torch.randint(0, 256, (sequences, 17), generator=torch.Generator().manual_seed(seed))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
@@ -248,7 +249,7 @@ class TestStep:
         results = {}
         for size in (4, micro):
             model, step = build_step(c, size)
-            loss, norm = step(*batch(0), 0.0)
+            loss, norm = step(batch(0), 0.0)
             results[size] = (
                 loss.item(),
                 norm.item(),
@@ -264,10 +265,10 @@ class TestStep:
     def test_the_loss_is_the_mean_over_all_micro_batches_not_the_last(self):
         c = config()
         model, step = build_step(c, 1)
-        inputs, targets = batch(1)
+        inputs, targets = batch(1)[:2]
         with torch.no_grad():
             parts = [model.loss(inputs[i : i + 1], targets[i : i + 1]).item() for i in range(4)]
-        loss, _ = step(inputs, targets, 0.0)
+        loss, _ = step(batch(1), 0.0)
         assert loss.item() == pytest.approx(sum(parts) / 4, rel=1e-6)
         assert abs(loss.item() - parts[-1]) > 1e-4
 
@@ -275,8 +276,8 @@ class TestStep:
         c = config()
         model, step = build_step(c, 4, clip=0.01)
         free_model, free = build_step(c, 4)
-        _, norm = step(*batch(2), 0.0)
-        _, free_norm = free(*batch(2), 0.0)
+        _, norm = step(batch(2), 0.0)
+        _, free_norm = free(batch(2), 0.0)
         assert norm.item() == free_norm.item() > 0.02
         total = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
         assert total == pytest.approx(0.01, rel=1e-3)
@@ -286,7 +287,7 @@ class TestStep:
     def test_bf16_keeps_weights_gradients_and_optimizer_state_in_float32(self):
         c = config(precision="bf16")
         model, step = build_step(c, 4, clip=1.0)
-        loss, _ = step(*batch(3), 0.01)
+        loss, _ = step(batch(3), 0.01)
         assert loss.dtype == torch.float32
         kept = [*model.parameters(), *(p.grad for p in model.parameters())]
         kept += [v for s in step.optimizer.state.values() for v in s.values()]
@@ -299,15 +300,15 @@ class TestState:
         c = config(optimizer__name=name)
         model, step = build_step(c, clip=1.0)
         for seed in range(3):
-            step(*batch(seed), 0.01)
+            step(batch(seed), 0.01)
         saved = {k: v.clone() for k, v in Sharding(model).slots(step.optimizer).items()}
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
 
         other, second = build_step(c, clip=1.0)
         other.load_state_dict(weights, strict=False)
         Sharding(other).load_slots(second.optimizer, saved)
-        step(*batch(9), 0.01)
-        second(*batch(9), 0.01)
+        step(batch(9), 0.01)
+        second(batch(9), 0.01)
         for (n, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q), n
         slots, expected = Sharding(other).slots(second.optimizer), Sharding(model).slots(step.optimizer)
@@ -316,7 +317,7 @@ class TestState:
     def test_optimizer_state_of_another_model_is_refused(self):
         c = config()
         model, step = build_step(c, clip=1.0)
-        step(*batch(0), 0.1)
+        step(batch(0), 0.1)
         saved = Sharding(model).slots(step.optimizer)
         other = build_model(c)
         missing = {k: v for k, v in saved.items() if not k.startswith(next(iter(saved)).rpartition("/")[0])}

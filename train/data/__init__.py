@@ -13,22 +13,23 @@ baselines(dataset)               -> dict            unigram entropy, zlib, lzma 
 ...     _ = pathlib.Path(folder, "sums.txt").write_text(text)
 ...     data = DataSection(source=f"{folder}/sums.txt", folder=f"{folder}/shards", tokenizer="bytes")
 ...     dataset = open_dataset(prepare(data, show=False))
-...     inputs, targets = make_loader(dataset, "train", batch=2, sequence=32, seed=0).next_batch()
+...     batch = make_loader(dataset, "train", batch=2, sequence=32, seed=0).next_batch()
 ...     crops = evaluation_batches(dataset, batch=2, sequence=8, batches=1)
 ...     ids = load_tokenizer(dataset.path).encode("1 and 1")
 ...     costs = baselines(dataset)
->>> inputs.shape, len(crops), dataset.tokenizer.decode(ids), round(costs["uniform"].nats_per_token, 3)
+>>> batch.inputs.shape, len(crops), dataset.tokenizer.decode(ids), round(costs["uniform"].nats_per_token, 3)
 (torch.Size([2, 32]), 1, '1 and 1', 5.557)
 """
 
 from delta_trn.train.data.dataset import TokenDataset, open_dataset
 from delta_trn.train.data.entropies import Baseline, baselines
-from delta_trn.train.data.loader import Loader, evaluation_batches, make_loader
+from delta_trn.train.data.loader import Batch, Loader, evaluation_batches, make_loader
 from delta_trn.train.data.preparation import prepare
 from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
     "Baseline",
+    "Batch",
     "Loader",
     "TextTokenizer",
     "TokenDataset",

@@ -16,9 +16,9 @@ fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014):
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["random_crop", "stream"]
-Batch = tuple["Tensor", "Tensor"]
+
+
+class Batch(NamedTuple):
+    """What one forward pass, or a step's several, gets to see: rows of tokens, [B, T] each.
+
+    inputs        int64
+    targets       int64: targets[b, t] follows inputs[b, t]; one of -100 does not count
+    position_ids  int32, the place of each token in its own document. A document begins wherever it is 0: in
+                  every row at t = 0, and at each BOS. Nothing of the document before reaches it. It is 0, 1,
+                  2, ... in between. None: each row is one document, whatever is in it
+    noise         int32, a random number per token, from which dropout draws its masks; None: it drops nothing
+
+    position_ids say what `cu_seqlens` over the rows put end to end would, and
+    `models.sequence.sequence_bounds(position_ids)` is that tensor. Their shape does not depend on the
+    documents, so that graphs are compiled once, and rows and segments of rows take their part along.
+
+    >>> import torch
+    >>> ids = torch.arange(4)[None]
+    >>> Batch(ids, ids + 1, torch.tensor([[0, 1, 0, 1]])).split(1)[0].position_ids
+    tensor([[0, 1, 0, 1]])
+    """
+
+    inputs: "Tensor"
+    targets: "Tensor"
+    position_ids: "Tensor | None" = None
+    noise: "Tensor | None" = None
+
+    def each(self, change: "Callable[[Tensor], Tensor]") -> "Batch":
+        """Returns the batch with every tensor changed."""
+        return Batch(*(None if x is None else change(x) for x in self))  # type: ignore[arg-type]
+
+    def split(self, rows: int) -> "list[Batch]":
+        """Returns batches of `rows` rows each, the last with what is left."""
+        firsts = range(0, len(self.inputs), rows)
+        return [self.each(lambda x, first=first: x[first : first + rows]) for first in firsts]
+
 
 # the first word of every fold, so that no two uses of a seed give the same numbers
 _CROP, _SHARD_ORDER, _EVALUATION, _NOISE = 1, 2, 3, 4
@@ -59,11 +94,20 @@ class Loader(ABC):
     kind: Kind
 
     def __init__(
-        self, dataset: TokenDataset, split: Split, batch: int, sequence: int, seed: int, rank: int, world: int
+        self,
+        dataset: TokenDataset,
+        split: Split,
+        batch: int,
+        sequence: int,
+        seed: int,
+        rank: int,
+        world: int,
+        boundaries: bool,
     ):
         self.dataset, self.split = dataset, split
         self.batch, self.sequence, self.seed = batch, sequence, seed
         self.rank, self.world = rank, world
+        self._bos = dataset.meta.bos_id if boundaries else None
         self._tokens = _Tokens(dataset, split)
         self._samples = 0  # of all ranks, before the next batch
 
@@ -72,10 +116,10 @@ class Loader(ABC):
         """Returns samples first to first + batch, T+1 tokens each. int64 [batch, T+1]"""
 
     def next_batch(self) -> Batch:
-        """Returns inputs, targets: int64 [batch, sequence] on the CPU; targets[b, t] follows inputs[b, t]."""
+        """Returns `batch` rows of `sequence` tokens on the CPU."""
         windows = self._windows(self._samples + self.rank * self.batch)
         self._samples += self.world * self.batch
-        return as_tensors(windows)
+        return as_batch(windows, self._bos)
 
     def noise(self) -> "Tensor":
         """Returns a random number per token of the next batch, from the seed and the sample; int32 [B, T]."""
@@ -183,8 +227,11 @@ def make_loader(
     seed: int,
     rank: int = 0,
     world: int = 1,
+    boundaries: bool = False,
 ) -> Loader:
     """Returns a loader of `batch` sequences of `sequence` tokens per call, for one of `world` ranks.
+
+    With `boundaries`, batches have position_ids, which say where documents begin.
 
     Raises ShardError if the split is shorter than a sequence, DataError for a number out of range.
     """
@@ -194,16 +241,23 @@ def make_loader(
     _check_sizes(batch=batch, sequence=sequence, world=world)
     if not 0 <= rank < world:
         raise DataError(f"rank={rank}, expected 0 to world - 1 = {world - 1}")
-    return kinds[kind](dataset, split, batch, sequence, seed, rank, world)
+    return kinds[kind](dataset, split, batch, sequence, seed, rank, world, boundaries)
 
 
 def evaluation_batches(
-    dataset: TokenDataset, *, batch: int, sequence: int, batches: int, seed: int = 0, split: Split = "val"
+    dataset: TokenDataset,
+    *,
+    batch: int,
+    sequence: int,
+    batches: int,
+    seed: int = 0,
+    split: Split = "val",
+    boundaries: bool = False,
 ) -> list[Batch]:
     """Returns the same crops at every call: batches x batch of them, one in each equal part of the split.
 
     The crops depend on seed, sequence and batches x batch only: another micro-batch with the same product
-    evaluates the same tokens. inputs, targets: int64 [batch, sequence].
+    evaluates the same tokens. `boundaries` as in `make_loader`.
     """
     _check_sizes(batch=batch, sequence=sequence, batches=batches)
     crops = _Crops(_Tokens(dataset, split), sequence)
@@ -212,7 +266,8 @@ def evaluation_batches(
     # with fewer starts than parts, some starts are taken twice
     widths = np.maximum(edges[1:] - edges[:-1], np.uint64(1))
     places = edges[:-1] + fold(_EVALUATION, seed, np.arange(count, dtype=np.uint64)) % widths
-    return [as_tensors(crops.at(places[i : i + batch])) for i in range(0, count, batch)]
+    bos = dataset.meta.bos_id if boundaries else None
+    return [as_batch(crops.at(places[i : i + batch]), bos) for i in range(0, count, batch)]
 
 
 class _Tokens:
@@ -271,11 +326,20 @@ class _Crops:
         return windows
 
 
-def as_tensors(windows: np.ndarray) -> Batch:
-    """Splits windows into inputs and targets, each contiguous so that it can be pinned. int64 [n, T+1]"""
+def as_batch(windows: np.ndarray, bos: int | None) -> Batch:
+    """Splits windows into inputs and targets, each contiguous so that it can be pinned. int64 [n, T+1]
+
+    A document begins at each `bos` of the inputs; None: there are no position_ids.
+    """
     import torch  # a second or more to import, and preparing data needs none of it
 
-    return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+    inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+    places = None
+    if bos is not None:
+        here = np.arange(inputs.shape[1], dtype=np.int32)
+        first = np.maximum.accumulate(np.where(inputs == bos, here, 0), axis=1)
+        places = torch.from_numpy(here - first)
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), places)
 
 
 def _check_sizes(**sizes: int) -> None:

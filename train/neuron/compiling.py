@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from delta_trn.backends import machine
+from delta_trn.train.data import Batch
 from delta_trn.train.neuron.graphs import Sizes, graphs, tail
 from delta_trn.train.neuron.record import caches
 from delta_trn.train.run.evaluate import evaluate, held_out_crops, held_out_windows
@@ -15,7 +14,7 @@ from delta_trn.train.run.loop import Observer
 from delta_trn.train.run.optimizer import learning_rate
 from delta_trn.train.run.sample import Sampling, continue_text
 from delta_trn.train.run.setup import Run
-from delta_trn.train.run.step import TrainingStep, loss_function
+from delta_trn.train.run.step import Loss, TrainingStep, loss_function
 
 Tell = Callable[[str], None]
 # Nothing new is compiled from the third step on: AdamW has its memory from the second on, and the rate is no
@@ -68,10 +67,9 @@ def _work(run: Run, observers: Sequence[Observer]) -> dict[str, Callable[[], Non
     counter = itertools.count()
 
     def train() -> None:
-        noise = run.noise()
-        step(*run.loader.next_batch(), learning_rate(c, next(counter)), noise)
+        step(run.next_batch(), learning_rate(c, next(counter)))
 
-    def measure(with_loss: Callable[[Tensor, Tensor], Tensor], batches: list[tuple[Tensor, Tensor]]) -> None:
+    def measure(with_loss: Loss, batches: list[Batch]) -> None:
         run.model.eval()
         evaluate(with_loss, batches, device, run.team)
         run.model.train()
@@ -108,7 +106,13 @@ def _first_token(run: Run) -> Callable[[], None]:
     return work
 
 
-def _windows(run: Run, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _windows(run: Run, rows: int) -> Iterator[Batch]:
     """Yields one batch of `rows` windows; values do not matter to a compiler."""
     length = run.config.batch.length
-    return held_out_windows(run.dataset, tokens=rows * length, sequence=length, batch=rows)
+    return held_out_windows(
+        run.dataset,
+        tokens=rows * length,
+        sequence=length,
+        batch=rows,
+        boundaries=run.config.data.boundaries,
+    )

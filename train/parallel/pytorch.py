@@ -75,10 +75,10 @@ class PyTorchSharding(Sharding):
         options.pop("mp_policy", None)
         self._fully_sharded.append(fully_shard(model, **options))
 
-    def loss(self, inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
+    def loss(self, *fields: Tensor | None, **others: Tensor | None) -> Tensor:
         """Under context parallelism each process of a group has the same sequences, and its part is taken."""
-        noise = None if noise is None else self._segment(noise)
-        return super().loss(self._segment(inputs), self._segment(targets), noise)
+        parts = {name: self._segment(x) for name, x in others.items() if x is not None}
+        return super().loss(*(x if x is None else self._segment(x) for x in fields), **parts)  # type: ignore[arg-type]
 
     def _segment(self, tokens: Tensor) -> Tensor:
         context = self.team.context

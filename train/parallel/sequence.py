@@ -8,6 +8,7 @@ nothing waits for the segment before: two scans instead of one, and one gather.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,10 @@ class _Convolution:
         ends = gathered(x[:, x.shape[1] - before :], self.mesh)
         me = self.mesh.get_local_rank()
         tail = ends[me - 1] if me > 0 else _zero_of(ends[-1])
+        if sequences.begins is not None:
+            # tokens that join the row in front see nothing, and what is before a document's first is not seen
+            joined = replace(sequences, position=F.pad(sequences.position, (before, 0)))
+            return ShortConvolution.forward(self.module, torch.cat([tail, x], 1), joined)[:, before:]
         memory: Any = LayerCache()
         memory.convolution = tail
         return ShortConvolution.forward(self.module, x, sequences, memory)

@@ -44,10 +44,16 @@ class Sharding:
         self.sends_bf16 = False
         self._replicated: DistributedDataParallel | None = None
 
-    def loss(self, inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Returns the mean cross-entropy of this process's tokens; all arguments are [B, T]."""
+    def loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        position_ids: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the mean cross-entropy of this process's tokens; arguments are the fields of a Batch."""
         compute = self.model.loss if self._replicated is None else self._replicated
-        return compute(inputs, targets, noise=noise)
+        return compute(inputs, targets, position_ids=position_ids, noise=noise)
 
     @contextlib.contextmanager
     def accumulating(self, more: bool) -> Iterator[None]:
@@ -167,8 +173,8 @@ class _Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
-        return self.model.loss(inputs, targets, noise=noise)
+    def forward(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
+        return self.model.loss(inputs, targets, **others)
 
 
 def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

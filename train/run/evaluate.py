@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import machine
-from delta_trn.train.data import TokenDataset, evaluation_batches, make_loader
+from delta_trn.train.data import Batch, TokenDataset, evaluation_batches, make_loader
 from delta_trn.train.parallel.layout import Layout
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.schema import RunConfig
@@ -28,8 +28,8 @@ class Evaluation:
 
 
 def evaluate(
-    loss: Callable[[Tensor, Tensor], Tensor],
-    batches: Iterable[tuple[Tensor, Tensor]],
+    loss: Callable[..., Tensor],
+    batches: Iterable[Batch],
     device: torch.device,
     team: Team | None = None,
 ) -> Evaluation:
@@ -45,26 +45,28 @@ def evaluate(
     with torch.no_grad():
         while turn := list(islice(left, team.data_world)):
             counts = team.data_rank < len(turn)
-            inputs, targets = turn[team.data_rank if counts else 0]
-            mean = loss(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+            batch = turn[team.data_rank if counts else 0]
+            mean = loss(*batch.each(lambda x: x.to(device, non_blocking=True)))
             if counts:
-                total += mean.to(exact) * targets.numel()
-            tokens += sum(targets.numel() for _, targets in turn)
+                total += mean.to(exact) * batch.targets.numel()
+            tokens += sum(batch.targets.numel() for batch in turn)
             machine.synchronize(device, wait=False)
     # the processes of a tensor group add the same, those of a context group the means of their own tokens
     return Evaluation((team.mean(total) * team.data_world / tokens).item(), tokens)
 
 
 def held_out_windows(
-    dataset: TokenDataset, *, tokens: int, sequence: int, batch: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+    dataset: TokenDataset, *, tokens: int, sequence: int, batch: int, boundaries: bool = False
+) -> Iterator[Batch]:
     """Yields the first `tokens` held-out tokens in order: whole windows of `sequence`, at least one."""
     total = dataset.split("val").tokens - 1  # the first token has nothing before it
     windows = max(min(tokens, total) // sequence, 1)
-    loader = make_loader(dataset, "val", kind="stream", batch=1, sequence=sequence, seed=0)
+    loader = make_loader(
+        dataset, "val", kind="stream", batch=1, sequence=sequence, seed=0, boundaries=boundaries
+    )
     for start in range(0, windows, batch):
-        pairs = [loader.next_batch() for _ in range(min(batch, windows - start))]
-        yield torch.cat([inputs for inputs, _ in pairs]), torch.cat([targets for _, targets in pairs])
+        rows = [loader.next_batch() for _ in range(min(batch, windows - start))]
+        yield Batch(*(None if field[0] is None else torch.cat(field) for field in zip(*rows, strict=True)))
 
 
 def is_due(config: RunConfig, step: int) -> bool:
@@ -74,11 +76,16 @@ def is_due(config: RunConfig, step: int) -> bool:
 
 def held_out_crops(
     config: RunConfig, dataset: TokenDataset, layout: Layout, *, at_most: int | None = None
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[Batch]:
     """Returns the fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
     e, size = config.evaluation, crops_at_once(config, layout)
     batches = evaluation_batches(
-        dataset, batch=size, sequence=config.batch.length, batches=e.sequences // size, seed=e.seed
+        dataset,
+        batch=size,
+        sequence=config.batch.length,
+        batches=e.sequences // size,
+        seed=e.seed,
+        boundaries=config.data.boundaries,
     )
     return batches[:at_most]
 

@@ -141,12 +141,11 @@ class _Loop:
 
     def _one_step(self) -> None:
         state = self.run.state
-        noise = self.run.noise()
-        inputs, targets = self.run.loader.next_batch()
+        batch = self.run.next_batch()
         lr = learning_rate(self.run.config, state.step)
         for observer in self.observers:
             observer.before_step(state.step + 1)
-        loss, norm = self.step(inputs, targets, lr, noise)
+        loss, norm = self.step(batch, lr)
         state.step += 1
         state.tokens += self._tokens_in_a_step()
         self.pending.append(_Pending(state.step, state.tokens, lr, loss, norm))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
@@ -20,6 +19,7 @@ from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.checkpoints.contents import State
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder, new_origin, place_for
 from delta_trn.train.data import (
+    Batch,
     Loader,
     TokenDataset,
     baselines,
@@ -73,9 +73,10 @@ class Run:
     def layout(self) -> Layout:
         return layout_of(self.config, self.team.world)
 
-    def noise(self) -> Tensor | None:
-        """Returns the next batch's random numbers for dropout's masks, None where nothing is dropped."""
-        return self.loader.noise() if self.config.model.dropout else None
+    def next_batch(self) -> Batch:
+        """Returns this process's share of the next step, with noise where dropout drops anything."""
+        noise = self.loader.noise() if self.config.model.dropout else None
+        return self.loader.next_batch()._replace(noise=noise)
 
 
 @contextlib.contextmanager
@@ -204,6 +205,7 @@ def _assemble(
         seed=config.seed,
         rank=team.data_rank,
         world=team.data_world,
+        boundaries=config.data.boundaries,
     )
     # after the model's own draws: nothing here draws from it, but a model with layers of a user's own may
     torch.manual_seed(config.seed)

@@ -1,6 +1,6 @@
 """One optimizer step: micro-batches forward and backward, clipping, update. It never waits for the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
+from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.optimizer import set_learning_rate
 from delta_trn.train.settings.schema import RunConfig
@@ -19,12 +20,14 @@ Loss = Callable[..., Tensor]
 
 
 def loss_function(model: "DeltaForCausalLM | Sharding", config: RunConfig, device: torch.device) -> Loss:
-    """Returns (inputs, targets, noise=None) -> mean cross-entropy in nats, in the run's precision."""
+    """Returns a function of a batch's fields: the mean cross-entropy in nats, in the run's precision."""
     compute: Loss = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
 
-    def loss(inputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
+    def loss(
+        inputs: Tensor, targets: Tensor, position_ids: Tensor | None = None, noise: Tensor | None = None
+    ) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bf16"):
-            return compute(inputs, targets, noise=noise)
+            return compute(inputs, targets, position_ids=position_ids, noise=noise)
 
     return loss
 
@@ -42,21 +45,14 @@ class TrainingStep:
         self.device = sharding.model.device
         self.micro, self.clip = micro, clip
 
-    def __call__(
-        self, inputs: Tensor, targets: Tensor, lr: float, noise: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
         """Does one update. Returns the mean loss over all of the step and the unclipped norm, on the device.
 
-        inputs, targets   int64 [B, T] on the CPU, B a multiple of `micro`: this process's share of the step
-        noise             int32 [B, T] on the CPU, from which dropout draws its masks; None: it drops nothing
+        batch   this process's share of the step, on the CPU; its rows are a multiple of `micro`
         """
         self.optimizer.zero_grad(set_to_none=True)
         set_learning_rate(self.optimizer, lr)
-        batch = (inputs, targets) if noise is None else (inputs, targets, noise)
-        parts = [self._moved(part) for part in batch]
-        micros: Sequence[tuple[Tensor, ...]] = list(
-            zip(*(part.split(self.micro) for part in parts), strict=True)
-        )
+        micros = batch.each(self._moved).split(self.micro)
         total = torch.zeros((), device=self.device)
         for left, some in zip(reversed(range(len(micros))), micros, strict=True):
             # every micro-batch has as many targets as the next, so the mean of means is the mean

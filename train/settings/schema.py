@@ -115,6 +115,8 @@ class DataSection(Section):
     """seed of the choice of held-out documents"""
     loader: Literal["random_crop", "stream"] = "random_crop"
     """training batches: random_crop draws crops with replacement, stream reads every token in turn"""
+    boundaries: bool = True
+    """every document begins with an empty state, as it would alone; false: the one before reaches it"""
 
 
 class EvaluationSection(Section):

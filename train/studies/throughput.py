@@ -27,6 +27,7 @@ from delta_trn.backends.operator import Operator
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.run.optimizer import make_optimizer
@@ -94,25 +95,25 @@ class Workload:
         generator = torch.Generator().manual_seed(config.seed)
         shape = (config.batch.sequences, config.batch.length + 1)
         tokens = torch.randint(rows, shape, generator=generator)
-        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     @property
     def tokens(self) -> int:
         """In a step."""
-        return self.batch[0].numel()
+        return self.batch.inputs.numel()
 
     def __call__(self, contender: str) -> float:
         """One step; its seconds. A rate of 0 leaves the weights, so that steps are alike."""
         with operator_of(self.model, contender):
             machine.synchronize(self.device)
             begun = time.perf_counter()
-            self.step(*self.batch, 0.0)
+            self.step(self.batch, 0.0)
             machine.synchronize(self.device)
             return time.perf_counter() - begun
 
     def loss_of(self, contender: str) -> float:
         """At the weights as they are, over one micro-batch."""
-        parts = (x[: self.step.micro].to(self.device) for x in self.batch)
+        parts = self.batch.split(self.step.micro)[0].each(lambda x: x.to(self.device))
         with operator_of(self.model, contender), torch.no_grad():
             return float(self.loss(*parts))
 

@@ -125,6 +125,7 @@ def _in_order(run: Run) -> Evaluation:
         tokens=config.evaluation.final_tokens,
         sequence=config.batch.length,
         batch=windows_at_once(config, run.layout),
+        boundaries=config.data.boundaries,
     )
     run.model.eval()
     # one pass over a few shapes: compiling would take longer

@@ -27,13 +27,34 @@ def loader(dataset, kind, **options):
 
 
 def take(loader, count):
-    return [loader.next_batch() for _ in range(count)]
+    return [loader.next_batch()[:2] for _ in range(count)]
 
 
 def same(left, right):
     return len(left) == len(right) and all(
         torch.equal(a, b) for pair in zip(left, right, strict=True) for a, b in zip(*pair, strict=True)
     )
+
+
+@pytest.mark.parametrize("kind", ["random_crop", "stream"])
+def test_places_start_again_at_every_document_and_at_every_row(dataset, kind):
+    bounded = loader(dataset, kind, boundaries=True)
+    batches = [bounded.next_batch() for _ in range(10)]
+    batches += evaluation_batches(dataset, batch=4, sequence=T, batches=10, boundaries=True)
+    plain = take(loader(dataset, kind), 10)
+    assert all(torch.equal(b.inputs, inputs) for b, (inputs, _) in zip(batches[:10], plain, strict=True))
+    restarts = 0
+    for batch in batches:
+        assert batch.position_ids.dtype == torch.int32 and batch.position_ids.shape == batch.inputs.shape
+        for ids, places in zip(batch.inputs.tolist(), batch.position_ids.tolist(), strict=True):
+            expected = []
+            for token in ids:
+                begins = token == dataset.meta.bos_id or not expected
+                restarts += begins and bool(expected)
+                expected.append(0 if begins else expected[-1] + 1)
+            assert places == expected
+    assert restarts > 5, "there are rows with more than one document"
+    assert loader(dataset, kind).next_batch().position_ids is None
 
 
 # -- both kinds --------------------------------------------------------------------------------------------
@@ -135,7 +156,7 @@ def test_random_crops_start_where_the_documentation_says(dataset):
     for rank in range(world):
         ours = loader(dataset, "random_crop", rank=rank, world=world)
         for b in range(5):
-            inputs, targets = ours.next_batch()
+            inputs, targets = ours.next_batch()[:2]
             for row in range(batch):
                 state = 0
                 for word in (1, seed, (b * world + rank) * batch + row):
@@ -218,7 +239,7 @@ def test_a_stream_that_drops_a_target_between_batches_is_caught(dataset):
             self._tokens.read_across(self._shards_of(0), batch * step, window[0])
             return np.stack([window[0, i * T : i * T + T + 1] for i in range(self.batch)])
 
-    faulty = Dropping(dataset, "train", 4, T, 7, 0, 1)
+    faulty = Dropping(dataset, "train", 4, T, 7, 0, 1, False)
     sound = loader(dataset, "stream")
     tokens = in_order(dataset, sound)
     assert is_whole(windows_of(sound, 10), tokens)
@@ -256,8 +277,8 @@ def test_a_stream_continues_with_another_micro_batch(dataset):
 def test_evaluation_crops_do_not_depend_on_the_micro_batch(dataset):
     def crops(batch, batches, **options):
         crops = evaluation_batches(dataset, batch=batch, sequence=T, batches=batches, **options)
-        assert len(crops) == batches and all(inputs.shape == (batch, T) for inputs, _ in crops)
-        return [torch.cat(parts) for parts in zip(*crops, strict=True)]
+        assert len(crops) == batches and all(crop.inputs.shape == (batch, T) for crop in crops)
+        return torch.cat([crop.inputs for crop in crops]), torch.cat([crop.targets for crop in crops])
 
     expected = crops(2, 12)
     for batch, batches in ((1, 24), (24, 1), (8, 3), (2, 12)):
@@ -273,7 +294,7 @@ def test_evaluation_crops_are_spread_over_the_split(dataset):
     expected = [
         tokens[i : i + T].tolist() for tokens in dataset.shards("val") for i in range(len(tokens) - T)
     ]
-    assert [inputs[0].tolist() for inputs, _ in batches] == expected
+    assert [crop.inputs[0].tolist() for crop in batches] == expected
     more = evaluation_batches(dataset, batch=1, sequence=T, batches=starts + 10)
     assert len(more) == starts + 10
 

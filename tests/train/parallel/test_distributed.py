@@ -36,6 +36,9 @@ STEPS = 20
 ORDERS = (4, 2, 1)  # sequences per micro-batch
 BATCH: dict[str, Any] = {
     "steps": STEPS,
+    # A document's first output is normalized from q.k of BOS alone. Where that is nearly 0 in some head, as
+    # for seeds 7 and 42 after step 8, rounding is multiplied by thousands, and tolerances would show nothing.
+    "seed": 8,
     "batch.sequences": 8,
     "model.heads": 4,
     "model.width": 32,
@@ -165,6 +168,7 @@ def test_a_distributed_run_equals_the_run_of_one_process(
     [
         pytest.param("sgd", {"batch.sequences": 4}, id="half of the batch"),
         pytest.param("sgd", {"optimizer.clip": 0.5}, id="clipped before the reduction"),
+        pytest.param("sgd", {"data.boundaries": "false"}, id="documents that reach the next one"),
         pytest.param("adamw", {"optimizer.beta2": 0.9}, id="another optimizer"),
     ],
 )
@@ -196,7 +200,8 @@ def test_a_distributed_run_with_dropout_equals_the_run_of_one_process(data, alon
     assert above(without, {name: 10 * x for name, x in allowed.items()}).keys() >= {"loss", "weights"}
 
 
-BF16 = {"precision": "bf16"}
+# without boundaries: q.k of BOS is rounded to bf16 in every step, see BATCH
+BF16 = {"precision": "bf16", "data.boundaries": "false"}
 
 
 @pytest.mark.parametrize(
@@ -212,8 +217,8 @@ def test_a_distributed_run_in_bf16_equals_the_run_of_one_process(data, alone, be
     logs = tmp_path / "logs"
     keys_of_run = keys(data, tmp_path / "run", "sgd", {**changes, **BF16})
     team_run.train(world, ["run", "tiny", *keys_of_run], logs, run_and_count_bytes)
-    expected = alone("sgd", precision="bf16")
-    controls = [alone("sgd", precision="bf16", batch__micro=micro) for micro in (4, 1)]
+    expected = alone("sgd", **BF16)
+    controls = [alone("sgd", **BF16, batch__micro=micro) for micro in (4, 1)]
     allowed = tolerances([distances(control, expected, begin) for control in controls])
     assert not above(distances(tmp_path / "run", expected, begin), allowed)
     gathered = json.loads((logs / "rank-0.json").read_text())

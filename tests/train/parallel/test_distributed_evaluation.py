@@ -12,6 +12,7 @@ from torch import Tensor
 
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.__main__ import main
+from delta_trn.train.data import Batch
 from delta_trn.train.parallel.layout import Layout, layout_of
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.recipes import recipe
@@ -51,20 +52,20 @@ class OneOfMany(Team):
 @pytest.mark.parametrize("shares", [1, 2, 3, 5, 8])
 def test_shares_add_up_to_the_mean_over_every_token_once(shares):
     """Risk 5: every share went through all crops. The last batch is smaller, and the last turn too short."""
-    batches = [(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(6)]
-    batches.append((torch.full((1, 3), 9.5), torch.zeros(1, 3)))
+    batches = [Batch(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(6)]
+    batches.append(Batch(torch.full((1, 3), 9.5), torch.zeros(1, 3)))
     evaluations, calls = [], []
     for rank in range(shares):
         seen: list[float] = []
 
-        def loss(inputs: Tensor, targets: Tensor, seen: list[float] = seen) -> Tensor:
+        def loss(inputs: Tensor, *_: object, seen: list[float] = seen) -> Tensor:
             seen.append(float(inputs.mean()))
             return inputs.mean()
 
         team = OneOfMany(rank=rank, world=shares, data_rank=rank, data_world=shares)
         evaluations.append(evaluate(loss, iter(batches), CPU, team))
         calls.append(seen)
-    alone = evaluate(lambda inputs, targets: inputs.mean(), batches, CPU)
+    alone = evaluate(lambda inputs, *_: inputs.mean(), batches, CPU)
     assert sum(e.loss for e in evaluations) / shares == pytest.approx(alone.loss, rel=1e-15)
     assert {e.tokens for e in evaluations} == {alone.tokens} == {39}
     turns = {len(seen) for seen in calls}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import RECIPES, recipe
 from delta_trn.train.run.model import make_model, model_config
@@ -167,14 +168,14 @@ def weights_after_two_steps(text: str) -> bytes | None:
     sharding = Sharding(model.train())
     torch.manual_seed(0)
 
-    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(inputs: torch.Tensor, targets: torch.Tensor, *_: object) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.precision == "bf16"):
             return model.loss(inputs, targets)
 
     step = TrainingStep(loss, make_optimizer(sharding, config), sharding, micro=2, clip=config.optimizer.clip)
     tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
     for finished in (1, 2, 3):
-        step(tokens[:, :-1], tokens[:, 1:], learning_rate(config, finished))
+        step(Batch(tokens[:, :-1], tokens[:, 1:]), learning_rate(config, finished))
     return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 
 

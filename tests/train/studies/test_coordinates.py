@@ -12,6 +12,7 @@ from torch import Tensor
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.models import DeltaForCausalLM
+from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config
@@ -49,9 +50,9 @@ def config(parametrization: str, optimizer: str, residual: str = "additive") -> 
     return apply(recipe("transfer"), changes)
 
 
-def batch(seed: int) -> tuple[Tensor, Tensor]:
+def batch(seed: int) -> Batch:
     drawn = tokens(4, 33, seed=seed)
-    return drawn[:, :-1], drawn[:, 1:]
+    return Batch(drawn[:, :-1], drawn[:, 1:])
 
 
 @cache
@@ -115,9 +116,9 @@ def test_gradient_signs_for_scalars_are_random_before_training_and_agree_after()
                 m.loss, make_optimizer(Sharding(m), run), Sharding(m), micro=4, clip=None,
             )  # fmt: skip
             for _ in range(steps):
-                step(*batch(seed), run.optimizer.lr)
+                step(batch(seed), run.optimizer.lr)
             places.append(math.log2(width))
-            sizes.append(math.log2(coherence(m, *batch(seed))))
+            sizes.append(math.log2(coherence(m, *batch(seed)[:2])))
         powers.append(line(places, sizes))
     before, after = powers
     assert abs(before.slope) < 0.1 + 2 * before.stderr, before

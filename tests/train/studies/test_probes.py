@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from delta_trn.models.parameters import scaled_parameters
 from delta_trn.models.sequence import Sequences
 from delta_trn.train.checkpoints.run_folder import RunFolder
+from delta_trn.train.data import Batch
 from delta_trn.train.studies.fits import Line, line
 from delta_trn.train.studies.probes.hooks import normalized, rms
 from delta_trn.train.studies.probes.mixer import GROUPS, Probes, group_of, recall
@@ -21,7 +22,7 @@ from tests.support.tiny_models import model, tokens
 from tests.support.tiny_run import final_state, keys, read_metrics, run_command, train
 
 
-def make_probes(m, batch: tuple[Tensor, Tensor], lr: float = 0.1) -> tuple[Probes, torch.optim.Optimizer]:
+def make_probes(m, batch: Batch, lr: float = 0.1) -> tuple[Probes, torch.optim.Optimizer]:
     rows = scaled_parameters(m, optimizer="sgd", lr=lr, weight_decay=0.0)
     groups = [{"params": [r.parameter], "names": [r.name], "lr": r.lr} for r in rows]
     optimizer = torch.optim.SGD(groups, lr=lr)
@@ -41,7 +42,7 @@ def watch_outputs(mixer: nn.Module) -> list[Tensor]:
 
 
 class TestFormulas:
-    BATCH = tokens(2, 17)[:, :-1], tokens(2, 17)[:, 1:]
+    BATCH = Batch(tokens(2, 17)[:, :-1], tokens(2, 17)[:, 1:])
 
     def test_recall_is_one_for_keys_that_point_anywhere(self):
         """E (S^T k)^2 = |S|^2 / K for k uniform on the sphere; 4000 keys leave a percent or two."""
@@ -60,7 +61,7 @@ class TestFormulas:
         """Repeating the sequences keeps the gradients of each and doubles those of weights."""
         m = model()
         once, _ = make_probes(m, self.BATCH)
-        twice, _ = make_probes(m, (self.BATCH[0].repeat(2, 1), self.BATCH[1].repeat(2, 1)))
+        twice, _ = make_probes(m, self.BATCH.each(lambda x: x.repeat(2, 1)))
         a, b = once.measure(), twice.measure()
         for name in ("q", "k", "v", "o", "y", "hidden"):
             key = f"layers/1/grad_{name}"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.models.residual import DeepDelta, LatentUpdate
+from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import make_model, model_config
 from delta_trn.train.run.optimizer import make_optimizer
@@ -64,24 +65,26 @@ class Slope:
 
 
 def readings(
-    config: RunConfig, *, widths: Sequence[int], steps: int, seeds: Sequence[int], batch: Batch
+    config: RunConfig,
+    *,
+    widths: Sequence[int],
+    steps: int,
+    seeds: Sequence[int],
+    batch: Callable[[int], Batch],
 ) -> Iterator[Reading]:
     """Trains `steps` at every width at a constant rate, and reads every tensor before and after each step.
 
     config   a configuration without `auto`: its model, parametrization, optimizer and learning rate count
-    batch    seed -> the one batch of inputs and targets to train on and to look at, at every width (tokens
+    batch    seed -> the one batch to train on and to look at, at every width (tokens
              that were not trained on share less with those that were, the wider the model)
     """
     for width in widths:
         for seed in seeds:
             model = config.model.model_copy(update={"width": width})
-            yield from _train(config.model_copy(update={"model": model, "seed": seed}), steps, *batch(seed))
+            yield from _train(config.model_copy(update={"model": model, "seed": seed}), steps, batch(seed))
 
 
-Batch = Callable[[int], tuple[Tensor, Tensor]]
-
-
-def _train(config: RunConfig, steps: int, inputs: Tensor, targets: Tensor) -> Iterator[Reading]:
+def _train(config: RunConfig, steps: int, batch: Batch) -> Iterator[Reading]:
     device = torch.device(config.device)
     rows = config.model.vocab_size
     assert rows is not None, "the data set it"
@@ -91,16 +94,16 @@ def _train(config: RunConfig, steps: int, inputs: Tensor, targets: Tensor) -> It
         loss_function(model, config, device),
         make_optimizer(sharding, config),
         sharding,
-        micro=len(inputs),
+        micro=len(batch.inputs),
         clip=config.optimizer.clip,
     )
-    batch = inputs.to(device), targets.to(device)
     first: dict[int, Tensor] = {}
-    before = tensors(model, *batch, first)
+    looked_at = batch.inputs.to(device), batch.targets.to(device)
+    before = tensors(model, *looked_at, first)
     for number in range(steps + 1):
         if number:
-            step(inputs, targets, config.optimizer.lr)
-        now = tensors(model, *batch, first) if number else before
+            step(batch, config.optimizer.lr)
+        now = tensors(model, *looked_at, first) if number else before
         for name, parts in now.items():
             yield Reading(
                 config.parametrization,

@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from delta_trn.train.data import Batch
 from delta_trn.train.parallel.layout import layout_alone
 from delta_trn.train.parallel.sharding import named_parameters
 from delta_trn.train.run.evaluate import held_out_crops, is_due
@@ -66,12 +67,12 @@ class Probes:
         model: DeltaForCausalLM,
         optimizer: Optimizer,
         loss: Loss,
-        batch: tuple[Tensor, Tensor],
+        batch: Batch,
         device: torch.device,
         before: dict[str, Tensor] | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
-        self.batch = batch[0].to(device), batch[1].to(device)
+        self.batch = batch.each(lambda x: x.to(device))
         self._before = before or {}
 
     @torch.no_grad()
@@ -89,7 +90,7 @@ class Probes:
                 p.grad = None
             with observed(self.model, gradients=True) as views, depth.watched(self.model) as writes:
                 # the sum over tokens, not their mean
-                (self.loss(*self.batch) * self.batch[1].numel()).backward()
+                (self.loss(*self.batch) * self.batch.targets.numel()).backward()
             with torch.no_grad():
                 values = {"logit_std": self._logit_std(views[0])} | self._groups() | depth.named(writes)
                 layers = sorted(views[0].mixers)
@@ -210,7 +211,7 @@ def _copy(run: Run, weights: dict[str, Tensor]) -> tuple[DeltaForCausalLM, Optim
     return model, torch.optim.SGD(groups, lr=run.config.optimizer.lr)
 
 
-def _loss_and_batch(run: Run, model: DeltaForCausalLM) -> tuple[Loss, tuple[Tensor, Tensor]]:
+def _loss_and_batch(run: Run, model: DeltaForCausalLM) -> tuple[Loss, Batch]:
     """Returns a model's loss, and the held-out batch that one process would have, however many there are."""
     plain = loss_function(model, run.config.model_copy(update={"compile": False}), run.device)
     return plain, held_out_crops(run.config, run.dataset, layout_alone(run.config), at_most=1)[0]

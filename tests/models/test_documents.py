@@ -1,0 +1,95 @@
+"""Rows of several documents: each is read as it would be alone, in output and in every gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from delta_trn.backends import default_backend
+from delta_trn.models import DeltaForCausalLM
+from delta_trn.models.sequence import sequence_bounds
+from tests.support.tiny_models import VARIANTS, assert_same, model, tokens
+
+MODELS: dict[str, dict[str, Any]] = {
+    **VARIANTS,
+    "deep-delta": {
+        "residual": "ddl", "ddl_value_channels": 4, "ddl_compressor": "token",
+        "input_embed_shortconv_kernel_size": 4, "attention_layers": [1], "use_k_shift": True,
+    },
+    "learned-positions": {"positions": "learned", "max_position_embeddings": 64, "attention_layers": [0]},
+}  # fmt: skip
+# a document of a single token, one shorter than the convolution, and bounds elsewhere in the other row
+LENGTHS = ([33, 1, 2, 4], [5, 35])
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def places(lengths: tuple[list[int], ...] = LENGTHS) -> Tensor:
+    """Returns the position_ids of rows with documents of these lengths."""
+    return torch.stack([torch.cat([torch.arange(n, dtype=torch.int32) for n in row]) for row in lengths])
+
+
+def gradients(m: DeltaForCausalLM) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+
+
+@every_model
+def test_loss_and_gradients_of_documents_in_rows_are_those_of_documents_alone(name):
+    m, ids, targets = model(**MODELS[name]), tokens(2, 40), tokens(2, 40, seed=2)
+    loss = m.loss(ids, targets, places())
+    loss.backward()
+    together, alone = gradients(m), torch.zeros((), dtype=torch.float64)
+    m.zero_grad()
+    for row, lengths in enumerate(LENGTHS):
+        documents = zip(ids[row].split(lengths), targets[row].split(lengths), strict=True)
+        alone = alone + sum(len(x) / 80 * m.loss(x[None], y[None]) for x, y in documents)
+    alone.backward()
+    assert_same(loss, alone)
+    for parameter, expected in gradients(m).items():
+        assert_same(together[parameter], expected, what=parameter, factor=10)
+
+
+def leak(m: DeltaForCausalLM, position_ids: Tensor | None) -> Tensor:
+    """Returns how the last document of a row of 33 + 7 tokens depends on each token's embedding: [40]."""
+    x = m.embed(tokens(1, 40)).detach().requires_grad_()
+    weights = torch.randn(7, 32, generator=torch.Generator().manual_seed(3)).to(x)
+    (m.hidden(x, position_ids=position_ids)[0, 33:] * weights).sum().backward()
+    assert x.grad is not None
+    return x.grad.abs().sum((0, 2))
+
+
+@every_model
+def test_no_gradient_passes_from_a_document_to_the_one_before(name):
+    m = model(**MODELS[name])
+    passed = leak(m, places(([33, 7],)))
+    assert bool((passed[:33] == 0).all()) and bool((passed[33:] > 0).all())
+    assert bool((leak(m, None)[:33] > 0).all()), "without position_ids every token before has an influence"
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton", "nki-simulator"])
+def test_every_backend_forgets_all_at_a_document_whatever_its_rates(backend):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed")
+    m = model(dtype=torch.float32, num_hidden_layers=1)
+    m.blocks[0].mixer.A_log.data = torch.tensor([-30.0, 0.0, 5.0, 20.0])
+    ids, targets = tokens(2, 40), tokens(2, 40, seed=2)
+    with default_backend(backend, allow=["chunked"]):
+        passed = leak(m, places(([33, 7],)))
+        m.loss(ids, targets, places()).backward()
+    assert bool((passed[:33] == 0).all()) and bool((passed[33:] > 0).all())
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients(m).values())
+
+
+def test_position_ids_say_what_cu_seqlens_over_the_flattened_rows_would():
+    m, ids, targets = model(), tokens(2, 40), tokens(2, 40, seed=2)
+    bounds = sequence_bounds(places())
+    assert bounds is not None and bounds.tolist() == [0, 33, 34, 36, 40, 45, 80]
+    with torch.no_grad():
+        packed = m.loss(ids.view(1, -1), targets.view(1, -1), cu_seqlens=bounds)
+        assert_same(m.loss(ids, targets, places()), packed)
+
+
+@pytest.mark.parametrize("others", [{"cu_seqlens": torch.tensor([0, 80])}, {"position_ids": places()[:1]}])
+def test_contradictory_bounds_are_refused(others):
+    with pytest.raises(ValueError, match=r"give each token its place in its own document, and no cu_seqlens"):
+        model().loss(tokens(2, 40), tokens(2, 40), **{"position_ids": places(), **others})
