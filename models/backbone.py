@@ -190,7 +190,7 @@ class DeltaModel(DeltaPreTrainedModel):
     ) -> Tensor:
         """Maps embedded tokens x [B, T, d] to [B, T, d], normalized for the readout.
 
-        `position_ids` [B, T] are the place of each token in its own document, of which a row may have several;
+        `position_ids` [B, T] are the place of each token in its own document: a row may have several;
         `cu_seqlens` packs them into one row. `cache` advances by T tokens. The residual stream is appended to
         `streams` before each block and after the last.
         """
