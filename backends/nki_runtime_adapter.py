@@ -107,7 +107,7 @@ def to_tensor(x: np.ndarray) -> Tensor:
 
 
 def _rule_forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor,
     scale: float, l2norm: bool, has_state: bool, every: int, C: int, lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(
@@ -118,8 +118,8 @@ def _rule_forward(
 
 
 def _rule_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor, dstate: Tensor | None,
-    initial_state: Tensor | None, states: Tensor | None, scale: float, l2norm: bool, has_dstate: bool,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor, dstate: Tensor,
+    initial_state: Tensor, states: Tensor, scale: float, l2norm: bool, has_dstate: bool,
     has_state: bool, every: int, C: int, lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(
@@ -136,37 +136,35 @@ def _rule_step(
     return _as_list(gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm))
 
 
-def _residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -> list[Tensor]:
+def _residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float) -> list[Tensor]:
     return _as_list(delta_residual_fwd(x, k, v, beta, k_eps))
 
 
 def _residual_backward(
-    dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None
+    dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float
 ) -> list[Tensor]:
     return _as_list(delta_residual_bwd(dout, x, k, v, beta, k_eps))
 
 
 def _convolution_forward(
-    x: Tensor, weight: Tensor, position: Tensor | None, packed: bool, prefix: Tensor | None = None,
-    continued: bool = False,
+    x: Tensor, weight: Tensor, position: Tensor, packed: bool, prefix: Tensor,
+    continued: bool,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(short_convolution_fwd(x, weight, position, packed, prefix, continued))
 
 
 def _convolution_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, position: Tensor | None, packed: bool,
-    prefix: Tensor | None = None, continued: bool = False,
+    dy: Tensor, x: Tensor, weight: Tensor, position: Tensor, packed: bool, prefix: Tensor,
+    continued: bool,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(short_convolution_bwd(dy, x, weight, position, packed, prefix, continued))
 
 
-def _norm_forward(x: Tensor, z: Tensor | None, weight: Tensor, eps: float, gated: bool) -> list[Tensor]:
+def _norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, gated: bool) -> list[Tensor]:
     return _as_list(gated_rms_norm_fwd(x, z, weight, eps, gated))
 
 
-def _norm_backward(
-    dy: Tensor, x: Tensor, z: Tensor | None, weight: Tensor, eps: float, gated: bool
-) -> list[Tensor]:
+def _norm_backward(dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, gated: bool) -> list[Tensor]:
     return _as_list(gated_rms_norm_bwd(dy, x, z, weight, eps, gated))
 
 

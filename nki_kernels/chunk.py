@@ -59,6 +59,7 @@ from delta_trn.nki_kernels.tiles import (
     psum,
     sbuf,
     transpose,
+    transpose_side,
 )
 
 
@@ -77,25 +78,29 @@ def store_lanes(dst, src_sb, bundle, start, tokens):
 def compute_gates(g_sb, beta_sb, K, scale, table) -> dict[str, Any]:
     """Computes decays and write strengths of a bundle from g [rows, lanes, 2] and beta [rows, lanes]."""
     rows, lanes, _ = g_sb.shape
-    sums_ps = psum((rows, 2, lanes, 2))
-    nisa.nc_matmul(dst=sums_ps[:, 0], stationary=table["upper"], moving=g_sb, is_stationary_onezero=True)
+    g_flat = g_sb.reshape((rows, lanes * 2))
+    sums_ps = psum((rows, 2, lanes * 2))
+    nisa.nc_matmul(dst=sums_ps[:, 0, :], stationary=table["upper"], moving=g_flat, is_stationary_onezero=True)
     nisa.nc_matmul(
-        dst=sums_ps[:, 1], stationary=table["strict_lower"], moving=g_sb, is_stationary_onezero=True
+        dst=sums_ps[:, 1, :], stationary=table["strict_lower"], moving=g_flat, is_stationary_onezero=True
     )
-    factors_sb, decays_sb = sbuf((rows, 2, lanes, 2)), sbuf((rows, 2, lanes))
-    nisa.activation(dst=factors_sb, op=nl.exp, data=sums_ps)
+    factors_sb = sbuf((rows, 2, lanes, 2))
+    gamma_sb, lambda_sb = sbuf((rows, lanes)), sbuf((rows, lanes))
+    nisa.activation(dst=factors_sb, op=nl.exp, data=sums_ps.reshape((rows, 2, lanes, 2)))
     partitions = min(K, PARTITIONS)
-    whole_ps = psum((partitions, lanes, 2))
+    whole_ps = psum((partitions, lanes * 2))
     nisa.nc_matmul(
-        dst=whole_ps, stationary=table["ones"][0:rows, 0:partitions], moving=g_sb,
+        dst=whole_ps, stationary=table["ones"][0:rows, 0:partitions], moving=g_flat,
         is_stationary_onezero=True,
     )  # fmt: skip
     carry_factors_sb, carry_sb = sbuf((partitions, lanes, 2)), sbuf((partitions, lanes))
-    nisa.activation(dst=carry_factors_sb, op=nl.exp, data=whole_ps)
+    nisa.activation(dst=carry_factors_sb, op=nl.exp, data=whole_ps.reshape((partitions, lanes, 2)))
     nisa.tensor_tensor(
-        dst=decays_sb, data1=factors_sb[:, :, :, 0], data2=factors_sb[:, :, :, 1], op=nl.multiply
+        dst=gamma_sb, data1=factors_sb[:, 0, :, 0], data2=factors_sb[:, 0, :, 1], op=nl.multiply
     )
-    gamma_sb = decays_sb[:, 0, :]
+    nisa.tensor_tensor(
+        dst=lambda_sb, data1=factors_sb[:, 1, :, 0], data2=factors_sb[:, 1, :, 1], op=nl.multiply
+    )
     minus_beta_sb, minus_beta_gamma_sb, scale_gamma_sb = (
         sbuf((rows, lanes)), sbuf((rows, lanes)), sbuf((rows, lanes)),
     )  # fmt: skip
@@ -106,7 +111,7 @@ def compute_gates(g_sb, beta_sb, K, scale, table) -> dict[str, Any]:
         dst=carry_sb, data1=carry_factors_sb[:, :, 0], data2=carry_factors_sb[:, :, 1], op=nl.multiply
     )
     return {
-        "beta": beta_sb, "minus_beta": minus_beta_sb, "gamma": gamma_sb, "lambda": decays_sb[:, 1, :],
+        "beta": beta_sb, "minus_beta": minus_beta_sb, "gamma": gamma_sb, "lambda": lambda_sb,
         "carry": carry_sb, "minus_beta_gamma": minus_beta_gamma_sb, "scale_gamma": scale_gamma_sb,
     }  # fmt: skip
 
@@ -224,12 +229,17 @@ def multiply_lanes(stationary, moving):
     return out_sb
 
 
-def multiply_lanes_at_once(stationary, moving):
-    """Computes the same, for lanes whose results fill one bank of PSUM and leave it in one instruction."""
-    free, lanes = stationary.shape[2], stationary.shape[1]
+def multiply_lanes_at_once(stationary, moving, start, stop):
+    """Computes the same for columns start .. stop of stationary.
+
+    The results of all lanes fill one bank of PSUM and leave it in one instruction.
+    """
+    free, lanes = stop - start, stationary.shape[1]
     out_ps = psum((free, lanes, moving.shape[2]))
     for lane in range(lanes):
-        nisa.nc_matmul(dst=out_ps[:, lane, :], stationary=stationary[:, lane, :], moving=moving[:, lane, :])
+        nisa.nc_matmul(
+            dst=out_ps[:, lane, :], stationary=stationary[:, lane, start:stop], moving=moving[:, lane, :]
+        )
     out_sb = sbuf((free, lanes, moving.shape[2]))
     copy_scaled(out_sb, out_ps)
     return out_sb
@@ -263,7 +273,8 @@ def decay_and_add(S, carry_sb, factors, parts):
         out_sb = sbuf((stop - start, lanes, V))
         for lane in range(lanes):
             sum_ps = psum((stop - start, V))
-            for x_sb, y_sb in factors:
+            for factor in factors:
+                x_sb, y_sb = factor
                 nisa.nc_matmul(dst=sum_ps, stationary=x_sb[:, lane, start:stop], moving=y_sb[:, lane, :])
             nisa.scalar_tensor_tensor(
                 dst=out_sb[:, lane, :], data=S[part][:, lane, :], op0=nl.multiply,
@@ -300,8 +311,8 @@ def prepare_chunk(inputs, bundle, start, tokens, parts, scale, l2norm, table) ->
     chunk["minus_beta_k"] = minus_beta_k_sb
     chunk["g_triangles"] = spread_decays(g_sb, table)
     identity_sb = table["identity"]
-    chunk["k_t"] = transpose(qk_sb[:, :, 1, :], parts, identity_sb)
-    chunk["scale_q_t"] = transpose(qk_sb[:, :, 0, :], parts, identity_sb, scale)
+    chunk["k_t"] = transpose_side(qk_sb, 1, parts, identity_sb, 1.0)
+    chunk["scale_q_t"] = transpose_side(qk_sb, 0, parts, identity_sb, scale)
     minus_beta_k_t = transpose(minus_beta_k_sb, parts, identity_sb)
     chunk["D_t"] = compute_decays(chunk["g_triangles"], table, "drop_strict_lower")
     chunk["lambda_k"] = scale_heads(qk_sb, 1, chunk["lambda"], bundle)

@@ -60,7 +60,8 @@ def transpose_state(S, parts, value_parts, table):
     """Transposes S, a tile [f, lanes, V] per part of K, into a tile [f, lanes, K] per part of V."""
     lanes, K = S[0].shape[1], parts[len(parts) - 1][1]
     tiles = []
-    for low, high in value_parts:
+    for span in value_parts:
+        low, high = span
         out_sb = sbuf((high - low, lanes, K))
         for lane in range(lanes):
             out_ps = psum((high - low, K))
@@ -78,8 +79,9 @@ def transpose_state(S, parts, value_parts, table):
 def transpose_writes(T_sb, chunk, parts):
     """Computes W^T = (diag(lambda) K)^T T, a tile [f, lanes, rows] per part of K."""
     tiles = []
-    for start, stop in parts:
-        tiles.append(multiply_lanes_at_once(chunk["lambda_k"][:, :, start:stop], T_sb))
+    for span in parts:
+        start, stop = span
+        tiles.append(multiply_lanes_at_once(chunk["lambda_k"], T_sb, start, stop))
     return tiles
 
 
@@ -162,14 +164,14 @@ def compute_key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle):
             dst=dk_sb, data=read_sb[:, 1, :], op0=nl.multiply,
             operand0=chunk["minus_beta"][:, lane : lane + 1], op1=nl.add, operand1=written_ps[:, 0, :],
         )  # fmt: skip
-        own = dqk_sb[:, h, :, :]
+        own_dq, own_dk = dqk_sb[:, h, 0, :], dqk_sb[:, h, 1, :]
         if h == previous:
-            nisa.tensor_tensor(dst=own[:, 0, :], data1=own[:, 0, :], data2=read_sb[:, 0, :], op=nl.add)
-            nisa.tensor_tensor(dst=dk_sb, data1=dk_sb, data2=own[:, 1, :], op=nl.add)
+            nisa.tensor_tensor(dst=own_dq, data1=own_dq, data2=read_sb[:, 0, :], op=nl.add)
+            nisa.tensor_tensor(dst=dk_sb, data1=dk_sb, data2=own_dk, op=nl.add)
         else:
-            copy_scaled(own[:, 0, :], read_sb[:, 0, :])
+            copy_scaled(own_dq, read_sb[:, 0, :])
         nisa.scalar_tensor_tensor(
-            dst=own[:, 1, :], data=written_ps[:, 1, :], op0=nl.multiply,
+            dst=own_dk, data=written_ps[:, 1, :], op0=nl.multiply,
             operand0=chunk["lambda"][:, lane : lane + 1], op1=nl.add, operand1=dk_sb,
         )  # fmt: skip
         previous = h

@@ -37,8 +37,8 @@ from delta_trn.nki_kernels.tiles import (
     sum_rows,
 )
 
-RESIDENT = 8 * 1024  # numbers of X per partition, forward: 32 of 192 KiB, and as much for X k
-RESIDENT_BACKWARD = 5 * 1024  # of X, and of dX': 20 of 192 KiB each, and a bfloat16 copy
+RESIDENT = 8 * 1024  # numbers of X per partition, forward: 32 of 176 KiB, and as much for X k
+RESIDENT_BACKWARD = 5 * 1024  # of X, and of dX': 20 of 176 KiB each, and a bfloat16 copy
 BANKS = 4  # of PSUM's 8 for a block of a
 MOST_D = 12 * 1024
 LEAST_EPS = 2.0**-43  # its square is above 2^-87, from where on the Scalar engine's rsqrt is right
@@ -46,25 +46,27 @@ LEAST_EPS = 2.0**-43  # its square is above 2^-87, from where on the Scalar engi
 
 @nki.jit
 def delta_residual_fwd(x, k, v, beta, k_eps):
-    """Computes X' [M, D, DV] in x's dtype; k_eps is a number, or None for k as it is."""
+    """Computes X' [M, D, DV] in x's dtype; with k_eps = 0, k stays as it is."""
     M, D, DV = x.shape
     check(D, k_eps)
     out = nl.ndarray((M, D, DV), dtype=x.dtype, buffer=nl.shared_hbm)
     beta = beta.reshape((M, 1))
     blocks = split(D, choose_block(D, DV, RESIDENT))
-    norm = build_norm(1.0 if k_eps == None else k_eps * k_eps)  # noqa: E711 (compilers before 0.7 know no `is`)
-    for start, stop in split(M, PARTITIONS):
+    norm = build_norm(k_eps * k_eps if k_eps > 0 else 1.0)
+    for span in split(M, PARTITIONS):
+        start, stop = span
         k_sb = load(k[start:stop, :], k.dtype)
         v_sb = load(v[start:stop, :], v.dtype)
         beta_sb = load(beta[start:stop, :], nl.float32)
         resident = []
         p_sb, w_sb = sbuf((stop - start, DV)), sbuf((stop - start, DV))
-        for d0, d1 in blocks:
+        for block in blocks:
+            d0, d1 = block
             x_sb = load(x[start:stop, d0:d1, :], x.dtype)
             add_projection(p_sb, x_sb, k_sb, d0)
             resident.append(x_sb)
         # w = beta r (v - r p), so that X' = X + k w^T
-        if k_eps == None:  # noqa: E711
+        if k_eps == 0:
             nisa.tensor_tensor(dst=w_sb, data1=v_sb, data2=p_sb, op=nl.subtract)
             nisa.tensor_scalar(dst=w_sb, data=w_sb, op0=nl.multiply, operand0=beta_sb)
         else:
@@ -76,7 +78,8 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
             nisa.tensor_scalar(
                 dst=w_sb, data=w_sb, op0=nl.multiply, operand0=beta_sb, op1=nl.multiply, operand1=r_sb
             )
-        for d0, d1 in blocks:
+        for block in blocks:
+            d0, d1 = block
             x_sb = resident[0]
             if len(resident) > 1:
                 x_sb = load(x[start:stop, d0:d1, :], x.dtype)
@@ -96,16 +99,18 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
     dbeta = nl.ndarray((M,), dtype=beta.dtype, buffer=nl.shared_hbm)
     beta, dbeta_rows = beta.reshape((M, 1)), dbeta.reshape((M, 1))
     eye_sb = build_identity(PARTITIONS, nl.float32)
-    norm = build_norm(1.0 if k_eps == None else k_eps * k_eps)  # noqa: E711
+    norm = build_norm(k_eps * k_eps if k_eps > 0 else 1.0)
     blocks = split(D, choose_block(D, DV, min(RESIDENT_BACKWARD, BANKS * BANK * DV)))
-    for start, stop in split(M, PARTITIONS):
+    for span in split(M, PARTITIONS):
+        start, stop = span
         count = stop - start
         k_sb = load(k[start:stop, :], k.dtype)
         v_sb = load(v[start:stop, :], v.dtype)
         beta_sb = load(beta[start:stop, :], nl.float32)
         resident = []
         p_sb, s_sb, e_sb, w_sb = sbuf((count, DV)), sbuf((count, DV)), sbuf((count, DV)), sbuf((count, DV))
-        for d0, d1 in blocks:
+        for block in blocks:
+            d0, d1 = block
             x_sb = load_float32(x[start:stop, d0:d1, :])
             dout_sb = load_float32(dout[start:stop, d0:d1, :])
             add_projection(p_sb, x_sb, k_sb, d0)
@@ -115,7 +120,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         r_sb = beta_sb
         beta_r_sb = sbuf((count, 1))
         nisa.tensor_copy(dst=beta_r_sb, src=beta_sb)
-        if k_eps != None:  # noqa: E711
+        if k_eps != 0:
             r_sb = invert_norms(k_sb, norm)
             nisa.tensor_scalar(dst=p_sb, data=p_sb, op0=nl.multiply, operand0=r_sb)
             nisa.tensor_scalar(dst=s_sb, data=s_sb, op0=nl.multiply, operand0=r_sb)
@@ -123,7 +128,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         nisa.tensor_tensor(dst=e_sb, data1=v_sb, data2=p_sb, op=nl.subtract)
         dbeta_sb = multiply_rows(s_sb, e_sb)
         along_sb = sbuf((count, 1))  # -r^2 beta (s . e - p . s): what dk has along k
-        if k_eps != None:  # noqa: E711
+        if k_eps != 0:
             nisa.tensor_tensor(dst=along_sb, data1=multiply_rows(p_sb, s_sb), data2=dbeta_sb, op=nl.subtract)
             nisa.tensor_scalar(
                 dst=along_sb, data=along_sb, op0=nl.multiply, operand0=beta_r_sb, op1=nl.multiply,
@@ -139,26 +144,30 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         nisa.tensor_scalar(
             dst=w_sb, data=s_sb, op0=nl.multiply, operand0=beta_r_sb, op1=nl.multiply, operand1=-1.0
         )
-        for d0, d1 in blocks:
+        for block in blocks:
+            d0, d1 = block
             x_sb, dout_sb = resident[0]
             if len(resident) > 1:
                 x_sb = load_float32(x[start:stop, d0:d1, :])
                 dout_sb = load_float32(dout[start:stop, d0:d1, :])
             sums = []  # of a, one per bank of PSUM
-            for low, high in split(d1 - d0, BANK):
+            for bank in split(d1 - d0, BANK):
+                low, high = bank
                 sums.append((low, high, psum((count, high - low))))
             for j in range(DV):
                 e_diagonal_sb = build_diagonal(e_sb[:, j : j + 1], eye_sb, 1.0)
                 s_diagonal_sb = build_diagonal(s_sb[:, j : j + 1], eye_sb, -1.0)
-                for low, high, a_ps in sums:
+                for entry in sums:
+                    low, high, a_ps = entry
                     nisa.nc_matmul(dst=a_ps, stationary=e_diagonal_sb, moving=dout_sb[:, low:high, j])
                     nisa.nc_matmul(dst=a_ps, stationary=s_diagonal_sb, moving=x_sb[:, low:high, j])
             dx_sb = sbuf((count, d1 - d0, DV), x.dtype)
             add_outer(dx_sb, dout_sb, k_sb, w_sb, d0)  # meanwhile the Tensor engine sums
             nisa.dma_copy(dst=dx[start:stop, d0:d1, :], src=dx_sb)
-            for low, high, a_ps in sums:
+            for entry in sums:
+                low, high, a_ps = entry
                 dk_sb = sbuf((count, high - low), k.dtype)
-                if k_eps == None:  # noqa: E711
+                if k_eps == 0:
                     nisa.tensor_scalar(dst=dk_sb, data=a_ps, op0=nl.multiply, operand0=beta_r_sb)
                 else:
                     k_part_sb = sbuf((count, high - low))
@@ -176,7 +185,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
 def check(D, k_eps):
     """Refuses keys that fill SBUF, and an epsilon that the Scalar engine's rsqrt would get wrong."""
     assert D <= MOST_D, f"D={D} exceeds {MOST_D}: keys stay on chip whole"
-    if k_eps != None:  # noqa: E711
+    if k_eps != 0:
         assert k_eps >= LEAST_EPS, f"k_eps={k_eps} is below {LEAST_EPS}, where rsqrt of its square is wrong"
 
 

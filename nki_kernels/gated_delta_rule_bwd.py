@@ -43,7 +43,8 @@ def load_kept_state(initial_state, states, stretch, bundle, parts, V, has_state)
         return load_state(initial_state, bundle, parts, V, has_state)
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     S = []
-    for start, stop in parts:
+    for span in parts:
+        start, stop = span
         tile_sb = sbuf((stop - start, lanes, V))
         nisa.dma_copy(dst=tile_sb, src=states[n, stretch - 1, start:stop, first : first + lanes, :])
         S.append(tile_sb)
@@ -61,19 +62,20 @@ def solve_again(inputs, do, S, wave, start, tokens, parts, scale, l2norm, spaces
         chunk["S"] = S[b]
         chunks.append(chunk)
         minus_L_ts.append(chunk["minus_L_t"])
-    Ts, T_ts = invert(minus_L_ts, spaces, masks, table, True)
+    inverses = invert(minus_L_ts, spaces, masks, table, True)
     residuals = []
     for b in range(len(wave)):
-        chunks[b]["PT"] = multiply_lanes_at_once(chunks[b]["P_t"], Ts[b])
-        chunks[b]["W_t"] = transpose_writes(Ts[b], chunks[b], parts)
+        T_sb = inverses[b]["T"]
+        chunks[b]["PT"] = multiply_lanes_at_once(chunks[b]["P_t"], T_sb, 0, table["rows"])
+        chunks[b]["W_t"] = transpose_writes(T_sb, chunks[b], parts)
         residuals.append(compute_residual(chunks[b], S[b], wave[b]))
     for b in range(len(wave)):
-        chunks[b]["U"] = multiply_lanes(T_ts[b], residuals[b])
+        chunks[b]["U"] = multiply_lanes(inverses[b]["T_t"], residuals[b])
     following = S
     if goes_on:
         following = []
         for b in range(len(wave)):
-            W_sb = multiply_lanes(Ts[b], chunks[b]["lambda_k"])
+            W_sb = multiply_lanes(inverses[b]["T"], chunks[b]["lambda_k"])
             following.append(decay_and_add(S[b], chunks[b]["carry"], [(W_sb, residuals[b])], parts))
     return chunks, following
 
@@ -129,9 +131,9 @@ def gated_delta_rule_bwd(
     Args:
         q, k, v, g, beta    as in forward
         do                  like v
-        dstate              of the final state [N, HV, K, V] float32, read if `has_dstate`; else None
-        initial_state       like dstate, read if `has_state`; else None
-        states              as forward returned them, or None
+        dstate              of the final state [N, HV, K, V] float32, read if `has_dstate`; else any tensor
+        initial_state       like dstate, read if `has_state`; else any tensor
+        states              as forward returned them; any tensor if it returned none
         every               at least 1; the other options as in forward
 
     Returns:
@@ -218,9 +220,10 @@ def example(
     """Returns the kernel and arguments as in training: no gradient of the final state, l2norm."""
     HV = HV or H
     kept = (-(-T // C) - 1) // every
-    states = normals("float32", (B, kept, K, HV, V))[0] * K**-0.5 if kept else None
+    inputs = rule_inputs(B, T, H, HV, K, V, dtype)
+    states = normals("float32", (B, kept, K, HV, V))[0] * K**-0.5 if kept else inputs[4]
     arguments = (
-        *rule_inputs(B, T, H, HV, K, V, dtype), None, None, states, K**-0.5, True, False, False, every, C,
+        *inputs, inputs[4], inputs[4], states, K**-0.5, True, False, False, every, C,
         lanes, width,
     )  # fmt: skip
     return gated_delta_rule_bwd, arguments
@@ -229,4 +232,4 @@ def example(
 def between(arguments, outputs):
     """Returns the kept states, which are no input of the operation."""
     states = arguments[8]
-    return () if states is None else (states,)
+    return (states,) if states.ndim == 5 else ()

@@ -39,7 +39,8 @@ def load_state(states, bundle, parts, V, present):
     """Loads a bundle's state [N, HV, K, V], or 0 unless `present`: a tile [f, lanes, V] per part of K."""
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     S = []
-    for start, stop in parts:
+    for span in parts:
+        start, stop = span
         tile_sb = sbuf((stop - start, lanes, V))
         if present:
             for lane in range(lanes):
@@ -133,7 +134,7 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
         v               [N, T, HV, V]
         g               [N, T, HV, 2]: what `plan.split_decays` makes of the decay's logarithm, -1e4 to 0
         beta            [N, T, HV]
-        initial_state   [N, HV, K, V] float32, read if `has_state`; else None
+        initial_state   [N, HV, K, V] float32, read if `has_state`; else any tensor
         scale, l2norm   of q; normalize q and k by rsqrt(sum of squares + 1e-6)
         every           keep the state before each chunk whose number is a multiple of it, but chunk 0, whose
                         state backward has anyway; 0 keeps none
@@ -191,18 +192,17 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
             work = list_work(count, index > 0, index + 1 < chunks)
             levels = 1
             minus_L_ts = []
-            Ts = []
-            T_ts = []
+            inverses = []
             if index < chunks:
                 rows = pad_to_rows(current[0]["tokens"])
                 for chunk in current:
                     minus_L_ts.append(chunk["minus_L_t"])
                 levels = count_levels(rows)
-                Ts, T_ts = start_inverses(minus_L_ts, take_corners(constants, rows))
+                inverses = start_inverses(minus_L_ts, take_corners(constants, rows))
             per_level = (len(work) + levels - 1) // levels
             for level in range(levels):
                 if index < chunks:
-                    merge(minus_L_ts, Ts, T_ts, spaces, masks, level, False)
+                    merge(inverses, spaces, masks, level, False)
                 for i in range(level * per_level, min(len(work), (level + 1) * per_level)):
                     stage, b = work[i]
                     if stage == PREPARE:
@@ -213,8 +213,9 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
                         S[b] = run_stage(stage, inverted[b], S[b], wave[b], parts, states, every, o)
             inverted = current
             for b in range(len(current)):
-                current[b]["PT_t"] = multiply_lanes_at_once(Ts[b], current[b]["P_t"])
-                current[b]["W"] = multiply_lanes(Ts[b], current[b]["lambda_k"])
+                T_sb = inverses[b]["T"]
+                current[b]["PT_t"] = multiply_lanes_at_once(T_sb, current[b]["P_t"], 0, T_sb.shape[2])
+                current[b]["W"] = multiply_lanes(T_sb, current[b]["lambda_k"])
         for b in range(count):
             store_state(final_state, S[b], wave[b], parts)
     if kept > 0:
@@ -227,7 +228,7 @@ def example(
 ):  # fmt: skip
     """Returns the kernel and arguments as in training: no initial state, l2norm; every=0: as in inference."""
     q, k, v, g, beta, _ = rule_inputs(B, T, H, HV or H, K, V, dtype)
-    return gated_delta_rule_fwd, (q, k, v, g, beta, None, K**-0.5, True, False, every, C, lanes, width)
+    return gated_delta_rule_fwd, (q, k, v, g, beta, beta, K**-0.5, True, False, every, C, lanes, width)
 
 
 def between(arguments, outputs):

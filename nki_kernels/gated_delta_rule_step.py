@@ -34,7 +34,7 @@ from delta_trn.nki_kernels.tiles import (
 )
 
 GROUP = 32  # rows: by the cost model, in order, 16 are 1% faster at K = 128 and 18% slower at 32, 8 up to 67%
-STATE_BYTES = 48 * 1024  # of a partition's 192 KiB, for a group's states; two groups are in flight
+STATE_BYTES = 48 * 1024  # of a partition's 176 KiB, for a group's states; two groups are in flight
 DESCRIPTOR = 512  # bytes: what moving fewer in one piece costs anyway
 
 
@@ -161,24 +161,47 @@ def compute_output(o_sb, p_ps, u_sb, vectors):
 def multiply_states(states, columns, heads, eye_sb):
     """Computes S^T k and S^T q [c, V] in PSUM: the states are stationary, and stream c columns, not V."""
     m, V = states[0].shape[1], states[0].shape[2]
-    c = (len(states) - 1) * heads + columns[-1].shape[3]
+    tiles, rest = len(states), columns[len(states) - 1].shape[3]  # the last tile may have fewer heads
+    c = (tiles - 1) * heads + rest
     r_ps, p_ps = psum((c, V)), psum((c, V))
-    for v0, v1 in split(V, PARTITIONS):
-        transposed_ps = psum((v1 - v0, 2, c))
-        for i in range(len(states)):
+    for span in split(V, PARTITIONS):
+        v0, v1 = span
+        by_tile_ps = psum((v1 - v0, tiles, 2 * heads))  # of each tile, r of its heads and then p
+        for i in range(tiles):
+            active, count = columns[i].shape[0], columns[i].shape[3]
+            moving = columns[i].reshape((active, m, 2 * count))
             for j in range(m):
                 nisa.nc_matmul(
-                    dst=transposed_ps[:, :, i * heads : i * heads + columns[i].shape[3]],
-                    stationary=states[i][:, j, v0:v1], moving=columns[i][:, j, :, :],
+                    dst=by_tile_ps[:, i, 0 : 2 * count], stationary=states[i][:, j, v0:v1],
+                    moving=moving[:, j, :],
                 )  # fmt: skip
-        transposed_sb = sbuf((v1 - v0, 2, c))
-        nisa.activation(dst=transposed_sb, op=nl.copy, data=transposed_ps)
+        by_side_sb = sbuf((v1 - v0, 2, c))
+        whole = tiles if rest == heads else tiles - 1
+        if whole > 0:
+            copy_sides(by_side_sb, by_tile_ps, 0, whole, heads)
+        if rest < heads:
+            copy_sides(by_side_sb, by_tile_ps, whole, 1, rest)
         eye = eye_sb[0 : v1 - v0, 0 : v1 - v0]
-        for side, out_ps in ((0, r_ps), (1, p_ps)):
-            nisa.nc_matmul(
-                dst=out_ps[:, v0:v1], stationary=transposed_sb[:, side, :], moving=eye, is_moving_onezero=True
-            )
+        nisa.nc_matmul(dst=r_ps[:, v0:v1], stationary=by_side_sb[:, 0, :], moving=eye, is_moving_onezero=True)
+        nisa.nc_matmul(dst=p_ps[:, v0:v1], stationary=by_side_sb[:, 1, :], moving=eye, is_moving_onezero=True)
     return r_ps, p_ps
+
+
+def copy_sides(by_side_sb, by_tile_ps, first, tiles, count):
+    """Copies r and p of `count` heads a tile from [v, tile, (side, head)] to [v, side, (tile, head)]."""
+    size, _, c = by_side_sb.shape
+    all_tiles, width = by_tile_ps.shape[1], by_tile_ps.shape[2]
+    heads = width // 2
+    nisa.activation(
+        dst=by_side_sb.ap(
+            pattern=[[2 * c, size], [heads, tiles], [c, 2], [1, count]], offset=first * heads
+        ),
+        op=nl.copy,
+        data=by_tile_ps.ap(
+            pattern=[[all_tiles * width, size], [width, tiles], [count, 2], [1, count]],
+            offset=first * width,
+        ),
+    )  # fmt: skip
 
 
 def update_states(states, k_blocks_sb, u_sb, decays_sb, new_lines, first, heads):
@@ -255,7 +278,7 @@ def build_block_diagonal(x_sb):
     c, K = x_sb.shape
     out_sb = sbuf((c, c, K))
     nisa.affine_select(
-        dst=out_sb, pattern=[[-1, c], [0, K]], channel_multiplier=1,
+        dst=out_sb, pattern=[[-1, c], [0, K]], offset=0, channel_multiplier=1,
         on_true_tile=x_sb.ap(pattern=[[K, c], [0, c], [1, K]]),  # x, repeated over the middle axis
         on_false_value=0.0, cmp_op=nl.equal,
     )  # fmt: skip
@@ -290,7 +313,7 @@ def build_owners(tiles, heads, parts):
     nisa.memset(dst=out_sb, value=1.0)
     band = [[0, tiles], [-parts, heads]]
     nisa.affine_select(  # i parts <= p
-        dst=out_sb, pattern=band, channel_multiplier=1, on_true_tile=out_sb, on_false_value=0.0,
+        dst=out_sb, pattern=band, offset=0, channel_multiplier=1, on_true_tile=out_sb, on_false_value=0.0,
         cmp_op=nl.greater_equal,
     )  # fmt: skip
     nisa.affine_select(  # p < (i + 1) parts

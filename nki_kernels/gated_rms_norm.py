@@ -22,13 +22,14 @@ MOST_V = 8 * BANK
 
 @nki.jit
 def gated_rms_norm_fwd(x, z, weight, eps, gated):
-    """Computes y [M, V] in x's dtype; z is read only if `gated`, and may else be None."""
+    """Computes y [M, V] in x's dtype; z is read only if `gated`, and may else be any tensor."""
     check(eps)
     M, V = x.shape
     y = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
     w_sb = load_everywhere(weight)
     norm = build_norm(eps)
-    for start, P, slots in cut_rows(M, V):
+    for cut in cut_rows(M, V):
+        start, P, slots = cut
         x_sb = load_rows(x, start, P, slots)
         r_sb = invert_rms(x_sb, norm)
         y_sb = sbuf((P, slots, V), x.dtype)
@@ -60,9 +61,11 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
     ones_sb = sbuf((PARTITIONS, 1))
     nisa.memset(dst=ones_sb, value=1.0)
     sums = []  # of dweight, one per bank of PSUM
-    for low, high in split(V, BANK):
+    for span in split(V, BANK):
+        low, high = span
         sums.append((low, high, psum((1, high - low))))
-    for start, P, slots in cut_rows(M, V):
+    for cut in cut_rows(M, V):
+        start, P, slots = cut
         x_sb = load_rows(x, start, P, slots)
         m_sb = load_rows(dy, start, P, slots)
         r_sb = invert_rms(x_sb, norm)
@@ -90,14 +93,16 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
                 dst=mh_sb[:, i, :], data=x_sb[:, i, :], op0=nl.multiply, operand0=r_sb[:, i : i + 1],
                 op1=nl.multiply, operand1=m_sb[:, i, :],
             )  # fmt: skip
-            for low, high, sum_ps in sums:
+            for entry in sums:
+                low, high, sum_ps = entry
                 nisa.nc_matmul(
                     dst=sum_ps, stationary=ones_sb[0:P, :], moving=mh_sb[:, i, low:high],
                     is_stationary_onezero=True,
                 )  # fmt: skip
         store_rows(dx, dx_sb, start)
     dweight_sb = sbuf((1, V), weight.dtype)
-    for low, high, sum_ps in sums:
+    for entry in sums:
+        low, high, sum_ps = entry
         nisa.tensor_copy(dst=dweight_sb[:, low:high], src=sum_ps)
     nisa.dma_copy(dst=dweight.reshape((1, V)), src=dweight_sb)
     if not gated:
@@ -128,21 +133,26 @@ def cut_rows(M, V):
 
 def load_rows(x, start, P, slots):
     """Loads rows of x [M, V], from `start` on, as [P, slots, V]: `slots` consecutive rows per partition."""
-    V = x.shape[1]
-    return load(x[start : start + P * slots, :].reshape((P, slots, V)), x.dtype)
+    return load(view_rows(x, start, P, slots), x.dtype)
 
 
 def store_rows(dst, x_sb, start):
     """Stores [P, slots, V] as rows of dst [M, V], from `start` on."""
-    P, slots, V = x_sb.shape
-    nisa.dma_copy(dst=dst[start : start + P * slots, :].reshape((P, slots, V)), src=x_sb)
+    P, slots, _ = x_sb.shape
+    nisa.dma_copy(dst=view_rows(dst, start, P, slots), src=x_sb)
+
+
+def view_rows(x, start, P, slots):
+    """Views rows of x [M, V], from `start` on, as [P, slots, V]."""
+    V = x.shape[1]
+    return x.ap(pattern=[[slots * V, P], [V, slots], [1, V]], offset=start * V)
 
 
 def load_everywhere(weight):
     """Loads w [V] to all partitions, [128, V] float32."""
     V = weight.shape[0]
     out_sb = sbuf((PARTITIONS, V))
-    nisa.dma_copy(dst=out_sb, src=weight.ap(pattern=[[0, PARTITIONS], [1, V]]))
+    nisa.dma_copy(dst=out_sb, src=weight.ap(pattern=[[0, PARTITIONS], [1, V]], offset=0))
     return out_sb
 
 

@@ -21,7 +21,7 @@ LANES = (
     (64, 128, 8),
     (128, 256, 6),
     (256, 512, 2),
-)  # most K, most V, lanes: a tenth of SBUF stays free
+)  # most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
 LANE_CHUNKS = 64  # chunks of one head per call of the rule: 8,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
@@ -121,7 +121,8 @@ def list_bundles(N, H, HV, width):
             size = size - 1
     every = []
     for n in range(N):
-        for first, stop in split(HV, size):
+        for span in split(HV, size):
+            first, stop = span
             every.append(
                 {
                     "n": n, "first": first, "lanes": stop - first, "key_first": first // group,
@@ -143,6 +144,7 @@ def list_waves(N, H, HV, width, lanes):
     every = list_bundles(N, H, HV, width)
     per_wave = max(1, lanes // every[0]["lanes"])
     lists = []
-    for start, stop in split(len(every), per_wave):
+    for span in split(len(every), per_wave):
+        start, stop = span
         lists.append(every[start:stop])
     return lists

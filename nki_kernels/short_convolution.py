@@ -31,13 +31,13 @@ WINDOWS, SLOPES, RETURNS, RESULTS = 0, 1, 2, 3
 
 
 @nki.jit
-def short_convolution_fwd(x, weight, position, packed, prefix=None, continued=False):
+def short_convolution_fwd(x, weight, position, packed, prefix, continued):
     """Computes y [B, T, C] in x's dtype.
 
     Args:
         x, weight       as the module says
-        position        read if `packed`, else None
-        prefix          in x's dtype, read if `continued`, else None
+        position        read if `packed`, else any tensor
+        prefix          in x's dtype, read if `continued`, else any tensor
 
     Notes:
         The loop is one tile of time ahead, so that an engine, which runs its instructions in order, does not
@@ -54,7 +54,8 @@ def short_convolution_fwd(x, weight, position, packed, prefix=None, continued=Fa
     y = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
     eye, eye_float32 = build_identities(x.dtype)
     pieces = cut_time(B, T, PARTITIONS - (W - 1))
-    for c0, c1 in split(C, BANK):
+    for channels in split(C, BANK):
+        c0, c1 = channels
         taps = load_taps(weight, c0, c1, eye_float32)
         started = []
         for i in range(len(pieces) + 1):
@@ -72,7 +73,7 @@ def short_convolution_fwd(x, weight, position, packed, prefix=None, continued=Fa
 
 
 @nki.jit
-def short_convolution_bwd(dy, x, weight, position, packed, prefix=None, continued=False):
+def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
     """Computes dx [B, T, C], dweight [C, W] and, if `continued`, dprefix [B, W - 1, C]; dtypes of inputs.
 
     Notes:
@@ -97,7 +98,8 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix=None, continue
     eye, eye_float32 = build_identities(x.dtype)
     pieces = cut_time(B, T, PARTITIONS - 2 * (W - 1))
     n = len(pieces)
-    for c0, c1 in split(C, BANK):
+    for channels in split(C, BANK):
+        c0, c1 = channels
         taps = load_taps(weight, c0, c1, eye_float32)
         sums = allocate_sums(c1 - c0, W)
         windows, keep, started_z, dz, returns, started_dx = [], [], [], [], [], []
@@ -152,7 +154,8 @@ def cut_time(B, T, size):
     """Cuts the rows of x into tiles: [(row, first token, end)]."""
     tiles = []
     for b in range(B):
-        for t0, t1 in split(T, size):
+        for tile in split(T, size):
+            t0, t1 = tile
             tiles.append((b, t0, t1))
     return tiles
 
@@ -160,7 +163,8 @@ def cut_time(B, T, size):
 def allocate_sums(width, W):
     """Allocates zeros [channels, W] per 128 channels."""
     sums = []
-    for a0, a1 in split(width, PARTITIONS):
+    for span in split(width, PARTITIONS):
+        a0, a1 = span
         sum_sb = sbuf((a1 - a0, W))
         nisa.memset(dst=sum_sb, value=0.0)
         sums.append(sum_sb)
@@ -192,7 +196,8 @@ def load_taps(weight, c0, c1, eye_sb):
     """Loads w [channels, W] and builds diag(w_j) [channels, W, channels], float32, per 128 channels."""
     W = weight.shape[1]
     taps = []
-    for a0, a1 in split(c1 - c0, PARTITIONS):
+    for span in split(c1 - c0, PARTITIONS):
+        a0, a1 = span
         w_sb = load(weight[c0 + a0 : c0 + a1, :], nl.float32)
         diagonals_sb = sbuf((a1 - a0, W, a1 - a0))
         for j in range(W):
@@ -232,7 +237,8 @@ def load_windows(x, prefix, continued, b, t0, t1, c0, c1, W, eye):
     else:
         nisa.dma_copy(dst=x_sb, src=x[b, first:t1, c0:c1])
     windows = []
-    for a0, a1 in split(c1 - c0, PARTITIONS):
+    for span in split(c1 - c0, PARTITIONS):
+        a0, a1 = span
         windows.append(transpose_padded(x_sb[:, a0:a1], eye, 0, rows))
     return windows
 
@@ -249,15 +255,15 @@ def transpose_padded(x_sb, eye, ahead, columns):
     return out_sb
 
 
-def mask_tap(x_sb, keep, j, count):
-    """Masks the first `count` columns of x [C, columns] for tap j; the other columns become 0."""
-    C, columns = x_sb.shape
-    if j >= len(keep):
-        return x_sb
+def mask_tap(x_sb, keep_sb, first, count, columns):
+    """Masks `count` columns of x [C, ...], from `first` on: [C, columns], whose columns behind them are 0."""
+    C = x_sb.shape[0]
     out_sb = sbuf((C, columns))
     if columns > count:
         nisa.memset(dst=out_sb, value=0.0)
-    nisa.tensor_tensor(dst=out_sb[:, 0:count], data1=x_sb[:, 0:count], data2=keep[j][0:C, :], op=nl.multiply)
+    nisa.tensor_tensor(
+        dst=out_sb[:, 0:count], data1=x_sb[:, first : first + count], data2=keep_sb[0:C, :], op=nl.multiply
+    )
     return out_sb
 
 
@@ -267,7 +273,10 @@ def slice_windows(windows, keep, count, W):
     for window_sb in windows:
         slices = []
         for j in range(W):
-            slices.append(mask_tap(window_sb[:, j : j + count], keep, j, count))
+            if j < len(keep):
+                slices.append(mask_tap(window_sb, keep[j], j, count, count))
+            else:
+                slices.append(window_sb[:, j : j + count])
         parts.append(slices)
     return parts
 
@@ -278,11 +287,15 @@ def transpose_returns(dz_sb, keep, ahead, count, W, eye):
     Columns ahead of the first token and behind the last are 0.
     """
     parts = []
-    for a0, a1 in split(dz_sb.shape[1], PARTITIONS):
+    for span in split(dz_sb.shape[1], PARTITIONS):
+        a0, a1 = span
         dz_t_sb = transpose_padded(dz_sb[:, a0:a1], eye, ahead, ahead + count + W - 1)
         taps = []
         for j in range(W):
-            taps.append(mask_tap(dz_t_sb, keep, j, dz_sb.shape[0]))
+            if j < len(keep):
+                taps.append(mask_tap(dz_t_sb, keep[j], 0, dz_sb.shape[0], dz_t_sb.shape[1]))
+            else:
+                taps.append(dz_t_sb)
         parts.append(taps)
     return parts
 
@@ -318,7 +331,8 @@ def start_sums(slices, taps, ahead):
 def sum_taps(started, taps, eye):
     """Adds the other taps to the sums of `start_sums` and transposes back: [tokens, channels] in PSUM."""
     width = 0
-    for sum_sb, _ in started:
+    for begun in started:
+        sum_sb, _ = begun
         width += sum_sb.shape[0]
     out_ps = psum((started[0][0].shape[1], width))
     a0 = 0
@@ -348,5 +362,5 @@ def example(B=1, T=1024, C=3072, W=4, dtype="float32", backward=0):
     x, dy = normals(dtype, (B, T, C), (B, T, C))
     weight = normals("float32", (C, W))[0]
     if backward:
-        return short_convolution_bwd, (dy, x, weight, None, False)
-    return short_convolution_fwd, (x, weight, None, False)
+        return short_convolution_bwd, (dy, x, weight, x, False, x, False)
+    return short_convolution_fwd, (x, weight, x, False, x, False)

@@ -31,9 +31,10 @@ def load(src, dtype):
 
 
 def load_padded(src, rows):
-    """Loads HBM [tokens, ...] into a float32 tile [rows, ...]; rows past the tokens are 0."""
+    """Loads HBM [tokens, a] or [tokens, a, b] into a float32 tile [rows, ...]; rows past the tokens are 0."""
     tokens = src.shape[0]
-    out_sb = sbuf((rows, *src.shape[1:]))
+    shape = (rows, src.shape[1]) if len(src.shape) == 2 else (rows, src.shape[1], src.shape[2])
+    out_sb = sbuf(shape)
     if tokens < rows:
         nisa.memset(dst=out_sb, value=0.0)
     nisa.dma_copy(dst=out_sb[0:tokens], src=src)
@@ -50,8 +51,8 @@ def build_identity(n, dtype):
     out_sb = sbuf((n, n), dtype)
     nisa.memset(dst=out_sb, value=1.0)
     nisa.affine_select(
-        dst=out_sb, pattern=[[-1, n]], channel_multiplier=1, on_true_tile=out_sb, on_false_value=0.0,
-        cmp_op=nl.equal,
+        dst=out_sb, pattern=[[-1, n]], offset=0, channel_multiplier=1, on_true_tile=out_sb,
+        on_false_value=0.0, cmp_op=nl.equal,
     )  # fmt: skip
     return out_sb
 
@@ -61,8 +62,8 @@ def select_triangle(ones_sb, sign, compare):
     n = ones_sb.shape[0]
     out_sb = sbuf((n, n))
     nisa.affine_select(
-        dst=out_sb, pattern=[[-sign, n]], channel_multiplier=sign, on_true_tile=ones_sb, on_false_value=0.0,
-        cmp_op=compare,
+        dst=out_sb, pattern=[[-sign, n]], offset=0, channel_multiplier=sign, on_true_tile=ones_sb,
+        on_false_value=0.0, cmp_op=compare,
     )  # fmt: skip
     return out_sb
 
@@ -78,7 +79,6 @@ def build_constants(C):
     drop_lower, drop_strict_lower   FAR_BELOW in the triangle and 0 elsewhere, to be added to exponents;
                                     bfloat16, like identity_bfloat16
     norm                            what `build_norm` returns for 1e-6
-    stride                          C, a number: the row stride of the [C, C] matrices
     """
     ones_sb = sbuf((PARTITIONS, PARTITIONS))
     nisa.memset(dst=ones_sb, value=1.0)
@@ -96,7 +96,7 @@ def build_constants(C):
     nisa.tensor_scalar(dst=drop_strict_lower_sb, data=strict_lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
     nisa.tensor_scalar(dst=drop_lower_sb, data=lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
     return {
-        "rows": C, "stride": C, "ones": ones_sb, "eye": eye_sb, "identity": identity_sb, "upper": upper_sb,
+        "rows": C, "ones": ones_sb, "eye": eye_sb, "identity": identity_sb, "upper": upper_sb,
         "lower": lower_sb, "strict_upper": strict_upper_sb, "strict_lower": strict_lower_sb,
         "drop_lower": drop_lower_sb, "drop_strict_lower": drop_strict_lower_sb,
         "identity_bfloat16": identity_bfloat16_sb, "norm": build_norm(L2NORM_EPS),
@@ -104,9 +104,9 @@ def build_constants(C):
 
 
 def take_corners(table, C):
-    """Returns the constants for a chunk of C rows: the corners of the full ones."""
-    corners = {"rows": C}
-    for name in ("stride", "ones", "eye", "norm"):
+    """Returns the constants for a chunk of C rows: corners of the full ones, and these as `whole`."""
+    corners = {"rows": C, "whole": table}
+    for name in ("ones", "eye", "norm"):
         corners[name] = table[name]
     for name in (
         "identity", "identity_bfloat16", "upper", "lower", "strict_upper", "strict_lower", "drop_lower",
@@ -118,22 +118,30 @@ def take_corners(table, C):
 
 def repeat_over_lanes(table, name, lanes):
     """Views a constant [rows, rows] as [rows, lanes, rows]: the same for each lane, by a stride of 0."""
-    return table[name].ap(pattern=[[table["stride"], table["rows"]], [0, lanes], [1, table["rows"]]])
+    whole_sb = table["whole"][name]
+    return whole_sb.ap(pattern=[[whole_sb.shape[1], table["rows"]], [0, lanes], [1, table["rows"]]], offset=0)
 
 
-def transpose(x_sb, parts, identity_sb, factor=1.0):
-    """Transposes [rows, lanes, free], a view in SBUF: a tile [f, lanes, rows] per part of free, times factor.
+def transpose(x_sb, parts, identity_sb):
+    """Transposes [rows, lanes, free]: a tile [f, lanes, rows] per part of free."""
+    rows, lanes, free = x_sb.shape
+    return transpose_side(x_sb.reshape((rows, lanes, 1, free)), 0, parts, identity_sb, 1.0)
+
+
+def transpose_side(x_sb, side, parts, identity_sb, factor):
+    """Transposes one side of [rows, lanes, sides, free], times factor: tiles [f, lanes, rows].
 
     The transposition is a product with the identity, which is half the price of nc_transpose in float32, as
     one operand is 0 and 1.
     """
     rows, lanes = x_sb.shape[0], x_sb.shape[1]
     tiles = []
-    for start, stop in parts:
+    for span in parts:
+        start, stop = span
         out_ps = psum((stop - start, lanes, rows))
         for lane in range(lanes):
             nisa.nc_matmul(
-                dst=out_ps[:, lane, :], stationary=x_sb[:, lane, start:stop], moving=identity_sb,
+                dst=out_ps[:, lane, :], stationary=x_sb[:, lane, side, start:stop], moving=identity_sb,
                 is_moving_onezero=True,
             )  # fmt: skip
         out_sb = sbuf((stop - start, lanes, rows))

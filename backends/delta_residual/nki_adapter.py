@@ -21,13 +21,13 @@ def forward(call: Residual, *, save: bool) -> tuple[Tensor, list[Tensor]]:
         require_norms_within_rsqrt({"k": call.k}, call.k_eps**2)
     tensors = (call.x, call.k, call.v, call.beta)
     pieces = zip(*(y.split(plan.TOKENS) for y in tensors), strict=True)
-    return torch.cat([run(delta_residual_fwd, *piece, call.k_eps) for piece in pieces]), []
+    return torch.cat([run(delta_residual_fwd, *piece, call.k_eps or 0.0) for piece in pieces]), []
 
 
 def backward(dout: Tensor, call: Residual, saved: list[Tensor]) -> Gradients:
     """Returns dx, dk, dv, dbeta."""
     tensors = (dout, call.x, call.k, call.v, call.beta)
     pieces = zip(*(y.split(plan.TOKENS) for y in tensors), strict=True)
-    parts = [run(delta_residual_bwd, *piece, call.k_eps) for piece in pieces]
+    parts = [run(delta_residual_bwd, *piece, call.k_eps or 0.0) for piece in pieces]
     dx, dk, dv, dbeta = (torch.cat(part) for part in zip(*parts, strict=True))
     return dx, dk, dv, dbeta

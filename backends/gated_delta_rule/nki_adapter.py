@@ -12,6 +12,9 @@ product, and cost 1 to 5% in order by the simulator's model.
 Lengths are constants of a kernel. Packed sequences without initial and final states, as in training, need no
 lengths: a decay that erases the state at each first token makes them one sequence.
 Otherwise they are cut by their lengths, read from cu_seqlens on the host.
+
+A kernel that gets None would be compiled again at every call (nki 0.2 and 0.3). So beta stands for a tensor
+that a call does not have and its kernel does not read.
 """
 
 from __future__ import annotations
@@ -103,7 +106,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
             o, S, *kept = run(
                 gated_delta_rule_fwd,
                 *inputs,
-                S,
+                call.beta if S is None else S,
                 call.scale,
                 call.l2norm,
                 S is not None,
@@ -142,9 +145,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             *gradients, dS = run(
                 gated_delta_rule_bwd,
                 *tensors,
-                dS,
-                S,
-                saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else None,
+                call.beta if dS is None else dS,
+                call.beta if S is None else S,
+                saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else call.beta,
                 call.scale,
                 call.l2norm,
                 dS is not None,

@@ -1,6 +1,8 @@
 """NKI's side of the layers' operations that have a kernel: short convolution with SiLU, gated RMS norm.
 
-Kernels are unrolled, so the norm is cut into kernel calls of bounded length. Nothing is saved but inputs.
+Kernels are unrolled, so the norm is cut into kernel calls of bounded length. Nothing is saved but inputs. The
+weight stands for tensors that a call does not have and its kernel does not read: None would be compiled again
+at every call.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def gated_rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dgate, dweight."""
     parts = [
-        run(gated_rms_norm_bwd, dy_rows, x, gate, call.weight, call.eps, gate is not None)
+        run(gated_rms_norm_bwd, dy_rows, x, gate, call.weight, call.eps, call.gate is not None)
         for dy_rows, x, gate in zip(_pieces(dy), _pieces(call.x), _gate_pieces(call), strict=True)
     ]
     dx, *dgate, dweight = zip(*parts, strict=True)
@@ -66,12 +68,12 @@ def _pieces(x: Tensor) -> tuple[Tensor, ...]:
     return x.reshape(-1, N).split(max(1, plan.ELEMENTS // N))
 
 
-def _gate_pieces(call: GatedNorm) -> tuple[Tensor | None, ...]:
-    return (None,) * len(_pieces(call.x)) if call.gate is None else _pieces(call.gate)
+def _gate_pieces(call: GatedNorm) -> tuple[Tensor, ...]:
+    return (call.weight,) * len(_pieces(call.x)) if call.gate is None else _pieces(call.gate)
 
 
-def _kernel_options(call: Convolution) -> tuple[Tensor | bool | None, ...]:
+def _kernel_options(call: Convolution) -> tuple[Tensor | bool, ...]:
     """Returns the kernels' position, packed, prefix, continued."""
-    places = None if call.position is None else call.position.to(torch.int32)
+    places = call.weight if call.position is None else call.position.to(torch.int32)
     prefix = call.prefix if call.weight.shape[1] > 1 else None  # one tap looks back at nothing
-    return places, call.position is not None, prefix, prefix is not None
+    return places, call.position is not None, call.weight if prefix is None else prefix, prefix is not None

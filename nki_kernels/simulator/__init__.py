@@ -18,7 +18,8 @@ Every time is an estimate. Neither results nor times were ever compared with a c
     run = record(kernel, q, k)                     # .outputs .trace .instructions .sbuf_peak .psum_peak
     run = record(kernel, q, k, numerics=Numerics(matmul="bfloat16"))   # how sensitive is the kernel?
     costs = cost.estimate(run.trace, run.target)   # an estimate of time
-    subset.findings(kernel, portable=True)         # what some release of NKI from 0.2 to 0.7 does not accept
+    run = record(kernel, q, k, nki="0.5.0")        # one release, not all from 0.2.0 to 0.7.0
+    subset.findings(kernel)                        # what in its source some release does not take
     python -m delta_trn.nki_kernels.simulator report KERNEL SHAPE
 
     kernel     nki: jit, simulate, record          cost     an estimate of time, from a trace

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import BY_NAME
+from delta_trn.nki_kernels.simulator.core.releases import RELEASES
 from delta_trn.nki_kernels.simulator.core.targets import TARGETS
 from delta_trn.nki_kernels.simulator.cost import Estimate, estimate
 from delta_trn.nki_kernels.simulator.kernel import Run, record
@@ -42,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     report.add_argument("shape", nargs="+", help="128x512,128x64:bfloat16, or B=1,T=256,H=2,K=64,V=128")
     report.add_argument("--target", default="trn1", choices=list(TARGETS))
     report.add_argument(
+        "--nki", choices=RELEASES, help="holds to the rules of this release, not of all of them"
+    )
+    report.add_argument(
         "--design", default="", help="NAME=N,... replaces constants of the module, to see what they are worth"
     )
     report.add_argument("--png", type=Path, help="draws the engines' timeline to this file")
@@ -59,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         setattr(module, name, value)
     for shape in options.shape:
         kernel, arguments = load(module, options.kernel, shape)
-        run = record(kernel, *arguments, target=options.target)
+        run = record(kernel, *arguments, target=options.target, nki=options.nki)
         costs = estimate(run.trace, run.target)
         print(table(options.kernel, shape, run, costs))
         between = module.between(arguments, run.outputs) if hasattr(module, "between") else ()

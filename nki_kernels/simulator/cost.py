@@ -99,7 +99,7 @@ def estimate(trace: Sequence[Record], target: Target) -> Estimate:
     ...     out = nl.ndarray((128, 512), nl.float32, nl.shared_hbm)
     ...     nl.store(out, nl.ones((128, 512), nl.float32))
     ...     return out
-    >>> run = record(ones)
+    >>> run = record(ones, nki="0.7.0")
     >>> costs = estimate(run.trace, run.target)
     >>> costs.binding, costs.instructions, 3.4 < costs.lower < 3.6
     ('dependency path', {'memset': 1, 'dma_copy': 1}, True)

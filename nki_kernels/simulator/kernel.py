@@ -7,6 +7,7 @@ run = record(kernel, a, b, target="trn2")           # run.outputs, run.trace, ru
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from delta_trn.nki_kernels.simulator.core.errors import NkiValidationError, Stri
 from delta_trn.nki_kernels.simulator.core.machine import EXACT, Machine, Numerics, Record, running
 from delta_trn.nki_kernels.simulator.core.memory import UNWRITTEN, MemoryRegion, NkiTensor
 from delta_trn.nki_kernels.simulator.core.targets import Target, resolve
+
+RELEASE = "DELTA_TRN_NKI"
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,13 @@ def simulate(
     strict: bool = True,
     check_source: bool = True,
     numerics: Numerics = EXACT,
+    nki: str | None = None,
 ) -> Callable[..., Any]:
     """Return a function that runs the kernel on NumPy arrays, and updates the arguments that it writes.
 
     target         trn1, trn2 or trn3
+    nki            the release of NKI whose rules hold, "0.2.0" to "0.7.0"; without one, here or in the
+                   environment variable DELTA_TRN_NKI, those of all of them
     strict         False drops the checks that AWS's simulator does not make
     check_source   False drops only the check of the compiler's Python subset
     numerics       makes the engines less exact
@@ -84,10 +90,12 @@ def simulate(
     ...     out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
     ...     nl.store(out, nl.multiply(nl.load(x), 2.0))
     ...     return out
-    >>> simulate(double, target="trn2")(np.ones((2, 3), np.float32)).tolist()
+    >>> simulate(double, target="trn2", nki="0.7.0")(np.ones((2, 3), np.float32)).tolist()
     [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
-    options: Any = dict(target=target, strict=strict, check_source=check_source, numerics=numerics)  # noqa: C408
+    options: dict[str, Any] = {
+        "target": target, "strict": strict, "check_source": check_source, "numerics": numerics, "nki": nki
+    }  # fmt: skip
 
     @functools.wraps(kernel.function if isinstance(kernel, Kernel) else kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -103,6 +111,7 @@ def record(
     strict: bool = True,
     check_source: bool = True,
     numerics: Numerics = EXACT,
+    nki: str | None = None,
     trace: bool = True,
     **kwargs: Any,
 ) -> Run:
@@ -113,18 +122,21 @@ def record(
     ...     out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
     ...     nl.store(out, nl.multiply(nl.load(x), 2.0))
     ...     return out
-    >>> run = record(double, np.ones((2, 3), np.float32))
+    >>> run = record(double, np.ones((2, 3), np.float32), nki="0.7.0")
     >>> run.sbuf_peak, [record.op for record in run.trace]
     (24, ['dma_copy', 'tensor_scalar', 'dma_copy'])
     """
     if not isinstance(kernel, Kernel):
         kernel = Kernel(kernel)
     chip = resolve(target or kernel.target)
+    nki = nki or os.environ.get(RELEASE)
     if kernel.cores == 2 and chip.generation == 2:
         raise NkiValidationError(f"LNC 2 is not supported on {chip.name}, only LNC 1")
     if strict and check_source:
-        subset.check(kernel)
-    machines = [Machine(chip, strict=strict, trace=trace, numerics=numerics) for _ in range(kernel.cores)]
+        subset.check(kernel, nki)
+    machines = [
+        Machine(chip, strict=strict, trace=trace, numerics=numerics, nki=nki) for _ in range(kernel.cores)
+    ]
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
     bound.arguments = {name: _argument(machines[0], name, value) for name, value in bound.arguments.items()}
     nan_in = any(_has_nan(array) for array in _arrays((*args, *kwargs.values())))
@@ -162,6 +174,8 @@ def _run(machines: list[Machine], function: Callable[..., Any], bound: inspect.B
 
 def _argument(machine: Machine, name: str, value: Any) -> Any:
     """Turn arrays into tensors in HBM; refuse what a kernel cannot take."""
+    if value is None:
+        machine.refuse("a None argument", f"kernel argument {name}")
     if isinstance(value, np.ndarray):
         if value.flags.c_contiguous:
             return machine.argument(value, name)

@@ -67,7 +67,8 @@ def traffic(run: Run, arguments: Sequence[Any], between: Sequence[Any] = ()) -> 
     accesses = [o for r in run.trace for o in (*r.reads, *r.writes) if o.buffer in HBM]
     moved = sum(min(o.bytes, o.region.span[1] - o.region.span[0]) for o in accesses)
     outputs = run.outputs if isinstance(run.outputs, tuple) else (run.outputs,)
-    least = sum(x.nbytes for x in (*arguments, *outputs) if isinstance(x, np.ndarray))
+    arrays = {id(x): x for x in (*arguments, *outputs) if isinstance(x, np.ndarray)}
+    least = sum(x.nbytes for x in arrays.values())
     return moved, least - sum(x.nbytes for x in between)
 
 

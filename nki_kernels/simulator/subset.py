@@ -1,10 +1,8 @@
 """The Python subset of NKI's compiler, checked on the source of a kernel and of every helper that it reaches.
 
 A kernel runs here as ordinary Python, but the compilers of NKI 0.2 to 0.6 parse its source and accept less.
-`check` raises for what they refuse. `findings(kernel, portable=True)` also lists what only some of the
-releases 0.2 to 0.7 accept; a kernel without findings runs under all of them.
-
-Source: Neuron documentation, NKI language guide (what a kernel may contain) and migration guide (0.2 to 0.3).
+`check` raises for what a release, or one of all releases, refuses. `core.releases` has the rules and their
+sources.
 """
 
 import ast
@@ -18,6 +16,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from delta_trn.nki_kernels.simulator.core.errors import StrictError
+from delta_trn.nki_kernels.simulator.core.releases import rules_of, signature_problem
 
 
 class SubsetError(StrictError):
@@ -60,20 +59,22 @@ VIEWS = (
     "permute", "broadcast", "expand_dim", "squeeze_dim", "reshape_dim", "flatten_dims", "rearrange", "select",
     "vector_select", "get_pattern", "is_contiguous",
 )  # fmt: skip
-LOOPS = {"dynamic_range": "gone in 0.7", "fori_loop": "new in 0.6", "while_loop": "new in 0.6"}
+ITERATIONS = ("enumerate", "zip", "map", "filter", "reversed", "sorted")
+SUBSET = "Python outside the compiler's subset"
 
 
-def check(kernel: Callable[..., Any]) -> None:
-    """Raise SubsetError with every construct that the compiler refuses."""
-    refused = findings(kernel)
+def check(kernel: Callable[..., Any], nki: str | None = None) -> None:
+    """Raise SubsetError with every construct that the release `nki`, or without one some release, refuses."""
+    refused = findings(kernel, nki)
     if refused:
         lines = "\n  ".join(map(str, refused))
-        raise SubsetError(f"kernel source leaves the compiler's Python subset:\n  {lines}")
+        releases = f"nki {nki}" if nki else "one of the releases 0.2.0 to 0.7.0 (name yours by nki=)"
+        raise SubsetError(f"kernel source has what {releases} does not take:\n  {lines}")
 
 
 @lru_cache(maxsize=512)
-def findings(kernel: Callable[..., Any], portable: bool = False) -> tuple[Finding, ...]:
-    """Return what in the kernel, or in a function that it reaches, lies outside the subset.
+def findings(kernel: Callable[..., Any], nki: str | None = None) -> tuple[Finding, ...]:
+    """Return what in the kernel, or in a function that it reaches, a release or one of them does not take.
 
     >>> def total(x):
     ...     return sum([row for row in x])
@@ -92,9 +93,9 @@ def findings(kernel: Callable[..., Any], portable: bool = False) -> tuple[Findin
         if tree is None:
             continue
         scope = _scope(function)
-        result += _function_findings(tree, where, function is root)
-        if portable:
-            result += _portable_findings(tree, where, scope)
+        if SUBSET in rules_of(nki):
+            result += _function_findings(tree, where, function is root)
+        result += _release_findings(tree, where, scope, nki)
         pending += _reached(tree, scope)
     return tuple(result)
 
@@ -167,28 +168,48 @@ def _identity(node: ast.Compare, *, with_none: bool) -> bool:
     return any(none == with_none for none in tests)
 
 
-def _portable_findings(tree: Any, where: Callable, scope: dict[str, Any]) -> Iterator[Finding]:
+def _release_findings(
+    tree: Any, where: Callable, scope: dict[str, Any], nki: str | None
+) -> Iterator[Finding]:
+    rules = rules_of(nki)
     for node in _body(tree):
-        if isinstance(node, ast.Name) and isinstance(scope.get(node.id), (list, dict, set)):
-            yield Finding(where(node), f"`{node.id}` is a mutable global; a kernel must be pure, use a tuple")
-        if isinstance(node, ast.Compare) and _identity(node, with_none=True):
-            yield Finding(where(node), "the migration guide to 0.3 refuses `is`, with None too; use == or !=")
-        if isinstance(node, ast.Attribute) and node.attr in LOOPS:
-            yield Finding(where(node), f"nl.{node.attr} is {LOOPS[node.attr]}; use range")
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
+        for name in _forms(node, scope):
+            if name in rules:
+                yield Finding(where(node), f"{name} {rules[name]}")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _owner(node.func):
+            problem = signature_problem(nki, node.func.attr, tuple(k.arg or "" for k in node.keywords))
+            if problem:
+                yield Finding(where(node), problem)
+
+
+def _owner(node: ast.Attribute) -> bool:
+    """Return whether an attribute is one of nisa or nl."""
+    return isinstance(node.value, ast.Name) and node.value.id in ("nisa", "nl")
+
+
+def _forms(node: ast.AST, scope: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the rules that a node of the syntax tree breaks."""
+    if isinstance(node, ast.Name) and isinstance(scope.get(node.id), (list, dict, set)):
+        yield "a mutable global"
+    if isinstance(node, ast.Compare) and _identity(node, with_none=True):
+        yield "`is` with None"
+    if isinstance(node, ast.For) and isinstance(node.target, (ast.Tuple, ast.List)):
+        yield "a tuple as a loop's target"
+    if isinstance(node, ast.Starred):
+        yield "a starred value"
+    if isinstance(node, ast.Attribute) and node.attr == "dynamic_range":
+        yield "dynamic_range"
+    if not isinstance(node, ast.Call):
+        return
+    if isinstance(node.func, ast.Name) and node.func.id in ITERATIONS:
+        yield "enumerate, zip, map and their like"
+    if isinstance(node.func, ast.Attribute):
         owner = node.func.value
-        instruction = isinstance(owner, ast.Name) and owner.id == "nisa"
-        if instruction and node.args:
-            what = f"nisa.{node.func.attr} takes keywords; argument orders differ by release"
-            yield Finding(where(node), what)
-        if instruction and any(keyword.arg == "accumulate" for keyword in node.keywords):
-            what = "nc_matmul accumulate= is new in 0.3; write each product to a fresh tile"
-            yield Finding(where(node), what)
+        if isinstance(owner, ast.Name) and owner.id == "nisa" and node.args:
+            yield "an instruction's positional arguments"
         module = isinstance(owner, ast.Name) and isinstance(scope.get(owner.id), ModuleType)
         if node.func.attr in VIEWS and not module:
-            what = f"the view method .{node.func.attr} is new in 0.5; use a slice, .ap or .reshape"
-            yield Finding(where(node), what)
+            yield "a view method"
 
 
 def _reached(tree: Any, scope: dict[str, Any]) -> list[Any]:

@@ -230,7 +230,7 @@ def test_check_mode_checks_the_computed_gates(backend):
 @pytest.mark.parametrize("rate", [20.0, 83.9, 100.0])
 @pytest.mark.parametrize("backend", ["recurrent", "chunked", IN_KERNELS])
 def test_gates_of_huge_rates_have_gradients(backend, rate):
-    """A projection far below 0 makes a usual decay of any rate; its gradient was NaN (infinity times 0), or 0."""
+    """A projection far below 0 makes a usual decay of any rate; its gradient was NaN (infinity times 0)."""
     x = inputs(Case("rates", 1, 9, 2, 8, 8, "", gates="plain", state=True), torch.float32)
     a = torch.linspace(-rate - 50, -rate + 3, 18).view(x.g.shape)
     a[0, 0] = 30.0  # a reset of the first head

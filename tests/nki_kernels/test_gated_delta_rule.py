@@ -91,10 +91,11 @@ def inverse_of(Gt, C, lanes):
     tile = tiles.sbuf((C, lanes, C))
     nisa.dma_copy(dst=tile, src=Gt)
     space = triangular.allocate_workspace(C, lanes)
-    T, Tt = triangular.invert([tile], [space], triangular.build_pair_masks(C), table, True)
+    table = tiles.take_corners(table, C)
+    inverse = triangular.invert([tile], [space], triangular.build_pair_masks(C), table, True)[0]
     out = nl.ndarray((2, C, lanes, C), dtype=nl.float32, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=out[0], src=T[0])
-    nisa.dma_copy(dst=out[1], src=Tt[0])
+    nisa.dma_copy(dst=out[0], src=inverse["T"])
+    nisa.dma_copy(dst=out[1], src=inverse["T_t"])
     return out
 
 
@@ -136,7 +137,7 @@ def test_a_power_series_for_the_inverse_loses_every_digit():
     [(32, 64, 4, 4), (64, 128, 8, 8), (128, 256, 6, 6), (128, 256, 1, 4), (256, 512, 2, 2), (256, 512, 1, 4)],
 )
 def test_every_planned_size_fits_on_chip(K, V, H, HV):
-    """The simulator refuses what does not; a tenth stays free, since compilers overlap work.
+    """The simulator refuses what does not; a twentieth stays free, since compilers overlap work.
 
     Two whole stretches: backward, the second holds two chunks beside the state that the first starts from.
     """
@@ -147,7 +148,7 @@ def test_every_planned_size_fits_on_chip(K, V, H, HV):
             width=how.width,
         )  # fmt: skip
         run_record = record_run(kernel, *arguments, trace=False)
-        assert run_record.sbuf_peak <= 0.9 * 192 * 1024 and run_record.psum_peak <= 8
+        assert run_record.sbuf_peak <= 0.95 * 176 * 1024 and run_record.psum_peak <= 8
 
 
 def test_more_lanes_than_planned_do_not_fit():

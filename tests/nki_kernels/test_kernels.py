@@ -13,8 +13,9 @@ from delta_trn.nki_kernels import (
     precision_probe,
     short_convolution,
 )
+from delta_trn.nki_kernels.simulator.core.releases import RELEASES
 from delta_trn.nki_kernels.simulator.subset import findings
-from tests.support.nki_judge import run
+from tests.support.nki_judge import record_run, run
 
 RULE = {"B": 1, "T": 40, "H": 1, "HV": 2, "K": 48, "V": 96, "C": 32, "dtype": "bfloat16"}
 RESIDUAL = {"M": 3, "D": 96, "dtype": "bfloat16"}
@@ -38,9 +39,12 @@ def name(value):
     return getattr(value, "__name__", "")
 
 
+@pytest.mark.parametrize("release", [None, *RELEASES])
 @pytest.mark.parametrize(("kernel", "arguments"), EXAMPLES, ids=name)
-def test_source_is_in_the_subset_of_every_release(kernel, arguments):
-    assert findings(kernel, portable=True) == ()
+def test_every_release_takes_the_kernel(kernel, arguments, release):
+    """All rules at once, and those of each release."""
+    assert findings(kernel, release) == ()
+    record_run(kernel, *arguments, nki=release, trace=False)
 
 
 @pytest.mark.parametrize("target", ["trn2", "trn3"])

@@ -39,9 +39,9 @@ def test_a_convolution_in_two_calls_equals_one():
     """The later call continues with the inputs of the earlier one, cut anywhere."""
     generator = torch.Generator().manual_seed(0)
     x, weight = normal(generator, 1, 40, 32), normal(generator, 32, 4)
-    whole = run(short_convolution_fwd, x, weight, None, False)
+    whole = run(short_convolution_fwd, x, weight, x, False, x, False)
     for cut in (3, 17):
-        later = run(short_convolution_fwd, x[:, cut:], weight, None, False, x[:, cut - 3 : cut], True)
+        later = run(short_convolution_fwd, x[:, cut:], weight, x, False, x[:, cut - 3 : cut], True)
         torch.testing.assert_close(later, whole[:, cut:], rtol=0, atol=1e-6)
 
 
@@ -132,13 +132,13 @@ def test_the_convolution_reads_hbm_little_more_than_once(backward):
 def test_sizes_that_do_not_fit_are_refused():
     x, weight, position = torch.ones(2, 8, 16), torch.ones(16, 40), torch.zeros(8, dtype=torch.int32)
     with pytest.raises(AssertionError, match="W=40 exceeds 32 taps"):
-        run(short_convolution_fwd, x, weight, None, False)
+        run(short_convolution_fwd, x, weight, x, False, x, False)
     with pytest.raises(AssertionError, match="W=1 looks back at nothing"):
-        run(short_convolution_fwd, x, weight[:, :1], None, False, x[:, :0], True)
+        run(short_convolution_fwd, x, weight[:, :1], x, False, x[:, :0], True)
     with pytest.raises(AssertionError, match="packed sequences begin with zeros"):
         run(short_convolution_fwd, x[:1], weight[:, :4], position, True, x[:1, :3], True)
     with pytest.raises(AssertionError, match="B=2 rows cannot be packed"):
-        run(short_convolution_fwd, x, weight[:, :4], position, True)
+        run(short_convolution_fwd, x, weight[:, :4], position, True, x, False)
     kernel, arguments = gated_rms_norm.example(M=1, V=4097, backward=1)
     with pytest.raises(AssertionError, match="V=4097 exceeds 4096"):
         run(kernel, *arguments)

@@ -32,6 +32,7 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     NkiTensor,
     Storage,
 )
+from delta_trn.nki_kernels.simulator.core.releases import rules_of
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS, Target
 
 
@@ -110,9 +111,12 @@ EXACT = Numerics()
 class Machine:
     """The state of one simulated core during one kernel call."""
 
-    def __init__(self, target: Target, *, strict: bool, trace: bool, numerics: Numerics) -> None:
+    def __init__(
+        self, target: Target, *, strict: bool, trace: bool, numerics: Numerics, nki: str | None = None
+    ) -> None:
         self.target = target
         self.strict = strict
+        self.rules = rules_of(nki) if strict else {}
         self.numerics = numerics
         self.count = 0
         self.lives: list[Life] = []
@@ -169,6 +173,11 @@ class Machine:
             tensor.partition = int(address[0])
         self.lives.append(storage.life)
         return tensor
+
+    def refuse(self, rule: str, where: str) -> None:
+        """Raise StrictError if the rule holds in the run's releases; `where` says what breaks it."""
+        if rule in self.rules:
+            raise StrictError(f"{where}: {rule} {self.rules[rule]}")
 
     def argument(self, array: np.ndarray, name: str) -> NkiTensor:
         """Return `array`, not copied, as a written tensor in shared HBM."""
@@ -383,6 +392,8 @@ class Instruction:
         if tensor.buffer not in regions:
             allowed = [r.value for r in regions]
             raise ConstraintError(f"{self.op} {role} must be in {allowed}, got {tensor.buffer.value}")
+        if tensor.form:
+            self.machine.refuse(tensor.form, f"{self.op} {role} `{tensor.name}` {tensor.shape}")
         if tensor.on_chip:
             partitions = tensor.shape[0]
             if partitions > PARTITIONS:

@@ -128,7 +128,7 @@ class Storage:
 class NkiTensor:
     """A view of a storage. Views share storage; only instructions move data."""
 
-    __slots__ = ("array", "buffer", "dtype", "indirection", "partition", "storage")
+    __slots__ = ("array", "buffer", "dtype", "form", "indirection", "partition", "sliced", "storage")
 
     def __init__(
         self, array: np.ndarray, storage: Storage, partition: int = 0, dtype: DType | None = None
@@ -138,6 +138,8 @@ class NkiTensor:
         self.buffer = storage.buffer
         self.dtype = dtype or storage.dtype
         self.partition = partition  # first partition, on chip
+        self.sliced = False  # a view of part of the storage, or in another order
+        self.form = ""  # the rule of `releases` that the way to this view breaks in some release
         # of a gather or scatter: all elements of the storage, and the index of each element of the view
         self.indirection: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -183,9 +185,15 @@ class NkiTensor:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def _like(self, array: np.ndarray, partition: int | None = None) -> "NkiTensor":
+    def _like(self, array: np.ndarray, partition: int | None = None, sliced: bool = True) -> "NkiTensor":
         view = NkiTensor(array, self.storage, self.partition if partition is None else partition, self.dtype)
         view.indirection = self.indirection
+        return self._derive(view, sliced)
+
+    def _derive(self, view: "NkiTensor", sliced: bool = True) -> "NkiTensor":
+        """Notes on a view how it came from this tensor."""
+        view.sliced = sliced
+        view.form = "a view of a view" if self.sliced else self.form
         return view
 
     # Indexing
@@ -206,7 +214,10 @@ class NkiTensor:
         for axis in reversed(range(first, len(keys))):
             if isinstance(keys[axis], (int, np.integer)) and view.ndim > least:
                 view = view.squeeze(axis=axis)
-        return self._like(view, self.partition + (index[0].start if self.on_chip else 0))
+        view = self._like(view, self.partition + (index[0].start if self.on_chip else 0))
+        if self.on_chip and isinstance(keys[0], (int, np.integer)):
+            view.form = view.form or "an integer index of the partition axis"
+        return view
 
     def _slice(self, axis: int, k: object) -> slice:
         """Return one axis's index as a slice within bounds, or refuse it."""
@@ -251,10 +262,15 @@ class NkiTensor:
         indirect_dim: int = 0,
         dtype: object = None,
     ) -> "NkiTensor":
-        """View elements of the storage by the raw access pattern [[stride, count], ...]."""
+        """View elements of the storage by the raw access pattern [[stride, count], ...].
+
+        `offset` counts from the start of the storage, also where this tensor is a slice of it; without an
+        offset the view begins where this tensor does.
+        """
         element = self.dtype if dtype is None else dtype_of(dtype)
         flat = self.storage.base.reshape(-1).view(element.numpy)
-        start = self.offset * self.dtype.itemsize // element.itemsize + (0 if offset is None else int(offset))
+        own = self.offset * self.dtype.itemsize // element.itemsize
+        start = own if offset is None else int(offset)
         pairs = [(int(stride), int(count)) for stride, count in pattern]
         partition = self.partition
         free = self.storage.free_bytes // element.itemsize
@@ -277,7 +293,7 @@ class NkiTensor:
         array, where = _strided(self, flat, start, pairs, scalar_offset, vector_offset, indirect_dim)
         tensor = NkiTensor(array, self.storage, partition, element)
         tensor.indirection = None if where is None else (flat, where)
-        return tensor
+        return self._derive(tensor)
 
     def reshape(self, shape) -> "NkiTensor":
         shape = tuple(int(n) for n in shape)
@@ -297,7 +313,7 @@ class NkiTensor:
             f"reshape of tensor `{self.name}` from {self.shape} to {shape} would copy: "
             "its view is not contiguous",
         )
-        return self._like(view)
+        return self._like(view, sliced=self.sliced)
 
     def permute(self, dims) -> "NkiTensor":
         require(
@@ -378,7 +394,7 @@ class NkiTensor:
     def view(self, dtype: object) -> "NkiTensor":
         element = dtype_of(dtype)
         require(self.array.strides[-1] == self.array.itemsize, "view(dtype) needs a contiguous last axis")
-        return NkiTensor(self.array.view(element.numpy), self.storage, self.partition, element)
+        return self._derive(NkiTensor(self.array.view(element.numpy), self.storage, self.partition, element))
 
     reinterpret_cast = view
 

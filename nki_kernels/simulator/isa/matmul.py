@@ -58,6 +58,9 @@ def nc_matmul(
         )
         s_values = np.concatenate([s_values[:, 0], s_values[:, 1]])
         m_values = np.concatenate([m_values[:, 0], m_values[:, 1]])
+    elif max(stationary.array.ndim, moving.array.ndim) > 2:
+        role = "stationary" if stationary.array.ndim > 2 else "moving"
+        run.machine.refuse("a matmul operand of three dimensions", f"nc_matmul {role}")
     lhs = to_float32(s_values.reshape(s_values.shape[0], -1))
     rhs = to_float32(m_values.reshape(m_values.shape[0], -1))
     _check_shapes(run, K, moving.shape[0], lhs.shape[1], rhs.shape[1], tile_position, tile_size)

@@ -1,10 +1,13 @@
 """The compiler's Python subset: one kernel for every construct that it refuses."""
 
 import dataclasses
+import re
 
 import pytest
 
 from delta_trn.nki_kernels.simulator import nisa, nki, nl
+from delta_trn.nki_kernels.simulator.core.releases import RELEASES, RULES
+from delta_trn.nki_kernels.simulator.kernel import RELEASE
 from delta_trn.nki_kernels.simulator.subset import SubsetError, check, findings
 
 SIZES = [1, 2, 3]
@@ -110,10 +113,10 @@ REFUSED = {
 @pytest.mark.parametrize(("function", "message"), REFUSED.items(), ids=[f.__name__ for f in REFUSED])
 def test_a_construct_outside_the_subset_is_refused(function, message):
     with pytest.raises(SubsetError, match=message) as caught:
-        check(function)
+        check(function, "0.6.0")
     line = function.__code__.co_firstlineno
     assert "test_subset.py:" in str(caught.value)
-    assert any(line <= int(f.where.rpartition(":")[2]) <= line + 5 for f in findings(function))
+    assert any(line <= int(f.where.rpartition(":")[2]) <= line + 5 for f in findings(function, "0.6.0"))
 
 
 def test_a_helper_is_checked_too():
@@ -136,7 +139,9 @@ def test_a_decorated_helper_is_refused():
         check(kernel)
 
 
-def test_running_a_kernel_checks_it():
+def test_running_a_kernel_checks_it(monkeypatch):
+    monkeypatch.delenv(RELEASE)
+
     @nki.jit
     def kernel(x):
         return [i for i in x]  # noqa: C416
@@ -172,7 +177,7 @@ def apply(function, x):
 
 
 def test_what_the_guide_lists_is_allowed():
-    assert findings(allowed, portable=True) == ()
+    assert findings(allowed) == ()
     assert allowed(1, Options(4)) == 3
 
 
@@ -188,21 +193,73 @@ def a_view_method(x):
     return x.broadcast(1, 4)
 
 
-def a_hardware_loop(x):
+def a_runtime_loop(x):
     nl.fori_loop(0, 3, x)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (a_mutable_global, "`SIZES` is a mutable global"),
-        (a_test_for_none, "refuses `is`, with None too"),
-        (positional_instruction, "nisa.tensor_copy takes keywords"),
-        (explicit_accumulation, "accumulate= is new in 0.3"),
-        (a_view_method, "view method .broadcast is new in 0.5"),
-        (a_hardware_loop, "nl.fori_loop is new in 0.6"),
-    ],
-)
-def test_features_of_some_releases_are_listed(function, message):
-    assert findings(function) == (), "one release's compiler accepts it"
-    assert any(message in str(f) for f in findings(function, portable=True))
+def a_deprecated_loop(x):
+    for _ in nl.dynamic_range(x):
+        pass
+
+
+def a_pair_as_target(pairs):
+    for low, high in pairs:
+        print(low, high)
+
+
+def a_starred_tuple(x):
+    return (x, *x.shape)
+
+
+def an_enumeration(x):
+    for pair in enumerate(x):
+        print(pair)
+
+
+def a_select_without_offset(x):
+    nisa.affine_select(
+        dst=x, pattern=[[1, 4]], channel_multiplier=0, on_true_tile=x, on_false_value=0.0, cmp_op=nl.equal
+    )
+
+
+def an_iota_without_offset(x):
+    nisa.iota(dst=x, pattern=[[1, 4]])
+
+
+def a_convenience(x):
+    return nl.load(x)
+
+
+SOME_REFUSE = {
+    a_mutable_global: ("`SIZES`|a mutable global", RELEASES),
+    a_test_for_none: ("`is` with None", RELEASES[1:5]),
+    positional_instruction: ("an instruction's positional arguments", RELEASES),
+    explicit_accumulation: ("nc_matmul accumulate= is new in nki 0.3.0", RELEASES[:1]),
+    a_view_method: ("a view method is refused", RELEASES[:3]),
+    a_runtime_loop: ("fori_loop is new in nki 0.6.0", RELEASES[:4]),
+    a_deprecated_loop: ("dynamic_range is refused, or wrong, in nki 0.7.0", RELEASES[5:]),
+    a_pair_as_target: ("a tuple as a loop's target is doubtful", RELEASES[:5]),
+    a_starred_tuple: ("a starred value is doubtful", RELEASES[:5]),
+    an_enumeration: ("enumerate, zip, map and their like is doubtful", RELEASES[:5]),
+    a_select_without_offset: ("affine_select needs offset= before nki 0.3.0", RELEASES[:1]),
+    an_iota_without_offset: ("iota needs offset= before nki 0.3.0", RELEASES[:1]),
+    a_convenience: ("load is new in nki 0.3.0", RELEASES[:1]),
+    an_anonymous_function: ("lambda is outside", RELEASES[:5]),
+}
+
+
+@pytest.mark.parametrize("function", SOME_REFUSE, ids=lambda f: f.__name__)
+def test_a_release_names_what_it_does_not_take(function):
+    message, refusing = SOME_REFUSE[function]
+    for release in RELEASES:
+        found = "\n".join(map(str, findings(function, release)))
+        assert bool(re.search(message, found)) == (release in refusing), release
+    assert any(re.search(message, str(f)) for f in findings(function)), "without a release all rules hold"
+
+
+def test_every_rule_of_the_source_is_violated_above():
+    messages = " ".join(message for message, _ in SOME_REFUSE.values())
+    at_run_time = ("argument", "view of a view", "integer index", "matmul operand")
+    for name in RULES:
+        known = name in messages or any(word in name for word in at_run_time)
+        assert known or name == "Python outside the compiler's subset", name
