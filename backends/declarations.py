@@ -56,6 +56,10 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Capabi
     }
 
 
+def _chunked_note() -> str:
+    return import_module(_rule("chunked_kernel")).library().note
+
+
 _TRITON = GPU_FLOATS, CUDA | CPU, CUDA
 _LAYERS = Capability(_layers("pytorch"), FLOATS, automatic=None)  # PyTorch's form is every device's
 
@@ -71,8 +75,8 @@ TABLE: Mapping[str, Mapping[str, Capability]] = {
     },
     "nki": _nki(NEURON, automatic=NEURON),
     "chunked": {
-        "gated_delta_rule": Capability(_rule("chunked"), FLOATS, automatic=CPU),
-        "gated_delta_rule_step": Capability(_rule("chunked"), FLOATS, automatic=CPU),
+        "gated_delta_rule": Capability(_rule("chunked"), FLOATS, automatic=CPU, note=_chunked_note),
+        "gated_delta_rule_step": Capability(_rule("chunked"), FLOATS, automatic=CPU, note=_chunked_note),
         "delta_residual": Capability(_residual("chunked"), FLOATS, automatic=CPU),
         "short_convolution": _LAYERS,
         "gated_rms_norm": _LAYERS,

@@ -230,7 +230,7 @@ def keep_freed_memory() -> None:
 
 def multiplies_bfloat16_faster(device: torch.device) -> bool:
     """Returns whether float32 products by way of bfloat16 pay on this CPU: it has AMX."""
-    return device.type == "cpu" and "amx_bf16" in _cpu_flags()
+    return device.type == "cpu" and "amx_bf16" in cpu_flags()
 
 
 def supports_bfloat16(device: torch.device) -> bool:
@@ -239,7 +239,7 @@ def supports_bfloat16(device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type in ("xla", "neuron"):
         return True
-    flags = _cpu_flags()
+    flags = cpu_flags()
     return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
@@ -336,7 +336,8 @@ def _cpu_model() -> str:
 
 
 @cache
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
+    """Returns the names of the instruction sets of this CPU; none where the system does not tell."""
     for line in _cpuinfo():
         if line.startswith(("flags", "Features")):
             return frozenset(line.split(":", 1)[1].split())

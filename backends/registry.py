@@ -63,6 +63,7 @@ class Capability:
     bound_by    what sets the limits, for the reader of a refusal
     forms       the forms it has; None: all
     gates       whether its kernels make g and beta from a layer's projections
+    note        says how it runs on this machine, for `describe`; may compile a kernel
     """
 
     adapter: str
@@ -75,6 +76,7 @@ class Capability:
     gradients: bool = True
     forms: frozenset[str] | None = None
     gates: bool = False
+    note: Callable[[], str] | None = None
 
     def is_automatic_on(self, device: str) -> bool:
         """Returns whether it is chosen for `device` when the caller names no backend."""
@@ -300,7 +302,7 @@ class Row:
 
     automatic   device types of this machine on which it is chosen when nobody names a backend
     named       device types of this machine on which it runs when named
-    reasons     why not on the others, and what it needs
+    reasons     why not on the others, what it needs, and how it runs here
     """
 
     op: str
@@ -330,5 +332,6 @@ def describe(devices: Iterable[str]) -> list[Row]:
             absent = sorted((capability.automatic or frozenset()) - set(refused))
             reasons = [f"{device}: {reason}" for device in refused for reason in refused[device]]
             reasons += [f"{device}: this machine has no such device" for device in absent]
+            reasons += [f"here: {capability.note()}"] if here and capability.note is not None else []
             rows.append(Row(op, backend.name, automatic, here, tuple(reasons)))
     return rows

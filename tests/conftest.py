@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from delta_trn.backends import machine
+from delta_trn.backends.gated_delta_rule import chunked_kernel
 from delta_trn.backends.registry import default_backend
 
 
@@ -43,6 +44,12 @@ def no_switches_of_a_run():
     with default_backend():
         yield
     machine.set_products("highest")
+
+
+@pytest.fixture
+def without_cpu_kernel(monkeypatch):
+    """Lets the chunked backend compute in PyTorch, as it does where there is no compiler."""
+    monkeypatch.setattr(chunked_kernel, "takes", lambda x: False)
 
 
 @pytest.fixture

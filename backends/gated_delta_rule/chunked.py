@@ -31,6 +31,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from delta_trn.backends.gated_delta_rule import chunked_kernel
 from delta_trn.backends.gated_delta_rule.chunk_layout import Layout, capacity, lay_out
 from delta_trn.backends.gated_delta_rule.contract import (
     L2NORM_EPS,
@@ -59,6 +60,8 @@ def saved_shapes(call: Rule) -> Shapes:
     """Returns the shapes of q, k, their reciprocal norms, v, D, P, `overlap`, T, w, A, U and all states."""
     (B, length, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
     C, dtype = chunk_size(K, V), state_dtype(call.q.dtype)
+    if chunked_kernel.takes(call.q):
+        return chunked_kernel.saved_shapes(call, C)
     M = capacity(B, length, C, call.cu_seqlens) * HV
     norms = (M, C, 1) if call.l2norm else (0,)
     shapes = [(M, C, K), (M, C, K), norms, norms, (M, C, V), *[(M, C, C)] * 4]
@@ -71,6 +74,8 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     (B, length, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
+    if chunked_kernel.takes(q):
+        return chunked_kernel.forward(call, C, save=save)
     layout, block = lay_out(B, length, C, HV, call.cu_seqlens), _block_size(C, K, V)
     M = layout.chunks * HV
     saved = [q.new_empty(shape, dtype=saved_dtype) for shape, saved_dtype in saved_shapes(call)]
@@ -123,6 +128,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     (B, length, H, K), (HV, V) = q.shape, v.shape[2:]
     C, dtype, group = chunk_size(K, V), state_dtype(q.dtype), HV // H
+    if chunked_kernel.takes(q):
+        return chunked_kernel.backward(do, dstate, call, saved, C)
     layout, block = lay_out(B, length, C, HV, call.cu_seqlens), _block_size(C, K, V)
     M = layout.chunks * HV
     Q, K_, rq, rk, V_, D, P, overlap, T, w, A, U = (x[:M] for x in saved[:-1])
@@ -179,6 +186,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
+    if chunked_kernel.takes(call.q):
+        return chunked_kernel.step(call)
     q, k, v, g, beta, state = call.q, call.k, call.v, call.g, call.beta, call.state
     B, HV, K, V = state.shape
     dtype = state.dtype

@@ -84,7 +84,7 @@ def test_backend_agrees_with_the_judge(subject, case, dtype, poison):
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_planted_fault_turns_parity_red(fault, monkeypatch):
+def test_a_planted_fault_turns_parity_red(fault, monkeypatch, without_cpu_kernel):
     def verdict():
         judged = verdicts(BY_NAME[fault.case], torch.float32, "chunked")
         return next(verdict for verdict in judged if verdict.tensor == fault.tensor)
@@ -95,7 +95,7 @@ def test_a_planted_fault_turns_parity_red(fault, monkeypatch):
     assert verdict().ratio > 5.0, "the fault is no larger than rounding"
 
 
-def test_bfloat16_parity_cannot_see_a_state_kept_in_bfloat16(monkeypatch):
+def test_bfloat16_parity_cannot_see_a_state_kept_in_bfloat16(monkeypatch, without_cpu_kernel):
     """This is why the grid runs in float32 too."""
     fault = FAULTS["state in bfloat16"]
     monkeypatch.setattr(chunked, fault.function, fault.mistake)
@@ -254,7 +254,7 @@ def test_the_parity_command_reports_and_writes_rows(tmp_path, capsys):
     assert "`chunked`" in table and "2 cases pass" in table and "`triton`, not yet run" in table
 
 
-def test_the_parity_command_fails_on_a_planted_fault(monkeypatch, capsys, tmp_path):
+def test_the_parity_command_fails_on_a_planted_fault(monkeypatch, capsys, tmp_path, without_cpu_kernel):
     fault = FAULTS["masked after exp"]
     monkeypatch.setattr(chunked, fault.function, fault.mistake)
     file = tmp_path / "parity.jsonl"
@@ -340,7 +340,7 @@ def test_a_golden_whose_outputs_were_changed_is_refused(golden):
         goldens.check(golden)
 
 
-def test_a_golden_recorded_from_a_faulty_backend_fails(tmp_path, monkeypatch):
+def test_a_golden_recorded_from_a_faulty_backend_fails(tmp_path, monkeypatch, without_cpu_kernel):
     fault = FAULTS["power series inverse"]
     path = tmp_path / "golden.safetensors"
     monkeypatch.setattr(chunked, fault.function, fault.mistake)

@@ -70,9 +70,11 @@ def test_the_wheel_trains_and_opens_models_where_a_user_has_such_names(installed
     assert call([installed / "python", "-c", use], elsewhere) == "delta_trn.models.language_model True\n"
 
 
-def test_the_wheel_holds_the_launch_scripts_and_nothing_at_the_top(installed):
+def test_the_wheel_holds_launch_scripts_and_kernel_sources_and_nothing_at_the_top(installed):
     (packages,) = (installed.parent / "lib").glob("python*/site-packages")
     assert (packages / "delta_trn" / "train" / "launch" / "trn1.32xlarge.sh").exists()
+    kernels = packages / "delta_trn" / "backends" / "gated_delta_rule"
+    assert {"chunked_kernel.cpp", "chunked_products.h"} <= {path.name for path in kernels.iterdir()}
     top = {path.name for path in packages.iterdir() if "dist-info" not in path.name}
     assert top == {"delta_trn"}
 

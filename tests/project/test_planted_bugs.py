@@ -165,7 +165,7 @@ def passes(check):
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_turns_its_check_red(bug, green):
+def test_a_planted_bug_turns_its_check_red(bug, green, without_cpu_kernel):
     backend = "nki-simulator" if bug.check.startswith("nki") else bug.check.split("'")[0]
     if backend in BACKENDS and (reason := BACKENDS[backend].unavailable("cpu")):
         pytest.skip(reason)

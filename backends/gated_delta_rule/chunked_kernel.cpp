@@ -1,0 +1,424 @@
+// The gated delta rule in chunks on a CPU, forward and backward, and one step of it; float32.
+//
+// The equations are those of chunked.py, in the notation of `backends.gated_delta_rule`, with two differences. A
+// chunk goes through all stages while it lies in the cache, one after the other, so that nothing but a chunk's first
+// state and E leave it, and neither T nor A is needed. E is what a token finds missing before beta weighs it,
+//
+//     E = V - diag(gam) K S - overlap U       U = diag(beta) E        (I + overlap diag(beta)) E = V - diag(gam) K S
+//
+// by substitution; dbeta is the row sums of dR . E, whatever beta is. One thread computes one value head of
+// one sequence from the first token to the last, so that results depend neither on the number of threads nor on the
+// other sequences. A chunk of fewer tokens is filled up to a multiple of 16 with rows of zeros.
+#include "chunked_products.h"
+
+#include <cstdlib>
+#include <memory>
+
+namespace {
+
+constexpr double RESET = -1024.0;  // contract.RESET
+constexpr float NORM_EPS = 1e-6f;  // contract.L2NORM_EPS
+
+// The strides of a tensor [batch, time, head, ...] in elements; its last dimension is contiguous.
+struct Strides {
+    int64_t batch, time, head;
+};
+
+}  // namespace
+
+// The arguments, in the order of `chunked_kernel.Call` in Python. Pointers may be null where it says so.
+struct Call {
+    const float *q, *k, *v, *g, *beta;
+    const float *initial_state;     // [N, HV, K, V] or null
+    const int64_t *bounds, *chunk;  // [N + 1] first tokens and chunks of packed sequences, or null
+    float *o, *E;                   // [B, T, HV, V]; forward writes E unless null, backward reads it
+    float *states;                  // [chunks, HV, K, V], each chunk's first state; null like E
+    float *final_state;             // [N, HV, K, V] or null
+    // of backward
+    const float *d_o, *dfinal_state;  // dfinal_state null: zeros
+    float *dq, *dk;                   // [B, T, HV, K]: a group's value heads are not added up
+    float *dv, *dg, *dbeta;           // [B, T, HV, V], [B, T, HV]
+    float *dinitial_state;            // or null
+    Strides q_strides, k_strides, v_strides, g_strides, beta_strides, do_strides;
+    int64_t N, T, H, HV, K, V, C, normalize, threads;
+    double scale;
+};
+
+namespace {
+
+INLINE long round_up(long n) { return (n + PAD - 1) / PAD * PAD; }
+
+// Memory of one thread, kept from call to call: fresh pages would cost a tenth of a short call.
+float *scratch(size_t floats) {
+    struct Free {
+        void operator()(float *x) const { free(x); }
+    };
+    thread_local std::unique_ptr<float, Free> memory;
+    thread_local size_t size = 0;
+    if (size < floats) {
+        memory.reset(static_cast<float *>(aligned_alloc(64, floats * sizeof(float))));
+        size = memory ? floats : 0;
+        if (!memory) abort();
+    }
+    return memory.get();
+}
+
+// Hands out matrices from one block of memory; without a block it only counts.
+struct Arena {
+    float *next = nullptr;
+    size_t used = 0;
+    Matrix matrix(long rows, long columns) {
+        const long stride = columns + PAD;  // not a power of two, whose rows would share few lines of the cache
+        Matrix out{next, stride};
+        used += rows * stride;
+        if (next) next += rows * stride;
+        return out;
+    }
+    float *row(long n) { return matrix(1, round_up(n)).x; }
+};
+
+// What forward and backward both hold of a chunk; m rows, a multiple of 16.
+struct Chunk {
+    Matrix QK, G, written, KT, D, PN;  // [q; k], [gam q; -gam k], lam k, k^T, D, [P; N]
+    float *gam, *lam, *beta, *rq, *rk;
+    double *b;
+
+    Chunk(Arena &arena, long C, long K)
+        : QK(arena.matrix(2 * C, K)), G(arena.matrix(2 * C, K)), written(arena.matrix(C, K)), KT(arena.matrix(K, C)),
+          D(arena.matrix(C, C)), PN(arena.matrix(2 * C, C)), gam(arena.row(C)), lam(arena.row(C)), beta(arena.row(C)),
+          rq(arena.row(C)), rk(arena.row(C)), b(reinterpret_cast<double *>(arena.row(2 * C))) {}
+};
+
+// One value head of one sequence, and the chunk of it that is being computed.
+struct Head {
+    const Call &c;
+    long sequence, head, batch, first_token, last_token, first_chunk;
+    long K, V;  // rounded up
+
+    Head(const Call &call, long task) : c(call), sequence(task / c.HV), head(task % c.HV) {
+        batch = c.bounds ? 0 : sequence;
+        first_token = c.bounds ? c.bounds[sequence] : 0;
+        last_token = c.bounds ? c.bounds[sequence + 1] : c.T;
+        first_chunk = c.bounds ? c.chunk[sequence] : sequence * ((c.T + c.C - 1) / c.C);
+        K = round_up(c.K), V = round_up(c.V);
+    }
+    long chunks() const { return (last_token - first_token + c.C - 1) / c.C; }
+    long tokens(long chunk) const {
+        const long left = last_token - first_token - chunk * c.C;
+        return left < c.C ? left : c.C;
+    }
+    long offset(const Strides &s, long chunk, long h) const {
+        return batch * s.batch + (first_token + chunk * c.C) * s.time + h * s.head;
+    }
+    // of a contiguous tensor [B, T, HV, n]
+    long dense(long chunk, long n) const { return ((batch * c.T + first_token + chunk * c.C) * c.HV + head) * n; }
+    long state() const { return (sequence * c.HV + head) * c.K * c.V; }
+    float *saved_state(long chunk) const { return c.states + ((first_chunk + chunk) * c.HV + head) * c.K * c.V; }
+};
+
+// Copies x [count, n], rows `stride` apart, times `factor` to out, with zeros up to [rows, round_up(n)].
+void fill(const float *x, long stride, long count, long n, long rows, Matrix out, float factor = 1.0f) {
+    for (long i = 0; i < rows; i++) {
+        float *y = out[i];
+        long j = 0;
+        if (i < count)
+            for (; j < n; j++) y[j] = x[i * stride + j] * factor;
+        for (; j < round_up(n); j++) y[j] = 0.0f;
+    }
+}
+
+void put(Matrix x, long count, long n, float *out, long stride, float factor = 1.0f) {
+    for (long i = 0; i < count; i++)
+        for (long j = 0; j < n; j++) out[i * stride + j] = x[i][j] * factor;
+}
+
+void clear(Matrix x, long rows) { memset(x.x, 0, rows * x.stride * sizeof(float)); }
+
+// out[i] = factors[i] x[i]
+void scale_rows(Matrix x, const float *factors, long rows, long n, Matrix out, float sign = 1.0f) {
+    for (long i = 0; i < rows; i++) {
+        const vec factor = all(sign * factors[i]);
+        for (long j = 0; j < n; j += W) store(out[i] + j, load(x[i] + j) * factor);
+    }
+}
+
+// x <- factor x for a state
+void scale_state(Matrix x, long rows, long n, float factor) {
+    for (long i = 0; i < rows; i++)
+        for (long j = 0; j < n; j += W) store(x[i] + j, load(x[i] + j) * factor);
+}
+
+// Divides rows by sqrt(sum of squares + eps), and stores the reciprocals.
+void normalize(Matrix x, long rows, long n, float *reciprocals) {
+    for (long i = 0; i < rows; i++) {
+        const float r = 1.0f / std::sqrt(dot(n, x[i], x[i]) + NORM_EPS);
+        reciprocals[i] = r;
+        for (long j = 0; j < n; j += W) store(x[i] + j, load(x[i] + j) * r);
+    }
+}
+
+// dx <- r (dx - x <dx, x>), the gradient through `normalize`
+void normalize_back(Matrix dx, Matrix x, const float *reciprocals, long rows, long n) {
+    for (long i = 0; i < rows; i++) {
+        const vec r = all(reciprocals[i]), along = all(dot(n, dx[i], x[i]));
+        for (long j = 0; j < n; j += W) store(dx[i] + j, (load(dx[i] + j) - along * load(x[i] + j)) * r);
+    }
+}
+
+INLINE ivec places(long first) {
+    ivec x;
+    for (int i = 0; i < W; i++) x[i] = first + i;
+    return x;
+}
+
+// Computes b, gam, lam and beta of a chunk, and D, all of m rows.
+void gates(const Head &h, Chunk &x, long chunk, long m) {
+    const long count = h.tokens(chunk);
+    const float *g = h.c.g + h.offset(h.c.g_strides, chunk, h.head);
+    const float *beta = h.c.beta + h.offset(h.c.beta_strides, chunk, h.head);
+    double running = 0.0;
+    for (long i = 0; i < m; i++) {
+        const double g_i = i < count ? g[i * h.c.g_strides.time] : 0.0;
+        running += g_i < RESET ? RESET : g_i;
+        x.b[i] = running;
+        x.beta[i] = i < count ? beta[i * h.c.beta_strides.time] : 0.0f;
+    }
+    exponentials(m, x.b, 0.0, 1.0, x.gam);
+    exponentials(m, x.b, running, -1.0, x.lam);
+    for (long i = 0; i < m; i++) {
+        memset(x.D[i], 0, m * sizeof(float));
+        const long n = (i + W) / W * W;
+        exponentials(n, x.b, x.b[i], -1.0, x.D[i]);
+        store(x.D[i] + n - W, places(n - W) <= static_cast<int32_t>(i) ? load(x.D[i] + n - W) : vec{});
+    }
+}
+
+// Loads a chunk's q, k and gates, and computes all that depends on them: P, and N = -strict_lower(K K^T . D), whose
+// columns (forward) or rows (backward) beta multiplies.
+void prepare(const Head &h, Chunk &x, long chunk, long m, bool backward) {
+    const Call &c = h.c;
+    const long count = h.tokens(chunk), head = h.head / (c.HV / c.H);
+    const Matrix k = {x.QK[m], x.QK.stride}, N = {x.PN[m], x.PN.stride}, G = x.G, Gk = {G[m], G.stride};
+    fill(c.q + h.offset(c.q_strides, chunk, head), c.q_strides.time, count, c.K, m, x.QK);
+    fill(c.k + h.offset(c.k_strides, chunk, head), c.k_strides.time, count, c.K, m, k);
+    if (c.normalize) {
+        normalize(x.QK, m, h.K, x.rq);
+        normalize(k, m, h.K, x.rk);
+    }
+    gates(h, x, chunk, m);
+    scale_rows(x.QK, x.gam, m, h.K, G);
+    scale_rows(k, x.gam, m, h.K, Gk, -1.0f);
+    scale_rows(k, x.lam, m, h.K, x.written);
+    transpose(m, h.K, k, x.KT);
+    clear(x.PN, 2 * m);
+    product<PLAIN, FULL, true>(m, m, h.K, x.QK, x.KT, x.PN);
+    product<PLAIN, FULL, true>(m, m, h.K, k, x.KT, N);
+    for (long i = 0; i < m; i++)
+        for (long j = 0; j < m; j += W) {
+            const vec D = load(x.D[i] + j), factor = backward ? all(x.beta[i]) : load(x.beta + j);
+            const vec strict = places(j) < static_cast<int32_t>(i) ? D : vec{};
+            store(x.PN[i] + j, load(x.PN[i] + j) * D);
+            store(N[i] + j, -(load(N[i] + j) * strict) * factor);
+        }
+}
+
+struct Forward {
+    Chunk x;
+    Matrix S, OE, U;  // the state, [o; E], U
+    Forward(Arena &arena, long C, long K, long V)
+        : x(arena, C, K), S(arena.matrix(K, V)), OE(arena.matrix(2 * C, V)), U(arena.matrix(C, V)) {}
+};
+
+void forward_head(const Head &h, Forward &f) {
+    const Call &c = h.c;
+    Chunk &x = f.x;
+    fill(c.initial_state ? c.initial_state + h.state() : nullptr, c.V, c.initial_state ? c.K : 0, c.V, h.K, f.S);
+    for (long chunk = 0; chunk < h.chunks(); chunk++) {
+        const long count = h.tokens(chunk), m = round_up(count);
+        const Matrix E = {f.OE[m], f.OE.stride};
+        if (c.states) put(f.S, c.K, c.V, h.saved_state(chunk), c.V);
+        prepare(h, x, chunk, m, false);
+        clear(f.OE, m);
+        fill(c.v + h.offset(c.v_strides, chunk, h.head), c.v_strides.time, count, c.V, m, E);
+        // o = diag(gam) q S and V - diag(gam) k S in one product
+        if (chunk > 0 || c.initial_state) product<PLAIN, FULL>(2 * m, h.V, h.K, x.G, f.S, f.OE);
+        solve<PLAIN>(m, h.V, {x.PN[m], x.PN.stride}, E);
+        if (c.E) put(E, count, c.V, c.E + h.dense(chunk, c.V), c.HV * c.V);
+        scale_rows(E, x.beta, m, h.V, f.U);
+        product<PLAIN, LOWER>(m, h.V, m, x.PN, f.U, f.OE);
+        put(f.OE, count, c.V, c.o + h.dense(chunk, c.V), c.HV * c.V, c.scale);
+        scale_state(f.S, h.K, h.V, x.gam[m - 1]);
+        product<TRANSPOSED, FULL>(h.K, h.V, m, x.written, f.U, f.S);
+    }
+    if (c.final_state) put(f.S, c.K, c.V, c.final_state + h.state(), c.V);
+}
+
+struct Backward {
+    Chunk x;
+    Matrix Y, E, U, UT, S, ST, dS, dST;  // Y [dO; dR, later dv]
+    Matrix XY, dQK, dK;                  // [dP; -dkk], [dq; what S passes on to k], dk
+    float *reads, *written, *column, *dg, *dbeta;
+    Backward(Arena &arena, long C, long K, long V)
+        : x(arena, C, K), Y(arena.matrix(2 * C, V)), E(arena.matrix(C, V)), U(arena.matrix(C, V)),
+          UT(arena.matrix(V, C)), S(arena.matrix(K, V)), ST(arena.matrix(V, K)), dS(arena.matrix(K, V)),
+          dST(arena.matrix(V, K)), XY(arena.matrix(2 * C, C)), dQK(arena.matrix(2 * C, K)), dK(arena.matrix(C, K)),
+          reads(arena.row(C)), written(arena.row(C)), column(arena.row(C)), dg(arena.row(C)), dbeta(arena.row(C)) {}
+};
+
+// Computes dg like `chunked.log_decay_gradient`, from XY = [dO U^T; dR U^T] and [P; N].
+void log_decay_gradient(Backward &f, long m, float carried) {
+    memset(f.column, 0, m * sizeof(float));
+    float later = 0.0f, before = 0.0f;
+    for (long t = m - 1; t >= 0; t--) {
+        // column_j: what tokens from t on read of j's write; nothing decays from a token to itself
+        vec behind = {};
+        for (long j = 0; j <= t; j += W) {
+            const vec pairs = load(f.XY[t] + j) * load(f.x.PN[t] + j) + load(f.XY[m + t] + j) * load(f.x.PN[m + t] + j);
+            const vec column = load(f.column + j) + (places(j) < static_cast<int32_t>(t) ? pairs : vec{});
+            store(f.column + j, column);
+            behind += places(j) < static_cast<int32_t>(t) ? column : vec{};
+        }
+        later += f.reads[t];
+        f.dg[t] = sum(behind) + later + carried;
+    }
+    for (long t = 0; t < m; t++) {
+        f.dg[t] += before;
+        before += f.written[t];
+    }
+}
+
+// Computes dO, dv and what depends on them, and writes dv; from f.dS, the gradient of the chunk's last state.
+void backward_values(const Head &h, Backward &f, long chunk, long m) {
+    const Call &c = h.c;
+    const long count = h.tokens(chunk);
+    Chunk &x = f.x;
+    const Matrix dR = {f.Y[m], f.Y.stride}, N = {x.PN[m], x.PN.stride}, XY = f.XY;
+    fill(c.d_o + h.offset(c.do_strides, chunk, h.head), c.do_strides.time, count, c.V, m, f.Y, c.scale);
+    fill(c.E + h.dense(chunk, c.V), c.HV * c.V, count, c.V, m, f.E);
+    scale_rows(f.E, x.beta, m, h.V, f.U);
+    transpose(m, h.V, f.U, f.UT);
+    clear(dR, m);
+    product<PLAIN, FULL>(m, h.V, h.K, x.written, f.dS, dR);
+    // not <U dS'^T, k>: equal keys have equal rows here, whose roundings cancel where their writes do
+    for (long i = 0; i < m; i++) f.written[i] = dot(h.V, dR[i], f.U[i]);
+    product<TRANSPOSED, UPPER>(m, h.V, m, x.PN, f.Y, dR);
+    solve<TRANSPOSED>(m, h.V, N, dR);
+    for (long i = 0; i < m; i++) f.dbeta[i] = dot(h.V, dR[i], f.E[i]);
+    clear(XY, 2 * m);
+    product<PLAIN, FULL, true>(m, m, h.V, f.Y, f.UT, XY);
+    product<PLAIN, FULL, true>(m, m, h.V, dR, f.UT, {XY[m], XY.stride});
+    scale_rows(dR, x.beta, m, h.V, dR);
+    put(dR, count, c.V, c.dv + h.dense(chunk, c.V), c.HV * c.V);
+}
+
+// Computes and writes dq and dk, dg and dbeta.
+void backward_keys(const Head &h, Backward &f, long chunk, long m) {
+    const Call &c = h.c;
+    const long count = h.tokens(chunk);
+    Chunk &x = f.x;
+    const Matrix k = {x.QK[m], x.QK.stride}, dk_S = {f.dQK[m], f.dQK.stride}, dkk = {f.XY[m], f.XY.stride};
+    clear(f.dQK, 2 * m);
+    product<PLAIN, FULL>(2 * m, h.K, h.V, f.Y, f.ST, f.dQK);
+    scale_rows(f.dQK, x.gam, m, h.K, f.dQK);
+    scale_rows(dk_S, x.gam, m, h.K, dk_S);
+    float carried = 0.0f;
+    for (long i = 0; i < h.K; i++) carried += dot(h.V, f.dS[i], f.S[i]);
+    for (long i = 0; i < m; i++) f.reads[i] = dot(h.K, f.dQK[i], x.QK[i]) - dot(h.K, dk_S[i], k[i]);
+    log_decay_gradient(f, m, x.gam[m - 1] * carried);
+    for (long i = 0; i < m; i++)
+        for (long j = 0; j < m; j += W) {
+            const vec D = load(x.D[i] + j), strict = places(j) < static_cast<int32_t>(i) ? D : vec{};
+            store(f.XY[i] + j, load(f.XY[i] + j) * D);
+            store(dkk[i] + j, load(dkk[i] + j) * strict * -x.beta[i]);
+        }
+    clear(f.dK, m);
+    product<PLAIN, FULL>(m, h.K, h.V, f.U, f.dST, f.dK);
+    for (long i = 0; i < m; i++)
+        for (long j = 0; j < h.K; j += W) store(f.dK[i] + j, load(f.dK[i] + j) * x.lam[i] - load(dk_S[i] + j));
+    product<PLAIN, LOWER>(m, h.K, m, f.XY, k, f.dQK);
+    product<TRANSPOSED, UPPER>(m, h.K, m, f.XY, x.QK, f.dK);
+    product<TRANSPOSED, UPPER>(m, h.K, m, dkk, k, f.dK);
+    product<PLAIN, LOWER>(m, h.K, m, dkk, k, f.dK);
+    if (c.normalize) {
+        normalize_back(f.dQK, x.QK, x.rq, m, h.K);
+        normalize_back(f.dK, k, x.rk, m, h.K);
+    }
+    put(f.dQK, count, c.K, c.dq + h.dense(chunk, c.K), c.HV * c.K);
+    put(f.dK, count, c.K, c.dk + h.dense(chunk, c.K), c.HV * c.K);
+    put({f.dg, 1}, count, 1, c.dg + h.dense(chunk, 1), c.HV);
+    put({f.dbeta, 1}, count, 1, c.dbeta + h.dense(chunk, 1), c.HV);
+}
+
+void backward_head(const Head &h, Backward &f) {
+    const Call &c = h.c;
+    fill(c.dfinal_state ? c.dfinal_state + h.state() : nullptr, c.V, c.dfinal_state ? c.K : 0, c.V, h.K, f.dS);
+    for (long chunk = h.chunks() - 1; chunk >= 0; chunk--) {
+        const long m = round_up(h.tokens(chunk));
+        prepare(h, f.x, chunk, m, true);
+        fill(h.saved_state(chunk), c.V, c.K, c.V, h.K, f.S);
+        transpose(h.K, h.V, f.S, f.ST);
+        transpose(h.K, h.V, f.dS, f.dST);
+        backward_values(h, f, chunk, m);
+        backward_keys(h, f, chunk, m);
+        // dS = gam_C dS' + (diag(gam) q)^T dO - (diag(gam) k)^T dv
+        scale_state(f.dS, h.K, h.V, f.x.gam[m - 1]);
+        product<TRANSPOSED, FULL>(h.K, h.V, 2 * m, f.x.G, f.Y, f.dS);
+    }
+    if (c.dinitial_state) put(f.dS, c.K, c.V, c.dinitial_state + h.state(), c.V);
+}
+
+// One token: S <- gam S; u = beta (v - S^T k); S <- S + k u^T; o = scale S^T q, as it is written.
+void step_head(const Head &h, float *x) {
+    const Call &c = h.c;
+    const float *S = c.initial_state + h.state(), *v = c.v + h.offset(c.v_strides, 0, h.head);
+    float *after = c.final_state + h.state(), *out = c.o + h.dense(0, c.V);
+    const Matrix q = {x, h.K}, k = {q[1], h.K};
+    float *u = k[1], *o = u + h.V, r[1];
+    fill(c.q + h.offset(c.q_strides, 0, h.head / (c.HV / c.H)), 0, 1, c.K, 1, q);
+    fill(c.k + h.offset(c.k_strides, 0, h.head / (c.HV / c.H)), 0, 1, c.K, 1, k);
+    if (c.normalize) {
+        normalize(q, 1, h.K, r);
+        normalize(k, 1, h.K, r);
+    }
+    const float gam = std::exp(static_cast<double>(c.g[h.offset(c.g_strides, 0, h.head)]));
+    const float beta = c.beta[h.offset(c.beta_strides, 0, h.head)];
+    memset(u, 0, 2 * h.V * sizeof(float));
+    for (long i = 0; i < c.K; i++)
+        for (long j = 0; j < c.V; j++) u[j] += k.x[i] * (gam * S[i * c.V + j]);
+    for (long j = 0; j < c.V; j++) u[j] = beta * (v[j] - u[j]);
+    for (long i = 0; i < c.K; i++)
+        for (long j = 0; j < c.V; j++) {
+            const float s = gam * S[i * c.V + j] + k.x[i] * u[j];
+            after[i * c.V + j] = s;
+            o[j] += q.x[i] * s;
+        }
+    for (long j = 0; j < c.V; j++) out[j] = c.scale * o[j];
+}
+
+template <class Pass>
+void run(const Call &c, void (*pass)(const Head &, Pass &)) {
+    const long K = round_up(c.K), V = round_up(c.V), tasks = c.N * c.HV;
+    Arena count;
+    Pass(count, c.C, K, V);
+#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (tasks > 1 && c.threads > 1)
+    for (long task = 0; task < tasks; task++) {
+        Arena arena{scratch(count.used)};
+        Pass f(arena, c.C, K, V);
+        pass(Head(c, task), f);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+void gated_delta_rule_forward(const Call *c) { run<Forward>(*c, forward_head); }
+void gated_delta_rule_backward(const Call *c) { run<Backward>(*c, backward_head); }
+void gated_delta_rule_step(const Call *c) {
+    const long tasks = c->N * c->HV;
+#pragma omp parallel for num_threads(c->threads) if (c->threads > 1 && tasks * c->K * c->V > 1 << 17)
+    for (long task = 0; task < tasks; task++) {
+        const Head h(*c, task);
+        step_head(h, scratch(2 * h.K + 2 * h.V));
+    }
+}
+}

@@ -1,0 +1,128 @@
+"""Runs the C++ kernel of the chunked backend, chunked_kernel.cpp; float64 stays with PyTorch.
+
+float16 and bfloat16 inputs are converted to float32 before, and results back after. Forward saves E, what
+each token finds missing [B, T, HV, V], and each chunk's first state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from delta_trn.backends import compiler
+from delta_trn.backends.gated_delta_rule.chunk_layout import capacity
+from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
+
+POINTERS = (
+    "q", "k", "v", "g", "beta", "initial_state", "bounds", "chunk", "o", "E", "states", "final_state",
+    "d_o", "dfinal_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state",
+)  # fmt: skip
+STRIDED = ("q", "k", "v", "g", "beta", "d_o")
+NUMBERS = ("N", "T", "H", "HV", "K", "V", "C", "normalize", "threads")
+
+
+class Arguments(ctypes.Structure):
+    """`struct Call` of chunked_kernel.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in POINTERS),
+        *((f"{name}_strides", c_int64 * 3) for name in STRIDED),
+        *((name, c_int64) for name in NUMBERS),
+        ("scale", c_double),
+    ]
+
+
+def takes(x: Tensor) -> bool:
+    """Returns whether the kernel computes a call with this q."""
+    return x.device.type == "cpu" and x.dtype != torch.float64 and library().functions is not None
+
+
+@cache
+def library() -> compiler.Library:
+    """Returns the compiled kernel, or why there is none."""
+    folder = Path(__file__).parent
+    return compiler.load(folder / "chunked_kernel.cpp", [folder / "chunked_products.h"])
+
+
+def saved_shapes(call: Rule, C: int) -> Shapes:
+    """Returns the shapes of E and of the chunks' first states."""
+    (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
+    chunks = capacity(B, T, C, call.cu_seqlens)
+    return [((B, T, HV, V), torch.float32), ((chunks, HV, K, V), torch.float32)]
+
+
+def forward(call: Rule, C: int, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Does what an adapter's `forward` does, in chunks of C tokens."""
+    o, final_state = call.v.new_empty(call.v.shape, dtype=torch.float32), None
+    E, states = [o.new_empty(shape) for shape, _ in saved_shapes(call, C)] if save else (None, None)
+    if call.output_final_state:
+        final_state = o.new_empty((call.sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3]))
+    outputs = {"o": o, "E": E, "states": states, "final_state": final_state}
+    _run("forward", call, call.initial_state, C, outputs)
+    return o.to(call.v.dtype), final_state, [] if E is None or states is None else [E, states]
+
+
+def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor], C: int) -> Gradients:
+    """Does what an adapter's `backward` does."""
+    (B, T, H, K), HV = call.q.shape, call.v.shape[2]
+    E, states = saved
+    dq, dk, dv = E.new_empty((B, T, HV, K)), E.new_empty((B, T, HV, K)), torch.empty_like(E)
+    dg, dbeta = E.new_empty((B, T, HV)), E.new_empty((B, T, HV))
+    dinitial = None if call.initial_state is None else E.new_empty(call.initial_state.shape)
+    tensors = {"E": E, "states": states, "d_o": _rows(do), "dinitial_state": dinitial}
+    tensors |= {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta}
+    tensors["dfinal_state"] = None if dstate is None else dstate.contiguous()
+    _run("backward", call, call.initial_state, C, tensors)
+    if H != HV:
+        dq, dk = (x.unflatten(2, (H, HV // H)).sum(3) for x in (dq, dk))
+    like = ((dq, call.q), (dk, call.k), (dv, call.v), (dg, call.g), (dbeta, call.beta))
+    return Gradients(*(dx.to(x.dtype) for dx, x in like), initial_state=dinitial)
+
+
+def step(call: Step) -> tuple[Tensor, Tensor]:
+    """Does what an adapter's `step` does."""
+    state = call.state.new_empty(call.state.shape)
+    o = state.new_empty(call.v.shape)
+    _run("step", call, call.state, 1, {"o": o, "final_state": state})
+    return o.to(call.v.dtype), state
+
+
+def _run(
+    name: str, call: Rule | Step, initial_state: Tensor | None, C: int, tensors: dict[str, Tensor | None]
+) -> None:
+    """Calls `gated_delta_rule_NAME` of the kernel with the call's tensors in float32, and `tensors`."""
+    q, k, v, g, beta = _rows(call.q), _rows(call.k), _rows(call.v), call.g.float(), call.beta.float()
+    if q.dim() == 3:  # a step has no dimension of time
+        q, k, v, g, beta = q[:, None], k[:, None], v[:, None], g[:, None], beta[:, None]
+    tensors |= {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    if initial_state is not None:
+        tensors["initial_state"] = initial_state.contiguous()
+    N, T, H, K = q.shape
+    cu_seqlens = getattr(call, "cu_seqlens", None)
+    if cu_seqlens is not None:
+        N = cu_seqlens.shape[0] - 1
+        tensors["bounds"] = cu_seqlens.contiguous()
+        tensors["chunk"] = torch.nn.functional.pad(((cu_seqlens.diff() + C - 1) // C).cumsum(0), (1, 0))
+    arguments = Arguments(
+        N=N, T=T, H=H, HV=v.shape[2], K=K, V=v.shape[3], C=C, normalize=call.l2norm,
+        threads=torch.get_num_threads(), scale=call.scale,
+    )  # fmt: skip
+    for word, x in tensors.items():
+        if x is not None:
+            setattr(arguments, word, x.data_ptr())
+            if word in STRIDED:
+                setattr(arguments, f"{word}_strides", x.stride()[:3])
+    functions = library().functions
+    assert functions is not None
+    functions[f"gated_delta_rule_{name}"](ctypes.byref(arguments))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Returns x in float32, with a contiguous last dimension."""
+    x = x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()

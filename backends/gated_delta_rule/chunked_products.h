@@ -1,0 +1,174 @@
+// Small float32 matrix products, triangular solves and exponentials for chunked_kernel.cpp.
+//
+// Every matrix lies in a buffer of its own whose rows begin `stride` floats apart. Numbers of rows are multiples
+// of ROWS, numbers of columns multiples of W; what pads a matrix up to that is zero. A product is cut into tiles
+// of ROWS x (1 or 2 vectors) whose sums stay in registers; each tile adds up its terms in the order of k, so that
+// a result's bits do not depend on the sizes around it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512F__)
+constexpr int W = 16, ROWS = 8;
+#elif defined(__AVX__)
+constexpr int W = 8, ROWS = 4;
+#else
+constexpr int W = 4, ROWS = 4;
+#endif
+constexpr int PAD = 16;  // sizes are rounded up to this, on every machine
+
+typedef float vec __attribute__((vector_size(W * 4)));
+typedef int32_t ivec __attribute__((vector_size(W * 4)));
+typedef float loose __attribute__((vector_size(W * 4), aligned(4), may_alias));
+
+#define INLINE inline __attribute__((always_inline))
+
+INLINE vec load(const float *x) { return *reinterpret_cast<const loose *>(x); }
+INLINE void store(float *x, vec y) { *reinterpret_cast<loose *>(x) = y; }
+INLINE vec all(float x) { return x - vec{}; }
+
+INLINE float sum(vec x) {
+    float y[W];
+    memcpy(y, &x, sizeof y);
+    for (int n = W / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) y[i] += y[i + n];
+    return y[0];
+}
+
+// A matrix: element (i, j) is x[i * stride + j].
+struct Matrix {
+    float *x;
+    long stride;
+    float *operator[](long i) const { return x + i * stride; }
+};
+
+// How a product reads its left factor, A or A^T.
+enum Side { PLAIN, TRANSPOSED };
+// Which elements of the left factor, as read, may be other than zero.
+enum Shape { FULL, LOWER, UPPER };
+
+template <Side side>
+INLINE float element(Matrix A, long i, long k) {
+    return side == PLAIN ? A.x[i * A.stride + k] : A.x[k * A.stride + i];
+}
+
+template <int NV>
+INLINE void load_tile(vec (&sums)[ROWS][NV], Matrix C, long i, long j) {
+    for (int r = 0; r < ROWS; r++)
+        for (int n = 0; n < NV; n++) sums[r][n] = load(C[i + r] + j + n * W);
+}
+
+template <int NV>
+INLINE void store_tile(const vec (&sums)[ROWS][NV], Matrix C, long i, long j) {
+    for (int r = 0; r < ROWS; r++)
+        for (int n = 0; n < NV; n++) store(C[i + r] + j + n * W, sums[r][n]);
+}
+
+// sums += A[i : i + ROWS, first : last] B[first : last, j : j + NV W]
+template <Side side, int NV>
+INLINE void add_product(vec (&sums)[ROWS][NV], Matrix A, Matrix B, long i, long j, long first, long last) {
+    for (long k = first; k < last; k++) {
+        vec b[NV];
+        for (int n = 0; n < NV; n++) b[n] = load(B[k] + j + n * W);
+        for (int r = 0; r < ROWS; r++) {
+            const vec a = all(element<side>(A, i + r, k));
+            for (int n = 0; n < NV; n++) sums[r][n] += a * b[n];
+        }
+    }
+}
+
+// C[m, n] += A[m, k] B[k, n], or A^T as `side` says. With only_lower, tiles above C's diagonal are left out.
+template <Side side, Shape shape, bool only_lower = false>
+void product(long m, long n, long k, Matrix A, Matrix B, Matrix C) {
+    auto panel = [&](auto width, long j) {
+        constexpr int NV = decltype(width)::value;
+        for (long i = 0; i < m; i += ROWS) {
+            if (only_lower && j >= i + ROWS) continue;
+            const long first = shape == UPPER ? i : 0, last = shape == LOWER && i + ROWS < k ? i + ROWS : k;
+            vec sums[ROWS][NV];
+            load_tile(sums, C, i, j);
+            add_product<side, NV>(sums, A, B, i, j, first, last);
+            store_tile(sums, C, i, j);
+        }
+    };
+    long j = 0;
+    for (; j + 2 * W <= n; j += 2 * W) panel(std::integral_constant<int, 2>(), j);
+    if (j < n) panel(std::integral_constant<int, 1>(), j);
+}
+
+// Solves (I - N) X = Y for X in the place of Y [m, n]; N [m, m] is zero on and above the diagonal.
+// With side TRANSPOSED it solves (I - N^T) X = Y, from the last row to the first.
+template <Side side>
+void solve(long m, long n, Matrix N, Matrix Y) {
+    auto panel = [&](auto width, long j) {
+        constexpr int NV = decltype(width)::value;
+        for (long block = 0; block < m; block += ROWS) {
+            const long i = side == PLAIN ? block : m - ROWS - block;
+            vec sums[ROWS][NV];
+            load_tile(sums, Y, i, j);
+            add_product<side, NV>(sums, N, Y, i, j, side == PLAIN ? 0 : i + ROWS, side == PLAIN ? i : m);
+            for (int done = 0; done < ROWS; done++)
+                for (int next = done + 1; next < ROWS; next++) {
+                    const int p = side == PLAIN ? done : ROWS - 1 - done;
+                    const int r = side == PLAIN ? next : ROWS - 1 - next;
+                    const vec a = all(element<side>(N, i + r, i + p));
+                    for (int v = 0; v < NV; v++) sums[r][v] += a * sums[p][v];
+                }
+            store_tile(sums, Y, i, j);
+        }
+    };
+    long j = 0;
+    for (; j + 2 * W <= n; j += 2 * W) panel(std::integral_constant<int, 2>(), j);
+    if (j < n) panel(std::integral_constant<int, 1>(), j);
+}
+
+// out[n, m] = in[m, n]^T
+INLINE void transpose(long m, long n, Matrix in, Matrix out) {
+    constexpr int T = 8;
+    for (long i = 0; i < m; i += T)
+        for (long j = 0; j < n; j += T)
+            for (int a = 0; a < T; a++)
+                for (int b = 0; b < T; b++) out[j + a][i + b] = in[i + b][j + a];
+}
+
+// exp(x) for x = near + rest <= 0, to about one unit of the last place; exactly 0 below -104.
+INLINE vec exponential(vec near, vec rest) {
+    near = near < -120.0f ? all(-120.0f) : near;  // keeps a NaN
+    // near = n log(2) + r with |r| <= log(2) / 2; adding 1.5 * 2^23 rounds to an integer
+    const vec magic = all(12582912.0f);
+    const vec n = (near * 1.44269504088896341f + magic) - magic;
+    const vec r = (near - n * 0.693359375f) + n * 2.12194440e-4f + rest;
+    vec p = all(1.9875691500e-4f);  // the coefficients of Cephes' expf
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    // 2^n in two factors, so that results below 2^-126 are rounded once
+    const ivec whole = __builtin_convertvector(n, ivec), half = whole >> 1;
+    return p * (vec)((half + 127) << 23) * (vec)((whole - half + 127) << 23);
+}
+
+// out_j = exp(sign (x_j - y)) for j < n, n a multiple of W and at most MOST; the exponents, in float64, are <= 0 where it
+// matters. A float32 near one of -100 may be 4e-6 away, so what is left is kept to first order.
+constexpr int MOST = 64;
+INLINE void exponentials(long n, const double *x, double y, double sign, float *out) {
+    alignas(64) float near[MOST], rest[MOST];
+    for (long j = 0; j < n; j++) {
+        const double exponent = sign * (x[j] - y);
+        near[j] = static_cast<float>(exponent);
+        rest[j] = static_cast<float>(exponent - near[j]);
+    }
+    for (long j = 0; j < n; j += W) store(out + j, exponential(load(near + j), load(rest + j)));
+}
+
+// sum over j of x_j y_j, n a multiple of W
+INLINE float dot(long n, const float *x, const float *y) {
+    vec total = {};
+    for (long j = 0; j < n; j += W) total += load(x + j) * load(y + j);
+    return sum(total);
+}

@@ -1,0 +1,159 @@
+"""The C++ kernel of the chunked backend: built once or not at all, and its bits."""
+
+import os
+import shlex
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_trn.backends import compiler, describe
+from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
+from delta_trn.backends.machine import ROOT
+from delta_trn.backends.parity import fuzz, rule
+from delta_trn.backends.parity.rule_cases import BOTH, Case, inputs
+
+SOURCE = Path(chunked_kernel.__file__).with_suffix(".cpp")
+WHOLE = Case(
+    "kernel", 2, 150, 2, 24, 40, "groups, tails, a state", HV=4, decay="mixed", reflect=True, norm="random",
+    state=True, loss=BOTH,
+)  # fmt: skip
+needs_kernel = pytest.mark.skipif(
+    chunked_kernel.library().functions is None, reason=chunked_kernel.library().note
+)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Gives compiled files an empty folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(compiler.SWITCH, raising=False)
+    return tmp_path / "delta-trn"
+
+
+def script(folder, line):
+    """Returns a compiler's command: it answers --version, and does `line` otherwise."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n[ $# = 1 ] && echo version 1 && exit 0\necho . >> {folder}/calls\n{line}\n")
+    path.chmod(0o755)
+    return shlex.quote(str(path))
+
+
+def test_fuzzed_cases_pass_in_pytorch_where_there_is_no_kernel(without_cpu_kernel):
+    plan = fuzz.Plan("chunked", "cpu", 20261123, 40)
+    failures = fuzz.run_piece(plan, 0, 40).failures
+    assert not failures, "\n".join(failures)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_results_have_the_same_bits_with_any_number_of_threads(dtype):
+    x, before = inputs(WHOLE, dtype), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(rule.outcome(x, "chunked"))
+    finally:
+        torch.set_num_threads(before)
+    for one, other in pairwise(results):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@needs_kernel
+def test_float64_is_computed_in_pytorch_and_the_rest_by_the_kernel(monkeypatch):
+    ran = []
+    original = chunked_kernel._run
+    monkeypatch.setattr(chunked_kernel, "_run", lambda name, *rest: ran.append(name) or original(name, *rest))
+    rule.outcome(inputs(WHOLE, torch.float64), "chunked")
+    assert not ran
+    rule.outcome(inputs(WHOLE, torch.bfloat16), "chunked")
+    assert ran == ["forward", "backward"]
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("line", "mistake"),
+    [
+        ("scale_state(f.S, h.K, h.V, x.gam[m - 1])", "scale_state(f.S, h.K, h.V, 1.0f)"),
+        ("log_decay_gradient(f, m, x.gam[m - 1] * carried)", "log_decay_gradient(f, m, 0.0f)"),
+        ("product<TRANSPOSED, UPPER>(m, h.K, m, dkk, k, f.dK);", ""),
+        ("normalize_back(f.dK, k, x.rk, m, h.K);", ""),
+    ],
+)
+def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "FLAGS", compiler.FLAGS.replace("-O3", "-O1"))
+    text = SOURCE.read_text()
+    assert text.count(line) == 1
+    (tmp_path / "kernel.cpp").write_text(text.replace(line, mistake))
+    (tmp_path / "chunked_products.h").write_text(SOURCE.with_name("chunked_products.h").read_text())
+    assert all(verdict.passed for verdict in rule.verdicts(WHOLE, torch.float32, "chunked"))
+    library = compiler.load(tmp_path / "kernel.cpp")
+    assert library.functions is not None, library.note
+    monkeypatch.setattr(chunked_kernel, "library", lambda: library)
+    assert not all(verdict.passed for verdict in rule.verdicts(WHOLE, torch.float32, "chunked"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        (compiler.SWITCH, "0", "PyTorch, since DELTA_TRN_CPU_KERNEL=0"),
+        ("CXX", "no-such-compiler", "there is no no-such-compiler; install a C++ compiler"),
+        ("CXX", "false", "'false', '--version'"),
+    ],
+)
+def test_without_a_kernel_pytorch_computes_and_describe_says_why(variable, value, reason, cache, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    library = compiler.load(SOURCE)
+    assert library.functions is None and reason in library.note
+    monkeypatch.setattr(chunked_kernel, "library", lambda: library)
+    (row,) = (row for row in describe() if (row.op, row.backend) == ("gated_delta_rule", "chunked"))
+    assert row.reasons[-1] == f"here: {library.note}" and row.automatic == ("cpu",)
+    x = inputs(WHOLE, torch.float32)
+    assert rule.outcome(x, "chunked")["o"].isfinite().all()
+    *_, saved = chunked.forward(chunked.Rule(x.q, x.k, x.v, x.g, x.beta), save=True)
+    assert len(saved) == 13
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("echo no room >&2; exit 1", "no room"),
+        ("exec sleep 9", "timed out after 0.3"),
+        ("exit 0", "cannot open"),
+    ],
+)
+def test_a_failed_build_is_named_and_not_tried_again(line, reason, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "SECONDS", 0.3)
+    monkeypatch.setenv("CXX", script(tmp_path, line))
+    for _ in range(2):
+        library = compiler.load(SOURCE)
+        assert library.functions is None and reason in library.note, library.note
+    assert "to try again" in library.note
+    assert (tmp_path / "calls").read_text().count(".") == 1
+    assert {path.suffix for path in cache.iterdir()} == {".failed", ".lock"}
+
+
+@needs_kernel
+def test_processes_that_need_a_kernel_at_once_compile_it_once(cache, tmp_path, monkeypatch):
+    """And one whose cache cannot be written compiles for itself."""
+    (tmp_path / "one.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    environment = {**os.environ, "CXX": script(tmp_path, 'sleep 0.5; exec g++ "$@"'), "PYTHONPATH": str(ROOT)}
+    code = (
+        "from pathlib import Path\nfrom delta_trn.backends import compiler\n"
+        f"print(compiler.load(Path({str(tmp_path / 'one.cpp')!r})).functions.answer())"
+    )
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [child.communicate(timeout=120)[0] for child in children] == ["42\n"] * 2
+    assert (tmp_path / "calls").read_text().count(".") == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setenv("CXX", environment["CXX"])
+    functions = compiler.load(tmp_path / "one.cpp").functions
+    assert functions is not None and functions.answer() == 42
+    assert (tmp_path / "calls").read_text().count(".") == 2
