@@ -228,6 +228,12 @@ def keep_freed_memory() -> None:
             library.mallopt(option, size)
 
 
+def return_freed_memory() -> None:
+    """Lets glibc return freed memory to the system, so that its next use counts in the resident size."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def multiplies_bfloat16_faster(device: torch.device) -> bool:
     """Returns whether float32 products by way of bfloat16 pay on this CPU: it has AMX."""
     return device.type == "cpu" and "amx_bf16" in cpu_flags()

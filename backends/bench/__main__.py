@@ -17,6 +17,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def peak_bytes(name: str, case: Case, dtype: torch.dtype, device: torch.device) 
     pass_call(contender(name), inputs(small, dtype).to(device), "forward+backward")()
     call = pass_call(contender(name), inputs(case, dtype).to(device), "forward+backward")
     machine.synchronize(device)
+    machine.return_freed_memory()
     machine.reset_peak_memory(device)
     before = machine.peak_memory(device)
     call()
@@ -124,8 +126,10 @@ def memory(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> i
     if device.type == "cuda":
         return peak_bytes(name, case, dtype, device)
     arguments = (name, case.name, dtype_name(dtype), torch.get_num_threads())
+    # by its module's name: in `python -m backends.bench` this file is __main__, which the child cannot import
+    measure = import_module("delta_trn.backends.bench.__main__")._peak_bytes_here
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak_bytes_here, arguments)
+        return pool.apply(measure, arguments)
 
 
 def bench(

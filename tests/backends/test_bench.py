@@ -127,7 +127,9 @@ def test_ceilings_of_this_machine_are_plausible(monkeypatch):
     assert 1e8 < limits.flops_per_s < 1e14 and 1e8 < limits.bytes_per_s < 1e13
 
 
-def test_a_case_whose_parity_fails_is_not_timed(tmp_path, capsys, monkeypatch, unmeasured_memory, few_rounds):
+def test_a_case_whose_parity_fails_is_not_timed(
+    tmp_path, capsys, monkeypatch, unmeasured_memory, few_rounds, without_cpu_kernel
+):
     fault = FAULTS["masked after exp"]
     monkeypatch.setattr(chunked, fault.function, fault.mistake)
     file = tmp_path / "bench.jsonl"
