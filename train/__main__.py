@@ -45,7 +45,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "coord-check": (
         "delta_trn.train.commands.coord_check",
-        "RECIPE [widths=64,128,...] [key=value ...]",
+        "RECIPE|--module PKG:FUNCTION [widths=64,128,...] [key=value ...]",
         "whether what a model computes and learns depends on its width",
     ),
     "plan": (

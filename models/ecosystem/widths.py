@@ -95,6 +95,7 @@ def initialize(
     base: Base,
     table: Parametrization = "mup",
     roles: Mapping[str, str | Role] | None = None,
+    readout_init: float = 1.0,
     loaded: bool = False,
 ) -> None:
     """Rescales the initial values of a model so that they have muP's sizes, seen from the base model's.
@@ -102,7 +103,8 @@ def initialize(
     Every parameter is multiplied so that its root mean square is that of the base model's times m to the
     power of the table. Whether a model draws matrices with std 0.02 at any width or with 1/sqrt(fan-in) then
     no longer matters. Taps of a Gated DeltaNet layer that are too small for its output norm to normalize
-    (Qwen3-Next's, std 0.02) are drawn again, uniform within 1/sqrt(taps).
+    (Qwen3-Next's, std 0.02) are drawn again, uniform within 1/sqrt(taps). The readout is multiplied by
+    readout_init: with 0, which Tensor Programs V recommends, a model is the same function at every width.
 
     base must have values: give a function that makes the model, or a module that is not on the meta device.
     Raises ValueError if the model has loaded weights, unless `loaded`, and for a second call.
@@ -128,8 +130,10 @@ def initialize(
         raise ValueError("base is on the meta device and has no values; pass a function that makes the model")
     for scaled in scaled_parameters(model, small, roles):
         rule = TABLES[table][scaled.role]
-        power = rule.init_std + (rule.multiplier if scaled.role is Role.READOUT else 0.0)
-        size, wanted = _rms(scaled.parameter), _rms(values[scaled.name]) * scaled.m**power
+        power, factor = rule.init_std, 1.0
+        if scaled.role is Role.READOUT:
+            power, factor = power + rule.multiplier, readout_init
+        size, wanted = _rms(scaled.parameter), factor * _rms(values[scaled.name]) * scaled.m**power
         if size > 0:
             scaled.parameter.mul_(wanted / size)
     for taps in small_taps(model):
@@ -200,13 +204,25 @@ def _infer(
     return Role.EMBEDDING, out
 
 
-def _readout(model: nn.Module) -> nn.Parameter | None:
-    """Returns the weight of the model's readout. Raises ValueError if it is tied to the embedding."""
+def find_readout(model: nn.Module) -> nn.Module | None:
+    """Returns the module that reads the width and writes the vocabulary; None if the model has none.
+
+    Models of transformers say which. In others it is the last linear layer with one output per row of an
+    embedding.
+    """
     find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
-    weight = getattr(head, "weight", None)
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    if weight is not None and weight is getattr(embedding, "weight", None):
+    if find is not None:
+        return find()
+    rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in rows]
+    return heads[-1] if heads else None
+
+
+def _readout(model: nn.Module) -> nn.Parameter | None:
+    """Returns the weight of the model's readout. Raises ValueError if it is tied to an embedding."""
+    weight = getattr(find_readout(model), "weight", None)
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    if any(weight is embedding for embedding in embeddings):
         raise ValueError(
             "the readout is tied to the embedding, which needs a multiplier on the logits; make the model "
             "with tie_word_embeddings=False"

@@ -1,16 +1,28 @@
-"""delta-trn coord-check RECIPE [widths=64,128,...] [key=value ...]"""
+"""delta-trn coord-check RECIPE|--module PACKAGE:FUNCTION [widths=64,128,...] [key=value ...]"""
 
 import argparse
+import contextlib
+import math
+import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delta_trn.models.mup import OPTIMIZERS
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.effects import require_effect_somewhere
 from delta_trn.train.settings.errors import UsageError
-from delta_trn.train.settings.overrides import change, parse, read_arguments, whole_number, whole_numbers
+from delta_trn.train.settings.overrides import (
+    change,
+    number,
+    parse,
+    read_arguments,
+    whole_number,
+    whole_numbers,
+)
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -23,6 +35,17 @@ EPILOG = """keys of its own
 
 and any key=value of `run`, such as batch.length=128. No clipping, warmup or weight decay unless given.
 Exit status 1: a tensor fails under the recipe's own parametrization.
+
+keys of --module, for any torch.nn.Module: FUNCTION(width) makes the model, the smallest width is muP's base
+  widths=64,128,256                 parametrizations=plain,mup     plain: one rate, its own initial values
+  optimizers=adamw                  lr.adamw=2**-8  lr.sgd=0.1     at the smallest width
+  steps=4  seeds=8  device=cpu      out=runs/coord-check-FUNCTION
+  batch=PACKAGE:FUNCTION            from a seed to the arguments of forward; else random tokens
+  roles=*.scale:vector,...          where shapes do not tell a parameter's role
+  readout_init=0                    times the readout's initial values, except under plain
+  heads=grow                        allows heads that grow, which shared softmax attention does not
+
+Exit status 1: a module fails under another parametrization than plain.
 """
 DEFAULTS = {
     "widths": "64,128,256,512,1024",
@@ -33,6 +56,20 @@ DEFAULTS = {
     "lr.muon": "2**-8",
     "steps": "4",
     "seeds": "2",
+}
+OF_MODULES = {
+    "widths": "64,128,256",
+    "parametrizations": "plain,mup",
+    "optimizers": "adamw",
+    "lr.adamw": "2**-8",
+    "lr.sgd": "0.1",
+    "steps": "4",
+    "seeds": "8",
+    "device": "cpu",
+    "batch": "",
+    "roles": "",
+    "readout_init": "0",
+    "heads": "stay",
 }
 QUIET = {
     "optimizer.clip": "none",
@@ -59,9 +96,14 @@ def main(arguments: Sequence[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a named run; `delta-trn` lists them")
+    parser.add_argument("--module", metavar="PACKAGE:FUNCTION", help="instead: what makes a model of a width")
     parser.add_argument("options", nargs="*", metavar="key=value", help="keys, those below among them")
     asked = read_arguments(parser, arguments)
+    if asked.module:
+        return _check_module(asked.module, parse([*filter(None, [asked.recipe]), *asked.options]))
+    if not asked.recipe:
+        raise UsageError("name a recipe (`delta-trn` lists them), or pass --module package:function")
     options = parse(asked.options)
     out = Path(options.pop("out", f"runs/coord-check-{asked.recipe}"))
     rates = [key for key in options if key.startswith("lr.")]
@@ -74,30 +116,108 @@ def main(arguments: Sequence[str]) -> int:
     configs = _configs(base, options, own)
     widths = sorted(whole_numbers("widths", own["widths"], count=3))
     steps, seeds = whole_number("steps", own["steps"]), whole_number("seeds", own["seeds"])
-    start, cpu = time.monotonic(), time.process_time()
-
-    from delta_trn.train.studies.coordinates.check import slopes, verdicts
-    from delta_trn.train.studies.coordinates.report import table, write
-
-    readings = _read(configs, widths, steps, seeds)
-    seconds, cpu_seconds = time.monotonic() - start, time.process_time() - cpu
+    start = time.monotonic(), time.process_time()
+    rows = _read(configs, widths, steps, seeds)
     head = {
         "recipe": asked.recipe,
         "keys": {**own, **options},
         "base_width": configs[0].model.base_width,
-        "seconds": round(seconds, 1),
-        "cpu_seconds": round(cpu_seconds, 1),
     }
-    pictures = write(out, head, readings)
-    rows = verdicts(slopes(readings))
     print(f"power of width with which {steps} steps change each tensor, beside what theory says")
-    print(table(rows))
-    failures = [v for v in rows if v.parametrization == base.parametrization and not v.passes]
+    return _conclude(out, head, rows, start, lambda name: name == base.parametrization)
+
+
+def _conclude(
+    out: Path,
+    head: dict[str, Any],
+    rows: "list[Reading]",
+    start: tuple[float, float],
+    counts: Callable[[str], bool],
+) -> int:
+    """Writes and prints what the readings show. Returns 1 if a parametrization that counts fails."""
+    from delta_trn.train.studies.coordinates.check import slopes, verdicts
+    from delta_trn.train.studies.coordinates.report import table, write
+
+    seconds, cpu = time.monotonic() - start[0], time.process_time() - start[1]
+    pictures = write(out, head | {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1)}, rows)
+    judged = verdicts(slopes(rows))
+    print(table(judged, sizes="module" in head))
+    failures = [v for v in judged if counts(v.parametrization) and not v.passes]
     for v in failures:
         print(f"fails  {v.optimizer} {v.parametrization} {v.tensor}: {', '.join(v.fails_at)}")
-    print(f"\n{seconds:.0f} s, {cpu_seconds:.1f} of CPU")
+    print(f"\n{seconds:.0f} s, {cpu:.1f} of CPU")
     print("   ".join(map(str, (out / "coordinates.json", *pictures))))
     return 1 if failures else 0
+
+
+def _check_module(place: str, options: dict[str, str]) -> int:
+    """Checks the models of a function of the caller's."""
+    unknown = options.keys() - {*OF_MODULES, "out"}
+    if unknown:
+        raise UsageError(f"--module has no key {min(unknown)!r}; its keys: out, {', '.join(OF_MODULES)}")
+    out = Path(options.pop("out", f"runs/coord-check-{place.rpartition(':')[2]}"))
+    own = OF_MODULES | options
+    make = _load("--module", place)
+
+    from delta_trn.models.mup import TABLES
+    from delta_trn.train.studies.coordinates.modules import PLAIN, Plan, readings, require_widths
+
+    optimizers = ("adamw", "sgd")
+    axes = {"parametrizations": (PLAIN, *TABLES), "optimizers": optimizers, "heads": ("stay", "grow")}
+    for key, words in axes.items():
+        if not set(own[key].split(",")) <= set(words):
+            raise UsageError(f"{key}={own[key]}: expected {', '.join(words)}")
+    plan = Plan(
+        make=make,
+        widths=sorted(whole_numbers("widths", own["widths"], count=3)),
+        steps=whole_number("steps", own["steps"]),
+        seeds=whole_number("seeds", own["seeds"]),
+        rates={name: _positive(f"lr.{name}", own[f"lr.{name}"]) for name in optimizers},
+        batch=_load("batch", own["batch"]) if own["batch"] else None,
+        roles=_pairs("roles", own["roles"]),
+        readout_init=_positive("readout_init", own["readout_init"]),
+        heads_grow=own["heads"] == "grow",
+        device=own["device"],
+    )
+    start, rows = (time.monotonic(), time.process_time()), []
+    tables = own["parametrizations"].split(",")
+    require_widths(plan, tables)
+    for optimizer in own["optimizers"].split(","):
+        for parametrization in tables:
+            rows += readings(plan, parametrization, optimizer)
+    print(f"power of width of each output's size before training, and of its change after {plan.steps} steps")
+    return _conclude(out, {"module": place, "keys": own}, rows, start, lambda name: name != PLAIN)
+
+
+def _positive(key: str, text: str) -> float:
+    with contextlib.suppress(ValueError, OverflowError):
+        if 0 <= (value := number(text)) < math.inf:
+            return value
+    raise UsageError(f"{key}={text}: expected a number of at least 0, such as 0.01 or 2**-8")
+
+
+def _pairs(key: str, text: str) -> dict[str, str]:
+    pairs = dict(part.rpartition(":")[::2] for part in text.split(",") if part)
+    if not all(pairs):
+        raise UsageError(f"{key}={text}: expected pattern:role, separated by commas")
+    return pairs
+
+
+def _load(option: str, place: str) -> Any:
+    """Returns the function that `package.module:name` names. Raises UsageError if there is none."""
+    module, _, name = place.partition(":")
+    sys.path.insert(0, os.getcwd())  # the console script does not search the folder one stands in
+    try:
+        function = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{option}={place}: {error}; expected package.module:function, importable from this folder"
+        ) from None
+    finally:
+        sys.path.pop(0)
+    if not callable(function):
+        raise UsageError(f"{option}={place} is a {type(function).__name__}, expected a function")
+    return function
 
 
 def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]) -> list[RunConfig]:

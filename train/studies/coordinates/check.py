@@ -25,7 +25,7 @@ from delta_trn.train.run.model import make_model, model_config
 from delta_trn.train.run.optimizer import make_optimizer
 from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.settings.schema import RunConfig
-from delta_trn.train.studies.coordinates.theory import TENSORS
+from delta_trn.train.studies.coordinates.theory import theory_of
 from delta_trn.train.studies.fits import Line, line
 from delta_trn.train.studies.probes.hooks import ModelView, normalized, observed, rms
 
@@ -112,8 +112,8 @@ def _train(config: RunConfig, steps: int, batch: Batch) -> Iterator[Reading]:
                 config.seed,
                 number,
                 name,
-                _joint_rms(parts),
-                _joint_rms([a - b for a, b in zip(parts, before[name], strict=True)]),
+                joint_rms(parts),
+                joint_rms([a - b for a, b in zip(parts, before[name], strict=True)]),
             )
 
 
@@ -198,22 +198,29 @@ def mixer_tensors(view: ModelView, inputs: Mapping[int, Tensor]) -> dict[str, li
     return values
 
 
-def _joint_rms(parts: Sequence[Tensor]) -> float:
+def joint_rms(parts: Sequence[Tensor]) -> float:
+    """Returns the root mean square of tensors that count alike."""
     return math.sqrt(sum(rms(part) ** 2 for part in parts) / len(parts))
 
 
 def slopes(readings: Sequence[Reading]) -> list[Slope]:
     """Fits every parametrization, optimizer, tensor, quantity and step, over widths and seeds.
 
-    A change that is exactly 0 has no slope and fails: something that should learn does not. Changes are
-    judged from step 1 on. A slope's error comes from the scatter of all widths and seeds about the line.
+    Changes are judged from step 1 on. A tensor that is exactly 0 everywhere, before a readout or a mixer that
+    starts at 0 has learned, is not judged; a change that is still 0 after the last step fails. A slope's
+    error comes from the scatter of all widths and seeds about the line.
     """
     groups: dict[tuple[str, str, str, str, int], list[tuple[int, float]]] = defaultdict(list)
     for r in readings:
         groups[r.parametrization, r.optimizer, r.tensor, "size", r.step].append((r.width, r.size))
         if r.step:
             groups[r.parametrization, r.optimizer, r.tensor, "change", r.step].append((r.width, r.change))
-    return [_slope(*group, points) for group, points in groups.items()]
+    last = max((r.step for r in readings), default=0)
+    return [
+        _slope(*group, points)
+        for group, points in groups.items()
+        if group[-1] == last or any(y for _, y in points)
+    ]
 
 
 def _slope(
@@ -224,7 +231,7 @@ def _slope(
     step: int,
     points: Sequence[tuple[int, float]],
 ) -> Slope:
-    theory = TENSORS[tensor]
+    theory = theory_of(tensor)
     low, high = theory.size if quantity == "size" else theory.change
     if quantity == "size" and step:
         # what training has added counts too, and may be as large as the rest
@@ -242,11 +249,16 @@ def _slope(
 
 @dataclass(frozen=True)
 class Verdict:
-    """One tensor: its slopes after the last step, and the steps at which a slope departs from theory."""
+    """One tensor: its slopes, and the steps at which a slope departs from theory.
+
+    start           its size before training; None where that is 0
+    size, change    after the last step
+    """
 
     parametrization: str
     optimizer: str
     tensor: str
+    start: Slope | None
     size: Slope
     change: Slope
     fails_at: tuple[str, ...]
@@ -265,5 +277,6 @@ def verdicts(judged: Sequence[Slope]) -> list[Verdict]:
     for key, group in groups.items():
         last = {s.quantity: s for s in sorted(group, key=lambda s: s.step)}
         fails = tuple(f"{s.quantity} at step {s.step}" for s in group if not s.passes)
-        rows.append(Verdict(*key, last["size"], last["change"], fails))
+        start = next((s for s in group if s.step == 0), None)
+        rows.append(Verdict(*key, start, last["size"], last["change"], fails))
     return rows

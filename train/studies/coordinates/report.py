@@ -3,53 +3,65 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from delta_trn.train.files import write_file
 from delta_trn.train.studies.coordinates.check import Reading, Slope, Verdict, slopes, verdicts
-from delta_trn.train.studies.coordinates.theory import TENSORS
+from delta_trn.train.studies.coordinates.theory import TENSORS, theory_of
 from delta_trn.train.watch.figure import RED, dress, new_figure, save_figure
 
 COLUMNS = 12
+LETTERS = 24  # of a title above a panel
 ADVICE = "nothing else is lost: free some space and run the same command again"
 
 
-def table(rows: Sequence[Verdict]) -> str:
-    """Formats the slopes of changes after the last step, one row per tensor; failures are marked."""
+def table(rows: Sequence[Verdict], *, sizes: bool = False) -> str:
+    """Formats the slopes of changes after the last step, one row per tensor; failures are marked.
+
+    sizes   beside each, the slope of its size before training
+    """
     columns = list(dict.fromkeys((v.optimizer, v.parametrization) for v in rows))
     cells = {(v.optimizer, v.parametrization, v.tensor): v for v in rows}
-    head = ["tensor", *(f"{o} {p}" for o, p in columns), "theory"]
+    titles = [(f"{o} {p} size", f"{o} {p} change") if sizes else (f"{o} {p}",) for o, p in columns]
+    head = ["tensor", *(title for pair in titles for title in pair), "theory"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    tensors = _in_order({v.tensor for v in rows})
+    tensors = _in_order(v.tensor for v in rows)
     for tensor in tensors:
         row = [tensor]
         for o, p in columns:
             v = cells[o, p, tensor]
-            row.append(f"{v.change.slope:+.2f} ± {v.change.stderr:.2f}{'' if v.passes else ' ✗'}")
-        low, high = TENSORS[tensor].change
+            if sizes:
+                row.append("0" if v.start is None else _cell(v.start, v.start.passes))
+            row.append(_cell(v.change, v.passes))
+        low, high = theory_of(tensor).change
         row.append(f"{low:g}" if low == high else f"{low:g} to {high:g}")
         lines.append("| " + " | ".join(row) + " |")
     passed = [
         f"{sum(v.passes for v in rows if (v.optimizer, v.parametrization) == c)} of {len(tensors)}"
         for c in columns
     ]
-    lines.append("| **pass** | " + " | ".join(passed) + " | |")
+    lines.append("| **pass** | " + " | ".join(f"| {x}" if sizes else x for x in passed) + " | |")
     return "\n".join(lines)
 
 
-def _in_order(names: set[str]) -> list[str]:
-    """Orders tensors as in TENSORS; a model need not have all of them."""
-    return [name for name in TENSORS if name in names]
+def _cell(slope: Slope, passes: bool) -> str:
+    return f"{slope.slope:+.2f} ± {slope.stderr:.2f}{'' if passes else ' ✗'}"
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Orders modules as they come, then tensors as in TENSORS; a model need not have all of them."""
+    present = dict.fromkeys(names)
+    return [name for name in present if name not in TENSORS] + [name for name in TENSORS if name in present]
 
 
 def as_json(head: dict[str, Any], readings: Sequence[Reading], judged: Sequence[Slope]) -> str:
     """Formats everything for programs: the check's settings, every slope with its verdict, every reading."""
     tree = {
         **head,
-        "tensors": {name: asdict(theory) for name, theory in TENSORS.items()},
+        "tensors": {name: asdict(theory_of(name)) for name in _in_order(r.tensor for r in readings)},
         "slopes": [_plain(asdict(s)) for s in judged],
         "readings": [_plain(asdict(r)) for r in readings],
     }
@@ -77,7 +89,7 @@ def draw(readings: Sequence[Reading], rows: Sequence[Verdict], optimizer: str, p
     for r in readings:
         if r.optimizer == optimizer and r.step:
             changes[r.parametrization, r.tensor][r.step][r.width].append(r.change)
-    tensors = _in_order({r.tensor for r in readings})
+    tensors = _in_order(r.tensor for r in readings)
     bands = [tensors[i : i + COLUMNS] for i in range(0, len(tensors), COLUMNS)]
     lines = len(bands) * len(parametrizations)
     # placed by hand: matplotlib's own layout takes ten times as long as drawing so many panels
@@ -118,7 +130,8 @@ def _draw_tensor(axes: Any, steps: dict[int, dict[int, list[float]]], v: Verdict
     widths = sorted({width for points in steps.values() for width in points})
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.tick_params(labelsize=5, length=2)
-    title = f"{v.tensor}\n{v.change.slope:+.2f} ± {v.change.stderr:.2f}"
+    name = v.tensor if len(v.tensor) <= LETTERS else "…" + v.tensor[1 - LETTERS :]
+    title = f"{name}\n{v.change.slope:+.2f} ± {v.change.stderr:.2f}"
     axes.set_title(title, fontsize=7, color="black" if v.passes else RED)
     dress(axes, grid=None)
 
@@ -129,7 +142,7 @@ def write(folder: Path, head: dict[str, Any], readings: Sequence[Reading]) -> li
     rows = verdicts(judged)
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "coordinates.json", as_json(head, readings, judged), ADVICE)
-    write_file(folder / "coordinates.md", table(rows) + "\n", ADVICE)
+    write_file(folder / "coordinates.md", table(rows, sizes="module" in head) + "\n", ADVICE)
     optimizers = dict.fromkeys(r.optimizer for r in readings)
     return [draw(readings, rows, name, folder / f"coordinates-{name}.png") for name in optimizers]
 

@@ -21,6 +21,7 @@ class Tensors:
     change: tuple[float, float] = CONSTANT
 
 
+MODULE = Tensors("what a module of anybody's model computes")
 TENSORS: Mapping[str, Tensors] = {
     "hidden": Tensors("residual stream after the last block"),
     "q": Tensors("q after convolution and SiLU, before normalization"),
@@ -59,3 +60,8 @@ TENSORS: Mapping[str, Tensors] = {
     "write_along": Tensors("k^T X, over sqrt(m)", size=_BETWEEN, change=_BETWEEN),
     "written": Tensors("what a write adds to the residual stream"),
 }
+
+
+def theory_of(tensor: str) -> Tensors:
+    """Returns the ranges for a tensor of TENSORS, or else for a module of that name."""
+    return TENSORS.get(tensor, MODULE)
