@@ -45,7 +45,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "coord-check": (
         "delta_trn.train.commands.coord_check",
-        "RECIPE|--module PKG:FUNCTION [widths=64,128,...] [key=value ...]",
+        "RECIPE|--module PKG:F [widths=64,128,...]",
         "whether what a model computes and learns depends on its width",
     ),
     "plan": (
