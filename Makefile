@@ -11,6 +11,7 @@
 #   make certificate  one page for each backend of this machine: why its numbers can be trusted
 #   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
 #   make compile    compile every configuration of the Triton kernels for sm_90, with bounds (no GPU, 13 minutes)
+#   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
 
 PYTHON ?= python3
@@ -18,6 +19,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 XLA    := .venv-xla
+EVAL   := .venv-lm-eval
 LINKS  := $(VENV)/links/delta_trn
 FOLDERS := backends models nki_kernels triton_kernels train
 OUT    ?= runs/measured
@@ -25,7 +27,7 @@ FUZZ_MINUTES ?= 60
 # Triton on a CPU needs its interpreter; on a GPU it must not be in it
 INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
-.PHONY: train test test-slow test-cpus test-xla compile lint bench measure fuzz certificate
+.PHONY: train test test-slow test-cpus test-lm-eval test-xla compile lint bench measure fuzz certificate
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -47,6 +49,9 @@ test-cpus: $(READY)
 		done; \
 	done
 	$(RUN) -m pytest -n 2 -m "not slow and not serial" --other-products
+
+test-lm-eval: $(EVAL)/.ready
+	OMP_NUM_THREADS=1 $(EVAL)/bin/python -m pytest tests/models/ecosystem/test_lm_eval.py --timeout=600
 
 test-xla: $(XLA)/.ready
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest tests/train/test_xla.py --timeout=900
@@ -106,4 +111,13 @@ $(XLA)/.ready: pyproject.toml .ci/constraints.txt
 	test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.9.0 torch-xla==2.9.0
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e . pytest pytest-timeout
+	touch $@
+
+# lm-eval brings 40 packages, so it has an environment of its own, which finds torch and the rest in .venv.
+PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
+$(EVAL)/.ready: $(READY) .ci/lm_eval.txt
+	test -x $(EVAL)/bin/python || $(PYTHON) -m venv $(EVAL)
+	$(RUN) -c '$(PACKAGES)' > $$($(EVAL)/bin/python -c '$(PACKAGES)')/venv.pth
+	$(EVAL)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c .ci/constraints.txt -c .ci/lm_eval.txt lm_eval==0.4.13
 	touch $@
