@@ -1,7 +1,7 @@
 """Gated DeltaNet language models of others: their names, layouts and settings, to ours and back.
 
     fla         flash-linear-attention 0.5.2, GatedDeltaNetForCausalLM
-    authors     gdn.py and gdn-mup.py, the released code of arXiv:2606.04048
+    authors     gdn.py, gdn-sp.py and gdn-mup.py, the released code of arXiv:2606.04048
 
 Both have our layers under nearly the same names. Where one side has a setting that the other lacks, it is
 moved into the weights if that computes the same numbers. Otherwise it is refused by name.
@@ -13,7 +13,8 @@ norm then returns what it returned before.
     ours                                    times       because
     embedding; W_o, W_down of all layers    s           they write the stream
     final norm, embedding tied              c / s       logits read the embedding, which is s times as large;
-    final norm, readout of its own          c           c is the ratio of the two multipliers of the logits
+    final norm, readout of its own          c           c is our multiplier of the logits over theirs
+    W_q of attention layers                 m^p         p is our power of m on attention's logits: -1/2 in muP
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from delta_trn.models.mup import TABLES, Role
 
 State = dict[str, Tensor]
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
-# settings under the same name, or under theirs, in both
+# their names of settings, and ours
 SHARED = {
     "hidden_size": "hidden_size",
     "num_hidden_layers": "num_hidden_layers",
@@ -43,7 +44,6 @@ SHARED = {
     "allow_neg_eigval": "allow_neg_eigval",
     "norm_eps": "rms_norm_eps",
     "vocab_size": "vocab_size",
-    "tie_word_embeddings": "tie_word_embeddings",
     "use_cache": "use_cache",
 }
 TOKENS = {name: name for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -51,6 +51,7 @@ FLA = {
     **SHARED,
     **TOKENS,
     "num_heads": "num_heads",
+    "tie_word_embeddings": "tie_word_embeddings",
     "initializer_range": "initializer_range",
     "max_position_embeddings": "max_position_embeddings",
 }
@@ -94,7 +95,6 @@ _AUTHORS_DEFAULTS = {
     "num_attention_heads": 6,
     "num_hidden_layers": 12,
     "vocab_size": 50304,
-    "tie_word_embeddings": True,
     "mup": False,
     "hidden_size_base": 768,
     "hidden_init_std_factor": 0.5,
@@ -144,36 +144,39 @@ class Format:
 
     def weights(self, state: State, theirs: Mapping[str, Any], config: DeltaConfig) -> State:
         """Returns our weights, made of theirs."""
+        given = {**self.defaults, **theirs}
         ours = {_swap(name, self.names): tensor for name, tensor in state.items()}
         for i in set(range(config.num_hidden_layers)) - set(config.attention_layers):
-            here = f"blocks.{i}.mixer."
-            if {**self.defaults, **theirs}["use_short_conv"]:
-                parts = [ours.pop(f"{here}{name}.weight", None) for name in CONVOLUTIONS]
-                if all(part is not None for part in parts):
-                    ours[f"{here}conv.weight"] = torch.cat(parts).squeeze(1)  # type: ignore[arg-type]
-            else:  # SiLU of a convolution with one tap, which is 1
-                rows = sum(ours[f"{here}{name}_proj.weight"].shape[0] for name in "qkv")
-                ours[f"{here}conv.weight"] = ours[f"{here}q_proj.weight"].new_ones(rows, 1)
-        for name in ours:
-            ours[name] = _scale(ours[name], _undone(name, {**self.defaults, **theirs}, config))
-        return _tie(ours, config)
+            names = [f"blocks.{i}.mixer.{name}.weight" for name in CONVOLUTIONS]
+            parts = [ours.pop(name).squeeze(1) for name in names if name in ours]
+            if not given["use_short_conv"]:  # SiLU of a convolution with one tap, which is 1
+                one = next(iter(state.values()))
+                parts = [one.new_ones(rows, 1) for rows in _channels(config)]
+            if len(parts) == len(names):
+                ours[f"blocks.{i}.mixer.conv.weight"] = torch.cat(parts)
+        return _tie({name: _scale(x, _undone(name, given)) for name, x in ours.items()}, config)
 
     def state(self, ours: State, theirs: Mapping[str, Any], config: DeltaConfig) -> State:
         """Returns their weights, made of ours."""
+        given = {**self.defaults, **theirs}
         back = tuple((ours, theirs) for theirs, ours in self.names)
-        H, HV, K, V = config.num_heads, config.num_v_heads, config.head_dim_k, config.head_dim_v
         state = {}
         for name, tensor in _tie(ours, config).items():
-            tensor = _scale(tensor, _factor(name, {**self.defaults, **theirs}, config))
+            tensor = _scale(tensor, _factor(name, given, config))
             if name.endswith("mixer.conv.weight"):
-                parts = tensor.split((H * K, H * K, HV * V))
-                for part, convolution in zip(parts, CONVOLUTIONS, strict=True):
+                for part, convolution in zip(tensor.split(_channels(config)), CONVOLUTIONS, strict=True):
                     state[_swap(name.replace("conv.", f"{convolution}."), back)] = part[:, None].clone()
             else:
                 state[_swap(name, back)] = tensor
         if self.model_type == "nanogpt-pro":  # their tied embedding is what was loaded as lm_head
             state.setdefault("lm_head.weight", state["transformer.wte.weight"].clone())
         return state
+
+
+def _channels(config: DeltaConfig) -> tuple[int, int, int]:
+    """Returns how many channels q, k and v have."""
+    keys = config.num_heads * config.head_dim_k
+    return keys, keys, config.num_v_heads * config.head_dim_v
 
 
 def _swap(name: str, pairs: tuple[tuple[str, str], ...]) -> str:
@@ -283,6 +286,8 @@ def _authors_from_settings(config: DeltaConfig) -> dict[str, Any]:
             f"attention_layers={config.attention_layers}: that code has heads of another size there; "
             "keep this model in our format"
         )
+    if not config.tie_word_embeddings:
+        raise ValueError("tie_word_embeddings=False: that code always ties; keep this model in our format")
     theirs = {"mup": False, "initializer_range": config.initializer_range}
     if TABLES[config.parametrization][Role.EMBEDDING].multiplier != 0:
         factor = config.initializer_range * config.base_width**0.5
@@ -291,8 +296,13 @@ def _authors_from_settings(config: DeltaConfig) -> dict[str, Any]:
 
 
 def _authors_scale(given: Mapping[str, Any]) -> bool:
-    """Returns whether their model multiplies logits by base width / width; gdn-sp.py ignores `mup`."""
+    """Returns whether their model scales with width; gdn-sp.py ignores `mup`."""
     return bool(given.get("mup")) and given.get("nanogpt_next_model_type") != "gdn-sp"
+
+
+def _authors_ratio(given: Mapping[str, Any]) -> float:
+    """Returns base width / width, by which their model multiplies logits, or 1."""
+    return given["hidden_size_base"] / given["hidden_size"] if _authors_scale(given) else 1.0
 
 
 def _refuse_settings(config: DeltaConfig) -> None:
@@ -319,8 +329,7 @@ def _factor(name: str, theirs: Mapping[str, Any], config: DeltaConfig) -> float:
     tied = config.tie_word_embeddings
     if name == "norm.weight":
         role = Role.EMBEDDING if tied else Role.READOUT
-        there = theirs["hidden_size_base"] / theirs["hidden_size"] if _authors_scale(theirs) else 1.0
-        return m ** table[role].multiplier / there / (s if tied else 1)
+        return m ** table[role].multiplier / _authors_ratio(theirs) / (s if tied else 1)
     if name.endswith((".mixer.o_proj.weight", ".mlp.down_proj.weight")) or name == "embed.weight":
         return s
     if name.endswith("q_proj.weight") and int(name.split(".")[1]) in config.attention_layers:
@@ -328,11 +337,10 @@ def _factor(name: str, theirs: Mapping[str, Any], config: DeltaConfig) -> float:
     return 1.0
 
 
-def _undone(name: str, theirs: Mapping[str, Any], config: DeltaConfig) -> float:
+def _undone(name: str, theirs: Mapping[str, Any]) -> float:
     """Returns by how much our parameter is larger than theirs: gdn-mup.py multiplies W_o by base / width."""
-    if name.endswith("mixer.o_proj.weight") and theirs.get("nanogpt_next_model_type") == "gdn-mup":
-        return theirs["hidden_size_base"] / theirs["hidden_size"] if _authors_scale(theirs) else 1.0
-    return 1.0
+    scaled = name.endswith("mixer.o_proj.weight") and theirs.get("nanogpt_next_model_type") == "gdn-mup"
+    return _authors_ratio(theirs) if scaled else 1.0
 
 
 _LAYERS = ((".attn_norm.", ".mixer_norm."), (".attn.", ".mixer."))

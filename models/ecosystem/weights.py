@@ -31,17 +31,17 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
     folder = Path(folder)
     theirs = _read_config(folder)
     kind = next((f for f in FORMATS.values() if f.model_type == theirs.get("model_type")), None)
-    wanted = "auto" if dtype is None else dtype
     if kind is not None:
-        config, weights = kind.config(theirs), _read_weights(folder)
-        state = kind.weights(weights, theirs, config)
+        config = kind.config(theirs)
+        state = kind.weights(_read_weights(folder), theirs, config)
         _require_all(state, config)
-        model = DeltaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=wanted)
+        dtype = state["embed.weight"].dtype if dtype in (None, "auto") else dtype
+        model = DeltaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     else:
         classes: Any = AutoModelForCausalLM._model_mapping
         undo = keep_float32(classes[type(AutoConfig.from_pretrained(folder))])
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
         finally:
             undo()
     warn_of_dead_heads(model)

@@ -22,7 +22,8 @@ from tests.models.ecosystem.test_patching import make, tokens
 
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
 ALLOWED = 2**-40
-UNTIED = {"tie_word_embeddings": False, "num_v_heads": 12, "allow_neg_eigval": True}
+GROUPED = {"num_v_heads": 12, "allow_neg_eigval": True}
+UNTIED = {**GROUPED, "tie_word_embeddings": False}
 HYBRID = {"attention_layers": (1,), "num_heads": 2, "head_dim_k": 16, "expand_v": 1.5}
 
 
@@ -46,7 +47,7 @@ def difference(a, b):
 class TestOursToOthersAndBack:
     @pytest.mark.parametrize(
         ("format", "settings"),
-        [("fla", {}), ("fla", UNTIED), ("fla", HYBRID), ("authors", {}), ("authors", UNTIED)],
+        [("fla", {}), ("fla", UNTIED), ("fla", HYBRID), ("authors", {}), ("authors", GROUPED)],
     )
     def test_a_default_model_computes_the_same_after_its_way_there_and_back(self, format, settings, tmp_path):
         model = ours(**settings).double()
@@ -73,6 +74,7 @@ class TestOursToOthersAndBack:
         ("settings", "named"),
         [
             ({"residual": "ddl"}, "residual='ddl'"),
+            (UNTIED, "that code always ties"),
             ({"norm": "layer", "mlp": "gelu"}, "norm='layer', mlp='gelu'"),
             ({"attention_layers": (0,), "num_heads": 2}, "attention layers with 2 heads of size 36"),
             ({**HYBRID, "use_qk_rmsnorm": True}, "use_qk_rmsnorm=True"),
@@ -80,7 +82,7 @@ class TestOursToOthersAndBack:
     )
     def test_a_model_that_they_do_not_have_is_refused_by_name(self, settings, named, tmp_path):
         with pytest.raises(ValueError, match=named):
-            save_model(ours(**settings), tmp_path / "new", "fla")
+            save_model(ours(**settings), tmp_path / "new", "authors" if settings == UNTIED else "fla")
         assert not (tmp_path / "new").exists()
 
 
