@@ -142,7 +142,11 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     # softplus(x) is exp(x) below -40; above, exp(80) softplus(x) is a reset already
     far = (A_log.to(a.dtype) + x.clamp(max=-40.0)).clamp(max=80.0).exp()
     # PyTorch's softplus is the identity above a threshold, by default 20: there it would cost float64 1e-10
-    near = A_log.to(a.dtype).clamp(max=80.0).exp() * F.softplus(x.clamp(min=-40.0), threshold=40.0)
+    log_rate = A_log.to(a.dtype)
+    near = log_rate.detach().clamp(max=80.0).exp() * F.softplus(x.clamp(min=-40.0), threshold=40.0)
+    # times exp(0), whose gradient sums near dg, not rate (softplus dg): what is in brackets underflows
+    log_rate = log_rate.clamp(-100.0, 80.0)
+    near = (log_rate - log_rate.detach()).exp() * near
     return -torch.where(x < -40.0, far, near)
 
 

@@ -242,13 +242,16 @@ def test_gates_of_huge_rates_have_gradients(backend, rate):
     assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
 
 
-def test_a_small_gradient_of_a_decay_does_not_underflow_on_its_way_to_the_projection():
+@pytest.mark.parametrize(
+    ("x", "log_rate", "dg"), [(-79.821868, 83.758888, 3.3e-22), (-37.0622, 35.6939, 3.6e-33)]
+)
+def test_a_small_gradient_of_a_decay_does_not_underflow_on_its_way(x, log_rate, dg):
     """A rate of exp(84) beside softplus(-80) is a decay of -50, whose gradient is 1e-22."""
-    a, A_log = torch.tensor([-79.821868]), torch.tensor([83.758888])
+    a, A_log = torch.tensor([x]), torch.tensor([log_rate])
     gradients = []
     for dtype in (torch.float32, torch.float64):
         leaves = [x.to(dtype).requires_grad_() for x in (a, A_log)]
         g = log_decay(*leaves)
-        gradients.append(torch.autograd.grad(g, leaves, torch.full_like(g, 3.3e-22)))
+        gradients.append(torch.autograd.grad(g, leaves, torch.full_like(g, dg)))
     for x, y in zip(*gradients, strict=True):
         assert x.item() == pytest.approx(y.item(), rel=1e-5) and y.item() != 0
