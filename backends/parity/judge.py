@@ -27,8 +27,9 @@ at most u / 2, u = eps(dtype). In float64, u32 is 2^-53, and the judge is no mor
 error is in the error of every sample, too, so that two right implementations pass that differ from it alike.
 
 Products below the least normal number of the sums' dtype may be 0 in any implementation, so a difference of
-that size (`absolute`) is none. Where the judge is 0 everywhere (the gradient of q when only the final state
-is used), the backend must be, too.
+that size (`absolute`) is none. Where the judge is 0 everywhere, nothing is relative to it: the backend must
+be 0 where the samples are (the gradient of q when only the final state is used), and else as near to it as
+they are (that of the initial state after one token with q = k and beta = 1).
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class Reference:
     judge       the judge's tensors by name
     spreads     the samples' errors on each
     terms       how many float32 terms a result has added up
-    rounded     the dtype to which intermediate results are rounded; None: the result's own
+    rounded     the dtype to which intermediate results are rounded, besides the result's own
     """
 
     op: str
@@ -184,12 +185,13 @@ class Reference:
         if x.shape != exact.shape:
             raise ValueError(f"shape {tuple(x.shape)} differs from the judge's {tuple(exact.shape)}")
         sums = floor(self.terms, torch.promote_types(x.dtype, torch.float32))
-        least, base = floor(self.terms, self.rounded or x.dtype), _relative(spread.whole, exact)
+        least = max(floor(self.terms, dtype) for dtype in (self.rounded or x.dtype, x.dtype))
+        base = _relative(spread.whole, exact)
         difference = spread.difference(x)
         relative = _relative(_size(difference), exact)
         here = self.op, self.case, self.dtype, name, backend
         if not (exact.abs() > spread.absolute).any():
-            return Verdict(*here, relative, base, 0.0)
+            return Verdict(*here, _size(difference), spread.whole, FACTOR * spread.whole)
         size = spread.size(exact)
         part = torch.maximum(PART_FACTOR * spread.part, 2 * least * size)
         element = spread.of_vectors() + least * exact.abs() + sums * spread.of_elements(size)

@@ -11,7 +11,15 @@ import torch
 from delta_trn.backends.gated_delta_rule import contract, recurrent
 from delta_trn.backends.parity import baseline, layer_cases, residual_cases, rule
 from delta_trn.backends.parity.baseline import Noise, Rounding
-from delta_trn.backends.parity.judge import DTYPES, ELEMENT_FACTOR, FACTOR, PART_FACTOR, Spread, absolute
+from delta_trn.backends.parity.judge import (
+    DTYPES,
+    ELEMENT_FACTOR,
+    FACTOR,
+    PART_FACTOR,
+    Reference,
+    Spread,
+    absolute,
+)
 from delta_trn.backends.parity.rule import judge_outcome, outcome, reference, reference_for
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
 
@@ -117,10 +125,28 @@ def test_what_underflows_may_be_zero():
     assert [v.tensor for v in expected.verdicts("wrong", results) if not v.passed] == ["dg"]
 
 
+def test_what_is_0_must_be_as_near_to_0_as_the_samples():
+    exact = torch.zeros(2, 3, dtype=torch.float64)
+    spread = Spread(exact)
+    reference = Reference("", "zero", torch.float32, {"dq": exact}, {"dq": spread}, 10)
+    assert [reference.verdicts("", {"dq": exact + y})[0].passed for y in (0.0, 1e-7)] == [True, False]
+    spread.add([exact + 1e-7])
+    assert [reference.verdicts("", {"dq": exact + y})[0].passed for y in (2e-7, 3e-7)] == [True, False]
+
+
 def test_a_float64_case_may_have_float32_parameters_of_its_gates():
     x = inputs(BY_NAME["gates_packed"], torch.float64)
     x = replace(x, A_log=x.A_log.float(), dt_bias=x.dt_bias.float())
     assert all(verdict.passed for verdict in reference_for(x).verdicts("chunked", outcome(x, "chunked")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_gradient_of_a_bfloat16_parameter_may_be_rounded_to_bfloat16(dtype):
+    """Also where the rest of the case has a dtype of more digits, and each sample rounds to the judge."""
+    exact = torch.linspace(1, 2, 99, dtype=torch.float64)
+    reference = Reference("", "short", dtype, {"dA_log": exact}, {"dA_log": Spread(exact)}, 100, dtype)
+    results = ({"dA_log": y} for y in (exact.bfloat16(), exact.bfloat16() * 1.02, exact.to(dtype) * 1.003))
+    assert [reference.verdicts("", y)[0].passed for y in results] == [True, False, False]
 
 
 def test_what_float16_cannot_hold_is_not_judged():

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,6 +66,20 @@ def test_the_fast_judge_is_the_literal_recurrence(name):
 def test_samples_have_the_rounding_that_every_implementation_has(backend, seed, index):
     """Cases that were red because the samples lacked it."""
     assert properties.check(draw(seed, index, backend, "cpu"), backend) <= 1
+
+
+def test_where_no_sample_is_finite_a_result_must_be_finite_and_no_more(monkeypatch):
+    case = draw(5, 4, "chunked")
+    nan = {name: y * torch.nan for name, y in properties.judge(case).items()}
+    monkeypatch.setattr(properties, "samples", lambda case: iter([nan, nan]))
+    for factor, complaint in ((1.0, None), (3.0, None), (torch.nan, "is not finite")):
+        results = {name: y * factor for name, y in properties.judge(case).items()}
+        monkeypatch.setattr(properties, "outcome", lambda case, backend, results=results: results)
+        if complaint is None:
+            assert properties.check(replace(case, check="judge"), "chunked") == 0
+            continue
+        with pytest.raises(properties.Failure, match=complaint):
+            properties.check(replace(case, check="judge"), "chunked")
 
 
 def digest(case):
