@@ -102,7 +102,7 @@ def add_rms_norm_backward(
     """Returns the gradient of the sum, and so of both its terms, and dweight."""
     total, r = saved
     dx, dweight = _norm_backward(dy.to(_full(total.dtype)), total, r, call.weight)
-    return dtotal + dx.to(total.dtype), dweight
+    return (dtotal + dx).to(total.dtype), dweight
 
 
 def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:

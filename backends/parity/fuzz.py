@@ -3,6 +3,7 @@
     python -m backends.parity fuzz --backend NAME [--cases N] [--seed S] [--minutes M] [--processes P]
         [--state FILE]
     python -m backends.parity fuzz --backend NAME --only SEED:INDEX
+    python -m backends.parity fuzz --backend NAME --honest      how often chance fails an honest result
 
 Each failure is one line that reproduces it. A state file has one JSON object a line: what was run, and then
 each piece of work with its failures. A run with the same file repeats nothing that stands there.
@@ -52,6 +53,7 @@ class Plan:
     device: str
     seed: int
     cases: int
+    honest: bool = False
 
     def header(self) -> dict[str, Any]:
         """Returns the first line of a state file, which a run that resumes must share."""
@@ -59,7 +61,7 @@ class Plan:
         return {
             "format": FORMAT, "backend": self.backend, "device": self.device, "seed": self.seed,
             "generator": hashlib.sha256(source).hexdigest()[:12],
-        }  # fmt: skip
+        } | ({"honest": True} if self.honest else {})  # fmt: skip
 
 
 @dataclass
@@ -94,7 +96,8 @@ def run_piece(plan: Plan, first: int, count: int) -> Piece:
     for index in range(first, first + count):
         case = random_cases.draw(plan.seed, index, plan.backend, plan.device)
         try:
-            piece.worst = max(piece.worst, properties.check(case, plan.backend))
+            ratio = properties.check_sample(case) if plan.honest else properties.check(case, plan.backend)
+            piece.worst = max(piece.worst, ratio)
             piece.passed[case.op] += 1
         except BackendRefusal as refusal:
             piece.refused[str(refusal)] += 1
@@ -240,8 +243,9 @@ def run_one(plan: Plan, index: int, console: Console) -> int:
 def summary(plan: Plan, tally: Tally) -> str:
     """Returns one line: how many passed, were refused and failed."""
     refused = sum(tally.refused.values())
+    subject = "the baseline" if plan.honest else plan.backend
     return (
-        f"{plan.backend}, seed {plan.seed}: {sum(tally.passed.values())} of {tally.count} cases passed, "
+        f"{subject}, seed {plan.seed}: {sum(tally.passed.values())} of {tally.count} cases passed, "
         f"{len(tally.failures)} failed, {refused} refused; at most {tally.worst:.2f} of the allowed error; "
         f"{tally.seconds:.0f} s of CPU"
     )
@@ -256,6 +260,9 @@ def main(argv: Sequence[str], plan_for: Any) -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", metavar="SEED:INDEX", help="run this case alone, with its traceback")
+    parser.add_argument(
+        "--honest", action="store_true", help="judge a sample of the baseline in the place of the backend"
+    )
     parser.add_argument("--minutes", type=float, help="stop after so long")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--state", type=Path, metavar="FILE", help="resume from, and append to, this file")
@@ -269,7 +276,7 @@ def main(argv: Sequence[str], plan_for: Any) -> int:
                 f"--only {options.only!r} is not SEED:INDEX; pass two numbers, as a failure prints"
             )
         return run_one(Plan(options.backend, device, int(seed), int(index) + 1), int(index), console)
-    plan = Plan(options.backend, device, options.seed, options.cases)
+    plan = Plan(options.backend, device, options.seed, options.cases, options.honest)
     tally = run(
         plan, console, emulated=emulated, processes=options.processes, minutes=options.minutes,
         state=options.state,

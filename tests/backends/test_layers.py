@@ -148,6 +148,20 @@ def test_the_convolution_continues_from_a_prefix(backend):
     assert error(rest, whole[:, 9:]) < SAME
 
 
+def test_the_gradient_of_add_rms_norm_is_rounded_once():
+    """The two gradients of the sum are added in float32. Rounding each first changed one element in four."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual, dy, dtotal = torch.randn(4, 50, 64, generator=generator).bfloat16()
+    exact = [y.double().requires_grad_() for y in ((residual + x), torch.ones(64))]
+    y = exact[0] * (exact[0].square().mean(-1, keepdim=True) + EPS).rsqrt() * exact[1]
+    expected = torch.autograd.grad([y, exact[0]], exact[0], [dy.double(), dtotal.double()])[0].bfloat16()
+    for backend in ("chunked", "triton"):
+        leaf = x.clone().requires_grad_()
+        outputs = add_rms_norm(leaf, residual, torch.ones(64), eps=EPS, backend=backend)
+        gradient = torch.autograd.grad(outputs, leaf, [dy, dtotal])[0]
+        assert (gradient == expected).float().mean() > 0.99
+
+
 def test_add_rms_norm_equals_a_sum_and_a_norm_to_the_bit():
     tensors = layer_cases.inputs(BY_NAME["sum_odd"], torch.bfloat16)
     x, residual, weight = (tensors[name] for name in ("x", "residual", "weight"))

@@ -319,6 +319,12 @@ def rewrite(path, *, tensors=None, header=None):
     save_file(content, path, metadata={"golden": json.dumps(content_header)})
 
 
+def test_a_golden_has_the_mode_of_every_new_file(golden):
+    beside = golden.with_name("beside")
+    beside.touch()
+    assert golden.stat().st_mode == beside.stat().st_mode
+
+
 def test_a_recorded_golden_is_judged_again(golden, capsys):
     judged = goldens.check(golden)
     assert len(judged) == 2 * 4 * len(tensors_of(BY_NAME["one"])) and all(v.passed for v in judged)

@@ -202,6 +202,17 @@ def test_a_planted_defect_breaks_the_property(check, defect, complaint, monkeypa
 PLAN = fuzz.Plan("chunked", "cpu", 3, 12)
 
 
+def test_a_sample_of_the_baseline_can_stand_for_the_backend(capsys, monkeypatch):
+    """So chance is measured. What errs by a hundredth is no honest sample."""
+    words = ["fuzz", "--backend", "chunked", "--honest", "--cases", "5", "--seed", "3", "--processes", "1"]
+    assert parity.main(words) == 0
+    assert "the baseline, seed 3: 5 of 5 cases passed" in capsys.readouterr().out
+    judge = properties.judge
+    monkeypatch.setattr(properties, "judge", lambda x: {name: 1.01 * y for name, y in judge(x).items()})
+    monkeypatch.setattr(properties, "samples", lambda x: iter([properties.judge(x)]))
+    assert parity.main(words) == 1
+
+
 def test_open_pieces_are_those_that_no_line_of_the_state_has():
     assert list(fuzz.open_pieces(PLAN, [], 5)) == [(0, 5), (5, 5), (10, 2)]
     assert list(fuzz.open_pieces(PLAN, [(5, 5), (0, 2)], 5)) == [(2, 3), (10, 2)]
