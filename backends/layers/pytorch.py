@@ -1,7 +1,8 @@
 """The layers' operations in PyTorch, on any device: few passes over memory, gradients derived by hand.
 
 Sums are float32, float64 for float64 inputs. What forward keeps besides its inputs: z of a float32
-convolution, one number a row of the norms, the gradients of the cross-entropy.
+convolution, one number a row of the norms, the gradients of the cross-entropy. On a CPU with a C++ compiler
+`cpu_kernel` computes float32 calls, and keeps no z.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from delta_trn.backends.layers import cpu_kernel
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, Shapes, SumNorm
 
 # How many logits are in memory at a time: a CPU works from its caches, and a GPU is busy only with a thousand
@@ -24,6 +26,8 @@ def short_convolution_forward(call: Convolution, *, save: bool) -> tuple[Tensor,
 
     W shifted multiply-adds take a quarter of the time of conv1d with groups on a CPU, forward and backward.
     """
+    if cpu_kernel.takes_convolution(call):
+        return cpu_kernel.convolution_forward(call), []
     x, weight = call.x, call.weight
     z = _convolve(_with_prefix(x, weight.shape[1], call.prefix), _taps(x, weight), call.position)
     y = (z if call.activation == "linear" else F.silu(z)).to(x.dtype)
@@ -39,6 +43,8 @@ def short_convolution_backward(
     dy: Tensor, call: Convolution, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns dx, dweight, dprefix."""
+    if cpu_kernel.takes_convolution(call):
+        return cpu_kernel.convolution_backward(dy, call)
     x, weight, position = call.x, call.weight, call.position
     full, W, T = _full(x.dtype), weight.shape[1], x.shape[1]
     joined, taps = _with_prefix(x, W, call.prefix), _taps(x, weight)
@@ -59,6 +65,9 @@ def short_convolution_backward(
 
 def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns y; saves the reciprocal norm of every row."""
+    if cpu_kernel.takes(call.x, call.gate, call.weight):
+        y, _, r = cpu_kernel.norm_forward(call)
+        return y, [r] if save else []
     y, r = _normalize(call.x, call.weight, call.eps)
     if call.gate is not None:
         y = y * F.silu(call.gate.to(torch.promote_types(y.dtype, call.gate.dtype)))
@@ -75,6 +84,8 @@ def gated_rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dgate, dweight."""
     x, weight, (r,) = call.x, call.weight, saved
+    if cpu_kernel.takes(dy, x, call.gate, weight):
+        return cpu_kernel.norm_backward(dy, None, x, call.gate, weight, r)
     dn, dgate = dy.to(_full(x.dtype)), None
     if call.gate is not None:
         z = call.gate.to(torch.promote_types(dn.dtype, call.gate.dtype))
@@ -86,6 +97,10 @@ def gated_rms_norm_backward(
 
 def add_rms_norm_forward(call: SumNorm, *, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns y and total; saves the reciprocal norm of every row of total."""
+    if cpu_kernel.takes(call.x, call.residual, call.weight):
+        y, total, r = cpu_kernel.norm_forward(call)
+        assert total is not None
+        return y, total, [r] if save else []
     total = call.residual + call.x
     y, r = _normalize(total, call.weight, call.eps)
     return y.to(total.dtype), total, [r] if save else []
@@ -101,13 +116,17 @@ def add_rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradient of the sum, and so of both its terms, and dweight."""
     total, r = saved
+    if cpu_kernel.takes(dy, dtotal, total, call.weight):
+        dx, _, dweight = cpu_kernel.norm_backward(dy, dtotal, total, None, call.weight, r)
+        return dx, dweight
     dx, dweight = _norm_backward(dy.to(_full(total.dtype)), total, r, call.weight)
     return (dtotal + dx).to(total.dtype), dweight
 
 
 def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns the mean loss; saves dhidden and dweight, times the number of targets, and that number."""
-    return tokenwise_cross_entropy(call, save, _softmax_)
+    softmax_ = cpu_kernel.softmax_ if cpu_kernel.takes(call.hidden) else _softmax_
+    return tokenwise_cross_entropy(call, save, softmax_)
 
 
 def linear_cross_entropy_saved_shapes(call: Readout) -> Shapes:
@@ -191,7 +210,8 @@ def _saves_z(call: Convolution) -> bool:
 
     Rounded to a narrower dtype, z would make the error of dweight a thousand times as large.
     """
-    return call.activation == "silu" and call.x.dtype == _full(call.x.dtype)
+    wide = call.x.dtype == _full(call.x.dtype)
+    return call.activation == "silu" and wide and not cpu_kernel.takes_convolution(call)
 
 
 def _with_prefix(x: Tensor, W: int, prefix: Tensor | None) -> Tensor:

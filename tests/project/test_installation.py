@@ -73,8 +73,8 @@ def test_the_wheel_trains_and_opens_models_where_a_user_has_such_names(installed
 def test_the_wheel_holds_launch_scripts_and_kernel_sources_and_nothing_at_the_top(installed):
     (packages,) = (installed.parent / "lib").glob("python*/site-packages")
     assert (packages / "delta_trn" / "train" / "launch" / "trn1.32xlarge.sh").exists()
-    kernels = packages / "delta_trn" / "backends" / "gated_delta_rule"
-    assert {"chunked_kernel.cpp", "chunked_products.h"} <= {path.name for path in kernels.iterdir()}
+    kernels = (packages / "delta_trn" / "backends").glob("*/*.[ch]*")
+    assert {"chunked_kernel.cpp", "chunked_products.h", "cpu_kernel.cpp"} <= {path.name for path in kernels}
     top = {path.name for path in packages.iterdir() if "dist-info" not in path.name}
     assert top == {"delta_trn"}
 
