@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from delta_trn import load_model
 from delta_trn.train.__main__ import COMMANDS, main
 from delta_trn.train.recipes import RECIPES, recipe
 from delta_trn.train.run.optimizer import scaled
@@ -219,6 +221,20 @@ class TestProcess:
         step = tiny_run.read_metrics(out)[-1]["step"]
         assert f"continuing {out} after step {step}" in train("resume", out, f"steps={step + 3}")
         assert tiny_run.read_metrics(out)[-1]["step"] == step + 3
+
+
+class TestConvert:
+    def test_a_run_can_be_written_for_flash_linear_attention(self, finished, tmp_path):
+        assert "format fla" in train("convert", finished, "--to", tmp_path / "fla", "--format", "fla")
+        ours, theirs = load_model(finished / "checkpoints" / "step-00000012"), load_model(tmp_path / "fla")
+        ids = torch.arange(60)[None]
+        with torch.no_grad():
+            assert (ours(ids).logits - theirs(ids).logits).abs().max() < 1e-3 * ours(ids).logits.abs().max()
+        assert (tmp_path / "fla" / "tokenizer.json").is_file()
+
+    def test_a_run_without_that_checkpoint_is_refused(self, finished, tmp_path):
+        status, _, err = run_command("convert", finished, "--to", tmp_path / "x", "--checkpoint", "7")
+        assert status == 2 and "7" in err and not (tmp_path / "x").exists()
 
 
 def _run_without_a_reader(arguments: list[str], log: str) -> None:
