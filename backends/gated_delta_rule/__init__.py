@@ -68,10 +68,10 @@ def gated_delta_rule(
         g               [B, T, HV]      natural logarithm of the decay, -inf <= g <= 0; float32, or the dtype
                                         of q
         beta            [B, T, HV]      write strength in [0, 2]; float32, or the dtype of q
-        initial_state   [N, HV, K, V]   float32, float64 with float64 inputs; zeros when None
+        initial_state   [N, HV, K, V]   float32, or the dtype of q; zeros when None
         cu_seqlens      [N + 1]         int64 or int32, from 0 to T: N sequences in B = 1; some may be empty
         returns o       [B, T, HV, V]   dtype of q
-            final_state [N, HV, K, V]   like initial_state, after the last token; None if not asked for
+            final_state [N, HV, K, V]   float32 or float64, after the last token; None if not asked for
 
     scale defaults to K**-0.5. use_qk_l2norm_in_kernel replaces q and k by x * rsqrt(sum(x^2) + 1e-6) over
     K. Without cu_seqlens, N = B. B or T may be 0. state_v_first: states are [N, HV, V, K]. Differentiable
@@ -97,8 +97,10 @@ def gated_delta_rule(
         >>> o.flatten().tolist(), state.item()
         ([2.0, 2.0], 2.0)
     """
-    if state_v_first and isinstance(initial_state, Tensor):
-        initial_state = initial_state.mT
+    if isinstance(initial_state, Tensor):
+        initial_state = initial_state.mT if state_v_first else initial_state
+        if isinstance(q, Tensor) and initial_state.dtype == q.dtype:
+            initial_state = initial_state.to(state_dtype(q.dtype))  # exact: a state is kept in more digits
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens, cp_context)
     beta_max = checks.gate_arguments(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval

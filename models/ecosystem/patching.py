@@ -24,7 +24,10 @@ RULE = "torch_chunk_gated_delta_rule"
 OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step", "short_convolution")
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
 # families of layers with another recurrence, and which
-OTHER_RULES = {"kimi_linear": "Kimi Delta Attention decays every channel of a head by itself (KDA)"}
+OTHER_RULES = dict.fromkeys(
+    ("kimi_linear", "glm5_next", "bailing_hybrid"),
+    "Kimi Delta Attention decays every channel of a head by itself (KDA)",
+)
 
 
 @dataclass(frozen=True)

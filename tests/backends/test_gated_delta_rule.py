@@ -308,6 +308,20 @@ class TestFlashLinearAttention:
             results.append((o, *(x.mT if first else x for x in (final, gradient))))
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_a_state_in_the_dtype_of_q_is_widened_and_the_last_is_float32(self, dtype):
+        tensors = {name: x.to(dtype) for name, x in arguments().items()}
+        state = (
+            torch.randn(B, HV, K, V, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        )
+        results = []
+        for initial in (state, state.float()):
+            o, final = gated_delta_rule(**tensors, initial_state=initial, output_final_state=True)
+            (gradient,) = torch.autograd.grad(o.float().sum() + final.sum(), state)
+            results.append((o, final, gradient))
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+        assert results[0][1].dtype == torch.float32
+
     def test_unknown_keywords_still_raise(self):
         with pytest.raises(TypeError, match="scal"):
             gated_delta_rule(**arguments(), scal=1.0)

@@ -1,11 +1,14 @@
 """Gated DeltaNet models of transformers compute the same with our operations in place of their own."""
 
 import threading
+from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from delta_trn import (
@@ -13,11 +16,10 @@ from delta_trn import (
     DeltaConfig,
     DeltaForCausalLM,
     check_packing,
-    default_backend,
     patch_transformers,
 )
 from delta_trn.backends.parity.judge import error
-from delta_trn.models.ecosystem import operations
+from delta_trn.models.ecosystem import operations, patching
 from delta_trn.models.ecosystem.operations import replacements
 from delta_trn.models.sequence import sequence_bounds
 
@@ -83,33 +85,89 @@ def tokens(*shape):
     return torch.randint(2, 61, shape, generator=torch.Generator().manual_seed(1))
 
 
-def forward_backward(model, ids):
-    """Returns the logits and the gradient of every parameter."""
+class InFloat64(TorchFunctionMode):
+    """Turns every float32 that transformers' code asks for into float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        wide = {torch.float32: torch.float64, torch.float: torch.float64}
+        named = {k: wide.get(x, x) if isinstance(x, torch.dtype) else x for k, x in (kwargs or {}).items()}
+        values = [wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args]
+        return (torch.Tensor.double if function is torch.Tensor.float else function)(*values, **named)
+
+
+def forward_backward(model, ids, **options):
+    """Returns the logits of real tokens and the gradient of every parameter; 0 is padding."""
     model.zero_grad()
-    logits = model(ids, use_cache=False).logits
-    F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    logits = model(ids, use_cache=False, **options).logits
+    real = ids.ne(0)
+    rows, following = logits[:, :-1][real[:, :-1] & real[:, 1:]], ids[:, 1:][real[:, :-1] & real[:, 1:]]
+    F.cross_entropy(rows, following).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), **gradients}
+    return {"logits": logits[real].detach(), **gradients}
+
+
+def padded(side):
+    """Returns two rows, the second shorter by 30 tokens, and the arguments that say so."""
+    ids = tokens(2, 70)
+    if side is None:
+        return ids, {}
+    ids[1, slice(30) if side == "left" else slice(-30, None)] = 0
+    return ids, {"attention_mask": ids.ne(0).long()}
+
+
+def errors(results, judge):
+    assert results.keys() == judge.keys() and any("linear_attn" in name for name in judge)
+    return {name: error(results[name], x) for name, x in judge.items() if x.any()}
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+class TestGradients:
+    """The judge is transformers' own code in float64, without the patch."""
+
+    def test_in_float64_logits_and_every_gradient_are_those_of_transformers(self, model, side):
+        ids, options = padded(side)
+        with InFloat64():
+            judge = forward_backward(model.double(), ids, **options)
+            with patch_transformers(model, backend="chunked"):
+                results = forward_backward(model, ids, **options)
+        model.float()
+        assert judge["logits"].dtype == torch.float64
+        worst = max(errors(results, judge).items(), key=lambda item: item[1])
+        assert worst[1] < 1e-10, worst
+
+    def test_in_float32_they_err_as_little_as_those_of_transformers(self, model, side):
+        ids, options = padded(side)
+        with InFloat64():
+            judge = forward_backward(model.double(), ids, **options)
+        theirs = errors(forward_backward(model.float(), ids, **options), judge)
+        with patch_transformers(model, backend="chunked"):
+            ours = errors(forward_backward(model, ids, **options), judge)
+        excess = {name: ours[name] / max(theirs[name], 2**-20) for name in ours}
+        assert max(excess.values()) < 4, max(excess.items(), key=lambda item: item[1])
 
 
 class TestFamilies:
-    def test_logits_and_gradients_err_as_little_as_those_of_transformers(self, model):
-        """The judge is the model in float64, with the rule token by token."""
-        ids = tokens(2, 70)
-        with default_backend("recurrent", allow=["chunked"]), patch_transformers(model.double()) as patch:
-            assert "recurrent for gated_delta_rule" in str(patch)
-            judge = forward_backward(model, ids)
+    def test_gradients_of_a_packed_row_are_those_of_its_sequences_alone(self, model):
+        """Alone they are computed by transformers' own code, in float64."""
+        ids, lengths = tokens(1, 90), (7, 64, 19)
+        parts = ids.split(lengths, dim=1)
+        places = torch.cat([torch.arange(n) for n in lengths])[None]
+        model.double()
+        with InFloat64():
+            model.zero_grad()
+            for part in parts:
+                logits = model(part, use_cache=False).logits
+                F.cross_entropy(logits[0, :-1], part[0, 1:], reduction="sum").backward()
+            alone = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            model.zero_grad()
+            with patch_transformers(model, backend="chunked"):
+                logits = model(ids, position_ids=places, use_cache=False).logits
+            inside = (places[0, 1:] > 0).nonzero()[:, 0]
+            F.cross_entropy(logits[0, inside], ids[0, inside + 1], reduction="sum").backward()
+        packed = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        worst = max(errors(packed, alone).items(), key=lambda item: item[1])
         model.float()
-        theirs = forward_backward(model, ids)
-        with patch_transformers(model, backend="chunked"):
-            ours = forward_backward(model, ids)
-        assert ours.keys() == theirs.keys() == judge.keys() and any("linear_attn" in name for name in ours)
-        excess = {
-            name: error(ours[name], x) / max(error(theirs[name], x), 2**-20)
-            for name, x in judge.items()
-            if x.any()
-        }
-        assert max(excess.values()) < 4, max(excess.items(), key=lambda item: item[1])
+        assert worst[1] < 1e-10, worst
 
     @pytest.mark.parametrize("beams", [1, 3])
     def test_generation_after_left_padding_gives_the_same_tokens(self, model, beams):
@@ -195,8 +253,9 @@ class TestPatch:
 
     def test_patched_models_run_in_threads(self, qwen):
         with patch_transformers(qwen, backend="chunked"):
-            expected, results = forward_backward(qwen, tokens(1, 9))["logits"], []
-            work = lambda: results.append(qwen(tokens(1, 9), use_cache=False).logits.detach())  # noqa: E731
+            logits = lambda: qwen(tokens(1, 9), use_cache=False).logits.detach()  # noqa: E731
+            expected, results = logits(), []
+            work = lambda: results.append(logits())  # noqa: E731
             threads = [threading.Thread(target=work) for _ in range(3)]
             for thread in threads:
                 thread.start()
@@ -204,14 +263,28 @@ class TestPatch:
                 thread.join()
         assert len(results) == 3 and all(torch.equal(x, expected) for x in results)
 
-    def test_a_model_of_another_rule_is_refused_by_the_name_of_its_rule(self):
-        if not hasattr(transformers, "KimiLinearConfig"):
-            pytest.skip(f"transformers {transformers.__version__} has no Kimi Linear")
-        config = transformers.KimiLinearConfig(
-            vocab_size=61, hidden_size=32, num_hidden_layers=0, pad_token_id=0
-        )
+    @pytest.mark.parametrize(
+        ("family", "norm"),
+        [
+            ("kimi_linear", "KimiLinearRMSNorm"),
+            ("glm5_next", "Glm5NextTextRMSNorm"),
+            ("bailing_hybrid", "BailingHybridRMSNorm"),
+        ],
+    )
+    def test_a_model_of_another_rule_is_refused_by_the_name_of_its_rule(self, family, norm):
+        name = f"transformers.models.{family}"
+        if find_spec(name) is None:
+            pytest.skip(f"transformers {transformers.__version__} has no {family}")
+        part = getattr(import_module(f"{name}.modeling_{family}"), norm)(8)
         with pytest.raises(ValueError, match="Kimi Delta Attention"):
-            patch_transformers(transformers.KimiLinearForCausalLM(config))
+            patch_transformers(torch.nn.Sequential(part))
+
+    def test_a_family_that_this_transformers_lacks_is_reported(self, monkeypatch):
+        monkeypatch.setitem(patching.OTHER_RULES, "no_such_family", "")
+        with patch_transformers() as patch:
+            reasons = {row.name: row.reason for row in patch.rows}
+        assert reasons["no_such_family"] == "this transformers does not have it"
+        assert reasons["kimi_linear"] == reasons["glm5_next"] != ""
 
     def test_a_model_without_a_layer_is_refused_with_the_families(self):
         with pytest.raises(ValueError, match=r"Linear has no Gated DeltaNet layer.*qwen3_next"):
