@@ -97,10 +97,7 @@ def gated_delta_rule(
         >>> o.flatten().tolist(), state.item()
         ([2.0, 2.0], 2.0)
     """
-    if isinstance(initial_state, Tensor):
-        initial_state = initial_state.mT if state_v_first else initial_state
-        if isinstance(q, Tensor) and initial_state.dtype == q.dtype:
-            initial_state = initial_state.to(state_dtype(q.dtype))  # exact: a state is kept in more digits
+    initial_state = _first_state(initial_state, q, state_v_first)
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens, cp_context)
     beta_max = checks.gate_arguments(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
@@ -192,6 +189,15 @@ def gated_delta_rule_step(
         call = make_call_gates(call)
     o, state = STEP_OPERATOR(call, save=False, backend=name)
     return o, state
+
+
+def _first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | None:
+    """Returns the state [N, HV, K, V]; one in the dtype of q is widened, which is exact."""
+    if not isinstance(state, Tensor):
+        return state
+    state = state.mT if v_first else state
+    same = isinstance(q, Tensor) and state.dtype == q.dtype
+    return state.to(state_dtype(q.dtype)) if same else state
 
 
 def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
