@@ -41,9 +41,15 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
         classes: Any = AutoModelForCausalLM._model_mapping
         undo = keep_float32(classes[type(AutoConfig.from_pretrained(folder))])
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+            opener: Any = AutoModelForCausalLM
+            model, report = opener.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
         finally:
             undo()
+        # transformers fills them with random numbers, and warns
+        if absent := sorted(report["missing_keys"]):
+            raise ValueError(
+                f"{folder} has no weights for {', '.join(absent[:8])}; {len(absent)} are missing"
+            )
     warn_of_dead_heads(model)
     return model
 

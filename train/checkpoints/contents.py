@@ -51,6 +51,7 @@ from delta_trn.train.settings.schema import RunConfig, differences, may_change_o
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
     from delta_trn.train.data import TextTokenizer
+    from delta_trn.train.data.conversations import ChatTokenizer
 
 FORMAT = 1
 REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"
@@ -98,12 +99,13 @@ def snapshot(sharding: Sharding, optimizer: Optimizer, state: State, *, copy: bo
     copy    copies even what is in the host's memory already, so that training may go on meanwhile
     """
     sharding.at_rest()
-    named = _distinct(sharding.model)
+    named = sharding.tensors()
     slots = sharding.slots(optimizer)
     slots |= {key: sharding.whole(key, x) for key, x in slots.items() if sharding.saved_whole(key)}
     # what all have whole, one writes
     shared = named | {key: x for key, x in slots.items() if not isinstance(x, DTensor)}
-    owners = _assign({name: x.numel() for name, x in shared.items()}, sharding.team.world)
+    writers = 1 if sharding.leader_saves else sharding.team.world
+    owners = _assign({name: x.numel() for name, x in shared.items()}, writers)
 
     def mine(name: str) -> bool:
         return owners.get(name, sharding.team.rank) == sharding.team.rank
@@ -122,17 +124,6 @@ def snapshot(sharding: Sharding, optimizer: Optimizer, state: State, *, copy: bo
     )
 
 
-def _distinct(model: "DeltaForCausalLM") -> dict[str, Tensor]:
-    """Returns the parameters by name. A tied matrix has two names, and is saved under the first."""
-    named: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            named[name] = parameter
-    return named
-
-
 def require_finite(snapshot: Snapshot, rank: int) -> None:
     """Diverged if a weight is not finite: saving it would rotate good checkpoints out."""
     if bad := [name for name, p in snapshot.weights.items() if not bool(torch.isfinite(p).all())]:
@@ -147,23 +138,26 @@ def write(
     snapshot: Snapshot,
     *,
     config: RunConfig,
-    model: "DeltaForCausalLM",
-    tokenizer: "TextTokenizer",
-    team: Team,
+    sharding: Sharding,
+    tokenizer: "TextTokenizer | ChatTokenizer",
 ) -> list[Path]:
     """Fills a folder, after `write_parts` in a team. Returns the files that this process wrote.
 
     No process waits for another.
     """
-    if team.world == 1:
+    team = sharding.team
+    alone = team.world == 1 or sharding.leader_saves
+    if alone and not team.leads:
+        return []
+    if alone:
         with without_bars():
-            model.save_pretrained(folder, state_dict=snapshot.weights)
+            sharding.save(folder, snapshot.weights)
         # an optimizer without memory is written as an empty file: safetensors has no trouble with that
         save_file(snapshot.optimizer, folder / _OPTIMIZER)
-    own = folder if team.world == 1 else own_folder(folder, team.rank)
+    own = folder if alone else own_folder(folder, team.rank)
     if team.leads:
-        if team.world > 1:
-            _describe(own, model)
+        if not alone:
+            _describe(own, sharding.model)
         tokenizer.save(own)
         save_file(snapshot.generators, own / _RANDOM)
         content = {
@@ -174,7 +168,7 @@ def write(
             "config": config.model_dump(mode="json"),
         }
         (own / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return list(folder.iterdir()) if team.world == 1 else move_files(own, folder)
+    return list(folder.iterdir()) if alone else move_files(own, folder)
 
 
 def write_parts(folder: Path, snapshot: Snapshot, team: Team) -> None:
@@ -264,7 +258,10 @@ def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
 
 def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
     """Puts weights, optimizer and generators into the saved state, however many processes saved it."""
-    load_weights(folder, sharding)
+    if sharding.leader_saves:
+        sharding.load(folder)
+    else:
+        load_weights(folder, sharding)
     saved = defaultdict(list)
     for key, (size, dtype) in _sizes(folder).items():
         name, slot, _ = key.rpartition("/")
@@ -337,7 +334,7 @@ def _own_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Keeps transformers from drawing a bar for every file that it writes, across the run's own."""
+    """Keeps transformers from drawing a bar for every file, across the run's own."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -111,12 +111,18 @@ class RunFolder:
         before = self.samples_path.read_text(encoding="utf-8") if self.samples_path.exists() else ""
         write_file(self.samples_path, f"{before}{_SAMPLE.format(step)}\n{text}\n\n")
 
+    def first_sample(self) -> str:
+        """Returns the oldest text of samples.txt; empty if there is none."""
+        return next(self._samples(), "")
+
     def last_sample(self) -> str:
         """Returns the newest text of samples.txt; empty if there is none."""
-        if not self.samples_path.exists():
-            return ""
-        blocks = [block for _, block in _blocks(self.samples_path.read_text(encoding="utf-8"))]
-        return blocks[-1].partition("\n")[2] if blocks else ""
+        return next(reversed([*self._samples()]), "")
+
+    def _samples(self) -> Iterator[str]:
+        if self.samples_path.exists():
+            for _, block in _blocks(self.samples_path.read_text(encoding="utf-8")):
+                yield block.partition("\n")[2]
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Holds the folder against other processes. RunFolderError if another one holds it."""

@@ -25,10 +25,10 @@ def main(arguments: Sequence[str]) -> int:
         seed=options.seed,
     )
     folder = RunFolder(options.run_dir)
-    folder.read()
+    config, _ = folder.read()
     path = chosen_checkpoint(folder, options.checkpoint)
-    model, tokenizer = load_for_generation(path, _device(options.device))
-    _write(options.prompt)
+    model, tokenizer = load_for_generation(path, _device(options.device), config.model.pretrained)
+    _write(options.prompt + tokenizer.turn)
     continue_text(model, tokenizer, options.prompt, sampling, stream=_write)
     print()
     return 0

@@ -12,6 +12,8 @@ from delta_trn.train.settings.overrides import apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig, flatten, meaning
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from delta_trn.train.run.setup import Run
 
 
@@ -28,7 +30,8 @@ def main(arguments: Sequence[str]) -> int:
         help="continue the run in out=DIR if there is one already, as after a restart by torchrun",
     )
     options = read_arguments(parser, arguments)
-    config = apply(recipe(options.recipe), parse(options.changes))
+    changes = parse(options.changes)
+    config = apply(recipe(options.recipe), changes)
     if options.keys:
         print(keys(config))
         return 0
@@ -47,6 +50,12 @@ def main(arguments: Sequence[str]) -> int:
 
     def tell(text: str) -> None:
         out.print(text, markup=False)
+
+    if config.model.pretrained is not None and "optimizer.lr" not in changes:
+        from delta_trn.train.run.pretrained import own_rate
+
+        rate = own_rate(Path(config.model.pretrained).expanduser())
+        config = apply(config, {"optimizer.lr": repr(rate)})
 
     if options.or_resume:
         if config.out is None:
@@ -77,6 +86,7 @@ def drive(run: "Run", asked_backend: str) -> int:
         out.print(line, markup=False)
     if (known := run.team.leader_does(lambda: saved_result(run))) is not None:
         out.print(f"finished   all {run.config.steps:,} steps were trained before; this was measured then")
+        _merge(run, out)
         if leads:
             drawn = run.folder.plot_path
             closing(run, *known, out, str(drawn) if drawn.exists() else None)
@@ -90,6 +100,8 @@ def drive(run: "Run", asked_backend: str) -> int:
         out.print(why, markup=False)
     with out.status("measuring the held-out text"):
         found = result(run)
+    if not outcome.stopped:
+        _merge(run, out)
     plot = None
     if not leads:
         return 128 + outcome.signal if outcome.signal is not None else 0
@@ -102,6 +114,15 @@ def drive(run: "Run", asked_backend: str) -> int:
         out.print(f"no picture: {error}", markup=False)
     closing(run, found, costs, out, plot)
     return 128 + outcome.signal if outcome.signal is not None else 0
+
+
+def _merge(run: "Run", out: "Console") -> None:
+    """Writes the model with its adapters merged, where lora.merge asks for it."""
+    from delta_trn.train.run.pretrained import MERGED, write_merged
+
+    if run.config.lora.merge and run.team.leads:
+        write_merged(run.sharding, run.dataset.tokenizer, run.folder.path / MERGED)
+        out.print(f"merged     {run.folder.path / MERGED}", markup=False)
 
 
 def keys(config: RunConfig) -> str:

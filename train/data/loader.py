@@ -28,7 +28,8 @@ from delta_trn.train.settings.errors import DataError, PositionMismatch, ShardEr
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["random_crop", "stream"]
+Kind = Literal["random_crop", "stream", "conversations"]
+IGNORED = -100  # a target that does not count
 
 
 class Batch(NamedTuple):
@@ -59,6 +60,10 @@ class Batch(NamedTuple):
     def each(self, change: "Callable[[Tensor], Tensor]") -> "Batch":
         """Returns the batch with every tensor changed."""
         return Batch(*(None if x is None else change(x) for x in self))  # type: ignore[arg-type]
+
+    def counted(self) -> "Tensor":
+        """Returns the number of targets that count, on their device."""
+        return (self.targets != IGNORED).sum()
 
     def split(self, rows: int) -> "list[Batch]":
         """Returns batches of `rows` rows each, the last with what is left."""

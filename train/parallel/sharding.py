@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +37,21 @@ class Sharding:
 
     rows        name -> order in which this model has a parameter's rows, where that is not the file's order
     sends_bf16  whether the matrices that a forward pass has are in bf16: it needs autocast
+    leader_saves    whether one process writes all weights, because each has them whole
+    may_lack_memory whether a parameter may be without an optimizer's memory, since no gradient reaches it
     """
 
-    def __init__(self, model: DeltaForCausalLM, team: Team | None = None):
+    leader_saves = False
+    may_lack_memory = False
+
+    def __init__(
+        self,
+        model: DeltaForCausalLM,
+        team: Team | None = None,
+        loss: Callable[..., Tensor] | None = None,
+    ):
         self.model, self.team = model, team or Team()
+        self._loss = loss  # None: the model's own
         self.rows: dict[str, Tensor] = {}
         self.sends_bf16 = False
         self._replicated: DistributedDataParallel | None = None
@@ -52,7 +64,7 @@ class Sharding:
         noise: Tensor | None = None,
     ) -> Tensor:
         """Returns the mean cross-entropy of this process's tokens; arguments are the fields of a Batch."""
-        compute = self.model.loss if self._replicated is None else self._replicated
+        compute = self._replicated or self._loss or self.model.loss
         return compute(inputs, targets, position_ids=position_ids, noise=noise)
 
     @contextlib.contextmanager
@@ -113,8 +125,8 @@ class Sharding:
             name, _, slot = key.rpartition("/")
             slots[name][slot] = value
         names = [name for name, _ in named_parameters(optimizer)]
-        if tensors and slots.keys() != set(names):
-            odd = sorted(slots.keys() ^ set(names))
+        odd = sorted(slots.keys() - set(names) if self.may_lack_memory else slots.keys() ^ set(names))
+        if tensors and odd:
             raise CheckpointError(
                 f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} first; "
                 "begin a new run"
@@ -126,6 +138,24 @@ class Sharding:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(slots))})
 
     # Parameters and slots as files have them
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the weights that a checkpoint has, by name. A tied matrix has two, and gets the first."""
+        named: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, parameter in self.model.state_dict(keep_vars=True).items():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                named[name] = parameter
+        return named
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Writes weights, those of `tensors`, and their configuration as transformers reads them."""
+        self.model.save_pretrained(folder, state_dict=weights)
+
+    def load(self, folder: Path) -> None:
+        """Puts the weights back that `save` has written. Only where the leader saves them."""
+        raise NotImplementedError("checkpoints.contents.load_weights gives each process its part")
 
     def whole(self, name: str, x: Tensor) -> Tensor:
         """Returns a parameter or slot put together, rows in the file's order. All processes must call."""
@@ -159,22 +189,22 @@ class Sharding:
     def _order(self, name: str) -> Tensor | None:
         return self.rows.get(name.partition("/")[0])
 
-    def _replicate(self, group: ProcessGroup) -> None:
+    def _replicate(self, group: ProcessGroup, **options: Any) -> None:
         # every process has gradients' buckets in the same order, because all run the same graph
         self._replicated = DistributedDataParallel(
-            _Loss(self.model), process_group=group, gradient_as_bucket_view=True
+            _Loss(self.model, self._loss), process_group=group, gradient_as_bucket_view=True, **options
         )
 
 
 class _Loss(nn.Module):
     """DDP reduces what is computed in forward; the model's is for logits."""
 
-    def __init__(self, model: DeltaForCausalLM):
+    def __init__(self, model: DeltaForCausalLM, loss: Callable[..., Tensor] | None):
         super().__init__()
-        self.model = model
+        self.model, self.compute = model, loss
 
     def forward(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
-        return self.model.loss(inputs, targets, **others)
+        return (self.compute or self.model.loss)(inputs, targets, **others)
 
 
 def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

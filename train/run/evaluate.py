@@ -10,6 +10,7 @@ from torch import Tensor
 
 from delta_trn.backends import machine
 from delta_trn.train.data import Batch, TokenDataset, evaluation_batches, make_loader
+from delta_trn.train.data.packing import ConversationDataset
 from delta_trn.train.parallel.layout import Layout
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.schema import RunConfig
@@ -48,8 +49,8 @@ def evaluate(
             batch = turn[team.data_rank if counts else 0]
             mean = loss(*batch.each(lambda x: x.to(device, non_blocking=True)))
             if counts:
-                total += mean.to(exact) * batch.targets.numel()
-            tokens += sum(batch.targets.numel() for batch in turn)
+                total += mean.to(exact) * int(batch.counted())
+            tokens += sum(int(batch.counted()) for batch in turn)
             machine.synchronize(device, wait=False)
     # the processes of a tensor group add the same, those of a context group the means of their own tokens
     return Evaluation((team.mean(total) * team.data_world / tokens).item(), tokens)
@@ -75,10 +76,16 @@ def is_due(config: RunConfig, step: int) -> bool:
 
 
 def held_out_crops(
-    config: RunConfig, dataset: TokenDataset, layout: Layout, *, at_most: int | None = None
+    config: RunConfig,
+    dataset: TokenDataset | ConversationDataset,
+    layout: Layout,
+    *,
+    at_most: int | None = None,
 ) -> list[Batch]:
     """Returns the fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
     e, size = config.evaluation, crops_at_once(config, layout)
+    if isinstance(dataset, ConversationDataset):
+        return dataset.evaluation_batches(size=e.batch or layout.micro, at_most=e.sequences)[:at_most]
     batches = evaluation_batches(
         dataset,
         batch=size,

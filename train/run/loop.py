@@ -86,6 +86,7 @@ class _Loop:
             run.sharding,
             micro=run.layout.micro,
             clip=c.optimizer.clip,
+            by_targets=c.data.loader == "conversations",
         )
         self.crops = held_out_crops(c, run.dataset, run.layout)
         leads = run.team.leads
@@ -99,6 +100,9 @@ class _Loop:
     def until_the_end(self, stop: StopRequest) -> Outcome:
         c, state = self.run.config, self.run.state
         last, reason = state.step == c.steps, None
+        if c.evaluation.first and not state.step:
+            self._evaluate()
+            self.clock = time.monotonic()
         while state.step < c.steps:
             self._one_step()
             at = state.step
@@ -206,7 +210,8 @@ class _Loop:
                 )
             ]
         )
-        better = state.best is None or evaluation.loss < state.best[1]
+        # before the first step there is no checkpoint, which could be the best one
+        better = state.step > 0 and (state.best is None or evaluation.loss < state.best[1])
         if better:
             state.best = state.step, evaluation.loss
         self._tell_evaluation(evaluation, bits, better)
@@ -220,10 +225,11 @@ class _Loop:
             values |= observer.after_evaluation()
         return values or None
 
-    def _tell_evaluation(self, evaluation: Evaluation, bits: float, better: bool) -> None:
+    def _tell_evaluation(self, evaluation: Evaluation, bits: float | None, better: bool) -> None:
+        per_byte = "" if bits is None else f"  bits/byte {bits:.4f}"
         self.display.tell(
             f"step {self.run.state.step}/{self.run.config.steps}  val loss {evaluation.loss:.4f}  "
-            f"perplexity {evaluation.perplexity:,.2f}  bits/byte {bits:.4f}{'  best' if better else ''}"
+            f"perplexity {evaluation.perplexity:,.2f}{per_byte}{'  best' if better else ''}"
         )
 
     def _sample(self) -> None:
@@ -235,7 +241,8 @@ class _Loop:
         # divided models compute it together, and draw the same; one process writes it down
         # float32, but where processes send each other weights in bf16
         with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.sharding.sends_bf16):
-            text = s.prompt + continue_text(run.model, run.dataset.tokenizer, s.prompt, sampling)
+            tokenizer = run.dataset.tokenizer
+            text = s.prompt + tokenizer.turn + continue_text(run.model, tokenizer, s.prompt, sampling)
         if run.team.leads:
             run.folder.add_sample(run.state.step, text)
 

@@ -42,6 +42,15 @@ def vocabulary(config: RunConfig) -> int:
     return known
 
 
+def require_new_model(config: RunConfig) -> None:
+    """ConfigError if the configuration begins with a pretrained model, which has no settings here."""
+    if config.model.pretrained is not None:
+        raise ConfigError(
+            f"model.from={config.model.pretrained} is for `delta-trn run`; this command makes new models "
+            "from settings: leave it out"
+        )
+
+
 def model_config(
     config: RunConfig, *, rows: int, bos: int | None = None, eos: int | None = None, pad: int | None = None
 ) -> "DeltaConfig":
@@ -49,7 +58,8 @@ def model_config(
     from delta_trn.models import DeltaConfig
     from delta_trn.models.settings import CONFIG_NAMES
 
-    settings = config.model.model_dump(exclude={"vocab_size"})
+    require_new_model(config)
+    settings = config.model.model_dump(exclude={"vocab_size", "from"})
     try:
         return DeltaConfig(
             **{CONFIG_NAMES[name]: value for name, value in settings.items()},

@@ -27,13 +27,22 @@ from delta_trn.train.data import (
     open_dataset,
     prepare,
 )
+from delta_trn.train.data.packing import ConversationDataset, ConversationLoader
 from delta_trn.train.files import write_file
 from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.parallel.layout import Layout, is_divided, layout_of, require_divisible
 from delta_trn.train.parallel.pytorch import PyTorchSharding
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team, ask_leader, assemble
-from delta_trn.train.run.model import choose_backend, make_model, materialize, model_config, pick_device
+from delta_trn.train.run import pretrained
+from delta_trn.train.run.model import (
+    choose_backend,
+    make_model,
+    materialize,
+    model_config,
+    pick_device,
+    require_new_model,
+)
 from delta_trn.train.run.optimizer import learning_rate, make_optimizer
 from delta_trn.train.settings.effects import is_prepared
 from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderError
@@ -54,7 +63,7 @@ class Run:
     config: RunConfig
     origin: Origin
     folder: RunFolder
-    dataset: TokenDataset
+    dataset: TokenDataset | ConversationDataset
     device: torch.device
     sharding: Sharding
     optimizer: Optimizer
@@ -75,7 +84,8 @@ class Run:
 
     def next_batch(self) -> Batch:
         """Returns this process's share of the next step, with noise where dropout drops anything."""
-        noise = self.loader.noise() if self.config.model.dropout else None
+        # a pretrained model may have dropout of its own
+        noise = self.loader.noise() if getattr(self.model.config, "dropout", 0) else None
         return self.loader.next_batch()._replace(noise=noise)
 
 
@@ -89,7 +99,7 @@ def start(config: RunConfig) -> Iterator[Run]:
     with _join(config) as (config, device, team):
         path = team.leader_does(lambda: place_for(config))
         with team.leader_first():
-            dataset = load_dataset(config)
+            dataset = _load_any(config)
         config = with_data(config, dataset)
         origin = team.from_leader(new_origin(config, dataset.fingerprint))
         team.agreed(lambda: _require_same_data(dataset, origin))
@@ -158,7 +168,7 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
             f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}; the first new "
             "checkpoint removes them"
         )
-    folder.rewind(state.step)
+    folder.rewind(state.step or -1)  # an evaluation before the first step is done again
     if state.best is not None and state.best[0] in folder.checkpoints.steps():
         folder.checkpoints.point_best(state.best[0], checkpoint.is_only_for_resuming)
     tell(
@@ -170,7 +180,7 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
 
 def write_baselines(run: Run) -> dict[str, dict[str, float]]:
     """Returns the data's baselines by name, and keeps them in the run's folder for its plot."""
-    if not run.team.leads:
+    if not run.team.leads or isinstance(run.dataset, ConversationDataset):
         return {}
     costs = {name: asdict(cost) for name, cost in baselines(run.dataset).items()}
     write_file(run.folder.baselines_path, json.dumps(costs, indent=1) + "\n")
@@ -181,10 +191,12 @@ def _assemble(
     config: RunConfig,
     origin: Origin,
     folder: RunFolder,
-    dataset: TokenDataset,
+    dataset: TokenDataset | ConversationDataset,
     device: torch.device,
     team: Team,
 ) -> Run:
+    if isinstance(dataset, ConversationDataset):
+        return _assemble_pretrained(config, origin, folder, dataset, device, team)
     meta = dataset.meta
     configuration = model_config(
         config,
@@ -212,6 +224,28 @@ def _assemble(
     return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
 
 
+def _assemble_pretrained(
+    config: RunConfig,
+    origin: Origin,
+    folder: RunFolder,
+    dataset: ConversationDataset,
+    device: torch.device,
+    team: Team,
+) -> Run:
+    config, sharding = pretrained.make_sharding(config, device, team)
+    sharding.model.generation_config.eos_token_id = dataset.tokenizer.eos
+    loader = ConversationLoader(
+        dataset,
+        batch=config.batch.sequences // team.data_world,
+        seed=config.seed,
+        rank=team.data_rank,
+        world=team.data_world,
+    )
+    torch.manual_seed(config.seed)
+    optimizer = make_optimizer(sharding, config)
+    return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
+
+
 def make_sharding(
     configuration: DeltaConfig, config: RunConfig, device: torch.device, team: Team
 ) -> Sharding:
@@ -236,6 +270,8 @@ def make_sharding(
 @contextlib.contextmanager
 def _join(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
     """Yields the configuration without `auto`, this process's device, and the team that it has joined."""
+    if config.model.pretrained is not None or config.data.loader == "conversations":
+        config = pretrained.with_folder(config)
     require_divisible(config, machine.processes().world)
     config, device = set_up_process(config)
     with assemble(config, device) as team:
@@ -250,7 +286,7 @@ def _hold(folder: RunFolder, team: Team) -> Iterator[None]:
         yield
 
 
-def _require_same_data(dataset: TokenDataset, origin: Origin) -> None:
+def _require_same_data(dataset: TokenDataset | ConversationDataset, origin: Origin) -> None:
     if dataset.fingerprint != origin.data:
         raise DataError(
             f"{dataset.path} holds other tokens here than on the first process (fingerprint "
@@ -280,7 +316,9 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
         # CUDA's own switch, read when its first handle is made; without it PyTorch refuses
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    backend = choose_backend(model_config(config, rows=1), config, device, precision)
+    backend = config.backend  # that of a pretrained model is chosen once it is there
+    if config.model.pretrained is None:
+        backend = choose_backend(model_config(config, rows=1), config, device, precision)
     # without the process's own number: every process's configuration is the run's
     named = device.type if machine.processes().world > 1 else str(device)
     changes = {"device": named, "precision": precision, "backend": backend}
@@ -294,18 +332,24 @@ def _best_precision(device: torch.device) -> str:
     return "bf16" if machine.supports_bfloat16(device) else "float32"
 
 
+def _load_any(config: RunConfig) -> TokenDataset | ConversationDataset:
+    """Returns the text of a run, or, for a pretrained model, conversations that its tokenizer renders."""
+    return load_dataset(config) if config.model.pretrained is None else pretrained.load_dataset(config)
+
+
 def load_dataset(config: RunConfig) -> TokenDataset:
     """Returns the prepared folder that data.source is, or the one that preparing it makes or finds."""
+    require_new_model(config)
     source = Path(config.data.source).expanduser()
     if is_prepared(config.data.source):
         return open_dataset(source)  # shards without meta.json too: they are damaged, not text
     return open_dataset(prepare(config.data))
 
 
-def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
+def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset | ConversationDataset:
     """Returns the tokens with which a run was started. DataError if they differ now."""
     where = config.data.folder
-    dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else load_dataset(config)
+    dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else _load_any(config)
     if dataset.fingerprint != origin.data:
         raise DataError(
             f"{dataset.path} holds other tokens than the run began with (fingerprint "
@@ -315,11 +359,16 @@ def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
     return dataset
 
 
-def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
+def with_data(config: RunConfig, dataset: TokenDataset | ConversationDataset) -> RunConfig:
     """Returns the configuration with what only the data can tell: rows of the vocabulary, steps, the folder.
 
     ConfigError if the model's vocabulary is too small for the data.
     """
+    if isinstance(dataset, ConversationDataset):
+        rows, steps = len(dataset.rows("train").ids), config.steps
+        if config.epochs is not None:
+            steps = math.ceil(config.epochs * rows / config.batch.sequences)
+        return config.model_copy(update={"steps": steps, "epochs": None})
     rows, ids = config.model.vocab_size, dataset.meta.tokenizer.size
     if rows is not None and rows < ids:
         raise ConfigError(

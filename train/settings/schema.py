@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, create_model, model_validator
 
 from delta_trn.models.mup import Parametrization
 from delta_trn.models.settings import (
@@ -28,11 +28,24 @@ from delta_trn.train.settings.errors import ConfigError
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class ModelSection(ModelSettings):
+# `from` is a word of Python's own, which a class cannot declare
+_From: Any = create_model(
+    "_From",
+    __base__=ModelSettings,
+    **{"from": (str | None, Field(None, description="folder of the model to fine-tune; none: a new model"))},
+)
+
+
+class ModelSection(_From):
     """The language model: Gated DeltaNet (arXiv:2412.06464) or attention over time, a residual over depth."""
 
     vocab_size: CountOrNone = None
     """number of rows of the embedding; none: what the data's tokenizer says"""
+
+    @property
+    def pretrained(self) -> str | None:
+        """The setting `model.from`."""
+        return getattr(self, "from")
 
 
 class OptimizerSection(Section):
@@ -58,6 +71,19 @@ class OptimizerSection(Section):
     """sgd, muon: Nesterov momentum, without dampening"""
     clip: Positive | None = 1.0
     """largest global gradient norm, after accumulation and reduction; none: no clipping"""
+
+
+class LoraSection(Section):
+    """Low-rank adapters (arXiv:2106.09685) in place of the weights themselves, by PEFT."""
+
+    rank: NotNegative = 0
+    """rank r of an adapter, W + alpha / r B A; 0: all weights are trained"""
+    alpha: Positive = 32.0
+    """scale of the adapters"""
+    targets: tuple[str, ...] = ("all-linear",)
+    """names of the layers that get an adapter, such as q_proj,v_proj; all-linear: all but the readout"""
+    merge: bool = False
+    """write the model with its adapters merged into merged/ when the run ends"""
 
 
 class ScheduleSection(Section):
@@ -113,10 +139,16 @@ class DataSection(Section):
     """how many tokens are enough: no further document is read; none: no limit"""
     seed: int = 0
     """seed of the choice of held-out documents"""
-    loader: Literal["random_crop", "stream"] = "random_crop"
+    loader: Literal["random_crop", "stream", "conversations"] = "random_crop"
     """training batches: random_crop draws crops with replacement, stream reads every token in turn"""
     boundaries: bool = True
     """every document begins with an empty state, as it would alone; false: the one before reaches it"""
+    chat_template: str | None = None
+    """file of a Jinja template for conversations, or `turns`, a plain one; none: the tokenizer's own"""
+    turns: Literal["all", "last"] = "all"
+    """turns of the assistant that are learned"""
+    too_long: Literal["refuse", "truncate", "drop"] = "refuse"
+    """what is done with conversations of more than batch.length tokens"""
 
 
 class EvaluationSection(Section):
@@ -132,6 +164,8 @@ class EvaluationSection(Section):
     """seed of the choice of held-out crops"""
     final_tokens: NotNegative = 0
     """held-out tokens to measure in order after the last step; 0: the summary has the crops' loss"""
+    first: bool = False
+    """evaluate before the first step, too"""
 
 
 class SampleSection(Section):
@@ -220,6 +254,7 @@ class RunConfig(Section):
     max_minutes: Positive | None = None
     """minutes of training in this process, then a checkpoint and a stop; none: no limit"""
     model: ModelSection = ModelSection()
+    lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     batch: BatchSection = BatchSection()
@@ -282,12 +317,12 @@ NOT_MATHEMATICS = frozenset(
     (
         *("name", "out", "device", "backend", "compile", "gradient_checkpointing", "deterministic"),
         *("max_minutes", "batch.micro", "data.folder", "evaluation", "sample", "checkpoint", "log"),
-        "distribution",
+        *("distribution", "lora.merge"),
     )
 )
 # Keys that `resume` may change. With other crops the validation losses of one run could not be compared.
-RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs"}) - {"name", "out"}
-NOT_RESUMABLE = frozenset(("evaluation.sequences", "evaluation.seed"))
+RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs", "model.from"}) - {"name", "out"}
+NOT_RESUMABLE = frozenset(("evaluation.sequences", "evaluation.seed", "evaluation.first"))
 
 
 def is_one_of(key: str, keys: frozenset[str]) -> bool:

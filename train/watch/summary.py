@@ -4,12 +4,15 @@ import json
 import math
 import shlex
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from delta_trn.backends import machine
+from delta_trn.train.data.packing import ConversationDataset
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_windows, windows_at_once
+from delta_trn.train.run.optimizer import ADAPTER_RATE
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import loss_function
 from delta_trn.train.settings.schema import RunConfig
@@ -27,15 +30,15 @@ BASELINES = {
 
 def opening(run: Run, asked_backend: str) -> list[str]:
     """Returns the lines before a run: what is about to happen."""
-    c, meta = run.config, run.dataset.meta
+    c = run.config
     parameters = list(run.model.parameters())
     total = sum(p.numel() for p in parameters)
+    if isinstance(run.dataset, ConversationDataset):
+        return _opening_of_pretrained(run, run.dataset, total, asked_backend)
+    meta = run.dataset.meta
     embedding = (c.model.vocab_size or 0) * c.model.width * (1 if c.model.tie_word_embeddings else 2)
     per_step = c.batch.sequences * c.batch.length
     passes = per_step * c.steps / run.dataset.split("train").tokens
-    o, s = c.optimizer, c.schedule
-    parts = run.layout.micro_batches
-    accumulation = f" in {parts} parts" if parts > 1 else ""
     ratio = c.model.width / c.model.base_width
     lines = [
         f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
@@ -43,9 +46,46 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         f"{run.dataset.split('val').tokens:,} held out; {meta.tokenizer.kind}, {c.model.vocab_size:,} rows",
         f"model      Gated DeltaNet, {c.model.layers} layers, width {c.model.width} ({ratio:g} x base), "
         f"{total:,} parameters, {embedding:,} of them for the vocabulary",
-        f"training   {c.steps:,} steps of {c.batch.sequences} x {c.batch.length} tokens{accumulation}: "
-        f"{per_step * c.steps:,} tokens, {passes:.2g} passes",
-        f"optimizer  {o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}, {c.parametrization}",
+        f"training   {_steps(run)}: {per_step * c.steps:,} tokens, {passes:.2g} passes",
+        f"optimizer  {_rates(run)}, {c.parametrization}",
+    ]
+    return lines + _opening_of_machine(run, asked_backend)
+
+
+def _opening_of_pretrained(run: Run, data: ConversationDataset, total: int, asked_backend: str) -> list[str]:
+    """Returns the lines before a run that fine-tunes a model."""
+    c, lora = run.config, run.config.lora
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    base: Any = run.model.get_base_model() if lora.rank else run.model
+    how = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, of {','.join(lora.targets)}" if lora.rank else "all"
+    passes = c.steps * c.batch.sequences / len(data.rows("train").ids)
+    rate = f"{_rates(run)}; adapters learn {ADAPTER_RATE} times as fast" if lora.rank else _rates(run)
+    return [
+        f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
+        f"data       {data.path}: {data.describe()}",
+        f"model      {type(base).__name__} of {c.model.pretrained}; {trained:,} of {total:,} parameters are "
+        f"trained ({how})",
+        f"training   {_steps(run)}, {passes:.2g} passes",
+        f"optimizer  {rate}",
+        *_opening_of_machine(run, asked_backend),
+    ]
+
+
+def _steps(run: Run) -> str:
+    b, parts = run.config.batch, run.layout.micro_batches
+    accumulation = f" in {parts} parts" if parts > 1 else ""
+    return f"{run.config.steps:,} steps of {b.sequences} x {b.length} tokens{accumulation}"
+
+
+def _rates(run: Run) -> str:
+    o, s = run.config.optimizer, run.config.schedule
+    return f"{o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}"
+
+
+def _opening_of_machine(run: Run, asked_backend: str) -> list[str]:
+    """Returns the lines that say where a run is computed, by whom."""
+    c, s = run.config, run.config.schedule
+    lines = [
         f"device     {c.device} ({_device(run)}), {c.precision}; delta rule by {c.backend}"
         + (", chosen by device" if asked_backend == "auto" else ", as asked"),
     ]
@@ -75,7 +115,7 @@ class Result:
     held_out: int
     loss: float
     perplexity: float
-    bits_per_byte: float
+    bits_per_byte: float | None
 
 
 def result(run: Run) -> Result | None:
@@ -90,6 +130,9 @@ def result(run: Run) -> Result | None:
     if not last:
         return None
     crops = config.evaluation.sequences * config.batch.length
+    if isinstance(run.dataset, ConversationDataset):
+        rows = run.dataset.evaluation_batches(size=1, at_most=config.evaluation.sequences)
+        crops = sum(int(row.counted()) for row in rows)
     at, loss, tokens = last[-1]["step"], last[-1]["loss"], crops
     if config.evaluation.final_tokens and state.step == config.steps:
         found = _in_order(run)
@@ -137,9 +180,12 @@ def closing(
     run: Run, found: Result | None, costs: dict[str, dict[str, float]], console: Console, plot: str | None
 ) -> None:
     """Prints the result beside the baselines, a sample, the picture, and how to go on."""
-    if found is not None:
+    if found is not None and isinstance(run.dataset, ConversationDataset):
+        _print_change(run, found, console)
+    elif found is not None:
         console.print(_table(run.config, found, costs))
-        if "lzma" in costs and costs["lzma"]["bits_per_byte"] < found.bits_per_byte:
+        bits = found.bits_per_byte
+        if bits is not None and "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
             console.print(
                 "note       lzma stores an exact repeat once, however far back it lies; on text with many of "
                 "them a small model needs more than minutes to pay less"
@@ -159,6 +205,21 @@ def closing(
         console.print(f"generate   delta-trn generate {where} --prompt {prompt}", markup=False)
 
 
+def _print_change(run: Run, found: Result, console: Console) -> None:
+    """Prints the held-out loss before and after fine-tuning, and the sample from before."""
+    first = next((x for x in metrics.read(run.folder.metrics.path) if x["split"] == "val"), None)
+    before = ""
+    if first is not None and first["step"] == 0:
+        before = f"{first['loss']:.4f} nats a token before (perplexity {first['perplexity']:,.2f}), "
+    console.print(
+        f"held out   {found.held_out:,} tokens: {before}{found.loss:.4f} after step {found.step} "
+        f"({found.perplexity:,.2f})"
+    )
+    if before and (sample := run.folder.first_sample().strip("\n")):
+        console.print("sample before", style="bold")
+        console.print(sample + "\n", markup=False)
+
+
 def _table(config: RunConfig, found: Result, costs: dict[str, dict[str, float]]) -> Table:
     trained = f"{found.tokens:,} tokens in {duration(found.seconds)}"
     title = f"{found.held_out:,} held-out tokens after step {found.step} ({trained})"
@@ -174,6 +235,6 @@ def _table(config: RunConfig, found: Result, costs: dict[str, dict[str, float]])
     mine = (found.loss, found.bits_per_byte, f"this model ({config.name})")
     for row in sorted([*rows, mine], reverse=True):
         loss, bits, words = row
-        style = "bold" if row is mine else None
-        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{bits:.4f}", style=style)
+        style, per_byte = "bold" if row is mine else None, "" if bits is None else f"{bits:.4f}"
+        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", per_byte, style=style)
     return table

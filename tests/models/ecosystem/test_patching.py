@@ -51,12 +51,12 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make(family):
+def make(family, **changes):
     configuration, model, settings = FAMILIES[family]
     if not hasattr(transformers, model):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     torch.manual_seed(0)
-    config = getattr(transformers, configuration)(**SIZES, **settings)
+    config = getattr(transformers, configuration)(**{**SIZES, **settings, **changes})
     config._experts_implementation = "eager"  # grouped products have no float64
     made = getattr(transformers, model)(config).eval()
     for p in made.parameters():
