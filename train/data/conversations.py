@@ -15,15 +15,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from delta_trn.train.data.readers import open_unpacked
 from delta_trn.train.settings.errors import SourceError, TokenizerError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # For a model that has never seen a conversation: any tokenizer with an end token can spell it.
 TURNS = (
@@ -63,8 +60,8 @@ class ChatTokenizer:
 
     turn = "\n"
 
-    def __init__(self, inner: "PreTrainedTokenizerBase", ends: frozenset[int] = frozenset()):
-        self.inner = inner
+    def __init__(self, inner: Any, ends: frozenset[int] = frozenset()):
+        self.inner = inner  # a PreTrainedTokenizerBase, whose attributes transformers does not declare
         self.has_marks = bool(_MARK.search(inner.get_chat_template()))
         own = {inner.eos_token_id} if inner.eos_token_id is not None else set()
         self.eos: list[int] = sorted(own | ends | self._end_of_turn())
@@ -77,7 +74,7 @@ class ChatTokenizer:
 
     @property
     def sha256(self) -> str:
-        backend = self.inner.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+        backend = self.inner.backend_tokenizer.to_str()
         return hashlib.sha256((backend + self.inner.get_chat_template()).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -216,6 +213,13 @@ def read_conversations(path: Path) -> Iterator[Conversation]:
             yield Conversation(where, _messages(row, where), row.get("tools"))
 
 
+def _is_message(message: Any) -> bool:
+    """Returns whether it has a role and says something; calls of tools may stand for content."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return message.get("content") is not None or len(message) > 2
+
+
 def _messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Returns the messages of a row, and checks their form."""
     if "messages" in row:
@@ -224,18 +228,12 @@ def _messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
         prompt, completion = row["prompt"], row["completion"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        messages = messages + answer if isinstance(messages, list) and isinstance(answer, list) else None
+        messages = [*messages, *answer] if isinstance(messages, list) and isinstance(answer, list) else None
     else:
         raise SourceError(
             f"{where} has the fields {sorted(row)}; expected messages, or prompt and completion"
         )
-    good = isinstance(messages, list) and all(
-        isinstance(m, dict)
-        and isinstance(m.get("role"), str)
-        and (m.get("content") is not None or len(m) > 2)
-        for m in messages
-    )
-    if not good:
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise SourceError(
             f'{where} has no list of messages such as {{"role": "user", "content": "..."}}; mend the line'
         )

@@ -86,11 +86,12 @@ class ConversationDataset:
     def describe(self) -> str:
         """Returns one line: what there is to learn, and to hold out."""
         parts = []
-        for split, words in (("train", "to learn"), ("val", "held out")):
+        words: dict[Split, str] = {"train": "to learn", "val": "held out"}
+        for split, purpose in words.items():
             documents, rows = self.documents[split], len(self.rows(split).ids)
             learned, tokens = (sum(int(f(d)) for d in documents) for f in (_learned, _tokens))
             share = f"{learned:,} of {tokens:,} tokens"
-            parts.append(f"{len(documents):,} conversations {words} ({share}) in {rows:,} rows")
+            parts.append(f"{len(documents):,} conversations {purpose} ({share}) in {rows:,} rows")
         counts = [f"{count:,} {reason}" for reason, count in sorted(self.dealt_with.items())]
         return "; ".join(parts + counts)
 

@@ -77,7 +77,7 @@ def is_due(config: RunConfig, step: int) -> bool:
 
 def held_out_crops(
     config: RunConfig,
-    dataset: TokenDataset | ConversationDataset,
+    dataset: TokenDataset,
     layout: Layout,
     *,
     at_most: int | None = None,

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -63,7 +63,7 @@ class Run:
     config: RunConfig
     origin: Origin
     folder: RunFolder
-    dataset: TokenDataset | ConversationDataset
+    dataset: TokenDataset
     device: torch.device
     sharding: Sharding
     optimizer: Optimizer
@@ -191,7 +191,7 @@ def _assemble(
     config: RunConfig,
     origin: Origin,
     folder: RunFolder,
-    dataset: TokenDataset | ConversationDataset,
+    dataset: TokenDataset,
     device: torch.device,
     team: Team,
 ) -> Run:
@@ -233,9 +233,9 @@ def _assemble_pretrained(
     team: Team,
 ) -> Run:
     config, sharding = pretrained.make_sharding(config, device, team)
-    sharding.model.generation_config.eos_token_id = dataset.tokenizer.eos
+    cast(Any, sharding.model).generation_config.eos_token_id = dataset.tokenizer.eos
     loader = ConversationLoader(
-        dataset,
+        dataset,  # its own kind
         batch=config.batch.sequences // team.data_world,
         seed=config.seed,
         rank=team.data_rank,
@@ -286,7 +286,7 @@ def _hold(folder: RunFolder, team: Team) -> Iterator[None]:
         yield
 
 
-def _require_same_data(dataset: TokenDataset | ConversationDataset, origin: Origin) -> None:
+def _require_same_data(dataset: TokenDataset, origin: Origin) -> None:
     if dataset.fingerprint != origin.data:
         raise DataError(
             f"{dataset.path} holds other tokens here than on the first process (fingerprint "
@@ -332,9 +332,14 @@ def _best_precision(device: torch.device) -> str:
     return "bf16" if machine.supports_bfloat16(device) else "float32"
 
 
-def _load_any(config: RunConfig) -> TokenDataset | ConversationDataset:
-    """Returns the text of a run, or, for a pretrained model, conversations that its tokenizer renders."""
-    return load_dataset(config) if config.model.pretrained is None else pretrained.load_dataset(config)
+def _load_any(config: RunConfig) -> TokenDataset:
+    """Returns the text of a run, or, for a pretrained model, conversations that its tokenizer renders.
+
+    What takes one or the other apart asks which it is.
+    """
+    if config.model.pretrained is None:
+        return load_dataset(config)
+    return cast(TokenDataset, pretrained.load_dataset(config))
 
 
 def load_dataset(config: RunConfig) -> TokenDataset:
@@ -346,7 +351,7 @@ def load_dataset(config: RunConfig) -> TokenDataset:
     return open_dataset(prepare(config.data))
 
 
-def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset | ConversationDataset:
+def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
     """Returns the tokens with which a run was started. DataError if they differ now."""
     where = config.data.folder
     dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else _load_any(config)
@@ -359,7 +364,7 @@ def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset | Convers
     return dataset
 
 
-def with_data(config: RunConfig, dataset: TokenDataset | ConversationDataset) -> RunConfig:
+def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
     """Returns the configuration with what only the data can tell: rows of the vocabulary, steps, the folder.
 
     ConfigError if the model's vocabulary is too small for the data.

@@ -175,7 +175,9 @@ _NEEDS: Mapping[str, tuple[Need, ...]] = {
 # a pretrained model comes with its sizes, its parametrization and its tokenizer
 _OF_A_NEW_MODEL = [f"model.{name}" for name in ModelSection.model_fields if name != "from"]
 _OF_A_NEW_MODEL += ["parametrization", "compile", "log.probes", "evaluation.final_tokens", "evaluation.seed"]
-_OF_A_NEW_MODEL += [f"data.{name}" for name in ("tokenizer", "vocab_size", "folder", "text_field")]
+_OF_A_NEW_MODEL += [
+    f"data.{name}" for name in ("tokenizer", "vocab_size", "folder", "text_field", "boundaries")
+]
 NEEDS = {**_NEEDS, **{key: (*_NEEDS.get(key, ()), _NEW) for key in _OF_A_NEW_MODEL}}
 
 

@@ -29,11 +29,10 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 # `from` is a word of Python's own, which a class cannot declare
-_From: Any = create_model(
-    "_From",
-    __base__=ModelSettings,
-    **{"from": (str | None, Field(None, description="folder of the model to fine-tune; none: a new model"))},
-)
+_FROM: Any = {
+    "from": (str | None, Field(None, description="folder of the model to fine-tune; none: a new one"))
+}
+_From: Any = create_model("_From", __base__=ModelSettings, **_FROM)
 
 
 class ModelSection(_From):

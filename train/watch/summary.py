@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -56,7 +56,7 @@ def _opening_of_pretrained(run: Run, data: ConversationDataset, total: int, aske
     """Returns the lines before a run that fine-tunes a model."""
     c, lora = run.config, run.config.lora
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    base: Any = run.model.get_base_model() if lora.rank else run.model
+    base: Any = cast(Any, run.model).get_base_model() if lora.rank else run.model
     how = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, of {','.join(lora.targets)}" if lora.rank else "all"
     passes = c.steps * c.batch.sequences / len(data.rows("train").ids)
     rate = f"{_rates(run)}; adapters learn {ADAPTER_RATE} times as fast" if lora.rank else _rates(run)

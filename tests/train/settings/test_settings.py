@@ -52,6 +52,8 @@ def choose_other(key: str, value: Any) -> str:
         "ddl_v_input": "context",
         **dict.fromkeys(("q_activation", "k_activation", "v_activation"), "silu"),
         "loader": "stream",
+        "turns": "last",
+        "too_long": "drop",
         "mode": "fsdp",
         "schedule.decay_steps": "77",
     }
