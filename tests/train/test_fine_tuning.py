@@ -120,7 +120,6 @@ def test_others_open_the_result_and_find_the_loss_that_was_reported(models, sour
     held_out = [row for row in rows if "messages" in row][:5]
     validation = chats.write(tmp_path / "held_out.jsonl", held_out)
     changes = {"data__validation": validation, "steps": 4, "lora__rank": rank}
-    changes |= {"lora__merge": "true"} if rank else {}
     out = tmp_path / "run"
     train("run", "finetune", *keys(models(family), source, out, **changes))
     folder = sorted(out.glob("checkpoints/step-*"))[-1]
@@ -131,9 +130,11 @@ def test_others_open_the_result_and_find_the_loss_that_was_reported(models, sour
     assert found == pytest.approx(reported, rel=1e-4)
     untouched = loss_alone(AutoModelForCausalLM.from_pretrained(models(family)).eval(), tokenizer, held_out)
     assert abs(untouched - reported) > 0.01
-    if rank:
-        merged = AutoModelForCausalLM.from_pretrained(out / "merged").eval()
-        assert loss_alone(merged, tokenizer, held_out) == pytest.approx(reported, rel=1e-4)
+    train("export", out, "--to", tmp_path / "merged", "--checkpoint", "last")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert loss_alone(merged, tokenizer, held_out) == pytest.approx(reported, rel=1e-4)
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "It answers in conversations" in card and ("import delta_trn" in card) == (family == "ours")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +279,7 @@ def _other_weights(folder):
         ("ours", {"lora__rank": 2, "lora__targets": "q_prj"}, "q_prj is no linear layer .*q_proj"),
         ("ours", {"lora__rank": 2, "lora__targets": "lm_head"}, "lm_head is no linear layer"),
         ("ours", {"lora__alpha": 2}, "lora.alpha=2.0 has no effect with lora.rank=0"),
+        ("qwen3_5", {"optimizer__name": "muon"}, "muon knows the matrices of our own models"),
         ("qwen3_5", {"backend": "nki"}, "no layer of this Qwen3_5ForCausalLM can be computed"),
     ],
 )
@@ -297,11 +299,9 @@ def test_what_cannot_be_fine_tuned_is_refused_before_a_folder_is_made(
 def test_adapters_cannot_be_fine_tuned_before_they_are_merged(finished, source, tmp_path):
     out, _ = finished("qwen3_next", 4)
     status, _, err = run_command("run", "finetune", *keys(out, source, tmp_path / "next"))
-    assert status == 2 and "merge them first, with `delta-trn resume RUN lora.merge=true`" in err
-    copy = tmp_path / "run"
-    shutil.copytree(out, copy, symlinks=True)
-    assert "merged     " in train("resume", copy, "lora.merge=true")
-    train("run", "finetune", *keys(copy / "merged", source, tmp_path / "next", steps=1))
+    assert status == 2 and "merge them first, with `delta-trn export RUN --to DIR`" in err
+    train("export", out, "--to", tmp_path / "merged")
+    train("run", "finetune", *keys(tmp_path / "merged", source, tmp_path / "next", steps=1))
 
 
 @pytest.mark.parametrize("command", ["plan", "parameters", "coord-check"])

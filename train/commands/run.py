@@ -12,8 +12,6 @@ from delta_trn.train.settings.overrides import apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig, flatten, meaning
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from delta_trn.train.run.setup import Run
 
 
@@ -86,7 +84,6 @@ def drive(run: "Run", asked_backend: str) -> int:
         out.print(line, markup=False)
     if (known := run.team.leader_does(lambda: saved_result(run))) is not None:
         out.print(f"finished   all {run.config.steps:,} steps were trained before; this was measured then")
-        _merge(run, out)
         if leads:
             drawn = run.folder.plot_path
             closing(run, *known, out, str(drawn) if drawn.exists() else None)
@@ -100,8 +97,6 @@ def drive(run: "Run", asked_backend: str) -> int:
         out.print(why, markup=False)
     with out.status("measuring the held-out text"):
         found = result(run)
-    if not outcome.stopped:
-        _merge(run, out)
     plot = None
     if not leads:
         return 128 + outcome.signal if outcome.signal is not None else 0
@@ -114,15 +109,6 @@ def drive(run: "Run", asked_backend: str) -> int:
         out.print(f"no picture: {error}", markup=False)
     closing(run, found, costs, out, plot)
     return 128 + outcome.signal if outcome.signal is not None else 0
-
-
-def _merge(run: "Run", out: "Console") -> None:
-    """Writes the model with its adapters merged, where lora.merge asks for it."""
-    from delta_trn.train.run.pretrained import MERGED, write_merged
-
-    if run.config.lora.merge and run.team.leads:
-        write_merged(run.sharding, run.dataset.tokenizer, run.folder.path / MERGED)
-        out.print(f"merged     {run.folder.path / MERGED}", markup=False)
 
 
 def keys(config: RunConfig) -> str:

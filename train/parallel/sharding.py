@@ -204,7 +204,8 @@ class _Loss(nn.Module):
         self.model, self.compute = model, loss
 
     def forward(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
-        return (self.compute or self.model.loss)(inputs, targets, **others)
+        compute: Callable[..., Tensor] = self.compute or self.model.loss
+        return compute(inputs, targets, **others)
 
 
 def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from delta_trn.models.mup import TABLES, Role
-from delta_trn.models.parameters import ScaledParameter, scaled_parameters
+from delta_trn.models.parameters import ScaledParameter, Tag, scaled_parameters
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import model_config, vocabulary
 from delta_trn.train.run.muon import Muon
+from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import OptimizerSection, RunConfig
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ def _plain_rows(model: nn.Module, config: RunConfig) -> list[ScaledParameter]:
     Weight decay is for matrices.
     """
     o, configuration = config.optimizer, getattr(model, "config", None)
+    if o.name == "muon":
+        raise ConfigError(
+            "optimizer.name=muon knows the matrices of our own models, trained whole; give adamw or sgd"
+        )
     m = getattr(configuration, "width_ratio", 1.0)
     rule = TABLES[getattr(configuration, "parametrization", "sp")][Role.GATE]
     found = []
@@ -85,12 +90,14 @@ def _plain_rows(model: nn.Module, config: RunConfig) -> list[ScaledParameter]:
         if not p.requires_grad:
             continue
         reads_width = ".lora_A." in name
+        tag = Tag(Role.GATE if reads_width else Role.CONSTANT)
         factor = m ** rule.lr(o.name) if reads_width else 1.0
         found.append(
             ScaledParameter(
                 name=name,
                 shape=tuple(p.shape),
-                role=Role.GATE if reads_width else Role.CONSTANT,
+                role=tag.role,
+                tag=tag,
                 init_std=None,
                 multiplier=1.0,
                 lr=o.lr * factor * (ADAPTER_RATE if config.lora.rank else 1),

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from delta_trn.models.layers import at_least_float32
 from delta_trn.train.checkpoints.contents import without_bars
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.data.conversations import ChatTokenizer
 from delta_trn.train.data.loader import IGNORED
 from delta_trn.train.data.packing import ConversationDataset, load_conversations
 from delta_trn.train.parallel.sharding import Sharding
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 RATE = 2e-5  # of models whose own rate is not known
 SHARE = 20  # our models begin at their own peak rate over this
-MERGED = "merged"
 
 
 def with_folder(config: RunConfig) -> RunConfig:
@@ -79,8 +77,8 @@ def find_model(folder: Path) -> Path:
         folder = best.resolve() if best is not None else store.require_whole(steps[-1])
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"model.from={folder} has adapters and no model; merge them first, with `delta-trn resume RUN "
-            f"lora.merge=true`, and give RUN/{MERGED}"
+            f"model.from={folder} has adapters and no model; merge them first, with `delta-trn export RUN "
+            "--to DIR`, and give DIR"
         )
     if not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is no folder"
@@ -300,7 +298,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
 
 
 def open_result(folder: Path, base: str, device: torch.device) -> nn.Module:
-    """Returns a model that was fine-tuned into a checkpoint's folder, for generation.
+    """Returns a model that was fine-tuned into a checkpoint's folder, adapters merged into its weights.
 
     base    the folder of the model that adapters belong to
     """
@@ -310,7 +308,7 @@ def open_result(folder: Path, base: str, device: torch.device) -> nn.Module:
     if adapters:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, folder)  # type: ignore[arg-type]
+        model = cast(Any, PeftModel.from_pretrained(cast(Any, model), folder)).merge_and_unload()
     return model.eval()
 
 
@@ -325,11 +323,3 @@ def patch_quietly(model: nn.Module) -> None:
     if not isinstance(model, DeltaForCausalLM):
         with contextlib.redirect_stdout(io.StringIO()):
             patch_transformers(model)
-
-
-def write_merged(sharding: Sharding, tokenizer: ChatTokenizer, folder: Path) -> None:
-    """Adds the adapters to the weights, which ends their training, and writes a model without them."""
-    merged = cast(Any, sharding.model).merge_and_unload()
-    with without_bars():
-        merged.save_pretrained(folder)
-    tokenizer.save(folder)

@@ -235,7 +235,7 @@ def _assemble_pretrained(
     config, sharding = pretrained.make_sharding(config, device, team)
     cast(Any, sharding.model).generation_config.eos_token_id = dataset.tokenizer.eos
     loader = ConversationLoader(
-        dataset,  # its own kind
+        dataset,
         batch=config.batch.sequences // team.data_world,
         seed=config.seed,
         rank=team.data_rank,
@@ -243,7 +243,8 @@ def _assemble_pretrained(
     )
     torch.manual_seed(config.seed)
     optimizer = make_optimizer(sharding, config)
-    return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
+    data = cast(TokenDataset, dataset)
+    return Run(config, origin, folder, data, device, sharding, optimizer, loader, State())
 
 
 def make_sharding(

@@ -170,7 +170,7 @@ _NEEDS: Mapping[str, tuple[Need, ...]] = {
     "model.ddl_v_sigmoid_scale": (_STATE, _COMPUTED_V, _is("model.ddl_v_sigmoid", True)),
     "model.ddl_v_constant_value": (_STATE, _is("model.ddl_v_constant", True)),
     **dict.fromkeys(("data.chat_template", "data.turns", "data.too_long", "lora.rank"), (_PRETRAINED,)),
-    **dict.fromkeys(("lora.alpha", "lora.targets", "lora.merge"), (_PRETRAINED, _ADAPTERS)),
+    **dict.fromkeys(("lora.alpha", "lora.targets"), (_PRETRAINED, _ADAPTERS)),
 }
 # a pretrained model comes with its sizes, its parametrization and its tokenizer
 _OF_A_NEW_MODEL = [f"model.{name}" for name in ModelSection.model_fields if name != "from"]

@@ -81,8 +81,6 @@ class LoraSection(Section):
     """scale of the adapters"""
     targets: tuple[str, ...] = ("all-linear",)
     """names of the layers that get an adapter, such as q_proj,v_proj; all-linear: all but the readout"""
-    merge: bool = False
-    """write the model with its adapters merged into merged/ when the run ends"""
 
 
 class ScheduleSection(Section):
@@ -316,7 +314,7 @@ NOT_MATHEMATICS = frozenset(
     (
         *("name", "out", "device", "backend", "compile", "gradient_checkpointing", "deterministic"),
         *("max_minutes", "batch.micro", "data.folder", "evaluation", "sample", "checkpoint", "log"),
-        *("distribution", "lora.merge"),
+        "distribution",
     )
 )
 # Keys that `resume` may change. With other crops the validation losses of one run could not be compared.

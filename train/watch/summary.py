@@ -200,6 +200,8 @@ def closing(
     prompt = shlex.quote(run.config.sample.prompt or "The")
     finished = run.state.step >= run.config.steps
     more = f" steps={2 * run.config.steps}" if finished else ""
+    if run.config.lora.rank:
+        console.print(f"merge      delta-trn export {where} --to DIR", markup=False)
     console.print(f"continue   delta-trn resume {where}{more}", markup=False)
     if run.folder.checkpoints.steps():
         console.print(f"generate   delta-trn generate {where} --prompt {prompt}", markup=False)
