@@ -45,7 +45,8 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
         shutil.rmtree(new, ignore_errors=True)  # left by one that was killed
         new.mkdir()
         try:
-            if model.positions is None:  # nothing in the model limits it, and other tools ask for a limit
+            # nothing in the model limits it, and other tools ask for a limit
+            if _is_ours(model) and model.positions is None:
                 model.config.max_position_embeddings = config.batch.length
             if remote_code:
                 from delta_trn.models.ecosystem.remote_code import write_remote_code
