@@ -28,16 +28,17 @@ from torch import Tensor
 
 from delta_trn.backends.checks import is_checking
 from delta_trn.backends.registry import BackendRefusal
-from delta_trn.nki_kernels import plan
+from delta_trn.nki_kernels import plan, simulator
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
-from delta_trn.nki_kernels.language import nki
+from delta_trn.nki_kernels.language import RUNTIME, nki
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
+_counts: list[int] = []  # of the running `count_instructions`, the inner one last
 
 
 def run(kernel: Any, *args: Any) -> Any:
@@ -58,10 +59,29 @@ def simulate(kernel: Any, *args: Any) -> Any:
     target = os.environ.get(TARGET)
     os.environ[TARGET] = target or "trn1"
     try:
-        return nki.simulate(kernel)(*args)
+        if not _counts:
+            return nki.simulate(kernel)(*args)
+        run = simulator.record(kernel, *args, trace=False)
+        _counts[-1] += run.instructions
+        return run.outputs
     finally:
         if target is None:
             del os.environ[TARGET]
+
+
+def count_instructions(work: Callable[[], object]) -> int:
+    """Returns how many instructions the kernels that `work` calls on the CPU have, by our simulator.
+
+    Raises BackendRefusal where AWS's nki is installed, whose simulator counts none.
+    """
+    if RUNTIME != "simulator":
+        raise BackendRefusal("AWS's nki is installed here, and its simulator counts no instructions")
+    _counts.append(0)
+    try:
+        work()
+        return _counts[-1]
+    finally:
+        _counts.pop()
 
 
 def require_within_rsqrt(name: str, value: float, least: float) -> None:

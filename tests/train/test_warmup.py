@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from delta_trn.backends import machine
 from delta_trn.train.commands import warmup
 from delta_trn.train.neuron import record
 from delta_trn.train.neuron.graphs import Sizes, graphs
+from delta_trn.train.neuron.instructions import MOST, per_sequence
 from delta_trn.train.neuron.record import fingerprint, notice, record_path, write_record
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.overrides import apply
@@ -31,11 +34,11 @@ def list_shapes(changes: dict[str, str], *, world: int = 1, xla: bool = False, s
 
 
 class TestGraphs:
-    def test_a_graph_of_a_step_has_one_micro_batch_and_on_xla_all(self):
+    def test_a_graph_of_a_step_has_one_micro_batch(self):
         changes = {"batch__sequences": "8", "batch__length": "32", "batch__micro": "2"}
         assert list_shapes(changes)["step"] == (2, 32)
-        assert list_shapes(changes, world=2, xla=True)["step"] == (4, 32)
-        assert list_shapes(changes, world=2, xla=True)["first step"] == (4, 32)
+        assert list_shapes(changes, world=2, xla=True)["step"] == (2, 32)
+        assert list_shapes(changes, world=2, xla=True)["first step"] == (2, 32)
         context = {**changes, "distribution__context": "2"}
         assert list_shapes(context, world=2)["step"] == (2, 16)
 
@@ -59,6 +62,39 @@ class TestGraphs:
     def test_graphs_of_a_cluster_are_listed_on_any_machine(self):
         status, out, _ = tiny_run.run_command("warmup", "tiny", "--list", "--processes=2", "device=xla")
         assert status == 0 and "first step" in out and "[2, 32]" in out and "[1, ?]" in out
+        assert "instructions of the NKI kernels" in out and "neuronx-cc may refuse" not in out
+
+    def test_instructions_are_those_of_one_layer_and_sequence_times_both(self, monkeypatch):
+        counted = per_sequence(config(model__layers="3"))
+        assert counted.training > 2 * counted.forward > 0
+        one = per_sequence(config(model__layers="1"))
+        assert (counted.forward, counted.training) == (3 * one.forward, 3 * one.training)
+        hybrid = per_sequence(config(model__layers="3", model__attention_layers="1"))
+        assert hybrid.training == 2 * one.training, "attention has no kernel of ours"
+        monkeypatch.setattr("delta_trn.train.neuron.instructions.MOST", 4 * one.training - 1)
+        _, out, _ = tiny_run.run_command(
+            *(
+                "warmup",
+                "tiny",
+                "--list",
+                "device=xla",
+                "precision=float32",
+                "model.layers=1",
+                "batch.micro=4",
+            )
+        )
+        assert f"{4 * one.training:,}  above {4 * one.training - 1:,}: neuronx-cc may refuse it, lower" in out
+
+    @pytest.mark.parametrize(("script", "processes"), [("trn1.2xlarge", 2), ("trn1.32xlarge", 32)])
+    def test_a_launch_script_keeps_graphs_within_the_bound(self, script, processes):
+        text = (Path(warmup.__file__).parents[1] / "launch" / f"{script}.sh").read_text()
+        keys = dict(word.split("=") for word in re.findall(r"(?:batch|evaluation)\.\w+=\d+", text))
+        run = apply(recipe("gdn_mup_adamw"), {"model.width": "512", **keys})
+        listed = graphs(run, world=processes, xla=True, sizes=Sizes())
+        rows = {graph.name: graph.inputs[0][0] or 0 for graph in listed}
+        counted = per_sequence(run)
+        assert 50_000 < counted.training * rows["step"] <= MOST
+        assert 50_000 < counted.forward * rows["evaluate"] <= MOST
 
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
@@ -83,7 +119,7 @@ class TestOnACpu:
         for name in ("step", "evaluate", "probes", "held-out", "held-out, last", "prefill", "decode"):
             assert f"\n{name:14}[" in f"\n{out}"
         assert "?" not in out and "nothing to compile" in out
-        assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+        assert not (tmp_path / "run").exists() and not list((tmp_path / "cache").rglob(f"*{record.FOLDER}*"))
 
     def test_a_run_that_compiles_nothing_prints_no_cache_notice(self, tmp_path):
         assert notice(config(), CPU, 1, tmp_path) == notice(config(), CPU, 4, tmp_path) == []

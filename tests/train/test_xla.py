@@ -94,9 +94,9 @@ class TestRun:
         assert losses[1] != pytest.approx(losses[2], rel=10 * rounding("loss"))
 
     def test_xla_compiles_nothing_after_the_second_step(self, runs):
-        """A step is one graph of both micro-batches. AdamW has state from the second step on."""
+        """A micro-batch is a graph, the first adds to no gradient. AdamW has state from the second step."""
         steps = runs[1]["step"]
-        assert len(steps) == STEPS and max(steps) == 1, steps
+        assert len(steps) == STEPS and max(steps) <= 3, steps
         assert sum(steps[:2]) > 0 and not any(steps[2:]), steps
 
     @pytest.mark.parametrize("name", ["evaluate", "sample"])

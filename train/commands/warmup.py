@@ -13,11 +13,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.errors import ConfigError, TrainError
 from delta_trn.train.settings.overrides import apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig
+
+if TYPE_CHECKING:
+    from delta_trn.train.neuron.graphs import Graph
 
 # what neuron_parallel_compile sets for the processes whose graphs it collects; they compute nothing
 COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
@@ -68,10 +72,34 @@ def _list(config: RunConfig, world: int) -> int:
 
     require_divisible(config, world)
     xla = _device_type(config.device) == "xla"
-    for graph in graphs(config, world=world, xla=xla, sizes=Sizes()):
+    listed = graphs(config, world=world, xla=xla, sizes=Sizes())
+    for graph in listed:
         print(graph)
     print("?: known once the data is prepared")
+    if xla:
+        _list_instructions(config, listed)
     return 0
+
+
+def _list_instructions(config: RunConfig, listed: list["Graph"]) -> None:
+    """Prints the instructions of our kernels in each graph whose rows are known, and warns above a bound."""
+    from delta_trn.backends import BackendRefusal
+    from delta_trn.train.neuron.instructions import MOST, per_sequence
+
+    print("\ninstructions of the NKI kernels in a graph, counted by the simulator:")
+    try:
+        counted = per_sequence(config)
+    except BackendRefusal as refusal:
+        print(f"not counted: {refusal}")
+        return
+    for graph in listed:
+        rows = graph.inputs[0][0]
+        if rows is None or graph.inputs[0][1] != config.batch.length // config.distribution.context:
+            continue
+        total = rows * (counted.training if graph.name.endswith("step") else counted.forward)
+        key = "batch.micro" if graph.name.endswith("step") else "evaluation.batch"
+        warning = f"  above {MOST:,}: neuronx-cc may refuse it, lower {key}" if total > MOST else ""
+        print(f"{graph.name:14}{total:>12,}{warning}")
 
 
 def _device_type(name: str) -> str:

@@ -40,21 +40,20 @@ class Sizes:
 def graphs(config: RunConfig, *, world: int, xla: bool, sizes: Sizes) -> list[Graph]:
     """Returns every graph in the order in which a run comes to it.
 
-    Accumulation has no graph of its own: XLA has all micro-batches of a step in one graph, and elsewhere the
-    micro-batch is the graph, however many follow. A step's first graph differs on XLA: the optimizer has no
-    memory yet, and a learning rate of 0 is a constant.
+    A micro-batch is a graph, however many follow. On XLA the update is one more, or part of the only
+    micro-batch, and a step's first graphs differ: there are no gradients yet to add to, the optimizer has no
+    memory, and a learning rate of 0 is a constant.
     """
     layout = layout_of(config, world)
     micro, length = layout.micro, layout.length
-    step = ((layout.sequences, config.batch.length),) * 2
+    step = ((micro, length),) * 2
     listed = []
     if xla:
-        parts = layout.micro_batches
-        note = f"{parts} micro-batches of {micro} in it" if parts > 1 else ""
         listed.append(Graph("first step", step, "the optimizer's memory is made in it"))
-        listed.append(Graph("step", step, note))
+        note = f"{layout.micro_batches} micro-batches and the update: each a graph"
+        listed.append(Graph("step", step, note if layout.micro_batches > 1 else ""))
     else:
-        listed.append(Graph("step", ((micro, length),) * 2, "forward and backward"))
+        listed.append(Graph("step", step, "forward and backward"))
     crop = ((crops_at_once(config, layout), length),) * 2
     listed.append(Graph("evaluate", crop))
     if config.log.probes:

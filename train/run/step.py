@@ -68,9 +68,11 @@ class TrainingStep:
                 loss = self.loss(*some) / divisor
                 loss.backward()
             total += loss.detach()
+            if len(micros) > 1:
+                machine.synchronize(self.device, wait=False)  # on XLA a micro-batch is one graph
         norm = self.sharding.step(self.optimizer, self.clip)
         mean = self.sharding.team.mean(total)
-        machine.synchronize(self.device, wait=False)  # on XLA a step is one graph
+        machine.synchronize(self.device, wait=False)  # on XLA this is one graph, too
         return mean, norm
 
     def _divisors(self, micros: list[Batch]) -> list[Tensor] | list[int]:
