@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from delta_trn.models.attention import Attention
 from delta_trn.models.cache import DeltaCache, LayerCache
@@ -88,6 +89,9 @@ class DeltaPreTrainedModel(PreTrainedModel):
             )
         super().register_for_auto_class(auto_class)
 
+    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+        """Marks nothing: a tied matrix is one parameter, and if a checkpoint lacks it, it has to be drawn."""
+
     def initialize_weights(self) -> None:
         """Draws initial values; transformers calls this after building a model and after loading weights."""
         initialize(self)
@@ -126,6 +130,7 @@ class DeltaModel(DeltaPreTrainedModel):
     def _add_head(self, config: DeltaConfig) -> None:
         """Makes what follows the norm, before `post_init` draws all initial values at once: here nothing."""
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -135,13 +140,11 @@ class DeltaModel(DeltaPreTrainedModel):
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **others: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    ) -> BaseModelOutputWithPast:
         """Returns last_hidden_state [B, T, d], normalized. Arguments and errors are `DeltaForCausalLM`'s."""
         tokens = (input_ids, inputs_embeds, attention_mask, cu_seqlens)
-        output, _ = self._encode(*tokens, past_key_values, use_cache, output_hidden_states, others)
-        return output.to_tuple() if return_dict is False else output
+        return self._encode(*tokens, past_key_values, use_cache, output_hidden_states, others)[0]
 
     def _encode(
         self,
@@ -160,6 +163,8 @@ class DeltaModel(DeltaPreTrainedModel):
         bounds = packed_bounds(others, attention_mask)
         if unknown := sorted(set(others) - IGNORED):
             raise TypeError(f"forward() got unknown arguments: {', '.join(unknown)}; leave them out")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         B, T = x.shape[:2]
         if cu_seqlens is None and bounds is not None:
@@ -170,10 +175,12 @@ class DeltaModel(DeltaPreTrainedModel):
         hidden = self.hidden(
             x, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache, streams=streams
         )
+        if streams is not None and bounds is not None:
+            streams = [y.reshape(B, T, -1) for y in streams]
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden.reshape(B, T, -1),  # type: ignore[arg-type]
             past_key_values=cache,
-            hidden_states=None if streams is None else tuple(y.reshape(B, T, -1) for y in streams),  # type: ignore[arg-type]
+            hidden_states=None if streams is None else tuple(streams),  # type: ignore[arg-type]
         )
         return output, cu_seqlens
 
@@ -294,4 +301,6 @@ class DeltaModel(DeltaPreTrainedModel):
 def retag(new: Any, old: Any) -> Any:
     """Gives `new`, the plain module that transformers puts in place of a resized one, the tags of `old`."""
     new.tags = old.tags
+    for parameter in new.parameters():
+        parameter._is_hf_initialized = True  # it has the old rows: `initialize` leaves it as it is
     return new

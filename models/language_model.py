@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from delta_trn.backends import linear_cross_entropy as cross_entropy_of_readout
 from delta_trn.models.backbone import DeltaModel, DeltaPreTrainedModel, retag
@@ -38,6 +39,7 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
         power = TABLES[config.parametrization][Role.EMBEDDING if tied else Role.READOUT].multiplier
         self.logits_multiplier = config.width_ratio**power
 
+    @can_return_tuple
     def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,
@@ -49,9 +51,8 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **others: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Returns the logits, and with `labels` the loss.
 
             input_ids       [B, T] int64; or inputs_embeds [B, T, d]
@@ -62,38 +63,33 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
             cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without padding or cache
             logits_to_keep  compute only the last n positions, or those of an index tensor; 0: all
             others          arguments of transformers: position_ids that start again at 0, or cu_seq_lens_q,
-                            pack sequences, too; num_items_in_batch divides the summed loss, for its Trainer
+                            pack sequences, too; num_items_in_batch divides the summed loss, for its Trainer;
+                            shift_labels, where position t is scored against label t; return_dict
             returns logits  [B, T, vocabulary]
                     hidden_states   L + 1 of [B, T, d DV]: the stream before each block and after the last
 
         Raises ValueError for arguments that do not go together, and TypeError for unknown ones.
         """
-        items = others.pop("num_items_in_batch", None)
+        items, targets = (others.pop(name, None) for name in ("num_items_in_batch", "shift_labels"))
         tokens = (input_ids, inputs_embeds, attention_mask, cu_seqlens)
         encoded, cu_seqlens = self._encode(*tokens, past_key_values, use_cache, output_hidden_states, others)
         hidden = encoded.last_hidden_state
         assert hidden is not None
-        T = hidden.shape[1]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept] * self.logits_multiplier)
         loss = None
-        if labels is not None:
-            targets = labels[:, 1:]
-            if cu_seqlens is not None:
-                ends = cu_seqlens[1:-1] - 1
-                ends = ends[(ends >= 0) & (ends % T < T - 1)]
-                targets = targets.clone()
-                targets[ends // T, ends % T] = -100  # the next token belongs to another sequence
-            loss = self._cross_entropy(hidden[:, :-1], targets, -100)
+        if labels is not None and targets is None:
+            targets = _next_tokens(labels, cu_seqlens)
+        if targets is not None:
+            loss = self._cross_entropy(hidden, targets, -100)
             if items is not None:
                 loss = loss * (targets != -100).sum() / items
-        output = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,
             past_key_values=encoded.past_key_values,
             hidden_states=encoded.hidden_states,
         )
-        return output.to_tuple() if return_dict is False else output
 
     def loss(
         self,
@@ -140,6 +136,16 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = retag(new_embeddings, self.lm_head)
+
+
+def _next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Returns for each of labels [B, T] the next one, or -100 at the end of its sequence."""
+    targets = labels.roll(-1, dims=1)
+    targets[:, -1] = -100
+    if cu_seqlens is not None:
+        ends = cu_seqlens[1:-1] - 1
+        targets.view(-1)[ends[ends >= 0]] = -100
+    return targets
 
 
 class Scores(Linear):

@@ -3,11 +3,12 @@
 With `trust_remote_code=True` transformers imports files that lie beside the weights and import each other by
 `from .file import name`. So the source files of the models and of PyTorch's backend are found by following
 imports, and copied as they are, but for import statements: `delta_trn.backends.layers.pytorch` becomes
-`.backends_layers_pytorch`. Three files are made anew:
+`.backends_layers_pytorch`. These are made anew:
 
     backends                public names, each from the file that defines it
     backends_declarations   one backend, PyTorch's, on every device; kernels stay in the package
     models_settings         names and defaults, without pydantic: a saved configuration was checked already
+    files that use `backends.compiler`      their kernels take no call: remote code compiles nothing
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ def remote_code() -> dict[str, str]:
         module = waiting.pop()
         if _flat(module) in files:
             continue
-        text, needed, names = _with_relative_imports(_source(module), homes)
+        source = _source(module)
+        if "delta_trn.backends.compiler" in _modules(source):
+            files[_flat(module)] = header.format("written by its export") + _no_kernel(source)
+            continue
+        text, needed, names = _with_relative_imports(source, homes)
         files[_flat(module)] = header.format(module) + text
         public |= names
         waiting += [*needed - {"delta_trn.models.settings"}, *(homes[name] for name in names)]
@@ -103,6 +108,25 @@ def _own_imports(tree: ast.Module) -> Iterator[ast.ImportFrom]:
     for node in sorted(imports, key=lambda node: node.lineno):
         if node.module and node.module.split(".")[0] == "delta_trn":
             yield node
+
+
+def _modules(source: str) -> set[str]:
+    """Returns the names that a file imports from this package, with those of their modules."""
+    statements = _own_imports(ast.parse(source))
+    return {f"{statement.module}.{alias.name}" for statement in statements for alias in statement.names}
+
+
+def _no_kernel(source: str) -> str:
+    """Returns a file whose functions say of every call that the kernel does not take it."""
+    names = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    functions = [
+        f'def {name}(*call):\n    """Returns that this call is computed in PyTorch."""\n    return False\n'
+        for name in names
+        if name.startswith("takes")
+    ]
+    return "\n\n".join(
+        ['"""The C++ kernels stay in the package: remote code compiles nothing."""\n', *functions]
+    )
 
 
 def _public_names() -> dict[str, str]:

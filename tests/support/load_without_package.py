@@ -54,7 +54,7 @@ def computed(model):
     prompt = {
         "input_ids": ids[:, :12],
         "attention_mask": mask[:, :12],
-        "max_new_tokens": 8,
+        "max_new_tokens": 4,
         "pad_token_id": 0,
     }
     output = model(ids, attention_mask=mask, labels=ids)

@@ -1,6 +1,7 @@
 """An exported model computes what ours does, bit for bit, where this package cannot be imported."""
 
 import ast
+import copy
 import os
 import random
 import subprocess
@@ -12,9 +13,13 @@ import pytest
 import torch
 
 from delta_trn import DeltaForCausalLM
+from delta_trn.backends.gated_delta_rule import chunked_kernel
+from delta_trn.backends.layers import cpu_kernel
+from delta_trn.backends.parity.judge import error
 from delta_trn.models.ecosystem.remote_code import remote_code, write_remote_code
 from tests.support.load_without_package import computed, inputs
 from tests.support.tiny_models import VARIANTS, model
+from tests.support.tiny_run import tolerance
 
 SCRIPT = Path(__file__).parents[2] / "support" / "load_without_package.py"
 EXPANDED = {"residual": "ddl", "ddl_value_channels": 3}
@@ -51,7 +56,7 @@ def random_configuration(seed):
     }
 
 
-ALL = {**CONFIGURATIONS, **{f"random {seed}": random_configuration(seed) for seed in range(4)}}
+ALL = {**CONFIGURATIONS, **{f"random {seed}": random_configuration(seed) for seed in range(3)}}
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +81,15 @@ def elsewhere(tmp_path_factory):
     return {name: (ours[name], theirs[str(folder)]) for name, folder in folders.items()}
 
 
+@pytest.fixture
+def in_pytorch(monkeypatch):
+    """Has the package compute in PyTorch, as it does where there is no C++ compiler."""
+    for kernel in (chunked_kernel, cpu_kernel):
+        monkeypatch.setattr(kernel, "takes", lambda *tensors: False)
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_logits_tokens_loss_and_gradients_are_ours_bit_for_bit(name, elsewhere):
+def test_logits_tokens_loss_and_gradients_are_ours_bit_for_bit(name, elsewhere, in_pytorch):
     ours, theirs = elsewhere[name]
     expected = computed(ours)
     if name == "gdn":  # the first also has other classes, and was saved and loaded again
@@ -90,12 +102,24 @@ def test_logits_tokens_loss_and_gradients_are_ours_bit_for_bit(name, elsewhere):
     assert not different
 
 
-def test_another_rounding_of_one_weight_is_another_logit(elsewhere):
-    ours, theirs = elsewhere["gdn"]
-    with torch.no_grad():
-        ours.blocks[0].mixer.A_log[0] *= 1 + 2**-22
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_logits_are_those_of_the_c_kernels_but_for_rounding(name, elsewhere):
+    ours, theirs = elsewhere[name]
     ids, mask = inputs()
-    assert not torch.equal(ours(ids, attention_mask=mask).logits, theirs["logits"])
+    real = mask.bool()
+    with torch.no_grad():
+        logits = ours(ids, attention_mask=mask).logits
+        exact = copy.deepcopy(ours).double()(ids, attention_mask=mask).logits
+    allowed = tolerance([error(logits[real], exact[real])])
+    assert error(theirs["logits"][real], exact[real]) <= allowed
+
+
+def test_another_rounding_of_one_weight_is_another_logit(elsewhere, in_pytorch):
+    ours, theirs = elsewhere["gdn"]
+    changed, (ids, mask) = copy.deepcopy(ours), inputs()
+    with torch.no_grad():
+        changed.blocks[0].mixer.A_log[0] *= 1 + 2**-22
+    assert not torch.equal(changed(ids, attention_mask=mask).logits, theirs["logits"])
 
 
 def statements(text):
@@ -110,12 +134,15 @@ def statements(text):
 def test_exported_files_are_the_sources_but_for_imports():
     files = remote_code()
     anew = {"backends", "backends_declarations", "models_settings"}
-    for name in set(files) - anew:
+    for name in sorted(set(files) - anew):
+        if "written by its export" in files[name].splitlines()[0]:
+            assert name.endswith("_kernel") and "compiler" not in files[name]
+            continue
         module = files[name].splitlines()[0].split(", ")[1].split(". ")[0]
         source = Path(find_spec(module).origin).read_text()
         assert statements(files[name]) == statements(source), module
     assert {"models_language_model", "backends_gated_delta_rule_chunked", *anew} <= set(files)
-    assert not any("triton_adapter" in name or "nki" in name for name in files)
+    assert not any(word in name for name in files for word in ("triton_adapter", "nki", "compiler"))
 
 
 def test_a_class_of_the_package_is_not_copied_beside_weights():

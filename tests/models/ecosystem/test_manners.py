@@ -1,0 +1,87 @@
+"""What transformers expects of every model: loading, saving, options of the configuration, labels."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.tiny_models import VARIANTS, assert_same, model, tokens
+
+variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+class TestGeneration:
+    @pytest.mark.parametrize(
+        "options", [{"prompt_lookup_num_tokens": 2}, {"assistant_model": model(dtype=torch.float32)}], ids=str
+    )
+    def test_assisted_decoding_is_refused_by_name(self, options):
+        """It would have to take tokens back, and a state cannot."""
+        m = model(dtype=torch.float32)
+        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+            m.generate(tokens(1, 6), max_new_tokens=4, **options)
+
+    def test_group_beam_and_sampled_beam_search_give_as_many_sequences_as_were_asked_for(self):
+        m = model(dtype=torch.float32)
+        options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": True}
+        assert m.generate(tokens(3, 6), **options).shape == (6, 10)
+
+
+class TestOutputs:
+    def test_the_configuration_says_what_forward_returns(self):
+        m, ids = model(output_hidden_states=True, return_dict=False), tokens(2, 5)
+        logits, streams = m(ids, use_cache=False)
+        assert len(streams) == m.config.num_hidden_layers + 1
+        output = m(ids, use_cache=False, return_dict=True, output_hidden_states=False)
+        assert torch.equal(output.logits, logits) and output.hidden_states is None
+
+    def test_gradients_reach_the_hidden_states_that_are_returned(self):
+        output = model()(tokens(2, 5), output_hidden_states=True, use_cache=False)
+        output.hidden_states[0].retain_grad()
+        output.logits.sum().backward()
+        assert output.hidden_states[0].grad is not None
+
+    @variants
+    def test_labels_that_are_shifted_already_have_the_same_loss(self, variant):
+        """Context parallelism shifts before it divides a sequence."""
+        m, ids, labels = model(**VARIANTS[variant]), tokens(2, 9), tokens(2, 9, seed=2)
+        shifted = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], dim=1)
+        expected = m(ids, labels=labels).loss
+        assert_same(m(ids, shift_labels=shifted).loss, expected)
+        assert torch.equal(m(ids, labels=ids, shift_labels=shifted).loss, m(ids, shift_labels=shifted).loss)
+        assert abs(m(ids, shift_labels=labels).loss - expected) > 1e-3
+
+
+class TestLoading:
+    @variants
+    def test_a_model_in_shards_loads_where_it_is_told_to_and_in_the_dtype_that_it_was_saved_in(
+        self, variant, tmp_path
+    ):
+        m = model(dtype=torch.bfloat16, **VARIANTS[variant])
+        m.save_pretrained(tmp_path, max_shard_size="20KB")
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", device_map="auto").eval()
+        assert loaded.dtype == torch.bfloat16
+        rates = [p for name, p in loaded.named_parameters() if name.endswith(("A_log", "dt_bias"))]
+        assert rates and all(p.dtype == torch.float32 for p in rates)
+        for name, parameter in m.named_parameters():
+            assert torch.equal(loaded.get_parameter(name).to(parameter.dtype), parameter), name
+        assert loaded(tokens(2, 5)).logits.isfinite().all()
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_weights_that_a_checkpoint_lacks_are_named_and_drawn(self, tied, tmp_path):
+        """A tied matrix was neither: it stayed on the meta device."""
+        model(dtype=torch.float32, tie_word_embeddings=tied).save_pretrained(tmp_path)
+        weights = load_file(tmp_path / "model.safetensors")
+        del weights["embed.weight"]
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert "embed.weight" in info["missing_keys"]
+        assert 0.3 < loaded.embed.weight.detach().std() < 0.7  # initializer_range 0.5
+        assert (loaded.lm_head.weight is loaded.embed.weight) == tied
+
+    def test_rows_of_a_resized_vocabulary_are_kept_when_a_larger_model_is_initialized(self):
+        m = model(dtype=torch.float32, tie_word_embeddings=False)
+        m.resize_token_embeddings(70)
+        before = [m.embed.weight.clone(), m.lm_head.weight.clone()]
+        m.post_init()
+        assert torch.equal(m.embed.weight, before[0]) and torch.equal(m.lm_head.weight, before[1])
