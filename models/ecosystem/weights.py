@@ -39,7 +39,10 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
         model = DeltaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     else:
         classes: Any = AutoModelForCausalLM._model_mapping
-        undo = keep_float32(classes[type(AutoConfig.from_pretrained(folder))])
+        config = AutoConfig.from_pretrained(folder)
+        if type(config) not in classes:
+            raise ValueError(f"{folder} holds a {config.model_type}, which is no causal language model")
+        undo = keep_float32(classes[type(config)])
         try:
             opener: Any = AutoModelForCausalLM
             model, report = opener.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)

@@ -143,6 +143,11 @@ class TestFoldersThatDoNotFit:
         with pytest.raises(ValueError, match=r"no config\.json"):
             load_model(folder / "nothing")
 
+    def test_what_is_no_causal_language_model_is_refused(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+        with pytest.raises(ValueError, match="holds a vit"):
+            load_model(tmp_path)
+
     def test_a_tied_readout_of_its_own_is_refused(self, folder):
         shard = next(folder.glob("*00001-of*.safetensors"))
         state = load_file(shard)
