@@ -286,6 +286,37 @@ class TestStopping:
         train("resume", out)
         assert tiny_run.final_state(out) == tiny_run.final_state(finished)
 
+    @pytest.mark.parametrize("which", [0, -1], ids=["the first", "the last"])
+    def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes_first(
+        self, data, finished, tmp_path, monkeypatch, which
+    ):
+        """A long evaluation outlasted torchrun's 30 s of grace, and the run was killed unsaved."""
+        out, original, batches = tmp_path / "run", loop.evaluate, []
+
+        def evaluated(run):
+            return [line["step"] for line in read_metrics(run) if line["split"] == "val"]
+
+        at = evaluated(finished)[which]
+
+        def evaluate(loss, crops, *rest):
+            def interrupted(*tensors):
+                batches.append(len(losses(out)))  # steps so far
+                if batches.count(at) == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return loss(*tensors)
+
+            return original(interrupted, crops, *rest)
+
+        monkeypatch.setattr(loop, "evaluate", evaluate)
+        status, output, _ = tiny_run.run_command("run", "tiny", *keys(data, out))
+        monkeypatch.undo()
+        assert status == 128 + signal.SIGTERM and f"stopped by SIGTERM after step {at}" in output
+        assert batches.count(at) == 1, "no batch after the signal"
+        assert at not in evaluated(out)
+        train("resume", out)
+        assert tiny_run.final_state(out) == tiny_run.final_state(finished)
+        assert evaluated(out) == evaluated(finished)
+
     def test_a_run_stops_at_max_minutes_and_resumes_to_the_same_result(
         self, data, finished, tmp_path, monkeypatch
     ):

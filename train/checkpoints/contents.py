@@ -68,6 +68,7 @@ class State:
     seconds     seconds of training so far, in all processes that continued the run one after another
     position    the loader's state_dict
     best        (step, validation loss) of the lowest so far
+    owes        whether the evaluation after this step is still to be made: a signal ended it
     """
 
     step: int = 0
@@ -75,6 +76,7 @@ class State:
     seconds: float = 0.0
     position: dict[str, Any] = field(default_factory=dict)
     best: tuple[int, float] | None = None
+    owes: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,7 @@ def read_state(folder: Path) -> tuple[State, RunConfig]:
         content["seconds"],
         content["position"],
         (best[0], best[1]) if best else None,
+        content.get("owes", False),
     )
     return state, validated(content["config"], where=f"{path}: ")
 

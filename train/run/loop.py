@@ -12,7 +12,7 @@ from torch import Tensor
 from delta_trn.backends import machine
 from delta_trn.train.checkpoints.contents import REMEDY
 from delta_trn.train.checkpoints.saver import Saver
-from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_crops, is_due
+from delta_trn.train.run.evaluate import Evaluation, Interrupted, evaluate, held_out_crops, is_due
 from delta_trn.train.run.optimizer import learning_rate
 from delta_trn.train.run.sample import Sampling, continue_text
 from delta_trn.train.run.setup import Run
@@ -101,19 +101,23 @@ class _Loop:
         c, state = self.run.config, self.run.state
         last, reason = state.step == c.steps, None
         if c.evaluation.first and not state.step:
-            self._evaluate()
+            self._evaluate(stop)
+            state.owes = False  # there is no checkpoint of step 0: what a signal ended here is not made again
             self.clock = time.monotonic()
-        while state.step < c.steps:
-            self._one_step()
+        while state.step < c.steps or state.owes:
+            if not state.owes:
+                self._one_step()
             at = state.step
             last, reason = at == c.steps, self._reason(stop)
-            evaluating = is_due(c, at)
+            evaluating = state.owes or is_due(c, at)
             saving = at % c.checkpoint.every == 0 or last or reason is not None
             if evaluating or saving or at % c.log.every == 0:
                 # before anything is saved: a loss that is not finite must not get into a checkpoint
                 self._fetch()
             if evaluating:
-                saving |= self._evaluate()
+                saving |= self._evaluate(stop)
+                if state.owes:
+                    last, saving, reason = False, True, stop.reason
             if saving:
                 self._save()
             if evaluating or saving:
@@ -185,12 +189,29 @@ class _Loop:
             tokens_per_s=round(rate, 1),
         )
 
-    def _evaluate(self) -> bool:
-        """Reports the loss on held-out crops, and a sample. Returns whether to save it as the best so far."""
+    def _evaluate(self, stop: StopRequest) -> bool:
+        """Reports the loss on held-out crops, and a sample. Returns whether to save it as the best so far.
+
+        A signal ends it. Then the state owes it, and the resumed run begins with it.
+        """
         run, state = self.run, self.run.state
+        question = Question(run.team, at_most=self.run.config.log.every)
+
+        def is_to_stop(turn: int) -> bool:
+            if not question.is_due(turn):
+                return False
+            (signal,) = question.largest(turn, [stop.signal or 0])
+            return bool(signal and stop.reason_for(signal, False))
+
         run.model.eval()
-        evaluation = evaluate(self.loss, self.crops, run.device, run.team)
-        run.model.train()
+        try:
+            evaluation = evaluate(self.loss, self.crops, run.device, run.team, is_to_stop)
+            state.owes = False
+        except Interrupted:
+            state.owes = True
+            return False
+        finally:
+            run.model.train()
         if not math.isfinite(evaluation.loss):
             raise Diverged(f"validation loss at step {state.step} is {evaluation.loss}; {self._way_back()}")
         self._count_seconds()

@@ -134,7 +134,7 @@ def result(run: Run) -> Result | None:
         rows = run.dataset.evaluation_batches(size=1, at_most=config.evaluation.sequences)
         crops = sum(int(row.counted()) for row in rows)
     at, loss, tokens = last[-1]["step"], last[-1]["loss"], crops
-    if config.evaluation.final_tokens and state.step == config.steps:
+    if config.evaluation.final_tokens and state.step == config.steps and not state.owes:
         found = _in_order(run)
         at, loss, tokens = state.step, found.loss, found.tokens
     return Result(
@@ -150,7 +150,7 @@ def result(run: Run) -> Result | None:
 
 def saved_result(run: Run) -> tuple[Result, dict[str, dict[str, float]]] | None:
     """Returns what a finished run has measured at its end, and its baselines; None where it is not known."""
-    if run.state.step < run.config.steps:
+    if run.state.step < run.config.steps or run.state.owes:
         return None
     try:
         saved = json.loads(run.folder.summary_path.read_bytes())
@@ -198,7 +198,7 @@ def closing(
         console.print(f"curve      {plot}", markup=False)
     where = shlex.quote(str(run.folder.path))
     prompt = shlex.quote(run.config.sample.prompt or "The")
-    finished = run.state.step >= run.config.steps
+    finished = run.state.step >= run.config.steps and not run.state.owes
     more = f" steps={2 * run.config.steps}" if finished else ""
     if run.config.lora.rank:
         console.print(f"merge      delta-trn export {where} --to DIR", markup=False)
