@@ -1,5 +1,6 @@
 """Faults in some processes of a run lose nothing that was reported as saved, and the run can continue."""
 
+import json
 import os
 import random
 import resource
@@ -49,6 +50,18 @@ def test_sigterm_to_all_processes_saves_and_the_resumed_run_is_the_same(data, un
     assert "stopped by SIGTERM" in (logs / "rank-0").read_text()
     team_run.train(2, ["resume", out], tmp_path / "again")
     assert final_state(out) == final_state(undisturbed)
+
+
+def test_sigterm_to_one_process_ends_a_long_evaluation_of_both(data, tmp_path):
+    out, logs = tmp_path / "run", tmp_path / "logs"
+    processes = team_run.start(2, ["run", "tiny", *keys(data, out), "evaluation.sequences=40000"], logs)
+    wait_for(out, 20)
+    os.kill(processes[1].pid, signal.SIGTERM)
+    assert team_run.join(processes, logs) == [128 + signal.SIGTERM] * 2, team_run.read_logs(logs)
+    assert "stopped by SIGTERM after step 20" in (logs / "rank-0").read_text()
+    assert not [line for line in read_metrics(out) if line["split"] == "val"]
+    state = json.loads((out / "checkpoints" / "step-00000020" / "state.json").read_bytes())
+    assert state["owes"], "the resumed run begins with the evaluation"
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
