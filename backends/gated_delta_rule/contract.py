@@ -139,15 +139,23 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     """
     a = _full(a)
     x = a if dt_bias is None else a + dt_bias.to(a.dtype)
-    # softplus(x) is exp(x) below -40; above, exp(80) softplus(x) is a reset already
-    far = (A_log.to(a.dtype) + x.clamp(max=-40.0)).clamp(max=80.0).exp()
-    # PyTorch's softplus is the identity above a threshold, by default 20: there it would cost float64 1e-10
     log_rate = A_log.to(a.dtype)
+    # softplus(x) is exp(x) below -40; above, exp(80) softplus(x) is a reset already
+    y = x.clamp(max=-40.0)
+    far = (log_rate + y).clamp(max=80.0).exp() * (1.0 + _lost_in_sum(log_rate.detach(), y.detach()))
+    # PyTorch's softplus is the identity above a threshold, by default 20: there it would cost float64 1e-10
     near = log_rate.detach().clamp(max=80.0).exp() * F.softplus(x.clamp(min=-40.0), threshold=40.0)
     # times exp(0), whose gradient sums near dg, not rate (softplus dg): what is in brackets underflows
     log_rate = log_rate.clamp(-100.0, 80.0)
     near = (log_rate - log_rate.detach()).exp() * near
     return -torch.where(x < -40.0, far, near)
+
+
+def _lost_in_sum(x: Tensor, y: Tensor) -> Tensor:
+    """Returns what rounding takes from x + y (Knuth's TwoSum): 4e-6 of -65, as much as exp(-65) would err."""
+    total = x + y
+    other = total - x
+    return ((x - (total - other)) + (y - other)).nan_to_num(nan=0.0).clamp(-0.1, 0.1)
 
 
 def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:
