@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule import triton_time_adapter
-from delta_trn.backends.parity import baseline
+from delta_trn.backends.parity import baseline, rule, rule_cases
 from delta_trn.backends.parity.judge import error
+from delta_trn.backends.parity.rule_cases import Case
 from delta_trn.triton_kernels import gated_delta_rule_bwd, launch
 from delta_trn.triton_kernels.launch import arithmetic, take_turns
 
@@ -272,3 +274,13 @@ def test_compiled_launches_take_no_lock(monkeypatch):
 
     monkeypatch.setattr(launch.knobs.runtime, "interpret", False)
     assert take_turns(run) is run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiny_gradients_of_o_beside_keys_of_1e14_are_within_the_criterion(dtype):
+    """Neither 1 / norm nor the gradient times it leaves the dtype's range in the reverse scan."""
+    case = Case("far", 1, 70, 1, 16, 16, "two chunks, groups", HV=2, norm="huge", state=True)
+    x = rule_cases.inputs(case, dtype)
+    x = replace(x, q=(1e10 * x.q.double()).to(dtype), k=(1e10 * x.k.double()).to(dtype), do=1e-20 * x.do)
+    verdicts = rule.reference_for(x).verdicts("triton", rule.outcome(x.to(DEVICE), "triton"))
+    assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
