@@ -122,7 +122,10 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
     """
     folder = RunFolder(path)
     saved, origin = ask_leader(folder.read, DistributionSection().timeout_minutes)
-    config = _merge(path, saved, changes) if isinstance(changes, RunConfig) else _change(saved, changes)
+    if isinstance(changes, RunConfig):
+        config = _merge(path, saved, pretrained.with_folder(changes) if _fine_tunes(changes) else changes)
+    else:
+        config = _change(saved, changes)
     trackers.require(config.log)
     with _join(config) as (config, device, team), _hold(folder, team):
         # hashing every file of a checkpoint once is enough
@@ -271,12 +274,16 @@ def make_sharding(
 @contextlib.contextmanager
 def _join(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
     """Yields the configuration without `auto`, this process's device, and the team that it has joined."""
-    if config.model.pretrained is not None or config.data.loader == "conversations":
+    if _fine_tunes(config):
         config = pretrained.with_folder(config)
     require_divisible(config, machine.processes().world)
     config, device = set_up_process(config)
     with assemble(config, device) as team:
         yield config, device, team
+
+
+def _fine_tunes(config: RunConfig) -> bool:
+    return config.model.pretrained is not None or config.data.loader == "conversations"
 
 
 @contextlib.contextmanager
@@ -421,7 +428,11 @@ def _merge(path: Path, saved: RunConfig, given: RunConfig) -> RunConfig:
         update={
             **resolved,
             "model": given.model.model_copy(
-                update={"vocab_size": given.model.vocab_size or saved.model.vocab_size}
+                # a run's best checkpoint, with which this one began, may be another by now
+                update={
+                    "vocab_size": given.model.vocab_size or saved.model.vocab_size,
+                    "from": saved.model.pretrained,
+                }
             ),
             "data": given.data.model_copy(update={"folder": given.data.folder or saved.data.folder}),
         }

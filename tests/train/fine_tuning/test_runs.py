@@ -175,6 +175,18 @@ def test_a_resumed_run_has_the_same_bits(finished, tmp_path, family, rank):
     assert tiny_run.final_state(copy) == tiny_run.final_state(out)
 
 
+def test_the_same_command_again_finds_its_run_whole(finished, models, source, tmp_path, monkeypatch):
+    """Paths of the command may be relative; the run has whole ones."""
+    out, _ = finished("ours")
+    copy = tmp_path / "run"
+    shutil.copytree(out, copy, symlinks=True)
+    monkeypatch.chdir(source.parent)
+    arguments = keys(models("ours"), Path(source.name), copy)
+    assert "all 8 steps were trained before" in train("run", "finetune", "--or-resume", *arguments)
+    status, _, err = run_command("run", "finetune", "--or-resume", *arguments, "lora.rank=2")
+    assert status == 2 and "holds another run: lora.rank was 0, is 2" in err
+
+
 def test_two_processes_learn_what_one_does_though_their_targets_differ_in_number(models, source, tmp_path):
     """Their shares of a step have 1 to 5 targets a conversation: a mean of means would be another loss."""
     short = {"steps": 3, "sample__tokens": 1}
