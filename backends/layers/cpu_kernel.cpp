@@ -176,11 +176,11 @@ void norm_backward(const float *dy, const float *dtotal, const float *x, const f
             }
             along /= N;
             Out out = dx + row * N;
+            for (int64_t i = 0; i < N; i++) out[i] = (n[i] - h[i] * along) * scale;
             if (dtotal) {
+                // a loop of its own: no rounding is saved that autograd's sum of both gradients would do
                 In added = dtotal + row * N;
-                for (int64_t i = 0; i < N; i++) out[i] = added[i] + (n[i] - h[i] * along) * scale;
-            } else {
-                for (int64_t i = 0; i < N; i++) out[i] = (n[i] - h[i] * along) * scale;
+                for (int64_t i = 0; i < N; i++) out[i] += added[i];
             }
         }
     }
