@@ -152,7 +152,9 @@ class TestFolders:
     def test_a_run_reads_what_data_prepare_wrote(self, tmp_path):
         source = tmp_path / "text.txt"
         source.write_text(tiny_run.make_text())
-        train("data", "prepare", source, "--out", tmp_path / "data", "--tokenizer", "bytes", "--quiet")
+        train(
+            "data", "prepare", source, f"data.folder={tmp_path / 'data'}", "data.tokenizer=bytes", "--quiet"
+        )
         train("run", "tiny", *keys(tmp_path / "data", tmp_path / "run", steps=1, sample__tokens=0))
 
 

@@ -40,7 +40,7 @@ def loaded(run):
 
 
 def generate(run: Path, *options: object) -> str:
-    return train("generate", run, "--prompt", PROMPT, "--tokens", 12, *options)
+    return train("generate", run, "--prompt", PROMPT, "sample.tokens=12", *options)
 
 
 class TestText:
@@ -52,18 +52,18 @@ class TestText:
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
             if ids[-1] == tokenizer.eos:
                 break
-        assert generate(run, "--temperature", 0) == tokenizer.decode(ids) + "\n"
+        assert generate(run, "sample.temperature=0") == tokenizer.decode(ids) + "\n"
 
     def test_a_seed_repeats_its_text_and_another_seed_does_not(self, run):
-        first = generate(run, "--seed", 3)
-        assert first == generate(run, "--seed", 3)
-        assert first.startswith(PROMPT) and first != generate(run, "--seed", 4)
+        first = generate(run, "seed=3")
+        assert first == generate(run, "seed=3")
+        assert first.startswith(PROMPT) and first != generate(run, "seed=4")
 
     def test_sampling_from_one_candidate_is_greedy(self, run):
-        greedy = generate(run, "--temperature", 0)
-        assert generate(run, "--top-k", 1) == greedy
-        assert generate(run, "--top-p", 1e-6) == greedy
-        assert generate(run, "--temperature", 100) != greedy
+        greedy = generate(run, "sample.temperature=0")
+        assert generate(run, "sample.top_k=1") == greedy
+        assert generate(run, "sample.top_p=1e-6") == greedy
+        assert generate(run, "sample.temperature=100") != greedy
 
     def test_sampling_without_limits_draws_from_all_tokens(self, loaded):
         """At a huge temperature every id is equally likely. The default of transformers is top_k=50."""
@@ -149,12 +149,12 @@ class TestText:
 
 class TestCheckpoints:
     def test_generation_loads_the_best_last_or_numbered_checkpoint(self, run):
-        by_default = generate(run, "--temperature", 0)
-        assert generate(run, "--temperature", 0, "--checkpoint", "last") == by_default
+        by_default = generate(run, "sample.temperature=0")
+        assert generate(run, "sample.temperature=0", "--checkpoint", "last") == by_default
         for which, folder in (("best", "best"), ("20", "step-00000020")):
             model, tokenizer = load_for_generation(run / "checkpoints" / folder, torch.device("cpu"))
             text = continue_text(model, tokenizer, PROMPT, Sampling(tokens=12, temperature=0))
-            assert generate(run, "--temperature", 0, "--checkpoint", which) == f"{PROMPT}{text}\n"
+            assert generate(run, "sample.temperature=0", "--checkpoint", which) == f"{PROMPT}{text}\n"
 
     @pytest.mark.parametrize(
         ("which", "message"),
@@ -207,20 +207,24 @@ class TestTokenizer:
 
 class TestOptions:
     @pytest.mark.parametrize(
-        ("option", "value", "message"),
+        ("words", "message"),
         [
-            ("--tokens", 0, "tokens=0: expected at least 1"),
-            ("--temperature", -1, "temperature=-1.0: expected 0 or more"),
-            ("--temperature", "nan", "temperature=nan: expected 0 or more"),
-            ("--top-k", 0, "top_k=0: expected at least 1"),
-            ("--top-p", 0, "top_p=0.0: expected more than 0"),
-            ("--top-p", 1.5, "top_p=1.5: expected more than 0 and at most 1"),
-            ("--repetition-penalty", 0, "repetition_penalty=0.0: expected more than 0"),
-            ("--device", "tpu9", "device=tpu9"),
+            (["sample.tokens=0"], "tokens=0: expected at least 1"),
+            (["sample.temperature=-1"], "sample.temperature=-1: expected at least 0"),
+            (["sample.temperature=nan"], "sample.temperature=nan: expected a"),
+            (["sample.top_k=0"], "sample.top_k=0: expected at least 1"),
+            (["sample.top_p=0"], "sample.top_p=0: expected more than 0"),
+            (["sample.top_p=1.5"], "sample.top_p=1.5: expected at most 1"),
+            (["--repetition-penalty", "0"], "repetition_penalty=0.0: expected more than 0"),
+            (["device=tpu9"], "device=tpu9"),
+            (["--tokens", "9"], "keys have no dashes: sample.tokens=9"),
+            (["--top-k=9"], "keys have no dashes: sample.top_k=9"),
+            (["--device", "cpu"], "keys have no dashes: device=cpu"),
+            (["steps=9"], "steps changes nothing in `generate`, whose keys are sample.tokens, sample.temp"),
         ],
     )
-    def test_wrong_generation_options_are_refused_with_what_was_expected(self, run, option, value, message):
-        status, out, err = run_command("generate", run, "--prompt", PROMPT, option, value)
+    def test_wrong_words_are_refused_with_what_was_expected(self, run, words, message):
+        status, out, err = run_command("generate", run, "--prompt", PROMPT, *words)
         assert (status, out) == (2, "") and message in err and err.count("\n") == 1
 
     def test_sampling_validates_its_fields(self):

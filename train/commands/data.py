@@ -1,4 +1,4 @@
-"""delta-trn data prepare SOURCE [...]        delta-trn data info DIR [...]"""
+"""delta-trn data prepare SOURCE [key=value ...]        delta-trn data info DIR [...]"""
 
 import argparse
 import sys
@@ -13,24 +13,51 @@ from delta_trn.train.data.dataset import TokenDataset, open_dataset
 from delta_trn.train.data.entropies import baselines, documents
 from delta_trn.train.data.preparation import prepare
 from delta_trn.train.data.readers import SEPARATOR
-from delta_trn.train.settings.schema import DataSection, validated
+from delta_trn.train.settings.errors import UsageError
+from delta_trn.train.settings.overrides import change, parse, read_arguments
+from delta_trn.train.settings.schema import DataSection, RunConfig, meaning
 
-# `data.folder` is --out here, and a loader's order is no part of a preparation
-OPTIONS = [name for name in DataSection.model_fields if name not in ("source", "folder", "loader")]
+PREPARE = """Tokenize the text of SOURCE into shards. Killed, the same command continues.
+
+Of a folder every file below it is read that is UTF-8 (.txt, .md, .py, any name) and not hidden: .jsonl, .csv,
+.tsv and .parquet by their text field, each other file as one document, cut at {separator} and when it is
+long. All but .parquet may be packed as .gz, .zst, .bz2 or .xz."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one `data` command. Returns 0 when it is done, 130 when it was interrupted."""
-    parsed = _parser().parse_args(arguments)
-    return parsed.run(parsed)
+    actions = {"prepare": _prepare, "info": _info}
+    if arguments and arguments[0] in actions:
+        return actions[arguments[0]](arguments[1:])
+    parser = argparse.ArgumentParser(prog="delta-trn data", description="Make and look at token shards.")
+    parser.add_argument("command", choices=tuple(actions), help="`delta-trn data COMMAND --help` says more")
+    parser.parse_args(arguments)
+    return 2  # argparse has refused it before
 
 
-def _prepare(arguments: argparse.Namespace) -> int:
+def _prepare(arguments: Sequence[str]) -> int:
+    # a loader's order and a document's boundaries are no part of a preparation
+    others = ("source", "loader", "boundaries")
+    keys = [f"data.{name}" for name in DataSection.model_fields if name not in others]
+    width = max(map(len, keys)) + 2
+    parser = argparse.ArgumentParser(
+        prog="delta-trn data prepare",
+        description=PREPARE.format(separator=SEPARATOR),
+        epilog="\n".join(["keys", *(f"  {key:{width}}{meaning(key)}" for key in keys)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", help=meaning("data.source"))
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+    asked = read_arguments(parser, [_renamed(x) for x in arguments], section="data")
     began = time.monotonic()
-    changes = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
-    data = validated({"data": {"source": arguments.source, "folder": arguments.out, **changes}}).data
+    changes = parse(asked.changes)
+    data = change(RunConfig(), {"data.source": asked.source, **changes}).data
+    for key in changes:
+        if key not in keys:
+            raise UsageError(f"{key} changes nothing in `data prepare`, whose keys are {', '.join(keys)}")
     try:
-        folder = prepare(data, show=not arguments.quiet)
+        folder = prepare(data, show=not asked.quiet)
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
@@ -39,20 +66,32 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _info(arguments: argparse.Namespace) -> int:
-    dataset = open_dataset(arguments.directory)
-    if arguments.json:
+def _renamed(word: str) -> str:
+    """Returns the option that read_arguments refuses with its key's name: --out was data.folder."""
+    return word.replace("--out", "--folder", 1) if word.partition("=")[0] == "--out" else word
+
+
+def _info(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="delta-trn data info", description="What a folder holds.")
+    parser.add_argument("directory", metavar="DIR", type=Path)
+    parser.add_argument("--json", action="store_true", help="print meta.json")
+    parser.add_argument("--check", action="store_true", help="read every token and compare hashes")
+    parser.add_argument("--baselines", action="store_true", help="costs of the held-out text without a model")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="decode N tokens of held-out text")
+    asked = parser.parse_args(arguments)
+    dataset = open_dataset(asked.directory)
+    if asked.json:
         print(dataset.meta.to_json(), end="")
         return 0
     _print(dataset)
-    if arguments.check:
+    if asked.check:
         dataset.check_tokens()
         print("every shard has the hash it was written with, and every id is below vocab_size")
-    if arguments.baselines:
+    if asked.baselines:
         _print_baselines(dataset)
-    if arguments.sample:
+    if asked.sample:
         first = next(documents(dataset, "val"))
-        print(dataset.tokenizer.decode(first[: arguments.sample]))
+        print(dataset.tokenizer.decode(first[: asked.sample]))
     return 0
 
 
@@ -84,34 +123,3 @@ def _print_baselines(dataset: TokenDataset) -> None:
     console.print(table)
     if "zlib" not in costs:
         console.print("no compressors: this tokenizer does not give the text back as it was")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="delta-trn data", description="Make and look at token shards.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    make = commands.add_parser(
-        "prepare",
-        help="tokenize text into shards; killed, the same command continues",
-        epilog="Of a folder every file below it is read that is UTF-8 (.txt, .md, .py, any name) and not "
-        "hidden: .jsonl, .csv, .tsv and .parquet by their text field, each other file as one document, "
-        f"cut at {SEPARATOR} and when it is long. All but .parquet may be packed as .gz, .zst, .bz2 or .xz.",
-    )
-    make.set_defaults(run=_prepare)
-    make.add_argument("source", help=DataSection.model_fields["source"].description)
-    make.add_argument("--out", help="folder to write (default: data/NAME-TOKENIZER-HASH)")
-    for name in OPTIONS:
-        field = DataSection.model_fields[name]
-        default = "" if field.default is None else f" ({field.default})"
-        meaning = f"{field.description}{default}".replace("%", "%%")
-        make.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=meaning)
-    make.add_argument("--quiet", action="store_true", help="print no progress")
-
-    info = commands.add_parser("info", help="what a folder holds")
-    info.set_defaults(run=_info)
-    info.add_argument("directory", type=Path)
-    info.add_argument("--json", action="store_true", help="print meta.json")
-    info.add_argument("--check", action="store_true", help="read every token and compare hashes")
-    info.add_argument("--baselines", action="store_true", help="costs of the held-out text without a model")
-    info.add_argument("--sample", type=int, default=0, metavar="N", help="decode N tokens of held-out text")
-    return parser

@@ -1,4 +1,4 @@
-"""delta-trn generate RUN_DIR --prompt TEXT"""
+"""delta-trn generate RUN_DIR --prompt TEXT [key=value ...]"""
 
 import argparse
 import sys
@@ -6,28 +6,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from delta_trn.train.settings.errors import UsageError
+from delta_trn.train.settings.overrides import change, parse, read_arguments
+from delta_trn.train.settings.schema import RunConfig, SampleSection
+
 if TYPE_CHECKING:
     import torch
 
+# What is drawn unless keys say otherwise, and the keys that have an effect here.
+START = RunConfig(seed=0, sample=SampleSection(tokens=200, top_k=None))
+KEYS = ("sample.tokens", "sample.temperature", "sample.top_k", "sample.top_p", "seed", "device")
+EPILOG = """keys
+  sample.tokens=200         at most so many
+  sample.temperature=0.8    0: the most probable token each time
+  sample.top_k=none         draw from the k most probable tokens
+  sample.top_p=none         draw from the most probable tokens of this total probability
+  seed=0                    the same seed, the same text
+  device=auto               auto: a GPU if there is one, else the CPU; or a name
+"""
+
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = read_arguments(_parser(), arguments, section="sample")
+    changes = parse(options.changes)
+    asked = change(START, changes)
+    for key in changes:
+        if key not in KEYS:
+            raise UsageError(f"{key} changes nothing in `generate`, whose keys are {', '.join(KEYS)}")
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
     from delta_trn.train.run.sample import Sampling, chosen_checkpoint, continue_text, load_for_generation
 
-    sampling = Sampling(
-        tokens=options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-    )
+    drawn = asked.sample.model_dump(exclude={"prompt"})
+    sampling = Sampling(**drawn, repetition_penalty=options.repetition_penalty, seed=asked.seed)
     folder = RunFolder(options.run_dir)
     config, _ = folder.read()
     path = chosen_checkpoint(folder, options.checkpoint)
-    model, tokenizer = load_for_generation(path, _device(options.device), config.model.pretrained)
+    model, tokenizer = load_for_generation(path, _device(asked.device), config.model.pretrained)
     _write(options.prompt + tokenizer.turn)
     continue_text(model, tokenizer, options.prompt, sampling, stream=_write)
     print()
@@ -54,26 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="delta-trn generate",
         description="Continue a text with a trained model. The text appears as it is made.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
     parser.add_argument("--prompt", required=True, help="text to continue; may be empty")
-    parser.add_argument("--tokens", type=int, default=200, help="at most so many (%(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: the most probable token each time (%(default)s)"
-    )
-    parser.add_argument("--top-k", type=int, help="draw from the k most probable tokens")
-    parser.add_argument(
-        "--top-p", type=float, help="draw from the most probable tokens of this total probability"
-    )
     parser.add_argument(
         "--repetition-penalty",
         type=float,
         default=1.0,
         help="above 1: avoid tokens already there (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text (%(default)s)")
     parser.add_argument("--checkpoint", default="last", help="best, last, or a step (%(default)s)")
-    parser.add_argument(
-        "--device", default="auto", help="auto: a GPU if there is one, else the CPU; or a name"
-    )
     return parser

@@ -105,7 +105,9 @@ def read_meta(directory: Path) -> Meta:
                 f"{directory} is prepared only in part; run the same `delta-trn data prepare` again, "
                 "it continues"
             )
-        raise ShardError(f"{path} is missing; make it with `delta-trn data prepare SOURCE --out {directory}`")
+        raise ShardError(
+            f"{path} is missing; make it with `delta-trn data prepare SOURCE data.folder={directory}`"
+        )
     try:
         meta = Meta.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -191,7 +193,7 @@ def open_dataset(path: str | Path) -> TokenDataset:
     directory = Path(path).expanduser()
     if not directory.is_dir():
         raise ShardError(
-            f"{directory} is not a folder; make it with `delta-trn data prepare SOURCE --out DIR`"
+            f"{directory} is not a folder; make it with `delta-trn data prepare SOURCE data.folder=DIR`"
         )
     meta = read_meta(directory)
     for split in ("train", "val"):

@@ -29,7 +29,7 @@ from delta_trn.train.data.tokenizer import (
     tokenizer_settings,
 )
 from delta_trn.train.files import hold_folder, write_file
-from delta_trn.train.settings.errors import SettingsDiffer, SourceError, spell
+from delta_trn.train.settings.errors import SettingsDiffer, SourceError
 from delta_trn.train.settings.schema import DataSection
 from delta_trn.train.watch.display import Bar, console
 
@@ -114,7 +114,7 @@ class _Preparation:
         elif foreign := sorted(path.name for path in folder.glob("*.bin")):
             raise SettingsDiffer(
                 f"{folder} holds {foreign[0]} and no progress.json or meta.json; choose another "
-                f"{spell('folder', 'DIR')}"
+                f"data.folder=DIR"
             )
         self.holdout = HoldOut(data.seed, settings["val_fraction"], held_out)
         self.writers: dict[str, ShardWriter] = {}
@@ -292,7 +292,7 @@ class _Preparation:
         return SourceError(
             f"no document for {' and '.join(empty)}: {documents} documents with text in "
             f"{self.source.name!r} (skipped: {skipped or 'nothing'}); holding out needs at least two "
-            f"that differ, or held-out text of its own: {spell('validation', 'PATH')}"
+            f"that differ, or held-out text of its own: data.validation=PATH"
         )
 
 
@@ -334,7 +334,7 @@ def _require_same(folder: Path, saved: dict[str, Any], settings: dict[str, Any])
     if differences:
         raise SettingsDiffer(
             f"{folder} holds a preparation with other settings ({'; '.join(differences)}); choose another "
-            f"{spell('folder', 'DIR')}, or remove the folder"
+            f"data.folder=DIR, or remove the folder"
         )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from delta_trn.train.files import write_file
-from delta_trn.train.settings.errors import TokenizerError, spell
+from delta_trn.train.settings.errors import TokenizerError
 
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
 GPT2_VOCAB, GPT2_EOS = 50257, 50256
@@ -105,7 +105,7 @@ def load_tokenizer(directory: str | Path) -> TextTokenizer:
     if missing:
         raise TokenizerError(
             f"{directory / 'tokenizer_config.json'} lacks {', '.join(missing)}; it was not written by "
-            f"`delta-trn data prepare`: prepare the data again with {spell('tokenizer', str(directory))}"
+            f"`delta-trn data prepare`: prepare the data again with data.tokenizer={directory}"
         )
     bos, eos, pad = (tokenizer.token_to_id(config[f"{name}_token"]) for name in ("bos", "eos", "pad"))
     if bos is None or eos is None or pad is None:
@@ -153,7 +153,7 @@ def train_byte_bpe(documents: Iterator[str], vocab_size: int) -> TextTokenizer:
     if vocab_size < 256 + 3:
         raise TokenizerError(
             f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and 3 special tokens make "
-            f"259; for no merges at all choose {spell('tokenizer', 'bytes')}"
+            f"259; for no merges at all choose data.tokenizer=bytes"
         )
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -197,8 +197,8 @@ def fetch_gpt2() -> Tokenizer:
             raise TokenizerError(
                 f"GPT-2's tokenizer is not on this machine, and {GPT2_REPOSITORY} on the Hugging Face Hub is "
                 f"out of reach ({type(error).__name__}); train one on your text with "
-                f"{spell('tokenizer', 'bytebpe')}, or copy its tokenizer.json here and give "
-                f"{spell('tokenizer', 'PATH')}"
+                f"data.tokenizer=bytebpe, or copy its tokenizer.json here and give "
+                f"data.tokenizer=PATH"
             ) from error
     tokenizer = _read(Path(path))
     check_gpt2(tokenizer)
@@ -211,7 +211,7 @@ def check_gpt2(tokenizer: Tokenizer) -> None:
     if (size, eos) != (GPT2_VOCAB, GPT2_EOS):
         raise TokenizerError(
             f"this is not GPT-2's tokenizer: {size} ids with {EOS} at {eos}, expected {GPT2_VOCAB} with "
-            f"{GPT2_EOS}; give the right one's {spell('tokenizer', 'PATH')}"
+            f"{GPT2_EOS}; give the right one's data.tokenizer=PATH"
         )
 
 

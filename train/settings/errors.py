@@ -5,12 +5,6 @@ exits with 2. Nothing here imports anything: it must be cheap.
 """
 
 
-def spell(name: str, value: str = "X") -> str:
-    """Writes a setting of the data as `run` takes it, and as `data prepare` does."""
-    option = "out" if name == "folder" else name
-    return f"data.{name}={value} (`data prepare`: --{option} {value})"
-
-
 class TrainError(Exception):
     """Anything the person who started the command can put right."""
 

@@ -15,8 +15,13 @@ from delta_trn.train.settings.schema import RunConfig, Section, flatten, validat
 _POWER = re.compile(r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?")  # 2**-8.5, as learning rate grids are written
 
 
-def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads options and `key=value` in any order. UsageError for a key that is spelled as an option."""
+def read_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], *, section: str = ""
+) -> argparse.Namespace:
+    """Reads options and `key=value` in any order. UsageError for a key that is spelled as an option.
+
+    section     where the command's own keys are; of two keys with one name, its is the one that is meant
+    """
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if not unknown:
         return options
@@ -25,7 +30,8 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
         rest = [*arguments, ""]
         value = rest[rest.index(unknown[0]) + 1] or "VALUE"
     # another command's own key, such as a sweep's widths, stays as it is
-    key = next((key for key, _ in flatten(RunConfig()) if key.rpartition(".")[2] == name), name)
+    keys = [key for key, _ in flatten(RunConfig()) if key.rpartition(".")[2] == name]
+    key = next((key for key in keys if key == f"{section}.{name}"), keys[0] if keys else name)
     raise UsageError(
         f"{parser.prog} has no option {unknown[0]}; keys have no dashes: {key}={value} "
         f"(`{parser.prog} --help` lists the options)"

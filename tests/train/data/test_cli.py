@@ -12,7 +12,7 @@ from delta_trn.train.data import open_dataset, preparation
 from tests.support.corpus import write_jsonl
 
 EXAMPLES = ("train.data", "train.data.tokenizer", "train.watch.display")
-BODY = ("--text-field", "body")
+BODY = ("data.text_field=body",)
 
 
 def data(*arguments: object) -> int:
@@ -26,7 +26,10 @@ def source(tmp_path):
 
 def test_data_prepare_and_info_print_what_was_prepared(source, tmp_path, capsys):
     out = tmp_path / "out"
-    assert data("prepare", source, "--out", out, *BODY, "--vocab-size", 300, "--val-fraction", 0.1) == 0
+    assert (
+        data("prepare", source, f"data.folder={out}", *BODY, "data.vocab_size=300", "data.val_fraction=0.1")
+        == 0
+    )
     output = capsys.readouterr()
     assert "bytebpe, 300 rows, uint16" in output.out and f"{out} is ready after" in output.out
     assert "tokenizer bytebpe\ntokenizing" in output.err
@@ -39,7 +42,7 @@ def test_data_prepare_and_info_print_what_was_prepared(source, tmp_path, capsys)
 
 def test_data_info_json_prints_meta_json_and_quiet_prints_nothing(source, tmp_path, capsys):
     out = tmp_path / "out"
-    assert data("prepare", source, "--out", out, *BODY, "--tokenizer", "bytes", "--quiet") == 0
+    assert data("prepare", source, f"data.folder={out}", *BODY, "data.tokenizer=bytes", "--quiet") == 0
     assert capsys.readouterr().err == ""
     assert data("info", out, "--json") == 0
     assert json.loads(capsys.readouterr().out)["vocab_size"] == 320
@@ -47,7 +50,10 @@ def test_data_info_json_prints_meta_json_and_quiet_prints_nothing(source, tmp_pa
 
 def test_data_prepare_takes_the_standard_library(tmp_path, capsys):
     out = tmp_path / "out"
-    assert data("prepare", "python-stdlib", "--out", out, "--max-documents", 40, "--vocab-size", 512) == 0
+    assert (
+        data("prepare", "python-stdlib", f"data.folder={out}", "data.max_documents=40", "data.vocab_size=512")
+        == 0
+    )
     dataset = open_dataset(out)
     assert dataset.meta.name == "python-stdlib" and dataset.split("train").tokens > 50_000
     assert "import" in dataset.tokenizer.decode(dataset.shards("val")[0][:2000])
@@ -62,12 +68,12 @@ def test_a_data_error_is_one_line_and_exits_with_2(tmp_path, capsys):
 
 def test_a_mistyped_source_leaves_no_folder_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *names, **options: 1 / 0)
-    assert data("prepare", "no/such-thing", "--out", tmp_path / "out") == 2
+    assert data("prepare", "no/such-thing", f"data.folder={tmp_path / 'out'}") == 2
     assert "cannot reach dataset 'no/such-thing'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     # a folder that was there before stays
     (tmp_path / "mine").mkdir()
-    assert data("prepare", "no/such-thing", "--out", tmp_path / "mine") == 2
+    assert data("prepare", "no/such-thing", f"data.folder={tmp_path / 'mine'}") == 2
     assert (tmp_path / "mine").exists()
 
 
@@ -80,34 +86,43 @@ def test_an_interrupted_preparation_says_how_to_continue(source, monkeypatch, ca
     assert "the same command continues" in capsys.readouterr().err
 
 
-def test_data_prepare_refuses_unknown_options(source, capsys):
-    with pytest.raises(SystemExit) as error:
-        data("prepare", source, "--vocabulary", 300)
-    assert error.value.code == 2
-    assert "unrecognized arguments: --vocabulary 300" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--vocabulary", 300), "has no option --vocabulary; keys have no dashes: vocabulary=300"),
+        (("--out", "x"), "keys have no dashes: data.folder=x"),
+        (("--seed=3",), "keys have no dashes: data.seed=3"),
+        (("--val-fraction", 0.1), "keys have no dashes: data.val_fraction=0.1"),
+        (("data.vocabulary=300",), "unknown key 'data.vocabulary'; the nearest known: data.vocab_size"),
+        (("optimizer.lr=3",), "optimizer.lr changes nothing in `data prepare`, whose keys are data.folder"),
+    ],
+)
+def test_data_prepare_refuses_other_options_and_keys_with_the_right_spelling(source, capsys, words, expected):
+    assert data("prepare", source, *words) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_preparation_prints_lines_of_progress_without_a_terminal(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("delta_trn.train.watch.display.SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 10)
-    assert data("prepare", source, "--out", tmp_path / "out", *BODY, "--tokenizer", "bytes") == 0
+    assert data("prepare", source, f"data.folder={tmp_path / 'out'}", *BODY, "data.tokenizer=bytes") == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith(" left")]
     assert len(lines) > 3 and "tokens, " in lines[0] and "/s" in lines[0]
     assert lines[-1].endswith("0:00 left")
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("key", "value", "message"),
     [
-        ("--val-fraction", "0.0", r"data.val_fraction=0.0: expected more than 0"),
-        ("--val-fraction", "5", r"data.val_fraction=5: expected less than 1"),
-        ("--shard-tokens", 2**31, r"data.shard_tokens=2147483648: expected at most 2147483647"),
-        ("--max-documents", "0", r"data.max_documents=0: expected at least 1"),
-        ("--max-tokens", "many", r"data.max_tokens=many: expected a whole number"),
+        ("data.val_fraction", "0.0", r"data.val_fraction=0.0: expected more than 0"),
+        ("data.val_fraction", "5", r"data.val_fraction=5: expected less than 1"),
+        ("data.shard_tokens", 2**31, r"data.shard_tokens=2147483648: expected at most 2147483647"),
+        ("data.max_documents", "0", r"data.max_documents=0: expected at least 1"),
+        ("data.max_tokens", "many", r"data.max_tokens=many: expected a whole number"),
     ],
 )
-def test_data_prepare_refuses_numbers_out_of_range(source, capsys, option, value, message):
-    assert data("prepare", source, f"{option}={value}") == 2
+def test_data_prepare_refuses_numbers_out_of_range(source, capsys, key, value, message):
+    assert data("prepare", source, f"{key}={value}") == 2
     assert message in capsys.readouterr().err
 
 

@@ -230,7 +230,7 @@ def test_prepare_refuses_a_folder_with_foreign_shards(source, tmp_path):
 def test_text_that_cannot_be_split_leaves_the_folder_for_another_try(tmp_path):
     source = corpus(tmp_path / "c.jsonl", ["the only document", "the only document", ""])
     with pytest.raises(
-        SourceError, match=r"no document for val: 2 documents .*1 empty documents.*--validation PATH"
+        SourceError, match=r"no document for val: 2 documents .*1 empty documents.*data.validation=PATH"
     ):
         run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
