@@ -30,7 +30,7 @@ HYBRID = {"attention_layers": (1,), "num_heads": 2, "head_dim_k": 16, "expand_v"
 def ours(**settings):
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 2, "base_width": 32}
-    model = DeltaForCausalLM(DeltaConfig(**sizes, **settings)).eval()
+    model = DeltaForCausalLM(DeltaConfig(**sizes | settings)).eval()
     for p in model.parameters():
         if p.dim() > 1:
             torch.nn.init.normal_(p, std=0.3)
@@ -61,6 +61,13 @@ class TestOursToOthersAndBack:
             if hasattr(module, "eps"):
                 module.eps = model.config.rms_norm_eps
         assert difference(model, again) > 1000 * ALLOWED  # the epsilon had to be scaled, too
+
+    def test_a_key_size_that_is_a_power_of_2_loses_no_bit_in_float32(self, tmp_path):
+        exact, rounded = ours(head_dim_k=8, base_width=48), ours(head_dim_k=6, base_width=48)
+        for name, model in (("exact", exact), ("rounded", rounded)):
+            save_model(model, tmp_path / name, "fla")
+        assert difference(exact, load_model(tmp_path / "exact").eval()) == 0
+        assert difference(rounded, load_model(tmp_path / "rounded").eval()) > 0
 
     @pytest.mark.parametrize("format", ["fla", "authors"])
     def test_a_model_with_their_readout_comes_back_bit_for_bit(self, format, tmp_path):
