@@ -203,9 +203,9 @@ class Reference:
 
 def absolute(dtype: torch.dtype, largest: float = 1.0, terms: int = 1) -> float:
     """Returns the difference that is none: what underflows in sums of so many products with numbers up to
-    `largest`, and the distance of the dtype's numbers near 0."""
+    `largest`, and four roundings among the dtype's numbers near 0, each by half their distance."""
     sums, result = torch.finfo(torch.promote_types(dtype, torch.float32)), torch.finfo(dtype)
-    return max(sums.tiny * max(1.0, largest) * terms, result.tiny * result.eps)
+    return max(sums.tiny * max(1.0, largest) * terms, 2 * result.tiny * result.eps)
 
 
 def error(x: Tensor, judge: Tensor) -> float:

@@ -149,6 +149,15 @@ def test_a_gradient_of_a_bfloat16_parameter_may_be_rounded_to_bfloat16(dtype):
     assert [reference.verdicts("", y)[0].passed for y in results] == [True, False, False]
 
 
+def test_results_near_the_end_of_float16_may_be_rounded_four_times():
+    """Numbers near 0 are 2^-24 apart. One rounding was allowed, and honest samples failed (8:1120)."""
+    exact = torch.full((2, 3), 2.06e-7, dtype=torch.float64)
+    spread = Spread(exact, absolute=absolute(torch.float16))
+    reference = Reference("", "end", torch.float16, {"o": exact}, {"o": spread}, 10)
+    for steps, passed in ((5, True), (6, False), (1, False)):
+        assert reference.verdicts("", {"o": torch.full_like(exact, steps * 2**-24)})[0].passed == passed
+
+
 def test_what_float16_cannot_hold_is_not_judged():
     exact = torch.tensor([1.0, 1e5], dtype=torch.float64)
     spread = Spread(exact)
