@@ -38,7 +38,7 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
     state, _ = read_state(checkpoint)
     model, tokenizer = load_for_generation(checkpoint, device("cpu"), config.model.pretrained)
     if remote_code and not _is_ours(model):
-        raise ConfigError(f"--remote-code is for our models; {type(model).__name__} is in transformers")
+        raise ConfigError(f"{type(model).__name__} is in transformers: leave out --remote-code")
     beside = to.with_name(f".{to.name}.tmp")
     with disk_errors(to), hold_folder(beside, lambda pid: _in_use(to, pid)):
         new = beside / "new"
