@@ -13,12 +13,14 @@
 #   make compile    compile every configuration of the Triton kernels for sm_90, with bounds (no GPU, 13 minutes)
 #   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
+#   make test-transformers  the patched models of the newest transformers, beside the installed one
 
 PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 XLA    := .venv-xla
+NEWEST := .venv/newest
 EVAL   := .venv-lm-eval
 LINKS  := $(VENV)/links/delta_trn
 FOLDERS := backends models nki_kernels triton_kernels train
@@ -27,7 +29,7 @@ FUZZ_MINUTES ?= 60
 # Triton on a CPU needs its interpreter; on a GPU it must not be in it
 INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
-.PHONY: train test test-slow test-cpus test-lm-eval test-xla compile lint bench measure fuzz certificate
+.PHONY: train test test-slow test-cpus test-lm-eval test-xla test-transformers compile lint bench measure fuzz certificate
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -55,6 +57,10 @@ test-lm-eval: $(EVAL)/.ready
 
 test-xla: $(XLA)/.ready
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest tests/train/test_xla.py --timeout=900
+
+test-transformers: $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) transformers
+	PYTHONPATH=$(NEWEST) $(RUN) -m pytest -rs tests/models/ecosystem/test_patching.py
 
 compile: $(READY)
 	$(RUN) -m triton_kernels.compile_only

@@ -55,7 +55,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "throughput": (
         "delta_trn.train.commands.throughput",
-        "RECIPE [--peer fla] [key=value ...]",
+        "RECIPE|--family all [--peer fla] [key=value ...]",
         "tokens/s, memory and where the time goes, beside a peer's operator",
     ),
     "warmup": (

@@ -35,11 +35,11 @@ from delta_trn.train.run.setup import set_up_process
 from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.settings.errors import TrainError
 from delta_trn.train.settings.schema import RunConfig
+from delta_trn.train.studies.families import OURS, Family
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
 
-OURS = "ours"
 # cases that a step's operation must pass before it is timed: a seam, and gates with states
 CASES = ("seam_129", "gates")
 # two losses of one model may differ by what their operators may: bfloat16 keeps 2^-9 of every number
@@ -98,6 +98,11 @@ class Workload:
         self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     @property
+    def precision(self) -> str:
+        """Of the run's configuration."""
+        return self.config.precision
+
+    @property
     def tokens(self) -> int:
         """In a step."""
         return self.batch.inputs.numel()
@@ -153,12 +158,12 @@ def require_parity(workload: Workload) -> None:
         raise TrainError("\n".join(["not timed, parity is red:", *failed]))
 
 
-def measure(workload: Workload, peers: tuple[str, ...], rounds: int) -> list[Measured]:
+def measure(workload: Workload | Family, peers: tuple[str, ...], rounds: int) -> list[Measured]:
     """Times ourselves and every peer, in turns. TrainError where a peer's loss is not ours."""
     names = (OURS, *peers)
     losses = {name: workload.loss_of(name) for name in names}
     for name, loss in losses.items():
-        allowed = LOSSES_AGREE[workload.config.precision] * losses[OURS]
+        allowed = LOSSES_AGREE[workload.precision] * losses[OURS]
         if not abs(loss - losses[OURS]) <= allowed:
             raise TrainError(
                 f"not timed: with {name}'s operator the loss is {loss:.6g}, with ours {losses[OURS]:.6g}; "
