@@ -212,7 +212,7 @@ def _nudged(folder, dtype):
 @pytest.mark.parametrize(("family", "rank"), [("ours", 0), ("qwen3_next", 4)])
 def test_generate_answers_by_the_chat_template(finished, family, rank):
     out, _ = finished(family, rank)
-    printed = train("generate", out, "--prompt", "1+2?", "--tokens", "4", "--temperature", "0")
+    printed = train("generate", out, "--prompt", "1+2?", "sample.tokens=4", "sample.temperature=0")
     assert printed.startswith("1+2?\n")
     last = (out / "samples.txt").read_text().rpartition("======== step 8 ========\n")[2]
     assert printed.strip("\n") == last.strip("\n")
