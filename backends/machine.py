@@ -13,6 +13,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -201,6 +202,24 @@ def set_products(precision: str) -> None:
     global _products
     torch.set_float32_matmul_precision(precision)
     _products = precision
+
+
+def product_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Measures the operations per second of one large matrix product, in a tenth of a second or so.
+
+    A multiplication and an addition are two operations. The best of five counts, since what else the machine
+    does can only make a product slower. float32 products are those that `set_products` has chosen.
+    """
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.ones((n, n), dtype=dtype, device=device)
+    seconds = []
+    for _ in range(5):
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, a)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / min(seconds)
 
 
 @contextlib.contextmanager

@@ -61,9 +61,12 @@ class TestOverview:
 
     def test_the_keys_option_prints_every_key_with_its_value(self):
         output = train("run", "quickstart", "--keys", "optimizer.lr=0.125").splitlines()
-        assert len(output) == len(list(flatten(RunConfig())))
-        assert any(line.startswith("optimizer.lr=0.125 ") for line in output)
-        assert any(line.startswith("data.source=python-stdlib ") for line in output)
+        keys = [line[2:].partition("=")[0] for line in output if re.match(r"[* ] [\w.]+=", line)]
+        assert keys == [key for key, _ in flatten(RunConfig())]
+        assert any(line.startswith("* optimizer.lr=0.125 ") and "[0.001]" in line for line in output)
+        assert any(line.startswith("  data.source=python-stdlib ") for line in output)
+        assert any("adamw | sgd | muon: " in line for line in output)
+        assert {"run", "model", "log"} <= set(output) and max(map(len, output)) <= 110
 
 
 class TestOptions:
@@ -179,7 +182,7 @@ class TestProcess:
     def test_a_closed_pipe_prints_no_error(self):
         command = f"{sys.executable} -m train run quickstart --keys | head -1"
         process = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert process.stdout.startswith("name=quickstart") and not process.stderr
+        assert process.stdout.startswith("* differs") and not process.stderr
 
     def test_a_run_whose_reader_goes_away_trains_on_and_says_so(self, data, finished, tmp_path):
         out, log = tmp_path / "run", tmp_path / "log"

@@ -135,28 +135,27 @@ class TestDisplay:
         with Display(1000, 0) as display:
             for step in range(1, 101):
                 clock[0] += 0.5
-                display.update(step, 3.25, 1234.5, 0.01)
+                display.update(step, 3.25, 1234.5)
         printed = capsys.readouterr().out.splitlines()
         assert len(printed) == 5  # 50 seconds, with ten between lines
-        assert printed[0] == "step 20/1000  loss 3.2500  1,234 tokens/s  lr 1.00e-02  8:10 left"
+        assert printed[0] == "step 20/1000  loss 3.2500  1,234 tokens/s  8:10 left"
 
     def test_the_display_shows_progress_and_messages_on_a_terminal(self, monkeypatch):
-        out = Console(force_terminal=True, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        out = Console(force_terminal=True, width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         monkeypatch.setattr(progress, "console", lambda: out)
-        with Display(100, 40) as display:
-            display.update(50, 3.25, 1234.5, 0.01)
+        with Display(100_000, 40_000, peak=4000) as display:
+            display.update(50_000, 3.25, 1234.5)
             display.tell("[a line] that stays")
         text = out.export_text()
-        assert (
-            "50/100" in text and "1,234 tokens/s" in text and "left" in text and "[a line] that stays" in text
-        )
+        whole = "step 50000/100000  loss 3.2500  1,234 tokens/s  31% of peak"  # in 80 columns
+        assert whole in text and "left" in text and "[a line] that stays" in text
 
     def test_the_display_of_a_resumed_run_estimates_from_its_own_steps(self, capsys, monkeypatch):
         clock = [0.0]
         monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
         with Display(100, 90) as display:
             clock[0] = 20.0
-            display.update(95, 1.0, 10.0, 0.1)
+            display.update(95, 1.0, 10.0)
         assert capsys.readouterr().out.strip().endswith("0:20 left")
 
     def test_durations_are_shown_as_minutes_or_hours(self):

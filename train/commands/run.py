@@ -1,18 +1,23 @@
 """delta-trn run RECIPE [key=value ...]"""
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 from delta_trn.train.recipes import recipe, summary, variables
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.settings.overrides import apply, parse, read_arguments
+from delta_trn.train.settings.overrides import annotation, apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig, flatten, meaning
+from delta_trn.train.watch.display import WIDTH_IN_A_FILE
 
 if TYPE_CHECKING:
     from delta_trn.train.run.setup import Run
+
+KEY_WIDTH = 36  # of the column of keys
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,13 +80,13 @@ def drive(run: "Run", asked_backend: str) -> int:
     from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import Display, console
     from delta_trn.train.watch.loss_plot import plot_loss
-    from delta_trn.train.watch.summary import closing, opening, result, saved_result
+    from delta_trn.train.watch.summary import closing, opening, peak_tokens_per_s, result, saved_result
 
     leads = run.team.leads
     out = console(quiet=not leads)
     warmed = notice(run.config, run.device, run.team.world, run.folder.path)
     for line in (*opening(run, asked_backend), *warmed):
-        out.print(line, markup=False)
+        out.print(_wrapped(line, out.width), markup=False)
     if (known := run.team.leader_does(lambda: saved_result(run))) is not None:
         out.print(f"finished   all {run.config.steps:,} steps were trained before; this was measured then")
         if leads:
@@ -90,7 +95,8 @@ def drive(run: "Run", asked_backend: str) -> int:
         return 0
     with out.status("measuring what zlib and lzma make of the held-out text"):
         costs = write_baselines(run)
-    with Display(run.config.steps, run.state.step, show=leads) as display:
+    peak = peak_tokens_per_s(run) if leads else None
+    with Display(run.config.steps, run.state.step, show=leads, peak=peak) as display:
         outcome = train(run, display, observers(run))
     if outcome.stopped:
         why = f"stopped by {outcome.stopped} after step {outcome.step}; its checkpoint is written"
@@ -107,15 +113,39 @@ def drive(run: "Run", asked_backend: str) -> int:
     except TrainError as error:
         # the run is done and saved: what cannot be drawn must not make it look failed
         out.print(f"no picture: {error}", markup=False)
-    closing(run, found, costs, out, plot)
+    closing(run, found, costs, out, plot, peak)
     return 128 + outcome.signal if outcome.signal is not None else 0
 
 
+def _wrapped(line: str, width: int) -> str:
+    """Returns a line of `opening` in lines of at most `width`, under each other where its text begins."""
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False
+    )
+
+
 def keys(config: RunConfig) -> str:
-    """Returns every key with its value in this run and its description, one per line."""
-    rows = [(f"{key}={_shown(value)}", meaning(key)) for key, value in flatten(config)]
-    width = max(len(left) for left, _ in rows)
-    return "\n".join(f"{left:{width}}  {right}" for left, right in rows)
+    """Returns every key with its value, choices and meaning, by sections; * marks what is no default."""
+    usual = dict(flatten(RunConfig()))
+    columns = shutil.get_terminal_size((WIDTH_IN_A_FILE, 24)).columns
+    lines, section = ["* differs from the default, which is in brackets"], None
+    for key, value in flatten(config):
+        if key.rpartition(".")[0] != section:
+            section = key.rpartition(".")[0]
+            lines += ["", section or "run"]
+        choices = get_args(annotation(key)) if get_origin(annotation(key)) is Literal else ()
+        text = f"{' | '.join(choices)}: {meaning(key)}" if choices else meaning(key)
+        changed = value != usual[key]
+        text += f" [{_shown(usual[key])}]" if changed else ""
+        left = f"{'*' if changed else ' '} {key}={_shown(value)}"
+        if len(left) > KEY_WIDTH - 2:
+            lines.append(left)
+            left = ""
+        lines += textwrap.wrap(
+            text, columns, initial_indent=f"{left:{KEY_WIDTH}}", subsequent_indent=" " * KEY_WIDTH,
+            break_on_hyphens=False,
+        )  # fmt: skip
+    return "\n".join(lines)
 
 
 def _shown(value: object) -> str:

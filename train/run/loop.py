@@ -175,7 +175,7 @@ class _Loop:
             self._report([line for line in good if line.step < bad[0].step])
             raise self._diverged(bad[0], *bad[1])
         self._report(good)
-        self.display.update(steps[-1].step, good[-1].loss, rate, steps[-1].lr)
+        self.display.update(steps[-1].step, good[-1].loss, rate)
 
     def _line(self, p: _Pending, loss: float, norm: float, rate: float) -> Line:
         return Line(

@@ -239,7 +239,7 @@ class RunConfig(Section):
     backend: str = "auto"
     """backend of the delta rule (`delta-trn backends` lists them); auto: chosen by device"""
     precision: Literal["auto", "float32", "bf16", "bf16_products"] = "auto"
-    """of products, with float32 weights; auto: bf16, on a CPU with AMX bf16_products, otherwise float32"""
+    """precision of products; auto: bf16, on a CPU with AMX bf16_products, otherwise float32"""
     parametrization: Parametrization = "mup"
     """how initialization, multipliers and learning rates scale with width"""
     compile: bool = False

@@ -114,18 +114,23 @@ class Bar:
 
 
 class Display(Bar):
-    """Shows the steps, loss and tokens/s of a run that stands at step `at`."""
+    """Shows the steps, loss and speed of a run that stands at step `at`.
 
-    def __init__(self, steps: int, at: int, *, show: bool = True):
+    peak    tokens/s if the machine did nothing but the model's products, at its best; None: not known
+    """
+
+    def __init__(self, steps: int, at: int, *, show: bool = True, peak: float | None = None):
         super().__init__(console(), show=show)
-        self._steps = steps
+        self._steps, self._peak = steps, peak
         self.begin("", at / steps)
 
     def __enter__(self) -> "Display":
         super().__enter__()
         return self
 
-    def update(self, step: int, loss: float, tokens_per_s: float, lr: float) -> None:
-        """Shows the last loss, and the rate since the call before."""
-        line = f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  lr {lr:.2e}"
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+        """Shows the last loss, the rate since the call before, and its share of the machine's peak."""
+        line = f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+        if self._peak is not None:
+            line += f"  {tokens_per_s / self._peak:.0%} of peak"
         self.advance(step / self._steps, line)

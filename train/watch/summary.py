@@ -3,20 +3,28 @@
 import json
 import math
 import shlex
+import shutil
+import statistics
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from delta_trn.backends import machine
 from delta_trn.train.data.packing import ConversationDataset
+from delta_trn.train.parallel.plan import size_of, step_flops
+from delta_trn.train.recipes import RECIPES
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_windows, windows_at_once
 from delta_trn.train.run.optimizer import ADAPTER_RATE
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import loss_function
 from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.watch import metrics
+from delta_trn.train.watch.curve import curve
 from delta_trn.train.watch.display import duration
 
 BASELINES = {
@@ -176,35 +184,94 @@ def _in_order(run: Run) -> Evaluation:
     return evaluate(loss, windows, run.device, run.team)
 
 
+def peak_tokens_per_s(run: Run) -> float | None:
+    """Returns tokens/s if the machine did nothing but the model's products, at the rate that it shows now.
+
+    None where that is not measured: on Neuron, where processes share a CPU, and of another family's model.
+    """
+    if run.config.model.pretrained is not None:
+        return None
+    if run.device.type not in ("cpu", "cuda") or (run.device.type == "cpu" and run.team.world > 1):
+        return None
+    half = run.device.type == "cuda" and run.config.precision == "bf16"
+    rate = machine.product_rate(run.device, torch.bfloat16 if half else torch.float32)
+    return run.team.world * rate / step_flops(size_of(run.config), 1)
+
+
 def closing(
-    run: Run, found: Result | None, costs: dict[str, dict[str, float]], console: Console, plot: str | None
+    run: Run,
+    found: Result | None,
+    costs: dict[str, dict[str, float]],
+    console: Console,
+    plot: str | None,
+    peak: float | None = None,
 ) -> None:
-    """Prints the result beside the baselines, a sample, the picture, and how to go on."""
+    """Prints the curve, the result beside the baselines, a sample, and what to try next."""
+
+    def print_as_it_is(text: str) -> None:
+        console.print(text, markup=False)
+
+    lines = list(metrics.read(run.folder.metrics.path))
+    losses = {
+        split: {x["step"]: x["loss"] for x in lines if x["split"] == split} for split in ("train", "val")
+    }
+    if losses["train"]:
+        levels = {name: costs[name]["nats_per_token"] for name in ("zlib", "lzma") if name in costs}
+        print_as_it_is("\n" + curve(losses["train"], losses["val"], levels) + "\n")
     if found is not None and isinstance(run.dataset, ConversationDataset):
         _print_change(run, found, console)
     elif found is not None:
         console.print(_table(run.config, found, costs))
         bits = found.bits_per_byte
         if bits is not None and "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
-            console.print(
-                "note       lzma stores an exact repeat once, however far back it lies; on text with many of "
-                "them a small model needs more than minutes to pay less"
+            print_as_it_is(
+                "lzma stores an exact repeat once, however far back it lies. On text with many of\n"
+                "them a small model needs more than minutes to pay less."
             )
+    if found is not None:
+        if rates := [x["tokens_per_s"] for x in lines if x.get("tokens_per_s")]:
+            rate = statistics.median(rates)
+            share = "" if peak is None else f", {rate / peak:.0%} of this machine's peak"
+            print_as_it_is(f"median speed {rate:,.0f} tokens/s{share}")
     if sample := run.folder.last_sample().strip("\n"):
-        console.print("sample", style="bold")
-        console.print(sample, markup=False)
-        console.print()
+        console.print("\nsample", style="bold")
+        print_as_it_is(sample)
+    console.print("\nnext", style="bold")
     if plot:
-        console.print(f"curve      {plot}", markup=False)
-    where = shlex.quote(str(run.folder.path))
-    prompt = shlex.quote(run.config.sample.prompt or "The")
-    finished = run.state.step >= run.config.steps and not run.state.owes
-    more = f" steps={2 * run.config.steps}" if finished else ""
-    if run.config.lora.rank:
-        console.print(f"merge      delta-trn export {where} --to DIR", markup=False)
-    console.print(f"continue   delta-trn resume {where}{more}", markup=False)
+        print_as_it_is(f"  the curve as a picture: {plot}")
+    for what, command in _next(run):
+        print_as_it_is(f"  {what}:\n    {command}")
+
+
+def _next(run: Run) -> list[tuple[str, str]]:
+    """Returns what to try after a run, as pairs of a sentence and a command."""
+    c, where, program = run.config, shlex.quote(str(run.folder.path)), _program()
+    commands = []
+    if c.lora.rank:
+        commands.append(("merge the adapters", f"{program} export {where} --to {where}-merged"))
     if run.folder.checkpoints.steps():
-        console.print(f"generate   delta-trn generate {where} --prompt {prompt}", markup=False)
+        prompt = shlex.quote(c.sample.prompt or "The")
+        commands.append(("let it write", f"{program} generate {where} --prompt {prompt}"))
+    if run.state.step < c.steps or run.state.owes:
+        commands.append(("go on", f"{program} resume {where}"))
+    else:
+        commands.append(("train twice as long", f"{program} resume {where} steps={2 * c.steps}"))
+    if c.name in RECIPES:
+        wider = f"{program} run {c.name} model.width={2 * c.model.width}"
+        commands.append(("train a wider model; muP keeps the learning rate", wider))
+    return commands
+
+
+def _program() -> str:
+    """Returns how this package's command is called from this shell."""
+    script = Path(sys.prefix) / "bin" / "delta-trn"
+    found = shutil.which("delta-trn")
+    if found is not None and Path(found).resolve() == script.resolve():
+        return "delta-trn"
+    if not script.exists():
+        return f"{shlex.quote(sys.executable)} -m delta_trn"
+    here = Path.cwd()
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
 
 
 def _print_change(run: Run, found: Result, console: Console) -> None:
