@@ -210,7 +210,7 @@ class TestContinuing:
             raise AssertionError("measured again")
 
         with monkeypatch.context() as patched:
-            patched.setattr("delta_trn.train.watch.summary.metrics.read", measure)
+            patched.setattr("delta_trn.train.watch.summary.result", measure)
             patched.setattr("delta_trn.train.run.setup.baselines", measure)
             patched.setattr("delta_trn.train.watch.loss_plot.plot_loss", measure)
             output = train("resume", out)
