@@ -228,11 +228,10 @@ def closing(
                 "lzma stores an exact repeat once, however far back it lies. On text with many of\n"
                 "them a small model needs more than minutes to pay less."
             )
-    if found is not None:
-        if rates := [x["tokens_per_s"] for x in lines if x.get("tokens_per_s")]:
-            rate = statistics.median(rates)
-            share = "" if peak is None else f", {rate / peak:.0%} of this machine's peak"
-            print_as_it_is(f"median speed {rate:,.0f} tokens/s{share}")
+    if rates := [x["tokens_per_s"] for x in lines if x.get("tokens_per_s")]:
+        rate = statistics.median(rates)
+        share = "" if peak is None else f", {rate / peak:.0%} of this machine's peak"
+        print_as_it_is(f"median speed {rate:,.0f} tokens/s{share}")
     if sample := run.folder.last_sample().strip("\n"):
         console.print("\nsample", style="bold")
         print_as_it_is(sample)
