@@ -25,13 +25,15 @@ def quickstart() -> RunConfig:
     """minutes on two CPU cores: a small muP Gated DeltaNet on the text of Python's own standard library"""
     return RunConfig(
         name="quickstart",
-        steps=1200,
-        model=ModelSection(width=192, base_width=192, layers=4, heads=4, intermediate_multiple=64),
-        optimizer=OptimizerSection(lr=1e-2),
+        steps=1800,
+        model=ModelSection(
+            width=192, base_width=192, layers=4, heads=4, intermediate_multiple=64, mixer_output_init=0.0
+        ),
+        optimizer=OptimizerSection(name="muon", lr=1e-2, momentum=0.95),
         schedule=ScheduleSection(warmup=40, min_lr=2e-4),
         batch=BatchSection(sequences=4, length=256),
         data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=4096),
-        evaluation=EvaluationSection(every=200, sequences=64, batch=8, final_tokens=2**19),
+        evaluation=EvaluationSection(every=300, sequences=64, batch=8, final_tokens=2**19),
         sample=SampleSection(tokens=96, prompt="def ", temperature=0.7, top_k=40),
         checkpoint=CheckpointSection(every=200),
         log=LogSection(every=5),
