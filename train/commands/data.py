@@ -1,4 +1,8 @@
-"""delta-trn data prepare SOURCE [key=value ...]        delta-trn data info DIR [...]"""
+"""Makes token shards, mixes them, looks at them, and measures how fast they are made.
+
+delta-trn data prepare SOURCE [key=value ...]        delta-trn data mix DIR=WEIGHT ... --out DIR [...]
+delta-trn data info DIR [...]                        delta-trn data bench [--megabytes N] [--workers N]
+"""
 
 import argparse
 import sys
@@ -11,8 +15,11 @@ from rich.table import Table
 
 from delta_trn.train.data.dataset import TokenDataset, open_dataset
 from delta_trn.train.data.entropies import baselines, documents
+from delta_trn.train.data.mixture import mix
 from delta_trn.train.data.preparation import prepare
 from delta_trn.train.data.readers import SEPARATOR
+from delta_trn.train.data.speed import measure
+from delta_trn.train.data.workers import usable_cores
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments
 from delta_trn.train.settings.schema import DataSection, RunConfig, meaning
@@ -26,7 +33,7 @@ long. All but .parquet may be packed as .gz, .zst, .bz2 or .xz."""
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one `data` command. Returns 0 when it is done, 130 when it was interrupted."""
-    actions = {"prepare": _prepare, "info": _info}
+    actions = {"prepare": _prepare, "mix": _mix, "info": _info, "bench": _bench}
     if arguments and arguments[0] in actions:
         return actions[arguments[0]](arguments[1:])
     parser = argparse.ArgumentParser(prog="delta-trn data", description="Make and look at token shards.")
@@ -69,6 +76,64 @@ def _prepare(arguments: Sequence[str]) -> int:
 def _renamed(word: str) -> str:
     """Returns the option that read_arguments refuses with its key's name: --out was data.folder."""
     return word.replace("--out", "--folder", 1) if word.partition("=")[0] == "--out" else word
+
+
+def _mix(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="delta-trn data mix",
+        description="Mix prepared folders by tokens, and shuffle their documents; one folder alone is shuffled. "
+        "At every place each source has its share of the tokens, to within the longest document. Killed, the "
+        "same command continues.",
+    )
+    parser.add_argument("parts", nargs="+", metavar="DIR=WEIGHT", help="prepared with one tokenizer")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--in-order", action="store_true", help="keep the documents of each source in order")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order (0)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="training tokens that are enough")
+    parser.add_argument(
+        "--exhausted", choices=("stop", "repeat"), default="stop",
+        help="what a source without further documents does: ends the mixture (stop), or starts again",
+    )  # fmt: skip
+    parser.add_argument("--shard-tokens", type=int, default=10**8, metavar="N", help="tokens in a shard")
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+    asked = parser.parse_args(arguments)
+    parts = []
+    for text in asked.parts:
+        folder, _, weight = (text, "", "1") if Path(text).exists() else text.rpartition("=")
+        try:
+            parts.append((folder, float(weight)))
+        except ValueError:
+            raise UsageError(f"{text}: expected DIR or DIR=WEIGHT, such as data/a=0.7") from None
+    options = {name: getattr(asked, name) for name in ("seed", "max_tokens", "exhausted", "shard_tokens")}
+    _print(open_dataset(mix(parts, asked.out, shuffle=not asked.in_order, show=not asked.quiet, **options)))
+    return 0
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="delta-trn data bench",
+        description="Prepare generated text with one process of one thread and with several: speed and memory.",
+    )
+    parser.add_argument("--megabytes", type=int, default=20, metavar="N", help="of text (20)")
+    parser.add_argument("--workers", type=int, default=usable_cores(), metavar="N", help="(one a core)")
+    asked = parser.parse_args(arguments)
+    if min(asked.megabytes, asked.workers) < 1:
+        raise UsageError(
+            f"--megabytes={asked.megabytes} --workers={asked.workers}: expected at least 1 of each"
+        )
+    table = Table(title=f"{asked.megabytes} MB of generated text, byte-pair encoding of 4096 ids")
+    for column in ("workers", "seconds", "MB/s", "CPU seconds", "peak memory MB", "speed"):
+        table.add_column(column, justify="right")
+    rows = measure(asked.megabytes, (1, asked.workers))
+    for row in rows:
+        table.add_row(
+            str(row.workers), f"{row.seconds:.1f}", f"{asked.megabytes / row.seconds:.2f}",
+            f"{row.cpu_seconds:.1f}", f"{row.peak_bytes / 1e6:.0f}", f"{rows[0].seconds / row.seconds:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+    same = len({row.sha256 for row in rows}) == 1
+    print("the same bytes from all" if same else "DIFFERENT BYTES")
+    return 0 if same else 1
 
 
 def _info(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""delta-trn throughput RECIPE|--family NAME [key=value ...] [--peer hf|fla] [--rounds N] [--json FILE]"""
+"""delta-trn throughput RECIPE|--family NAME [key=value ...] [--peer hf|fla] [--documents N] [--json FILE]"""
 
 import argparse
 import json
@@ -35,6 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--peer", action="append", choices=("hf", "fla"), default=[], help="may be repeated")
+    parser.add_argument(
+        "--documents", type=int, default=0, metavar="N", help="also with a new document every N tokens"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="steps of each (default: 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add one JSON object a contender")
     given = read_arguments(parser, arguments)
@@ -44,13 +47,15 @@ def main(arguments: Sequence[str]) -> int:
         return _time_families(given)
     if not given.recipe:
         raise ConfigError("name a recipe (`delta-trn` lists them), or pass --family NAME")
+    if given.documents < 0:
+        raise ConfigError(f"--documents={given.documents}: expected 0 for none, or the tokens of each")
     config = apply(announced(given.recipe), parse(given.changes))
 
     from delta_trn.backends.bench.peers import PEERS
     from delta_trn.backends.machine import facts
-    from delta_trn.train.studies.throughput import OURS, Workload, measure, require_parity, shares
+    from delta_trn.train.studies.throughput import DOCUMENTS, OURS, Workload, measure, require_parity, shares
 
-    workload = Workload(config)
+    workload = Workload(config, given.documents)
     c = workload.config
     print(
         f"{c.name}: width {c.model.width}, {c.batch.sequences} x {c.batch.length} tokens a step, "
@@ -61,7 +66,9 @@ def main(arguments: Sequence[str]) -> int:
         if reason:
             print(f"peer {name}: not yet run, {reason}")
     require_parity(workload)
-    found = measure(workload, tuple(name for name in absent if not absent[name]), given.rounds)
+    bounded = (DOCUMENTS,) if given.documents else ()
+    peers = tuple(name for name in absent if not absent[name])
+    found = measure(workload, (*bounded, *peers), given.rounds)
     _print(found)
     parts = shares(workload)
     for part, share in parts.items():

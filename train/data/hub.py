@@ -38,6 +38,9 @@ class HubSource:
             "revision": self.revision,
         }
 
+    def size(self) -> None:
+        return None
+
     def reader(self, position: dict[str, Any] | None = None) -> "HubReader":
         return HubReader(self, position)
 

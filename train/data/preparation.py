@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,18 +22,21 @@ from delta_trn.train.data.holdout import HoldOut
 from delta_trn.train.data.shards import ShardWriter, token_dtype
 from delta_trn.train.data.sources import Source, find_source, find_validation
 from delta_trn.train.data.tokenizer import (
+    FILES,
     TextTokenizer,
     fetch_gpt2,
     load_tokenizer,
     make_tokenizer,
     tokenizer_settings,
 )
+from delta_trn.train.data.workers import Document, Encoder, encoded, usable_cores
 from delta_trn.train.files import hold_folder, write_file
 from delta_trn.train.settings.errors import SettingsDiffer, SourceError
 from delta_trn.train.settings.schema import DataSection
 from delta_trn.train.watch.display import Bar, console
 
-BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**22  # what the tokenizer spreads over the cores at once
+BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**20  # what a worker tokenizes at once
+WORTH_A_WORKER = 2**22  # bytes of text: below, starting a process would take longer than its work
 COMMIT_SECONDS = 5.0  # the most work that a kill loses
 FIRST_SHARD: dict[Split, int] = {"val": 0, "train": 1}
 
@@ -62,12 +65,12 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
         "max_tokens": data.max_tokens,
     }
     folder = Path(data.folder).expanduser() if data.folder else _default_folder(source, data, settings)
-    if _is_complete(folder, settings):
+    if is_complete(folder, settings):
         return folder
     if data.tokenizer == "gpt2" and not (folder / "tokenizer.json").exists():
         fetch_gpt2()  # out of reach, it leaves no folder behind
     with hold_folder(folder):
-        if not _is_complete(folder, settings):  # another process may have held the folder until now
+        if not is_complete(folder, settings):  # another process may have held the folder until now
             with Bar(console(stderr=True), show=show) as bar:
                 _Preparation(folder, data, settings, source, held_out, bar).run()
     return folder
@@ -109,7 +112,7 @@ class _Preparation:
         self.progress = _Progress(settings)
         if self.path.exists():
             saved = json.loads(self.path.read_bytes())
-            _require_same(folder, saved["settings"], settings)
+            require_same(folder, saved["settings"], settings)
             self.progress = _Progress(**saved)
         elif foreign := sorted(path.name for path in folder.glob("*.bin")):
             raise SettingsDiffer(
@@ -150,45 +153,40 @@ class _Preparation:
 
     def _tokenize_all(self, tokenizer: TextTokenizer) -> None:
         progress = self.progress
+        dtype = token_dtype(tokenizer.vocab_size)
         if progress.stage == "val":
             assert self.held_out is not None
             self.bar.begin("held-out text")
-            self._tokenize(self.held_out, tokenizer, lambda text: "val", None, None)
+            self._tokenize(self.held_out, Encoder(tokenizer, dtype, None), None, None)
             progress.stage, progress.position, progress.documents = "train", None, 0
             self._commit()
         if progress.stage != "done":
             self.bar.begin("tokenizing")
             limits = self.data.max_documents, self.data.max_tokens
-            self._tokenize(self.source, tokenizer, self.holdout.split_of, *limits)
+            self._tokenize(self.source, Encoder(tokenizer, dtype, self.holdout), *limits)
             progress.stage = "done"
 
     def _tokenize(
-        self,
-        source: Source,
-        tokenizer: TextTokenizer,
-        split_of: Callable[[str], Split | None],
-        max_documents: int | None,
-        max_tokens: int | None,
+        self, source: Source, encode: Encoder, max_documents: int | None, max_tokens: int | None
     ) -> None:
+        """Reads from the position where the last commit was. Batches are read ahead of those that count."""
         progress = self.progress
         began, tokens_before = time.monotonic(), progress.tokens
         reader = source.reader(progress.position)
+        remaining = None if max_documents is None else max_documents - progress.documents
+        batches = (
+            (texts, (len(texts), reader.position(), reader.fraction()))
+            for texts in _batches(islice(reader, remaining))
+        )
+        done = encoded(encode, batches, _workers(self.data, source))
         try:
-            remaining = None if max_documents is None else max_documents - progress.documents
-            for batch in _batches(islice(reader, remaining)):
-                with_text: list[tuple[Split | None, str]] = [
-                    (split_of(text), text) for text in batch if text.strip()
-                ]
-                kept: list[tuple[Split, str]] = [
-                    (split, text) for split, text in with_text if split is not None
-                ]
-                progress.skipped["empty documents"] += len(batch) - len(with_text)
-                progress.skipped["documents also held out"] += len(with_text) - len(kept)
-                progress.documents += len(batch)
-                is_full = self._append(kept, tokenizer, max_tokens)
-                progress.position = reader.position()
+            for documents, (read, position, share) in done:
+                progress.skipped["empty documents"] += read - len(documents)
+                progress.documents += read
+                is_full = self._append(documents, max_tokens)
+                progress.position = position
                 shares = [
-                    reader.fraction(),
+                    share,
                     progress.documents / max_documents if max_documents else None,
                     progress.tokens / max_tokens if max_tokens else None,
                 ]
@@ -203,20 +201,19 @@ class _Preparation:
                     self._commit()
             progress.skipped.update(reader.skipped)
         finally:
+            done.close()
             reader.close()
 
-    def _append(
-        self, documents: list[tuple[Split, str]], tokenizer: TextTokenizer, max_tokens: int | None
-    ) -> bool:
-        """Tokenizes and writes. Returns True once there are max_tokens; the rest of the batch is left out."""
-        encoded = tokenizer.encode_documents([text for _, text in documents])
-        for (split, text), ids in zip(documents, encoded, strict=True):
+    def _append(self, documents: list[Document], max_tokens: int | None) -> bool:
+        """Writes documents. Returns True once there are max_tokens; the rest of the batch is left out."""
+        for split, ids, size, altered in documents:
+            if split is None:
+                self.progress.skipped["documents also held out"] += 1
+                continue
             if max_tokens is not None and self.progress.tokens >= max_tokens:
                 return True
             self.writers[split].append(ids)
-            self.progress.counts[split].update(tokens=len(ids), bytes=len(text.encode()), documents=1)
-            if split == "val" and tokenizer.decode(ids) != text:
-                self.progress.counts[split].update(altered=1)
+            self.progress.counts[split].update(tokens=len(ids), bytes=size, documents=1, altered=altered)
             self.progress.tokens += len(ids)
         return max_tokens is not None and self.progress.tokens >= max_tokens
 
@@ -280,8 +277,7 @@ class _Preparation:
 
     def _clear(self) -> None:
         """Removes what this preparation wrote, so that other settings may be tried in the same folder."""
-        tokenizer_files = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-        for pattern in (f"{self.source.name}_*.bin*", *tokenizer_files):
+        for pattern in (f"{self.source.name}_*.bin*", *FILES):
             for path in self.folder.glob(pattern):
                 path.unlink()
         self.path.unlink()
@@ -309,22 +305,31 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
+def _workers(data: DataSection, source: Source) -> int:
+    """Returns how many processes tokenize: those asked for, else one a core where there is work for them."""
+    size = source.size()
+    most = usable_cores() if size is None else max(1, size // WORTH_A_WORKER)
+    return data.workers or min(usable_cores(), most)
+
+
 def _default_folder(source: Source, data: DataSection, settings: dict[str, Any]) -> Path:
     kind = data.tokenizer if data.tokenizer in ("gpt2", "bytebpe", "bytes") else Path(data.tokenizer).stem
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     return Path("data") / f"{source.name}-{kind}-{digest}"
 
 
-def _is_complete(folder: Path, settings: dict[str, Any]) -> bool:
+def is_complete(folder: Path, settings: dict[str, Any]) -> bool:
+    """Returns whether a folder holds all that these settings make. SettingsDiffer if it is of others."""
     if not (folder / "meta.json").exists():
         return False
-    _require_same(folder, read_meta(folder).settings, settings)
+    require_same(folder, read_meta(folder).settings, settings)
     with suppress(OSError):  # a kill between writing meta.json and this leaves it; so may a read-only folder
         (folder / "progress.json").unlink()
     return True
 
 
-def _require_same(folder: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+def require_same(folder: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    """SettingsDiffer, with every difference, unless a folder was begun with these settings."""
     before, now = _flatten(saved), _flatten(json.loads(json.dumps(settings)))
     differences = [
         f"{key}: {before.get(key)!r} there, {now.get(key)!r} asked for"

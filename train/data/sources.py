@@ -75,6 +75,10 @@ class Source(Protocol):
     @property
     def name(self) -> str: ...
     def settings(self) -> dict[str, Any]: ...
+    def size(self) -> int | None:
+        """Returns the bytes of its files as they are, or None where nobody knows."""
+        ...
+
     def reader(self, position: dict[str, Any] | None = None) -> Reader: ...
 
 
@@ -181,6 +185,9 @@ class FileSource:
             "section": self.section,
             "sha256": digest.hexdigest(),
         }
+
+    def size(self) -> int:
+        return sum((self.root / name).stat().st_size for name in self.names)
 
     def reader(self, position: dict[str, Any] | None = None) -> "FileReader":
         return FileReader(self, position or {"file": 0, "document": 0})

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import TokenizerError
 
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")  # of a saved tokenizer
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
 GPT2_VOCAB, GPT2_EOS = 50257, 50256
 GPT2_REPOSITORY = "openai-community/gpt2"

@@ -108,6 +108,7 @@ _NEEDS: Mapping[str, tuple[Need, ...]] = {
             "data.shard_tokens",
             "data.max_documents",
             "data.max_tokens",
+            "data.workers",
         ),
         (_TEXT,),
     ),

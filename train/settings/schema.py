@@ -146,6 +146,8 @@ class DataSection(Section):
     """turns of the assistant that are learned"""
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     """what is done with conversations of more than batch.length tokens"""
+    workers: CountOrNone = None
+    """processes that tokenize; none: as many as cores, fewer for little text. The result is the same"""
 
 
 class EvaluationSection(Section):
@@ -313,8 +315,8 @@ class RunConfig(Section):
 NOT_MATHEMATICS = frozenset(
     (
         *("name", "out", "device", "backend", "compile", "gradient_checkpointing", "deterministic"),
-        *("max_minutes", "batch.micro", "data.folder", "evaluation", "sample", "checkpoint", "log"),
-        "distribution",
+        *("max_minutes", "batch.micro", "data.folder", "data.workers", "evaluation", "sample"),
+        *("checkpoint", "log", "distribution"),
     )
 )
 # Keys that `resume` may change. With other crops the validation losses of one run could not be compared.

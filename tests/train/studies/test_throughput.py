@@ -13,7 +13,7 @@ from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.studies import throughput
 from delta_trn.train.studies.families import FAMILIES, OURS, THEIRS, Family
-from delta_trn.train.studies.throughput import PARTS, REST, Workload, measure, operator_of, shares
+from delta_trn.train.studies.throughput import DOCUMENTS, PARTS, REST, Workload, measure, operator_of, shares
 from tests.support.tiny_run import run_command
 
 TINY = {"batch.sequences": "4", "batch.length": "32", "data.vocab_size": "320", "device": "cpu"}
@@ -33,13 +33,14 @@ def test_throughput_prints_and_writes_tokens_per_second_and_shares(tmp_path):
     file = tmp_path / "throughput.jsonl"
     keys = [f"{key}={value}" for key, value in TINY.items()]
     status, out, err = run_command(
-        "throughput", "tiny", *keys, "--peer", "hf", "--rounds", "2", "--json", file
+        "throughput", "tiny", *keys, "--peer", "hf", "--documents", "5", "--rounds", "2", "--json", file
     )
     assert status == 0, err
     assert "delta rule by chunked on cpu" in out and "times ours" in out
-    ours, theirs = (json.loads(line) for line in file.read_text().splitlines())
-    assert (ours["contender"], theirs["contender"]) == (OURS, "hf")
-    assert ours["ratio"] is None and theirs["ratio"]["p50"] > 0
+    ours, bounded, theirs = (json.loads(line) for line in file.read_text().splitlines())
+    assert (ours["contender"], bounded["contender"], theirs["contender"]) == (OURS, DOCUMENTS, "hf")
+    assert ours["ratio"] is None and theirs["ratio"]["p50"] > 0 and bounded["ratio"]["p50"] > 0
+    assert bounded["loss"] != ours["loss"], "a document sees nothing of the one before"
     assert ours["tokens_per_s"] == pytest.approx(4 * 32 / (ours["ms"]["p50"] / 1e3))
     assert sum(ours["shares"].values()) == pytest.approx(1.0)
     assert {"commit", "torch", "device", "recipe", "width"} <= set(ours)

@@ -1,0 +1,155 @@
+"""A mixture has each source's share of tokens at every place, in an order that the seed alone decides."""
+
+import os
+import signal
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from delta_trn.train.data import mixture, open_dataset
+from delta_trn.train.data.entropies import documents
+from delta_trn.train.data.mixture import mix
+from delta_trn.train.settings.errors import DataError, SettingsDiffer
+from tests.support.corpus import prepare_text, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> dict[str, Path]:
+    """Three prepared folders; the first letter of a document is its source's."""
+    root = tmp_path_factory.mktemp("parts")
+
+    def prepared(name: str, count: int, length: int) -> Path:
+        lines = (f"{name}{i:04d} " + "x" * (i * 7 % length) for i in range(count))
+        return prepare_text(write_jsonl(root / f"{name}.jsonl", lines), root / name, shard_tokens=3000)
+
+    return {"a": prepared("a", 300, 60), "b": prepared("b", 200, 20), "c": prepared("c", 60, 200)}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(mixture, "BUCKET_BYTES", 4000)
+
+
+def texts(folder: Path, split="train") -> list[str]:
+    dataset = open_dataset(folder)
+    return [dataset.tokenizer.decode(ids) for ids in documents(dataset, split)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def test_a_shuffled_folder_has_every_document_once_in_another_order(parts, tmp_path, monkeypatch):
+    source = texts(parts["a"])
+    out = mix([(parts["a"], 1)], tmp_path / "out", show=False)
+    shuffled = texts(out)
+    assert sorted(shuffled) == sorted(source) and texts(out, "val") == texts(parts["a"], "val")
+    # a random order keeps 1 of n documents in place, on average, and moves one by n / 3
+    places = {text: place for place, text in enumerate(source)}
+    moved = [abs(places[text] - place) for place, text in enumerate(shuffled)]
+    assert moved.count(0) < 8 and abs(sum(moved) / len(moved) - len(source) / 3) < len(source) / 15
+    meta, before = open_dataset(out).meta.splits, open_dataset(parts["a"]).meta.splits
+    for split in ("train", "val"):
+        assert (meta[split].tokens, meta[split].bytes) == (before[split].tokens, before[split].bytes)
+    open_dataset(out).check_tokens()
+    assert texts(mix([(parts["a"], 1)], tmp_path / "seed", seed=1, show=False)) != shuffled
+    monkeypatch.setattr(mixture, "BUCKET_BYTES", 2**20)
+    assert texts(mix([(parts["a"], 1)], tmp_path / "one", show=False)) == shuffled, "memory decides nothing"
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"exhausted": "repeat", "max_tokens": 60_000}])
+def test_each_source_has_its_share_of_tokens_at_every_place(parts, tmp_path, options):
+    weights = {"a": 5, "b": 2, "c": 3}
+    out = mix([(parts[name], w) for name, w in weights.items()], tmp_path / "out", show=False, **options)
+    for split in ("train", "val"):
+        mixed = texts(out, split)
+        longest = 2 + max(map(len, mixed))
+        total = list(accumulate(2 + len(text) for text in mixed))
+        for name, weight in weights.items():
+            mine = list(accumulate((2 + len(text)) * (text[0] == name) for text in mixed))
+            assert max(abs(x - y * weight / 10) for x, y in zip(mine, total, strict=True)) < 2 * longest
+    if "max_tokens" in options:
+        assert 60_000 <= open_dataset(out).split("train").tokens < 60_000 + longest
+        again = [text for text in texts(out) if text[0] == "c"]
+        first, second = again[: len(set(again))], again[len(set(again)) :]
+        assert len(set(first)) == len(first) and len(second) > 5, (
+            "every document comes before one comes again"
+        )
+        assert second[: len(first)] != first[: len(second)], "and then in another order"
+    else:
+        assert len(texts(out)) == len(set(texts(out))), "no document comes twice"
+
+
+def test_a_mixture_killed_at_any_moment_ends_with_the_same_bytes(parts, tmp_path, monkeypatch):
+    sources = [(parts["b"], 2), (parts["c"], 3)]
+    options = {"max_tokens": 1500, "shard_tokens": 500, "show": False}
+    expected = files(mix(sources, tmp_path / "whole", **options))
+    monkeypatch.setattr(mixture, "COMMIT_SECONDS", 0.0)
+
+    def killed_at(call: int, out: Path) -> bool:
+        child = os.fork()
+        if child == 0:
+            left = [call]
+
+            def counting(original):
+                def wrapped(*args, **kwargs):
+                    left[0] -= 1
+                    if left[0] < 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return original(*args, **kwargs)
+
+                return wrapped
+
+            for name in ("fsync", "replace", "unlink", "truncate"):
+                setattr(os, name, counting(getattr(os, name)))
+            mix(sources, out, **options)
+            os._exit(0)
+        return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+    calls, out = 3, tmp_path / "3"
+    while killed_at(calls, out):
+        assert not (out / "meta.json").exists() or not list(out.glob("*.partial"))
+        assert files(mix(sources, out, **options)) == expected, f"killed before call {calls}"
+        calls *= 2
+        out = tmp_path / str(calls)
+    assert calls > 100 and files(out) == expected
+
+
+def test_mixing_again_does_nothing_and_other_settings_are_refused(parts, tmp_path):
+    out = mix([(parts["a"], 1)], tmp_path / "out", show=False)
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
+    mix([(parts["a"], 4)], out, show=False)
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*.bin")} == before
+    with pytest.raises(SettingsDiffer, match="shuffle: 0 there, 3 asked for"):
+        mix([(parts["a"], 1)], out, seed=3, show=False)
+
+
+@pytest.mark.parametrize(
+    ("names", "weight", "options", "message"),
+    [
+        ("", 1, {}, "there is nothing to mix"),
+        ("a", 0, {}, r"weight 0\.0: expected a number above 0"),
+        ("ab", float("nan"), {}, "weight nan: expected a number above 0"),
+        ("ab", 1, {"exhausted": "repeat"}, "exhausted=repeat has no end without max_tokens"),
+        ("ab", 1, {"exhausted": "refuse"}, "expected stop or repeat"),
+        ("ab", 1, {"max_tokens": 0}, "max_tokens=0: expected at least 1"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused_before_any_work(
+    parts, tmp_path, names, weight, options, message
+):
+    with pytest.raises(DataError, match=message):
+        mix([(parts[name], weight) for name in names], tmp_path / "out", show=False, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_of_two_tokenizers_are_not_mixed(parts, tmp_path):
+    source = write_jsonl(tmp_path / "x.jsonl", (f"x{i}" for i in range(50)))
+    other = prepare_text(source, tmp_path / "other", tokenizer="bytebpe", vocab_size=300)
+    with pytest.raises(DataError, match=r"has another tokenizer than .*prepare it with data.tokenizer="):
+        mix([(parts["a"], 1), (other, 1)], tmp_path / "out", show=False)
+    again = prepare_text(source, tmp_path / "again", tokenizer=str(other), vocab_size=300)
+    assert open_dataset(mix([(other, 1), (again, 1)], tmp_path / "out", show=False)).meta.vocab_size == 300
+    with pytest.raises(DataError, match="is one of the sources"):
+        mix([(other, 1)], other, show=False)
