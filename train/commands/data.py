@@ -81,8 +81,8 @@ def _renamed(word: str) -> str:
 def _mix(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="delta-trn data mix",
-        description="Mix prepared folders by tokens, and shuffle their documents; one folder alone is shuffled. "
-        "At every place each source has its share of the tokens, to within the longest document. Killed, the "
+        description="Mix prepared folders by tokens, and shuffle their documents. One folder alone is shuffled. At "
+        "every place each source has its share of the tokens, to within the longest document. Killed, the "
         "same command continues.",
     )
     parser.add_argument("parts", nargs="+", metavar="DIR=WEIGHT", help="prepared with one tokenizer")
@@ -112,7 +112,7 @@ def _mix(arguments: Sequence[str]) -> int:
 def _bench(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="delta-trn data bench",
-        description="Prepare generated text with one process of one thread and with several: speed and memory.",
+        description="Prepare generated text with one process of one thread, and with several: speed, memory.",
     )
     parser.add_argument("--megabytes", type=int, default=20, metavar="N", help="of text (20)")
     parser.add_argument("--workers", type=int, default=usable_cores(), metavar="N", help="(one a core)")
