@@ -81,9 +81,8 @@ def _renamed(word: str) -> str:
 def _mix(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="delta-trn data mix",
-        description="Mix prepared folders by tokens, and shuffle their documents. One folder alone is shuffled. At "
-        "every place each source has its share of the tokens, to within the longest document. Killed, the "
-        "same command continues.",
+        description="Mix prepared folders by tokens, and shuffle their documents: one folder alone, too. "
+        "At every place each source has its share of the tokens. Killed, the same command continues.",
     )
     parser.add_argument("parts", nargs="+", metavar="DIR=WEIGHT", help="prepared with one tokenizer")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
