@@ -18,11 +18,11 @@ from delta_trn.train.data.entropies import baselines, documents
 from delta_trn.train.data.mixture import mix
 from delta_trn.train.data.preparation import prepare
 from delta_trn.train.data.readers import SEPARATOR
-from delta_trn.train.data.speed import measure
 from delta_trn.train.data.workers import usable_cores
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments
 from delta_trn.train.settings.schema import DataSection, RunConfig, meaning
+from delta_trn.train.studies.preparation import measure
 
 PREPARE = """Tokenize the text of SOURCE into shards. Killed, the same command continues.
 

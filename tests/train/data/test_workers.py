@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from delta_trn.train.data import preparation, workers
-from delta_trn.train.data.speed import measure
 from delta_trn.train.settings.errors import DataError
+from delta_trn.train.studies.preparation import measure
 from tests.support.corpus import prepare_text, write_jsonl
 
 
