@@ -7,6 +7,7 @@ takes most of the time. Every round starts from the same state, since the time d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,32 +18,25 @@ from delta_trn.backends.parity import baseline
 from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 from delta_trn.backends.parity.rule_cases import Case, Inputs, inputs
 
-Step = Callable[[Inputs], tuple[Tensor, Tensor]]
 OPERATION = "gated_delta_rule_step"
 SAMPLES = 12
 
 
-def ours(backend: str) -> Step:
-    """Returns the public operation on one backend."""
-
-    def run(x: Inputs) -> tuple[Tensor, Tensor]:
-        assert x.initial_state is not None
-        q, k, v, g, beta = (y[:, 0] for y in (x.q, x.k, x.v, x.g, x.beta))
-        normalize = x.case.normalized_inside
-        return gated_delta_rule_step(
-            q, k, v, g, beta, x.initial_state, use_qk_l2norm_in_kernel=normalize, backend=backend
-        )
-
-    return run
+def ours(backend: str, x: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Returns the public operation on one backend, without arguments; the peers take q as [B, 1, H, K]."""
+    assert x.initial_state is not None
+    tensors = *(y[:, 0] for y in (x.q, x.k, x.v, x.g, x.beta)), x.initial_state
+    normalize = x.case.normalized_inside
+    return lambda: gated_delta_rule_step(*tensors, use_qk_l2norm_in_kernel=normalize, backend=backend)
 
 
 def step_call(name: str, x: Inputs) -> Callable[[], None]:
     """Returns a call without arguments that takes one step, by a peer or by one of our backends."""
-    run = PEERS[name].step() if name in PEERS else ours(name)
+    run = partial(PEERS[name].step(), x) if name in PEERS else ours(name, x)
 
     def call() -> None:
         with torch.no_grad():
-            run(x)
+            run()
 
     return call
 
@@ -56,7 +50,7 @@ def step_verdicts(case: Case, dtype: torch.dtype, backend: str, device: str) -> 
 
     def outcome(name: str, x: Inputs) -> dict[str, Tensor]:
         with torch.no_grad():
-            return dict(zip(("o", "state"), ours(name)(x), strict=True))
+            return dict(zip(("o", "state"), ours(name, x)(), strict=True))
 
     judge = outcome("recurrent", x.double())
     limits = {"o": absolute(dtype), "state": absolute(torch.float32)}

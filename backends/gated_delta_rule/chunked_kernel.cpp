@@ -26,7 +26,7 @@ struct Strides {
 
 }  // namespace
 
-// The arguments, in the order of `chunked_kernel.Call` in Python. Pointers may be null where it says so.
+// The arguments, in the order in which chunked_kernel.py has them. Pointers may be null where it says so.
 struct Call {
     const float *q, *k, *v, *g, *beta;
     const float *initial_state;     // [N, HV, K, V] or null
@@ -41,7 +41,6 @@ struct Call {
     float *dinitial_state;            // or null
     Strides q_strides, k_strides, v_strides, g_strides, beta_strides, do_strides;
     int64_t N, T, H, HV, K, V, C, normalize, threads;
-    double scale;
 };
 
 namespace {
@@ -92,10 +91,12 @@ struct Chunk {
 // One value head of one sequence, and the chunk of it that is being computed.
 struct Head {
     const Call &c;
+    const float scale;
     long sequence, head, batch, first_token, last_token, first_chunk;
     long K, V;  // rounded up
 
-    Head(const Call &call, long task) : c(call), sequence(task / c.HV), head(task % c.HV) {
+    Head(const Call &call, double scale, long task)
+        : c(call), scale(scale), sequence(task / c.HV), head(task % c.HV) {
         batch = c.bounds ? 0 : sequence;
         first_token = c.bounds ? c.bounds[sequence] : 0;
         last_token = c.bounds ? c.bounds[sequence + 1] : c.T;
@@ -116,20 +117,38 @@ struct Head {
     float *saved_state(long chunk) const { return c.states + ((first_chunk + chunk) * c.HV + head) * c.K * c.V; }
 };
 
-// Copies x [count, n], rows `stride` apart, times `factor` to out, with zeros up to [rows, round_up(n)].
-void fill(const float *x, long stride, long count, long n, long rows, Matrix out, float factor = 1.0f) {
+// Copies x [count, n], rows `stride` apart, times `factor` to out, with zeros up to [rows, round_up(n)]. `ahead` is
+// how far from x the next chunk lies: rows of heads are too far apart for the processor to guess.
+void fill(
+    const float *x, long stride, long count, long n, long rows, Matrix out, float factor = 1.0f, long ahead = 0) {
+    const long whole = n / W * W;
     for (long i = 0; i < rows; i++) {
+        const float *row = x + i * stride;
         float *y = out[i];
         long j = 0;
-        if (i < count)
-            for (; j < n; j++) y[j] = x[i * stride + j] * factor;
+        if (i < count) {
+            for (; j < whole; j += W) {
+                if (ahead && j % 16 == 0) __builtin_prefetch(row + ahead + j);
+                store(y + j, load(row + j) * factor);
+            }
+            for (; j < n; j++) y[j] = row[j] * factor;
+        }
         for (; j < round_up(n); j++) y[j] = 0.0f;
     }
 }
 
-void put(Matrix x, long count, long n, float *out, long stride, float factor = 1.0f) {
-    for (long i = 0; i < count; i++)
-        for (long j = 0; j < n; j++) out[i * stride + j] = x[i][j] * factor;
+// Copies x [count, n] times `factor` to out, rows `stride` apart.
+void put(Matrix x, long count, long n, float *out, long stride, float factor = 1.0f, long ahead = 0) {
+    const long whole = n / W * W;
+    for (long i = 0; i < count; i++) {
+        float *y = out + i * stride;
+        long j = 0;
+        for (; j < whole; j += W) {
+            if (ahead && j % 16 == 0) __builtin_prefetch(y + ahead + j, 1);
+            store(y + j, load(x[i] + j) * factor);
+        }
+        for (; j < n; j++) y[j] = x[i][j] * factor;
+    }
 }
 
 void clear(Matrix x, long rows) { memset(x.x, 0, rows * x.stride * sizeof(float)); }
@@ -197,10 +216,12 @@ void gates(const Head &h, Chunk &x, long chunk, long m) {
 // columns (forward) or rows (backward) beta multiplies.
 void prepare(const Head &h, Chunk &x, long chunk, long m, bool backward) {
     const Call &c = h.c;
-    const long count = h.tokens(chunk), head = h.head / (c.HV / c.H);
+    const long count = h.tokens(chunk), head = h.head / (c.HV / c.H), next = backward ? -c.C : c.C;
     const Matrix k = {x.QK[m], x.QK.stride}, N = {x.PN[m], x.PN.stride}, G = x.G, Gk = {G[m], G.stride};
-    fill(c.q + h.offset(c.q_strides, chunk, head), c.q_strides.time, count, c.K, m, x.QK);
-    fill(c.k + h.offset(c.k_strides, chunk, head), c.k_strides.time, count, c.K, m, k);
+    fill(c.q + h.offset(c.q_strides, chunk, head), c.q_strides.time, count, c.K, m, x.QK, 1.0f,
+         next * c.q_strides.time);
+    fill(c.k + h.offset(c.k_strides, chunk, head), c.k_strides.time, count, c.K, m, k, 1.0f,
+         next * c.k_strides.time);
     if (c.normalize) {
         normalize(x.QK, m, h.K, x.rq);
         normalize(k, m, h.K, x.rk);
@@ -234,19 +255,20 @@ void forward_head(const Head &h, Forward &f) {
     Chunk &x = f.x;
     fill(c.initial_state ? c.initial_state + h.state() : nullptr, c.V, c.initial_state ? c.K : 0, c.V, h.K, f.S);
     for (long chunk = 0; chunk < h.chunks(); chunk++) {
-        const long count = h.tokens(chunk), m = round_up(count);
+        const long count = h.tokens(chunk), m = round_up(count), row = c.HV * c.V;
         const Matrix E = {f.OE[m], f.OE.stride};
         if (c.states) put(f.S, c.K, c.V, h.saved_state(chunk), c.V);
         prepare(h, x, chunk, m, false);
         clear(f.OE, m);
-        fill(c.v + h.offset(c.v_strides, chunk, h.head), c.v_strides.time, count, c.V, m, E);
+        fill(c.v + h.offset(c.v_strides, chunk, h.head), c.v_strides.time, count, c.V, m, E, 1.0f,
+             c.C * c.v_strides.time);
         // o = diag(gam) q S and V - diag(gam) k S in one product
         if (chunk > 0 || c.initial_state) product<PLAIN, FULL>(2 * m, h.V, h.K, x.G, f.S, f.OE);
         solve<PLAIN>(m, h.V, {x.PN[m], x.PN.stride}, E);
-        if (c.E) put(E, count, c.V, c.E + h.dense(chunk, c.V), c.HV * c.V);
+        if (c.E) put(E, count, c.V, c.E + h.dense(chunk, c.V), row, 1.0f, row * c.C);
         scale_rows(E, x.beta, m, h.V, f.U);
         product<PLAIN, LOWER>(m, h.V, m, x.PN, f.U, f.OE);
-        put(f.OE, count, c.V, c.o + h.dense(chunk, c.V), c.HV * c.V, c.scale);
+        put(f.OE, count, c.V, c.o + h.dense(chunk, c.V), row, h.scale, row * c.C);
         scale_state(f.S, h.K, h.V, x.gam[m - 1]);
         product<TRANSPOSED, FULL>(h.K, h.V, m, x.written, f.U, f.S);
     }
@@ -290,11 +312,12 @@ void log_decay_gradient(Backward &f, long m, float carried) {
 // Computes dO, dv and what depends on them, and writes dv; from f.dS, the gradient of the chunk's last state.
 void backward_values(const Head &h, Backward &f, long chunk, long m) {
     const Call &c = h.c;
-    const long count = h.tokens(chunk);
+    const long count = h.tokens(chunk), row = c.HV * c.V;
     Chunk &x = f.x;
     const Matrix dR = {f.Y[m], f.Y.stride}, N = {x.PN[m], x.PN.stride}, XY = f.XY;
-    fill(c.d_o + h.offset(c.do_strides, chunk, h.head), c.do_strides.time, count, c.V, m, f.Y, c.scale);
-    fill(c.E + h.dense(chunk, c.V), c.HV * c.V, count, c.V, m, f.E);
+    fill(c.d_o + h.offset(c.do_strides, chunk, h.head), c.do_strides.time, count, c.V, m, f.Y, h.scale,
+         -c.C * c.do_strides.time);
+    fill(c.E + h.dense(chunk, c.V), row, count, c.V, m, f.E, 1.0f, -row * c.C);
     scale_rows(f.E, x.beta, m, h.V, f.U);
     transpose(m, h.V, f.U, f.UT);
     clear(dR, m);
@@ -308,13 +331,13 @@ void backward_values(const Head &h, Backward &f, long chunk, long m) {
     product<PLAIN, FULL, true>(m, m, h.V, f.Y, f.UT, XY);
     product<PLAIN, FULL, true>(m, m, h.V, dR, f.UT, {XY[m], XY.stride});
     scale_rows(dR, x.beta, m, h.V, dR);
-    put(dR, count, c.V, c.dv + h.dense(chunk, c.V), c.HV * c.V);
+    put(dR, count, c.V, c.dv + h.dense(chunk, c.V), row, 1.0f, -row * c.C);
 }
 
 // Computes and writes dq and dk, dg and dbeta.
 void backward_keys(const Head &h, Backward &f, long chunk, long m) {
     const Call &c = h.c;
-    const long count = h.tokens(chunk);
+    const long count = h.tokens(chunk), row = c.HV * c.K;
     Chunk &x = f.x;
     const Matrix k = {x.QK[m], x.QK.stride}, dk_S = {f.dQK[m], f.dQK.stride}, dkk = {f.XY[m], f.XY.stride};
     clear(f.dQK, 2 * m);
@@ -343,8 +366,8 @@ void backward_keys(const Head &h, Backward &f, long chunk, long m) {
         normalize_back(f.dQK, x.QK, x.rq, m, h.K);
         normalize_back(f.dK, k, x.rk, m, h.K);
     }
-    put(f.dQK, count, c.K, c.dq + h.dense(chunk, c.K), c.HV * c.K);
-    put(f.dK, count, c.K, c.dk + h.dense(chunk, c.K), c.HV * c.K);
+    put(f.dQK, count, c.K, c.dq + h.dense(chunk, c.K), row, 1.0f, -row * c.C);
+    put(f.dK, count, c.K, c.dk + h.dense(chunk, c.K), row, 1.0f, -row * c.C);
     put({f.dg, 1}, count, 1, c.dg + h.dense(chunk, 1), c.HV);
     put({f.dbeta, 1}, count, 1, c.dbeta + h.dense(chunk, 1), c.HV);
 }
@@ -367,13 +390,28 @@ void backward_head(const Head &h, Backward &f) {
     if (c.dinitial_state) put(f.dS, c.K, c.V, c.dinitial_state + h.state(), c.V);
 }
 
-// One token: S <- gam S; u = beta (v - S^T k); S <- S + k u^T; o = scale S^T q, as it is written.
+// One token for NV vectors of columns: S <- gam S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q, as it is written.
+template <int NV>
+INLINE void step_columns(
+    const Call &c, const float *q, const float *k, float gam, float beta, const float *S, const float *v, float *after,
+    vec (&o)[NV]) {
+    vec u[NV] = {};
+    for (long i = 0; i < c.K; i++)
+        for (int n = 0; n < NV; n++) u[n] += k[i] * (gam * load(S + i * c.V + n * W));
+    for (int n = 0; n < NV; n++) u[n] = beta * (load(v + n * W) - u[n]), o[n] = vec{};
+    for (long i = 0; i < c.K; i++)
+        for (int n = 0; n < NV; n++) {
+            const vec s = gam * load(S + i * c.V + n * W) + k[i] * u[n];
+            store(after + i * c.V + n * W, s);
+            o[n] += q[i] * s;
+        }
+}
+
 void step_head(const Head &h, float *x) {
     const Call &c = h.c;
     const float *S = c.initial_state + h.state(), *v = c.v + h.offset(c.v_strides, 0, h.head);
-    float *after = c.final_state + h.state(), *out = c.o + h.dense(0, c.V);
+    float *after = c.final_state + h.state(), *out = c.o + h.dense(0, c.V), r[1];
     const Matrix q = {x, h.K}, k = {q[1], h.K};
-    float *u = k[1], *o = u + h.V, r[1];
     fill(c.q + h.offset(c.q_strides, 0, h.head / (c.HV / c.H)), 0, 1, c.K, 1, q);
     fill(c.k + h.offset(c.k_strides, 0, h.head / (c.HV / c.H)), 0, 1, c.K, 1, k);
     if (c.normalize) {
@@ -382,21 +420,31 @@ void step_head(const Head &h, float *x) {
     }
     const float gam = std::exp(static_cast<double>(c.g[h.offset(c.g_strides, 0, h.head)]));
     const float beta = c.beta[h.offset(c.beta_strides, 0, h.head)];
-    memset(u, 0, 2 * h.V * sizeof(float));
-    for (long i = 0; i < c.K; i++)
-        for (long j = 0; j < c.V; j++) u[j] += k.x[i] * (gam * S[i * c.V + j]);
-    for (long j = 0; j < c.V; j++) u[j] = beta * (v[j] - u[j]);
-    for (long i = 0; i < c.K; i++)
-        for (long j = 0; j < c.V; j++) {
-            const float s = gam * S[i * c.V + j] + k.x[i] * u[j];
+    auto columns = [&](auto width, long j) {
+        constexpr int NV = decltype(width)::value;
+        vec o[NV];
+        step_columns<NV>(c, q.x, k.x, gam, beta, S + j, v + j, after + j, o);
+        for (int n = 0; n < NV; n++) store(out + j + n * W, o[n] * h.scale);
+    };
+    // the last columns may be computed twice, from the same numbers
+    long j = 0;
+    for (; c.V >= 4 * W && j < c.V; j += 4 * W) columns(std::integral_constant<int, 4>(), j + 4 * W > c.V ? c.V - 4 * W : j);
+    for (; c.V >= W && j < c.V; j += W) columns(std::integral_constant<int, 1>(), j + W > c.V ? c.V - W : j);
+    for (; j < c.V; j++) {
+        float u = 0.0f, o = 0.0f;
+        for (long i = 0; i < c.K; i++) u += k.x[i] * (gam * S[i * c.V + j]);
+        u = beta * (v[j] - u);
+        for (long i = 0; i < c.K; i++) {
+            const float s = gam * S[i * c.V + j] + k.x[i] * u;
             after[i * c.V + j] = s;
-            o[j] += q.x[i] * s;
+            o += q.x[i] * s;
         }
-    for (long j = 0; j < c.V; j++) out[j] = c.scale * o[j];
+        out[j] = h.scale * o;
+    }
 }
 
 template <class Pass>
-void run(const Call &c, void (*pass)(const Head &, Pass &)) {
+void run(const Call &c, double scale, void (*pass)(const Head &, Pass &)) {
     const long K = round_up(c.K), V = round_up(c.V), tasks = c.N * c.HV;
     Arena count;
     Pass(count, c.C, K, V);
@@ -404,21 +452,21 @@ void run(const Call &c, void (*pass)(const Head &, Pass &)) {
     for (long task = 0; task < tasks; task++) {
         Arena arena{scratch(count.used)};
         Pass f(arena, c.C, K, V);
-        pass(Head(c, task), f);
+        pass(Head(c, scale, task), f);
     }
 }
 
 }  // namespace
 
 extern "C" {
-void gated_delta_rule_forward(const Call *c) { run<Forward>(*c, forward_head); }
-void gated_delta_rule_backward(const Call *c) { run<Backward>(*c, backward_head); }
-void gated_delta_rule_step(const Call *c) {
+void gated_delta_rule_forward(const Call *c, double scale) { run<Forward>(*c, scale, forward_head); }
+void gated_delta_rule_backward(const Call *c, double scale) { run<Backward>(*c, scale, backward_head); }
+void gated_delta_rule_step(const Call *c, double scale) {
     const long tasks = c->N * c->HV;
 #pragma omp parallel for num_threads(c->threads) if (c->threads > 1 && tasks * c->K * c->V > 1 << 17)
     for (long task = 0; task < tasks; task++) {
-        const Head h(*c, task);
-        step_head(h, scratch(2 * h.K + 2 * h.V));
+        const Head h(*c, scale, task);
+        step_head(h, scratch(2 * h.K));
     }
 }
 }

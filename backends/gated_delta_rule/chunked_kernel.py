@@ -6,8 +6,7 @@ each token finds missing [B, T, HV, V], and each chunk's first state.
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import c_double, c_int64
 from functools import cache
 from pathlib import Path
 
@@ -18,23 +17,14 @@ from delta_trn.backends import compiler
 from delta_trn.backends.gated_delta_rule.chunk_layout import capacity
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 
+# `struct Call` of chunked_kernel.cpp: the tensors' addresses, strides of some, then numbers, each in 8 bytes
 POINTERS = (
     "q", "k", "v", "g", "beta", "initial_state", "bounds", "chunk", "o", "E", "states", "final_state",
     "d_o", "dfinal_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state",
 )  # fmt: skip
 STRIDED = ("q", "k", "v", "g", "beta", "d_o")
 NUMBERS = ("N", "T", "H", "HV", "K", "V", "C", "normalize", "threads")
-
-
-class Arguments(ctypes.Structure):
-    """`struct Call` of chunked_kernel.cpp."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in POINTERS),
-        *((f"{name}_strides", c_int64 * 3) for name in STRIDED),
-        *((name, c_int64) for name in NUMBERS),
-        ("scale", c_double),
-    ]
+Arguments = c_int64 * (len(POINTERS) + 3 * len(STRIDED) + len(NUMBERS))
 
 
 def takes(x: Tensor) -> bool:
@@ -97,29 +87,23 @@ def _run(
 ) -> None:
     """Calls `gated_delta_rule_NAME` of the kernel with the call's tensors in float32, and `tensors`."""
     q, k, v, g, beta = _rows(call.q), _rows(call.k), _rows(call.v), call.g.float(), call.beta.float()
-    if q.dim() == 3:  # a step has no dimension of time
-        q, k, v, g, beta = q[:, None], k[:, None], v[:, None], g[:, None], beta[:, None]
     tensors |= {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     if initial_state is not None:
         tensors["initial_state"] = initial_state.contiguous()
-    N, T, H, K = q.shape
+    N, *times, H, K = q.shape
     cu_seqlens = getattr(call, "cu_seqlens", None)
     if cu_seqlens is not None:
         N = cu_seqlens.shape[0] - 1
         tensors["bounds"] = cu_seqlens.contiguous()
         tensors["chunk"] = torch.nn.functional.pad(((cu_seqlens.diff() + C - 1) // C).cumsum(0), (1, 0))
-    arguments = Arguments(
-        N=N, T=T, H=H, HV=v.shape[2], K=K, V=v.shape[3], C=C, normalize=call.l2norm,
-        threads=torch.get_num_threads(), scale=call.scale,
-    )  # fmt: skip
-    for word, x in tensors.items():
-        if x is not None:
-            setattr(arguments, word, x.data_ptr())
-            if word in STRIDED:
-                setattr(arguments, f"{word}_strides", x.stride()[:3])
-    functions = library().functions
-    assert functions is not None
-    functions[f"gated_delta_rule_{name}"](ctypes.byref(arguments))
+    fields = [0 if (x := tensors.get(word)) is None else x.data_ptr() for word in POINTERS]
+    for word in STRIDED:
+        x = tensors.get(word)
+        strides = (0, 0, 0) if x is None else x.stride()
+        fields += strides[:3] if times or x is None else (strides[0], 0, strides[1])
+    fields += (N, times[0] if times else 1, H, v.shape[-2], K, v.shape[-1], C)
+    fields += (call.l2norm, torch.get_num_threads())
+    getattr(library().functions, f"gated_delta_rule_{name}")(Arguments(*fields), c_double(call.scale))
 
 
 def _rows(x: Tensor) -> Tensor:
