@@ -295,7 +295,8 @@ void log_decay_gradient(Backward &f, long m, float carried) {
         // column_j: what tokens from t on read of j's write; nothing decays from a token to itself
         vec behind = {};
         for (long j = 0; j <= t; j += W) {
-            const vec pairs = load(f.XY[t] + j) * load(f.x.PN[t] + j) + load(f.XY[m + t] + j) * load(f.x.PN[m + t] + j);
+            const vec pairs =
+                load(f.XY[t] + j) * load(f.x.PN[t] + j) + load(f.XY[m + t] + j) * load(f.x.PN[m + t] + j);
             const vec column = load(f.column + j) + (places(j) < static_cast<int32_t>(t) ? pairs : vec{});
             store(f.column + j, column);
             behind += places(j) < static_cast<int32_t>(t) ? column : vec{};
@@ -393,8 +394,8 @@ void backward_head(const Head &h, Backward &f) {
 // One token for NV vectors of columns: S <- gam S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q, as it is written.
 template <int NV>
 INLINE void step_columns(
-    const Call &c, const float *q, const float *k, float gam, float beta, const float *S, const float *v, float *after,
-    vec (&o)[NV]) {
+    const Call &c, const float *q, const float *k, float gam, float beta, const float *S, const float *v,
+    float *after, vec (&o)[NV]) {
     vec u[NV] = {};
     for (long i = 0; i < c.K; i++)
         for (int n = 0; n < NV; n++) u[n] += k[i] * (gam * load(S + i * c.V + n * W));
@@ -428,8 +429,10 @@ void step_head(const Head &h, float *x) {
     };
     // the last columns may be computed twice, from the same numbers
     long j = 0;
-    for (; c.V >= 4 * W && j < c.V; j += 4 * W) columns(std::integral_constant<int, 4>(), j + 4 * W > c.V ? c.V - 4 * W : j);
-    for (; c.V >= W && j < c.V; j += W) columns(std::integral_constant<int, 1>(), j + W > c.V ? c.V - W : j);
+    for (; c.V >= 4 * W && j < c.V; j += 4 * W)
+        columns(std::integral_constant<int, 4>(), j + 4 * W > c.V ? c.V - 4 * W : j);
+    for (; c.V >= W && j < c.V; j += W)
+        columns(std::integral_constant<int, 1>(), j + W > c.V ? c.V - W : j);
     for (; j < c.V; j++) {
         float u = 0.0f, o = 0.0f;
         for (long i = 0; i < c.K; i++) u += k.x[i] * (gam * S[i * c.V + j]);

@@ -76,7 +76,7 @@ def test_a_wrong_step_is_not_timed(monkeypatch, capsys):
 
 def test_the_peers_step_equals_ours():
     x = inputs(BY_NAME["step_qwen3_next"], torch.float32)
-    for ours, theirs in zip(step.ours("chunked")(x), PEERS["hf"].step()(x), strict=True):
+    for ours, theirs in zip(step.ours("chunked", x)(), PEERS["hf"].step()(x), strict=True):
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
