@@ -17,7 +17,7 @@
 namespace {
 
 constexpr double RESET = -1024.0;  // contract.RESET
-constexpr float NORM_EPS = 1e-6f;  // contract.L2NORM_EPS
+constexpr double NORM_EPS = 1e-6;  // contract.L2NORM_EPS
 
 // The strides of a tensor [batch, time, head, ...] in elements; its last dimension is contiguous.
 struct Strides {
@@ -167,10 +167,15 @@ void scale_state(Matrix x, long rows, long n, float factor) {
         for (long j = 0; j < n; j += W) store(x[i] + j, load(x[i] + j) * factor);
 }
 
-// Divides rows by sqrt(sum of squares + eps), and stores the reciprocals.
+// Divides rows by sqrt(sum of squares + eps), and stores the reciprocals. They are rounded once: where all keys are
+// equal, so are their errors, which add up over the tokens.
 void normalize(Matrix x, long rows, long n, float *reciprocals) {
     for (long i = 0; i < rows; i++) {
-        const float r = 1.0f / std::sqrt(dot(n, x[i], x[i]) + NORM_EPS);
+        vec squares = {};
+        for (long j = 0; j < n; j += W) squares += load(x[i] + j) * load(x[i] + j);
+        double total = 0.0;
+        for (int j = 0; j < W; j++) total += squares[j];
+        const float r = 1.0 / std::sqrt(total + NORM_EPS);
         reciprocals[i] = r;
         for (long j = 0; j < n; j += W) store(x[i] + j, load(x[i] + j) * r);
     }

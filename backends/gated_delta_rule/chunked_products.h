@@ -55,10 +55,11 @@ INLINE float element(Matrix A, long i, long k) {
     return side == PLAIN ? A.x[i * A.stride + k] : A.x[k * A.stride + i];
 }
 
+// sums += C[i : i + ROWS, j : j + NV W]. It comes last: a state that grew over thousands of tokens is rounded once.
 template <int NV>
-INLINE void load_tile(vec (&sums)[ROWS][NV], Matrix C, long i, long j) {
+INLINE void add_tile(vec (&sums)[ROWS][NV], Matrix C, long i, long j) {
     for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < NV; n++) sums[r][n] = load(C[i + r] + j + n * W);
+        for (int n = 0; n < NV; n++) sums[r][n] += load(C[i + r] + j + n * W);
 }
 
 template <int NV>
@@ -88,9 +89,9 @@ void product(long m, long n, long k, Matrix A, Matrix B, Matrix C) {
         for (long i = 0; i < m; i += ROWS) {
             if (only_lower && j >= i + ROWS) continue;
             const long first = shape == UPPER ? i : 0, last = shape == LOWER && i + ROWS < k ? i + ROWS : k;
-            vec sums[ROWS][NV];
-            load_tile(sums, C, i, j);
+            vec sums[ROWS][NV] = {};
             add_product<side, NV>(sums, A, B, i, j, first, last);
+            add_tile(sums, C, i, j);
             store_tile(sums, C, i, j);
         }
     };
@@ -107,9 +108,9 @@ void solve(long m, long n, Matrix N, Matrix Y) {
         constexpr int NV = decltype(width)::value;
         for (long block = 0; block < m; block += ROWS) {
             const long i = side == PLAIN ? block : m - ROWS - block;
-            vec sums[ROWS][NV];
-            load_tile(sums, Y, i, j);
+            vec sums[ROWS][NV] = {};
             add_product<side, NV>(sums, N, Y, i, j, side == PLAIN ? 0 : i + ROWS, side == PLAIN ? i : m);
+            add_tile(sums, Y, i, j);
             for (int done = 0; done < ROWS; done++)
                 for (int next = done + 1; next < ROWS; next++) {
                     const int p = side == PLAIN ? done : ROWS - 1 - done;
