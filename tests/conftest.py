@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 from delta_trn.backends import machine
 from delta_trn.backends.gated_delta_rule import chunked_kernel
+from delta_trn.backends.layers import cpu_kernel
 from delta_trn.backends.registry import default_backend
 
 
@@ -50,6 +51,7 @@ def no_switches_of_a_run():
 def without_cpu_kernel(monkeypatch):
     """Lets the chunked backend compute in PyTorch, as it does where there is no compiler."""
     monkeypatch.setattr(chunked_kernel, "takes", lambda x: False)
+    monkeypatch.setattr(cpu_kernel, "takes", lambda *tensors: False)
 
 
 @pytest.fixture
