@@ -197,7 +197,10 @@ def _positive(key: str, text: str) -> float:
 
 
 def _pairs(key: str, text: str) -> dict[str, str]:
-    pairs = dict(part.rpartition(":")[::2] for part in text.split(",") if part)
+    pairs: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        pattern, _, role = part.rpartition(":")
+        pairs[pattern] = role
     if not all(pairs):
         raise UsageError(f"{key}={text}: expected pattern:role, separated by commas")
     return pairs

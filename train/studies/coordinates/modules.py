@@ -213,9 +213,9 @@ def _loss(model: nn.Module, batch: Any, outputs: dict[str, list[Tensor]]) -> Ten
     else:
         output = model(*batch)
     loss, logits = (_entry(output, name) for name in ("loss", "logits"))
-    shape = tokens.shape if isinstance(tokens, Tensor) and not tokens.is_floating_point() else None
-    if shape is not None and logits is not None and logits.shape[:-1] == shape:
-        following = tokens[:, 1:]
+    known = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
+    if known and logits is not None and logits.shape[:-1] == tokens.shape:
+        following = tokens[:, 1:].long()
         outputs["logit_next"] = [logits.detach()[:, :-1].gather(-1, following[..., None])]
         if loss is None:
             loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), following.flatten())
