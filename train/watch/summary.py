@@ -187,9 +187,10 @@ def _in_order(run: Run) -> Evaluation:
 def peak_tokens_per_s(run: Run) -> float | None:
     """Returns tokens/s if the machine did nothing but the model's products, at the rate that it shows now.
 
-    None where that is not measured: on Neuron, where processes share a CPU, and of another family's model.
+    None where that is not measured: in runs of few steps, on Neuron, where processes share a CPU, and of
+    another family's model.
     """
-    if run.config.model.pretrained is not None:
+    if run.config.steps < 100 or run.config.model.pretrained is not None:
         return None
     if run.device.type not in ("cpu", "cuda") or (run.device.type == "cpu" and run.team.world > 1):
         return None
