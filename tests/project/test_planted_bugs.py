@@ -81,7 +81,7 @@ def padding_passes():
     real = torch.tensor([[[False], [True]]])
     x = torch.randn(1, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        gates = mixer.gates(x, SimpleNamespace(real=real))
+        gates = mixer.gates(x, SimpleNamespace(real=real, begins=None))
     return all(y[0, 0].abs().max() < 1e-20 < y[0, 1].abs().min() for y in gates)
 
 
@@ -101,7 +101,15 @@ class Counting(Loader):
 
     def __init__(self, rank):
         self.dataset, self.split = SimpleNamespace(fingerprint="x"), "train"
-        self.batch, self.sequence, self.seed, self.rank, self.world, self._samples = 2, 3, 7, rank, 2, 0
+        self._bos, self.batch, self.sequence, self.seed, self.rank, self.world, self._samples = (
+            None,
+            2,
+            3,
+            7,
+            rank,
+            2,
+            0,
+        )
 
     def _windows(self, first):
         return np.repeat(np.arange(first, first + self.batch)[:, None], self.sequence + 1, axis=1)
