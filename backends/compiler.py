@@ -24,6 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.nn import Parameter
 
 from delta_trn.backends.machine import cpu_flags
 
@@ -42,6 +45,15 @@ class Library:
 
 class _Failure(Exception):
     """There will be no library; the message says why."""
+
+
+def lies_in_memory(x: Tensor) -> bool:
+    """Returns whether x is a plain tensor on a CPU, whose numbers lie where its data_ptr says.
+
+    A subclass may have a null pointer, as a divided model's DTensor has. A fake tensor stands for the plain
+    one that torch.compile will run with, and must get the same answer.
+    """
+    return type(x) in (Tensor, Parameter, FakeTensor) and x.device.type == "cpu"
 
 
 def load(source: Path, headers: Sequence[Path] = ()) -> Library:

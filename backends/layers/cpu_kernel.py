@@ -26,7 +26,8 @@ def library() -> compiler.Library:
 
 def takes(*tensors: Tensor | None) -> bool:
     """Returns whether the kernel computes with these tensors: they are float32 and on a CPU."""
-    plain = all(x is None or (x.dtype == torch.float32 and x.device.type == "cpu") for x in tensors)
+    known = [x for x in tensors if x is not None]
+    plain = all(x.dtype == torch.float32 and compiler.lies_in_memory(x) for x in known)
     return plain and library().functions is not None
 
 

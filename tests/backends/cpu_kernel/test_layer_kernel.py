@@ -4,6 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from delta_trn.backends import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
 from delta_trn.backends.layers import cpu_kernel
@@ -94,3 +95,16 @@ def test_extreme_gates_logits_and_nan_come_out_as_in_pytorch(monkeypatch):
     for mine, theirs in zip(*rows, strict=True):
         assert torch.allclose(mine, theirs, rtol=2**-20, atol=1e-36, equal_nan=True)
     assert rows[0][-1].isnan() and rows[0][0].isfinite().all()
+
+
+def test_a_tensor_without_a_pointer_is_left_to_pytorch():
+    """Weights that FSDP2 and tensor parallelism divide are DTensors, whose pointers are null."""
+
+    class Elsewhere(torch.Tensor):
+        pass
+
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    assert cpu_kernel.takes(x, weight) and cpu_kernel.takes(x, torch.nn.Parameter(weight))
+    assert not cpu_kernel.takes(x, weight.as_subclass(Elsewhere))
+    with FakeTensorMode() as mode:
+        assert cpu_kernel.takes(mode.from_tensor(x), mode.from_tensor(weight)), "as torch.compile's real ones"
