@@ -25,9 +25,11 @@ SAMPLES = 12
 def ours(backend: str, x: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
     """Returns the public operation on one backend, without arguments; the peers take q as [B, 1, H, K]."""
     assert x.initial_state is not None
-    tensors = *(y[:, 0] for y in (x.q, x.k, x.v, x.g, x.beta)), x.initial_state
-    normalize = x.case.normalized_inside
-    return lambda: gated_delta_rule_step(*tensors, use_qk_l2norm_in_kernel=normalize, backend=backend)
+    q, k, v, g, beta = (y[:, 0] for y in (x.q, x.k, x.v, x.g, x.beta))
+    state, normalize = x.initial_state, x.case.normalized_inside
+    return lambda: gated_delta_rule_step(
+        q, k, v, g, beta, state, use_qk_l2norm_in_kernel=normalize, backend=backend
+    )
 
 
 def step_call(name: str, x: Inputs) -> Callable[[], None]:

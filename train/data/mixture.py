@@ -169,7 +169,7 @@ class _Mixing:
         self.path.unlink()
 
     def _splits(self) -> dict[Split, SplitMeta]:
-        places = {split: _Place(**self.state.places[split]) for split in FIRST_SHARD}
+        places: dict[Split, _Place] = {split: _Place(**self.state.places[split]) for split in FIRST_SHARD}
         return {
             split: SplitMeta(
                 tokens=sum(place.taken),

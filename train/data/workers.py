@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def one_thread() -> Iterator[None]:
 
 def encoded(
     encode: Encoder, batches: Iterable[tuple[list[str], T]], workers: int
-) -> Iterator[tuple[list[Document], T]]:
+) -> Generator[tuple[list[Document], T], None, None]:
     """Yields what `encode` makes of every batch, with what came with it, in the order of the batches.
 
     With one worker this process computes it. With more, at most three batches a worker are read ahead. An

@@ -79,7 +79,8 @@ def held_out_windows(
     )
     for start in range(0, windows, batch):
         rows = [loader.next_batch() for _ in range(min(batch, windows - start))]
-        yield Batch(*(None if field[0] is None else torch.cat(field) for field in zip(*rows, strict=True)))
+        fields = zip(*rows, strict=True)
+        yield Batch(*(None if field[0] is None else torch.cat(field) for field in fields))  # type: ignore[arg-type]
 
 
 def is_due(config: RunConfig, step: int) -> bool:

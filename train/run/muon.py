@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+_many: Any = torch  # whose stubs leave out what works on many tensors at once
+
 # of x (A + B x^2 + C x^4), which takes singular values from 0.01 to 1 close to 1 in five steps
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
@@ -55,14 +57,14 @@ class Muon(AdamW):
         for matrices in alike.values():
             gradients: list[Tensor] = [p.grad for p in matrices]  # type: ignore[misc]
             momenta = [self._momentum(p) for p in matrices]
-            torch._foreach_mul_(momenta, group["momentum"])
-            torch._foreach_add_(momenta, gradients)
-            directions = torch.stack(torch._foreach_add(gradients, momenta, alpha=group["momentum"]))
+            _many._foreach_mul_(momenta, group["momentum"])
+            _many._foreach_add_(momenta, gradients)
+            directions = torch.stack(_many._foreach_add(gradients, momenta, alpha=group["momentum"]))
             blocks = cut(directions, group["heads"], group["of_columns"])
             size = MATCHES_ADAMW * max(blocks.shape[-2:]) ** 0.5
             blocks.copy_(orthogonalize(blocks))  # a view of `directions`
-            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(matrices, list(directions), alpha=-group["lr"] * size)
+            _many._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+            _many._foreach_add_(matrices, list(directions), alpha=-group["lr"] * size)
 
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 RELEASES = ("0.2.0", "0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0")
-SDK = dict(zip(RELEASES, ("2.28.1", "2.29.1", "2.30.0", "2.31.1", "2.32.0", "2.33.0"), strict=True))
+_SDKS = ("2.28.1", "2.29.1", "2.30.0", "2.31.1", "2.32.0", "2.33.0")
+SDK: dict[str, str] = dict(zip(RELEASES, _SDKS, strict=True))
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def _loss(model: nn.Module, batch: Any, outputs: dict[str, list[Tensor]]) -> Ten
         output = model(*batch)
     loss, logits = (_entry(output, name) for name in ("loss", "logits"))
     known = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
-    if known and logits is not None and logits.shape[:-1] == tokens.shape:
+    if known and tokens is not None and logits is not None and logits.shape[:-1] == tokens.shape:
         following = tokens[:, 1:].long()
         outputs["logit_next"] = [logits.detach()[:, :-1].gather(-1, following[..., None])]
         if loss is None:
