@@ -58,7 +58,7 @@ WRONG_KEYS = {
     "not an assignment": (["steps"], "expected key=value, got 'steps'"),
     "given twice": (["seed=1", "seed=2"], "seed is given twice"),
     "wrong type": (["steps=ten"], "steps=ten: expected a whole number"),
-    "wrong choice": (["optimizer.name=lion"], "expected 'adamw' or 'sgd'"),
+    "wrong choice": (["optimizer.name=lion"], "expected 'adamw', 'sgd' or 'muon'"),
     "out of range": (["optimizer.lr=0"], "expected more than 0"),
     "micro-batch": (["batch.micro=3"], "batch.micro=3 does not divide batch.sequences=4"),
     "no effect": (["optimizer.momentum=0.9"], "it needs optimizer.name=sgd"),

@@ -262,7 +262,7 @@ class TestCommand:
             ("widths=64,128", "3 or more different whole numbers"),
             ("widths=64,128,x", "widths=64,128,x"),
             ("seeds=3,1", "seeds=3,1: expected one whole number"),
-            ("optimizers=lion", "adamw, sgd"),
+            ("optimizers=lion", "adamw,sgd,muon"),
             ("parametrizations=mupp", "parametrization=mupp"),
             ("lr.sgd=-1", "optimizer.lr=-1"),
             ("stepz=3", "unknown key 'stepz'"),
