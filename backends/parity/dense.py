@@ -36,15 +36,22 @@ def gated_delta_rule(
     """Returns o and final_state of a call of the public operation, by `form`; differentiable.
 
     Gates are made in float32, float64 for float64 inputs, and so are the results. With `noise` the gates are
-    rounded at random: a decay of 250 tokens has the rounding of each of them.
+    rounded at random: a decay of 250 tokens has the rounding of each of them. Autograd has s (1 - s) for the
+    gradient of a sigmoid s, without a digit where s is about 1; that of the judge has its digits.
     """
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
     full = torch.promote_types(q.dtype, torch.float32)
     gated, beta_max = options.get("use_gate_in_kernel"), 2.0 if options.get("allow_neg_eigval") else 1.0
+    if not options.get("use_beta_sigmoid_in_kernel"):
+        beta_max = 0.0
+    z, judged = tensors["beta"], form is substitution
     g, beta = make_gates(
-        tensors["g"], tensors["beta"], tensors.get("A_log") if gated else None, tensors.get("dt_bias"),
-        beta_max if options.get("use_beta_sigmoid_in_kernel") else 0.0, noise,
+        tensors["g"], z, tensors.get("A_log") if gated else None, tensors.get("dt_bias"),
+        0.0 if judged else beta_max, noise,
     )  # fmt: skip
+    if judged and beta_max:
+        s = torch.special.expit(z.detach())
+        beta = beta_max * (s + s * torch.special.expit(-z.detach()) * (z - z.detach()))
     scale, l2norm = options.get("scale"), bool(options.get("use_qk_l2norm_in_kernel"))
     cu_seqlens, S = tensors.get("cu_seqlens"), tensors.get("initial_state")
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1

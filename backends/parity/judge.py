@@ -17,9 +17,9 @@ Why several samples, and these factors: where the error of a tensor is one numbe
 nothing decays), sample and backend draw it from one distribution, and chance makes the backend's twice one
 sample's in 30 of 100 draws. The largest of 14 normal samples is exceeded twofold by 2 in 1000, fourfold by 4
 in a million, eightfold by 1 in 10^9. So a few whole tensors, more parts and millions of elements can be
-judged. Implementations also put their errors into different elements, which differ by a factor of up to 11
-where the inverse is badly conditioned (near_2). The last term of an element is there because every
-implementation subtracts numbers of the size of their neighbors somewhere.
+judged; `chance_factor` has what lies between. Implementations also put their errors into different elements,
+which differ by a factor of up to 11 where the inverse is badly conditioned (near_2). The last term of an
+element is there because every implementation subtracts numbers of the size of their neighbors somewhere.
 
 The floor covers what the samples happen to compute exactly. A sum of n float32 terms of either sign costs
 about sqrt(n) u32, u32 = 2^-24, because roundings in a row add in squares. Rounding to a shorter dtype costs
@@ -92,6 +92,7 @@ class Spread:
     """Holds the largest errors of the samples: of the whole tensor, of each part and of each element.
 
     parts   the number of its part for each index of the judge's first axes; None: the tensor has no parts
+    energy  each part's squared errors, added up over elements and samples
     """
 
     judge: Tensor
@@ -100,10 +101,12 @@ class Spread:
     count: int = 0
     whole: float = 0.0
     part: Tensor = field(init=False)
+    energy: Tensor = field(init=False)
     element: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.part = torch.zeros_like(self.size(self.judge))
+        self.energy = torch.zeros_like(self.part)
         self.element = torch.zeros_like(self.judge)
 
     def difference(self, x: Tensor) -> Tensor:
@@ -113,11 +116,31 @@ class Spread:
 
     def size(self, x: Tensor) -> Tensor:
         """Returns the root mean square of each part."""
+        total, count = self.squares(x)
+        return (total / count.clamp(min=1)).sqrt()
+
+    def squares(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns each part's sum of squares, and how many elements it has."""
         labels = x.new_zeros((), dtype=torch.long) if self.parts is None else self.parts.to(x.device)
-        squares = x.square().reshape(labels.numel(), -1).mean(1)
-        total = squares.new_zeros(int(labels.max()) + 1 if labels.numel() else 1)
-        count = torch.zeros_like(total).index_add_(0, labels.reshape(-1), torch.ones_like(squares))
-        return (total.index_add_(0, labels.reshape(-1), squares) / count.clamp(min=1)).sqrt()
+        rows = x.square().reshape(labels.numel(), -1)
+        total = rows.new_zeros(int(labels.max()) + 1 if labels.numel() else 1)
+        count = torch.zeros_like(total).index_add_(0, labels.reshape(-1), torch.ones_like(rows.sum(1)))
+        return total.index_add_(0, labels.reshape(-1), rows.sum(1)), count * rows.shape[1]
+
+    def effective_parts(self) -> float:
+        """Returns how many parts of equal error vary like the tensor's error does (`chance_factor`).
+
+        With e_h the energy of part h in n samples, each part's a multiple of chi-squared with one degree of
+        freedom per sample, this is the participation ratio without the bias of few samples:
+
+            nu = ((n + 2) (sum e_h)^2 / sum e_h^2 - 2) / n
+        """
+        parts, largest = self.energy.numel(), self.energy.max()
+        if largest == 0:
+            return float(parts)
+        energy = self.energy / largest  # whose squares do not underflow
+        ratio = (energy.sum().square() / energy.square().sum()).item()
+        return min(max(1.0, ((self.count + 2) * ratio - 2) / self.count), float(parts))
 
     def of_elements(self, part: Tensor) -> Tensor:
         """Returns the numbers of the parts, for each element of the judge."""
@@ -142,6 +165,7 @@ class Spread:
             if difference.isfinite().all():
                 self.whole = max(self.whole, _size(difference))
                 self.part = torch.maximum(self.part, self.size(difference))
+                self.energy += self.squares(difference)[0]
                 self.element = torch.maximum(self.element, difference)
                 self.count += 1
 
@@ -224,6 +248,25 @@ def floor(terms: int, dtype: torch.dtype) -> float:
     sums = math.sqrt(terms) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
     short = dtype not in (torch.float32, torch.float64)
     return sums + torch.finfo(dtype).eps / 2 if short else sums
+
+
+def chance_factor(parts: float) -> float:
+    """Returns how many times the largest sample's error chance makes a whole tensor's 4 times in a million.
+
+    Where the error of a part is one number, normal of variance s_h, the tensor's squared error is a sum of
+    such squares, about chi-squared (Satterthwaite 1946) of nu degrees of freedom:
+
+        nu = (sum s_h)^2 / sum s_h^2        mean and variance of the sum are those of sum(s) chi2(nu) / nu
+
+    nu is the number of parts if all err alike, and 1 if one carries everything. Backend and n samples draw
+    from it independently, with density p and distribution F, so that
+
+        chance(f) = integral of p(x) F(x / f^2)^n dx        3.4e-6 at nu = 1, f = 4, n = 14
+
+    The f of that chance is 4, 2.81, 2.42, 2.21, 2.07 for nu = 1 to 5, which 1 + 3 nu^(-2/3) is within 3%;
+    from 5.2 on FACTOR is more. A part of many independent numbers varies less, and gets the factor of one.
+    """
+    return max(FACTOR, 1 + (PART_FACTOR - 1) * max(parts, 1.0) ** (-2 / 3))
 
 
 def _size(x: Tensor) -> float:

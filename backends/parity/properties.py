@@ -13,8 +13,8 @@ The criterion is that of `judge`. Samples of the baseline are computed until the
 of them before a result fails. Some things are judged more leniently than in the grid:
 
 - a part or an element may be MANY times as far off, because a hundred thousand cases have ten billion;
-- a tensor of less than FEW sequences and heads has the factor of a part, since it is one: its error is a
-  number or two, and chance takes those past twice the largest sample's in 2 of 1000 (`parity.judge`);
+- a whole tensor has the factor of `chance_factor`, from 4 where one sequence and head carries all of the
+  error to 2 where six do;
 - the single elements of a computation in parts are not judged, because autograd adds the parts' gradients
   in the dtype of the tensor, nor such gradients of parameters in a short dtype;
 - of `linear_cross_entropy` only whole tensors: a logit of a thousand is rounded to a multiple of 4 or 8;
@@ -40,7 +40,7 @@ from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.parity import baseline, dense, layer_cases, residual_cases, rule
 from delta_trn.backends.parity.baseline import Noise, Rounding
-from delta_trn.backends.parity.judge import FACTOR, PART_FACTOR, Reference, Spread, Verdict, absolute
+from delta_trn.backends.parity.judge import FACTOR, Reference, Spread, Verdict, absolute, chance_factor
 from delta_trn.backends.parity.random_cases import RandomCase
 
 Tensors = Mapping[str, Tensor]
@@ -49,7 +49,6 @@ SHARED = ("A_log", "dt_bias", "weight")  # all rows have these in common
 CHUNK = 64
 SAMPLES = 12
 MANY = 4.0
-FEW = 4
 
 
 class Failure(AssertionError):
@@ -134,8 +133,7 @@ class Criterion:
     def ratio(self, what: str, verdict: Verdict) -> float:
         """Returns the largest error of one tensor over what is allowed."""
         whole = replace(verdict, part=0.0, element=0.0).ratio
-        if self.reference.spreads[verdict.tensor].part.numel() < FEW:
-            whole *= FACTOR / PART_FACTOR
+        whole *= FACTOR / chance_factor(self.reference.spreads[verdict.tensor].effective_parts())
         if self.case.op == "linear_cross_entropy" or self.case.dtype == torch.float64:
             return whole
         element = verdict.element if what == "judge" else 0.0

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import math
 import random
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from delta_trn.backends.parity.judge import (
     Reference,
     Spread,
     absolute,
+    chance_factor,
 )
 from delta_trn.backends.parity.rule import judge_outcome, outcome, reference, reference_for
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
@@ -186,6 +188,45 @@ def test_random_rounding_is_exact_on_average_and_keeps_what_the_dtype_has(dtype)
     for part, mean in zip(y.view(3, -1).mean(1), x.view(3, -1)[:, 0], strict=True):
         assert abs(part - mean) < 0.02 * torch.finfo(dtype).eps * mean.abs()
     assert torch.equal(rounding.operand(x.to(dtype).float()), x.to(dtype).float())
+
+
+def chance(factor, parts, samples=14):
+    """Returns how often one draw of chi-squared errors exceeds the largest of `samples` by a factor."""
+    x = torch.linspace(-60, 7, 20_001, dtype=torch.float64).exp()
+    half = torch.tensor(parts / 2, dtype=torch.float64)
+    density = ((half - 1) * x.log() - x / 2 - half * math.log(2) - torch.lgamma(half)).exp()
+    largest = torch.special.gammainc(half, x / (2 * factor**2)) ** samples
+    return torch.trapezoid(density * largest, x).item()
+
+
+def test_chance_exceeds_the_factor_of_a_whole_tensor_as_seldom_for_any_number_of_parts():
+    """With twice the largest for every tensor, 2 in 1000 of one number were red."""
+    assert 3e-6 < chance(PART_FACTOR, 1) < 4e-6 and chance(FACTOR, 1) > 1e-3
+    for parts in (1, 1.25, 1.5, 2, 3, 4, 5):
+        assert 2e-6 < chance(chance_factor(parts), parts) < 6e-6
+    for parts in (5.3, 6, 8, 20):
+        assert chance_factor(parts) == FACTOR and chance(FACTOR, parts) < 6e-6
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1.0,), (1.0, 1.0, 1.0, 1.0), (1.0, 0.1, 0.1, 0.1), (3.0, 1.0, 1.0)], ids=str
+)
+def test_effective_parts_are_those_that_carry_the_error(sizes):
+    """From few samples without bias: (sum s)^2 / sum s^2 for variances s. One that nobody misses counts 0."""
+    exact, generator = torch.zeros(len(sizes), dtype=torch.float64), torch.Generator().manual_seed(0)
+    draws = torch.randn(4000, len(sizes), generator=generator, dtype=torch.float64)
+    draws, few = draws * torch.tensor(sizes, dtype=torch.float64) * 1e-90, []
+    spread = Spread(exact, torch.arange(len(sizes)))
+    spread.add(draws)
+    variances = torch.tensor(sizes) ** 2
+    expected = (variances.sum() ** 2 / variances.square().sum()).item()
+    assert spread.effective_parts() == pytest.approx(expected, rel=0.1)
+    for part in draws[:1400].split(14):
+        spread = Spread(exact, torch.arange(len(sizes)))
+        spread.add(part)
+        few.append(spread.effective_parts())
+    assert sum(few) / 100 == pytest.approx(expected, rel=0.15)
+    assert Spread(exact, torch.arange(len(sizes))).effective_parts() == len(sizes)
 
 
 def random_case(index):
