@@ -1,13 +1,13 @@
 """Makes token shards, mixes them, looks at them, and measures how fast they are made.
 
-delta-trn data prepare SOURCE [key=value ...]        delta-trn data mix DIR=WEIGHT ... --out DIR [...]
-delta-trn data info DIR [...]                        delta-trn data bench [--megabytes N] [--workers N]
+delta-trn data prepare SOURCE [key=value ...]        delta-trn data mix DIR=WEIGHT ... data.folder=DIR [...]
+delta-trn data info DIR [...]                        delta-trn data bench [--megabytes N] [data.workers=N]
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +21,7 @@ from delta_trn.train.data.readers import SEPARATOR
 from delta_trn.train.data.workers import usable_cores
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments
-from delta_trn.train.settings.schema import DataSection, RunConfig, meaning
+from delta_trn.train.settings.schema import DataSection, RunConfig, flatten, meaning
 from delta_trn.train.studies.preparation import measure
 
 PREPARE = """Tokenize the text of SOURCE into shards. Killed, the same command continues.
@@ -29,6 +29,15 @@ PREPARE = """Tokenize the text of SOURCE into shards. Killed, the same command c
 Of a folder every file below it is read that is UTF-8 (.txt, .md, .py, any name) and not hidden: .jsonl, .csv,
 .tsv and .parquet by their text field, each other file as one document, cut at {separator} and when it is
 long. All but .parquet may be packed as .gz, .zst, .bz2 or .xz."""
+
+# the keys of `data mix` and `data bench`, with what they mean there
+MIX = {
+    "data.folder": "folder to write",
+    "data.seed": "of the order (0)",
+    "data.max_tokens": "training tokens that are enough (none: all)",
+    "data.shard_tokens": "tokens in a shard (100000000)",
+}
+BENCH = {"data.workers": "processes that tokenize (one a core)"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,23 +55,13 @@ def _prepare(arguments: Sequence[str]) -> int:
     # a loader's order and a document's boundaries are no part of a preparation
     others = ("source", "loader", "boundaries")
     keys = [f"data.{name}" for name in DataSection.model_fields if name not in others]
-    width = max(map(len, keys)) + 2
-    parser = argparse.ArgumentParser(
-        prog="delta-trn data prepare",
-        description=PREPARE.format(separator=SEPARATOR),
-        epilog="\n".join(["keys", *(f"  {key:{width}}{meaning(key)}" for key in keys)]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _parser("prepare", PREPARE.format(separator=SEPARATOR), {key: meaning(key) for key in keys})
     parser.add_argument("source", metavar="SOURCE", help=meaning("data.source"))
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
     asked = read_arguments(parser, [_renamed(x) for x in arguments], section="data")
     began = time.monotonic()
-    changes = parse(asked.changes)
-    data = change(RunConfig(), {"data.source": asked.source, **changes}).data
-    for key in changes:
-        if key not in keys:
-            raise UsageError(f"{key} changes nothing in `data prepare`, whose keys are {', '.join(keys)}")
+    data = _changed("prepare", parse(asked.changes), keys, {"data.source": asked.source})
     try:
         folder = prepare(data, show=not asked.quiet)
     except KeyboardInterrupt:
@@ -73,57 +72,95 @@ def _prepare(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _parser(command: str, description: str, keys: Mapping[str, str]) -> argparse.ArgumentParser:
+    """Returns the parser of a command that has these keys."""
+    width = max(map(len, keys)) + 2
+    return argparse.ArgumentParser(
+        prog=f"delta-trn data {command}",
+        description=description,
+        epilog="\n".join(["keys", *(f"  {key:{width}}{text}" for key, text in keys.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _changed(
+    command: str, changes: Mapping[str, str], keys: Collection[str], start: Mapping[str, str] | None = None
+) -> DataSection:
+    """Returns the section of data with `start` and these changes. UsageError for a key of no effect here."""
+    data = change(RunConfig(), {**(start or {}), **changes}).data
+    for key in changes:
+        if key not in keys:
+            raise UsageError(f"{key} changes nothing in `data {command}`, whose keys are {', '.join(keys)}")
+    return data
+
+
 def _renamed(word: str) -> str:
     """Returns the option that read_arguments refuses with its key's name: --out was data.folder."""
     return word.replace("--out", "--folder", 1) if word.partition("=")[0] == "--out" else word
 
 
 def _mix(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="delta-trn data mix",
-        description="Mix prepared folders by tokens, and shuffle their documents: one folder alone, too. "
+    parser = _parser(
+        "mix",
+        "Mix prepared folders by tokens, and shuffle their documents: one folder alone, too.\n"
         "At every place each source has its share of the tokens. Killed, the same command continues.",
+        MIX,
     )
-    parser.add_argument("parts", nargs="+", metavar="DIR=WEIGHT", help="prepared with one tokenizer")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "parts", nargs="+", metavar="DIR=WEIGHT|key=value",
+        help="folders prepared with one tokenizer, and keys: those below",
+    )  # fmt: skip
     parser.add_argument("--in-order", action="store_true", help="keep the documents of each source in order")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order (0)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="training tokens that are enough")
     parser.add_argument(
         "--exhausted", choices=("stop", "repeat"), default="stop",
         help="what a source without further documents does: ends the mixture (stop), or starts again",
     )  # fmt: skip
-    parser.add_argument("--shard-tokens", type=int, default=10**8, metavar="N", help="tokens in a shard")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
-    asked = parser.parse_args(arguments)
+    asked = read_arguments(parser, [_renamed(word) for word in arguments], section="data")
+    words, known = asked.parts, {key for key, _ in flatten(RunConfig())}
+    settings = [word for word in words if word.partition("=")[0] in known and not Path(word).exists()]
+    data = _changed("mix", parse(settings), MIX)
+    if data.folder is None:
+        raise UsageError("data mix needs the folder to write: data.folder=DIR")
     parts = []
-    for text in asked.parts:
+    for text in (word for word in words if word not in settings):
         folder, _, weight = (text, "", "1") if Path(text).exists() else text.rpartition("=")
         try:
             parts.append((folder, float(weight)))
         except ValueError:
-            raise UsageError(f"{text}: expected DIR or DIR=WEIGHT, such as data/a=0.7") from None
-    options = {name: getattr(asked, name) for name in ("seed", "max_tokens", "exhausted", "shard_tokens")}
-    _print(open_dataset(mix(parts, asked.out, shuffle=not asked.in_order, show=not asked.quiet, **options)))
+            raise UsageError(
+                f"{text}: expected DIR or DIR=WEIGHT, such as data/a=0.7, or one of the keys {', '.join(MIX)}"
+            ) from None
+    out = mix(
+        parts,
+        data.folder,
+        shuffle=not asked.in_order,
+        seed=data.seed,
+        max_tokens=data.max_tokens,
+        exhausted=asked.exhausted,
+        shard_tokens=data.shard_tokens,
+        show=not asked.quiet,
+    )
+    _print(open_dataset(out))
     return 0
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="delta-trn data bench",
-        description="Prepare generated text with one process of one thread, and with several: speed, memory.",
+    parser = _parser(
+        "bench",
+        "Prepare generated text with one process of one thread, and with several: speed, memory.",
+        BENCH,
     )
     parser.add_argument("--megabytes", type=int, default=20, metavar="N", help="of text (20)")
-    parser.add_argument("--workers", type=int, default=usable_cores(), metavar="N", help="(one a core)")
-    asked = parser.parse_args(arguments)
-    if min(asked.megabytes, asked.workers) < 1:
-        raise UsageError(
-            f"--megabytes={asked.megabytes} --workers={asked.workers}: expected at least 1 of each"
-        )
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change: those below")
+    asked = read_arguments(parser, arguments, section="data")
+    workers = _changed("bench", parse(asked.changes), BENCH).workers or usable_cores()
+    if asked.megabytes < 1:
+        raise UsageError(f"--megabytes={asked.megabytes}: expected at least 1")
     table = Table(title=f"{asked.megabytes} MB of generated text, byte-pair encoding of 4096 ids")
     for column in ("workers", "seconds", "MB/s", "CPU seconds", "peak memory MB", "speed"):
         table.add_column(column, justify="right")
-    rows = measure(asked.megabytes, (1, asked.workers))
+    rows = measure(asked.megabytes, (1, workers))
     for row in rows:
         table.add_row(
             str(row.workers), f"{row.seconds:.1f}", f"{asked.megabytes / row.seconds:.2f}",

@@ -21,8 +21,8 @@ import numpy as np
 
 from delta_trn.train.data.dataset import Meta, Split, SplitMeta, TokenDataset, open_dataset
 from delta_trn.train.data.loader import fold
-from delta_trn.train.data.preparation import COMMIT_SECONDS, FIRST_SHARD, is_complete, require_same
-from delta_trn.train.data.shards import ShardWriter
+from delta_trn.train.data.preparation import COMMIT_SECONDS, is_complete, saved_progress
+from delta_trn.train.data.shards import FIRST_SHARD, SplitWriters
 from delta_trn.train.data.tokenizer import FILES
 from delta_trn.train.files import hold_folder, write_file
 from delta_trn.train.settings.errors import DataError
@@ -134,32 +134,21 @@ class _Mixing:
         self.datasets, self.out, self.bar = datasets, out, bar
         self.path = out / "progress.json"
         self.state = _Mixture(settings)
-        if self.path.exists():
-            saved = json.loads(self.path.read_bytes())
-            require_same(out, saved["settings"], settings)
+        if saved := saved_progress(out, settings):
             self.state = _Mixture(**saved)
-        elif foreign := sorted(path.name for path in out.glob("*.bin")):
-            raise DataError(f"{out} holds {foreign[0]} and no meta.json; choose another folder")
         self.weights = [part["weight"] for part in settings["mixture"]]
         self.name = "-".join(dict.fromkeys(dataset.meta.name for dataset in datasets))[:80]
-        self.writers: dict[Split, ShardWriter] = {}
+        self.writers: SplitWriters
 
     def run(self) -> None:
         meta, settings = self.datasets[0].meta, self.state.settings
-        try:
-            for split, first in FIRST_SHARD.items():
-                self.writers[split] = ShardWriter(
-                    self.out, f"{self.name}_{split}", meta.dtype, settings["shard_tokens"], first,
-                    self.state.writers.get(split),
-                )  # fmt: skip
+        with SplitWriters(
+            self.out, self.name, meta.dtype, settings["shard_tokens"], self.state.writers
+        ) as self.writers:
             for split in FIRST_SHARD:
                 self._mix(split)
-            for writer in self.writers.values():
-                writer.close()
-            self._commit()
-        finally:
-            for writer in self.writers.values():
-                writer.abandon()
+            self.writers.close()
+            self.writers.commit(self._write)
         for name in FILES:
             write_file(self.out / name, (self.datasets[0].path / name).read_bytes())
         whole = {"name": self.name, "settings": settings, "splits": self._splits(), "skipped": {}}
@@ -226,17 +215,12 @@ class _Mixing:
 
     def _save(self, split: Split, place: _Place) -> float:
         self.state.places[split] = vars(place)
-        self._commit()
+        self.writers.commit(self._write)
         return time.monotonic()
 
-    def _commit(self) -> None:
-        """Makes everything appended so far survive a kill."""
-        for writer in self.writers.values():
-            writer.sync()
-        self.state.writers = {split: writer.state() for split, writer in self.writers.items()}
+    def _write(self, writers: dict[str, dict]) -> None:
+        self.state.writers = writers
         write_file(self.path, json.dumps(vars(self.state), indent=1) + "\n")
-        for writer in self.writers.values():
-            writer.publish()
 
 
 def _in_order(dataset: TokenDataset, split: Split) -> Iterator[np.ndarray]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from delta_trn.train.data.dataset import FORMAT, Meta, Split, SplitMeta, TokenizerMeta, read_meta
 from delta_trn.train.data.holdout import HoldOut
-from delta_trn.train.data.shards import ShardWriter, token_dtype
+from delta_trn.train.data.shards import FIRST_SHARD, SplitWriters, token_dtype
 from delta_trn.train.data.sources import Source, find_source, find_validation
 from delta_trn.train.data.tokenizer import (
     FILES,
@@ -38,7 +38,6 @@ from delta_trn.train.watch.display import Bar, console
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**20  # what a worker tokenizes at once
 WORTH_A_WORKER = 2**22  # bytes of text: below, starting a process would take longer than its work
 COMMIT_SECONDS = 5.0  # the most work that a kill loses
-FIRST_SHARD: dict[Split, int] = {"val": 0, "train": 1}
 
 
 def prepare(data: DataSection, *, show: bool = True) -> Path:
@@ -110,17 +109,10 @@ class _Preparation:
         self.folder, self.data, self.source, self.held_out, self.bar = folder, data, source, held_out, bar
         self.path = folder / "progress.json"
         self.progress = _Progress(settings)
-        if self.path.exists():
-            saved = json.loads(self.path.read_bytes())
-            require_same(folder, saved["settings"], settings)
+        if saved := saved_progress(folder, settings):
             self.progress = _Progress(**saved)
-        elif foreign := sorted(path.name for path in folder.glob("*.bin")):
-            raise SettingsDiffer(
-                f"{folder} holds {foreign[0]} and no progress.json or meta.json; choose another "
-                f"data.folder=DIR"
-            )
         self.holdout = HoldOut(data.seed, settings["val_fraction"], held_out)
-        self.writers: dict[str, ShardWriter] = {}
+        self.writers: SplitWriters
         self.committed = time.monotonic()
 
     def run(self) -> None:
@@ -136,19 +128,12 @@ class _Preparation:
             self._save()
         tokenizer = load_tokenizer(self.folder)
         dtype = token_dtype(tokenizer.vocab_size)
-        try:
-            for split, first in FIRST_SHARD.items():
-                stem, state = f"{self.source.name}_{split}", progress.writers.get(split)
-                self.writers[split] = ShardWriter(
-                    self.folder, stem, dtype, self.data.shard_tokens, first, state
-                )
+        with SplitWriters(
+            self.folder, self.source.name, dtype, self.data.shard_tokens, progress.writers
+        ) as self.writers:
             self._tokenize_all(tokenizer)
-            for writer in self.writers.values():
-                writer.close()
+            self.writers.close()
             self._commit()
-        finally:
-            for writer in self.writers.values():
-                writer.abandon()
         self._finish(tokenizer)
 
     def _tokenize_all(self, tokenizer: TextTokenizer) -> None:
@@ -228,16 +213,12 @@ class _Preparation:
             reader.close()
 
     def _commit(self) -> None:
-        """Makes everything appended so far survive a kill."""
-        for writer in self.writers.values():
-            writer.sync()
-        self.progress.writers = {split: writer.state() for split, writer in self.writers.items()}
-        self._save()
-        for writer in self.writers.values():
-            writer.publish()
+        self.writers.commit(self._save)
         self.committed = time.monotonic()
 
-    def _save(self) -> None:
+    def _save(self, writers: dict[str, dict] | None = None) -> None:
+        if writers is not None:
+            self.progress.writers = writers
         write_file(self.path, json.dumps(vars(self.progress), indent=1) + "\n")
 
     def _finish(self, tokenizer: TextTokenizer) -> None:
@@ -326,6 +307,20 @@ def is_complete(folder: Path, settings: dict[str, Any]) -> bool:
     with suppress(OSError):  # a kill between writing meta.json and this leaves it; so may a read-only folder
         (folder / "progress.json").unlink()
     return True
+
+
+def saved_progress(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns what progress.json holds, if it is there. SettingsDiffer for another preparation's files."""
+    path = folder / "progress.json"
+    if path.exists():
+        saved = json.loads(path.read_bytes())
+        require_same(folder, saved["settings"], settings)
+        return saved
+    if foreign := sorted(shard.name for shard in folder.glob("*.bin")):
+        raise SettingsDiffer(
+            f"{folder} holds {foreign[0]} and no progress.json or meta.json; choose another folder"
+        )
+    return None
 
 
 def require_same(folder: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -197,7 +197,7 @@ def read_csv(path: Path, text_field: str) -> Documents:
 
 
 def _no_column(path: Path, text_field: str, columns: list[str]) -> SourceError:
-    return SourceError(f"{path} has no column {text_field!r}; it has {columns}: choose one with text_field")
+    return SourceError(f"{path} has no column {text_field!r}; it has {columns}: choose data.text_field")
 
 
 def read_parquet(path: Path, text_field: str) -> Documents:
@@ -226,14 +226,14 @@ def text_of(row: Any, text_field: str, where: str) -> str:
     """Returns the text of a row. None counts as empty: web corpora have such rows."""
     if not isinstance(row, dict) or text_field not in row:
         fields = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise SourceError(f"{where} has no field {text_field!r}; it has {fields}: choose one with text_field")
+        raise SourceError(f"{where} has no field {text_field!r}; it has {fields}: choose data.text_field")
     text = row[text_field]
     if text is None:
         return ""
     if not isinstance(text, str):
         raise SourceError(
             f"{where}: field {text_field!r} is {type(text).__name__}, expected text: choose "
-            "another text_field"
+            "another data.text_field"
         )
     # JSON can spell half of a surrogate pair, which no UTF-8 holds: U+FFFD stands for it
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

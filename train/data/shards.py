@@ -10,6 +10,7 @@ than a shard gets a longer shard of its own.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 MAX_TOKENS = 2**31 - 1  # the count is an int32
+FIRST_SHARD: dict[Literal["train", "val"], int] = {
+    "val": 0,
+    "train": 1,
+}  # the number of a split's first shard
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -205,3 +210,46 @@ class ShardWriter:
         os.truncate(partial, expected)
         self._file = open(partial, "r+b")  # noqa: SIM115 - stays open across documents
         self._file.seek(0, os.SEEK_END)
+
+
+class SplitWriters:
+    """Holds the writers of both splits, which commit together: a progress file says what is on the disk.
+
+        with SplitWriters(folder, "stories", "uint16", 10**8, saved) as writers:
+            writers["train"].append(ids)
+            writers.commit(save)
+
+    `saved` is what the last commit handed to `save`, {} at first. Left by an error, the last commit counts.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int, saved: dict[str, dict]):
+        self._writers: dict[str, ShardWriter] = {}
+        try:
+            for split, first in FIRST_SHARD.items():
+                stem, state = f"{name}_{split}", saved.get(split)
+                self._writers[split] = ShardWriter(folder, stem, dtype, shard_tokens, first, state)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "SplitWriters":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for writer in self._writers.values():
+            writer.abandon()
+
+    def __getitem__(self, split: str) -> ShardWriter:
+        return self._writers[split]
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def commit(self, save: Callable[[dict[str, dict]], None]) -> None:
+        """Makes what was appended so far survive a kill. `save` puts the state it is given on the disk."""
+        for writer in self._writers.values():
+            writer.sync()
+        save({split: writer.state() for split, writer in self._writers.items()})
+        for writer in self._writers.values():
+            writer.publish()

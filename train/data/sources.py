@@ -1,4 +1,4 @@
-"""Where text comes from: files of this machine, Python's standard library, or a Hugging Face dataset.
+"""Where text comes from: files of this machine, those of Python and its packages, or a Hugging Face dataset.
 
     source          one document is
     .txt and other  the file, cut where it says <|endoftext|>; alone or over 1 MiB, it is cut into pieces
@@ -7,6 +7,7 @@
     .parquet        one column of a row
     dataset         one column of a row
     python-stdlib   the source of a module
+    site-packages   the source of a module
 
 Any but .parquet may be packed: .txt.gz, .jsonl.zst, .csv.xz, .py.bz2 are read like the file in them.
 Documents come in the same order every time, and a reader's position can be saved and returned to.
@@ -34,7 +35,7 @@ from delta_trn.train.data.readers import (
     unpacked_name,
 )
 from delta_trn.train.settings.errors import SourceError
-from delta_trn.train.settings.schema import DataSection
+from delta_trn.train.settings.schema import NAMED_SOURCES, DataSection
 
 SECTION = 2**14  # characters: a file that is the whole source still makes documents to hold out
 SECTION_IN_FOLDER = 2**20
@@ -50,6 +51,9 @@ ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".rar"}
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 # What a build generates about its host: the text must depend on the interpreter's version alone.
 _STDLIB_GENERATED = re.compile(r"__pycache__|_sysconfigdata.*|config-.*|\..*")
+# Left out of site-packages: hidden folders, and this project.
+_PACKAGES_LEFT_OUT = re.compile(r"__pycache__|\..*|delta_trn.*|__editable__.*")
+LONG_LINE, FEW_LINES = 24, 8  # bytes of a line that tells whose it is; fewer lines do not tell
 
 
 class Reader(Protocol):
@@ -92,13 +96,13 @@ def find_source(data: DataSection) -> Source:
             )
         # with held-out text of its own, a text need not be more than one document
         return path_source(path, data.text_field, must_divide=data.validation is None)
-    if data.source == "python-stdlib":
-        return python_stdlib()
+    if data.source in NAMED:
+        return NAMED[data.source]()
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data.source):
         return HubSource(data.source, data.subset, data.split, data.text_field, data.revision)
     raise SourceError(
         f"no source {data.source!r}: expected an existing folder, .txt, .jsonl, .csv or .parquet file, "
-        "'python-stdlib', or a Hugging Face dataset such as roneneldan/TinyStories"
+        f"{', '.join(map(repr, NAMED))}, or a Hugging Face dataset such as roneneldan/TinyStories"
     )
 
 
@@ -153,6 +157,42 @@ def python_stdlib() -> "FileSource":
             "ships it compiled or zipped: pass a folder of text instead"
         )
     return FileSource("python-stdlib", root, tuple(names), "text", section=2**30, kind="python-stdlib")
+
+
+def site_packages() -> "FileSource":
+    """Returns the .py files of the packages that are installed beside this one, each text once.
+
+    Copies of the standard library's files are left out, so that what `python-stdlib` holds out is not learned
+    from this source. A file is a copy, changed or not, if more than half of its longer lines stand there.
+    """
+    folders = [Path(sysconfig.get_paths()[name]).resolve() for name in ("purelib", "platlib")]
+    root = Path(os.path.commonpath(folders))
+    files = {
+        (folder / name).relative_to(root).as_posix()
+        for folder in folders
+        for name in _walk(folder, lambda part: bool(_PACKAGES_LEFT_OUT.fullmatch(part)))
+        if name.endswith(".py")
+    }
+    library = python_stdlib()
+    known = {line for name in library.names for line in _long_lines((library.root / name).read_bytes())}
+    skipped: Counter[str] = Counter()
+    names, seen = [], {hashlib.sha256(b"").digest()}
+    for name in sorted(files):
+        content = (root / name).read_bytes()
+        digest, lines = hashlib.sha256(content).digest(), _long_lines(content)
+        if digest in seen:
+            skipped["copies of other files, or empty"] += 1
+        elif len(lines) >= FEW_LINES and 2 * sum(line in known for line in lines) > len(lines):
+            skipped["copies of the standard library's files"] += 1
+        else:
+            names.append(name)
+        seen.add(digest)
+    if not names:
+        raise SourceError(f"{root} holds no source file of a package; pass a folder of text instead")
+    return FileSource("site-packages", root, tuple(names), "text", kind="site-packages", skipped=skipped)
+
+
+NAMED = dict(zip(NAMED_SOURCES, (python_stdlib, site_packages), strict=True))
 
 
 @dataclass(frozen=True)
@@ -238,6 +278,11 @@ class FileReader:
                     f"{path} is not UTF-8: {error.reason} near byte {error.start}; convert it with iconv"
                 ) from error
             self.skipped["files that are not UTF-8"] += 1
+
+
+def _long_lines(content: bytes) -> list[bytes]:
+    """Returns the lines of LONG_LINE bytes or more, without the space around them."""
+    return [line for line in map(bytes.strip, content.splitlines()) if len(line) >= LONG_LINE]
 
 
 def _walk(root: Path, is_left_out: Callable[[str], bool]) -> list[str]:

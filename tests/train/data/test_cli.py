@@ -126,6 +126,35 @@ def test_data_prepare_refuses_numbers_out_of_range(source, capsys, key, value, m
     assert message in capsys.readouterr().err
 
 
+def test_data_mix_takes_keys_of_the_configuration_between_the_folders(source, tmp_path, capsys):
+    prepared, out = tmp_path / "a", tmp_path / "mixed"
+    assert data("prepare", source, f"data.folder={prepared}", "data.tokenizer=bytes", *BODY) == 0
+    words = [f"{prepared}=0.5", "data.seed=3", f"data.folder={out}", "data.max_tokens=2000", "--quiet"]
+    assert data("mix", *words) == 0
+    settings = json.loads((out / "meta.json").read_text())["settings"]
+    assert (settings["shuffle"], settings["max_tokens"], settings["shard_tokens"]) == (3, 2000, 100_000_000)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("mix", "a=1"), "data mix needs the folder to write: data.folder=DIR"),
+        (("mix", "a=1", "--out", "x"), "keys have no dashes: data.folder=x"),
+        (("mix", "a=1", "data.folder=x", "--seed=3"), "keys have no dashes: data.seed=3"),
+        (("mix", "a=1", "data.folder=x", "steps=3"), "steps changes nothing in `data mix`, whose keys are"),
+        (("mix", "a=b", "data.folder=x"), "a=b: expected DIR or DIR=WEIGHT, such as data/a=0.7, or one of"),
+        (("mix", "a=1", "data.folder=x", "data.max_tokens=0"), "data.max_tokens=0: expected at least 1"),
+        (("bench", "--workers", 2), "keys have no dashes: data.workers=2"),
+        (("bench", "data.workers=0"), "data.workers=0: expected at least 1"),
+        (("bench", "--megabytes", 0), "--megabytes=0: expected at least 1"),
+        (("bench", "data.seed=1"), "data.seed changes nothing in `data bench`, whose keys are data.workers"),
+    ],
+)
+def test_data_mix_and_bench_refuse_what_is_no_key_of_theirs(capsys, words, expected):
+    assert data(*words) == 2
+    assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("module", EXAMPLES)
 def test_examples_in_docstrings_of_data_run(module):
     results = doctest.testmod(importlib.import_module(f"delta_trn.{module}"))

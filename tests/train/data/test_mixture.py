@@ -1,7 +1,6 @@
 """A mixture has each source's share of tokens at every place, in an order that the seed alone decides."""
 
-import os
-import signal
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from delta_trn.train.data.entropies import documents
 from delta_trn.train.data.mixture import mix
 from delta_trn.train.settings.errors import DataError, SettingsDiffer
 from tests.support.corpus import prepare_text, write_jsonl
+from tests.support.tiny_run import killed_before
 
 
 @pytest.fixture(scope="module")
@@ -87,28 +87,8 @@ def test_a_mixture_killed_at_any_moment_ends_with_the_same_bytes(parts, tmp_path
     expected = files(mix(sources, tmp_path / "whole", **options))
     monkeypatch.setattr(mixture, "COMMIT_SECONDS", 0.0)
 
-    def killed_at(call: int, out: Path) -> bool:
-        child = os.fork()
-        if child == 0:
-            left = [call]
-
-            def counting(original):
-                def wrapped(*args, **kwargs):
-                    left[0] -= 1
-                    if left[0] < 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return original(*args, **kwargs)
-
-                return wrapped
-
-            for name in ("fsync", "replace", "unlink", "truncate"):
-                setattr(os, name, counting(getattr(os, name)))
-            mix(sources, out, **options)
-            os._exit(0)
-        return os.waitpid(child, 0)[1] == signal.SIGKILL
-
     calls, out = 3, tmp_path / "3"
-    while killed_at(calls, out):
+    while killed_before(calls, partial(mix, sources, out, **options)):
         assert not (out / "meta.json").exists() or not list(out.glob("*.partial"))
         assert files(mix(sources, out, **options)) == expected, f"killed before call {calls}"
         calls *= 2

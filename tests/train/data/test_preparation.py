@@ -3,7 +3,6 @@
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -17,6 +16,7 @@ from delta_trn.train.data.entropies import documents
 from delta_trn.train.data.shards import HEADER_BYTES, ShardWriter, check_shard, map_tokens
 from delta_trn.train.settings.errors import DataError, DiskFull, SettingsDiffer, SourceError
 from tests.support.corpus import prepare_text, write_jsonl
+from tests.support.tiny_run import in_child, killed_before
 
 SHARD = 2000
 
@@ -254,43 +254,10 @@ def test_prepare_refuses_bad_settings(source, tmp_path, options, message):
 # -- being killed ------------------------------------------------------------------------------------------
 
 OPTIONS = {"tokenizer": "bytebpe", "vocab_size": 300}
-CALLS = ("fsync", "replace", "unlink", "truncate")
-
-
-def in_child(body) -> int:
-    """Run in a forked process, and return its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            body()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
 
 
 def killed_at(call: int, source: Path, out: Path, **options) -> bool:
-    """Prepare in a process that SIGKILLs itself before its call-th change of the disk; True if it did."""
-
-    def body():
-        left = [call]
-
-        def counting(original):
-            def wrapped(*args, **kwargs):
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*args, **kwargs)
-
-            return wrapped
-
-        for name in CALLS:
-            setattr(os, name, counting(getattr(os, name)))
-        run(source, out, **OPTIONS, **options)
-
-    status = in_child(body)
-    assert status in (0, signal.SIGKILL), f"the child failed with {status}"
-    return status == signal.SIGKILL
+    return killed_before(call, lambda: run(source, out, **OPTIONS, **options))
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +269,7 @@ def undisturbed(tmp_path_factory):
 
 def test_a_preparation_killed_at_any_moment_ends_with_the_same_bytes(tmp_path, undisturbed):
     source = corpus(tmp_path / "corpus.jsonl", texts(60))
-    call = 0
+    call = 1
     while killed_at(call, source, out := tmp_path / str(call)):
         assert not (out / "meta.json").exists() or not list(out.glob("*.partial"))
         for shard in out.glob("*.bin"):
@@ -317,7 +284,7 @@ def test_a_preparation_killed_repeatedly_ends_with_the_same_bytes(tmp_path, undi
     source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
     calls = random.Random(1)
     kills = 0
-    while killed_at(calls.randint(6, 14), source, out):
+    while killed_at(calls.randint(7, 15), source, out):
         kills += 1
         assert kills < 60, "it makes no way"
     assert kills > 3
@@ -344,6 +311,7 @@ SCRIPT = """
 import sys, time
 from delta_trn.train.data import preparation
 from tests.support.corpus import prepare_text
+from tests.support.tiny_run import in_child, killed_before
 preparation.BATCH_DOCUMENTS, preparation.COMMIT_SECONDS = 4, 0.0
 batches = preparation._batches
 def slowly(documents):

@@ -17,7 +17,7 @@ import pytest
 from delta_trn.train.data import open_dataset, preparation, readers
 from delta_trn.train.data.entropies import documents
 from delta_trn.train.data.hub import HubReader, HubSource
-from delta_trn.train.data.sources import SECTION, FileSource, find_source, path_source, python_stdlib
+from delta_trn.train.data.sources import SECTION, FileSource, find_source, path_source
 from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import DataSection
 from tests.support.corpus import PACKERS, pack, prepare_text, write_jsonl
@@ -195,26 +195,6 @@ def test_a_large_file_is_known_by_its_size_and_blocks(tmp_path, monkeypatch):
     before = source_of(path).settings()
     path.write_bytes(b"a" * 4999 + b"b")  # the last block is always among those read
     assert source_of(path).settings() != before
-
-
-# -- python-stdlib -----------------------------------------------------------------------------------------
-
-
-def test_the_standard_library_is_megabytes_of_source_without_tests_and_tables():
-    source = python_stdlib()
-    assert source.names == tuple(sorted(source.names)) and len(source.names) > 300
-    assert sum((source.root / name).stat().st_size for name in source.names) > 5e6
-    parts = {part for name in source.names for part in Path(name).parts}
-    assert not parts & {"test", "tests", "site-packages", "encodings", "__pycache__"}
-    assert {"argparse.py", "json", "asyncio"} <= parts
-    assert not any("_sysconfigdata" in name for name in source.names)
-    assert source.settings() == python_stdlib().settings()
-
-
-def test_a_standard_library_without_source_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("delta_trn.train.data.sources.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(SourceError, match=r"0 source files .* pass a folder of text"):
-        python_stdlib()
 
 
 # -- Hugging Face datasets ---------------------------------------------------------------------------------
