@@ -14,9 +14,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,6 +113,44 @@ def fallbacks() -> dict[str, int]:
     metrics = import_module("torch_xla.debug.metrics")
     names = [name for name in metrics.counter_names() if name.startswith("aten::")]
     return {name: int(metrics.counter_value(name)) for name in names}
+
+
+def all_reduce(x: Tensor, *, scale: float, groups: list[list[int]] | None) -> Tensor:
+    """Returns `scale` times the sum of x over the processes of this one's group; None: over all.
+
+    It is recorded in XLA's graph. The layout is left to the compiler, as AWS's libraries leave it.
+    """
+    model = import_module("torch_xla.core.xla_model")
+    return model.all_reduce(model.REDUCE_SUM, x, scale=scale, groups=groups, pin_layout=False)
+
+
+def broadcast(tensors: list[Tensor], *, root: int, groups: list[list[int]] | None) -> None:
+    """Gives `tensors` the values that they have on process `root`, which is in this one's group."""
+    model = import_module("torch_xla.core.xla_model")
+    model.collective_broadcast(tensors, root_ordinal=root, groups=groups, pin_layout=False)
+    _xla().sync()
+
+
+def send_ahead(
+    batches: Iterable[list[Tensor]], device: torch.device, ahead: int = 2
+) -> Iterator[list[Tensor]]:
+    """Yields lists of tensors on an XLA device. Threads read about twice `ahead` more, and send them.
+
+    Asking for the next ends the graph, as `synchronize` does. What `batches` raises ends the iteration.
+    """
+    loader = import_module("torch_xla.distributed.parallel_loader")
+    return iter(
+        loader.MpDeviceLoader(batches, device, loader_prefetch_size=ahead, device_prefetch_size=ahead)
+    )
+
+
+def checkpoint() -> Callable[..., Any]:
+    """Returns torch_xla's function for torch.utils.checkpoint's, which looks for a module `torch.xla`.
+
+    It restores no generator's state: dropout here draws from numbers that come with the batch.
+    """
+    function = import_module("torch_xla.utils.checkpoint").checkpoint
+    return partial(function, use_reentrant=True, preserve_rng_state=False)
 
 
 def is_neuron(device: torch.device) -> bool:

@@ -1,9 +1,12 @@
-"""Makes the table of what `backends.bench` measured, from its files; it names what was not run.
+"""Makes the table and the picture of what `backends.bench` measured, from its files.
 
-    python -m backends.bench table [FILE ...]       Markdown
+    python -m backends.bench table [FILE ...] [--into PAGE] [--picture FILE]
 
 A cell is a peer's time over ours, the median over the rounds of a run; with several runs, the smallest and
-the largest. Without files: every results/*/data.jsonl.
+the largest. In brackets: the floor as a share of our time. Lines of a file whose name starts with `before`
+are of an older state of the code. They are measured against the floors of the other lines, since a floor
+belongs to a case and a machine. What was not run is named. Without files: every results/*/data.jsonl and
+results/*/before.jsonl. `--into` writes the table over the one of a page.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from delta_trn.backends.parity.rule_cases import CASES, Case
 # the tags of cases that are timed on a GPU, and on a CPU
 TAGS = {"cuda": "bench", "cpu": "bench-cpu"}
 PASSES = ("forward", "backward", "forward+backward")
+HEAD = "| shape |"
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 def passes(case: Case) -> tuple[str, ...]:
@@ -30,42 +36,66 @@ def passes(case: Case) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Place:
-    """Names a column: one of our backends beside a peer, on a type of device."""
+    """Names a column: one of our backends beside a peer, on a type of device, now or before."""
 
     backend: str
     peer: str
     device_type: str
+    before: bool = False
 
     def takes(self, case: Case) -> bool:
         """Returns whether the case is timed here: on a CPU only the small ones are."""
         return TAGS[self.device_type] in case.tags
 
+    def __str__(self) -> str:
+        return f"`{self.backend}`{' before' if self.before else ''}"
 
-PLACES = (Place("chunked", "hf", "cpu"), Place("triton", "fla", "cuda"))
+
+PLACES = (
+    Place("chunked", "hf", "cpu", before=True),
+    Place("chunked", "hf", "cpu"),
+    Place("triton", "fla", "cuda"),
+)
 
 
 def read(files: Sequence[Path] = ()) -> list[dict[str, Any]]:
-    """Reads the lines of bench's files, in order; lines of other commands are left out."""
-    files = files or sorted((ROOT / "results").glob("*/data.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    """Reads the lines of bench's files, in order, and marks those from before.
+
+    Lines of other commands are left out.
+    """
+    results = ROOT / "results"
+    files = files or [*sorted(results.glob("*/before.jsonl")), *sorted(results.glob("*/data.jsonl"))]
+    rows = [
+        json.loads(line) | {"before": file.name.startswith("before")}
+        for file in files
+        for line in file.read_text().splitlines()
+    ]
     return [row for row in rows if "pass" in row and "ms" in row]
 
 
-def ratios(rows: Sequence[Mapping[str, Any]], place: Place, case: Case, phase: str) -> list[float]:
+def ratios(rows: Rows, place: Place, case: Case, phase: str) -> list[float]:
     """Returns the peer's time over ours of every run, in order."""
-    return [
-        row["ratio"]["p50"]
+    theirs = _lines(rows, place, place.peer, case, phase)
+    return [row["ratio"]["p50"] for row in theirs if row["ratio"] is not None]
+
+
+def floor_share(rows: Rows, place: Place, case: Case, phase: str) -> float | None:
+    """Returns the floor over our time in the fastest run; None where either is not known."""
+    ours = _lines(rows, place, place.backend, case, phase)
+    devices = {row["device"] for row in ours}
+    floors = [
+        row["floor_ms"]
         for row in rows
-        if (row["case"], row["pass"], row["backend"], row["device_type"])
-        == (case.name, phase, place.peer, place.device_type)
-        and row["ratio"] is not None
+        if (row["case"], row["pass"], row["before"]) == (case.name, phase, False) and row["device"] in devices
     ]
+    least = min((floor for floor in floors if floor is not None), default=None)
+    return least / min(row["ms"]["p50"] for row in ours) if ours and least is not None else None
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+def markdown(rows: Rows) -> str:
     """Formats one line per case and one column per place."""
-    heads = [f"`{place.backend}`, {place.peer} over ours: {_machine(rows, place)}" for place in PLACES]
-    lines = ["| shape | " + " | ".join(heads) + " |", "|---" * (1 + len(PLACES)) + "|"]
+    heads = [f"{place}, {place.peer} over ours: {_machine(rows, place)}" for place in PLACES]
+    lines = [f"{HEAD} " + " | ".join(heads) + " |", "|---" * (1 + len(PLACES)) + "|"]
     for case in CASES:
         if TAGS["cuda"] in case.tags:
             cells = [_cell(rows, place, case) for place in PLACES]
@@ -73,19 +103,79 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _machine(rows: Sequence[Mapping[str, Any]], place: Place) -> str:
-    here = [row for row in rows if (row["backend"], row["device_type"]) == (place.backend, place.device_type)]
+def replace_table(page: Path, table: str) -> None:
+    """Writes the table over the one that a page has. Raises ValueError for a page that has none, or two."""
+    lines = page.read_text().splitlines()
+    heads = [number for number, line in enumerate(lines) if line.startswith(HEAD)]
+    if len(heads) != 1:
+        raise ValueError(f"{page} has {len(heads)} tables that start with {HEAD!r}; expected one to replace")
+    start = end = heads[0]
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    page.write_text("\n".join([*lines[:start], table, *lines[end:]]) + "\n")
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Draws the peer's time over ours on the CPU: for each pass a bar before, and one now; runs as ticks."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    now, before = (
+        next(p for p in PLACES if p.device_type == "cpu" and p.before is old) for old in (False, True)
+    )
+    shown = [(case, phase) for case in CASES if now.takes(case) for phase in passes(case)]
+    figure = Figure(figsize=(9, 0.42 * len(shown) + 1.3), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for place, shift, color, label in ((before, -0.2, "#9ca3af", "before"), (now, 0.2, "#3b6fb6", "now")):
+        for y, (case, phase) in enumerate(shown):
+            values = ratios(rows, place, case, phase)
+            if not values:
+                axes.text(1.03, y + shift, NOT_RUN, va="center", color="gray", fontsize=7)
+                continue
+            middle = sum(values) / len(values)
+            axes.barh(y + shift, middle, 0.38, color=color, label=None if y else label)
+            axes.plot(values, [y + shift] * len(values), "|", color="black", markersize=6)
+            axes.text(max(values) * 1.03, y + shift, f"{middle:.3g}", va="center", fontsize=7)
+    axes.set_yticks(range(len(shown)), [f"{case}\n{phase}" for case, phase in shown], fontsize=7)
+    axes.set(xscale="log", xlim=(0.8, None), ylim=(len(shown) - 0.5, -0.5))
+    axes.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    axes.minorticks_off()
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("times as fast as transformers' torch_chunk_gated_delta_rule, and its step; same run")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title(f"{now}: {_machine(rows, now)}", loc="left", fontsize=10)
+    figure.savefig(path)
+
+
+def _lines(rows: Rows, place: Place, name: str, case: Case, phase: str) -> list[Mapping[str, Any]]:
+    key = (case.name, phase, name, place.device_type, place.before)
+    return [
+        row
+        for row in rows
+        if (row["case"], row["pass"], row["backend"], row["device_type"], row["before"]) == key
+    ]
+
+
+def _machine(rows: Rows, place: Place) -> str:
+    key = (place.backend, place.device_type, place.before)
+    here = [row for row in rows if (row["backend"], row["device_type"], row["before"]) == key]
     if not here:
         return f"{place.device_type}, {NOT_RUN}"
     threads = f", {here[-1]['threads']} threads" if place.device_type == "cpu" else ""
     return f"{here[-1]['device']}{threads}"
 
 
-def _cell(rows: Sequence[Mapping[str, Any]], place: Place, case: Case) -> str:
+def _cell(rows: Rows, place: Place, case: Case) -> str:
     if not place.takes(case):
         return "-"
-    runs = [(phase, ratios(rows, place, case, phase)) for phase in passes(case)]
-    return ", ".join(f"{phase} {_span(values)}" for phase, values in runs if values) or NOT_RUN
+    cells = []
+    for phase in passes(case):
+        if values := ratios(rows, place, case, phase):
+            share = floor_share(rows, place, case, phase)
+            cells.append(f"{phase} {_span(values)}" + ("" if share is None else f" ({share:.0%})"))
+    return ", ".join(cells) or NOT_RUN
 
 
 def _span(values: Sequence[float]) -> str:

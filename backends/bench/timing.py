@@ -14,7 +14,7 @@ import torch
 
 from delta_trn.backends import machine
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 ROUNDS = (5, 300)
 CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU at hand (H200: 60 MB)

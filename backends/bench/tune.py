@@ -58,6 +58,12 @@ def candidates(tile: Tile, V: int) -> list[Tile]:
     ]
 
 
+def launches(case: Case, dtype: torch.dtype) -> Config:
+    """Returns the rows of the launch table for a case."""
+    sequences = len(case.lengths) if case.lengths else case.B
+    return config(case.K, case.V, itemsize=dtype.itemsize, heads=sequences * (case.HV or case.H))
+
+
 def under(row: Config, call: Callable[[], None]) -> Callable[[], None]:
     """Returns the call with every launch taken from `row`."""
 
@@ -73,7 +79,7 @@ def tune(
 ) -> Iterator[tuple[Config, list[Trial]]]:
     """Yields, after each kernel, the best row so far and what was tried."""
     device = torch.device(subject.device)
-    row = config(case.K, case.V, itemsize=dtype.itemsize)
+    row = launches(case, dtype)
     x = inputs(case, dtype).to(device)
     for kernel, phase in KERNELS.items():
         now = getattr(row, kernel)
@@ -129,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine_facts, dtype = facts(torch.device(subject.device)), getattr(torch, options.dtype)
     lines, red = [], False
     for case in cases:
-        row = config(case.K, case.V, itemsize=dtype.itemsize)
+        row = launches(case, dtype)
         for best, trials in tune(subject, case, dtype, options.seconds):
             row = best
             for trial in trials:

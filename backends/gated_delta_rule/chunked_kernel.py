@@ -36,7 +36,8 @@ def takes(x: Tensor) -> bool:
 def library() -> compiler.Library:
     """Returns the compiled kernel, or why there is none."""
     folder = Path(__file__).parent
-    return compiler.load(folder / "chunked_kernel.cpp", [folder / "chunked_products.h"])
+    headers = [folder / "chunked_products.h", folder.parent / "exponential.h"]
+    return compiler.load(folder / "chunked_kernel.cpp", headers)
 
 
 def saved_shapes(call: Rule, C: int) -> Shapes:

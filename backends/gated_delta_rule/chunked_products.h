@@ -2,14 +2,16 @@
 //
 // Every matrix lies in a buffer of its own whose rows begin `stride` floats apart. Numbers of rows are multiples
 // of ROWS, numbers of columns multiples of W; what pads a matrix up to that is zero. A product is cut into tiles
-// of ROWS x (1 or 2 vectors) whose sums stay in registers; each tile adds up its terms in the order of k, so that
-// a result's bits do not depend on the sizes around it.
+// of ROWS x (1 or 2 vectors) whose sums stay in registers; each tile adds up its terms in blocks, in the order of k,
+// so that a result's bits do not depend on the sizes around it.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+
+#include "../exponential.h"
 
 #if defined(__AVX512F__)
 constexpr int W = 16, ROWS = 8;
@@ -68,7 +70,7 @@ INLINE void store_tile(const vec (&sums)[ROWS][NV], Matrix C, long i, long j) {
         for (int n = 0; n < NV; n++) store(C[i + r] + j + n * W, sums[r][n]);
 }
 
-// sums += A[i : i + ROWS, first : last] B[first : last, j : j + NV W]
+// sums += A[i : i + ROWS, first : last] B[first : last, j : j + NV W], one term after the other
 template <Side side, int NV>
 INLINE void add_product(vec (&sums)[ROWS][NV], Matrix A, Matrix B, long i, long j, long first, long last) {
     for (long k = first; k < last; k++) {
@@ -81,6 +83,20 @@ INLINE void add_product(vec (&sums)[ROWS][NV], Matrix A, Matrix B, long i, long 
     }
 }
 
+// The same in blocks of TERMS, each of which is added up for itself. The error of n terms of either sign grows like
+// n / sqrt(2) one after the other, and like sqrt(n TERMS / 2 + n^2 / (2 TERMS)) in blocks: a third at n = 384.
+constexpr long TERMS = 32;
+template <Side side, int NV>
+INLINE void add_blocks(vec (&sums)[ROWS][NV], Matrix A, Matrix B, long i, long j, long first, long last) {
+    add_product<side, NV>(sums, A, B, i, j, first, first + TERMS < last ? first + TERMS : last);
+    for (long k = first + TERMS; k < last; k += TERMS) {
+        vec block[ROWS][NV] = {};
+        add_product<side, NV>(block, A, B, i, j, k, k + TERMS < last ? k + TERMS : last);
+        for (int r = 0; r < ROWS; r++)
+            for (int n = 0; n < NV; n++) sums[r][n] += block[r][n];
+    }
+}
+
 // C[m, n] += A[m, k] B[k, n], or A^T as `side` says. With only_lower, tiles above C's diagonal are left out.
 template <Side side, Shape shape, bool only_lower = false>
 void product(long m, long n, long k, Matrix A, Matrix B, Matrix C) {
@@ -90,7 +106,7 @@ void product(long m, long n, long k, Matrix A, Matrix B, Matrix C) {
             if (only_lower && j >= i + ROWS) continue;
             const long first = shape == UPPER ? i : 0, last = shape == LOWER && i + ROWS < k ? i + ROWS : k;
             vec sums[ROWS][NV] = {};
-            add_product<side, NV>(sums, A, B, i, j, first, last);
+            add_blocks<side, NV>(sums, A, B, i, j, first, last);
             add_tile(sums, C, i, j);
             store_tile(sums, C, i, j);
         }
@@ -138,17 +154,8 @@ INLINE void transpose(long m, long n, Matrix in, Matrix out) {
 // exp(x) for x = near + rest <= 0, to about one unit of the last place; exactly 0 below -104.
 INLINE vec exponential(vec near, vec rest) {
     near = near < -120.0f ? all(-120.0f) : near;  // keeps a NaN
-    // near = n log(2) + r with |r| <= log(2) / 2; adding 1.5 * 2^23 rounds to an integer
-    const vec magic = all(12582912.0f);
-    const vec n = (near * 1.44269504088896341f + magic) - magic;
-    const vec r = (near - n * 0.693359375f) + n * 2.12194440e-4f + rest;
-    vec p = all(1.9875691500e-4f);  // the coefficients of Cephes' expf
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    const vec n = doublings(near);
+    const vec p = exponential_of_remainder(remainder_of(near, n) + rest);
     // 2^n in two factors, so that results below 2^-126 are rounded once
     const ivec whole = __builtin_convertvector(n, ivec), half = whole >> 1;
     return p * (vec)((half + 127) << 23) * (vec)((whole - half + 127) << 23);

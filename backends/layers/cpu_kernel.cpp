@@ -9,6 +9,8 @@
 #include <cstring>
 #include <vector>
 
+#include "../exponential.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define PARALLEL _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
 
@@ -20,16 +22,7 @@ typedef const float *__restrict__ In;
 INLINE float exponential(float x) {
     x = x < -87.3f ? -87.3f : x;
     x = x > 89.0f ? 89.0f : x;
-    // x = n log(2) + r with |r| <= log(2) / 2; adding 1.5 * 2^23 rounds to an integer
-    const float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;  // the coefficients of Cephes' expf
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    const float n = doublings(x), p = exponential_of_remainder(remainder_of(x, n));
     const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
     float power;
     memcpy(&power, &bits, 4);
@@ -186,7 +179,7 @@ void norm_backward(const float *dy, const float *dtotal, const float *x, const f
     }
 }
 
-// logits [rows, N] become softmax(z) - onehot, zero where kept is, if `save`; losses [rows]
+// logits [rows, N] become softmax(z) - onehot, zero where kept is, if `save`, and else are lost; losses [rows]
 void softmax(float *logits, const int64_t *targets, const float *kept, float *losses, int64_t rows, int64_t N,
              int64_t save, int64_t threads) {
     PARALLEL
@@ -199,7 +192,7 @@ void softmax(float *logits, const int64_t *targets, const float *kept, float *lo
 #pragma omp simd reduction(+ : total)
         for (int64_t i = 0; i < N; i++) {
             const float e = exponential(z[i] - top);
-            if (save) z[i] = e;
+            z[i] = e;  // unless `save`, too: compiled for itself, that loop added up in another order
             total += e;
         }
         losses[row] = keep * (__builtin_logf(total) - (chosen - top));

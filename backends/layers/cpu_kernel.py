@@ -21,7 +21,8 @@ ROWS = 64  # of cpu_kernel.cpp
 @cache
 def library() -> compiler.Library:
     """Returns the compiled kernel, or why there is none."""
-    return compiler.load(Path(__file__).with_suffix(".cpp"))
+    source = Path(__file__).with_suffix(".cpp")
+    return compiler.load(source, [source.parent.parent / "exponential.h"])
 
 
 def takes(*tensors: Tensor | None) -> bool:

@@ -17,8 +17,9 @@ from delta_trn.backends.layers import cpu_kernel
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, Shapes, SumNorm
 
 # How many logits are in memory at a time: a CPU works from its caches, and a GPU is busy only with a thousand
-# tokens of a large vocabulary.
-LOGITS = {"cpu": 2**20, "other": 2**26}
+# tokens of a large vocabulary. On Neuron every part adds a sum to dweight, and 2^28 hold a sequence of 4,096.
+LOGITS = {"cpu": 2**20, "other": 2**26, "neuron": 2**28}
+NEURON = ("xla", "neuron")
 
 
 def short_convolution_forward(call: Convolution, *, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -126,6 +127,8 @@ def add_rms_norm_backward(
 def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns the mean loss; saves dhidden and dweight, times the number of targets, and that number."""
     softmax_ = cpu_kernel.softmax_ if cpu_kernel.takes(call.hidden) else _softmax_
+    if call.hidden.device.type in NEURON:
+        softmax_ = compare_softmax_
     return tokenwise_cross_entropy(call, save, softmax_)
 
 
@@ -161,15 +164,34 @@ def tokenwise_cross_entropy(
     count = kept.sum().clamp(min=1)
     total = torch.zeros((), dtype=full, device=hidden.device)
     dhidden = []
-    dweight = torch.zeros(weight.shape, dtype=full, device=weight.device) if save else None
-    rows = max(LOGITS["cpu" if hidden.device.type == "cpu" else "other"] // weight.shape[0], 1)
+    dweight = None
+    rows = count_tokens(hidden.device.type, weight.shape[0])
     for h, target, keep in zip(hidden.split(rows), targets.split(rows), kept.split(rows), strict=True):
         loss, dz = softmax_(h @ w.t(), target, keep, save)
         total += loss
-        if dweight is not None and dz is not None:
+        if save and dz is not None:
             dhidden.append(dz @ w)
-            dweight += dz.t() @ h
+            product = dz.t() @ h
+            dweight = product.to(full) if dweight is None else dweight.add_(product)
     return total / count, [] if dweight is None else [torch.cat(dhidden), dweight, count]
+
+
+def count_tokens(device: str, vocabulary: int) -> int:
+    """Returns of how many tokens the logits are in memory at a time; whole tiles of 128 on Neuron."""
+    if device in NEURON:
+        return max(LOGITS["neuron"] // vocabulary // 128, 1) * 128
+    return max(LOGITS["cpu" if device == "cpu" else "other"] // vocabulary, 1)
+
+
+def compare_softmax_(
+    logits: Tensor, target: Tensor, keep: Tensor, save: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Computes what `_softmax_` does without a gather or a scatter, for Neuron, where it has not yet run."""
+    log_p = torch.log_softmax(logits.to(keep.dtype), dim=1)
+    here = target == torch.arange(logits.shape[1], device=logits.device)
+    loss = -(log_p.masked_fill(~here, 0.0) * keep).sum()
+    dz = ((log_p.exp() - here.to(log_p.dtype)) * keep).to(logits.dtype) if save else None
+    return loss, dz
 
 
 def _softmax_(logits: Tensor, target: Tensor, keep: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:

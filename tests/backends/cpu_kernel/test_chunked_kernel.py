@@ -64,6 +64,21 @@ def test_results_have_the_same_bits_with_any_number_of_threads(dtype):
 
 
 @needs_kernel
+def test_long_sums_err_at_most_half_as_much_as_one_term_after_the_other():
+    """In dq = dO S^T of one token. Where keys are equal, such sums cancel in dg (31:5574)."""
+    case = Case("sums", 1, 1, 1, 64, 1024, "sums over V", decay="none", beta=0.0, scale=1.0, state=True)
+    x = inputs(case, torch.float32)
+    assert x.do is not None and x.initial_state is not None
+    dO, S = x.do.flatten(), x.initial_state[0, 0]
+    one_by_one = torch.zeros(64)
+    for term in (S * dO).T:
+        one_by_one += term
+    exact = S.double() @ dO.double()
+    result = rule.outcome(x, "chunked")["dq"].flatten()
+    assert (result - exact).norm() <= 0.5 * (one_by_one - exact).norm()
+
+
+@needs_kernel
 def test_float64_is_computed_in_pytorch_and_the_rest_by_the_kernel(monkeypatch):
     ran = []
     original = chunked_kernel._run
@@ -88,10 +103,14 @@ def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, cache, tmp_path
     monkeypatch.setattr(compiler, "FLAGS", compiler.FLAGS.replace("-O3", "-O1"))
     text = SOURCE.read_text()
     assert text.count(line) == 1
-    (tmp_path / "kernel.cpp").write_text(text.replace(line, mistake))
-    (tmp_path / "chunked_products.h").write_text(SOURCE.with_name("chunked_products.h").read_text())
+    folder = tmp_path / "rule"
+    folder.mkdir()
+    (folder / "kernel.cpp").write_text(text.replace(line, mistake))
+    for header in (SOURCE.with_name("chunked_products.h"), SOURCE.parent.parent / "exponential.h"):
+        # where it lies beside the kernel
+        (folder / os.path.relpath(header, SOURCE.parent)).write_text(header.read_text())
     assert all(verdict.passed for verdict in rule.verdicts(WHOLE, torch.float32, "chunked"))
-    library = compiler.load(tmp_path / "kernel.cpp")
+    library = compiler.load(folder / "kernel.cpp")
     assert library.functions is not None, library.note
     monkeypatch.setattr(chunked_kernel, "library", lambda: library)
     assert not all(verdict.passed for verdict in rule.verdicts(WHOLE, torch.float32, "chunked"))
