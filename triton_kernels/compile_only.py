@@ -128,7 +128,7 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant) -> Row:
     tile = variant.tile
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     compiled = triton.compile(source(dtype, variant), HOPPER, options)
-    registers, stack = _usage(compiled.asm["cubin"])
+    registers, stack = resources(compiled.asm["cubin"])
     return Row(
         variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,
         compiled.metadata.shared, len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
@@ -165,7 +165,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines + ["| " + " | ".join(str(v) for v in asdict(row).values()) + " |" for row in rows])
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """Returns registers and stack bytes per thread, as cuobjdump reads them from the machine code."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -56,7 +56,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import ANY, Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
@@ -70,7 +70,7 @@ from delta_trn.triton_kernels.tiles import (
     softplus,
     split_power,
 )
-from delta_trn.triton_kernels.variants import Variant, gates, layouts
+from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts
 
 TYPES = {
     "*x": "q k v do T P S U dY dS dq dk dv",
@@ -256,23 +256,24 @@ def gradients_kernel(
     lower = o_c[:, None] >= o_c[None, :]
     upper = o_c[:, None] <= o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
+    # the left operands of the last products are rounded at once: so they wait in half the registers
+    diagonal = o_c[:, None] == o_c[None, :]
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
     b_DT = tl.exp(tl.where(upper, -b_D, float("-inf")))
-    b_D = tl.exp(tl.where(lower, b_D, float("-inf")))
-    b_QK = multiply(b_q, tl.trans(b_k), DOT) * (b_fq[:, None] * b_fk[None, :])
-    b_KK = multiply(b_k, tl.trans(b_k), DOT) * (b_fk[:, None] * b_fk[None, :])
-    b_dQK = scale * b_OU * b_D
-    b_dLD = tl.where(strict, -b_YU * b_D, 0.0)  # dL . D
-    b_dLDKK = b_dLD * b_KK
-    b_E = b_dLDKK * b_beta[:, None] + tl.where(strict, b_dQK * b_QK, 0.0)
-    b_dbeta += tl.sum(b_dLDKK, axis=1)
-    b_dg = tl.sum(tl.where(strict, tl.cumsum(b_E, axis=0, reverse=True), 0.0), axis=1)
-    # the left operands of the last products are rounded now: so they wait in half the registers
-    diagonal = o_c[:, None] == o_c[None, :]
-    b_dKKT = tl.where(strict, 0.0, tl.where(diagonal, 0.0, -b_UY * b_DT * b_beta[None, :]))
-    b_dKK = round_to((b_dLD * b_beta[:, None] + b_dKKT) * b_fk[None, :], dtype, DOT)  # dKK + dKK^T
     b_dQKT = round_to(scale * b_UO * b_DT * b_fq[None, :], dtype, DOT)
+    b_dKKT = tl.where(strict, 0.0, tl.where(diagonal, 0.0, -b_UY * b_DT * b_beta[None, :]))
+    b_D = tl.exp(tl.where(lower, b_D, float("-inf")))
+    b_dLD = tl.where(strict, -b_YU * b_D, 0.0)  # dL . D
+    b_KK = multiply(b_k, tl.trans(b_k), DOT) * (b_fk[:, None] * b_fk[None, :])
+    b_dLDKK = b_dLD * b_KK
+    b_dbeta += tl.sum(b_dLDKK, axis=1)
+    b_E = b_dLDKK * b_beta[:, None]
+    b_dKK = round_to((b_dLD * b_beta[:, None] + b_dKKT) * b_fk[None, :], dtype, DOT)  # dKK + dKK^T
+    b_dQK = scale * b_OU * b_D
+    b_QK = multiply(b_q, tl.trans(b_k), DOT) * (b_fq[:, None] * b_fk[None, :])
+    b_E += tl.where(strict, b_dQK * b_QK, 0.0)
     b_dQK = round_to(b_dQK * b_fk[None, :], dtype, DOT)
+    b_dg = tl.sum(tl.where(strict, tl.cumsum(b_E, axis=0, reverse=True), 0.0), axis=1)
 
     b_gam = tl.exp(b_b)
     b_lam = tl.exp((tl.load(p_rows + C - 1) - b_b) + (tl.load(p_rows + 2 * C - 1) - b_b_low))
@@ -382,7 +383,7 @@ def gradients(
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
-    row = config(K, V, itemsize=itemsize)
+    row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
     sizes |= {"WORDS": 1 if itemsize == 4 else 2, "DOT": row.dot}
     for layout, tables in layouts(quick).items():
@@ -394,7 +395,12 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         }
         for options, names in absent.items():
             reverse = values | dict.fromkeys(names)
-            yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, row.reverse, reverse)
+            if narrow.reverse == row.reverse or options == layout:
+                yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, row.reverse, reverse)
+            if narrow.reverse != row.reverse:
+                reverse |= {"BV": narrow.reverse.columns}
+                options += FEW
+                yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, narrow.reverse, reverse)
         values |= {"BV": row.gradients.columns}
         for form, arguments in gates(quick).items():
             for scaled in (False,) if itemsize == 4 or quick else (False, True):

@@ -51,7 +51,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import ANY, Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
@@ -65,7 +65,7 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     split_power,
 )
-from delta_trn.triton_kernels.variants import Variant, gates, layouts
+from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts
 
 TYPES = {
     "*x": "q k v o q_scaled k_scaled T P S U",
@@ -148,10 +148,19 @@ def prepare_kernel(
 
     o_cc = o_c[:, None] * C + o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
+    # the exponent is masked before exp: above the diagonal it is positive and may overflow
+    b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
+    b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_D, float("-inf")))
+    # not scale r_q r_k, which may underflow before it meets huge q and k
+    b_P = multiply(b_q, tl.trans(b_k), DOT) * (b_rq[:, None] * b_rk[None, :]) * (scale * b_D)
+    tl.store(P + tile * (C * C) + o_cc, round_to(b_P, P.dtype.element_ty, DOT))
     b_KK = multiply(b_k, tl.trans(b_k), DOT)
     b_KK = tl.where(strict, b_KK * ((b_beta * b_rk)[:, None] * b_rk[None, :]), 0.0)
     b_T = invert_unit_lower(b_KK, C)
-    # the exponent is masked before exp: above the diagonal it is positive and may overflow
+    # D once more, from what other threads have stored: kept over the inverse, it would spill
+    tl.debug_barrier()
+    b_b = tl.load(p_rows)
+    b_b_low = tl.load(p_rows + C)
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
     b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_D, float("-inf")))
     b_T *= b_D
@@ -160,9 +169,6 @@ def prepare_kernel(
     tl.store(p_T, b_hi)
     if WORDS == 2:
         tl.store(p_T + C * C, round_to(b_T - b_hi.to(tl.float32), T.dtype.element_ty, DOT))
-    # not scale r_q r_k, which may underflow before it meets huge q and k
-    b_P = multiply(b_q, tl.trans(b_k), DOT) * (b_rq[:, None] * b_rk[None, :]) * (scale * b_D)
-    tl.store(P + tile * (C * C) + o_cc, round_to(b_P, P.dtype.element_ty, DOT))
 
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
@@ -296,7 +302,7 @@ def scan(
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
-    row = config(K, V, itemsize=itemsize)
+    row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.scan.columns, "C": row.C}
     sizes |= {"L2NORM": True, "WORDS": 1 if itemsize == 4 else 2, "DOT": row.dot}
     # what each use of the scan does not write; dense sequences have no initial and no final state here
@@ -316,5 +322,10 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         for use, absent in uses.items():
             values = sizes | tables | dict.fromkeys((*absent, *states))
             yield Variant("scan", f"{layout} {use}", scan_kernel, TYPES, row.scan, values)
-        values = sizes | tables | dict.fromkeys(("initial_state", "o", "S", "U"))
-        yield Variant("scan", f"{layout} segments", scan_kernel, TYPES, row.scan, values)
+            if narrow.scan != row.scan:
+                values |= {"BV": narrow.scan.columns}
+                yield Variant("scan", f"{layout} {use}{FEW}", scan_kernel, TYPES, narrow.scan, values)
+        values = sizes | tables | {"BV": narrow.scan.columns}
+        values |= dict.fromkeys(("initial_state", "o", "S", "U"))
+        few = FEW if narrow.scan != row.scan else ""
+        yield Variant("scan", f"{layout} segments{few}", scan_kernel, TYPES, narrow.scan, values)

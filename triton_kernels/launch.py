@@ -1,8 +1,9 @@
 """How every kernel is launched: tile extents, warps and pipeline stages, as one table.
 
-The rows were chosen from what the compiler reports for sm_90 (registers, stack, shared memory; `python -m
-triton_kernels.compile_only` prints it), not from timings: no GPU was at hand. Nothing is tuned at run time,
-so equal inputs take equal code paths and give equal bits.
+No GPU was at hand, so nothing was timed. In 16 bits, the kernels of the gated delta rule have the launches
+that `python -m triton_kernels.estimate --launches KERNEL` puts first, among those within the bounds of
+`compile_only`; the other rows were chosen from registers, stack and shared memory alone. Nothing is tuned at
+run time, so equal inputs take equal code paths and give equal bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from threading import Lock
 from typing import ParamSpec
 
 from triton import knobs
+
+from delta_trn.triton_kernels.chunks import PROCESSORS
 
 ANY = inf
 Arguments = ParamSpec("Arguments")
@@ -29,6 +32,7 @@ class Row:
     itemsize, height, width     the conditions: bytes of an element, height and width of `tile`, at most
     columns                     least and most columns of the tile; between them, power_of_two(width) / turns
     turns                       least turns that the kernel's loops over the width should take
+    few                         the row holds only where scans of 64 columns all run at once, see `config`
     elements                    of the tile: its rows are elements / columns; 0 where it has no rows
     rows                        least rows of the tile
     """
@@ -43,23 +47,34 @@ class Row:
     turns: int = 1
     elements: int = 0
     rows: int = 16
+    few: bool = False
 
 
 # In float32, products run on the ordinary cores with their operands in registers: short chunks, narrow tiles,
-# or they spill. In 16 bits, a state of [64, 256] float32 fills the registers of four warps, and two stages of
-# backward's tiles would exceed the 227 KiB of shared memory.
+# or they spill. In 16 bits, a state of [64, 256] float32 fills the registers of four warps, and one of
+# [128, 128] those of eight; two stages of backward's tiles at K = 256 would exceed the 227 KiB of shared
+# memory. A scan of 128 columns has half the programs of one of 64, and each takes 1.3 times as long: that is
+# slower where all programs run at once anyway.
 # fmt: off
 TABLE = (
     #    kernels           itemsize height width  warps stages  columns
     #                               (K)    (V)
+    # two warps, so that four programs fit an SM; at K = 256 they would spill 1,600 bytes per thread
+    Row("prepare",                2,  128,  ANY,     2,     1),
     Row("prepare",                2,  ANY,  ANY,     4,     1),
     Row("prepare",                4,  128,  ANY,     4,     1),
     Row("prepare",                4,  ANY,  ANY,     8,     1),
-    Row("scan reverse",           2,  128,  ANY,     4,     2,  (16, 64)),
+    Row("scan",                   2,   32,   64,     4,     1,  (16, 64)),
+    Row("scan reverse",           2,   64,  ANY,     4,     2,  (16, 64)),
+    Row("scan reverse",           2,  128,  ANY,     4,     2,  (16, 64), few=True),
+    Row("scan reverse",           2,  128,   64,     4,     1,  (16, 64)),
+    Row("scan reverse",           2,  128,  ANY,     8,     2,  (16, 128)),
     Row("scan",                   2,  ANY,  ANY,     8,     2,  (16, 64)),
-    # unrolled into one turn, the loops over V spill: 424 bytes per thread at K = V = 64
-    Row("gradients",              2,  128,  ANY,     8,     2,  (16, 64), turns=2),
-    Row("reverse gradients",      2,  ANY,  ANY,     8,     1,  (16, 64)),
+    Row("reverse",                2,  ANY,  ANY,     8,     1,  (16, 64)),
+    Row("gradients",              2,   64,  128,     4,     1,  (16, 128)),
+    # unrolled into one turn, the loops over V spill: 900 bytes per thread at K = V = 128
+    Row("gradients",              2,  128,  ANY,     8,     1,  (16, 128), turns=2),
+    Row("gradients",              2,  ANY,  ANY,     8,     3,  (16, 32)),
     Row("scan reverse gradients", 4,   64,  ANY,     4,     1,  (16, 32)),
     Row("scan reverse gradients", 4,  128,  ANY,     4,     1,  (16, 16)),
     Row("scan reverse gradients", 4,  ANY,  ANY,     8,     1,  (16, 16)),
@@ -126,7 +141,7 @@ def power_of_two(size: int, least: int = 16) -> int:
 
 
 @lru_cache
-def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 2) -> Tile:
+def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 2, few: bool = False) -> Tile:
     """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
 
     >>> tile("step", 128)
@@ -139,6 +154,7 @@ def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 
         and itemsize <= row.itemsize
         and width <= row.width
         and (height or 0) <= row.height
+        and few >= row.few
     )
     least, most = row.columns
     columns = int(min(most, max(least, power_of_two(width, 1) // row.turns)))
@@ -190,10 +206,15 @@ def adjusted(change: Callable[[Config], Config]) -> Iterator[None]:
         _change = outer
 
 
-def config(K: int, V: int, *, itemsize: int) -> Config:
-    """Returns the launches for head sizes K and V and elements of `itemsize` bytes."""
+def config(K: int, V: int, *, itemsize: int, heads: float = ANY) -> Config:
+    """Returns the launches for head sizes K and V and elements of `itemsize` bytes.
+
+    heads counts the value heads of all sequences. They are few where a GPU runs all programs of a scan of 64
+    columns at once, one per processor.
+    """
     K, V = int(K), int(V)  # symbols under torch.compile, which no cache takes
+    few = bool(heads * -(-V // 64) <= PROCESSORS)
     C, dot = next((C, dot) for size, height, C, dot in CHUNKS if itemsize <= size and height >= K)
     kernels = ("prepare", "scan", "reverse", "gradients")
-    row = Config(C, arithmetic(dot), *(tile(kernel, V, K, itemsize=itemsize) for kernel in kernels))
+    row = Config(C, arithmetic(dot), *(tile(kernel, V, K, itemsize=itemsize, few=few) for kernel in kernels))
     return row if _change is None else _change(row)

@@ -14,6 +14,9 @@ from delta_trn.triton_kernels.launch import Tile
 GATE_ARGUMENTS: tuple[str, ...] = ("A_log", "dt_bias", "beta_max", "dgates")
 PACKED_ARGUMENTS: tuple[str, ...] = ("cu_seqlens", "chunk_offsets", "chunk_start", "chunk_length")
 
+# ends the options of variants that only few heads take
+FEW = ", few heads"
+
 
 @dataclass(frozen=True)
 class Variant:

@@ -46,7 +46,8 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path):
     layers = {"short_convolution", "rms_norm", "cross_entropy"}
     assert kernels == scans | layers | {"step", "delta_residual", "chain"}
     for row in rows:
-        if row["dtype"] == "bf16" and row["kernel"] in scans:
+        # four warps issue one of them; `prepare` has two up to K = 128
+        if row["dtype"] == "bf16" and row["kernel"] in scans and row["warps"] >= 4:
             assert row["hgmma"] > 0, f"{row} does not use Hopper's matrix instructions"
 
 

@@ -131,6 +131,8 @@ def test_saved_tensors_have_the_declared_shapes_with_and_without_kept_states(mon
         assert [(tuple(x.shape), x.dtype) for x in saved] == declared
         counts[keep] = kept(declared)
     assert counts == {True: 5, False: 3, "auto": 5}
+    monkeypatch.setattr(triton_adapter, "KEPT_BYTES", 1000)
+    assert kept(triton_adapter.saved_shapes(rule(*tensors))) == 3
     assert triton_adapter.forward(rule(*tensors), save=False)[2] == []
 
 

@@ -18,13 +18,25 @@ def test_every_head_size_has_a_launch(itemsize):
 
 
 def test_launches_over_a_sequence_in_sixteen_bits():
-    dot, four = arithmetic("tf32"), Tile(0, 4, 1)
+    dot, two = arithmetic("tf32"), Tile(0, 2, 1)
+    wide, narrow = Tile(128, 8, 2), Tile(64, 4, 2)
     for K, V, expected in [
-        (128, 128, Config(64, dot, four, Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 8, 2))),
-        (64, 64, Config(64, dot, four, Tile(64, 4, 2), Tile(64, 4, 2), Tile(32, 8, 2))),
-        (256, 512, Config(64, dot, four, Tile(64, 8, 2), Tile(64, 8, 1), Tile(64, 8, 1))),
+        (32, 64, Config(64, dot, two, Tile(64, 4, 1), narrow, Tile(64, 4, 1))),
+        (64, 64, Config(64, dot, two, narrow, narrow, Tile(64, 4, 1))),
+        (64, 128, Config(64, dot, two, narrow, narrow, Tile(128, 4, 1))),
+        (128, 64, Config(64, dot, two, Tile(64, 4, 1), Tile(64, 4, 1), Tile(32, 8, 1))),
+        (128, 128, Config(64, dot, two, wide, wide, Tile(64, 8, 1))),
+        (128, 256, Config(64, dot, two, wide, wide, Tile(128, 8, 1))),
+        (256, 512, Config(64, dot, Tile(0, 4, 1), Tile(64, 8, 2), Tile(64, 8, 1), Tile(32, 8, 3))),
     ]:
         assert config(K, V, itemsize=2) == expected
+
+
+def test_scans_of_few_heads_stay_narrow_so_that_more_processors_work():
+    wide, narrow = Tile(128, 8, 2), Tile(64, 4, 2)
+    for heads, V, expected in [(66, 128, narrow), (67, 128, wide), (33, 256, narrow), (34, 256, wide)]:
+        row = config(128, V, itemsize=2, heads=heads)
+        assert (row.scan, row.reverse) == (expected, expected)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +74,7 @@ def test_no_row_of_the_table_is_unreachable():
     for i, row in enumerate(TABLE):
         for other in TABLE[:i]:
             hides = set(row.kernels.split()) <= set(other.kernels.split())
-            hides &= other.itemsize >= row.itemsize and other.height >= row.height
+            hides &= other.itemsize >= row.itemsize and other.height >= row.height and other.few <= row.few
             assert not (hides and other.width >= row.width), f"{row} comes after {other}"
 
 

@@ -1,0 +1,53 @@
+"""Other launches of a kernel than the table's, estimated: `launch.TABLE` was chosen from these."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from delta_trn.triton_kernels.estimate.estimates import Estimator
+from delta_trn.triton_kernels.estimate.work import ITEM, SHAPES, launches
+from delta_trn.triton_kernels.launch import Tile, adjusted, config
+
+# kernel -> columns, warps and stages to try; a kernel that does not cut the columns has 0
+KERNELS = {
+    "prepare": ((0,), (2, 4, 8), (1,)),
+    "scan": ((32, 64, 128), (4, 8), (1, 2, 3)),
+    "reverse": ((32, 64, 128), (4, 8), (1, 2, 3)),
+    "gradients": ((32, 64, 128, 256), (4, 8), (1, 2, 3)),
+}
+
+
+def table(kernel: str, shape: str) -> Iterator[str]:
+    """Yields the lines of a table: the time of a call by the launch of one of its kernels, the fastest first.
+
+    It is that of the whole call, since the columns of the scans decide how many programs run and whether
+    sequences are cut.
+    """
+    sizes, estimator = SHAPES[shape], Estimator()
+    heads = sizes.sequences * sizes.HV
+    now = getattr(config(sizes.K, sizes.V, itemsize=ITEM, heads=heads), kernel)
+    tiles = {Tile(*choice) for choice in product(*KERNELS[kernel]) if choice[0] <= sizes.V} | {now}
+    results = []
+    for tile in tiles:
+        with adjusted(lambda row, tile=tile: replace(row, **{kernel: tile})):
+            try:
+                estimates = [estimator.estimate(launch) for launch in launches(sizes)]
+            except ValueError as failure:
+                results.append((float("inf"), tile, str(failure)))
+                continue
+        own = next(x for x in estimates if x.name.removesuffix(" scan") == kernel)
+        assert own.code is not None and own.simulation is not None
+        text = (
+            f"{own.microseconds:.0f} | {own.code.registers} | {own.code.stack} "
+            f"| {own.code.shared / 1024:.0f} | {own.simulation.resident} |"
+        )
+        results.append((sum(x.microseconds for x in estimates), tile, text))
+    yield f"\n## {kernel} at {shape}, estimated, not measured; launch.TABLE has {now}\n"
+    yield (
+        "| columns | warps | stages | forward and backward us | kernel us | registers | stack | shared KB "
+        "| programs per SM |"
+    )
+    yield "|" + " --- |" * 9
+    for total, tile, text in sorted(results, key=lambda x: x[0]):
+        time = f"{total:.0f}" if text.endswith("|") else "- "
+        yield f"| {tile.columns} | {tile.warps} | {tile.stages} | {time} | {text}"

@@ -1,0 +1,199 @@
+"""What a call of the gated delta rule launches at each shape: kernels, their sizes, the bytes they must move.
+
+    paper_256 ... paper_2048    the widths of arXiv:2412.06464's models: 30 sequences of 1,024 tokens, 6 heads
+    qwen3_next_*                Qwen3-Next's layer: 16 heads of queries and keys, 32 of values
+
+All are in bfloat16, with gates made in the kernels, normalized queries and keys, and no initial or final
+state, as in training.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, segments
+from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
+from delta_trn.triton_kernels.estimate.simulate import Work
+from delta_trn.triton_kernels.launch import config, power_of_two
+from delta_trn.triton_kernels.variants import FEW, Variant
+
+# what forward may keep for backward on an H200, by KEPT_BYTES of backends/gated_delta_rule/triton_adapter.py
+KEPT_BYTES = 143771 * 2**20 // 128
+ITEM = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a call; `tokens` per sequence."""
+
+    sequences: int
+    tokens: int
+    H: int
+    HV: int
+    K: int
+    V: int
+
+
+SHAPES = {
+    "paper_256": Shape(30, 1024, 6, 6, 32, 64),
+    "paper_512": Shape(30, 1024, 6, 6, 64, 128),
+    "paper_768": Shape(30, 1024, 6, 6, 96, 192),
+    "paper_1024": Shape(30, 1024, 6, 6, 128, 256),
+    "paper_2048": Shape(30, 1024, 6, 6, 256, 512),
+    "qwen3_next_1x8192": Shape(1, 8192, 16, 32, 128, 128),
+    "qwen3_next_4x8192": Shape(4, 8192, 16, 32, 128, 128),
+    "qwen3_next_1x32768": Shape(1, 32768, 16, 32, 128, 128),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel of a call.
+
+    variant None: `count` kernels of PyTorch's or of another project's, of which only the bytes count.
+    """
+
+    name: str
+    backward: bool
+    variant: Variant | None
+    work: Work
+    count: int = 1
+
+
+def keeps_states(shape: Shape) -> bool:
+    """Returns whether forward keeps S and U for backward."""
+    chunks = shape.sequences * -(-shape.tokens // 64)
+    return chunks * shape.HV * shape.V * (shape.K + 64) * ITEM <= KEPT_BYTES
+
+
+def launches(shape: Shape) -> Iterator[Launch]:
+    """Yields the launches of forward and backward in their order, as triton_adapter makes them."""
+    calls = _Calls(shape)
+    keeps = keeps_states(shape)
+    yield calls.prepare()
+    if calls.segments > 1:
+        yield calls.scan("scan of segments", "dense segments", writes=0)
+        yield calls.chain("chain", backward=False)
+    yield calls.scan("scan", "dense train" if keeps else "dense infer", writes=1)
+    if calls.segments > 1:
+        yield calls.reverse("reverse scan of segments", "dense segments")
+        yield calls.chain("reverse chain", backward=True)
+    if not keeps:
+        yield calls.scan("scan again", "dense recompute", writes=0, backward=True)
+    yield calls.reverse("reverse scan", "dense")
+    yield calls.gradients()
+    yield from calls.sums()
+
+
+class _Calls:
+    """Makes the launches of one shape."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        heads = shape.sequences * shape.HV
+        self.row = config(shape.K, shape.V, itemsize=ITEM, heads=heads)
+        many = config(shape.K, shape.V, itemsize=ITEM)
+        # the kernels whose launch for few heads is another than for many
+        self.narrow = {"scan"} if self.row.scan != many.scan else set()
+        self.narrow |= {"reverse_scan"} if self.row.reverse != many.reverse else set()
+        self.C = self.row.C
+        self.per_sequence = -(-shape.tokens // self.C)
+        self.chunks = shape.sequences * self.per_sequence
+        self.span = self._chunks_per_segment() or self.per_sequence
+        self.segments = -(-self.per_sequence // self.span)
+        # bytes of one tensor
+        rows = shape.sequences * shape.tokens * ITEM
+        self.keys, self.values = rows * shape.H * shape.K, rows * shape.HV * shape.V
+        self.states = self.chunks * shape.HV * shape.K * shape.V * ITEM
+        self.T = self.chunks * shape.HV * 2 * self.C * self.C * ITEM
+        self.P = self.T // 2
+        self.factor = self.chunks * shape.HV * self.C * 4  # one of the rows
+        self.mask = shape.K / power_of_two(shape.K)
+
+    def _chunks_per_segment(self) -> int:
+        """Returns how triton_time_adapter cuts sequences; 0: not at all."""
+        NV, NK = (-(-size // self.row.scan.columns) for size in (self.shape.V, self.shape.K))
+        programs = self.shape.sequences * self.shape.HV * NV
+        if 2 * programs > PROCESSORS or self.per_sequence < 8:
+            return 0
+        return chunks_per_segment(self.per_sequence, programs, (NV + NK) / NV, PROCESSORS)
+
+    def _variant(self, module, options: str, kernel: str, **values) -> Variant:
+        """Returns one of the variants that compile_only compiles, with this shape's heads."""
+        if kernel in self.narrow:
+            options += FEW
+        variant = next(
+            x
+            for x in module.variants(self.shape.K, self.shape.V, ITEM, False)
+            if (x.kernel, x.options) == (kernel, options)
+        )
+        heads = {"H": self.shape.H, "HV": self.shape.HV}
+        return replace(variant, values=variant.values | heads | values)
+
+    def _given(self, variant: Variant, *names: str) -> Variant:
+        """Returns the variant with tensors that it had as absent."""
+        return replace(variant, values={n: v for n, v in variant.values.items() if n not in names})
+
+    def _tiles(self, columns: int) -> int:
+        return -(-self.shape.V // columns)
+
+    def _serial(self, columns: int, tiles: int, load_bytes: float) -> Work:
+        full = self.shape.V / (self._tiles(columns) * columns)
+        programs = self.shape.sequences * self.segments * self.shape.HV * tiles
+        return Work(programs, load_bytes, (self.span,), mask=self.mask * full, serial=True)
+
+    def prepare(self) -> Launch:
+        variant = self._variant(gated_delta_rule_fwd, "dense, gates made", "prepare")
+        work = Work(self.chunks * self.shape.HV, 2 * self.keys + 2 * self.factor, mask=self.mask)
+        return Launch("prepare", False, variant, work)
+
+    def scan(self, name: str, options: str, *, writes: int, backward: bool = False) -> Launch:
+        """writes: how many of o it writes; reading q and P goes with it."""
+        columns = self.row.scan.columns
+        variant = self._variant(gated_delta_rule_fwd, options, "scan")
+        tiles = self._tiles(columns)
+        load_bytes = self.keys + self.values + self.T + 5 * self.factor
+        if name == "scan of segments":
+            variant = self._given(variant, "transition", "final_state")
+            tiles += -(-self.shape.K // columns)
+        elif self.segments > 1:
+            variant = self._given(variant, "initial_state")
+        if writes:
+            load_bytes += self.keys + self.P + self.factor
+        return Launch(name, backward, variant, self._serial(columns, tiles, load_bytes))
+
+    def reverse(self, name: str, options: str) -> Launch:
+        columns = self.row.reverse.columns
+        variant = self._variant(gated_delta_rule_bwd, options, "reverse_scan")
+        load_bytes = 2 * self.keys + self.values + self.T + self.P + 5 * self.factor
+        if options == "dense":
+            load_bytes += self.values + self.states
+            if self.segments > 1:
+                variant = self._given(variant, "initial_state", "dstate")
+        return Launch(name, True, variant, self._serial(columns, self._tiles(columns), load_bytes))
+
+    def chain(self, name: str, *, backward: bool) -> Launch:
+        variant = self._variant(segments, "backward" if backward else "forward", "chain")
+        variant = replace(variant, values=variant.values | {"initial": None, "final": None, "offsets": None})
+        shape, tile = self.shape, variant.tile
+        programs = shape.sequences * shape.HV * self._tiles(tile.columns)
+        count = shape.sequences * self.segments * shape.HV
+        load_bytes = 4 * count * shape.K * (shape.K + shape.V)
+        work = Work(programs, load_bytes, others=(self.segments, -(-shape.K // tile.rows)), serial=True)
+        return Launch(name, backward, variant, work)
+
+    def gradients(self) -> Launch:
+        columns, tiles = self.row.gradients.columns, self._tiles(self.row.reverse.columns)
+        variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients", TILES=tiles)
+        passes = self._tiles(columns)
+        load_bytes = 3 * self.values + 2 * self.states + 2 * self.keys + 8 * self.factor
+        work = Work(self.chunks * self.shape.HV, load_bytes, 3 * (passes,), (tiles,), self.mask)
+        return Launch("gradients", True, variant, work)
+
+    def sums(self) -> Iterator[Launch]:
+        """What PyTorch sums: the gradients of A_log and dt_bias; with grouped heads, those of q and k."""
+        shape = self.shape
+        yield Launch("sums of gates", True, None, Work(0, 16 * self.chunks * shape.HV), count=2)
+        if shape.HV > shape.H:
+            per_value_head = self.keys * shape.HV // shape.H
+            moved = 2 * (2 * per_value_head + 2 * self.keys + 2 * self.keys + self.keys)
+            yield Launch("sums of grouped heads", True, None, Work(0, moved), count=4)
