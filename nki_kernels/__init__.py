@@ -8,6 +8,7 @@
     short_convolution        causal, depthwise, over time, then SiLU; forward and backward
     gated_rms_norm           RMS norm of rows, times a gain and SiLU of a gate; forward and backward
     chunk, chunk_gradients   one chunk of the gated delta rule, forward and backward: equations and letters
+    cells                    a sequence cut into 128 channels by 512 tokens: loads, transpositions, stores
     triangular               the inverse of a chunk's triangular matrix
     tiles                    pieces of kernels: loads, constants, transpositions, sums of rows
     plan                     how work is cut into calls, waves, bundles and lanes, and every bound

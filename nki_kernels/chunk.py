@@ -15,6 +15,18 @@ So R is summed instead, by matrices that are sums already, P T and W = T^T diag(
 
     O  = scale diag(gamma) Q S + (P T) R         S' = gamma_C S + W^T R
 
+Q and K are multiplied as they are loaded, and what scales them comes after. With r_q and r_k the reciprocal
+norms of their rows (1 where they are not normalized), keys of any norm follow the rule with other strengths
+and values, and o is a multiple:
+
+    beta -> beta r_k^2        v -> v / r_k        o -> scale r_q o
+
+So in all that follows K and Q are raw, scale is 1, and beta and V are these. What this buys: inputs of
+bfloat16 are multiplied in bfloat16, four times as fast as in float32, and Q K^T and K K^T are still exact to
+float32. To round q / |q| first is an error of 2^-9 |q| |k| in q^T k, far too much where they are nearly
+orthogonal and o is nothing else. Of bfloat16 inputs these products stay float32: sums of g, the inverse, W,
+and W^T R. Operands of the others are rounded, their sums are not.
+
 With all keys equal and beta = 1 this takes the error of S from 1.1 of what parity allows to 0.7. It costs as
 many products, and leaves two of them in a row from state to state instead of three.
 
@@ -27,24 +39,27 @@ up at the end; gamma, lambda and gamma_C, which multiply states, are products of
 
 Matrices over pairs of tokens are kept transposed, `D_t` for D^T, because a product takes its first factor
 transposed. `lanes` is the number of the bundle's value heads, `parts` cuts K into [(start, stop)], and the
-state is one tile [stop - start, lanes, V] per part. `prepare_chunk` makes a dict of these tiles, all in SBUF;
-dicts with literal keys are what every release of the compiler knows:
+state is one tile [stop - start, lanes, V] per part. `scale_chunk` and those behind it make a dict of these
+tiles, all in SBUF; dicts with literal keys are what every release of the compiler knows:
 
-    beta, minus_beta                    [rows, lanes]
-    gamma, lambda                       [rows, lanes]
-    scale_gamma, minus_beta_gamma       [rows, lanes]
+    strength, minus_strength            beta r_k^2 [rows, lanes], like all up to minus_strength_gamma
+    value_scale, read_scale             beta r_k; scale r_q
+    gamma, lambda
+    minus_strength_gamma
     carry                               gamma_C on as many partitions as a state has [min(K, 128), lanes]
-    qk                                  q and k, normalized if asked [rows, key heads, 2, K]
-    inverse_norms                       of raw q and k [rows, 2, key heads]; qk again without l2norm, unread
-    v, beta_v                           V, diag(beta) V [rows, lanes, V]
-    minus_beta_k, lambda_k              -diag(beta) K, diag(lambda) K [rows, lanes, K]
-    k_t, scale_q_t                      K^T, scale Q^T, a tile [f, key heads, rows] per part
-    g_triangles                         each part of g_l where l > column, else 0 [rows, lanes, 2, rows]
+    qk                                  q and k [rows, 2, key heads, K]
+    inverse_norms                       (r_q and r_k [rows, 2, key heads],), or () if not normalized
+    v, beta_v                           raw V, and diag(beta r_k) of it [rows, lanes, V]
+    lambda_k                            diag(lambda) K [rows, lanes, K]
+    k_t, q_t                            K^T, Q^T, a tile [f, key heads, rows] per part
     D_t, minus_L_t, P_t                 [rows, lanes, rows]
+    spread, diagonals, block_columns    what products wait for: of D, of diag(beta), and of the inverse
     start, tokens                       numbers: the first token, and how many the chunk has
 
-Forward adds R [rows, lanes, V], PT_t = (P T)^T [rows, lanes, rows], W [rows, lanes, K], scale_gamma_q_t, the
-transpose of scale diag(gamma) Q, a tile [f, lanes, rows] per part, and index, the chunk's number.
+qk, k_t, P_t and all that is said to be rounded are of dtype `products`, the rest is float32.
+Forward adds R [rows, lanes, V], S and R rounded (S_rounded, R_rounded), W [rows, lanes, K], PT_t = (P T)^T
+[rows, lanes, rows] and gamma_q_t = (diag(gamma) Q)^T, a tile [f, lanes, rows] per part, both rounded, and
+index, the chunk's number.
 """
 
 from typing import Any
@@ -54,19 +69,20 @@ from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.tiles import (
     copy_scaled,
     invert_sums,
+    keep_upper,
     load_padded,
     multiply_elements,
     psum,
+    repeat_over_lanes,
     sbuf,
-    transpose,
-    transpose_side,
 )
+from delta_trn.nki_kernels.triangular import list_block_columns
 
 
-def load_lanes(src, bundle, start, tokens, rows):
-    """Loads a bundle's tokens of HBM [N, T, HV, ...] into a float32 tile [rows, lanes, ...]."""
+def load_lanes(src, bundle, start, tokens, rows, dtype=nl.float32):
+    """Loads a bundle's tokens of HBM [N, T, HV, ...] into a tile [rows, lanes, ...] of dtype."""
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
-    return load_padded(src[n, start : start + tokens, first : first + lanes], rows)
+    return load_padded(src[n, start : start + tokens, first : first + lanes], rows, dtype)
 
 
 def store_lanes(dst, src_sb, bundle, start, tokens):
@@ -75,8 +91,8 @@ def store_lanes(dst, src_sb, bundle, start, tokens):
     nisa.dma_copy(dst=dst[n, start : start + tokens, first : first + lanes], src=src_sb[0:tokens])
 
 
-def compute_gates(g_sb, beta_sb, K, scale, table) -> dict[str, Any]:
-    """Computes decays and write strengths of a bundle from g [rows, lanes, 2] and beta [rows, lanes]."""
+def sum_decays(g_sb, K, table):
+    """Returns the factors of gamma and lambda [rows, 2, lanes, 2], and of carry [min(K, 128), lanes, 2]."""
     rows, lanes, _ = g_sb.shape
     g_flat = g_sb.reshape((rows, lanes * 2))
     sums_ps = psum((rows, 2, lanes * 2))
@@ -85,7 +101,6 @@ def compute_gates(g_sb, beta_sb, K, scale, table) -> dict[str, Any]:
         dst=sums_ps[:, 1, :], stationary=table["strict_lower"], moving=g_flat, is_stationary_onezero=True
     )
     factors_sb = sbuf((rows, 2, lanes, 2))
-    gamma_sb, lambda_sb = sbuf((rows, lanes)), sbuf((rows, lanes))
     nisa.activation(dst=factors_sb, op=nl.exp, data=sums_ps.reshape((rows, 2, lanes, 2)))
     partitions = min(K, PARTITIONS)
     whole_ps = psum((partitions, lanes * 2))
@@ -93,60 +108,104 @@ def compute_gates(g_sb, beta_sb, K, scale, table) -> dict[str, Any]:
         dst=whole_ps, stationary=table["ones"][0:rows, 0:partitions], moving=g_flat,
         is_stationary_onezero=True,
     )  # fmt: skip
-    carry_factors_sb, carry_sb = sbuf((partitions, lanes, 2)), sbuf((partitions, lanes))
+    carry_factors_sb = sbuf((partitions, lanes, 2))
     nisa.activation(dst=carry_factors_sb, op=nl.exp, data=whole_ps.reshape((partitions, lanes, 2)))
+    return factors_sb, carry_factors_sb
+
+
+def compute_gates(factors_sb, carry_factors_sb, beta_sb, norms, bundle, scale) -> dict[str, Any]:
+    """Computes decays and write strengths of a bundle from `sum_decays` and beta [rows, lanes].
+
+    norms is ([rows, 2, key heads],), the reciprocal norms of q and k, or () where they are not normalized.
+    """
+    rows, lanes = beta_sb.shape
+    gamma_sb, lambda_sb = sbuf((rows, lanes)), sbuf((rows, lanes))
+    carry_sb = sbuf((carry_factors_sb.shape[0], lanes))
     nisa.tensor_tensor(
         dst=gamma_sb, data1=factors_sb[:, 0, :, 0], data2=factors_sb[:, 0, :, 1], op=nl.multiply
     )
     nisa.tensor_tensor(
         dst=lambda_sb, data1=factors_sb[:, 1, :, 0], data2=factors_sb[:, 1, :, 1], op=nl.multiply
     )
-    minus_beta_sb, minus_beta_gamma_sb, scale_gamma_sb = (
-        sbuf((rows, lanes)), sbuf((rows, lanes)), sbuf((rows, lanes)),
-    )  # fmt: skip
-    nisa.tensor_scalar(dst=minus_beta_sb, data=beta_sb, op0=nl.multiply, operand0=-1.0)
-    nisa.tensor_tensor(dst=minus_beta_gamma_sb, data1=gamma_sb, data2=minus_beta_sb, op=nl.multiply)
-    nisa.tensor_scalar(dst=scale_gamma_sb, data=gamma_sb, op0=nl.multiply, operand0=scale)
+    read_scale_sb = sbuf((rows, lanes))
+    value_scale_sb, strength_sb = beta_sb, beta_sb
+    if len(norms) == 0:
+        nisa.memset(dst=read_scale_sb, value=scale)
+    else:
+        value_scale_sb, strength_sb = sbuf((rows, lanes)), sbuf((rows, lanes))
+        inverse_norms_sb, heads = norms[0], bundle["key_heads"]
+        per_head = (rows, heads, lanes // heads)
+        own = []
+        for side in range(2):
+            own.append(
+                inverse_norms_sb.ap(
+                    pattern=[[2 * heads, rows], [1, heads], [0, lanes // heads]], offset=side * heads
+                )
+            )
+        nisa.tensor_scalar(dst=read_scale_sb.reshape(per_head), data=own[0], op0=nl.multiply, operand0=scale)
+        nisa.tensor_tensor(
+            dst=value_scale_sb.reshape(per_head), data1=beta_sb.reshape(per_head), data2=own[1],
+            op=nl.multiply,
+        )  # fmt: skip
+        nisa.tensor_tensor(
+            dst=strength_sb.reshape(per_head), data1=value_scale_sb.reshape(per_head), data2=own[1],
+            op=nl.multiply,
+        )  # fmt: skip
+    minus_strength_sb, minus_strength_gamma_sb = sbuf((rows, lanes)), sbuf((rows, lanes))
+    nisa.tensor_scalar(dst=minus_strength_sb, data=strength_sb, op0=nl.multiply, operand0=-1.0)
+    nisa.tensor_tensor(dst=minus_strength_gamma_sb, data1=gamma_sb, data2=minus_strength_sb, op=nl.multiply)
     nisa.tensor_tensor(
         dst=carry_sb, data1=carry_factors_sb[:, :, 0], data2=carry_factors_sb[:, :, 1], op=nl.multiply
     )
     return {
-        "beta": beta_sb, "minus_beta": minus_beta_sb, "gamma": gamma_sb, "lambda": lambda_sb,
-        "carry": carry_sb, "minus_beta_gamma": minus_beta_gamma_sb, "scale_gamma": scale_gamma_sb,
+        "value_scale": value_scale_sb, "read_scale": read_scale_sb, "strength": strength_sb,
+        "minus_strength": minus_strength_sb, "minus_strength_gamma": minus_strength_gamma_sb,
+        "gamma": gamma_sb, "lambda": lambda_sb, "carry": carry_sb,
     }  # fmt: skip
 
 
 def load_keys(q, k, bundle, start, tokens, l2norm, table):
-    """Loads q and k of a bundle; returns `qk` and `inverse_norms`."""
+    """Loads q and k of a bundle; returns `qk`, and ([rows, 2, key heads],), reciprocal norms, or ()."""
     n, first, heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
     rows, K = table["rows"], q.shape[3]
-    qk_sb = sbuf((rows, heads, 2, K))
+    qk_sb = sbuf((rows, 2, heads, K), table["products"])
     sources = (q, k)
-    if not l2norm:
-        if tokens < rows:
-            nisa.memset(dst=qk_sb, value=0.0)
-        for side in range(2):
-            src = sources[side][n, start : start + tokens, first : first + heads, :]
-            nisa.dma_copy(dst=qk_sb[0:tokens, :, side, :], src=src)
-        return qk_sb, qk_sb
-    squares_sb = sbuf((rows, 2, heads))
-    unread_sb = sbuf((rows, K))
-    raw = []
+    if tokens < rows:
+        nisa.memset(dst=qk_sb, value=0.0)
     for side in range(2):
         src = sources[side][n, start : start + tokens, first : first + heads, :]
-        raw.append(load_padded(src, rows))
-        for h in range(heads):
-            nisa.activation(
-                dst=unread_sb, op=nl.square, data=raw[side][:, h, :], reduce_op=nl.add,
-                reduce_res=squares_sb[:, side, h : h + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
-            )  # fmt: skip
-    inverse_norms_sb = sbuf((rows, 2, heads))
-    invert_sums(inverse_norms_sb, squares_sb, table["norm"])
-    copy_scaled(inverse_norms_sb, inverse_norms_sb, table["norm"]["scale"])
+        nisa.dma_copy(dst=qk_sb[0:tokens, side, :, :], src=src)
+    if not l2norm:
+        return qk_sb, ()
+    squares_sb, inverse_norms_sb = sbuf((rows, 2, heads)), sbuf((rows, 2, heads))
+    unread_sb = sbuf((rows, K), table["products"])
     for side in range(2):
         for h in range(heads):
-            copy_scaled(qk_sb[:, h, side, :], raw[side][:, h, :], inverse_norms_sb[:, side, h : h + 1])
-    return qk_sb, inverse_norms_sb
+            nisa.activation(
+                dst=unread_sb, op=nl.square, data=qk_sb[:, side, h, :], reduce_op=nl.add,
+                reduce_res=squares_sb[:, side, h : h + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
+            )  # fmt: skip
+    invert_sums(inverse_norms_sb, squares_sb, table["norm"])
+    copy_scaled(inverse_norms_sb, inverse_norms_sb, table["norm"]["scale"])
+    return qk_sb, (inverse_norms_sb,)
+
+
+def transpose_side(qk_sb, side, parts, table):
+    """Transposes q (side 0) or k (side 1) of [rows, 2, key heads, K]: a tile [f, heads, rows] per part."""
+    rows, _, heads, _ = qk_sb.shape
+    tiles = []
+    for span in parts:
+        start, stop = span
+        out_ps = psum((stop - start, heads, rows))
+        for h in range(heads):
+            nisa.nc_matmul(
+                dst=out_ps[:, h, :], stationary=qk_sb[:, side, h, start:stop],
+                moving=table["rounded_identity"], is_moving_onezero=True,
+            )  # fmt: skip
+        out_sb = sbuf((stop - start, heads, rows), qk_sb.dtype)
+        copy_scaled(out_sb, out_ps)
+        tiles.append(out_sb)
+    return tiles
 
 
 def find_key_head(bundle, lane):
@@ -154,12 +213,12 @@ def find_key_head(bundle, lane):
     return lane * bundle["key_heads"] // bundle["lanes"]
 
 
-def scale_heads(qk_sb, side, columns_sb, bundle):
+def scale_heads(qk_sb, side, columns_sb, bundle, dtype):
     """Scales each lane's q (side 0) or k (side 1) by rows: [rows, lanes, K], row i times columns[i, lane]."""
     lanes = bundle["lanes"]
-    out_sb = sbuf((qk_sb.shape[0], lanes, qk_sb.shape[3]))
+    out_sb = sbuf((qk_sb.shape[0], lanes, qk_sb.shape[3]), dtype)
     for lane in range(lanes):
-        own = qk_sb[:, find_key_head(bundle, lane), side, :]
+        own = qk_sb[:, side, find_key_head(bundle, lane), :]
         copy_scaled(out_sb[:, lane, :], own, columns_sb[:, lane : lane + 1])
     return out_sb
 
@@ -173,28 +232,62 @@ def scale_lanes(x_sb, columns_sb, dtype=nl.float32):
 
 
 def spread_decays(g_sb, table):
-    """Builds `g_triangles`, the factors that D's sums share, from both parts of g [rows, lanes, 2]."""
+    """Builds what D's sums add: each part of g_l at row l and every column i >= l, two such tiles."""
     rows, lanes, _ = g_sb.shape
-    out_sb = sbuf((rows, lanes, 2, rows))
-    for lane in range(lanes):
-        for part in range(2):
-            copy_scaled(out_sb[:, lane, part, :], table["strict_lower"], g_sb[:, lane, part : part + 1])
+    tiles = []
+    for part in range(2):
+        out_sb = sbuf((rows, lanes, rows))
+        nisa.tensor_tensor(
+            dst=out_sb, data1=repeat_over_lanes(table, "upper", lanes),
+            data2=g_sb.ap(pattern=[[2 * lanes, rows], [2, lanes], [0, rows]], offset=part), op=nl.multiply,
+            engine=nisa.engine.gpsimd,
+        )  # fmt: skip
+        tiles.append(out_sb)
+    return tiles
+
+
+def build_diagonals(columns_sb, table):
+    """Builds diag(columns) of each lane, [rows, lanes, rows], from columns [rows, lanes]."""
+    rows, lanes = columns_sb.shape
+    out_sb = sbuf((rows, lanes, rows))
+    nisa.tensor_tensor(
+        dst=out_sb, data1=repeat_over_lanes(table, "identity", lanes),
+        data2=columns_sb.ap(pattern=[[lanes, rows], [1, lanes], [0, rows]], offset=0), op=nl.multiply,
+        engine=nisa.engine.gpsimd,
+    )  # fmt: skip
     return out_sb
 
 
-def compute_decays(g_triangles_sb, table, dropped):
-    """Computes D^T, exp of sum_{j<l<=i} g_l at row j, column i; 0 in the triangle that `dropped` names."""
-    rows, lanes = table["rows"], g_triangles_sb.shape[1]
-    sums_ps = psum((rows, lanes, rows))
-    for lane in range(lanes):
-        for part in range(2):
-            nisa.nc_matmul(
-                dst=sums_ps[:, lane, :], stationary=g_triangles_sb[:, lane, part, :], moving=table["upper"],
-                is_moving_onezero=True,
-            )  # fmt: skip
-        nisa.nc_matmul(dst=sums_ps[:, lane, :], stationary=table["identity_bfloat16"], moving=table[dropped])
+def compute_decays(spread, table):
+    """Computes D^T from what `spread_decays` returns: exp of sum_{j<l<=i} g_l at row j, column i >= j."""
+    rows, lanes, _ = spread[0].shape
+    sums_ps = psum((rows, lanes * rows))
+    for part in range(2):
+        nisa.nc_matmul(
+            dst=sums_ps, stationary=table["strict_lower"], moving=spread[part].reshape((rows, lanes * rows)),
+            is_stationary_onezero=True,
+        )  # fmt: skip
     out_sb = sbuf((rows, lanes, rows))
-    nisa.activation(dst=out_sb, op=nl.exp, data=sums_ps)
+    nisa.activation(dst=out_sb, op=nl.exp, data=sums_ps.reshape((rows, lanes, rows)))
+    keep_upper(out_sb, nl.greater_equal)
+    return out_sb
+
+
+def weight_decays(D_t_sb, diagonals_sb, table):
+    """Computes D^T diag(columns) from what `build_diagonals` returns, [rows, lanes, rows].
+
+    The free axis has no scale of its own: ones times the diagonal matrix put the columns on all partitions.
+    """
+    rows, lanes, _ = D_t_sb.shape
+    out_sb = sbuf((rows, lanes, rows))
+    columns_ps = psum((rows, lanes * rows))
+    nisa.nc_matmul(
+        dst=columns_ps, stationary=table["ones"][0:rows, 0:rows],
+        moving=diagonals_sb.reshape((rows, lanes * rows)), is_stationary_onezero=True,
+    )  # fmt: skip
+    nisa.tensor_tensor(
+        dst=out_sb, data1=columns_ps.reshape((rows, lanes, rows)), data2=D_t_sb, op=nl.multiply
+    )
     return out_sb
 
 
@@ -218,10 +311,10 @@ def multiply_pairs(stationary, moving, bundle):
     return out_ps
 
 
-def multiply_lanes(stationary, moving):
+def multiply_lanes(stationary, moving, dtype=nl.float32):
     """Computes stationary^T moving of each lane, with a PSUM tile per lane; tiles [rows, lanes, free]."""
     free, lanes = stationary.shape[2], stationary.shape[1]
-    out_sb = sbuf((free, lanes, moving.shape[2]))
+    out_sb = sbuf((free, lanes, moving.shape[2]), dtype)
     for lane in range(lanes):
         out_ps = psum((free, moving.shape[2]))
         nisa.nc_matmul(dst=out_ps, stationary=stationary[:, lane, :], moving=moving[:, lane, :])
@@ -229,7 +322,7 @@ def multiply_lanes(stationary, moving):
     return out_sb
 
 
-def multiply_lanes_at_once(stationary, moving, start, stop):
+def multiply_lanes_at_once(stationary, moving, start, stop, dtype):
     """Computes the same for columns start .. stop of stationary.
 
     The results of all lanes fill one bank of PSUM and leave it in one instruction.
@@ -240,13 +333,30 @@ def multiply_lanes_at_once(stationary, moving, start, stop):
         nisa.nc_matmul(
             dst=out_ps[:, lane, :], stationary=stationary[:, lane, start:stop], moving=moving[:, lane, :]
         )
-    out_sb = sbuf((free, lanes, moving.shape[2]))
+    out_sb = sbuf((free, lanes, moving.shape[2]), dtype)
     copy_scaled(out_sb, out_ps)
     return out_sb
 
 
+def round_tile(x_sb, dtype):
+    """Returns x as a product takes it: x itself, or a copy of dtype on the Scalar engine."""
+    if x_sb.dtype == dtype:
+        return x_sb
+    out_sb = sbuf(x_sb.shape, dtype)
+    copy_scaled(out_sb, x_sb)
+    return out_sb
+
+
+def round_state(S, dtype):
+    """Returns a state's tiles as products take them: S itself, or copies of dtype."""
+    tiles = []
+    for part in range(len(S)):
+        tiles.append(round_tile(S[part], dtype))
+    return tiles
+
+
 def compute_residual(chunk, S, bundle):
-    """Computes R = diag(beta) V - diag(beta gamma) K S, [rows, lanes, V]."""
+    """Computes R = diag(beta) V - diag(beta gamma) K S, float32 [rows, lanes, V]; S is rounded."""
     beta_v_sb = chunk["beta_v"]
     rows, lanes, V = beta_v_sb.shape
     out_sb = sbuf((rows, lanes, V))
@@ -255,7 +365,7 @@ def compute_residual(chunk, S, bundle):
         multiply_parts(KS_ps, chunk["k_t"], S, find_key_head(bundle, lane), lane)
         nisa.scalar_tensor_tensor(
             dst=out_sb[:, lane, :], data=KS_ps, op0=nl.multiply,
-            operand0=chunk["minus_beta_gamma"][:, lane : lane + 1], op1=nl.add,
+            operand0=chunk["minus_strength_gamma"][:, lane : lane + 1], op1=nl.add,
             operand1=beta_v_sb[:, lane, :],
         )  # fmt: skip
     return out_sb
@@ -284,8 +394,8 @@ def decay_and_add(S, carry_sb, factors, parts):
     return tiles
 
 
-def prepare_chunk(inputs, bundle, start, tokens, parts, scale, l2norm, table) -> dict[str, Any]:
-    """Computes what a chunk needs that does not depend on the state: the tiles that the module's table names.
+def load_chunk(inputs, bundle, start, tokens, l2norm, table) -> dict[str, Any]:
+    """Loads a chunk, and computes its norms and sums of decays: what `scale_chunk` takes.
 
     Args:
         inputs      q, k, v, g, beta as `gated_delta_rule_fwd` takes them, in HBM
@@ -293,30 +403,50 @@ def prepare_chunk(inputs, bundle, start, tokens, parts, scale, l2norm, table) ->
         table       the constants for the chunk's rows
 
     Notes:
-        Each engine runs its instructions in order, so scalings are issued first: no copy out of PSUM, which
-        waits for the Tensor engine, then stands before one.
+        Each engine runs its instructions in order. So a chunk's work that needs no state has three stages,
+        between which other work is issued: one engine seldom waits for another.
     """
     q, k, v, g, beta = inputs
     rows = table["rows"]
     g_sb = load_lanes(g, bundle, start, tokens, rows)
     beta_sb = load_lanes(beta, bundle, start, tokens, rows)
-    chunk = compute_gates(g_sb, beta_sb, q.shape[3], scale, table)
-    chunk["start"] = start
-    chunk["tokens"] = tokens
-    qk_sb, inverse_norms_sb = load_keys(q, k, bundle, start, tokens, l2norm, table)
-    chunk["qk"] = qk_sb
-    chunk["inverse_norms"] = inverse_norms_sb
-    chunk["v"] = load_lanes(v, bundle, start, tokens, rows)
-    minus_beta_k_sb = scale_heads(qk_sb, 1, chunk["minus_beta"], bundle)
-    chunk["minus_beta_k"] = minus_beta_k_sb
-    chunk["g_triangles"] = spread_decays(g_sb, table)
-    identity_sb = table["identity"]
-    chunk["k_t"] = transpose_side(qk_sb, 1, parts, identity_sb, 1.0)
-    chunk["scale_q_t"] = transpose_side(qk_sb, 0, parts, identity_sb, scale)
-    minus_beta_k_t = transpose(minus_beta_k_sb, parts, identity_sb)
-    chunk["D_t"] = compute_decays(chunk["g_triangles"], table, "drop_strict_lower")
-    chunk["lambda_k"] = scale_heads(qk_sb, 1, chunk["lambda"], bundle)
-    chunk["beta_v"] = scale_lanes(chunk["v"], beta_sb)
-    chunk["minus_L_t"] = multiply_elements(multiply_pairs(chunk["k_t"], minus_beta_k_t, bundle), chunk["D_t"])
-    chunk["P_t"] = multiply_elements(multiply_pairs(chunk["k_t"], chunk["scale_q_t"], bundle), chunk["D_t"])
+    qk_sb, norms = load_keys(q, k, bundle, start, tokens, l2norm, table)
+    factors_sb, carry_factors_sb = sum_decays(g_sb, q.shape[3], table)
+    return {
+        "start": start, "tokens": tokens, "g": g_sb, "beta": beta_sb, "qk": qk_sb, "inverse_norms": norms,
+        "v": load_lanes(v, bundle, start, tokens, rows, v.dtype), "factors": factors_sb,
+        "carry_factors": carry_factors_sb,
+    }  # fmt: skip
+
+
+def scale_chunk(loaded, bundle, scale, table) -> dict[str, Any]:
+    """Returns a chunk with its gates and all that they scale, of what `load_chunk` returns."""
+    chunk = compute_gates(
+        loaded["factors"], loaded["carry_factors"], loaded["beta"], loaded["inverse_norms"], bundle, scale
+    )
+    chunk["spread"] = spread_decays(loaded["g"], table)
+    chunk["diagonals"] = build_diagonals(chunk["minus_strength"], table)
+    for name in ("start", "tokens", "qk", "inverse_norms", "v"):
+        chunk[name] = loaded[name]
+    chunk["lambda_k"] = scale_heads(chunk["qk"], 1, chunk["lambda"], bundle, nl.float32)
+    chunk["beta_v"] = scale_lanes(chunk["v"], chunk["value_scale"])
     return chunk
+
+
+def transpose_keys(chunk, parts, table):
+    """Adds D and the transposes of q and k to a chunk."""
+    chunk["k_t"] = transpose_side(chunk["qk"], 1, parts, table)
+    chunk["q_t"] = transpose_side(chunk["qk"], 0, parts, table)
+    chunk["D_t"] = compute_decays(chunk["spread"], table)
+
+
+def multiply_keys(chunk, bundle, blocks, table):
+    """Adds to a chunk what is left that does not depend on the state: products of keys, and blocks of L."""
+    weighted_D_t_sb = weight_decays(chunk["D_t"], chunk["diagonals"], table)
+    chunk["minus_L_t"] = multiply_elements(
+        multiply_pairs(chunk["k_t"], chunk["k_t"], bundle), weighted_D_t_sb
+    )
+    chunk["P_t"] = multiply_elements(
+        multiply_pairs(chunk["k_t"], chunk["q_t"], bundle), chunk["D_t"], table["products"]
+    )
+    chunk["block_columns"] = list_block_columns(chunk["minus_L_t"], blocks)

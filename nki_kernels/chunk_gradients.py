@@ -10,6 +10,10 @@ and dX that of any other X.
     dS  = gamma_C dS' + scale Q^T diag(gamma) dO - K^T diag(gamma beta) dR                     [K, V]
     dbeta_i = <dR_i, v_i> + <k_i, (Z K - diag(gamma) dR S^T)_i>
 
+Keys and queries are raw here, too: beta, V, scale and dO stand for beta r_k^2, V / r_k, 1 and scale r_q dO.
+The raw gradients of q and k lack what goes through the norms. A row x of either, with reciprocal norm r, gets
+dx - x r^2 <x, dx>, because lengthening x changes nothing.
+
 E and Z are the gradients of Q K^T and of diag(beta) K K^T. The inverse is not differentiated: with dU the
 gradient of U, T^T dU (T R)^T = dR U^T is its whole effect.
 
@@ -27,26 +31,25 @@ for dK anyway: where a later token erases what was written, K dS' is 0 before an
 
 Backward adds these tiles to a chunk's dict:
 
-    do, U                            [rows, lanes, V]
+    do, U                            rounded [rows, lanes, V]
     S                                the state that the chunk meets, a tile per part of K [f, lanes, V]
-    D_strict_t                       D^T, 0 on the diagonal too [rows, lanes, rows]
-    PT                               P T [rows, lanes, rows]
-    W_t                              W^T, a tile per part of K [f, lanes, rows]
-    E, E_t, minus_Z, minus_Z_t       [rows, lanes, rows]
+    S_rounded                        the same, rounded
+    PT                               P T, rounded [rows, lanes, rows]
+    W_t                              W^T, rounded, a tile per part of K [f, lanes, rows]
+    E, E_t, minus_Z_t, weighted_Z    the last is diag(beta) Z; rounded [rows, lanes, rows]
     reads_t, erasures_t              the two terms of F^T [rows, lanes, rows]
 """
 
 from delta_trn.nki_kernels.chunk import (
-    decay_and_add,
     find_key_head,
     multiply_lanes_at_once,
     multiply_pairs,
     multiply_parts,
-    scale_heads,
 )
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.tiles import (
     copy_scaled,
+    keep_upper,
     multiply_elements,
     psum,
     repeat_over_lanes,
@@ -62,7 +65,7 @@ def transpose_state(S, parts, value_parts, table):
     tiles = []
     for span in value_parts:
         low, high = span
-        out_sb = sbuf((high - low, lanes, K))
+        out_sb = sbuf((high - low, lanes, K), S[0].dtype)
         for lane in range(lanes):
             out_ps = psum((high - low, K))
             for part in range(len(parts)):
@@ -76,12 +79,12 @@ def transpose_state(S, parts, value_parts, table):
     return tiles
 
 
-def transpose_writes(T_sb, chunk, parts):
+def transpose_writes(T_sb, chunk, parts, dtype):
     """Computes W^T = (diag(lambda) K)^T T, a tile [f, lanes, rows] per part of K."""
     tiles = []
     for span in parts:
         start, stop = span
-        tiles.append(multiply_lanes_at_once(chunk["lambda_k"], T_sb, start, stop))
+        tiles.append(multiply_lanes_at_once(chunk["lambda_k"], T_sb, start, stop, dtype))
     return tiles
 
 
@@ -97,118 +100,178 @@ def compute_residual_gradient(chunk, dS):
     return out_sb
 
 
-def compute_pair_gradients(chunk, do_t, U_t, dR_t, bundle, scale, table):
-    """Adds the gradients over pairs of tokens to the chunk: E, Z, their transposes, and the terms of F^T.
-
-    do_t, U_t, dR_t are tiles [f, lanes, rows] per part of V.
-    """
-    rows, lanes = table["rows"], bundle["lanes"]
-    UdO_ps = multiply_pairs(U_t, do_t, bundle)
-    E_t_sb = sbuf((rows, lanes, rows))
-    nisa.scalar_tensor_tensor(
-        dst=E_t_sb, data=UdO_ps, op0=nl.multiply, operand0=scale, op1=nl.multiply, operand1=chunk["D_t"]
-    )
+def compute_pair_gradients(chunk, bundle, table):
+    """Adds the gradients over pairs of tokens to the chunk: E and Z, transposed, and the terms of F^T."""
+    products = table["products"]
+    UdO_ps = multiply_pairs(chunk["U_t"], chunk["do_t"], bundle)
+    chunk["E_t"] = multiply_elements(UdO_ps, chunk["D_t"], products)
     chunk["reads_t"] = multiply_elements(UdO_ps, chunk["P_t"])
-    UdR_ps = multiply_pairs(U_t, dR_t, bundle)
-    minus_Z_t_sb = multiply_elements(UdR_ps, chunk["D_strict_t"])
-    chunk["erasures_t"] = multiply_elements(UdR_ps, chunk["minus_L_t"])
-    whole = [(0, rows)]
-    chunk["E_t"] = E_t_sb
-    chunk["E"] = transpose(E_t_sb, whole, table["identity"])[0]
+    UdR_ps = multiply_pairs(chunk["U_t"], chunk["dR_t"], bundle)
+    minus_Z_t_sb = multiply_elements(UdR_ps, chunk["D_t"], products)
+    keep_upper(minus_Z_t_sb, nl.greater)
     chunk["minus_Z_t"] = minus_Z_t_sb
-    chunk["minus_Z"] = transpose(minus_Z_t_sb, whole, table["identity"])[0]
+    chunk["erasures_t"] = multiply_elements(UdR_ps, chunk["minus_L_t"])
 
 
-def compute_key_gradients(chunk, do_t, U_t, dR_t, S_t, dS_t, bundle):
-    """Computes the gradients of the bundle's normalized q and k, and dot products that beta's and g's need.
+def transpose_pair_gradients(chunk, table):
+    """Adds E and diag(beta) Z to the chunk."""
+    rows, lanes, _ = chunk["E_t"].shape
+    chunk["E"] = transpose(chunk["E_t"], [(0, rows)], table)[0]
+    Z_ps = psum((rows, lanes, rows))
+    chunk["weighted_Z"] = sbuf((rows, lanes, rows), table["products"])
+    for lane in range(lanes):
+        nisa.nc_matmul(
+            dst=Z_ps[:, lane, :], stationary=chunk["minus_Z_t"][:, lane, :],
+            moving=table["rounded_identity"], is_moving_onezero=True,
+        )  # fmt: skip
+        copy_scaled(
+            chunk["weighted_Z"][:, lane, :], Z_ps[:, lane, :], chunk["minus_strength"][:, lane : lane + 1]
+        )
 
-    Args:
-        do_t, U_t, dR_t     tiles [f, lanes, rows] per part of V
-        S_t, dS_t           tiles [f, lanes, K] per part of V
 
-    Returns:
-        dqk_sb      [rows, key heads, 2, K], sums over the lanes of a key head
-        dots_sb     [rows, lanes, 3]: <q, scale gamma dO S^T>, <k, gamma dR S^T>, -<k, Z K> per token
+def compute_key_gradients(chunk, bundle):
+    """Computes the gradients of the bundle's raw q and k, and dot products that beta's and g's need.
+
+    What goes through the norms comes after, by `differentiate_norm`. It leaves in the chunk's dict
+
+    dqk         [rows, 2, key heads, K], sums over the lanes of a key head
+    dots        [rows, lanes, 3]: <q, gamma dO S^T>, <k, gamma dR S^T>, -<k, Z K> per token
     """
+    do_t, U_t, dR_t = chunk["do_t"], chunk["U_t"], chunk["dR_t"]
+    S_t, dS_t = chunk["S_t"], chunk["dS_t"]
     qk_sb, lanes = chunk["qk"], bundle["lanes"]
-    rows, heads, _, K = qk_sb.shape
+    rows, _, heads, K = qk_sb.shape
     dots_sb = sbuf((rows, lanes, 3))
-    dqk_sb = sbuf((rows, heads, 2, K))
+    dqk_sb = sbuf((rows, 2, heads, K))
     previous = -1
     for lane in range(lanes):
         h = find_key_head(bundle, lane)
-        q_sb, k_sb = qk_sb[:, h, 0, :], qk_sb[:, h, 1, :]
+        q_sb, k_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :]
         state_ps = psum((rows, 2, K))  # dO S^T, dR S^T
         multiply_parts(state_ps[:, 0, :], do_t, S_t, lane, lane)
         multiply_parts(state_ps[:, 1, :], dR_t, S_t, lane, lane)
         read_sb = sbuf((rows, 2, K))
-        copy_scaled(read_sb[:, 0, :], state_ps[:, 0, :], chunk["scale_gamma"][:, lane : lane + 1])
-        copy_scaled(read_sb[:, 1, :], state_ps[:, 1, :], chunk["gamma"][:, lane : lane + 1])
+        copy_scaled(read_sb, state_ps, chunk["gamma"][:, lane : lane + 1])
         terms_sb = sbuf((rows, 3, K))
-        nisa.tensor_tensor(dst=terms_sb[:, 0:2, :], data1=qk_sb[:, h, :, :], data2=read_sb, op=nl.multiply)
+        nisa.tensor_tensor(dst=terms_sb[:, 0:2, :], data1=qk_sb[:, :, h, :], data2=read_sb, op=nl.multiply)
         pairs_ps = psum((rows, 2, K))  # E K, -Z K
         nisa.nc_matmul(dst=pairs_ps[:, 0, :], stationary=chunk["E_t"][:, lane, :], moving=k_sb)
         nisa.nc_matmul(dst=pairs_ps[:, 1, :], stationary=chunk["minus_Z_t"][:, lane, :], moving=k_sb)
         nisa.tensor_tensor(dst=terms_sb[:, 2, :], data1=k_sb, data2=pairs_ps[:, 1, :], op=nl.multiply)
-        nisa.tensor_tensor(dst=read_sb, data1=read_sb, data2=pairs_ps, op=nl.add)
+        own_dq, own_dk = dqk_sb[:, 0, h, :], dqk_sb[:, 1, h, :]
+        reads, minus_erasures = read_sb[:, 0, :], read_sb[:, 1, :]
+        dq = reads if h == previous else own_dq
+        nisa.tensor_tensor(dst=dq, data1=pairs_ps[:, 0, :], data2=reads, op=nl.add)
+        nisa.tensor_tensor(dst=minus_erasures, data1=pairs_ps[:, 1, :], data2=minus_erasures, op=nl.add)
         written_ps = psum((rows, 2, K))  # E^T Q + Z^T diag(beta) K, U dS'^T
         nisa.nc_matmul(dst=written_ps[:, 0, :], stationary=chunk["E"][:, lane, :], moving=q_sb)
-        nisa.nc_matmul(
-            dst=written_ps[:, 0, :], stationary=chunk["minus_Z"][:, lane, :],
-            moving=chunk["minus_beta_k"][:, lane, :],
-        )  # fmt: skip
+        nisa.nc_matmul(dst=written_ps[:, 0, :], stationary=chunk["weighted_Z"][:, lane, :], moving=k_sb)
         multiply_parts(written_ps[:, 1, :], U_t, dS_t, lane, lane)
         nisa.tensor_reduce(dst=dots_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
         dk_sb = sbuf((rows, K))
         nisa.scalar_tensor_tensor(
-            dst=dk_sb, data=read_sb[:, 1, :], op0=nl.multiply,
-            operand0=chunk["minus_beta"][:, lane : lane + 1], op1=nl.add, operand1=written_ps[:, 0, :],
+            dst=dk_sb, data=minus_erasures, op0=nl.multiply,
+            operand0=chunk["minus_strength"][:, lane : lane + 1], op1=nl.add, operand1=written_ps[:, 0, :],
         )  # fmt: skip
-        own_dq, own_dk = dqk_sb[:, h, 0, :], dqk_sb[:, h, 1, :]
         if h == previous:
-            nisa.tensor_tensor(dst=own_dq, data1=own_dq, data2=read_sb[:, 0, :], op=nl.add)
+            nisa.tensor_tensor(dst=own_dq, data1=own_dq, data2=reads, op=nl.add)
             nisa.tensor_tensor(dst=dk_sb, data1=dk_sb, data2=own_dk, op=nl.add)
-        else:
-            copy_scaled(own_dq, read_sb[:, 0, :])
         nisa.scalar_tensor_tensor(
             dst=own_dk, data=written_ps[:, 1, :], op0=nl.multiply,
             operand0=chunk["lambda"][:, lane : lane + 1], op1=nl.add, operand1=dk_sb,
         )  # fmt: skip
         previous = h
-    return dqk_sb, dots_sb
+    chunk["dqk"] = dqk_sb
+    chunk["dots"] = dots_sb
 
 
 def differentiate_norm(chunk, dqk_sb):
-    """Turns gradients of normalized q and k into those of raw ones: r (dy - y <y, dy>), y = r x; in place."""
-    qk_sb = chunk["qk"]
-    rows, heads, _, K = qk_sb.shape
-    for h in range(heads):
-        terms_sb = sbuf((rows, 2, K))
-        nisa.tensor_tensor(dst=terms_sb, data1=qk_sb[:, h, :, :], data2=dqk_sb[:, h, :, :], op=nl.multiply)
-        minus_along_sb = sbuf((rows, 2))
-        nisa.tensor_reduce(dst=minus_along_sb, op=nl.add, data=terms_sb, axis=2, negate=True)
-        for side in range(2):
-            dy = dqk_sb[:, h, side, :]
+    """Adds what the norms' gradients are to those of q and k: dx - x r^2 <x, dx>, r the reciprocal norm."""
+    qk_sb, inverse_norms_sb = chunk["qk"], chunk["inverse_norms"][0]
+    rows, _, heads, K = qk_sb.shape
+    terms_sb = sbuf((rows, 2, heads, K))
+    along_sb, minus_squares_sb = sbuf((rows, 2, heads)), sbuf((rows, 2, heads))
+    nisa.tensor_tensor(dst=terms_sb, data1=qk_sb, data2=dqk_sb, op=nl.multiply)
+    nisa.tensor_reduce(dst=along_sb, op=nl.add, data=terms_sb, axis=3)
+    nisa.scalar_tensor_tensor(
+        dst=minus_squares_sb, data=inverse_norms_sb, op0=nl.multiply, operand0=-1.0, op1=nl.multiply,
+        operand1=inverse_norms_sb,
+    )  # fmt: skip
+    nisa.tensor_tensor(dst=along_sb, data1=along_sb, data2=minus_squares_sb, op=nl.multiply)
+    out_sb = sbuf((rows, 2, heads, K), qk_sb.dtype)
+    for side in range(2):
+        for h in range(heads):
             nisa.scalar_tensor_tensor(
-                dst=dy, data=qk_sb[:, h, side, :], op0=nl.multiply,
-                operand0=minus_along_sb[:, side : side + 1], op1=nl.add, operand1=dy,
+                dst=out_sb[:, side, h, :], data=qk_sb[:, side, h, :], op0=nl.multiply,
+                operand0=along_sb[:, side, h : h + 1], op1=nl.add, operand1=dqk_sb[:, side, h, :],
             )  # fmt: skip
-            copy_scaled(dy, dy, chunk["inverse_norms"][:, side, h : h + 1])
-    return dqk_sb
+    return out_sb
 
 
-def multiply_rows_into(dst, x, y):
-    """Sets dst [rows, 1] = the dot products of rows: the Vector engine multiplies, the Scalar engine adds."""
-    sum_rows(dst, multiply_elements(x, y), nl.copy)
+def multiply_terms(chunk, bundle, parts, table):
+    """Adds to the chunk r, and products of elements per lane, whose rows `compute_sums` sums.
 
-
-def compute_beta_gradient(chunk, dR_sb, dots_sb):
-    """Computes dbeta [rows, lanes]."""
-    rows, lanes, _ = dR_sb.shape
-    along_sb, reads_sb, out_sb = sbuf((rows, lanes)), sbuf((rows, lanes)), sbuf((rows, lanes))
+    reads           r [rows, lanes]
+    dR_v, U_KdS     dR . V and U . K dS', lists of tiles [rows, V] per lane
+    dS_S            dS' . S, a list per part of K of such lists, [f, V]
+    """
+    rows, lanes, V = table["rows"], bundle["lanes"], chunk["do"].shape[2]
+    dots_sb, reads_sb = chunk["dots"], sbuf((rows, lanes))
+    nisa.tensor_tensor(dst=reads_sb, data1=chunk["strength"], data2=dots_sb[:, :, 1], op=nl.multiply)
+    nisa.tensor_tensor(dst=reads_sb, data1=dots_sb[:, :, 0], data2=reads_sb, op=nl.subtract)
+    chunk["reads"] = reads_sb
+    chunk["dR_v"], chunk["U_KdS"], chunk["dS_S"] = [], [], []
     for lane in range(lanes):
-        multiply_rows_into(along_sb[:, lane : lane + 1], dR_sb[:, lane, :], chunk["v"][:, lane, :])
+        KdS_ps = psum((rows, V))
+        multiply_parts(KdS_ps, chunk["k_t"], chunk["dS_rounded"], find_key_head(bundle, lane), lane)
+        chunk["U_KdS"].append(multiply_elements(chunk["U"][:, lane, :], KdS_ps))
+        chunk["dR_v"].append(multiply_elements(chunk["dR"][:, lane, :], chunk["v"][:, lane, :]))
+    for part in range(len(parts)):
+        tiles = []
+        for lane in range(lanes):
+            tiles.append(multiply_elements(chunk["dS"][part][:, lane, :], chunk["S"][part][:, lane, :]))
+        chunk["dS_S"].append(tiles)
+
+
+def compute_sums(chunk):
+    """Adds the sums of rows of what `multiply_terms` made, on the Scalar engine, which waits for all of it.
+
+    along       <dR, v> [rows, lanes]
+    writes      w [rows, lanes]
+    carried     gamma_C <dS', S>, not summed over K yet: a tile [f, lanes] per part of K
+    """
+    rows, lanes, _ = chunk["dR"].shape
+    chunk["along"], chunk["writes"], chunk["carried"] = sbuf((rows, lanes)), sbuf((rows, lanes)), []
+    for lane in range(lanes):
+        sum_rows(chunk["along"][:, lane : lane + 1], chunk["dR_v"][lane], nl.copy)
+        sum_rows(chunk["writes"][:, lane : lane + 1], chunk["U_KdS"][lane], nl.copy)
+    for tiles in chunk["dS_S"]:
+        size = tiles[0].shape[0]
+        carried_sb = sbuf((size, lanes))
+        for lane in range(lanes):
+            sum_rows(carried_sb[:, lane : lane + 1], tiles[lane], nl.copy)
+        nisa.tensor_tensor(dst=carried_sb, data1=carried_sb, data2=chunk["carry"][0:size, :], op=nl.multiply)
+        chunk["carried"].append(carried_sb)
+    nisa.tensor_tensor(dst=chunk["writes"], data1=chunk["writes"], data2=chunk["lambda"], op=nl.multiply)
+
+
+def compute_beta_gradient(chunk, bundle):
+    """Computes dbeta [rows, lanes] = r_k <dR, v> + r_k^2 (<k, Z K> - <k, gamma dR S^T>)."""
+    along_sb, dots_sb = chunk["along"], chunk["dots"]
+    rows, lanes = along_sb.shape
+    reads_sb, out_sb = sbuf((rows, lanes)), sbuf((rows, lanes))
     nisa.tensor_tensor(dst=reads_sb, data1=dots_sb[:, :, 1], data2=dots_sb[:, :, 2], op=nl.add)
+    if len(chunk["inverse_norms"]) > 0:
+        heads = bundle["key_heads"]
+        per_head = (rows, heads, lanes // heads)
+        inverse_norms = chunk["inverse_norms"][0].ap(
+            pattern=[[2 * heads, rows], [1, heads], [0, lanes // heads]], offset=heads
+        )
+        reads = reads_sb.reshape(per_head)
+        nisa.tensor_tensor(dst=reads, data1=reads, data2=inverse_norms, op=nl.multiply)
+        nisa.tensor_tensor(dst=reads_sb, data1=along_sb, data2=reads_sb, op=nl.subtract)
+        nisa.tensor_tensor(dst=out_sb.reshape(per_head), data1=reads, data2=inverse_norms, op=nl.multiply)
+        return out_sb
     nisa.tensor_tensor(dst=out_sb, data1=along_sb, data2=reads_sb, op=nl.subtract)
     return out_sb
 
@@ -226,55 +289,29 @@ def sum_crossing_pairs(chunk, table):
     return multiply_elements(sums_ps, repeat_over_lanes(table, "lower", lanes))
 
 
-def add_carried_states(dst_ps, chunk, dS, parts, table):
-    """Adds gamma_C <dS', S> of each lane to every row of dst [rows, lanes]."""
-    S = chunk["S"]
-    rows, lanes = dst_ps.shape
+def sum_decay_gradient(chunk, bundle, parts, table):
+    """Computes dg [rows, lanes] from what the stages before left in the chunk's dict."""
+    rows, lanes = table["rows"], bundle["lanes"]
+    states_ps = psum((rows, lanes))  # what r, w and <dS', S> add
+    nisa.nc_matmul(
+        dst=states_ps, stationary=table["lower"], moving=chunk["reads"], is_stationary_onezero=True
+    )
+    nisa.nc_matmul(
+        dst=states_ps, stationary=table["strict_upper"], moving=chunk["writes"], is_stationary_onezero=True
+    )
     for part in range(len(parts)):
         size = parts[part][1] - parts[part][0]
-        carried_sb = sbuf((size, lanes))
-        for lane in range(lanes):
-            multiply_rows_into(carried_sb[:, lane : lane + 1], dS[part][:, lane, :], S[part][:, lane, :])
-        nisa.tensor_tensor(dst=carried_sb, data1=carried_sb, data2=chunk["carry"][0:size, :], op=nl.multiply)
         nisa.nc_matmul(
-            dst=dst_ps, stationary=table["ones"][0:size, 0:rows], moving=carried_sb,
+            dst=states_ps, stationary=table["ones"][0:size, 0:rows], moving=chunk["carried"][part],
             is_stationary_onezero=True,
         )  # fmt: skip
-
-
-def compute_decay_gradient(chunk, crossing_sb, dS, dots_sb, bundle, parts, table):
-    """Computes dg [rows, lanes]; crossing_sb is what `sum_crossing_pairs` returns."""
-    rows, lanes, V = table["rows"], bundle["lanes"], chunk["do"].shape[2]
-    reads_sb = sbuf((rows, lanes))  # r
-    nisa.tensor_tensor(dst=reads_sb, data1=chunk["beta"], data2=dots_sb[:, :, 1], op=nl.multiply)
-    nisa.tensor_tensor(dst=reads_sb, data1=dots_sb[:, :, 0], data2=reads_sb, op=nl.subtract)
-    writes_sb = sbuf((rows, lanes))  # w
-    for lane in range(lanes):
-        KdS_ps = psum((rows, V))
-        multiply_parts(KdS_ps, chunk["k_t"], dS, find_key_head(bundle, lane), lane)
-        multiply_rows_into(writes_sb[:, lane : lane + 1], chunk["U"][:, lane, :], KdS_ps)
-    nisa.tensor_tensor(dst=writes_sb, data1=writes_sb, data2=chunk["lambda"], op=nl.multiply)
-    states_ps = psum((rows, lanes))  # what r, w and <dS', S> add
-    nisa.nc_matmul(dst=states_ps, stationary=table["lower"], moving=reads_sb, is_stationary_onezero=True)
-    nisa.nc_matmul(
-        dst=states_ps, stationary=table["strict_upper"], moving=writes_sb, is_stationary_onezero=True
-    )
-    add_carried_states(states_ps, chunk, dS, parts, table)
     pairs_ps = psum((rows, lanes))
     for lane in range(lanes):
         nisa.nc_matmul(
-            dst=pairs_ps[:, lane : lane + 1], stationary=crossing_sb[:, lane, :],
+            dst=pairs_ps[:, lane : lane + 1], stationary=chunk["crossing"][:, lane, :],
             moving=table["ones"][0:rows, 0:1], is_moving_onezero=True,
         )  # fmt: skip
     out_sb = sbuf((rows, lanes))
     nisa.tensor_copy(dst=out_sb, src=pairs_ps)
     nisa.tensor_tensor(dst=out_sb, data1=out_sb, data2=states_ps, op=nl.add)
     return out_sb
-
-
-def compute_state_gradient(chunk, dS, dR_sb, bundle, parts):
-    """Computes the gradient of the state that the chunk meets, new tiles per part of K."""
-    scale_gamma_q_sb = scale_heads(chunk["qk"], 0, chunk["scale_gamma"], bundle)
-    minus_beta_gamma_k_sb = scale_heads(chunk["qk"], 1, chunk["minus_beta_gamma"], bundle)
-    factors = [(scale_gamma_q_sb, chunk["do"]), (minus_beta_gamma_k_sb, dR_sb)]
-    return decay_and_add(dS, chunk["carry"], factors, parts)

@@ -3,51 +3,84 @@
     r = (mean(x^2) + eps)^-1/2     h = r x     y = h w SiLU(z)       (y = h w without a gate)
 
     m = dy SiLU(z)     n = m w     dw = sum over rows of m h     dz = dy h w SiLU'(z)
-    dx = r (n - h mean(n h)) = r n - x r^2 mean(x r n)
+    dx = r (n - h mean(n h))
 
 Layout: x, z, y and their gradients [M, V]; w [V]. M rows: tokens times heads.
 
 A partition takes several rows, side by side on its free axis, so that a descriptor of DMA moves kilobytes at
-V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 backward.
+V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 backward. A product of two tensors
+takes the Vector engine two cycles per element and the GpSimd engine one, so GpSimd has most of them; numbers
+per row are the Scalar engine's.
 """
 
 from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, LEAST_RSQRT, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import build_norm, invert_sums, load, multiply_elements, psum, sbuf, sum_rows
+from delta_trn.nki_kernels.tiles import (
+    build_norm,
+    copy_scaled,
+    invert_sums,
+    load,
+    multiply_on_gpsimd,
+    psum,
+    sbuf,
+    sum_rows,
+)
 
-WIDTH = 2048  # numbers of x per partition
+WIDTH, WIDTH_BACKWARD = 2048, 1024  # numbers of x per partition
+MOST_AT_ONCE = 2048  # numbers per row with which several tiles of backward fit into SBUF
 MOST_V = 8 * BANK
 
 
 @nki.jit
 def gated_rms_norm_fwd(x, z, weight, eps, gated):
-    """Computes y [M, V] in x's dtype; z is read only if `gated`, and may else be any tensor."""
+    """Computes y [M, V] in x's dtype; z is read only if `gated`, and may else be any tensor.
+
+    Notes:
+        The sums of a tile's squares are one tile ahead of the rest, so that an engine, which runs its
+        instructions in order, does not wait for the others.
+    """
     check(eps)
     M, V = x.shape
     y = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
     w_sb = load_everywhere(weight)
     norm = build_norm(eps)
-    for cut in cut_rows(M, V):
-        start, P, slots = cut
-        x_sb = load_rows(x, start, P, slots)
-        r_sb = invert_rms(x_sb, norm)
-        y_sb = sbuf((P, slots, V), x.dtype)
-        h_sb = y_sb
-        if gated:
-            h_sb = sbuf((P, slots, V))
-        scale_rows(h_sb, x_sb, r_sb, w_sb)
-        if gated:
-            gate_sb = sbuf((P, slots, V))
-            nisa.activation(dst=gate_sb, op=nl.silu, data=load_rows(z, start, P, slots))
-            nisa.tensor_tensor(dst=y_sb, data1=h_sb, data2=gate_sb, op=nl.multiply)
-        store_rows(y, y_sb, start)
+    cuts = cut_rows(M, V, WIDTH)
+    tiles, r = [], []
+    for i in range(len(cuts) + 1):
+        if i < len(cuts):
+            start, P, slots = cuts[i]
+            tiles.append(load_rows(x, start, P, slots))
+            r.append(invert_rms(tiles[i], norm))
+        if i > 0:
+            start, P, slots = cuts[i - 1]
+            y_sb = sbuf((P, slots, V), x.dtype)
+            if gated:
+                gate_sb, h_sb = sbuf((P, slots, V)), sbuf((P, slots, V))
+                nisa.activation(dst=gate_sb, op=nl.silu, data=load_rows(z, start, P, slots))
+                scale_rows(h_sb, tiles[i - 1], r[i - 1], w_sb)
+                multiply_on_gpsimd(y_sb, h_sb, gate_sb)
+            else:
+                scale_rows(y_sb, tiles[i - 1], r[i - 1], w_sb)
+            store_rows(y, y_sb, start)
     return y
 
 
 @nki.jit
 def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
-    """Computes (dx, dz, dweight), each shaped and typed like its input; (dx, dweight) where not `gated`."""
+    """Computes (dx, dz, dweight), each shaped and typed like its input; (dx, dweight) where not `gated`.
+
+    Notes:
+        Four tiles are on their way, each a stage behind the one before, but rows of more than 2,048 numbers
+        fill SBUF one by one.
+
+    Pseudocode:
+        for tile:
+            INPUTS      r;  SiLU(z) and SiLU'(z)
+            PRODUCTS    h, m, n, dz and n h;  dw += m h
+            SUMS        n - h mean(n h)
+            RESULTS     dx
+    """
     check(eps)
     M, V = x.shape
     assert V <= MOST_V, f"V={V} exceeds {MOST_V}: dweight is summed in PSUM, one bank per {BANK}"
@@ -64,42 +97,44 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
     for span in split(V, BANK):
         low, high = span
         sums.append((low, high, psum((1, high - low))))
-    for cut in cut_rows(M, V):
-        start, P, slots = cut
-        x_sb = load_rows(x, start, P, slots)
-        m_sb = load_rows(dy, start, P, slots)
-        r_sb = invert_rms(x_sb, norm)
-        if gated:
-            z_sb = load_rows(z, start, P, slots)
-            gate_sb, slope_sb = sbuf((P, slots, V)), sbuf((P, slots, V))
-            hw_sb, dz_sb = sbuf((P, slots, V)), sbuf((P, slots, V), z.dtype)
-            nisa.activation(dst=gate_sb, op=nl.silu, data=z_sb)
-            nisa.activation(dst=slope_sb, op=nl.silu_dx, data=z_sb)
-            nisa.tensor_tensor(dst=slope_sb, data1=slope_sb, data2=m_sb, op=nl.multiply)
-            scale_rows(hw_sb, x_sb, r_sb, w_sb)
-            nisa.tensor_tensor(dst=dz_sb, data1=slope_sb, data2=hw_sb, op=nl.multiply)
-            store_rows(dz, dz_sb, start)
-            m_sb = multiply_elements(m_sb, gate_sb)
-        rn_sb = sbuf((P, slots, V))
-        scale_rows(rn_sb, m_sb, r_sb, w_sb)
-        along_sb = project(x_sb, rn_sb, r_sb)
-        dx_sb, mh_sb = sbuf((P, slots, V), x.dtype), sbuf((P, slots, V))
-        for i in range(slots):
-            nisa.scalar_tensor_tensor(
-                dst=dx_sb[:, i, :], data=x_sb[:, i, :], op0=nl.multiply, operand0=along_sb[:, i : i + 1],
-                op1=nl.add, operand1=rn_sb[:, i, :],
-            )  # fmt: skip
-            nisa.scalar_tensor_tensor(
-                dst=mh_sb[:, i, :], data=x_sb[:, i, :], op0=nl.multiply, operand0=r_sb[:, i : i + 1],
-                op1=nl.multiply, operand1=m_sb[:, i, :],
-            )  # fmt: skip
-            for entry in sums:
-                low, high, sum_ps = entry
-                nisa.nc_matmul(
-                    dst=sum_ps, stationary=ones_sb[0:P, :], moving=mh_sb[:, i, low:high],
-                    is_stationary_onezero=True,
-                )  # fmt: skip
-        store_rows(dx, dx_sb, start)
+    cuts = cut_rows(M, V, WIDTH_BACKWARD)
+    lag = 1 if V <= MOST_AT_ONCE else 0
+    x_sb, dy_sb, r, m, slope, h, n, nh, rest = [], [], [], [], [], [], [], [], []  # per tile
+    for i in range(len(cuts) + 3 * lag):
+        j = i - 3 * lag  # RESULTS
+        if lag > 0 and j >= 0:
+            store_results(dx, rest[j], r[j], cuts[j])
+        j = i  # INPUTS, where tiles are not on their way together
+        if lag == 0:
+            load_inputs(x, dy, z, gated, cuts[j], norm, x_sb, dy_sb, r, m, slope)
+        j = i - lag  # PRODUCTS
+        if j >= 0 and j < len(cuts):
+            start, P, slots = cuts[j]
+            w = repeat_row(w_sb, P, slots)
+            h.append(sbuf((P, slots, V)))
+            normalize_rows(h[j], x_sb[j], r[j])
+            if gated:
+                hw_sb, dz_sb = sbuf((P, slots, V)), sbuf((P, slots, V), z.dtype)
+                multiply_on_gpsimd(slope[j], dy_sb[j], slope[j])
+                multiply_on_gpsimd(m[j], dy_sb[j], m[j])
+                multiply_on_gpsimd(hw_sb, h[j], w)
+                multiply_on_gpsimd(dz_sb, slope[j], hw_sb)
+                store_rows(dz, dz_sb, start)
+            mh_sb = sbuf((P, slots, V))
+            multiply_on_gpsimd(mh_sb, m[j], h[j])
+            add_columns(sums, ones_sb, mh_sb)
+            nh.append(sbuf((P, slots, V)))
+            multiply_on_gpsimd(nh[j], mh_sb, w)
+            n.append(sbuf((P, slots, V)))
+            multiply_on_gpsimd(n[j], m[j], w)
+        j = i - 2 * lag  # SUMS
+        if j >= 0 and j < len(cuts):
+            rest.append(subtract_projection(n[j], h[j], project(nh[j])))
+        j = i
+        if lag > 0 and j < len(cuts):
+            load_inputs(x, dy, z, gated, cuts[j], norm, x_sb, dy_sb, r, m, slope)
+        if lag == 0:
+            store_results(dx, rest[j], r[j], cuts[j])
     dweight_sb = sbuf((1, V), weight.dtype)
     for entry in sums:
         low, high, sum_ps = entry
@@ -110,17 +145,35 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
     return dx, dz, dweight
 
 
+def load_inputs(x, dy, z, gated, cut, norm, x_sb, dy_sb, r, m, slope):
+    """Appends a tile's x, dy, r, SiLU(z) as m (dy without a gate) and SiLU'(z) to the lists of tiles."""
+    start, P, slots = cut
+    x_tile, dy_tile = load_rows(x, start, P, slots), load_rows(dy, start, P, slots)
+    x_sb.append(x_tile)
+    dy_sb.append(dy_tile)
+    r.append(invert_rms(x_tile, norm))
+    if not gated:
+        m.append(dy_tile)
+        return
+    z_sb = load_rows(z, start, P, slots)
+    gate_sb, slope_sb = sbuf(z_sb.shape), sbuf(z_sb.shape)
+    nisa.activation(dst=gate_sb, op=nl.silu, data=z_sb)
+    nisa.activation(dst=slope_sb, op=nl.silu_dx, data=z_sb)
+    m.append(gate_sb)
+    slope.append(slope_sb)
+
+
 def check(eps):
     """Refuses an epsilon that the Scalar engine's rsqrt would get wrong."""
     assert eps >= LEAST_RSQRT, f"eps={eps} is below {LEAST_RSQRT}, where the Scalar engine's rsqrt is wrong"
 
 
-def cut_rows(M, V):
-    """Cuts the rows into whole tiles, the rest, and its last rows one by one.
+def cut_rows(M, V, width):
+    """Cuts the rows into whole tiles of `width` numbers per partition, the rest, and the last rows singly.
 
     Returns [(first row, partitions, rows per partition)].
     """
-    slots = max(1, WIDTH // V)
+    slots = max(1, width // V)
     cuts = []
     start = 0
     while start < M:
@@ -183,15 +236,52 @@ def scale_rows(out_sb, x_sb, r_sb, w_sb):
         )  # fmt: skip
 
 
-def project(x_sb, rn_sb, r_sb):
-    """Computes -r^2 mean(x r n) of every row, [P, slots]: what dx has along x."""
-    total_sb, out_sb = sum_slots(multiply_elements(x_sb, rn_sb), nl.copy), sbuf(r_sb.shape)
-    nisa.scalar_tensor_tensor(
-        dst=out_sb, data=total_sb, op0=nl.multiply, operand0=-1.0 / x_sb.shape[2], op1=nl.multiply,
-        operand1=r_sb,
-    )  # fmt: skip
-    nisa.tensor_tensor(dst=out_sb, data1=out_sb, data2=r_sb, op=nl.multiply)
+def normalize_rows(out_sb, x_sb, r_sb):
+    """Sets out = x r: r [P, slots] is a number per row."""
+    for i in range(r_sb.shape[1]):
+        copy_scaled(out_sb[:, i, :], x_sb[:, i, :], r_sb[:, i : i + 1])
+
+
+def repeat_row(w_sb, P, slots):
+    """Views w [128, V] as [P, slots, V]: the same for each slot, by a stride of 0."""
+    V = w_sb.shape[1]
+    return w_sb.ap(pattern=[[V, P], [0, slots], [1, V]], offset=0)
+
+
+def add_columns(sums, ones_sb, x_sb):
+    """Adds the sums over rows of x [P, slots, V] to `sums`, in PSUM."""
+    for i in range(x_sb.shape[1]):
+        for entry in sums:
+            low, high, sum_ps = entry
+            nisa.nc_matmul(
+                dst=sum_ps, stationary=ones_sb[0 : x_sb.shape[0], :], moving=x_sb[:, i, low:high],
+                is_stationary_onezero=True,
+            )  # fmt: skip
+
+
+def project(nh_sb):
+    """Computes -mean(n h) of every row, [P, slots]: what dx has along h."""
+    out_sb = sum_slots(nh_sb, nl.copy)
+    nisa.tensor_scalar(dst=out_sb, data=out_sb, op0=nl.multiply, operand0=-1.0 / nh_sb.shape[2])
     return out_sb
+
+
+def subtract_projection(n_sb, h_sb, along_sb):
+    """Computes n + h along of every row."""
+    rest_sb = sbuf(n_sb.shape)
+    for i in range(n_sb.shape[1]):
+        nisa.scalar_tensor_tensor(
+            dst=rest_sb[:, i, :], data=h_sb[:, i, :], op0=nl.multiply, operand0=along_sb[:, i : i + 1],
+            op1=nl.add, operand1=n_sb[:, i, :],
+        )  # fmt: skip
+    return rest_sb
+
+
+def store_results(dx, rest_sb, r_sb, cut):
+    """Stores dx = r rest of a tile, rounded."""
+    dx_sb = sbuf(rest_sb.shape, dx.dtype)
+    normalize_rows(dx_sb, rest_sb, r_sb)
+    store_rows(dx, dx_sb, cut[0])
 
 
 def example(M=6144, V=256, dtype="float32", backward=0):

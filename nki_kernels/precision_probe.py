@@ -1,4 +1,4 @@
-"""Measures how exact the Tensor engine's float32 products are.
+"""Measures how exact the Tensor engine's float32 products are; has the kernels that measure its rate.
 
     python -m delta_trn.nki_kernels.precision_probe
 
@@ -7,6 +7,9 @@ those of float32 (1e-7). The operands here are 1 + n 2^-12, n = 0 .. 15: float32
 products to 1e-7, tfloat32 rounds them to 2^-11, bfloat16 to 1. Run it on a chip first, with and without
 --auto-cast=none in NEURON_CC_FLAGS. Where it does not say float32, the parity of float32 inputs cannot be
 green there.
+
+`products` issues many products of one size: two counts differ in time by their products alone. `doubled`
+takes an argument that may be None. `make measure-trn1` times both.
 """
 
 import numpy as np
@@ -14,6 +17,7 @@ import numpy as np
 from delta_trn.nki_kernels.language import RUNTIME, nisa, nki, nl
 from delta_trn.nki_kernels.tiles import load, psum, sbuf
 
+SUMS = 4  # PSUM tiles, and stationary tiles, that take turns
 # worst relative error where operands are rounded: 15 2^-12 to 0, and half of 2^-10
 LIMITS = (("float32", 2e-6), ("tfloat32", 2.0**-10), ("bfloat16", 2.0**-7))
 
@@ -46,6 +50,42 @@ def verdict(result):
         if error <= limit:
             return name, error
     return "less than bfloat16", error
+
+
+@nki.jit
+def products(stationary, moving, count):
+    """Returns the sum of `count` products of stationary [128, 512] and moving [128, N], [128, N] float32.
+
+        product i = stationary[:, 128 (i mod 4) : 128 (i mod 4 + 1)].T @ moving
+
+    Successive products have other stationary sides, as in our kernels, so that each loads its weights.
+    """
+    stationary_sb, moving_sb = load(stationary, stationary.dtype), load(moving, moving.dtype)
+    sums_ps = []
+    for _ in range(SUMS):
+        sums_ps.append(psum((128, moving.shape[1])))
+    for i in range(count):
+        turn = i % SUMS
+        nisa.nc_matmul(
+            dst=sums_ps[turn], stationary=stationary_sb[:, 128 * turn : 128 * turn + 128], moving=moving_sb
+        )
+    out_sb = sbuf((128, moving.shape[1]))
+    nisa.tensor_copy(dst=out_sb, src=sums_ps[0])
+    for turn in range(1, SUMS):
+        nisa.tensor_tensor(dst=out_sb, data1=out_sb, data2=sums_ps[turn], op=nl.add)
+    out = nl.ndarray(out_sb.shape, dtype=nl.float32, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out, src=out_sb)
+    return out
+
+
+@nki.jit
+def doubled(x, nothing=None):
+    """Returns 2 x for x [128, N] float32; `nothing` is not read."""
+    x_sb = load(x, nl.float32)
+    nisa.tensor_scalar(dst=x_sb, data=x_sb, op0=nl.multiply, operand0=2.0)
+    out = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out, src=x_sb)
+    return out
 
 
 if __name__ == "__main__":

@@ -9,25 +9,48 @@ Layout: x, y, dy, dx [B, T, C]; weight, dweight [C, W]; position [T], of each to
 zeros or, where a call continues what an earlier one began, prefix [B, W - 1, C], the inputs before x. The
 gradient of the prefix is dx at the times before 0.
 
-Time is the partition axis of x in HBM, and nothing shifts along partitions. So 128 rows are transposed, which
-makes a tap a slice of the free axis, and the taps transpose them back: the product of a slice [channels,
-tokens] with diag(w_j) is w_j x, [tokens, channels], and they add up in PSUM, where SiLU reads them. The first
-one or two taps are summed on the Scalar and Vector engines, and transposed back at half the price, so that no
-engine is busy alone. Tiles of time overlap by the W - 1 rows (2 W - 2 in backward) that a convolution looks
-back, so that no tile waits for another. Backward computes z again: forward leaves nothing but y.
+Time is the partition axis of x in HBM, and nothing shifts along partitions. So a cell, 128 channels of up to
+512 tokens, is transposed, which makes a tap a slice of the free axis. Most taps are products of diag(w_j)
+with a slice, which add up in PSUM; the Vector engine adds the last one, so that no engine is busy alone. The
+sum is rounded to the dtype of x and transposed back. A cell continues the one before it: the last W - 1
+columns of x and of dz are copied from there. So dx lags W - 1 tokens behind dz. Backward computes z again, as
+forward leaves nothing but y.
+
+A float32 product takes four passes of the Tensor engine, a bfloat16 one takes one. For bfloat16 inputs w is
+therefore a sum of bfloat16 numbers, and each of them costs a pass: two for y, which is rounded to bfloat16
+anyway, and three, which hold all digits, for the z of backward. For dx, dz is a sum of two such numbers, too,
+as terms of dx may cancel. dweight is as exact as in float32.
 """
 
+from delta_trn.nki_kernels.cells import (
+    allocate_tokens,
+    cut_cells,
+    cut_returns,
+    load_tokens,
+    store_returns,
+    store_tokens,
+    transpose_back,
+    transpose_tokens,
+)
 from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import build_identity, load, multiply_elements, psum, sbuf, sum_rows
+from delta_trn.nki_kernels.plan import PARTITIONS
+from delta_trn.nki_kernels.tiles import (
+    build_identity,
+    copy_scaled,
+    load,
+    multiply_on_gpsimd,
+    psum,
+    sbuf,
+    sum_rows,
+)
 
 MOST_W = 32
-ON_VECTOR = 2  # taps of z that the Scalar and Vector engines take
-ON_SCALAR = 1  # taps of dx: in backward the Vector engine has the sums of dw
+ON_VECTOR = 1  # taps of z that the Vector engine takes; none of dx
 
-# How many tiles of time a stage is behind the first one; see the pseudocode of the kernels.
-WINDOWS, SLOPES, RETURNS, RESULTS = 0, 1, 2, 3
+# How many cells a stage is behind the first one; see the pseudocode of the kernels.
+WINDOWS, SUMS, SILU, RESULTS = 0, 1, 2, 3
+SLOPES, GRADIENTS, RETURNS, PRODUCTS, STORES, TOTALS = 2, 3, 4, 5, 6, 7
 
 
 @nki.jit
@@ -40,35 +63,55 @@ def short_convolution_fwd(x, weight, position, packed, prefix, continued):
         prefix          in x's dtype, read if `continued`, else any tensor
 
     Notes:
-        The loop is one tile of time ahead, so that an engine, which runs its instructions in order, does not
-        wait for the others.
+        A cell passes four stages, and four cells are on their way, each a stage behind the one before: an
+        engine that runs its instructions in order then waits for none of the others.
 
     Pseudocode:
-        for channels in banks of 512, for tile of time:
-            windows = x of the tile and W - 1 tokens before, transposed
-            y = SiLU(sum over taps of w_j windows_j)
+        for cell:
+            WINDOWS     window = x of the cell and W - 1 tokens before, transposed
+            SUMS        z = sum over taps of w_j window_j
+            SILU        y = SiLU(z)
+            RESULTS     y, transposed back
     """
     B, T, C = x.shape
     W = weight.shape[1]
     check(B, W, packed, continued)
     y = nl.ndarray((B, T, C), dtype=x.dtype, buffer=nl.shared_hbm)
-    eye, eye_float32 = build_identities(x.dtype)
-    pieces = cut_time(B, T, PARTITIONS - (W - 1))
-    for channels in split(C, BANK):
-        c0, c1 = channels
-        taps = load_taps(weight, c0, c1, eye_float32)
-        started = []
-        for i in range(len(pieces) + 1):
-            if i < len(pieces):
-                b, t0, t1 = pieces[i]
-                windows = load_windows(x, prefix, continued, b, t0, t1, c0, c1, W, eye)
-                keep = build_masks(position, packed, t0, t1, W)
-                started.append(start_sums(slice_windows(windows, keep, t1 - t0, W), taps, ON_VECTOR))
-            if i > 0:
-                b, t0, t1 = pieces[i - 1]
-                y_sb = sbuf((t1 - t0, c1 - c0), x.dtype)
-                nisa.activation(dst=y_sb, op=nl.silu, data=sum_taps(started[i - 1], taps, eye_float32))
-                nisa.dma_copy(dst=y[b, t0:t1, c0:c1], src=y_sb)
+    eye = build_identity(PARTITIONS, x.dtype)
+    cells = cut_cells(B, T, C, W)
+    n = len(cells)
+    taps = []  # per group of channels
+    x_sb, keep, y_sb = [], [], []  # per bank and stretch of tokens
+    windows, z, y_t = [], [], []  # per cell
+    for i in range(n + RESULTS):
+        j = i - WINDOWS
+        if j < n:
+            cell = cells[j]
+            if cell["group"] == len(taps):
+                taps.append(load_taps(weight, cell, 2, eye))
+            if cell["part"] == 0:
+                x_sb.append(load_tokens(x, cell))
+                keep.append(build_masks(position, packed, cell["t0"], cell["t1"], W))
+            windows.append(load_window(x_sb[cell["unit"]], prefix, continued, cell, windows, W, eye))
+        j = i - SUMS
+        if j >= 0 and j < n:
+            cell = cells[j]
+            slices = slice_window(windows[j], keep[cell["unit"]], W)
+            z.append(sbuf(slices[0].shape))
+            sum_taps(z[j], [slices], taps[cell["group"]], ON_VECTOR, 2)
+        j = i - SILU
+        if j >= 0 and j < n:
+            y_t.append(sbuf(z[j].shape, x.dtype))
+            nisa.activation(dst=y_t[j], op=nl.silu, data=z[j])
+        j = i - RESULTS
+        if j >= 0:
+            cell = cells[j]
+            count = cell["t1"] - cell["t0"]
+            if cell["part"] == 0:
+                y_sb.append(allocate_tokens(cell, count, x.dtype))
+            transpose_back(y_sb[cell["unit"]], y_t[j], cell, eye)
+            if cell["part"] == cell["parts"] - 1:
+                store_tokens(y, y_sb[cell["unit"]], cell, cell["t0"], count)
     return y
 
 
@@ -77,15 +120,18 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
     """Computes dx [B, T, C], dweight [C, W] and, if `continued`, dprefix [B, W - 1, C]; dtypes of inputs.
 
     Notes:
-        A tile of time passes four stages, and four tiles are on their way, each a stage behind the one
-        before: an engine that runs its instructions in order then waits for none of the others.
+        Eight cells are on their way, each a stage behind the one before.
 
     Pseudocode:
-        for channels in banks of 512, for tile of time:
-            WINDOWS     windows = x of the tile and its neighbors, transposed
-            SLOPES      z = sum over taps of w_j windows_j;  dz = dy SiLU'(z)
-            RETURNS     returns = dz as each tap sees it, transposed
-            RESULTS     dx = sum over taps of w_j returns_j;  dw_j += sum over time of dz windows_j
+        for cell:
+            WINDOWS     window = x of the cell and W - 1 tokens before, transposed
+            SUMS        z = sum over taps of w_j window_j
+            SLOPES      slope = SiLU'(z)
+            GRADIENTS   dz = slope dy, transposed
+            RETURNS     returns = dz as each tap sees it, and W - 1 tokens before
+            PRODUCTS    products_j = dz window_j;  dx = sum over taps of w_j returns_j
+            STORES      sums_j = sum over time of products_j;  dx, transposed back
+            TOTALS      dw_j += sums_j
     """
     B, T, C = x.shape
     W = weight.shape[1]
@@ -95,118 +141,116 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
     if continued:
         dprefix = nl.ndarray((B, W - 1, C), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((C, W), dtype=weight.dtype, buffer=nl.shared_hbm)
-    eye, eye_float32 = build_identities(x.dtype)
-    pieces = cut_time(B, T, PARTITIONS - 2 * (W - 1))
-    n = len(pieces)
-    for channels in split(C, BANK):
-        c0, c1 = channels
-        taps = load_taps(weight, c0, c1, eye_float32)
-        sums = allocate_sums(c1 - c0, W)
-        windows, keep, started_z, dz, returns, started_dx = [], [], [], [], [], []
-        for i in range(n + RESULTS):
-            j = i - WINDOWS
-            if j < n:
-                b, t0, t1 = pieces[j]
-                t2 = min(t1 + W - 1, T)  # dz of tokens behind t1 reaches back to dx
-                windows.append(load_windows(x, prefix, continued, b, t0, t2, c0, c1, W, eye))
-                keep.append(build_masks(position, packed, t0, t2, W))
-                slices = slice_windows(windows[j], keep[j], t2 - t0, W)
-                started_z.append(start_sums(slices, taps, ON_VECTOR))
-            j = i - SLOPES
-            if j >= 0 and j < n:
-                b, t0, t1 = pieces[j]
-                t2 = min(t1 + W - 1, T)
-                dz_sb = sbuf((t2 - t0, c1 - c0))
-                nisa.activation(dst=dz_sb, op=nl.silu_dx, data=sum_taps(started_z[j], taps, eye_float32))
-                dy_sb = load(dy[b, t0:t2, c0:c1], dy.dtype)
-                nisa.tensor_tensor(dst=dz_sb, data1=dz_sb, data2=dy_sb, op=nl.multiply)
-                dz.append(dz_sb)
-            j = i - RETURNS
-            if j >= 0 and j < n:
-                b, t0, t1 = pieces[j]
-                ahead = count_prefix_rows(t0, W, continued)
-                returns.append(transpose_returns(dz[j], keep[j], ahead, t1 - t0, W, eye_float32))
-                slices = slice_returns(returns[j], ahead + t1 - t0)
-                started_dx.append(start_sums(slices, taps, ON_SCALAR))
-            j = i - RESULTS
-            if j >= 0:
-                b, t0, t1 = pieces[j]
-                ahead = count_prefix_rows(t0, W, continued)
-                dx_sb = sbuf((ahead + t1 - t0, c1 - c0), x.dtype)
-                nisa.activation(dst=dx_sb, op=nl.copy, data=sum_taps(started_dx[j], taps, eye_float32))
-                nisa.dma_copy(dst=dx[b, t0:t1, c0:c1], src=dx_sb[ahead : ahead + t1 - t0, :])
-                if ahead > 0:
-                    nisa.dma_copy(dst=dprefix[b, :, c0:c1], src=dx_sb[0:ahead, :])
-                for part in range(len(sums)):
-                    add_products(sums[part], returns[j][part], windows[j][part], ahead, t1 - t0)
-        parts = split(c1 - c0, PARTITIONS)
-        for part in range(len(parts)):
-            a0, a1 = parts[part]
-            dweight_sb = sbuf((a1 - a0, W), weight.dtype)
-            nisa.tensor_copy(dst=dweight_sb, src=sums[part])
-            nisa.dma_copy(dst=dweight[c0 + a0 : c0 + a1, :], src=dweight_sb)
+    eye = build_identity(PARTITIONS, x.dtype)
+    cells = cut_cells(B, T, C, W)
+    n = len(cells)
+    taps, totals = [], []  # per group of channels
+    x_sb, dy_sb, keep, dx_sb = [], [], [], []  # per bank and stretch of tokens
+    windows, slices, z, slopes, dz, returns, products, dx_t, sums = [], [], [], [], [], [], [], [], []
+    for i in range(n + TOTALS):
+        j = i - PRODUCTS
+        if j >= 0 and j < n:
+            products.append(multiply_slices(slices[j], dz[j]))
+        j = i - RETURNS
+        if j >= 0 and j < n:
+            cell = cells[j]
+            returns.append(collect_returns(dz[j], keep[cell["unit"]], cell, returns, W, x.dtype))
+        j = i - WINDOWS
+        if j < n:
+            cell = cells[j]
+            if cell["group"] == len(taps):
+                taps.append(load_taps(weight, cell, 3, eye))
+                totals.append(sbuf((cell["a1"] - cell["a0"], W)))
+                nisa.memset(dst=totals[cell["group"]], value=0.0)
+            if cell["part"] == 0:
+                x_sb.append(load_tokens(x, cell))
+                dy_sb.append(load_tokens(dy, cell))
+                keep.append(build_masks(position, packed, cell["t0"], cell["t1"], W))
+            windows.append(load_window(x_sb[cell["unit"]], prefix, continued, cell, windows, W, eye))
+        j = i - PRODUCTS
+        if j >= 0 and j < n:
+            cell = cells[j]
+            dx_t.append([])
+            for piece in cut_returns(cell, W, continued):
+                u0, count = piece
+                wanted = slice_returns(returns[j], u0 - cell["t0"], count)
+                dx_t[j].append(sbuf(wanted[0][0].shape, x.dtype))
+                sum_taps(dx_t[j][len(dx_t[j]) - 1], wanted, taps[cell["group"]], 0, 2)
+        j = i - STORES
+        if j >= 0 and j < n:
+            cell = cells[j]
+            pieces = cut_returns(cell, W, continued)
+            if cell["part"] == 0:
+                dx_sb.append([])
+            for k in range(len(pieces)):
+                u0, count = pieces[k]
+                if cell["part"] == 0:
+                    dx_sb[cell["unit"]].append(allocate_tokens(cell, count, x.dtype))
+                transpose_back(dx_sb[cell["unit"]][k], dx_t[j][k], cell, eye)
+                if cell["part"] == cell["parts"] - 1:
+                    store_returns(dx, dprefix, dx_sb[cell["unit"]][k], cell, u0, count)
+        j = i - SUMS
+        if j >= 0 and j < n:
+            cell = cells[j]
+            slices.append(slice_window(windows[j], keep[cell["unit"]], W))
+            z.append(sbuf(slices[j][0].shape))
+            sum_taps(z[j], [slices[j]], taps[cell["group"]], ON_VECTOR, 3)
+        j = i - GRADIENTS
+        if j >= 0 and j < n:
+            dz.append(sbuf(slopes[j].shape))
+            dy_ps = transpose_tokens(dy_sb[cells[j]["unit"]], cells[j], eye)
+            nisa.tensor_tensor(dst=dz[j], data1=slopes[j], data2=dy_ps, op=nl.multiply)
+        j = i - SLOPES
+        if j >= 0 and j < n:
+            slopes.append(sbuf(z[j].shape))
+            nisa.activation(dst=slopes[j], op=nl.silu_dx, data=z[j])
+        j = i - STORES
+        if j >= 0 and j < n:
+            sums.append(sum_products(products[j]))
+        j = i - TOTALS
+        if j >= 0:
+            add_total(dweight, totals[cells[j]["group"]], sums[j], cells[j])
     if continued:
         return dx, dweight, dprefix
     return dx, dweight
 
 
-def cut_time(B, T, size):
-    """Cuts the rows of x into tiles: [(row, first token, end)]."""
-    tiles = []
-    for b in range(B):
-        for tile in split(T, size):
-            t0, t1 = tile
-            tiles.append((b, t0, t1))
-    return tiles
-
-
-def allocate_sums(width, W):
-    """Allocates zeros [channels, W] per 128 channels."""
-    sums = []
-    for span in split(width, PARTITIONS):
-        a0, a1 = span
-        sum_sb = sbuf((a1 - a0, W))
-        nisa.memset(dst=sum_sb, value=0.0)
-        sums.append(sum_sb)
-    return sums
-
-
-def count_prefix_rows(t0, W, continued):
-    """Returns how many rows of a tile's dx are the prefix's: W - 1 in the first tile."""
-    return W - 1 if continued and t0 == 0 else 0
-
-
 def check(B, W, packed, continued):
-    """Refuses what the tiles of time do not hold."""
-    assert W <= MOST_W, f"W={W} exceeds {MOST_W} taps: 2 W - 2 rows of a tile of 128 are its neighbors'"
+    """Refuses what the kernels do not hold."""
+    assert W <= MOST_W, f"W={W} exceeds {MOST_W} taps: a mask and a diagonal per tap lie in SBUF"
     assert W > 1 or not continued, "W=1 looks back at nothing: leave the prefix out"
     assert not (packed and continued), "packed sequences begin with zeros: leave the prefix out"
     assert B == 1 or not packed, f"B={B} rows cannot be packed: position is that of one row"
 
 
-def build_identities(dtype):
-    """Builds the identity [128, 128] in dtype, and in float32."""
-    eye = build_identity(PARTITIONS, dtype)
-    if dtype == nl.float32:
-        return eye, eye
-    return eye, build_identity(PARTITIONS, nl.float32)
+def load_taps(weight, cell, parts, eye):
+    """Loads the w of a cell's channels, and builds what products with it need.
 
-
-def load_taps(weight, c0, c1, eye_sb):
-    """Loads w [channels, W] and builds diag(w_j) [channels, W, channels], float32, per 128 channels."""
-    W = weight.shape[1]
-    taps = []
-    for span in split(c1 - c0, PARTITIONS):
-        a0, a1 = span
-        w_sb = load(weight[c0 + a0 : c0 + a1, :], nl.float32)
-        diagonals_sb = sbuf((a1 - a0, W, a1 - a0))
+    w           [channels, W] float32
+    diagonals   [channels, W, channels]: diag(w_j) in float32 or, for bfloat16 inputs, `parts` of it in
+                bfloat16: the first is w rounded, each further one the rounded rest
+    """
+    C, W = cell["a1"] - cell["a0"], weight.shape[1]
+    start = cell["c0"] + cell["a0"]
+    w_sb = load(weight[start : start + C, :], nl.float32)
+    factors = [w_sb]
+    if eye.dtype != nl.float32:
+        for k in range(parts - 1):
+            rounded_sb, rest_sb = sbuf((C, W), eye.dtype), sbuf((C, W))
+            nisa.tensor_copy(dst=rounded_sb, src=factors[k])
+            nisa.tensor_tensor(dst=rest_sb, data1=factors[k], data2=rounded_sb, op=nl.subtract)
+            factors.append(rest_sb)
+    diagonals = []
+    for k in range(len(factors)):
+        diagonals_sb = sbuf((C, W, C), eye.dtype)
         for j in range(W):
-            nisa.tensor_scalar(
-                dst=diagonals_sb[:, j, :], data=eye_sb[0 : a1 - a0, 0 : a1 - a0], op0=nl.multiply,
-                operand0=w_sb[:, j : j + 1],
-            )  # fmt: skip
-        taps.append((w_sb, diagonals_sb))
-    return taps
+            factor, corner = factors[k][:, j : j + 1], eye[0:C, 0:C]
+            if k == 1:  # the Scalar and the Vector engine share the work
+                copy_scaled(diagonals_sb[:, j, :], corner, factor)
+            else:
+                nisa.tensor_scalar(dst=diagonals_sb[:, j, :], data=corner, op0=nl.multiply, operand0=factor)
+        diagonals.append(diagonals_sb)
+    return {"w": w_sb, "diagonals": diagonals}
 
 
 def build_masks(position, packed, t0, t1, W):
@@ -223,138 +267,157 @@ def build_masks(position, packed, t0, t1, W):
     return masks
 
 
-def load_windows(x, prefix, continued, b, t0, t1, c0, c1, W, eye):
-    """Loads x of the tokens t0 - W + 1 to t1, per 128 channels [channels, tokens] float32."""
-    rows = t1 - t0 + W - 1
-    first = t0 - (W - 1)
-    x_sb = sbuf((rows, c1 - c0), x.dtype)
-    if first < 0:
-        if continued:
-            nisa.dma_copy(dst=x_sb[0:-first, :], src=prefix[b, t0 : W - 1, c0:c1])
-        else:
-            nisa.memset(dst=x_sb, value=0.0)
-        nisa.dma_copy(dst=x_sb[-first:rows, :], src=x[b, 0:t1, c0:c1])
+def load_window(x_sb, prefix, continued, cell, windows, W, eye):
+    """Transposes x of a cell, and of the W - 1 tokens before it: [channels, W - 1 + tokens]."""
+    C, count = cell["a1"] - cell["a0"], cell["t1"] - cell["t0"]
+    window_sb = sbuf((C, W - 1 + count), x_sb.dtype)
+    copy_scaled(window_sb[:, W - 1 : W - 1 + count], transpose_tokens(x_sb, cell, eye))
+    if W == 1:
+        return window_sb
+    if cell["t0"] > 0:
+        copy_tail(window_sb, windows[len(windows) - cell["parts"]], W - 1)
+    elif continued:
+        start = cell["c0"] + cell["a0"]
+        prefix_sb = load(prefix[cell["b"], :, start : start + C], x_sb.dtype)
+        prefix_ps = psum((C, W - 1))
+        nisa.nc_matmul(
+            dst=prefix_ps, stationary=prefix_sb, moving=eye[0 : W - 1, 0 : W - 1], is_moving_onezero=True
+        )
+        nisa.tensor_copy(dst=window_sb[:, 0 : W - 1], src=prefix_ps)
     else:
-        nisa.dma_copy(dst=x_sb, src=x[b, first:t1, c0:c1])
-    windows = []
-    for span in split(c1 - c0, PARTITIONS):
-        a0, a1 = span
-        windows.append(transpose_padded(x_sb[:, a0:a1], eye, 0, rows))
-    return windows
+        nisa.memset(dst=window_sb[:, 0 : W - 1], value=0.0)
+    return window_sb
 
 
-def transpose_padded(x_sb, eye, ahead, columns):
-    """Transposes x [rows, C] to [C, columns] float32; columns `ahead` of the rows and behind them are 0."""
-    rows, C = x_sb.shape
-    out_ps = psum((C, rows))
-    nisa.nc_matmul(dst=out_ps, stationary=x_sb, moving=eye[0:rows, 0:rows], is_moving_onezero=True)
-    out_sb = sbuf((C, columns))
-    if columns > rows:
-        nisa.memset(dst=out_sb, value=0.0)
-    nisa.activation(dst=out_sb[:, ahead : ahead + rows], op=nl.copy, data=out_ps)
-    return out_sb
+def copy_tail(dst, before, count):
+    """Copies the last `count` columns of the tile before to the first ones of dst."""
+    columns = before.shape[1]
+    nisa.tensor_copy(dst=dst[:, 0:count], src=before[:, columns - count : columns])
 
 
-def mask_tap(x_sb, keep_sb, first, count, columns):
-    """Masks `count` columns of x [C, ...], from `first` on: [C, columns], whose columns behind them are 0."""
-    C = x_sb.shape[0]
-    out_sb = sbuf((C, columns))
-    if columns > count:
-        nisa.memset(dst=out_sb, value=0.0)
-    nisa.tensor_tensor(
-        dst=out_sb[:, 0:count], data1=x_sb[:, first : first + count], data2=keep_sb[0:C, :], op=nl.multiply
-    )
-    return out_sb
+def slice_window(window_sb, masks, W):
+    """Returns what each tap reads, [channels, tokens]."""
+    count = window_sb.shape[1] - (W - 1)
+    slices = []
+    for j in range(W):
+        if j < len(masks):
+            masked_sb = sbuf((window_sb.shape[0], count), window_sb.dtype)
+            mask_columns(masked_sb, window_sb[:, j : j + count], masks[j])
+            slices.append(masked_sb)
+        else:
+            slices.append(window_sb[:, j : j + count])
+    return slices
 
 
-def slice_windows(windows, keep, count, W):
-    """Returns what each tap reads, [channels, count], per 128 channels and tap."""
-    parts = []
-    for window_sb in windows:
-        slices = []
-        for j in range(W):
-            if j < len(keep):
-                slices.append(mask_tap(window_sb, keep[j], j, count, count))
+def mask_columns(dst, src, keep_sb):
+    """Sets dst = src, 0 where a tap leaves the token's sequence."""
+    multiply_on_gpsimd(dst, src, keep_sb[0 : src.shape[0], :])
+
+
+def collect_returns(dz_sb, masks, cell, returns, W, dtype):
+    """Returns dz as each tap sees it, with that of the W - 1 tokens before: [part][tap][C, W - 1 + tokens].
+
+    In bfloat16 it has two parts: dz rounded, and the rounded rest. Before a row dz is 0 and, in W - 1 columns
+    more, behind it.
+    """
+    C, count = dz_sb.shape
+    columns = 2 * (W - 1) + count if cell["final"] else W - 1 + count
+    parts = [[]] if dtype == nl.float32 else [[], []]
+    for j in range(W):
+        seen_sb = dz_sb
+        if j < len(masks):
+            seen_sb = sbuf((C, count))
+            mask_columns(seen_sb, dz_sb, masks[j])
+        for k in range(len(parts)):
+            if j > len(masks):
+                parts[k].append(parts[k][j - 1])  # what no mask changes is the same for all of them
+                continue
+            tap_sb = sbuf((C, columns), dtype)
+            inside = tap_sb[:, W - 1 : W - 1 + count]
+            if k == 0:
+                copy_scaled(inside, seen_sb)
             else:
-                slices.append(window_sb[:, j : j + count])
-        parts.append(slices)
+                rounded = parts[0][j][:, W - 1 : W - 1 + count]
+                nisa.tensor_tensor(
+                    dst=inside, data1=seen_sb, data2=rounded, op=nl.subtract, engine=nisa.engine.gpsimd
+                )
+            if W > 1 and cell["t0"] == 0:
+                nisa.memset(dst=tap_sb[:, 0 : W - 1], value=0.0)
+            elif W > 1:
+                copy_tail(tap_sb, returns[len(returns) - cell["parts"]][k][j], W - 1)
+            if W > 1 and cell["final"]:
+                nisa.memset(dst=tap_sb[:, W - 1 + count : columns], value=0.0)
+            parts[k].append(tap_sb)
     return parts
 
 
-def transpose_returns(dz_sb, keep, ahead, count, W, eye):
-    """Transposes dz as each tap sees it, [channels, ahead + count + W - 1], per 128 channels and tap.
+def slice_returns(returns, offset, count):
+    """Returns the dz that each tap gives back to `count` tokens, the first one `offset` behind the cell's.
 
-    Columns ahead of the first token and behind the last are 0.
+    Tap j gives the dz of token t to token t - (W - 1) + j.
     """
     parts = []
-    for span in split(dz_sb.shape[1], PARTITIONS):
-        a0, a1 = span
-        dz_t_sb = transpose_padded(dz_sb[:, a0:a1], eye, ahead, ahead + count + W - 1)
-        taps = []
-        for j in range(W):
-            if j < len(keep):
-                taps.append(mask_tap(dz_t_sb, keep[j], 0, dz_sb.shape[0], dz_t_sb.shape[1]))
-            else:
-                taps.append(dz_t_sb)
-        parts.append(taps)
-    return parts
-
-
-def slice_returns(returns, count):
-    """Returns the dz that each tap gives back, per 128 channels and tap: token t's to token t - W + 1 + j."""
-    parts = []
-    for taps in returns:
-        W = len(taps)
+    for k in range(len(returns)):
+        W = len(returns[k])
         slices = []
         for j in range(W):
-            slices.append(taps[j][:, W - 1 - j : W - 1 - j + count])
+            start = offset + 2 * (W - 1) - j
+            slices.append(returns[k][j][:, start : start + count])
         parts.append(slices)
     return parts
 
 
-def start_sums(slices, taps, ahead):
-    """Sums the first `ahead` taps; returns (sum, slices of the other taps) per 128 channels."""
-    started = []
-    for i in range(len(slices)):
-        w_sb = taps[i][0]
-        sum_sb = sbuf(slices[i][0].shape)
-        nisa.activation(dst=sum_sb, op=nl.copy, data=slices[i][0], scale=w_sb[:, 0:1])
-        for j in range(1, min(ahead, w_sb.shape[1])):
-            nisa.scalar_tensor_tensor(
-                dst=sum_sb, data=slices[i][j], op0=nl.multiply, operand0=w_sb[:, j : j + 1], op1=nl.add,
-                operand1=sum_sb,
-            )  # fmt: skip
-        started.append((sum_sb, slices[i][ahead : len(slices[i])]))
-    return started
+def sum_taps(dst, slices, taps, on_vector, parts):
+    """Sets dst [C, tokens] to the sum over taps of w_j slices_j, in float32 before the last rounding.
+
+    slices, [part][tap], and w have parts for bfloat16 inputs, each 2^-8 of the one before; the products of
+    parts whose numbers add up to less than `parts` count. The Vector engine takes the last `on_vector` taps,
+    but never all.
+    """
+    W = len(slices[0])
+    on_tensor = max(1, W - on_vector)
+    total = psum(dst.shape)
+    for j in range(on_tensor):
+        for k in range(len(slices)):
+            for m in range(min(parts - k, len(taps["diagonals"]))):
+                nisa.nc_matmul(dst=total, stationary=taps["diagonals"][m][:, j, :], moving=slices[k][j])
+    for j in range(on_tensor, W):
+        out_sb = dst if j == W - 1 else sbuf(dst.shape)
+        nisa.scalar_tensor_tensor(
+            dst=out_sb, data=slices[0][j], op0=nl.multiply, operand0=taps["w"][:, j : j + 1], op1=nl.add,
+            operand1=total,
+        )  # fmt: skip
+        total = out_sb
+    if on_tensor == W:
+        copy_scaled(dst, total)
 
 
-def sum_taps(started, taps, eye):
-    """Adds the other taps to the sums of `start_sums` and transposes back: [tokens, channels] in PSUM."""
-    width = 0
-    for begun in started:
-        sum_sb, _ = begun
-        width += sum_sb.shape[0]
-    out_ps = psum((started[0][0].shape[1], width))
-    a0 = 0
-    for i in range(len(started)):
-        sum_sb, others = started[i]
-        C, W = taps[i][0].shape
-        part_ps = out_ps[:, a0 : a0 + C]
-        for j in range(len(others)):
-            nisa.nc_matmul(dst=part_ps, stationary=others[j], moving=taps[i][1][:, W - len(others) + j, :])
-        nisa.nc_matmul(dst=part_ps, stationary=sum_sb, moving=eye[0:C, 0:C], is_moving_onezero=True)
-        a0 += C
-    return out_ps
+def multiply_slices(slices, dz_sb):
+    """Computes dz times what each tap saw, [channels, tokens] per tap."""
+    products = []
+    for j in range(len(slices)):
+        product_sb = sbuf(dz_sb.shape)
+        multiply_on_gpsimd(product_sb, slices[j], dz_sb)
+        products.append(product_sb)
+    return products
 
 
-def add_products(sum_sb, returns, window_sb, ahead, count):
-    """Adds the tile's sums over time, of dz times what each tap saw, to dw [channels, W]."""
-    C, W = sum_sb.shape
-    part_sb = sbuf((C, W))
-    for j in range(W):
-        product_sb = multiply_elements(returns[j][:, ahead : ahead + count], window_sb[:, j : j + count])
-        sum_rows(part_sb[:, j : j + 1], product_sb, nl.copy)
-    nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=part_sb, op=nl.add)
+def sum_products(products):
+    """Sums the products over time: dw [channels, W] of a cell."""
+    out_sb = sbuf((products[0].shape[0], len(products)))
+    for j in range(len(products)):
+        sum_rows(out_sb[:, j : j + 1], products[j], nl.copy)
+    return out_sb
+
+
+def add_total(dweight, total_sb, sum_sb, cell):
+    """Adds a cell's dw [channels, W] to that of its channels, and stores that after their last cell."""
+    nisa.tensor_tensor(dst=total_sb, data1=total_sb, data2=sum_sb, op=nl.add)
+    if cell["latest"]:
+        start = cell["c0"] + cell["a0"]
+        dweight_sb = sbuf(total_sb.shape, dweight.dtype)
+        nisa.tensor_copy(dst=dweight_sb, src=total_sb)
+        nisa.dma_copy(dst=dweight[start : start + total_sb.shape[0], :], src=dweight_sb)
 
 
 def example(B=1, T=1024, C=3072, W=4, dtype="float32", backward=0):

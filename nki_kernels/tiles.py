@@ -9,7 +9,6 @@ from typing import Any
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS, choose_square_scale
 
-FAR_BELOW = -30000.0  # its exponential is 0, and bfloat16 can hold it
 L2NORM_EPS = 1e-6
 
 
@@ -30,11 +29,11 @@ def load(src, dtype):
     return out_sb
 
 
-def load_padded(src, rows):
-    """Loads HBM [tokens, a] or [tokens, a, b] into a float32 tile [rows, ...]; rows past the tokens are 0."""
+def load_padded(src, rows, dtype=nl.float32):
+    """Loads HBM [tokens, a] or [tokens, a, b] into a tile [rows, ...]; rows past the tokens are 0."""
     tokens = src.shape[0]
     shape = (rows, src.shape[1]) if len(src.shape) == 2 else (rows, src.shape[1], src.shape[2])
-    out_sb = sbuf(shape)
+    out_sb = sbuf(shape, dtype)
     if tokens < rows:
         nisa.memset(dst=out_sb, value=0.0)
     nisa.dma_copy(dst=out_sb[0:tokens], src=src)
@@ -57,10 +56,10 @@ def build_identity(n, dtype):
     return out_sb
 
 
-def select_triangle(ones_sb, sign, compare):
+def select_triangle(ones_sb, sign, compare, dtype=nl.float32):
     """Builds a matrix like ones_sb: 1 where compare(sign (row - column), 0) holds, else 0."""
     n = ones_sb.shape[0]
-    out_sb = sbuf((n, n))
+    out_sb = sbuf((n, n), dtype)
     nisa.affine_select(
         dst=out_sb, pattern=[[-sign, n]], offset=0, channel_multiplier=sign, on_true_tile=ones_sb,
         on_false_value=0.0, cmp_op=compare,
@@ -68,50 +67,44 @@ def select_triangle(ones_sb, sign, compare):
     return out_sb
 
 
-def build_constants(C):
-    """Builds the matrices that a call of the gated delta rule needs, once per call; all are float32 in SBUF.
+def build_constants(C, products=nl.float32):
+    """Builds the matrices that a call of the gated delta rule needs, once per call; all are float32 in SBUF,
+    but those that are said to be something else.
 
     rows                            C, a number
-    ones, eye                       all ones, and the identity, [128, 128]
-    identity, identity_bfloat16     [C, C], like all that follow but the last
+    products                        the dtype of what plain products multiply: that of q, k and v
+    ones                            all ones [128, 128]
+    eye                             the identity [128, 128], of dtype products
+    identity                        [C, C], like all that follow but the last
+    rounded_identity                the same, of dtype products
     upper, lower                    triangles of ones, with the diagonal
     strict_upper, strict_lower      triangles of ones, without it
-    drop_lower, drop_strict_lower   FAR_BELOW in the triangle and 0 elsewhere, to be added to exponents;
-                                    bfloat16, like identity_bfloat16
     norm                            what `build_norm` returns for 1e-6
     """
     ones_sb = sbuf((PARTITIONS, PARTITIONS))
     nisa.memset(dst=ones_sb, value=1.0)
-    eye_sb = select_triangle(ones_sb, 1, nl.equal)
+    eye_sb = select_triangle(ones_sb, 1, nl.equal, products)
     corner = ones_sb[0:C, 0:C]
-    identity_sb = sbuf((C, C))
+    identity_sb, rounded_identity_sb = sbuf((C, C)), sbuf((C, C), products)
     nisa.tensor_copy(dst=identity_sb, src=eye_sb[0:C, 0:C])
+    nisa.tensor_copy(dst=rounded_identity_sb, src=eye_sb[0:C, 0:C])
     upper_sb = select_triangle(corner, -1, nl.greater_equal)
     strict_lower_sb = select_triangle(corner, 1, nl.greater)
     lower_sb = select_triangle(corner, 1, nl.greater_equal)
     strict_upper_sb = select_triangle(corner, -1, nl.greater)
-    drop_strict_lower_sb, drop_lower_sb = sbuf((C, C), nl.bfloat16), sbuf((C, C), nl.bfloat16)
-    identity_bfloat16_sb = sbuf((C, C), nl.bfloat16)
-    nisa.tensor_copy(dst=identity_bfloat16_sb, src=eye_sb[0:C, 0:C])
-    nisa.tensor_scalar(dst=drop_strict_lower_sb, data=strict_lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
-    nisa.tensor_scalar(dst=drop_lower_sb, data=lower_sb, op0=nl.multiply, operand0=FAR_BELOW)
     return {
-        "rows": C, "ones": ones_sb, "eye": eye_sb, "identity": identity_sb, "upper": upper_sb,
-        "lower": lower_sb, "strict_upper": strict_upper_sb, "strict_lower": strict_lower_sb,
-        "drop_lower": drop_lower_sb, "drop_strict_lower": drop_strict_lower_sb,
-        "identity_bfloat16": identity_bfloat16_sb, "norm": build_norm(L2NORM_EPS),
+        "rows": C, "products": products, "ones": ones_sb, "eye": eye_sb, "identity": identity_sb,
+        "rounded_identity": rounded_identity_sb, "upper": upper_sb, "lower": lower_sb,
+        "strict_upper": strict_upper_sb, "strict_lower": strict_lower_sb, "norm": build_norm(L2NORM_EPS),
     }  # fmt: skip
 
 
 def take_corners(table, C):
     """Returns the constants for a chunk of C rows: corners of the full ones, and these as `whole`."""
     corners = {"rows": C, "whole": table}
-    for name in ("ones", "eye", "norm"):
+    for name in ("products", "ones", "eye", "norm"):
         corners[name] = table[name]
-    for name in (
-        "identity", "identity_bfloat16", "upper", "lower", "strict_upper", "strict_lower", "drop_lower",
-        "drop_strict_lower",
-    ):  # fmt: skip
+    for name in ("identity", "rounded_identity", "upper", "lower", "strict_upper", "strict_lower"):
         corners[name] = table[name][0:C, 0:C]
     return corners
 
@@ -122,14 +115,8 @@ def repeat_over_lanes(table, name, lanes):
     return whole_sb.ap(pattern=[[whole_sb.shape[1], table["rows"]], [0, lanes], [1, table["rows"]]], offset=0)
 
 
-def transpose(x_sb, parts, identity_sb):
-    """Transposes [rows, lanes, free]: a tile [f, lanes, rows] per part of free."""
-    rows, lanes, free = x_sb.shape
-    return transpose_side(x_sb.reshape((rows, lanes, 1, free)), 0, parts, identity_sb, 1.0)
-
-
-def transpose_side(x_sb, side, parts, identity_sb, factor):
-    """Transposes one side of [rows, lanes, sides, free], times factor: tiles [f, lanes, rows].
+def transpose(x_sb, parts, table):
+    """Transposes [rows, lanes, free], of dtype `products`: a tile [f, lanes, rows] per part of free.
 
     The transposition is a product with the identity, which is half the price of nc_transpose in float32, as
     one operand is 0 and 1.
@@ -141,11 +128,11 @@ def transpose_side(x_sb, side, parts, identity_sb, factor):
         out_ps = psum((stop - start, lanes, rows))
         for lane in range(lanes):
             nisa.nc_matmul(
-                dst=out_ps[:, lane, :], stationary=x_sb[:, lane, side, start:stop], moving=identity_sb,
-                is_moving_onezero=True,
+                dst=out_ps[:, lane, :], stationary=x_sb[:, lane, start:stop],
+                moving=table["rounded_identity"], is_moving_onezero=True,
             )  # fmt: skip
-        out_sb = sbuf((stop - start, lanes, rows))
-        copy_scaled(out_sb, out_ps, factor)
+        out_sb = sbuf((stop - start, lanes, rows), x_sb.dtype)
+        copy_scaled(out_sb, out_ps)
         tiles.append(out_sb)
     return tiles
 
@@ -159,11 +146,24 @@ def sum_rows(dst, data, op):
     )  # fmt: skip
 
 
-def multiply_elements(x, y):
+def keep_upper(x_sb, compare):
+    """Sets x [rows, lanes, columns] to 0 unless compare(column - row, 0), on the GpSimd engine."""
+    nisa.affine_select(
+        dst=x_sb, pattern=[[0, x_sb.shape[1]], [1, x_sb.shape[2]]], offset=0, channel_multiplier=-1,
+        on_true_tile=x_sb, on_false_value=0.0, cmp_op=compare,
+    )  # fmt: skip
+
+
+def multiply_elements(x, y, dtype=nl.float32):
     """Computes x . y, element by element, in a new tile in SBUF."""
-    out_sb = sbuf(x.shape)
+    out_sb = sbuf(x.shape, dtype)
     nisa.tensor_tensor(dst=out_sb, data1=x, data2=y, op=nl.multiply)
     return out_sb
+
+
+def multiply_on_gpsimd(dst, x, y):
+    """Sets dst = x . y, element by element, all in SBUF, on the engine that is idle otherwise."""
+    nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=nl.multiply, engine=nisa.engine.gpsimd)
 
 
 def multiply_rows(x, y):

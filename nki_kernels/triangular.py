@@ -1,118 +1,279 @@
-"""Inverts I + L for strictly lower L, for all lanes of a wave at once, by merging blocks in place.
+"""Inverts I + L for strictly lower L, for all lanes of a wave at once: blocks of 16, then pairs of blocks.
 
-Blocks of size s are inverted; pairs of them become blocks of size 2s, because
+A block of 16 rows is solved by substitution, column by column of L, in all blocks and lanes at once. Each
+partition p holds a column of its block's inverse, x, as a row of 16 numbers, and computes
+
+    x = e_p;   for a = 0 .. 14:   x_c -= L_ca x_a   for c > a
+
+For that it needs its whole block of L, 15 columns of 16 numbers. One product spreads them: ones where two
+partitions share a block, times the columns, each on the partition of its own number.
+
+Then blocks of size s are merged to blocks of size 2 s, because
 
     [ A  0 ]^-1   [ A^-1             0    ]
     [ M  B ]    = [ -B^-1 M A^-1     B^-1 ]
 
 is T - T M T, where T holds the inverted blocks on its diagonal and M the lower left corners, cut out of L.
-This is forward substitution by blocks, so nothing grows that the result does not hold. With keys correlated
+All of this is forward substitution, so nothing grows that the result does not hold. With keys correlated
 .999 a power series over the chunk loses every digit, this method none.
 
-Only the even block columns of T M T are not 0, and only the odd ones of its transpose. So products and
-updates are C/2 wide, half of what masked C x C products cost. L needs no mask before: rows that do not belong
-to the pair are dropped where products leave PSUM. The kernels hold -L transposed, so that corners are added.
+Why both: a merge has three products of lanes that share nothing, and costs the Tensor engine the same at
+s = 1 as at s = 64. Substitution costs it a third of one merge, and the Vector engine 15 short steps.
+
+The transpose T_t is kept. A merge needs the even block columns of T, which are a product of T_t with columns
+of the identity, cheaper than to keep T up to date. Only the odd block columns of (T M T)^T are not 0. So
+products and updates are C/2 wide, half of what masked C x C products cost. L needs no mask before: rows that
+do not belong to the pair are dropped where products leave PSUM. The kernels hold -L transposed, so that
+corners are added.
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.tiles import copy_scaled, psum, repeat_over_lanes, sbuf
+from delta_trn.nki_kernels.plan import BANK, split
+from delta_trn.nki_kernels.tiles import copy_scaled, psum, sbuf
+
+BLOCK = 16  # rows of a block that is solved by substitution
+GROUP = 32  # rows of the partitions at which an instruction may start
 
 
-def build_pair_masks(C):
-    """Builds a mask [C, C/2] per level: 1 where a row is in the odd block of the (even) column's pair."""
-    ones_sb = sbuf((C, C // 2))
+def select_range(ones_sb, low, high, pattern):
+    """Builds a matrix like ones_sb: 1 where low <= row - n < high, else 0; n is what the pattern counts."""
+    out_sb = sbuf(ones_sb.shape)
+    above, below = [], []
+    for span in pattern:
+        above.append([-span[0], span[1]])
+        below.append([span[0], span[1]])
+    nisa.affine_select(
+        dst=out_sb, pattern=above, offset=-low, channel_multiplier=1, on_true_tile=ones_sb,
+        on_false_value=0.0, cmp_op=nl.greater_equal,
+    )  # fmt: skip
+    nisa.affine_select(
+        dst=out_sb, pattern=below, offset=high - 1, channel_multiplier=-1, on_true_tile=out_sb,
+        on_false_value=0.0, cmp_op=nl.greater_equal,
+    )  # fmt: skip
+    return out_sb
+
+
+def build_block_constants(C):
+    """Builds what inverting takes, once per call, all of 0 and 1, in a dict:
+
+    shared          [C, C], 1 where two tokens share a block of 16
+    place           [C, 16], 1 at each token's place in its block
+    even, odd       [C, 1], 1 for the tokens of even and of odd blocks
+    corners         per level [C, C/2]: 1 where a row is in the odd block of the (even) column's pair
+    even_columns    per level [C, C/2]: the even block columns of the identity
+    """
+    n = min(BLOCK, C)
+    blocks = C // n
+    ones_sb, half_ones_sb = sbuf((C, C)), sbuf((C, C // 2))
     nisa.memset(dst=ones_sb, value=1.0)
-    masks = []
-    s = 1
+    nisa.memset(dst=half_ones_sb, value=1.0)
+    shared_sb = select_range(ones_sb, 0, n, [[n, blocks], [0, n]])
+    equal_sb = select_range(ones_sb, 0, 1, [[1, C]])
+    place_sb, even_sb, odd_sb = sbuf((C, n)), sbuf((C, 1)), sbuf((C, 1))
+    nisa.tensor_reduce(
+        dst=place_sb, op=nl.add, data=equal_sb.ap(pattern=[[C, C], [1, n], [n, blocks]], offset=0), axis=2
+    )
+    nisa.tensor_reduce(
+        dst=even_sb, op=nl.add, data=shared_sb.ap(pattern=[[C, C], [2 * n, (blocks + 1) // 2]], offset=0),
+        axis=1,
+    )  # fmt: skip
+    nisa.tensor_scalar(dst=odd_sb, data=even_sb, op0=nl.multiply, operand0=-1.0, op1=nl.add, operand1=1.0)
+    corners, even_columns = [], []
+    s = n
     while s < C:
         pairs = C // (2 * s)
-        below_sb = sbuf((C, C // 2))  # row >= 2 s pair + s
-        nisa.affine_select(
-            dst=below_sb, pattern=[[-2 * s, pairs], [0, s]], offset=-s, channel_multiplier=1,
-            on_true_tile=ones_sb, on_false_value=0.0, cmp_op=nl.greater_equal,
-        )  # fmt: skip
-        inside_sb = sbuf((C, C // 2))  # and row < 2 s (pair + 1)
-        nisa.affine_select(
-            dst=inside_sb, pattern=[[2 * s, pairs], [0, s]], offset=2 * s - 1, channel_multiplier=-1,
-            on_true_tile=below_sb, on_false_value=0.0, cmp_op=nl.greater_equal,
-        )  # fmt: skip
-        masks.append(inside_sb)
+        corners.append(select_range(half_ones_sb, s, 2 * s, [[2 * s, pairs], [0, s]]))
+        even_columns.append(select_range(half_ones_sb, 0, 1, [[2 * s, pairs], [1, s]]))
         s = 2 * s
-    return masks
-
-
-def allocate_workspace(C, lanes):
-    """Allocates a tile [C, lanes, C] per level for M T; its odd blocks of columns are 0 and stay 0."""
-    tiles = []
-    s = 1
-    while s < C:
-        tile_sb = sbuf((C, lanes, C))
-        nisa.memset(dst=tile_sb, value=0.0)
-        tiles.append(tile_sb)
-        s = 2 * s
-    return tiles
+    return {
+        "shared": shared_sb, "place": place_sb, "even": even_sb, "odd": odd_sb, "corners": corners,
+        "even_columns": even_columns,
+    }  # fmt: skip
 
 
 def count_levels(C):
-    """Returns the levels of merging for C rows: log2(C)."""
+    """Returns the levels of merging for C rows: log2(C / 16), and 0 up to 16."""
     count = 0
-    s = 1
+    s = BLOCK
     while s < C:
         s = 2 * s
         count = count + 1
     return count
 
 
-def start_inverses(minus_L_ts, table):
-    """Returns per bundle what `merge` works on before the first level, a dict.
+def allocate_workspace(C, lanes):
+    """Allocates a tile [C, lanes, C] per level for M T; its odd blocks of columns are 0 and stay 0."""
+    tiles = []
+    for _ in range(count_levels(C)):
+        tile_sb = sbuf((C, lanes, C))
+        nisa.memset(dst=tile_sb, value=0.0)
+        tiles.append(tile_sb)
+    return tiles
+
+
+def gather_blocks(minus_L_t, blocks):
+    """Returns the diagonal blocks of -L transposed [C, lanes, C] side by side, [C, lanes, 16].
+
+    Instructions start at every 32nd partition only. So pairs of blocks are copied, then one of each is kept.
+    """
+    C, lanes = minus_L_t.shape[0], minus_L_t.shape[1]
+    if C <= BLOCK:
+        return minus_L_t
+    pairs_sb = sbuf((C, lanes, GROUP))
+    for start in range(0, C, GROUP):
+        stop = start + GROUP
+        nisa.tensor_copy(dst=pairs_sb[start:stop, :, :], src=minus_L_t[start:stop, :, start:stop])
+    even_sb, out_sb = sbuf((C, lanes, BLOCK)), sbuf((C, lanes, BLOCK))
+    nisa.tensor_scalar(
+        dst=even_sb, data=pairs_sb[:, :, 0:BLOCK], op0=nl.multiply, operand0=blocks["even"][0:C, :]
+    )
+    nisa.scalar_tensor_tensor(
+        dst=out_sb, data=pairs_sb[:, :, BLOCK:GROUP], op0=nl.multiply, operand0=blocks["odd"][0:C, :],
+        op1=nl.add, operand1=even_sb,
+    )  # fmt: skip
+    return out_sb
+
+
+def list_block_columns(minus_L_t, blocks):
+    """Returns the columns of each block of -L, each number on its own partition, [C, n - 1, lanes, n].
+
+    n is 16, or C where that is less. At [p, a, lane, c] stands number c of row p if p is column a, else 0.
+    """
+    blocks_sb = gather_blocks(minus_L_t, blocks)
+    C, lanes, n = blocks_sb.shape
+    width, place_sb = lanes * n, blocks["place"]
+    columns_sb = sbuf((C, n - 1, lanes, n))
+    nisa.tensor_tensor(
+        dst=columns_sb.reshape((C, n - 1, width)),
+        data1=blocks_sb.ap(pattern=[[width, C], [0, n - 1], [1, width]], offset=0),
+        data2=place_sb.ap(pattern=[[place_sb.shape[1], C], [1, n - 1], [0, width]], offset=0),
+        op=nl.multiply, engine=nisa.engine.gpsimd,
+    )  # fmt: skip
+    return columns_sb
+
+
+def spread_blocks(block_columns, blocks):
+    """Puts each partition's whole block on it, column a of -L at [C, a, lanes, n].
+
+    The columns leave PSUM at once: Vector and Scalar engine take turns there, and substitution is long.
+    Returns per bundle the tiles [C, columns, lanes, n], all but the last with as many columns.
+    """
+    bundles = []
+    for columns_sb in block_columns:
+        C, columns, lanes, n = columns_sb.shape
+        width = lanes * n
+        flat_sb = columns_sb.reshape((C, columns * width))
+        tiles = []
+        for span in split(columns, BANK // width):
+            start, stop = span
+            out_ps = psum((C, stop - start, lanes, n))
+            nisa.nc_matmul(
+                dst=out_ps.reshape((C, (stop - start) * width)), stationary=blocks["shared"][0:C, 0:C],
+                moving=flat_sb[:, start * width : stop * width], is_stationary_onezero=True,
+            )  # fmt: skip
+            out_sb = sbuf((C, stop - start, lanes, n))
+            copy_scaled(out_sb, out_ps)
+            tiles.append(out_sb)
+        bundles.append(tiles)
+    return bundles
+
+
+def solve_blocks(minus_L_ts, columns, blocks, table):
+    """Inverts the blocks of 16; `columns` are those of `spread_blocks`. Returns what `merge` works on:
 
     minus_L_t       -L transposed, a tile [C, lanes, C]; below its diagonal, anything finite
-    T, T_t          T and its transpose, identities yet, tiles [C, lanes, C]
-    even, odd       what `list_columns` returns for the coming level: even blocks of T, odd ones of T_t
+    T_t             the inverse's transpose, blocks on the diagonal yet, [C, lanes, C]
+    T               the inverse, where C <= 16; else the last merge makes it
     """
-    inverses = []
-    for minus_L_t in minus_L_ts:
-        T_sb, T_t_sb = sbuf(minus_L_t.shape), sbuf(minus_L_t.shape)
-        identities = repeat_over_lanes(table, "identity", minus_L_t.shape[1])
-        copy_scaled(T_sb, identities)
-        copy_scaled(T_t_sb, identities)
-        inverses.append(
-            {
-                "minus_L_t": minus_L_t, "T": T_sb, "T_t": T_t_sb,
-                "even": list_columns(T_sb, 1, 0), "odd": list_columns(T_t_sb, 1, 1),
-            }
+    C = minus_L_ts[0].shape[0]
+    n = min(BLOCK, C)
+    place_sb, shared_sb = blocks["place"], blocks["shared"]
+    solutions = []
+    for b in range(len(minus_L_ts)):
+        lanes = minus_L_ts[b].shape[1]
+        x_sb = sbuf((C, lanes, n))
+        nisa.tensor_copy(
+            dst=x_sb, src=place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0),
+            engine=nisa.engine.gpsimd,
         )  # fmt: skip
+        solutions.append(x_sb)
+    for a in range(n - 1):
+        below = n - 1 - a
+        terms = []
+        for b in range(len(minus_L_ts)):
+            x_sb, lanes, count = solutions[b], minus_L_ts[b].shape[1], columns[b][0].shape[1]
+            terms_sb = sbuf((C, lanes, below))
+            nisa.tensor_tensor(
+                dst=terms_sb, data1=columns[b][a // count][:, a % count, :, a + 1 : n],
+                data2=x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, below]], offset=a), op=nl.multiply,
+            )  # fmt: skip
+            terms.append(terms_sb)
+        for b in range(len(minus_L_ts)):
+            later = solutions[b][:, :, a + 1 : n]
+            nisa.tensor_tensor(dst=later, data1=later, data2=terms[b], op=nl.add)
+    inverses = []
+    for b in range(len(minus_L_ts)):
+        x_sb, lanes = solutions[b], minus_L_ts[b].shape[1]
+        inverse = {"minus_L_t": minus_L_ts[b], "T": x_sb, "T_t": x_sb}
+        if C <= BLOCK:
+            inverse["T"] = transpose_columns(x_sb, table["identity"])
+        else:
+            T_t_sb = sbuf((C, lanes, C))
+            nisa.tensor_tensor(
+                dst=T_t_sb.reshape((C, lanes, C // n, n)),
+                data1=x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, C // n], [1, n]], offset=0),
+                data2=shared_sb.ap(
+                    pattern=[[shared_sb.shape[1], C], [0, lanes], [n, C // n], [0, n]], offset=0
+                ),
+                op=nl.multiply, engine=nisa.engine.gpsimd,
+            )  # fmt: skip
+            inverse["T_t"] = T_t_sb
+        inverses.append(inverse)
     return inverses
 
 
-def list_columns(x_sb, s, side):
-    """Lists per lane the even (side 0) or odd blocks of s columns of x [C, lanes, C], [C, C / 2].
+def transpose_columns(x_sb, columns):
+    """Computes x^T columns of each lane, with columns of the identity [C, free]; x is [C, lanes, C]."""
+    C, lanes, free = x_sb.shape[0], x_sb.shape[1], columns.shape[1]
+    out_ps = psum((C, lanes, free))
+    for lane in range(lanes):
+        nisa.nc_matmul(
+            dst=out_ps[:, lane, :], stationary=x_sb[:, lane, :], moving=columns, is_moving_onezero=True
+        )
+    out_sb = sbuf((C, lanes, free))
+    copy_scaled(out_sb, out_ps)
+    return out_sb
+
+
+def list_odd_columns(x_sb, s):
+    """Lists per lane the odd blocks of s columns of x [C, lanes, C], [C, C / 2].
 
     A product takes operands of two dimensions only, so blocks that no step reaches are copied side by side.
     """
     C, lanes = x_sb.shape[0], x_sb.shape[1]
     views = []
-    if s == 1 or 2 * s == C:
+    if 2 * s == C:
         for lane in range(lanes):
-            views.append(x_sb[:, lane, side:C:2] if s == 1 else x_sb[:, lane, side * s : side * s + s])
+            views.append(x_sb[:, lane, s:C])
         return views
     pairs = C // (2 * s)
     compact_sb = sbuf((C, lanes, C // 2))
     copy_scaled(
-        compact_sb.reshape((C, lanes, pairs, s)), x_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, side, :]
+        compact_sb.reshape((C, lanes, pairs, s)), x_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
     )
     for lane in range(lanes):
         views.append(compact_sb[:, lane, :])
     return views
 
 
-def merge(inverses, spaces, masks, level, both):
-    """Merges one level in place: blocks of 2^level become blocks of twice the size.
+def merge(inverses, spaces, blocks, level, table, both):
+    """Merges one level: blocks of 16 times 2^level become blocks of twice the size; the last level makes T.
 
     Args:
-        inverses        what `start_inverses` returns, per bundle
+        inverses        what `solve_blocks` returns
         spaces          what `allocate_workspace` returns, per bundle
-        masks           what `build_pair_masks` returns
+        blocks          what `build_block_constants` returns
+        table           the constants for the chunk's rows
         both            False: the last level leaves T_t as it was, only T is complete
 
     Notes:
@@ -120,79 +281,64 @@ def merge(inverses, spaces, masks, level, both):
         another's leave PSUM. A reshape [C, lanes, C] -> [C, lanes, pairs, 2, s] shows the columns as pairs of
         an even and an odd block.
     """
-    C = inverses[0]["T"].shape[0]
-    s = 1
+    C = table["rows"]
+    s = BLOCK
     for _ in range(level):
         s = 2 * s
     half, pairs, last = C // 2, C // (2 * s), 2 * s == C
-    products = []  # all of -L T in the even columns
+    corners_sb = blocks["corners"][level]
     for inverse in inverses:
-        lanes = inverse["T"].shape[1]
-        LT_ps = psum((C, lanes, half))
+        columns = table["identity"] if last else blocks["even_columns"][level][0:C, 0:half]
+        inverse["T"] = transpose_columns(inverse["T_t"], columns)
+    odd = []
+    for inverse in inverses:
+        odd.append(list_odd_columns(inverse["T_t"], s) if both or not last else [])
+    for b in range(len(inverses)):
+        inverse, space_sb = inverses[b], spaces[b][level]
+        lanes, size = inverse["T"].shape[1], space_sb.shape[0]
+        LT_ps = psum((C, lanes, half))  # all of -L T in the even columns
         for lane in range(lanes):
             nisa.nc_matmul(
-                dst=LT_ps[:, lane, :],
-                stationary=inverse["minus_L_t"][:, lane, :],
-                moving=inverse["even"][lane],
-            )
-        products.append(LT_ps)
-    corners = []  # -M T: the same, masked
-    for b in range(len(inverses)):
-        lanes = inverses[b]["T"].shape[1]
-        MT_sb = sbuf((C, lanes, half))
-        MT = MT_sb.reshape((C, lanes, pairs, s))
-        nisa.tensor_tensor(
-            dst=MT, data1=products[b].reshape((C, lanes, pairs, s)),
+                dst=LT_ps[:, lane, :], stationary=inverse["minus_L_t"][:, lane, :],
+                moving=inverse["T"][:, lane, 0:half],
+            )  # fmt: skip
+        nisa.tensor_tensor(  # -M T: the same, masked
+            dst=space_sb.reshape((size, lanes, size // (2 * s), 2, s))[0:C, :, 0:pairs, 0, :],
+            data1=LT_ps.reshape((C, lanes, pairs, s)),
             # the mask [C, C/2] of the full size, its corner for C rows repeated over the lanes
-            data2=masks[level].ap(
-                pattern=[[masks[level].shape[1], C], [0, lanes], [s, pairs], [1, s]], offset=0
+            data2=corners_sb.ap(
+                pattern=[[corners_sb.shape[1], C], [0, lanes], [s, pairs], [1, s]], offset=0
             ),
             op=nl.multiply,
         )  # fmt: skip
-        corners.append(MT_sb)
-        if both or not last:
-            space_sb = spaces[b][level]
-            size = space_sb.shape[0]
-            blocks = space_sb.reshape((size, lanes, size // (2 * s), 2, s))
-            copy_scaled(blocks[0:C, :, 0:pairs, 0, :], MT)
     for b in range(len(inverses)):
-        T_sb = inverses[b]["T"]
-        lanes = T_sb.shape[1]
-        even = T_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 0, :]
-        update = corners[b]  # T M T; at the first level T is the identity
-        if s > 1:
-            update = psum((C, lanes, half))
+        inverse, space_sb = inverses[b], spaces[b][level]
+        T_t_sb = inverse["T_t"]
+        lanes = T_t_sb.shape[1]
+        if last:
+            update_ps = psum((C, lanes, half))  # T M T
             for lane in range(lanes):
                 nisa.nc_matmul(
-                    dst=update[:, lane, :], stationary=inverses[b]["T_t"][:, lane, :],
-                    moving=corners[b][:, lane, :],
+                    dst=update_ps[:, lane, :], stationary=T_t_sb[:, lane, :],
+                    moving=space_sb[0:C, lane, 0:half],
                 )  # fmt: skip
-        nisa.tensor_tensor(dst=even, data1=even, data2=update.reshape((C, lanes, pairs, s)), op=nl.add)
-        if not last:
-            inverses[b]["even"] = list_columns(T_sb, 2 * s, 0)
+            even = inverse["T"][:, :, 0:half]
+            nisa.tensor_tensor(dst=even, data1=update_ps, data2=even, op=nl.add)
         if both or not last:
-            update_transpose(inverses[b], spaces[b][level], s, last)
+            update_t_ps = psum((C, lanes, half))
+            for lane in range(lanes):
+                nisa.nc_matmul(
+                    dst=update_t_ps[:, lane, :], stationary=space_sb[0:C, lane, 0:C], moving=odd[b][lane]
+                )
+            columns = T_t_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
+            nisa.tensor_tensor(
+                dst=columns, data1=update_t_ps.reshape((C, lanes, pairs, s)), data2=columns, op=nl.add
+            )
 
 
-def update_transpose(inverse, space_sb, s, last):
-    """Adds (T M T)^T to the odd blocks of T_t; -M T lies in space [C, lanes, C]."""
-    T_t_sb = inverse["T_t"]
-    C, lanes = T_t_sb.shape[0], T_t_sb.shape[1]
-    half, pairs = C // 2, C // (2 * s)
-    odd = T_t_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
-    update_ps = psum((C, lanes, half))
-    for lane in range(lanes):
-        nisa.nc_matmul(
-            dst=update_ps[:, lane, :], stationary=space_sb[0:C, lane, 0:C], moving=inverse["odd"][lane]
-        )
-    nisa.tensor_tensor(dst=odd, data1=odd, data2=update_ps.reshape((C, lanes, pairs, s)), op=nl.add)
-    if not last:
-        inverse["odd"] = list_columns(T_t_sb, 2 * s, 1)
-
-
-def invert(minus_L_ts, spaces, masks, table, both):
-    """Inverts I + L of every bundle; returns what `start_inverses` does, T and, if `both`, T_t complete."""
-    inverses = start_inverses(minus_L_ts, table)
+def invert(minus_L_ts, block_columns, spaces, blocks, table, both):
+    """Inverts I + L of every bundle; returns dicts with T and, if `both`, T_t complete."""
+    inverses = solve_blocks(minus_L_ts, spread_blocks(block_columns, blocks), blocks, table)
     for level in range(count_levels(table["rows"])):
-        merge(inverses, spaces, masks, level, both)
+        merge(inverses, spaces, blocks, level, table, both)
     return inverses

@@ -4,29 +4,34 @@ In Python it runs a kernel on NumPy arrays and refuses what the instruction set,
 would refuse; docs/simulator.md shows how. From the command line it runs a kernel on seeded inputs, with the
 same checks, and prints how long each engine is busy, what binds, the peak memory and the instructions:
 
-    python -m delta_trn.nki_kernels.simulator report KERNEL SHAPE [SHAPE ...] [--target trn1]
+    python -m delta_trn.nki_kernels.simulator report KERNEL SHAPE [SHAPE ...] [--target trn1,trn2]
+    python -m delta_trn.nki_kernels.simulator calibrate      # the model against published measurements
 
     KERNEL   MODULE:FUNCTION for any kernel, or a module of delta_trn.nki_kernels (gated_delta_rule_fwd) whose
              function example(...) returns (kernel, arguments)
     SHAPE    for MODULE:FUNCTION one array per argument: 128x512,128x64:bfloat16
              for a module the keywords of its example: B=1,T=256,H=2,K=64,V=128
 
-Every time is an estimate from documented costs. Nothing was ever measured on a chip.
+Every time is an estimate, under two readings of the Tensor engine's rate: a range until a chip decides.
+Nothing was ever measured on a chip here.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from delta_trn.nki_kernels.simulator.calibration import compare
 from delta_trn.nki_kernels.simulator.core.dtypes import BY_NAME
 from delta_trn.nki_kernels.simulator.core.releases import RELEASES
 from delta_trn.nki_kernels.simulator.core.targets import TARGETS
-from delta_trn.nki_kernels.simulator.cost import Estimate, estimate
+from delta_trn.nki_kernels.simulator.cost import Estimate, estimates
 from delta_trn.nki_kernels.simulator.kernel import Run, record
 from delta_trn.nki_kernels.simulator.report import LABEL, table, timeline, traffic
 
@@ -41,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     report = commands.add_parser("report", help="estimates time and memory of one kernel")
     report.add_argument("kernel", help="MODULE:FUNCTION, or a module of delta_trn.nki_kernels")
     report.add_argument("shape", nargs="+", help="128x512,128x64:bfloat16, or B=1,T=256,H=2,K=64,V=128")
-    report.add_argument("--target", default="trn1", choices=list(TARGETS))
+    report.add_argument(
+        "--target", default="trn1", help=f"of {', '.join(TARGETS)}; trn1,trn2 prints one beside the other"
+    )
     report.add_argument(
         "--nki", choices=RELEASES, help="holds to the rules of this release, not of all of them"
     )
@@ -55,24 +62,34 @@ def main(argv: list[str] | None = None) -> int:
         help="appends the numbers to this file, a line per shape; hbm_moved and hbm_least are the bytes that "
         "move and the fewest that could: each input and output once",
     )
+    calibrate = commands.add_parser("calibrate", help="compares the model with published measurements")
+    calibrate.add_argument("--only", default="", help="a part of a kernel's name, or a source")
+    calibrate.add_argument(
+        "--jsonl", type=Path, help="appends the numbers to this file, a line per measurement"
+    )
     options = parser.parse_args(argv)
+    if options.command == "calibrate":
+        return compare.main(options)
     module = _module(options.kernel)
     for name, value in _keywords(options.design).items():
         if not hasattr(module, name):
             raise SystemExit(f"{module.__name__} has no constant {name}; see --help")
         setattr(module, name, value)
-    for shape in options.shape:
+    targets = options.target.split(",")
+    if unknown := [name for name in targets if name not in TARGETS]:
+        raise SystemExit(f"--target {unknown[0]!r} is not one of {', '.join(TARGETS)}")
+    for shape, target in product(options.shape, targets):
         kernel, arguments = load(module, options.kernel, shape)
-        run = record(kernel, *arguments, target=options.target, nki=options.nki)
-        costs = estimate(run.trace, run.target)
-        print(table(options.kernel, shape, run, costs))
+        run = record(kernel, *arguments, target=target, nki=options.nki)
+        readings = estimates(run.trace, run.target)
+        print(table(options.kernel, shape, run, readings))
         between = module.between(arguments, run.outputs) if hasattr(module, "between") else ()
         if options.jsonl:
             title = {"kernel": options.kernel, "shape": shape, "design": options.design}
             with options.jsonl.open("a") as lines:
-                lines.write(json.dumps(title | numbers(run, costs, arguments, between)) + "\n")
+                lines.write(json.dumps(title | numbers(run, readings, arguments, between)) + "\n")
         if options.png:
-            print(f"\ntimeline: {timeline(options.kernel, shape, costs, options.png)}")
+            print(f"\ntimeline: {timeline(options.kernel, shape, readings[-1], options.png)}")
     return 0
 
 
@@ -107,13 +124,18 @@ def _array(word: str) -> np.ndarray:
     return values.astype(BY_NAME[dtype or "float32"].numpy)
 
 
-def numbers(run: Run, costs: Estimate, arguments: Any, between: Any = ()) -> dict[str, Any]:
-    """Return the estimate without its steps, and the call's memory peaks and traffic, ready for JSON.
+def numbers(run: Run, readings: Sequence[Estimate], arguments: Any, between: Any = ()) -> dict[str, Any]:
+    """Return the slowest estimate without its steps, the other readings' bounds, memory peaks and traffic.
 
     `between` are arrays that one kernel hands to another, neither inputs nor outputs of the operation.
     """
+    costs = readings[-1]
     fields = vars(costs).copy()
     del fields["steps"], fields["target"]
+    fields["reading"] = costs.reading.name
+    fields["readings"] = {
+        e.reading.name: {"lower": e.lower, "schedule": e.schedule, "upper": e.upper} for e in readings
+    }
     moved, least = traffic(run, arguments, between)
     return {
         "label": LABEL,

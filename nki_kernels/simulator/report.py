@@ -1,7 +1,7 @@
 """The cost model's estimate as a table and as a picture of the engines' timeline."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,36 +23,48 @@ COLORS = {
 }
 
 
-def table(name: str, shape: str, run: Run, estimate: Estimate) -> str:
-    """Return the estimate of one kernel call as a Markdown table."""
-    target, whole = estimate.target, estimate.lower or 1
-    counts = Counter(step.engine for step in estimate.steps)
-    times = {**estimate.engines, "dma": estimate.dma}
-    rows = [(engine, times[engine], str(counts[engine])) for engine in ROWS]
-    rows += [(f"{port}, in turns on gen2", time, "") for port, time in estimate.ports.items()]
-    rows.append(("dependency path", estimate.path, ""))
+def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
+    """Return the estimates of one kernel call, one for each reading of the cost model, as a Markdown table.
+
+    Shares, and what binds, are those of the last reading, which is the slowest.
+    """
+    slow, target = readings[-1], readings[-1].target
+    whole = slow.lower or 1
+    counts = Counter(step.engine for step in slow.steps)
+
+    def times(of: Callable[[Estimate], float]) -> str:
+        return " | ".join(f"{of(e):.1f}" for e in readings)
+
     lines = [
         f"## {name} {shape} on one core of {target.name}",
         "",
-        f"_{LABEL}._",
+        f"_{LABEL}. Microseconds under each reading of the Tensor engine's rate; the slower one counts._",
         "",
-        "| | time, us | share of lower bound | instructions |",
-        "| --- | ---: | ---: | ---: |",
-        *(f"| {row} | {time:.1f} | {time / whole:.0%} | {count} |" for row, time, count in rows),
-        f"| **lower bound** (set by {estimate.binding}) | **{estimate.lower:.1f}** | | {run.instructions} |",
-        f"| in program order | {estimate.schedule:.1f} | {estimate.schedule / whole:.0%} | |",
-        f"| **upper bound** (no overlap) | **{estimate.upper:.1f}** | | |",
+        f"| | {' | '.join(e.reading.name for e in readings)} | share of lower bound | instructions |",
+        f"| --- |{' ---: |' * len(readings)} ---: | ---: |",
+    ]
+    rows: list[tuple[str, Callable[[Estimate], float], str]] = [
+        (engine, lambda e, engine=engine: e.engines[engine], str(counts[engine])) for engine in ROWS[:-1]
+    ]
+    rows.append(("dma", lambda e: e.dma, str(counts["dma"])))
+    rows += [(f"{p}, in turns on gen2", lambda e, p=p: e.ports[p], "") for p in slow.ports]
+    rows.append(("dependency path", lambda e: e.path, ""))
+    lines += [f"| {row} | {times(of)} | {of(slow) / whole:.0%} | {n} |" for row, of, n in rows]
+    lines += [
+        f"| **lower bound** (set by {slow.binding}) | {times(lambda e: e.lower)} | | {run.instructions} |",
+        f"| **in program order** | {times(lambda e: e.schedule)} | {slow.schedule / whole:.0%} | |",
+        f"| **upper bound** (no overlap) | {times(lambda e: e.upper)} | | |",
         "",
-        f"HBM: {estimate.hbm_read:,} bytes read, {estimate.hbm_written:,} written. "
-        f"Matmul: {estimate.multiply_adds:,} multiply-adds. "
+        f"HBM: {slow.hbm_read:,} bytes read, {slow.hbm_written:,} written. "
+        f"Matmul: {slow.multiply_adds:,} multiply-adds. "
         f"Peak live SBUF: {run.sbuf_peak:,} of {target.sbuf:,} bytes per partition; "
         f"PSUM: {run.psum_peak} of 8 banks.",
         "",
         "| instruction | count | | longest path | count | time, us |",
         "| --- | ---: | --- | --- | ---: | ---: |",
     ]
-    issued = [f"| {op} | {count} |" for op, count in estimate.instructions.items()]
-    longest = [f" | {op} | {count} | {time:.1f} |" for op, (count, time) in estimate.critical.items()]
+    issued = [f"| {op} | {count} |" for op, count in slow.instructions.items()]
+    longest = [f" | {op} | {count} | {time:.1f} |" for op, (count, time) in slow.critical.items()]
     for left, right in zip_longest(issued, longest):
         lines.append((left or "| | |") + (right or " | | | |"))
     return "\n".join(lines)

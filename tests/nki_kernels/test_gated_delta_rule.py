@@ -47,16 +47,16 @@ def as_it_is(chunk, dqk_sb):
     return dqk_sb
 
 
-unfaulty_decays = gated_delta_rule_bwd.compute_decays
-unfaulty_carry = chunk_gradients.add_carried_states
+unfaulty_triangle = chunk_gradients.keep_upper
+unfaulty_sum = gated_delta_rule_bwd.sum_decay_gradient
 
 
-def diagonal_too(g_triangle_sb, table, dropped):
-    return unfaulty_decays(g_triangle_sb, table, "drop_strict_lower")
+def diagonal_too(x_sb, compare):
+    unfaulty_triangle(x_sb, nl.greater_equal)
 
 
-def first_part_of_K(dst_ps, chunk, dS, parts, table):
-    unfaulty_carry(dst_ps, chunk, dS, parts[:1], table)
+def first_part_of_K(chunk, bundle, parts, table):
+    return unfaulty_sum(chunk, bundle, parts[:1], table)
 
 
 # case, tensor, module, function, mistake
@@ -68,9 +68,9 @@ FAULTS = {
         "norm", "dq", gated_delta_rule_bwd, "differentiate_norm", as_it_is,
     ),
     "decay gradient of the state over the first 128 of K only": (
-        "k256_short", "dg", chunk_gradients, "add_carried_states", first_part_of_K,
+        "k256_short", "dg", gated_delta_rule_bwd, "sum_decay_gradient", first_part_of_K,
     ),
-    "a token erases itself": ("ragged", "dbeta", gated_delta_rule_bwd, "compute_decays", diagonal_too),
+    "a token erases itself": ("ragged", "dbeta", chunk_gradients, "keep_upper", diagonal_too),
 }  # fmt: skip
 
 
@@ -92,7 +92,9 @@ def inverse_of(Gt, C, lanes):
     nisa.dma_copy(dst=tile, src=Gt)
     space = triangular.allocate_workspace(C, lanes)
     table = tiles.take_corners(table, C)
-    inverse = triangular.invert([tile], [space], triangular.build_pair_masks(C), table, True)[0]
+    blocks = triangular.build_block_constants(C)
+    columns = triangular.list_block_columns(tile, blocks)
+    inverse = triangular.invert([tile], [columns], [space], blocks, table, True)[0]
     out = nl.ndarray((2, C, lanes, C), dtype=nl.float32, buffer=nl.shared_hbm)
     nisa.dma_copy(dst=out[0], src=inverse["T"])
     nisa.dma_copy(dst=out[1], src=inverse["T_t"])

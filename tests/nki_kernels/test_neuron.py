@@ -3,6 +3,7 @@ the kernels, with a stand-in for torch_neuronx that registers a plain PyTorch op
 
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -156,7 +157,8 @@ def test_parity_holds_on_the_simulator_of_an_installed_nki(tmp_path):
 
 def test_an_nki_without_a_simulator_is_refused(monkeypatch):
     call = Call("gated_delta_rule", "cpu", torch.float32)
-    monkeypatch.setattr(declarations, "find_spec", lambda name: name)
+    monkeypatch.setattr(declarations, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(declarations, "_placeholder", lambda: None)
     monkeypatch.setattr(declarations.metadata, "version", lambda name: "0.2.0+1")
     with pytest.raises(
         BackendRefusal, match=r"nki 0\.2\.0\+1 has no simulator: install 0\.3 or newer, or none"
@@ -164,3 +166,22 @@ def test_an_nki_without_a_simulator_is_refused(monkeypatch):
         choose(call, "nki-simulator")
     monkeypatch.setattr(declarations.metadata, "version", lambda name: "0.10rc1")
     assert choose(call, "nki-simulator").name == "nki-simulator"
+
+
+@pytest.mark.skipif(find_spec("nki") is not None, reason="the real nki is installed here")
+@pytest.mark.parametrize("backend", ["nki", "nki-simulator"])
+def test_the_placeholder_of_the_public_index_is_refused_by_name(backend, tmp_path, monkeypatch):
+    """That package is one file, which raises; AWS's has nki.isa."""
+    package = tmp_path / "nki"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise ImportError("WRONG PACKAGE")\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(
+        declarations, "find_spec", lambda name: find_spec("torch" if name == "torch_xla" else name)
+    )
+    call = Call("gated_delta_rule", "cpu" if backend == "nki-simulator" else "xla", torch.float32)
+    with pytest.raises(BackendRefusal, match=r"nki that is installed is a placeholder .*: pip uninstall nki"):
+        choose(call, backend)
+    (package / "isa.py").write_text("")
+    monkeypatch.setattr(declarations.metadata, "version", lambda name: "0.7.0")
+    assert choose(call, backend).name == backend

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from delta_trn.nki_kernels.simulator import ConstraintError, Numerics, StrictError, nisa, nl, record
+from delta_trn.nki_kernels.simulator.isa.matmul import down_the_rows
 from tests.support.simulator_harness import (
     F32,
     Refusals,
@@ -336,3 +337,25 @@ def test_activations_are_perturbed_by_at_most_the_ulps_asked_for():
     )
     relative = np.abs(off / exact - 1) / 2.0**-23
     assert 4 < relative.max() <= 9.0  # 8, and the rounding of the product
+
+
+@pytest.mark.parametrize(
+    ("K", "M", "N"), [(64, 64, 128), (128, 128, 128), (128, 128, 1), (128, 1, 128), (128, 1, 1)]
+)
+def test_a_float32_product_is_no_more_exact_than_adding_its_rows_in_order(K, M, N):
+    def plain(a, b):
+        total = np.zeros((M, N), np.float32)
+        for left, right in zip(a, b, strict=True):
+            total += np.outer(left, right)
+        return total
+
+    def error(value, a, b):
+        return np.linalg.norm(value - a.astype(np.float64).T @ b.astype(np.float64))
+
+    ours = theirs = 0.0
+    for seed in range(200 if M == N == 1 else 3):
+        rng = np.random.default_rng(seed)
+        a, b = (rng.standard_normal((K, n), np.float32) for n in (M, N))
+        ours += error(down_the_rows(a, b), a, b)
+        theirs += error(plain(a, b), a, b)
+    assert 0.9 * theirs < ours < 1.1 * theirs

@@ -1,0 +1,6 @@
+"""Compares the cost model with published measurements: `python -m nki_kernels.simulator calibrate`.
+
+measurements   published times, their sources, and which program runs the same instructions
+programs       the published kernels, written again
+compare        model against measurement, and the constants that the fitted source implies
+"""
