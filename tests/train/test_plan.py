@@ -5,6 +5,7 @@ import json
 import pytest
 
 from delta_trn.models import DeltaForCausalLM
+from delta_trn.train.neuron import step_time
 from delta_trn.train.parallel import plan
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import model_config
@@ -63,5 +64,30 @@ def test_the_plan_says_where_scaling_stops_and_why():
 def test_the_plan_command_says_that_its_numbers_are_computed():
     output = tiny_run.train("plan", "tiny")
     assert output.startswith("COMPUTED, not measured") and "h100" in output
-    rows = json.loads(tiny_run.train("plan", "tiny", "--json"))
+    assert "\nESTIMATED, not measured: a step on 32 NeuronCores of Trn1" in output
+    rows = json.loads(tiny_run.train("plan", "tiny", "--json", "--cores", "2"))
     assert {row["workers"] for row in rows} == set(plan.COUNTS)
+    step = [row for row in rows if "part" in row]
+    assert {row["workers"] for row in step} == {2} and all(0 < row["low_s"] <= row["high_s"] for row in step)
+    assert "part" not in tiny_run.train("plan", "tiny", "--json", "--cores", "0")
+
+
+def test_a_step_on_trn1_adds_up_from_its_layers_and_sequences():
+    c = config(batch__sequences="8")
+    one = {part.name: part for part in step_time.parts(c, plan.size_of(c), 8)}
+    assert list(one) == [
+        "matmuls", "gated norm", "convolution", "scan", "readout", "elementwise", "optimizer, all-reduce"
+    ]  # fmt: skip
+    assert one["scan"].low < one["scan"].high and one["matmuls"].high / one["matmuls"].low == 79 / 45
+    four = {part.name: part for part in step_time.parts(c, plan.size_of(c), 2)}
+    deep = config(batch__sequences="8", model__layers=str(2 * c.model.layers))
+    deeper = {part.name: part for part in step_time.parts(deep, plan.size_of(deep), 8)}
+    for name in ("gated norm", "convolution", "scan", "elementwise"):
+        assert four[name].high == pytest.approx(4 * one[name].high)
+        assert deeper[name].high == pytest.approx(2 * one[name].high)
+    assert one["scan"].high == c.model.layers * step_time.kernel_seconds(c)["scan"]["issue"]
+
+
+def test_the_plan_says_why_there_is_no_estimate_for_a_model_that_the_kernels_do_not_take():
+    output = tiny_run.train("plan", "tiny", "model.head_dim_k=512")
+    assert "No estimate of a step on Trn1" in output and "512" in output

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,83 @@ class TestNotice:
         assert graph_names == ["step", "evaluate", "prefill", "decode"]
         keys = tiny_run.keys(data, tmp_path / "again", **changes)
         assert "cache      warm: 4 graphs" in tiny_run.train("run", "tiny", *keys)
+
+
+class TestLaunchScripts:
+    """Stand-ins for programs log their words and AWS's variables. Nothing runs on a chip."""
+
+    FOLDER = Path(warmup.__file__).parents[1] / "launch"
+
+    @pytest.fixture
+    def launch(self, tmp_path):
+        """Returns a function that runs a launch script: the logged words and variables of each command."""
+        log = tmp_path / "log"
+        for name in ("python", "neuron_parallel_compile"):
+            program = tmp_path / "bin" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\nenv >> {log}\necho END >> {log}\n')
+            program.chmod(0o755)
+
+        def run(script: str, *words: str, **variables: str) -> list[tuple[str, dict[str, str]]]:
+            path = f"{tmp_path / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
+            log.unlink(missing_ok=True)
+            subprocess.run(
+                [self.FOLDER / script, *words], env={"PATH": path, **variables}, check=True, timeout=60
+            )
+            commands = []
+            for part in log.read_text().split("END\n")[:-1]:
+                command, *lines = part.splitlines()
+                pairs = dict(line.partition("=")[::2] for line in lines)
+                kept = r"NEURON|XLA|FI_|MALLOC|ALLREDUCE"
+                commands.append((command, {k: v for k, v in pairs.items() if re.match(kept, k)}))
+            return commands
+
+        return run
+
+    @pytest.mark.parametrize("script", ["trn1.2xlarge.sh", "trn1.32xlarge.sh"])
+    def test_warmup_and_training_get_the_same_variables_and_keys(self, launch, script):
+        ((trained, variables),) = launch(script, "tiny", "steps=3", XLA_DOWNCAST_BF16="1")
+        ((warmed, same),) = launch(script, "warmup", "tiny", "steps=3", "--list")
+        assert variables == same
+        assert "XLA_DOWNCAST_BF16" not in variables
+        assert variables["NEURON_CC_FLAGS"].split() == ["--model-type=transformer", "--auto-cast=none"]
+        assert variables["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "3"
+        assert ("FI_PROVIDER" in variables) == (script == "trn1.32xlarge.sh")
+        keys = trained.partition("--or-resume tiny ")[2]
+        assert keys and warmed.startswith(f"python -m train warmup tiny {keys} --list --processes=")
+        assert warmed.rpartition("=")[2] == re.findall(r"--nproc_per_node=(\d+)", trained)[0]
+
+    def test_several_nodes_compile_for_all_their_processes_and_then_load(self, launch):
+        (compiled, _), (loaded, _) = launch("trn1.32xlarge.sh", "warmup", "tiny", NODES="4", HEAD="10.0.0.1")
+        assert compiled == f"neuron_parallel_compile {loaded}"
+        assert "--nnodes=4" in loaded and "-m train warmup tiny" in loaded
+        assert loaded.startswith("python -m torch.distributed.run ")
+
+    def test_what_a_user_sets_stays_and_flags_are_added(self, launch):
+        given = {"NEURON_CC_FLAGS": "--cache_dir=/x", "MALLOC_ARENA_MAX": "8"}
+        ((_, variables),) = launch("trn1.2xlarge.sh", "tiny", **given)
+        assert variables["NEURON_CC_FLAGS"].endswith(" --cache_dir=/x")
+        assert variables["MALLOC_ARENA_MAX"] == "8" and variables["XLA_DISABLE_FUNCTIONALIZATION"] == "0"
+
+    def test_every_variable_is_preceded_by_a_reason_with_its_source(self):
+        for path in sorted(self.FOLDER.glob("*.sh")):
+            if path.name.startswith("8x"):
+                continue
+            for paragraph in re.split(r"\n\s*\n|(?<=\n)(?=# )(?<!#)", path.read_text()):
+                if re.search(r"^(export|unset) ", paragraph, re.MULTILINE):
+                    reason = paragraph[: re.search(r"^(export|unset) ", paragraph, re.MULTILINE).start()]
+                    assert re.search(r"# .*\.rst|aws-neuron/", reason, re.DOTALL), paragraph
+
+    def test_variables_that_change_graphs_are_part_of_a_record(self, monkeypatch):
+        text = (self.FOLDER / "neuron_environment.sh").read_text()
+        named = re.findall(r"^export (\w+)", text, re.MULTILINE)
+        of_graphs = set(named) - {"MALLOC_ARENA_MAX", *(n for n in named if n.startswith("NEURON_RT_"))}
+        assert of_graphs <= set(record._VARIABLES) and len(of_graphs) == 3
+        before = fingerprint(config(), CPU, 1)
+        for name in of_graphs:
+            with monkeypatch.context() as patch:
+                patch.setenv(name, "7")
+                assert fingerprint(config(), CPU, 1) != before
 
 
 class TestNeuron:

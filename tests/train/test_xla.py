@@ -4,16 +4,29 @@ torch_xla needs an older PyTorch, so `make test-xla` runs these tests in their o
 those that need no torch_xla run.
 """
 
+import json
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
-from delta_trn.backends import gated_delta_rule, machine
+from delta_trn.backends import default_backend, gated_delta_rule, machine
 from delta_trn.backends.gated_delta_rule.triangular import merged_inverse, triangular_inverse
+from delta_trn.train.neuron import reduction
+from delta_trn.train.neuron.sharding import NeuronSharding
+from delta_trn.train.parallel import sharding as whole
+from delta_trn.train.parallel.team import Team
+from delta_trn.train.recipes import recipe
 from delta_trn.train.run import loop
+from delta_trn.train.run.model import checkpoint_blocks, make_model, model_config
+from delta_trn.train.run.optimizer import make_optimizer
 from delta_trn.train.run.step import TrainingStep
-from tests.support import tiny_run
+from delta_trn.train.settings.overrides import apply
+from tests.support import published, tiny_run
 
 needs_xla = pytest.mark.skipif(
     find_spec("torch_xla") is None,
@@ -111,6 +124,96 @@ class TestRun:
     def test_a_checkpoint_of_a_run_on_xla_resumes_on_the_cpu(self, runs):
         tiny_run.train("resume", runs[3], f"steps={STEPS + 2}", "device=cpu", "backend=chunked")
         assert tiny_run.read_metrics(runs[3])[-1]["step"] == STEPS + 2
+
+    def test_a_checkpoint_of_a_run_on_xla_has_the_position_of_a_run_on_the_cpu(self, runs):
+        """On XLA a thread has read further by then, batches that no step has taken."""
+        folder = runs[3]
+        positions = [
+            json.loads((out / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_bytes())["position"]
+            for out in (folder, folder.parent / "cpu")
+        ]
+        assert positions[0] == positions[1]
+
+
+@needs_xla
+class TestReduction:
+    """XLA_ALWAYS_ALLREDUCE records collectives also for one process, over which they return what they get."""
+
+    @pytest.mark.parametrize(("most", "checkpoints"), [(2**30, False), (4096, True)])
+    def test_a_steps_graph_has_one_all_reduce_for_each_bucket_and_no_ddp(
+        self, most, checkpoints, monkeypatch
+    ):
+        """With many buckets blocks are computed twice, which torch's own checkpoint cannot do on XLA."""
+        from torch_xla import _XLAC
+
+        monkeypatch.setenv("XLA_ALWAYS_ALLREDUCE", "1")
+        monkeypatch.setattr(whole, "DistributedDataParallel", None)
+        config = apply(recipe("tiny"), {"model.layers": "1", "optimizer.clip": "0.01"})
+        tokens = torch.arange(32).reshape(2, 16) % 7
+        gradients = []
+        for device in (machine.pick("xla"), torch.device("cpu")):
+            model = make_model(model_config(config, rows=8), seed=0, device=device)
+            alone = device.type == "cpu"
+            if checkpoints and not alone:
+                checkpoint_blocks(model, device)
+                model.train()
+            # of these two processes the other has no text, and a gradient of 0
+            team = Team() if alone else Team(world=2, mesh=object())  # type: ignore[arg-type]
+            sharding = whole.Sharding(model) if alone else NeuronSharding(model, config.distribution, team)
+            sharding._bucket = most  # type: ignore[attr-defined]
+            optimizer = make_optimizer(sharding, config)
+            with default_backend("chunked"):
+                sharding.loss(tokens.to(device), (tokens + 1).to(device)).backward()
+                norm = sharding.step(optimizer, config.optimizer.clip)
+            parameters = [p for _, p in whole.named_parameters(optimizer) if p.grad is not None]
+            if not alone:
+                graph = _XLAC._get_xla_tensors_hlo([*parameters, norm])
+                count = len(list(reduction.buckets([p.grad for p in parameters], most)))
+                assert graph.count(" all-reduce(") == count > (0 if most > 4096 else 5)
+                assert "replica_groups={}" in graph
+                machine.synchronize(device)
+            gradients.append((norm.cpu(), [p.grad.cpu() for p in parameters]))
+        (half, clipped), (norm, expected) = gradients
+        assert abs(2 * half - norm) <= 300 * 2**-24 * norm
+        for a, b in zip(clipped, expected, strict=True):  # both are clipped to one norm
+            assert (a - b).norm() <= 300 * 2**-24 * b.norm() + 1e-9
+
+
+@needs_xla
+def test_the_published_signatures_are_those_of_the_installed_torch_xla():
+    assert published.differences(published.XLA) == []
+
+
+SPLITTING = """
+import torch
+from delta_trn.backends import machine
+from delta_trn.models.layers import consecutive_parts
+
+x = torch.arange(24.0).view(2, 3, 4)
+for dim, sizes in ((-1, (1, 3)), (1, (2, 1)), (0, (1, 1)), (2, (4,)), (2, (0, 4))):
+    on_xla = x.to(machine.pick("xla")).requires_grad_()
+    parts = consecutive_parts(on_xla, sizes, dim)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(parts, x.split(sizes, dim), strict=True)), (dim, sizes)
+    sum((i + 1) * part.sum() for i, part in enumerate(parts)).backward()
+    here = x.clone().requires_grad_()
+    sum((i + 1) * part.sum() for i, part in enumerate(here.split(sizes, dim))).backward()
+    assert torch.equal(on_xla.grad.cpu(), here.grad), (dim, sizes)
+print(torch.equal(x.to(machine.pick("xla")).split((1, 3), -1)[0].cpu(), x.split((1, 3), -1)[0]))
+"""
+
+
+@needs_xla
+def test_parts_of_channels_are_right_without_functionalization():
+    """torch-neuronx switches it off. torch's own split is wrong then (pytorch/xla issue 8640)."""
+    process = subprocess.run(
+        [sys.executable, "-c", SPLITTING],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "XLA_DISABLE_FUNCTIONALIZATION": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert process.stdout == "False\n", process.stderr
 
 
 @needs_xla

@@ -1,18 +1,28 @@
 #!/usr/bin/env bash
 # 32 NeuronCores a node, one node or several, data parallel. Not yet run on a chip.
-#   one node    train/launch/trn1.32xlarge.sh gdn_mup_adamw out=runs/large
+#   one node    train/launch/trn1.32xlarge.sh warmup gdn_mup_adamw out=runs/large    compiles: first
+#               train/launch/trn1.32xlarge.sh gdn_mup_adamw out=runs/large           trains
 #   several     NODES=4 HEAD=10.0.0.1 train/launch/trn1.32xlarge.sh gdn_mup_adamw out=/shared/runs/large
-#               on each of them; NODES=2:4 goes on with as few as two. HEAD is one of them. out=DIR and
-#               data.folder=DIR are on a file system that all see.
-# Compile first, with the same flags and keys, once for all nodes if NEURON_COMPILE_CACHE_URL is s3://...:
-#   NEURON_CC_FLAGS="--model-type=transformer --auto-cast=none" \
-#       python -m train warmup gdn_mup_adamw device=xla sample.tokens=0 \
-#       batch.micro=1 evaluation.batch=8 --processes=32
-# A micro-batch is a graph, and neuronx-cc refuses a graph of too many instructions: `--list` counts them.
+#               on each of them, and `warmup` before it too; NODES=2:4 goes on with as few as two. HEAD is one
+#               of them. out=DIR and data.folder=DIR are on a file system that all see. They share what is
+#               compiled if NEURON_COMPILE_CACHE_URL is s3://...
+# A micro-batch is a graph, and neuronx-cc refuses one of too many instructions: `warmup ... --list` counts.
 # When a process dies, torchrun starts all again, and they go on from the newest checkpoint in out=DIR.
 set -euo pipefail
-export NEURON_CC_FLAGS="--model-type=transformer --auto-cast=none"
-export FI_PROVIDER=efa FI_EFA_USE_DEVICE_RDMA=1 # the network between nodes
-exec torchrun --nproc_per_node=32 --nnodes="${NODES:-1}" --max-restarts=3 \
-    --rdzv_id=delta-trn --rdzv_backend=c10d --rdzv_endpoint="${HEAD:-127.0.0.1}:29500" \
-    -m train run --or-resume "${1:?name a recipe}" device=xla sample.tokens=0 batch.micro=1 evaluation.batch=8 "${@:2}"
+. "$(dirname "${BASH_SOURCE[0]}")/neuron_environment.sh"
+# The network between nodes: frameworks/torch/torch-neuronx/setup-trn1-multi-node-execution.rst. A kernel
+# before 5.15 (Amazon Linux 2) needs FI_EFA_FORK_SAFE=1 as well: neuron-runtime/nrt-troubleshoot.rst
+export FI_PROVIDER=efa FI_EFA_USE_DEVICE_RDMA=1
+keys=(device=xla sample.tokens=0 batch.micro=1 evaluation.batch=8)
+# not torchrun itself: that of AWS's environment would start AWS's python
+launch=(python -m torch.distributed.run --nproc_per_node=32 --nnodes="${NODES:-1}" --max-restarts=3
+    --rdzv_id=delta-trn --rdzv_backend=c10d --rdzv_endpoint="${HEAD:-127.0.0.1}:29500")
+if [ "${1:?name a recipe}" != warmup ]; then
+    exec "${launch[@]}" -m train run --or-resume "$1" "${keys[@]}" "${@:2}"
+fi
+if [ "${NODES:-1}" = 1 ]; then
+    exec python -m train warmup "${2:?name a recipe}" "${keys[@]}" "${@:3}" --processes=32
+fi
+# a graph has the number of all processes in it; the second time shows that all come from the cache
+neuron_parallel_compile "${launch[@]}" -m train warmup "${2:?name a recipe}" "${keys[@]}" "${@:3}"
+exec "${launch[@]}" -m train warmup "$2" "${keys[@]}" "${@:3}"

@@ -21,7 +21,15 @@ from delta_trn.train.settings.schema import RunConfig, flatten, is_one_of
 FOLDER = "delta-trn-warmup"
 _ROOT = Path(__file__).resolve().parents[2]
 # packages whose code decides what is traced: all sources of each count
-_TRACING = ("models", "backends", "triton_kernels", "nki_kernels", "train/run", "train/parallel")
+_TRACING = (
+    *("models", "backends", "triton_kernels", "nki_kernels"),
+    *("train/run", "train/parallel", "train/neuron"),
+)
+# variables that change what is traced, or how it is compiled
+_VARIABLES = (
+    *("NEURON_CC_FLAGS", "XLA_FLAGS", "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", "XLA_DISABLE_FUNCTIONALIZATION"),
+    *("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "NEURON_FUSE_SOFTMAX", "NEURON_CUSTOM_SILU"),
+)
 _COMPILERS = (
     *("torch", "transformers", "triton", "torch-xla", "torch-neuronx"),
     *("libneuronxla", "neuronx-cc", "nki", "neuronx-distributed"),
@@ -56,7 +64,7 @@ def fingerprint(config: RunConfig, device: torch.device, world: int) -> str:
         keys,
         config.schedule.warmup > 0,  # a first rate of 0 is a constant to XLA
         _versions(),
-        [os.environ.get(name, "") for name in ("NEURON_CC_FLAGS", "XLA_FLAGS")],
+        [os.environ.get(name, "") for name in _VARIABLES],
         machine.describe(device),
         world,
     ]

@@ -1,7 +1,8 @@
-"""Tensor parallelism by heads, and ZeRO-1, on Neuron: by AWS's neuronx_distributed. Not run on a chip.
+"""Training on several NeuronCores: data parallel, by heads, and ZeRO-1. Not run on a chip.
 
-Names, arguments and shapes are those of its release 0.18 (Neuron SDK 2.29, aws-neuron/neuronx-distributed).
-Elsewhere PyTorch's own parts do the same: `train.parallel.pytorch`.
+Replicas average their gradients by `train.neuron.reduction`. Heads and ZeRO-1 are divided by AWS's
+neuronx_distributed; names, arguments and shapes are those of its release 0.17 (Neuron SDK 2.28,
+aws-neuron/neuronx-distributed at v2.28.0). Elsewhere PyTorch's own parts do it: `train.parallel.pytorch`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from delta_trn.backends import machine
 from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.train.neuron import reduction
 from delta_trn.train.parallel.head_order import Holder, channels
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def serves(device: torch.device) -> bool:
-    """Whether work on `device` is divided by neuronx_distributed: torch_xla has no other."""
+    """Whether work on `device` is divided by this module: torch_xla has no FSDP2 and no DTensor."""
     return device.type == "xla"
 
 
@@ -42,7 +45,7 @@ def require(how: DistributionSection) -> None:
 
 
 class NeuronSharding(Sharding):
-    """A model divided by neuronx_distributed, among the processes of a team of at least two."""
+    """A model on the NeuronCores of a team of at least two processes."""
 
     def __init__(self, model: DeltaForCausalLM, how: DistributionSection, team: Team):
         super().__init__(model, team)
@@ -51,10 +54,13 @@ class NeuronSharding(Sharding):
         self._zero1 = how.mode == "zero1"
         if how.tensor > 1:
             self.rows = divide_heads(model, how.tensor)
-        replicas = team.mesh["replica"]
-        # under ZeRO-1 the optimizer reduces gradients in its step
-        if not self._zero1 and replicas.size() > 1:
-            self._replicate(replicas.get_group())
+        self._replicas = team.world // how.tensor
+        self._groups = reduction.replica_groups(team.world, how.tensor)
+        self._bucket = reduction.bucket_bytes()
+        if self._replicas > 1:
+            # they are equal anyway, drawn from one seed or read from one file
+            tensors = [*model.parameters(), *model.buffers()]
+            machine.broadcast(tensors, root=team.rank % how.tensor, groups=self._groups)
 
     def make_optimizer(
         self, kind: type[Optimizer], groups: list[dict[str, Any]], *, clip: float | None, **options: Any
@@ -65,6 +71,11 @@ class NeuronSharding(Sharding):
         """
         if not self._zero1:
             return super().make_optimizer(kind, groups, clip=clip, **options)
+        if any(group["clip"] != 1 for group in groups):
+            raise ConfigError(
+                "optimizer.clip_norm=width is not there with distribution.mode=zero1 on Neuron, whose "
+                "optimizer clips by itself; give clip_norm=global or mode=ddp"
+            )
         initialize(1)
         options.pop("fused")  # it is for CPUs and GPUs
         return library("optimizer").NeuronZero1Optimizer(
@@ -80,8 +91,11 @@ class NeuronSharding(Sharding):
 
     def step(self, optimizer: Any, clip: float | None) -> Tensor:
         if not self._zero1:
+            if self._replicas > 1:
+                parameters = (parameter for _, parameter in named_parameters(optimizer))
+                reduction.average(parameters, self._replicas, self._groups, self._bucket)
             return super().step(optimizer, clip)
-        optimizer.step()
+        optimizer.step()  # which reduces gradients, too
         return optimizer.grad_norm.squeeze()
 
     @property

@@ -11,6 +11,7 @@ and ask nothing else. Names are those of parameters, or NAME/SLOT for the optimi
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,15 +93,23 @@ class Sharding:
     def step(self, optimizer: Optimizer, clip: float | None) -> Tensor:
         """Scales all gradients so that their norm is at most `clip`, and moves the weights.
 
-        Returns the norm before. It is taken after the reduction: a process's own gradient is longer than the
-        mean of all.
+        Returns the norm before: the root of the sum of `clip` |g|^2 over the optimizer's groups. It is taken
+        after the reduction: a process's own gradient is longer than the mean of all.
         """
         parameters = [parameter for _, parameter in named_parameters(optimizer)]
-        norm = self.norm(parameters)
+        norm = self._norm_of_groups(optimizer)
         if clip is not None:
             self._scale(parameters, clip, norm)
         optimizer.step()
         return norm
+
+    def _norm_of_groups(self, optimizer: Optimizer) -> Tensor:
+        by_weight: dict[float, list[nn.Parameter]] = defaultdict(list)
+        for group in optimizer.param_groups:
+            by_weight[group["clip"]] += group["params"]
+        with_gradient = {w: ps for w, ps in by_weight.items() if any(p.grad is not None for p in ps)}
+        norms = [math.sqrt(weight) * self.norm(ps) for weight, ps in (with_gradient or {1.0: []}).items()]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Returns the gradients' norm over all processes and parameters, on the device."""

@@ -169,7 +169,8 @@ def test_a_distributed_run_equals_the_run_of_one_process(
         pytest.param("sgd", {"batch.sequences": 4}, id="half of the batch"),
         pytest.param("sgd", {"optimizer.clip": 0.5}, id="clipped before the reduction"),
         pytest.param("sgd", {"data.boundaries": "false"}, id="documents that reach the next one"),
-        pytest.param("adamw", {"optimizer.beta2": 0.9}, id="another optimizer"),
+        # AdamW's step of 2 g is m / (sqrt(v) + eps / 2) of g
+        pytest.param("adamw", {"optimizer.eps": 0.05}, id="summed instead of averaged"),
     ],
 )
 def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, tmp_path, optimizer, changes):
@@ -177,7 +178,9 @@ def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, 
     tiny_run.train("run", "tiny", *keys(data, tmp_path / "run", optimizer, changes))
     distance = distances(tmp_path / "run", alone(optimizer), begin)
     tenfold = {name: 10 * x for name, x in allowed(optimizer).items()}
-    assert above(distance, tenfold).keys() >= {"loss", "weights"}
+    # the first tokens of documents, which are few, weigh little in a loss
+    seen = {"weights"} if "data.boundaries" in changes else {"loss", "weights"}
+    assert above(distance, tenfold).keys() >= seen
 
 
 DROPOUT = {"model.dropout": 0.2}

@@ -1,7 +1,7 @@
-"""Divided heads and ZeRO-1 by neuronx_distributed give the same run, on a stand-in over two gloo processes.
+"""Replicas, divided heads and ZeRO-1 on Neuron give the same run, on stand-ins over two gloo processes.
 
-The stand-in has the package's names and shapes and computes on the CPU. Only a chip can show that AWS's own
-package computes the same. test_distributed.py derives the tolerances.
+The stand-ins have the names and signatures of torch_xla and neuronx_distributed, and compute on the CPU. Only
+a chip can show that AWS's own packages compute the same. test_distributed.py derives the tolerances.
 """
 
 import sys
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from delta_trn.train.neuron import sharding as neuron
+from delta_trn.train.parallel import sharding as whole
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
 from tests.support import team_run, tiny_run
@@ -18,16 +19,22 @@ from tests.train.parallel.test_distributed import BATCH, OPTIMIZERS, ORDERS, abo
 
 SHIMS = Path(__file__).parents[2] / "shims"
 WAYS: dict[str, dict[str, Any]] = {
+    "replicas": {},
     "heads": {"distribution.tensor": 2},
     "zero1": {"distribution.mode": "zero1"},
 }
 
 
 def run_on_stand_in(arguments: list[str], log: str) -> None:
-    """Runs one rank as if its CPU were a NeuronCore."""
+    """Runs one rank as if its CPU were a NeuronCore. No DistributedDataParallel may be made."""
     sys.path.insert(0, str(SHIMS))
     neuron.serves = lambda device: True
+    whole.DistributedDataParallel = _refuse
     tiny_run.run_and_exit(arguments, log)
+
+
+def _refuse(*arguments: Any, **options: Any) -> None:
+    raise AssertionError("torch's DistributedDataParallel does not work on Neuron")
 
 
 def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list[str]:
@@ -40,7 +47,7 @@ def run(arguments: list[Any], logs: Path) -> None:
     team_run.train(2, arguments, logs, run_on_stand_in)
 
 
-@pytest.mark.parametrize(("way", "optimizer"), [("heads", "sgd"), ("zero1", "adamw")])
+@pytest.mark.parametrize(("way", "optimizer"), [("replicas", "adamw"), ("heads", "sgd"), ("zero1", "adamw")])
 def test_a_resumed_run_on_neuron_equals_the_run_of_one_process(data, tmp_path, way, optimizer):
     """The run is resumed after five of ten steps. One process runs all ten, and resumes both for two more."""
     out = tmp_path / "run"

@@ -1,0 +1,34 @@
+# What AWS documents for training on Trn1, for the launch scripts beside this file, which source it.
+# A path is that of a page in github.com/aws-neuron/aws-neuron-sdk at v2.28.1, unless it names a repository.
+# What is set before has precedence, but for the two flags of the compiler.
+
+# The compiler expects a transformer, and casts nothing itself: torch.autocast does, as AWS describes it.
+# compiler/neuronx-cc/api-reference-guide/index.rst,
+# frameworks/torch/torch-neuronx/programming-guide/training/pytorch-neuron-programming-guide.rst
+export NEURON_CC_FLAGS="--model-type=transformer --auto-cast=none ${NEURON_CC_FLAGS:-}"
+
+# They would make bfloat16 of all float32, the weights included, and are deprecated:
+# about-neuron/appnotes/torch-neuronx/migration-from-xla-downcast-bf16.rst
+unset XLA_USE_BF16 XLA_DOWNCAST_BF16
+
+# Round to nearest even: weights are float32 here, and parity is measured with it. Stochastic rounding is for
+# weights in bfloat16: about-neuron/arch/neuron-features/rounding-modes.rst
+export NEURON_RT_STOCHASTIC_ROUNDING_EN="${NEURON_RT_STOCHASTIC_ROUNDING_EN:-0}"
+
+# torch.split with a list of sizes returns wrong elements without functionalization, which torch-neuronx
+# switches off. Our own models do not depend on it, those of transformers do.
+# about-neuron/appnotes/torch-neuronx/introducing-pytorch-2-9.rst
+export XLA_DISABLE_FUNCTIONALIZATION="${XLA_DISABLE_FUNCTIONALIZATION:-0}"
+
+# Up to three graphs are queued while the host records the next. AWS measured about 12% less time; more than
+# three may take too much memory: neuron-runtime/nrt-configurable-parameters.rst
+export NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS="${NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS:-3}"
+
+# glibc's arenas would fill the host's memory: "Memory leaking in glibc" of
+# _backup-rn/torch/torch-neuronx/index.rst.
+# 64 is in aws-neuron/neuronx-distributed: examples/training/llama/tp_zero1_llama_hf_pretrain/
+export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-64}"
+
+# MB of gradients for each all-reduce; 50 is AWS's default:
+# frameworks/torch/torch-neuronx/api-reference-guide/training/torch-neuron-envvars.rst
+export ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB="${ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB:-50}"
