@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.layers import Linear, RMSNorm, at_least_float32
+from delta_trn.models.layers import Linear, RMSNorm, at_least_float32, consecutive_parts
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.sequence import Sequences
 
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates each pair (x_i, x_{i + rotated/2}) by its angle; channels from `rotated` on stay."""
-        a, b, rest = x.split([self.rotated // 2, self.rotated // 2, self.D - self.rotated], dim=-1)
+        a, b, rest = consecutive_parts(x, (self.rotated // 2, self.rotated // 2, self.D - self.rotated))
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
 

@@ -32,7 +32,10 @@ IGNORED = frozenset(
 
 
 class Block(GradientCheckpointingLayer):
-    """Computes x + Mixer(Norm(x)), then x + MLP(Norm(x)); `models.residual` has other residuals than +."""
+    """Computes x + Mixer(Norm(x)), then x + MLP(Norm(x)); `models.residual` has other residuals than +.
+
+    With base_layers, what is added is multiplied by base_layers / layers (CompleteP, see `models.mup`).
+    """
 
     def __init__(self, config: DeltaConfig, index: int) -> None:
         super().__init__()
@@ -42,10 +45,11 @@ class Block(GradientCheckpointingLayer):
         self.mixer = Attention(config) if index in config.attention_layers else GatedDeltaNet(config)
         self.mixer_write = make_write(config)
         self.mlp_norm = norm(d, config.rms_norm_eps)
-        self.mlp = MLPS[config.mlp](d, config.intermediate_size, config.mlp_output_scale)
+        self.mlp = MLPS[config.mlp](d, config.intermediate_size, config.mlp_output_scale, config.inner_ratio)
         self.mlp_write = make_write(config)
         self.mixer_dropout = Dropout(config.dropout, 2 * index + 1)
         self.mlp_dropout = Dropout(config.dropout, 2 * index + 2)
+        self.share = 1 / config.depth_ratio
         # Where the residual is a sum that is read whole, the norm that follows computes it.
         self.sums = isinstance(self.mixer_write, Additive) and isinstance(self.read, Whole)
 
@@ -53,7 +57,7 @@ class Block(GradientCheckpointingLayer):
         """Maps the residual stream [B, T, d DV] to the next one; DV = 1 except for expanded states."""
         h = self.read(x, sequences, cache, "mixer_read")
         c = self.mixer_norm(h)
-        y = self.mixer_dropout(self.mixer(c, sequences, cache), sequences.noise)
+        y = self._scaled(self.mixer_dropout(self.mixer(c, sequences, cache), sequences.noise))
         if self.sums:
             c, x = self.mlp_norm.of_sum(y, x)
             h = x
@@ -61,7 +65,10 @@ class Block(GradientCheckpointingLayer):
             x = self.mixer_write(x, h, c, y)
             h = self.read(x, sequences, cache, "mlp_read")
             c = self.mlp_norm(h)
-        return self.mlp_write(x, h, c, self.mlp_dropout(self.mlp(c), sequences.noise))
+        return self.mlp_write(x, h, c, self._scaled(self.mlp_dropout(self.mlp(c), sequences.noise)))
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.share == 1 else y * self.share
 
 
 class DeltaPreTrainedModel(PreTrainedModel):

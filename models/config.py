@@ -53,6 +53,18 @@ class DeltaConfig(PretrainedConfig):
         return self.hidden_size / self.base_width
 
     @property
+    def inner_ratio(self) -> float:
+        """The inner size of the MLP over the base model's; m where it does not follow from the width."""
+        base = self._inner_size(self.base_width)
+        follows = self.intermediate_size == self._inner_size(self.hidden_size)
+        return self.intermediate_size / base if follows else self.width_ratio
+
+    @property
+    def depth_ratio(self) -> float:
+        """The ratio l = layers / base_layers; 1 where depth has no rule."""
+        return self.num_hidden_layers / (self.base_layers or self.num_hidden_layers)
+
+    @property
     def mlp_output_scale(self) -> float:
         """A factor on the initial std of each MLP's output projection."""
         return self.num_hidden_layers**-0.5 if self.depth_scaled_init else 1.0
@@ -75,10 +87,13 @@ class DeltaConfig(PretrainedConfig):
                 f"{int(0.75 * d)} heads, or head_dim_k"
             )
         if self.intermediate_size is None:
-            multiple = self.intermediate_multiple
-            self.intermediate_size = -(-int(8 * d / 3) // multiple) * multiple
+            self.intermediate_size = self._inner_size(d)
         if self.readout == "auto":
             self.readout = "none" if self.init == "authors" else "sqrt_k"
+
+    def _inner_size(self, width: int) -> int:
+        multiple = self.intermediate_multiple
+        return -(-int(8 * width / 3) // multiple) * multiple
 
     def _require_heads(self) -> None:
         H, HV, K = self.num_heads, self.num_v_heads, self.head_dim_k
@@ -114,6 +129,11 @@ class DeltaConfig(PretrainedConfig):
             raise ValueError(
                 f"residual={self.residual!r} has one value per feature: leave out ddl_value_channels, "
                 "ddl_compressor and input_embed_shortconv_kernel_size, or choose 'ddl' or 'write_only'"
+            )
+        if self.residual != "additive" and self.base_layers is not None:
+            raise ValueError(
+                f"base_layers={self.base_layers} is a rule for sums, not for residual={self.residual!r}; "
+                "leave it out"
             )
         if self.residual == "ddl_lm" and self.hidden_size < 4:
             raise ValueError(f"hidden_size={self.hidden_size} must be at least 4 for residual='ddl_lm'")

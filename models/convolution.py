@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from delta_trn.backends import short_convolution
 from delta_trn.models.cache import LayerCache
+from delta_trn.models.layers import consecutive_parts
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
 
@@ -38,7 +39,7 @@ class ShortConvolution(nn.Module):
             x = x * sequences.real
         prefix = None if cache is None else getattr(cache, slot)
         if prefix is not None:
-            prefix, x = sequences.conv_input(x, prefix).split([before, T], dim=1)
+            prefix, x = consecutive_parts(sequences.conv_input(x, prefix), (before, T), dim=1)
         if cache is not None:
             seen = x.new_zeros(x.shape[0], before, x.shape[2]) if prefix is None else prefix
             recent = x[:, max(T - before, 0) :]

@@ -13,8 +13,8 @@ from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, log_deca
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import ShortConvolution
-from delta_trn.models.initialization import decay_rates, taps, time_steps
-from delta_trn.models.layers import Linear, RMSNorm, joint
+from delta_trn.models.initialization import constant, decay_rates, taps, time_steps
+from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, joint
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
@@ -25,6 +25,29 @@ CLOSED = -1e4
 FORGET = 1e20
 
 
+class BoundedGradient(torch.autograd.Function):
+    """Returns o [B, T, HV, V]; backward shortens the gradients of single tokens.
+
+        do_t <- do_t min(1, bound median_s |do_s| / |do_t|)         for each head
+
+    The median is over the tokens of a process's micro-batch whose gradient is not 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, bound: float) -> Tensor:
+        ctx.bound = bound
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        norms = torch.linalg.vector_norm(do, dim=-1, dtype=torch.promote_types(do.dtype, torch.float32))
+        of_tokens = norms.flatten(0, 1)
+        median = of_tokens.where(of_tokens > 0, torch.nan).nanmedian(0).values
+        limit = ctx.bound * median  # NaN, which limits nothing, if no token has a gradient
+        factor = torch.where(norms > limit, limit / norms, 1.0)
+        return do * factor[..., None].to(do.dtype), None
+
+
 class GatedDeltaNet(nn.Module):
     """The gated delta rule between projections; width d, H heads of size K, HV value heads of size V.
 
@@ -33,6 +56,9 @@ class GatedDeltaNet(nn.Module):
         beta    = sigmoid(W_b x)                            [B, T, HV] float32; doubled with allow_neg_eigval
         o       = gated_delta_rule(q, k, v, g, beta)        [B, T, HV, V], q and k normalized, scale sqrt(K)
         y       = W_o ( RMSNorm(o) * SiLU(W_g x) )          [B, T, d]
+
+    With value_skip, o + D v takes the place of o in the last line, D [HV]: Mamba2's skip, which keeps o away
+    from 0, where the norm's gradient 1 / rms(o) has no bound. o_gradient_bound limits that gradient instead.
 
     The scale is sqrt(K) here, while the operation's default is K**-0.5, as in softmax attention. The norm
     after the readout cancels any scale, but for its epsilon. With K**-0.5 and taps drawn like hidden
@@ -73,12 +99,16 @@ class GatedDeltaNet(nn.Module):
             "A_log": Tag(scalar, law=rates, stored=True),
             "dt_bias": Tag(scalar, law=time_steps, stored=True),
         }
-        self.o_norm = RMSNorm(V, config.rms_norm_eps, gain)
+        self.o_norm = RMSNorm(V, config.output_norm_eps or config.rms_norm_eps, gain)
+        self.D, self.bound = None, config.o_gradient_bound
+        if config.value_skip:
+            self.D = nn.Parameter(torch.empty(HV))
+            self.tags["D"] = Tag(scalar, law=partial(constant, value=config.value_skip))
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
         qkv = self.conv(joint(x, self.q_proj, self.k_proj, self.v_proj), sequences, cache)
-        q, k, v = qkv.split(self.sizes, dim=-1)
+        q, k, v = consecutive_parts(qkv, self.sizes)
         q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
         v = v.unflatten(-1, (-1, self.V))
         inputs = (q, k, v, *self._gate_inputs(x, sequences))
@@ -92,6 +122,10 @@ class GatedDeltaNet(nn.Module):
             o, state = self.scan(*inputs, initial_state=state, **packing, **self._options())
             if cache is not None:
                 cache.state = state
+        if self.D is not None:
+            o = o + self.D.to(o.dtype)[:, None] * v
+        if self.bound and o.requires_grad:
+            o = BoundedGradient.apply(o, self.bound)
         y = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
         return self.o_proj(y.flatten(-2))
 

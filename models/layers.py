@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +16,7 @@ from delta_trn.models.parameters import Tag
 
 
 class Linear(nn.Linear):
-    """Computes y = W x, W [outputs, inputs]; `scale` and what follows are those of `Tag`."""
+    """Computes y = W x, W [outputs, inputs]; options are those of `Tag`, `ratio` is its `inputs`."""
 
     def __init__(
         self,
@@ -25,9 +28,10 @@ class Linear(nn.Linear):
         stored: bool = False,
         heads: int = 1,
         of_columns: bool = False,
+        ratio: float | None = None,
     ) -> None:
         super().__init__(inputs, outputs, bias=False)
-        tag = Tag(role, scale=scale, stored=stored, heads=heads, of_columns=of_columns)
+        tag = Tag(role, scale=scale, stored=stored, heads=heads, of_columns=of_columns, inputs=ratio)
         self.tags = {"weight": tag}
 
     def reset_parameters(self) -> None:
@@ -54,6 +58,21 @@ def joint(x: Tensor, *maps: Linear) -> Tensor:
     if x.shape[0] * x.shape[1] < x.shape[2] or not all(isinstance(m, nn.Linear) for m in maps):
         return torch.cat([m(x) for m in maps], dim=-1)
     return F.linear(x, torch.cat([m.weight for m in maps]))
+
+
+def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[Tensor, ...]:
+    """Returns the parts of x along `dim` that have these sizes, in order: what x.split(sizes, dim) returns.
+
+    On XLA they are slices. torch-neuronx switches torch_xla's functionalization off, and then split with a
+    list of sizes returns wrong elements in every dimension but the first (pytorch/xla issue 8640).
+
+    >>> [part.tolist() for part in consecutive_parts(torch.arange(5), (2, 3))]
+    [[0, 1], [2, 3, 4]]
+    """
+    if x.device.type != "xla":
+        return x.split(list(sizes), dim)
+    ends = list(accumulate(sizes))
+    return tuple(x.narrow(dim, end - size, size) for size, end in zip(sizes, ends, strict=True))
 
 
 class RMSNorm(nn.Module):
@@ -99,12 +118,15 @@ NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": La
 
 
 class SwiGLU(nn.Module):
-    """Computes y = W_down( SiLU(W_gate x) * W_up x ); `scale` multiplies the initial std of W_down."""
+    """Computes y = W_down( SiLU(W_gate x) * W_up x ).
 
-    def __init__(self, width: int, inner: int, scale: float = 1.0) -> None:
+    scale multiplies the initial std of W_down; ratio is inner over the base model's, if not the width's.
+    """
+
+    def __init__(self, width: int, inner: int, scale: float = 1.0, ratio: float | None = None) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = Linear(width, inner), Linear(width, inner)
-        self.down_proj = Linear(inner, width, scale=scale)
+        self.down_proj = Linear(inner, width, scale=scale, ratio=ratio)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., width] to the same shape."""
@@ -112,11 +134,11 @@ class SwiGLU(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """Computes y = W_down GELU(W_up x); `scale` multiplies the initial std of W_down."""
+    """Computes y = W_down GELU(W_up x); arguments as those of `SwiGLU`."""
 
-    def __init__(self, width: int, inner: int, scale: float = 1.0) -> None:
+    def __init__(self, width: int, inner: int, scale: float = 1.0, ratio: float | None = None) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = Linear(width, inner), Linear(inner, width, scale=scale)
+        self.up_proj, self.down_proj = Linear(width, inner), Linear(inner, width, scale=scale, ratio=ratio)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., width] to the same shape."""

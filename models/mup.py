@@ -13,14 +13,32 @@ tables. They are vector-like, so TP-V's row holds; the paper's code gives them t
 matrices ("mup_authors").
 
 Muon's update of a matrix has singular values of 0.2 sqrt(max(rows, columns)) lr (`train.run.muon`), which
-must not grow with m: its rate falls as 1/sqrt(m) (the spectral condition, arXiv:2310.17813).
+must not grow with m: its rate falls as 1/sqrt(m) (the spectral condition, arXiv:2310.17813: the norm of an
+update is of order sqrt(outputs / inputs)). Where width adds heads, a head's block of a projection keeps one
+of its sides, so that this root falls as 1/sqrt(m) for q, k, v and the gate; for the output projection it
+grows as sqrt(m), but m heads add up. Either way the rate falls as 1/m.
+
+In a matrix whose inputs do not grow as the width does, m is the ratio of its inputs: those of `down_proj`,
+the inner size, are rounded up. microsoft/mup has it so; the paper's code takes the width's ("mup_authors").
 
 Why, under muP at initialization: the gradient of the residual stream has entries of size 1/m, and so have the
 gradients of hidden matrices, of the embedding's rows and of gains. Gates and scalars collect the channels of
 a head: 1/sqrt(m). What a parameter computes must change by the same amount at every m. SGD changes it by rate
 times gradient, times the m inputs that a matrix sums over; AdamW by the rate, times those inputs. If gates
 and scalars were fully aligned with what they multiply, their gradients would be sqrt(m) larger:
-"mup_aligned", for comparison.
+"mup_aligned", where gates begin at 1/m and Adam's epsilon stays. Such gates compute numbers of one size both
+before and after they are aligned (TP-V's rule for a finite output). "mup_scalars" has only the rate 1 for
+scalars. Both are there for comparison.
+
+The norm of the gradient at initialization is of one size at every m for hidden matrices (d^2 entries of
+1/d), but falls as 1/sqrt(m) for the embedding, gains and taps (d entries of 1/d), and faster for scalars. So
+clipping by one norm of everything does not do the same at every width. The sum over parameters of
+m^lr_sgd |g|^2 is of one size: `optimizer.clip_norm=width`.
+
+Depth (`model.base_layers`): with l = layers / base_layers, CompleteP (arXiv:2505.01618, alpha = 1) multiplies
+what every sublayer adds to the stream by 1/l. The gradients inside of blocks then have a factor 1/l, which
+Adam's epsilon follows; AdamW's and Muon's rates and initial values stay. SGD's rates in blocks are multiplied
+by l to the same end, which is our derivation: the paper has no SGD.
 """
 
 from __future__ import annotations
@@ -31,7 +49,7 @@ from enum import Enum
 from typing import Literal
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
-Parametrization = Literal["sp", "mup_original", "mup", "mup_authors", "mup_aligned"]
+Parametrization = Literal["sp", "mup_original", "mup", "mup_authors", "mup_aligned", "mup_scalars"]
 
 
 class Role(Enum):
@@ -82,18 +100,20 @@ class Table:
 
     attention   multiplies softmax attention's logits, besides 1 / sqrt(head size)
     value       multiplies what Deep Delta Learning writes along a unit vector; derived in `models.residual`
+    own_inputs  whether m is the ratio of a matrix's own inputs where these do not grow as the width
     """
 
     rules: Mapping[Role, Rule]
     attention: float = 0.0
     value: float = 0.0
+    own_inputs: bool = True
 
     def __getitem__(self, role: Role) -> Rule:
         return self.rules[role]
 
-    def but(self, changes: Mapping[Role, Rule]) -> Table:
-        """Returns this table with other rows for some roles."""
-        return replace(self, rules={**self.rules, **changes})
+    def but(self, changes: Mapping[Role, Rule], **options: bool) -> Table:
+        """Returns this table with other rows for some roles, and other options."""
+        return replace(self, rules={**self.rules, **changes}, **options)
 
 
 # fmt: off
@@ -117,10 +137,13 @@ TABLES: Mapping[str, Table] = {
     "mup": _MUP,
     "mup_authors": _MUP.but({
         Role.VECTOR: Rule(lr_adamw=-1.0, epsilon=-1.0, source="GDN's code"),
-    }),
+    }, own_inputs=False),
     "mup_aligned": _MUP.but({
-        Role.GATE:   Rule(init_std=-0.5, lr_adamw=-1.0, lr_sgd=-1.0, source="TP-V, full alignment"),
+        Role.GATE:   Rule(init_std=-1.0, lr_adamw=-1.0, lr_sgd=-1.0, source="TP-V, full alignment"),
         Role.SCALAR: Rule(source="TP-V, full alignment"),
+    }),
+    "mup_scalars": _MUP.but({
+        Role.SCALAR: Rule(epsilon=-0.5, source="TP-V, full alignment"),
     }),
 }
 # fmt: on

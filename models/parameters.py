@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.mup import DECAYING, TABLES, Role
+from delta_trn.models.mup import DECAYING, TABLES, Role, Rule
 
 Law = Callable[[Tensor, torch.Generator], Tensor]
 
@@ -37,6 +37,7 @@ class Tag:
     stored  whether the gradient comes through Gated DeltaNet's state, from all tokens that remember the value
     heads   number of blocks of a matrix that belong to different heads: of its rows,
     of_columns      or of its columns
+    inputs  the ratio of a matrix's inputs to the base model's, if that is not the width's; None: it is
     """
 
     role: Role
@@ -46,6 +47,12 @@ class Tag:
     stored: bool = False
     heads: int = 1
     of_columns: bool = False
+    inputs: float | None = None
+
+    def ratio(self, config: DeltaConfig) -> float:
+        """Returns the m of the parametrization's table that holds for this parameter."""
+        own = self.inputs is not None and TABLES[config.parametrization].own_inputs
+        return cast(float, self.inputs) if own else config.width_ratio
 
 
 def initial_std(tag: Tag, config: DeltaConfig) -> float | None:
@@ -53,7 +60,7 @@ def initial_std(tag: Tag, config: DeltaConfig) -> float | None:
     if tag.law is not None:
         return None
     power = TABLES[config.parametrization][tag.like or tag.role].init_std
-    return tag.scale * config.initializer_range * config.width_ratio**power
+    return tag.scale * config.initializer_range * tag.ratio(config) ** power
 
 
 def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag]]:
@@ -116,6 +123,7 @@ class ScaledParameter:
 
     init_std    None where the initial law is not normal
     epsilon     a factor on Adam's epsilon
+    clip        weight of the squared gradient in the norm whose limit is the same at every width
     tag         what its module says of it
     """
 
@@ -127,6 +135,7 @@ class ScaledParameter:
     lr: float
     weight_decay: float
     epsilon: float
+    clip: float
     tag: Tag
     parameter: nn.Parameter
 
@@ -156,13 +165,14 @@ def scaled_parameters(
             f"memory={memory} must be above 0: how long heads remember, relative to the base model's"
         )
     config = cast(DeltaConfig, model.config)
-    m, table = config.width_ratio, TABLES[config.parametrization]
+    table, deep = TABLES[config.parametrization], config.depth_ratio
     rows = []
     for name, parameter, tag in tagged_parameters(model):
-        rule = table[tag.role]
-        factor = m ** rule.lr(optimizer)
-        if optimizer == "sgd" and tag.stored:
-            factor /= memory
+        rule, m = table[tag.role], tag.ratio(config)
+        depth = deep if ".blocks." in f".{name}" else 1.0
+        factor = m ** _power(rule, optimizer, tag, config)
+        if optimizer == "sgd":
+            factor *= depth / (memory if tag.stored else 1.0)
         # a table gives the embedding its multiplier as the readout, which it is only if tied
         reads_out = tag.role is not Role.EMBEDDING or config.tie_word_embeddings
         decay = weight_decay if tag.role in DECAYING else 0.0
@@ -175,10 +185,18 @@ def scaled_parameters(
                 multiplier=m**rule.multiplier if reads_out else 1.0,
                 lr=lr * factor,
                 weight_decay=decay / factor if independent_weight_decay else decay,
-                epsilon=m**rule.epsilon,
+                epsilon=m**rule.epsilon / depth,
+                clip=m**rule.lr_sgd * depth,
                 tag=tag,
                 parameter=parameter,
             )
         )
     assert [id(row.parameter) for row in rows] == [id(p) for p in model.parameters()], "not a partition"
     return rows
+
+
+def _power(rule: Rule, optimizer: str, tag: Tag, config: DeltaConfig) -> float:
+    """Returns the power of m in a parameter's rate."""
+    if optimizer == "muon" and tag.heads > 1 and config.scale_by == "heads" and rule.lr_muon is not None:
+        return 2 * rule.lr_muon  # Muon moves blocks of heads, which keep their size: see `models.mup`
+    return rule.lr(optimizer)

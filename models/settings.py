@@ -41,6 +41,8 @@ class ModelSettings(Section):
     """width at which learning rates and initial scales are tuned; m = width / base_width"""
     layers: Count = 8
     """number of blocks, each a token mixer followed by an MLP"""
+    base_layers: CountOrNone = None
+    """layers at which rates are tuned: sublayers add outputs times base_layers / layers; none: times 1"""
     heads: Count = 6
     """number of query and key heads, H"""
     v_heads: CountOrNone = None
@@ -73,6 +75,12 @@ class ModelSettings(Section):
     """standard deviation of initial weights at base_width; 0.02 is 0.32 / sqrt(256)"""
     mixer_output_init: Real = 1.0
     """multiplies the initial std of each mixer's output projection; 0 starts every mixer at zero"""
+    output_norm_eps: Positive | None = None
+    """epsilon of the norm of o in Gated DeltaNet, where o has entries of about 1; none: rms_norm_eps"""
+    value_skip: Real = 0.0
+    """initial D of o + D v before the output norm of Gated DeltaNet, a number per head; 0: there is none"""
+    o_gradient_bound: Real = 0.0
+    """limits the gradient of a token's o to so many times the median token's, per head; 0: no limit"""
     depth_scaled_init: bool = False
     """multiplies the initial std of each sublayer's output projection by 1 / sqrt(layers)"""
     rope_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0

@@ -34,7 +34,8 @@ def quickstart() -> RunConfig:
         batch=BatchSection(sequences=4, length=256),
         data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=4096),
         evaluation=EvaluationSection(every=300, sequences=64, batch=8, final_tokens=2**19),
-        sample=SampleSection(tokens=96, prompt="def ", temperature=0.7, top_k=40),
+        # a method's first line has more to go on than `def`, and what follows reads like Python
+        sample=SampleSection(tokens=96, prompt="    def __init__(self", temperature=0.5, top_k=40),
         checkpoint=CheckpointSection(every=200),
         log=LogSection(every=5),
     )

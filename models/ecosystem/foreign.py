@@ -308,6 +308,7 @@ def _authors_ratio(given: Mapping[str, Any]) -> float:
 def _refuse_settings(config: DeltaConfig) -> None:
     """Raises ValueError that names every setting of ours that neither code has."""
     only: dict[str, Any] = {"residual": "additive", "norm": "rms", "mlp": "swiglu", "positions": "rope"}
+    only |= {"value_skip": 0.0, "base_layers": None, "output_norm_eps": None}
     if config.attention_layers:
         only |= dict.fromkeys(("q_activation", "k_activation", "v_activation"), "identity")
         only |= dict.fromkeys(("use_qk_rmsnorm", "use_k_shift", "use_v_shift"), False)

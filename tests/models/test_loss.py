@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from delta_trn.backends import gated_delta_rule
-from delta_trn.backends.layers.pytorch import LOGITS
+from delta_trn.backends.layers import pytorch
+from delta_trn.backends.layers.pytorch import LOGITS, compare_softmax_, count_tokens
 from delta_trn.backends.parity.judge import error
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.language_model import linear_cross_entropy
@@ -73,6 +74,23 @@ class TestLoss:
         whole = m.loss(ids, ids)
         monkeypatch.setitem(LOGITS, "cpu", tokens_at_once * VOCABULARY)
         assert_same(m.loss(ids, ids), whole)
+
+    @pytest.mark.parametrize("vocabulary", [50304, 300, 2**29])
+    def test_logits_on_neuron_are_whole_tiles_of_tokens(self, vocabulary: int):
+        rows = count_tokens("xla", vocabulary)
+        assert rows % 128 == 0 and rows > 0
+        assert rows == 128 or rows * vocabulary <= LOGITS["neuron"]
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+    def test_comparing_with_the_targets_equals_gathering_them(self, dtype: torch.dtype):
+        """Neuron's form of the softmax, on a CPU; a shifted target is seen."""
+        generator = torch.Generator().manual_seed(0)
+        logits = (5 * torch.randn(7, 50, generator=generator)).to(dtype)
+        target = torch.randint(0, 50, (7, 1), generator=generator)
+        keep = torch.tensor([1, 0, 1, 1, 1, 0, 1], dtype=torch.promote_types(dtype, torch.float32))[:, None]
+        expected = pytorch._softmax_(logits, target, keep, True)
+        torch.testing.assert_close(compare_softmax_(logits, target, keep, True), expected)
+        assert not torch.allclose(compare_softmax_(logits, (target + 1) % 50, keep, True)[1], expected[1])
 
     def test_labels_are_shifted_as_transformers_does(self):
         m, ids = model(), tokens(2, 30)

@@ -51,6 +51,8 @@ def test_initial_weights_have_the_std_of_their_role(parametrization: str, init: 
     """The std of n numbers has a relative error of about 1 / sqrt(2 n); five times that is allowed."""
     hidden = 0.02 if parametrization == "sp" else 0.02 / math.sqrt(m)
     expected = {"embed": 0.02 if init == "delta_trn" else hidden, "conv": hidden}
+    if parametrization == "mup_aligned":
+        expected["GATE"] = 0.02 / m
     numbers: dict[str, list[Tensor]] = defaultdict(list)
     for row in rows(model(m * BASE, parametrization=parametrization, init=init)):
         if row.init_std is not None:

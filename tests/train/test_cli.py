@@ -1,5 +1,6 @@
 """The command line: its lists, its output, its exit codes, and how little it imports."""
 
+import ast
 import contextlib
 import io
 import json
@@ -87,6 +88,46 @@ class TestOptions:
     def test_a_key_spelled_as_an_option_is_refused_with_its_right_spelling(self, words, expected):
         status, _, err = run_command(*words)
         assert status == 2 and re.search(expected, err), err
+
+
+# Flags that share their name with a key of the configuration, and why they stay flags.
+SAME_NAME = {
+    ("backends/bench/__main__.py", "--backend"): "bench has no configuration; decided so",
+    ("backends/parity/__main__.py", "--backend"): "parity has no configuration; decided so",
+    ("backends/parity/certificate.py", "--backend"): "like parity, whose page it is",
+    ("backends/parity/certificate.py", "--seed"): "of random cases, without a configuration",
+    ("backends/parity/fuzz.py", "--backend"): "like parity",
+    ("backends/parity/fuzz.py", "--seed"): "of random cases, without a configuration",
+    ("train/commands/generate.py", "--prompt"): "what to continue; sample.prompt is of a run's samples",
+}
+
+
+def flags_of(source: str) -> set[str]:
+    """Returns the options that a module's source gives to argparse."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    added = [call for call in calls if getattr(call.func, "attr", None) == "add_argument"]
+    names = [arg.value for call in added for arg in call.args if isinstance(arg, ast.Constant)]
+    return {name for name in names if name.startswith("--")}
+
+
+class TestOneLanguage:
+    KEYS = frozenset(key.rpartition(".")[2] for key, _ in flatten(RunConfig()))
+
+    def test_no_command_has_a_flag_for_a_key_of_the_configuration(self):
+        names = ("backends", "delta_trn", "models", "nki_kernels", "train", "triton_kernels")
+        flags = {
+            (str(path.relative_to(ROOT)), flag)
+            for name in names
+            for path in (ROOT / name).rglob("*.py")
+            for flag in flags_of(path.read_text())
+        }
+        assert len(flags) > 50
+        same = {(path, flag) for path, flag in flags if flag[2:].replace("-", "_") in self.KEYS}
+        assert same == set(SAME_NAME)
+
+    def test_a_flag_for_a_key_would_be_seen(self):
+        planted = 'parser.add_argument("-s", "--val-fraction", type=float)\nparser.add_argument("recipe")\n'
+        assert flags_of(planted) == {"--val-fraction"} and "val_fraction" in self.KEYS
 
 
 class TestParameters:

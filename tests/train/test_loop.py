@@ -205,6 +205,17 @@ class TestEvaluation:
         assert json.loads((out / "summary.json").read_bytes()) == summary
         assert f"{summary['loss']:.4f}" in again
 
+    def test_the_last_page_fits_80_columns_and_explains_its_marks(self, data, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        output = train("run", "tiny", *keys(data, "run", sample__prompt="1 +", sample__tokens=8))
+        page = output[output.index("loss in nats per token: . training, o held out\n") :]
+        assert '\nsample, continuing "1 +"\n1 +' in page and "\nnext\n" in page
+        # a command is as long as the path of the installation
+        before, _, after = page.partition("\nnext\n")
+        commands = [line for line in after.splitlines() if line.startswith("    ")]
+        others = [line for line in after.splitlines() if line not in commands]
+        assert len(commands) == 3 and max(map(len, before.splitlines() + others)) <= 80
+
     def test_an_evaluation_is_the_mean_over_all_crops(self):
         batches = [Batch(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(4)]
         batches.append(Batch(torch.full((1, 3), 9.5), torch.zeros(1, 3)))  # half as large, so it counts half

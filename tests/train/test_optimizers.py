@@ -14,6 +14,7 @@ from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config
+from delta_trn.train.run.muon import Muon
 from delta_trn.train.run.optimizer import (
     learning_rate,
     make_optimizer,
@@ -50,7 +51,7 @@ def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
     expected = {
         "embed.weight": (1 / 4, 0.0, 1.0),
         "blocks.0.mixer.q_proj.weight": (1 / 4, 0.2, 1 / 4),
-        "blocks.0.mlp.down_proj.weight": (1 / 4, 0.2, 1 / 4),
+        "blocks.0.mlp.down_proj.weight": (1 / 3, 0.2, 1 / 3),  # 192 inputs, and 64 at the base width
         "blocks.0.mixer.a_proj.weight": (1 / 2, 0.2, 1 / 4),
         "blocks.0.mixer.b_proj.weight": (1 / 2, 0.2, 1 / 4),
         "blocks.0.mixer.dt_bias": (1 / 2, 0.0, 1.0),
@@ -230,6 +231,34 @@ def test_muon_moves_each_head_by_its_own_gradient():
     assert torch.allclose(v, other_v, atol=1e-5) and torch.allclose(o, other_o, atol=1e-5)
 
 
+def test_muons_update_of_a_packed_projection_is_that_of_its_parts_alone():
+    """A part is a head's rows of q, k, v and the gate, or its columns of the output, as a parameter."""
+    c = config(optimizer__name="muon", optimizer__weight_decay=0.1)
+    model = build_model(c)
+    optimizer = make_optimizer(Sharding(model), c)
+    set_learning_rate(optimizer, 0.1)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    generator, mixer, expected = torch.Generator().manual_seed(0), model.blocks[0].mixer, {}
+    for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"):
+        p = getattr(mixer, name).weight
+        p.grad = torch.randn(p.shape, generator=generator)
+        group, dim = groups[id(p)], 1 if name == "o_proj" else 0
+        assert group["heads"] == 2 and group["of_columns"] == bool(dim)
+        parts = [torch.nn.Parameter(part.clone()) for part in p.detach().chunk(2, dim)]
+        for part, grad in zip(parts, p.grad.chunk(2, dim), strict=True):
+            part.grad = grad.clone()
+        alone = Muon([{**group, "params": parts, "heads": 1, "of_columns": False}])
+        alone.step()
+        expected[name] = torch.cat([part.detach() for part in parts], dim)
+        whole = torch.nn.Parameter(p.detach().clone())
+        whole.grad = p.grad.clone()
+        Muon([{**group, "params": [whole], "heads": 1, "of_columns": False}]).step()
+        assert (whole - expected[name]).abs().max() > 1e-3, "without blocks the update would be another"
+    optimizer.step()
+    for name, parts in expected.items():
+        assert torch.allclose(getattr(mixer, name).weight, parts, rtol=0, atol=1e-6), name
+
+
 def test_muon_is_refused_where_matrices_are_divided():
     with pytest.raises(ConfigError, match="muon needs whole matrices on every process"):
         config(optimizer__name="muon", distribution__mode="fsdp")
@@ -283,6 +312,30 @@ class TestStep:
         assert total == pytest.approx(0.01, rel=1e-3)
         for p, q in zip(model.parameters(), free_model.parameters(), strict=True):
             assert torch.allclose(p.grad, q.grad * (0.01 / norm), rtol=1e-3, atol=1e-9)
+
+    def test_the_norm_of_width_is_the_plain_norm_at_the_base_width(self):
+        norms = []
+        for name in ("global", "width"):
+            c = config(model__width=32, model__base_width=32, optimizer__clip_norm=name)
+            norms.append(build_step(c)[1](batch(2), 0.0)[1])
+        assert norms[0] == pytest.approx(norms[1].item(), rel=1e-6)
+
+    def test_gradients_are_clipped_by_a_norm_that_does_not_depend_on_width_if_asked(self):
+        """The plain norm falls with width: embedding, gains and taps have d entries of 1 / d."""
+        slopes = {}
+        for name in ("global", "width"):
+            norms = []
+            for width in (32, 128):
+                sizes = {"model__width": width, "model__base_width": 32}
+                c = config(optimizer__clip_norm=name, optimizer__clip=0.01, **sizes)
+                model, step = build_step(c, clip=0.01)
+                before = step(batch(2), 0.0)[1].item()
+                weights = {row.name: row.clip if name == "width" else 1.0 for row in rows(model, c)}
+                squares = [weights[n] * p.grad.square().sum() for n, p in model.named_parameters()]
+                assert math.sqrt(sum(squares)) == pytest.approx(0.01, rel=1e-3), "that norm is the limit"
+                norms.append(before)
+            slopes[name] = math.log(norms[1] / norms[0]) / math.log(4)
+        assert slopes["global"] < -0.2 and abs(slopes["width"]) < 0.1
 
     def test_bf16_keeps_weights_gradients_and_optimizer_state_in_float32(self):
         c = config(precision="bf16")

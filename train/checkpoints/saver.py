@@ -28,7 +28,7 @@ class Saver:
     def save(self, run: Run) -> None:
         """Takes a snapshot of the run and writes it, after the one before it. All processes must call."""
         self.settle()  # both use the same group of processes
-        run.state.position = run.loader.state_dict()
+        run.state.position = run.position()
         snapshot = contents.snapshot(run.sharding, run.optimizer, run.state, copy=self.asynchronous)
         # a checkpoint promises that its lines of metrics are there
         run.team.agreed(run.folder.metrics.sync)

@@ -32,8 +32,11 @@ EPILOG = """keys of its own
   widths=64,128,256,512,1024        parametrizations=sp,mup_original,mup
   optimizers=adamw,sgd, or muon     lr.adamw=2**-8  lr.sgd=0.1  lr.muon=2**-8     at the base width
   steps=4  seeds=2                  out=runs/coord-check-RECIPE
+  training=recipe                   50 steps with the recipe's batches, schedule, clipping and weight decay
 
-and any key=value of `run`, such as batch.length=128. No clipping, warmup or weight decay unless given.
+and any key=value of `run`, such as batch.length=128. Without training=recipe one small batch is trained on
+over and over at a constant rate, with no clipping or weight decay unless given. Slopes in brackets are those
+of the 99% quantile of a change; they are not judged.
 Exit status 1: a tensor fails under the recipe's own parametrization.
 
 keys of --module, for any torch.nn.Module: FUNCTION(width) makes the model, the smallest width is muP's base
@@ -56,6 +59,7 @@ DEFAULTS = {
     "lr.muon": "2**-8",
     "steps": "4",
     "seeds": "2",
+    "training": "plain",
 }
 OF_MODULES = {
     "widths": "64,128,256",
@@ -107,7 +111,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(asked.options)
     out = Path(options.pop("out", f"runs/coord-check-{asked.recipe}"))
     rates = [key for key in options if key.startswith("lr.")]
-    own = {key: options.pop(key, default) for key, default in DEFAULTS.items()}
+    scheduled = options.get("training") == "recipe"
+    defaults = {**DEFAULTS, "steps": "50"} if scheduled else DEFAULTS
+    own = {key: options.pop(key, default) for key, default in defaults.items()}
+    if own["training"] not in ("plain", "recipe"):
+        raise UsageError(f"training={own['training']}: expected plain or recipe")
     for key in rates:
         if key.removeprefix("lr.") not in own["optimizers"].split(","):
             names = own["optimizers"]
@@ -117,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     widths = sorted(whole_numbers("widths", own["widths"], count=3))
     steps, seeds = whole_number("steps", own["steps"]), whole_number("seeds", own["seeds"])
     start = time.monotonic(), time.process_time()
-    rows = _read(configs, widths, steps, seeds)
+    rows = _read(configs, widths, steps, seeds, scheduled)
     head = {
         "recipe": asked.recipe,
         "keys": {**own, **options},
@@ -238,12 +246,15 @@ def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]
                 "optimizer.lr": own[f"lr.{optimizer}"],
                 "parametrization": parametrization,
             }
-            configs.append(change(base, {**QUIET, **options, **changes}))
+            quiet = {"precision": "float32"} if own["training"] == "recipe" else QUIET
+            configs.append(change(base, {**quiet, **options, **changes}))
     require_effect_somewhere(configs, options)
     return configs
 
 
-def _read(configs: list[RunConfig], widths: list[int], steps: int, seeds: int) -> "list[Reading]":
+def _read(
+    configs: list[RunConfig], widths: list[int], steps: int, seeds: int, scheduled: bool
+) -> "list[Reading]":
     """Takes every reading, and prints a line for each configuration on the way."""
     from delta_trn.train.data import make_loader
     from delta_trn.train.run.setup import load_dataset, set_up_process, with_data
@@ -255,15 +266,19 @@ def _read(configs: list[RunConfig], widths: list[int], steps: int, seeds: int) -
         dataset = load_dataset(config)
         config = with_data(config, dataset)
 
-        def batch(seed: int, config=config, dataset=dataset):
+        def batches(seed: int, config=config, dataset=dataset):
             b = config.batch
             loader = make_loader(
                 dataset, "train", kind="random_crop", batch=b.sequences, sequence=b.length, seed=seed
             )
-            return loader.next_batch()
+            first = loader.next_batch()
+            yield first
+            while True:
+                yield loader.next_batch() if scheduled else first
 
         start = time.monotonic()
-        rows += readings(config, widths=widths, steps=steps, seeds=range(seeds), batch=batch)
+        of_seeds = {"seeds": range(seeds), "batches": batches, "scheduled": scheduled}
+        rows += readings(config, widths=widths, steps=steps, **of_seeds)
         seconds = time.monotonic() - start
         print(f"{config.optimizer.name} {config.parametrization}  {seconds:.0f} s", flush=True)
     return rows

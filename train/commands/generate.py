@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
-    parser.add_argument("--prompt", required=True, help="text to continue; may be empty")
+    parser.add_argument(
+        "--prompt", required=True, help="text to continue; may be empty; best without a space at its end"
+    )
     parser.add_argument(
         "--repetition-penalty",
         type=float,

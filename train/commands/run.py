@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
 
     out = console(quiet=not leads())
     # at once: loading torch and transformers takes seconds, in which nothing else could be said
-    out.print(f"recipe     {options.recipe}: {summary(options.recipe)}", markup=False)
+    line = f"recipe     {options.recipe}: {summary(options.recipe)}"
+    out.print(_wrapped(line, out.width), markup=False)
     if names := variables(options.recipe):
         out.print(f"variables  {' '.join(names)} from the environment", markup=False)
 

@@ -11,7 +11,8 @@ from delta_trn.train.files import write_file
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.errors import RunFolderError, UsageError
 from delta_trn.train.settings.overrides import parse, read_arguments, whole_number
-from delta_trn.train.studies.sweep.question import ARMS, QUESTIONS, Question, Sweep, define, load
+from delta_trn.train.studies.sweep.arms import ARMS
+from delta_trn.train.studies.sweep.question import QUESTIONS, Question, Sweep, define, load
 from delta_trn.train.studies.sweep.results import SAFE, Results, losses
 
 EPILOG = f"""axes

@@ -1,7 +1,7 @@
 """Makes the model of a run, and chooses the device and the backend that compute it."""
 
 import contextlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -88,6 +88,16 @@ def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device)
         # Moving to XLA makes a new parameter per name: the matrix would become two that train separately.
         model.lm_head.weight = model.embed.weight
     return model
+
+
+def checkpoint_blocks(model: nn.Module, device: torch.device) -> None:
+    """Lets backward compute each block again, which saves memory. On XLA torch_xla's own function does it."""
+    from delta_trn.backends import machine
+
+    given = cast(Any, model)  # of transformers' classes
+    given.gradient_checkpointing_enable({"use_reentrant": False})
+    if device.type == "xla":
+        given._set_gradient_checkpointing(gradient_checkpointing_func=machine.checkpoint())
 
 
 def materialize(sharding: Sharding, *, seed: int, device: torch.device) -> None:

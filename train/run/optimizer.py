@@ -103,6 +103,7 @@ def _plain_rows(model: nn.Module, config: RunConfig) -> list[ScaledParameter]:
                 lr=o.lr * factor * (ADAPTER_RATE if config.lora.rank else 1),
                 weight_decay=o.weight_decay if p.dim() > 1 else 0.0,
                 epsilon=m**rule.epsilon if reads_width else 1.0,
+                clip=m**rule.lr_sgd if reads_width else 1.0,
                 parameter=p,
             )
         )
@@ -110,27 +111,32 @@ def _plain_rows(model: nn.Module, config: RunConfig) -> list[ScaledParameter]:
 
 
 def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
-    """Returns the optimizer. Each of its groups has `names`, and `factor`, its rate over the run's."""
+    """Returns the optimizer. Each of its groups has `names`, and `factor`, its rate over the run's.
+
+    `clip` of a group is the weight of its squared gradient in the norm that is clipped.
+    """
     o = config.optimizer
     adaptive = o.name != "sgd"
-    members: dict[tuple[float, float, float, Hashable], list[ScaledParameter]] = defaultdict(list)
+    members: dict[tuple[float, float, float, float, Hashable], list[ScaledParameter]] = defaultdict(list)
     for row in rows(sharding.model, config):
         # fused kernels take parameters of one kind: whole, or divided among the same processes
         kind = getattr(row.parameter, "device_mesh", None)
         if o.name == "muon" and row.role is Role.HIDDEN and len(row.shape) == 2:
             kind = row.tag.heads, row.tag.of_columns  # these are whole on every process
-        members[row.lr / o.lr, row.weight_decay, row.epsilon if adaptive else 1.0, kind].append(row)
+        epsilon, clip = row.epsilon if adaptive else 1.0, row.clip if o.clip_norm == "width" else 1.0
+        members[row.lr / o.lr, row.weight_decay, epsilon, clip, kind].append(row)
     groups: list[dict[str, Any]] = [
         {
             "params": [row.parameter for row in group],
             "names": [row.name for row in group],
             "factor": factor,
+            "clip": clip,
             "lr": factor * o.lr,
             "weight_decay": decay,
             **({"eps": epsilon * o.eps} if adaptive else {}),
             **(_muon(o, *kind) if isinstance(kind, tuple) else {}),
         }
-        for (factor, decay, epsilon, kind), group in members.items()
+        for (factor, decay, epsilon, clip, kind), group in members.items()
     ]
     # one kernel over all parameters instead of ten small ones for each; other devices have their own
     fused = sharding.model.device.type in ("cpu", "cuda")

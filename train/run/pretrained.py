@@ -23,7 +23,7 @@ from delta_trn.train.data.loader import IGNORED
 from delta_trn.train.data.packing import ConversationDataset, load_conversations
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team
-from delta_trn.train.run.model import choose_backend
+from delta_trn.train.run.model import checkpoint_blocks, choose_backend
 from delta_trn.train.settings.errors import CheckpointError, ConfigError, TrainError
 from delta_trn.train.settings.schema import RunConfig
 
@@ -238,7 +238,7 @@ def make_sharding(config: RunConfig, device: torch.device, team: Team) -> tuple[
     cast(Any, model).tie_weights()  # moving to XLA makes two matrices of one that has two names
     backend, loss = prepare(model, config, device, config.precision)
     if config.gradient_checkpointing:
-        cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(model, device)
     if config.lora.rank:
         model = adapt(model, config)
     model.train()

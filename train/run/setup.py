@@ -30,12 +30,14 @@ from delta_trn.train.data import (
 from delta_trn.train.data.packing import ConversationDataset, ConversationLoader
 from delta_trn.train.files import write_file
 from delta_trn.train.neuron import sharding as neuron
+from delta_trn.train.neuron.feed import DeviceFeed, drops, make_feed
 from delta_trn.train.parallel.layout import Layout, is_divided, layout_of, require_divisible
 from delta_trn.train.parallel.pytorch import PyTorchSharding
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team, ask_leader, assemble
 from delta_trn.train.run import pretrained
 from delta_trn.train.run.model import (
+    checkpoint_blocks,
     choose_backend,
     make_model,
     materialize,
@@ -58,7 +60,10 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Run:
-    """Everything that a run has while it runs. `config` has no `auto` left."""
+    """Everything that a run has while it runs. `config` has no `auto` left.
+
+    feed    sends the loader's batches to an XLA device ahead of their steps; None on other devices
+    """
 
     config: RunConfig
     origin: Origin
@@ -69,6 +74,7 @@ class Run:
     optimizer: Optimizer
     loader: Loader
     state: State
+    feed: DeviceFeed | None = None
 
     @property
     def model(self) -> DeltaForCausalLM:
@@ -84,9 +90,19 @@ class Run:
 
     def next_batch(self) -> Batch:
         """Returns this process's share of the next step, with noise where dropout drops anything."""
-        # a pretrained model may have dropout of its own
-        noise = self.loader.noise() if getattr(self.model.config, "dropout", 0) else None
+        if self.feed is not None:
+            return self.feed.next_batch()
+        noise = self.loader.noise() if drops(self.model) else None
         return self.loader.next_batch()._replace(noise=noise)
+
+    def position(self) -> dict[str, Any]:
+        """Returns where the next batch comes from, for `Loader.load_state_dict`."""
+        return self.loader.state_dict() if self.feed is None else self.feed.position()
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        if self.feed is not None:
+            self.feed.close()
 
 
 @contextlib.contextmanager
@@ -108,6 +124,7 @@ def start(config: RunConfig) -> Iterator[Run]:
         with _hold(run.folder, team):
             team.leader_does(lambda: _begin_folder(run))
             yield run
+            run.close()
 
 
 @contextlib.contextmanager
@@ -151,6 +168,7 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
             run.state = state
         team.leader_does(lambda: _rewind(run, saved, tell))
         yield run
+        run.close()
 
 
 def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
@@ -224,7 +242,8 @@ def _assemble(
     )
     # after the model's own draws: nothing here draws from it, but a model with layers of a user's own may
     torch.manual_seed(config.seed)
-    return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
+    feed = make_feed(loader, device, sharding.model)
+    return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State(), feed)
 
 
 def _assemble_pretrained(
@@ -246,8 +265,8 @@ def _assemble_pretrained(
     )
     torch.manual_seed(config.seed)
     optimizer = make_optimizer(sharding, config)
-    data = cast(TokenDataset, dataset)
-    return Run(config, origin, folder, data, device, sharding, optimizer, loader, State())
+    data, feed = cast(TokenDataset, dataset), make_feed(loader, device, sharding.model)
+    return Run(config, origin, folder, data, device, sharding, optimizer, loader, State(), feed)
 
 
 def make_sharding(
@@ -258,7 +277,7 @@ def make_sharding(
     later = is_divided(config, team.world) and not on_neuron
     model = make_model(configuration, seed=config.seed, device=torch.device("meta") if later else device)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_blocks(model, device)
     model.train()
     if team.mesh is None:
         return Sharding(model, team)

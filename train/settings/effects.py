@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.settings.schema import ModelSection, RunConfig
+from delta_trn.train.settings.schema import NAMED_SOURCES, ModelSection, RunConfig
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ _TEXT = Need(
 _HUB = Need(
     "a Hugging Face dataset as data.source",
     "data.source",
-    lambda c: c.data.source != "python-stdlib" and not Path(c.data.source).expanduser().exists(),
+    lambda c: c.data.source not in NAMED_SOURCES and not Path(c.data.source).expanduser().exists(),
 )
 _FIELDS = Need(
     "a data.source with fields, such as .jsonl",
     "data.source",
-    lambda c: c.data.source != "python-stdlib" and Path(c.data.source).suffix != ".txt",
+    lambda c: c.data.source not in NAMED_SOURCES and Path(c.data.source).suffix != ".txt",
 )
 _NO_HELD_OUT_TEXT = _is("data.validation", None)
 _SAMPLES, _DRAWN = _above_0("sample.tokens"), _above_0("sample.temperature")
@@ -98,6 +98,7 @@ _NEEDS: Mapping[str, tuple[Need, ...]] = {
     "steps": (_is("epochs", None),),
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), (_ADAMW,)),
     "optimizer.independent_weight_decay": (_above_0("optimizer.weight_decay"),),
+    "optimizer.clip_norm": (_is_not("optimizer.clip", None),),
     "optimizer.momentum": (_MOMENTUM,),
     "optimizer.memory": (_SGD,),
     **dict.fromkeys(
@@ -125,6 +126,9 @@ _NEEDS: Mapping[str, tuple[Need, ...]] = {
             "model.allow_neg_eigval",
             "model.forgetting",
             "model.readout",
+            "model.output_norm_eps",
+            "model.value_skip",
+            "model.o_gradient_bound",
         ),
         (_DELTA_NET,),
     ),

@@ -25,6 +25,7 @@ from delta_trn.models.settings import (
 )
 from delta_trn.train.settings.errors import ConfigError
 
+NAMED_SOURCES = ("python-stdlib", "site-packages")  # of data.source: text that Python itself brings
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -70,6 +71,8 @@ class OptimizerSection(Section):
     """sgd, muon: Nesterov momentum, without dampening"""
     clip: Positive | None = 1.0
     """largest global gradient norm, after accumulation and reduction; none: no clipping"""
+    clip_norm: Literal["global", "width"] = "global"
+    """norm that clip limits: plain, or with weights that make it of one size at every width (models.mup)"""
 
 
 class LoraSection(Section):
@@ -109,7 +112,7 @@ class DataSection(Section):
     """The text, and how it becomes tokens. The same settings find what was prepared before."""
 
     source: str = "python-stdlib"
-    """folder, .txt, .jsonl, .csv or .parquet file, python-stdlib, Hugging Face dataset, or prepared folder"""
+    """folder, .txt, .jsonl, .csv, .parquet file, python-stdlib, site-packages, HF dataset, prepared folder"""
     folder: str | None = None
     """where prepared shards are written or found; none: data/NAME-TOKENIZER-HASH"""
     tokenizer: str = "bytebpe"
@@ -292,6 +295,11 @@ class RunConfig(Section):
             raise ValueError(
                 "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp and "
                 "distribution.tensor=1, or optimizer.name=adamw"
+            )
+        if m.value_skip and d.tensor > 1:
+            raise ValueError(
+                f"model.value_skip={m.value_skip:g} is not divided among processes; leave "
+                "distribution.tensor at 1"
             )
         if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
             raise ValueError(

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,40 +65,6 @@ def optimum(x: Sequence[float], y: Sequence[float], blocks: Sequence[int]) -> Op
     a, b = float(fit.coefficients[0]), float(fit.coefficients[1])
     lowest = float(fit.coefficients[2:].mean()) + a * fit.at**2 + b * fit.at
     return Optimum(fit.at + center, fit.low + center, fit.high + center, fit.stderr, lowest, a, values)
-
-
-@dataclass(frozen=True)
-class Drift:
-    """How the lowest point of a parabola moves: at = constant + slope * scale.
-
-    low, high   95% interval of `slope` (Fieller's); infinite if the points do not determine it
-    stderr      the half width of that interval as one standard error
-    """
-
-    slope: float
-    low: float
-    high: float
-    stderr: float
-
-
-def drift(
-    x: Sequence[float], y: Sequence[float], blocks: Sequence[int], scales: Sequence[float]
-) -> Drift | None:
-    """Fits one parabola to all scales, whose lowest point moves with the scale; None without a minimum.
-
-        y = level + a (x - at(scale))^2 = a x^2 + b x + d x scale + another level,   slope of at = -d / 2a
-
-    This is linear in a, b, d and the levels, one for each block (seed) at each scale. Sharing the curvature a
-    locates the minimum of a curve whose own scatter hides how it curves; where curvatures differ, the misfit
-    widens the interval. Needs two scales.
-    """
-    X, L, Y = (np.asarray(values, float) for values in (x, scales, y))
-    Z = X - X.mean()
-    levels = _indicators(list(zip(scales, blocks, strict=True)))
-    design = np.column_stack([Z**2, Z * (L - L.mean()), Z, levels])
-    cells = list(zip(scales, x, strict=True))
-    fit = fit_parabola(design, Y, cells=cells, shape=3 + len(set(scales)))
-    return None if fit is None else Drift(fit.at, fit.low, fit.high, fit.stderr)
 
 
 def _indicators(labels: Sequence[Any]) -> np.ndarray:
@@ -170,6 +137,7 @@ def _fieller(a: float, b: float, covariance: np.ndarray, t: float) -> tuple[floa
     return (-B - root) / (2 * A), (-B + root) / (2 * A)
 
 
+@lru_cache
 def student_quantile(p: float, freedom: int) -> float:
     """Returns the t below which Student's distribution has probability p > 0.5, to four digits.
 

@@ -218,7 +218,9 @@ def closing(
     }
     if losses["train"]:
         levels = {name: costs[name]["nats_per_token"] for name in ("zlib", "lzma") if name in costs}
-        print_as_it_is("\n" + curve(losses["train"], losses["val"], levels) + "\n")
+        marks = ". training" + (", o held out" if losses["val"] else "")
+        print_as_it_is(f"\nloss in nats per token: {marks}")
+        print_as_it_is(curve(losses["train"], losses["val"], levels) + "\n")
     if found is not None and isinstance(run.dataset, ConversationDataset):
         _print_change(run, found, console)
     elif found is not None:
@@ -234,7 +236,9 @@ def closing(
         share = "" if peak is None else f", {rate / peak:.0%} of this machine's peak"
         print_as_it_is(f"median speed {rate:,.0f} tokens/s{share}")
     if sample := run.folder.last_sample().strip("\n"):
-        console.print("\nsample", style="bold")
+        console.print("\nsample", style="bold", end="")
+        prompt = run.config.sample.prompt
+        print_as_it_is(f", continuing {json.dumps(prompt, ensure_ascii=False)}" if prompt else "")
         print_as_it_is(sample)
     console.print("\nnext", style="bold")
     if plot:

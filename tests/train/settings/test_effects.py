@@ -51,6 +51,11 @@ STATES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "optimizer.name=sgd or muon": ({"optimizer.name": "muon"}, {"optimizer.name": "adamw"}),
     "optimizer.name=sgd": ({"optimizer.name": "sgd"}, {"optimizer.name": "adamw"}),
     "optimizer.weight_decay above 0": ({}, {"optimizer.weight_decay": "0"}),
+    # a limit that AdamW's epsilon lets one see
+    "optimizer.clip other than none": (
+        {"optimizer.clip": "1e-3", "optimizer.eps": "0.5"},
+        {"optimizer.clip": "none"},
+    ),
     "a data.source that is text, not prepared shards": ({}, {"data.source": "PREPARED"}),
     "a Hugging Face dataset as data.source": ({"data.source": "a/b"}, {"data.source": "python-stdlib"}),
     "a data.source with fields, such as .jsonl": ({"data.source": "a/b"}, {"data.source": "a.txt"}),
@@ -99,6 +104,7 @@ OTHER_VALUES = {
     "optimizer.name": "sgd",
     "optimizer.eps": "0.5",
     "optimizer.clip": "1e-3",
+    "optimizer.clip_norm": "width",
     "optimizer.momentum": "0.5",
     "schedule.warmup": "1",
     "schedule.decay_steps": "3",

@@ -44,6 +44,7 @@ def choose_other(key: str, value: Any) -> str:
         "init": "authors",
         "readout": "none",
         "scale_by": "heads",
+        "clip_norm": "width",
         "positions": "learned",
         "norm": "layer",
         "mlp": "gelu",
@@ -122,7 +123,10 @@ class TestOverrides:
             ("optimizer.lr=nan", "optimizer.lr=nan: expected"),
             ("optimizer.beta1=1", "optimizer.beta1=1: expected less than 1"),
             ("optimizer.name=adam", "optimizer.name=adam: expected 'adamw', 'sgd' or 'muon'"),
-            ("parametrization=mu", "expected 'sp', 'mup_original', 'mup', 'mup_authors' or 'mup_aligned'"),
+            (
+                "parametrization=mu",
+                "expected 'sp', 'mup_original', 'mup', 'mup_authors', 'mup_aligned' or 'mup_scalars'",
+            ),
             ("compile=perhaps", "compile=perhaps: expected true or false"),
             ("model.attention_layers=a", "model.attention_layers=a: expected a whole number"),
             ("name=../x", "name=../x: expected letters, digits"),
@@ -212,6 +216,9 @@ class TestRecipes:
 
     def test_quickstart_needs_neither_network_nor_gpu(self):
         r = recipe("quickstart")
+        assert r.sample.prompt == r.sample.prompt.rstrip(), (
+            "no text that it reads has a space as a token there"
+        )
         assert (r.data.source, r.data.tokenizer) == ("python-stdlib", "bytebpe")
         assert (r.device, r.backend) == ("auto", "auto")
 

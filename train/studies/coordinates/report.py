@@ -21,6 +21,8 @@ ADVICE = "nothing else is lost: free some space and run the same command again"
 def table(rows: Sequence[Verdict], *, sizes: bool = False) -> str:
     """Formats the slopes of changes after the last step, one row per tensor; failures are marked.
 
+    In brackets, where it was measured, stands the slope of the change's 99% quantile, which is not judged.
+
     sizes   beside each, the slope of its size before training
     """
     columns = list(dict.fromkeys((v.optimizer, v.parametrization) for v in rows))
@@ -35,7 +37,8 @@ def table(rows: Sequence[Verdict], *, sizes: bool = False) -> str:
             v = cells[o, p, tensor]
             if sizes:
                 row.append("0" if v.start is None else _cell(v.start, v.start.passes))
-            row.append(_cell(v.change, v.passes))
+            tail = "" if v.tail is None or math.isnan(v.tail.slope) else f" ({v.tail.slope:+.2f})"
+            row.append(_cell(v.change, v.passes) + tail)
         low, high = theory_of(tensor).change
         row.append(f"{low:g}" if low == high else f"{low:g} to {high:g}")
         lines.append("| " + " | ".join(row) + " |")
@@ -138,6 +141,7 @@ def _draw_tensor(axes: Any, steps: dict[int, dict[int, list[float]]], v: Verdict
 
 def write(folder: Path, head: dict[str, Any], readings: Sequence[Reading]) -> list[Path]:
     """Writes coordinates.json, coordinates.md and a picture per optimizer. Returns the pictures."""
+    readings = [_restored(_plain(asdict(r))) for r in readings]  # as `write_again` has them
     judged = slopes(readings)
     rows = verdicts(judged)
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +156,9 @@ def write_again(folder: Path) -> list[Path]:
     head = json.loads((folder / "coordinates.json").read_text())
     rows = head.pop("readings")
     del head["slopes"], head["tensors"]
-    for row in rows:
-        for quantity in ("size", "change"):
-            row[quantity] = math.nan if row[quantity] is None else row[quantity]
-    return write(folder, head, [Reading(**row) for row in rows])
+    return write(folder, head, [_restored(row) for row in rows])
+
+
+def _restored(row: dict[str, Any]) -> Reading:
+    numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in row.items()}
+    return Reading(**numbers)

@@ -39,6 +39,7 @@ TENSORS: Mapping[str, Tensors] = {
     "o": Tensors("S^T q, before its norm", size=_BETWEEN, change=_BETWEEN),
     "o_norm": Tensors("o after its norm, before the gate"),
     "mixer": Tensors("what the token mixer adds to the residual stream"),
+    "mlp": Tensors("what the MLP adds to the residual stream"),
     # before training logits average out; what learning adds is aligned, but only in the few entries of the
     # vocabulary that do come next
     "logits": Tensors("logits of the whole vocabulary", size=_BETWEEN, change=_BETWEEN),

@@ -66,11 +66,15 @@ class MixerView:
 
 @dataclass
 class ModelView:
-    """One forward pass; `stream` is the residual stream before each block, and then after the last."""
+    """One forward pass; `stream` is the residual stream before each block, and then after the last.
+
+    mlps    [B, T, d] of each block, what its MLP computes
+    """
 
     stream: list[Tensor]
     hidden: Tensor
     mixers: dict[int, MixerView]
+    mlps: list[Tensor]
 
 
 @contextlib.contextmanager
@@ -88,8 +92,10 @@ def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[li
         parts[name] = tensor
 
     handles = []
+    block: Any
     for i, block in enumerate(model.blocks):
         handles.append(block.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} stream", inputs[0])))
+        handles.append(block.mlp.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} mlp", out)))
         mixer = block.mixer
         if not isinstance(mixer, GatedDeltaNet):
             continue
@@ -116,7 +122,8 @@ def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[li
             if isinstance(block.mixer, GatedDeltaNet)
         }
         stream = [parts[f"{i} stream"] for i in range(len(model.blocks))]
-        views.append(ModelView([*stream, parts["end"]], out, mixers))
+        mlps = [parts[f"{i} mlp"] for i in range(len(model.blocks))]
+        views.append(ModelView([*stream, parts["end"]], out, mixers, mlps))
         parts.clear()
 
     handles.append(model.norm.register_forward_hook(leave))

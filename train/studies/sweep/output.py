@@ -10,8 +10,9 @@ from typing import Any
 from delta_trn.train.studies.sweep import comparison, report
 from delta_trn.train.studies.sweep.comparison import Compared
 from delta_trn.train.studies.sweep.question import Sweep
-from delta_trn.train.studies.sweep.report import Report
+from delta_trn.train.studies.sweep.report import Along, Report
 from delta_trn.train.studies.sweep.results import Results
+from delta_trn.train.studies.sweep.sides import Line, Side
 from delta_trn.train.watch.figure import BLUE, GRAY, RED, dress, new_figure, save_figure
 
 ADVICE = "the results are whole: free some space and run the same command again"
@@ -21,23 +22,28 @@ def write_report(sweep: Sweep, folder: Path) -> str:
     """Writes report and pictures into the sweep's folder. Returns the tables and where they lie."""
     results = Results(folder)
     rows = report.reports(sweep, results.read())
-    text = report.table(rows)
+    text, axes = report.table(rows), report.along(sweep, rows)
+    if axes:
+        text += "\n\n" + report.along_table(axes)
     if arms := comparison.compare(rows):
         text += "\n\n" + comparison.table(arms)
         draw_comparison(arms, folder / "comparison.png")
     (folder / "report.md").write_text(text + "\n")
-    (folder / "report.json").write_text(as_json(rows))
+    (folder / "report.json").write_text(as_json(rows, axes))
     picture = draw_curves(rows, folder / "sweep.png")
     return f"{text}\n\nresults  {results.path}   picture  {picture or '-'}"
 
 
-def as_json(rows: Sequence[Report]) -> str:
+def as_json(rows: Sequence[Report], axes: Sequence[Along] = ()) -> str:
     """Formats the reports for programs; a number that is not finite becomes null."""
 
     def finite(values: dict[str, Any]) -> dict[str, Any]:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
-    tree = []
+    def sides(of: Sequence[Side]) -> list[dict[str, Any]]:
+        return [finite({**asdict(s), "windows": [_window(line) for line in s.windows]}) for s in of]
+
+    tree: list[dict[str, Any]] = []
     for row in rows:
         curves = [
             {
@@ -48,16 +54,29 @@ def as_json(rows: Sequence[Report]) -> str:
             }
             for c in row.curves
         ]
-        moved = None if row.transfer is None else finite(asdict(row.transfer))
-        head = {"series": str(row.series), "done": row.done, "wanted": row.wanted}
-        tree.append({**head, "curves": curves, "transfer": moved})
+        costs = [finite(asdict(cost)) for cost in row.costs]
+        head = {"series": str(row.series), "done": row.done, "wanted": row.wanted, "remark": row.remark}
+        tree.append({**head, "curves": curves, "sides": sides(row.sides), "costs": costs})
+    for one in axes:
+        tree.append({"axis": one.axis, "series": one.series, "width": one.width, "sides": sides(one.sides)})
     return json.dumps(tree, indent=1) + "\n"
+
+
+def _window(line: Line) -> dict[str, Any]:
+    half = line.half_width()
+    return {
+        "rates": line.rates,
+        "octaves": line.slope,
+        "half_width": half if math.isfinite(half) else None,
+        "freedom": line.freedom,
+        "positions": [[2**scale, seed, at] for (scale, seed), at in line.positions.items()],
+    }
 
 
 def draw_curves(rows: Sequence[Report], path: Path) -> Path | None:
     """Draws loss above each width's best against the rate, one panel per series; None without a result.
 
-    These are the figures 1 and 2 of arXiv:2606.04048.
+    These are the figures 1 and 2 of arXiv:2606.04048. Titles have the drifts of flank and wall.
     """
     shown = [row for row in rows if any(c.best for c in row.curves)]
     if not shown:
@@ -100,12 +119,12 @@ def _draw_series(axes: Any, row: Report, shades: dict[int, Any]) -> None:
             axes.plot([c.fit.at], [level], color=color, marker="*", markersize=11, markeredgecolor="white")
     top = max(max(tops), 1e-3)
     axes.set_ylim(-0.12 * top, 1.15 * top)
-    dress(axes, str(row.series), size=10)
-    t = row.transfer
-    verdict = "not decided" if t is None else f"{t.octaves:+.2f} ± {t.stderr:.2f} octaves per doubling"
-    rest = "" if row.done == row.wanted else f"   {row.done} of {row.wanted} runs"
+    dress(axes, row.name, size=10)
+    drifts = [f"{s.name} {s.octaves:+.2f}" for s in row.sides if s.windows]
+    verdict = ", ".join(drifts) or "not decided"
+    rest = "" if row.done == row.wanted else f", {row.done} of {row.wanted} runs"
     axes.set_title(verdict + rest, loc="right", fontsize=8, color=GRAY)
-    axes.set_xlabel("log2 of the learning rate")
+    axes.set_xlabel("log2 of the learning rate; titles: octaves per doubling of width", fontsize=9)
     axes.set_ylabel("loss above the best, nats per token")
     axes.legend(frameon=False, fontsize=7, loc="upper center")
 

@@ -1,8 +1,6 @@
 """Defines what a sweep asks: a learning-rate curve for every arm, parametrization, optimizer and width.
 
-An arm is an alternative to compare: a name and the keys of the configuration that it changes. ARMS holds the
-named sets, among them the questions that arXiv:2606.04048 leaves open; QUESTIONS holds the sweeps that
-need no axes on the command line.
+QUESTIONS holds the sweeps that need no axes on the command line.
 """
 
 import hashlib
@@ -11,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -22,6 +19,7 @@ from delta_trn.train.settings.effects import require_effect, require_effect_some
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, number, whole_number, whole_numbers
 from delta_trn.train.settings.schema import NOT_MATHEMATICS, RunConfig, flatten, is_one_of
+from delta_trn.train.studies.sweep.arms import Arm, parse_arms
 
 _RATES = tuple(f"lrs.{name}" for name in OPTIMIZERS)
 AXES = ("widths", "lrs", *_RATES, "parametrizations", "optimizers", "seeds", "arms", "refine")
@@ -30,14 +28,6 @@ AXES = ("widths", "lrs", *_RATES, "parametrizations", "optimizers", "seeds", "ar
 QUIET = {"sample.tokens": "0", "checkpoint.keep_best": "false", "checkpoint.keep_last": "1", "name": "trial"}
 
 _DEFAULTS = dict(flatten(RunConfig()))
-
-
-@dataclass(frozen=True)
-class Arm:
-    """An alternative: keys of the configuration and their values, as on the command line."""
-
-    name: str
-    changes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, order=True)
@@ -288,101 +278,6 @@ def _words(axis: str, text: str) -> list[str]:
     if not all(words) or len(set(words)) < len(words):
         raise UsageError(f"{axis}={text}: expected different names separated by commas")
     return words
-
-
-def parse_arms(text: str) -> tuple[Arm, ...]:
-    """Reads arms from the command line.
-
-        NAME            a set of ARMS
-        KEY=V1,V2       one arm for every value of a key, named after the value
-        FILE.json       {"name": {"key": "value", ...}, ...}
-
-    Raises UsageError for anything else.
-    """
-    if text in ARMS:
-        return ARMS[text]
-    key, equals, values = text.partition("=")
-    if equals:
-        names = [value.strip() for value in values.split(",")]
-        if not key or not all(names) or len(set(names)) < len(names):
-            raise UsageError(
-                f"arms={text}: expected a key and different values, such as model.readout=sqrt_k,none"
-            )
-        return tuple(Arm(name, {key: name}) for name in names)
-    if text.endswith(".json"):
-        return _load_arms(Path(text))
-    near = get_close_matches(text, ARMS, n=1)
-    hint = f"did you mean {near[0]}? known" if near else "known"
-    raise UsageError(f"arms={text}: {hint}: {', '.join(ARMS)}; or KEY=V1,V2, or FILE.json")
-
-
-def _load_arms(path: Path) -> tuple[Arm, ...]:
-    def as_text(value: object) -> str:
-        return value if isinstance(value, str) else json.dumps(value)
-
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        arms = tuple(
-            Arm(name, {key: as_text(value) for key, value in keys.items()}) for name, keys in tree.items()
-        )
-    except (OSError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f'arms={path} cannot be read ({error}); expected {{"name": {{"key": "value"}}, ...}}'
-        ) from None
-    if not arms:
-        raise UsageError(f"arms={path} contains no arm")
-    return arms
-
-
-_FOUR_VALUES = {"model.ddl_value_channels": "4"}
-_TOKEN, _CHANNEL = {"model.ddl_compressor": "token"}, {"model.ddl_compressor": "channel"}
-
-ARMS: Mapping[str, tuple[Arm, ...]] = {
-    # Which power of width do SGD's gates and per-head parameters need? Tables 1 and 2 have 1/sqrt(m) and
-    # sqrt(m). Full alignment of gradients and inputs would ask for 1/m and 1. "mup_original" has 1 and 1.
-    "sgd_gates": tuple(
-        Arm(name, {"parametrization": name}) for name in ("mup", "mup_aligned", "mup_original")
-    ),
-    # Are norm gains and convolution taps vectors, as in Tensor Programs V, or hidden matrices, as in the
-    # paper's code?
-    "vectors": tuple(Arm(name, {"parametrization": name}) for name in ("mup", "mup_authors")),
-    # Does the factor on the delta rule's output matter? An exact norm would cancel it.
-    "readout": tuple(Arm(name, {"model.readout": name}) for name in ("sqrt_k", "none")),
-    # Heads remember 16 times as long. Are SGD's rates for what they store to be divided by that factor, as in
-    # the paper, by its root, or not at all?
-    "slow_forgetting": tuple(
-        Arm(f"memory^{power:g}", {"model.forgetting": "0.0625", "optimizer.memory": repr(16.0**power)})
-        for power in (0.0, 0.5, 1.0)
-    ),
-    # The released code draws taps and embedding so small that mixers add little at first, and the output
-    # norm's epsilon keeps it so. A zero output projection does the same at any width, without epsilon.
-    "initialization": (
-        *(Arm(name, {"model.init": name}) for name in ("delta_trn", "authors")),
-        Arm("mixers from 0", {"model.mixer_output_init": "0"}),
-    ),
-    # AdamW multiplies decay by each parameter's own rate, so that wide matrices decay less under muP. Does
-    # that help?
-    "weight_decay": (
-        Arm("no decay", {"optimizer.weight_decay": "0"}),
-        Arm("with the rate", {"optimizer.independent_weight_decay": "false"}),
-        Arm("independent", {"optimizer.independent_weight_decay": "true"}),
-    ),
-    # From which epsilon on does Adam's denominator stop following the size of the gradient?
-    "epsilon": tuple(Arm(f"eps {eps}", {"optimizer.eps": eps}) for eps in ("1e-12", "1e-8", "1e-6")),
-    # What does a residual stream gain from erasing, from several values per feature, from how they are read?
-    # "Deep Delta Learning" has no write-only control. A direction, a gate and a compressor cost up to 2% more
-    # parameters than a sum; SwiGLU's size makes up for it, within 0.1% at width 96.
-    "ddl_residuals": (
-        Arm("additive", {"model.residual": "additive", "model.intermediate_size": "266"}),
-        Arm("dv=1", {"model.residual": "ddl", "model.intermediate_size": "265"}),
-        Arm("TC", {"model.residual": "ddl", "model.intermediate_size": "256", **_FOUR_VALUES, **_TOKEN}),
-        Arm("CC", {"model.residual": "ddl", "model.intermediate_size": "261", **_FOUR_VALUES, **_CHANNEL}),
-        Arm(
-            "write-only",
-            {"model.residual": "write_only", "model.intermediate_size": "261", **_FOUR_VALUES, **_CHANNEL},
-        ),
-    ),
-}
 
 
 @dataclass(frozen=True)

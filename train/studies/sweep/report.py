@@ -1,20 +1,25 @@
-"""What a sweep's results say: the best rate of every width, how far it moves, and how sure that is."""
+"""What a sweep's results say: the best rate of every width, how flank and wall move, and how sure that is."""
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from delta_trn.train.studies.fits import Optimum, drift, optimum
+from delta_trn.train.studies.fits import Optimum, optimum
 from delta_trn.train.studies.sweep.question import Series, Sweep, Trial
 from delta_trn.train.studies.sweep.results import Result, losses
+from delta_trn.train.studies.sweep.sides import Curves, Name, Side, side
 
 # A parabola is fitted to the rates within OCTAVES of the best one, or to the NEAREST if those are fewer:
 # losses farther out do not follow a parabola.
 OCTAVES = 1.5
 NEAREST = 5
-# Octaves per doubling of width within which a rate transfers: half an octave off after two doublings.
-TOLERANCE = 0.25
+# Octaves beside the narrowest width's best rate at which the table of costs looks.
+BESIDE = (-1.0, 0.0, 1.0)
+NORMALIZED = (
+    "this is normalized SGD and no control for muP. Clipping gives every step that it shortens{steps} the "
+    "same length at every width, which is nearly what muP asks for"
+)
 
 
 @dataclass(frozen=True)
@@ -53,50 +58,95 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """How the optimum moves: `octaves` of learning rate per doubling of width, 95% within [low, high].
+class Cost:
+    """Nats lost at one width, measured: the loss at a rate less that at the width's own best rate tried.
 
-    cost    width -> nats lost there with the narrowest width's optimum instead of its own
+    octaves     the rate is that many octaves beside the best one of the narrowest width
+    error       standard error of the mean over seeds, which are paired; None for one seed
     """
 
+    width: int
     octaves: float
-    stderr: float
-    low: float
-    high: float
-    verdict: str
-    cost: Mapping[int, float]
+    nats: float
+    error: float | None
 
 
 @dataclass(frozen=True)
 class Report:
-    """All curves of a series; `done` of the `wanted` trials have a result."""
+    """All curves of a series; `done` of the `wanted` trials have a result.
+
+    sides   drifts of flank and wall with the width
+    remark  what a reader must know of this series, or nothing
+    """
 
     series: Series
     curves: tuple[Curve, ...]
-    transfer: Transfer | None
+    sides: tuple[Side, ...]
+    costs: tuple[Cost, ...]
     done: int
     wanted: int
+    remark: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.series} (normalized)" if self.remark else str(self.series)
+
+    @property
+    def verdict(self) -> str:
+        """Returns what each side does, in one line."""
+        return ", ".join(f"{side.name} {side.verdict}" for side in self.sides)
 
 
 def reports(sweep: Sweep, results: Mapping[str, Result]) -> list[Report]:
-    """Reports every series in the order of the definition. Trials without a result are left out."""
+    """Reports every series in the order of the definition. Trials without a result are left out.
+
+    Keys of trials change with recipes and defaults. If no result has a key of this sweep's, each belongs
+    where its own line says.
+    """
     known = losses(results)
-    groups: dict[Series, list[list[Trial]]] = defaultdict(list)
+    groups: dict[Series, dict[int, list[Trial]]] = defaultdict(dict)
     for series, trials in sweep.curves(known):
-        groups[series].append(trials)
+        groups[series][trials[0].width] = trials
+    everything = [trial for widths in groups.values() for trials in widths.values() for trial in trials]
+    by_key = not results or any(trial.key in known for trial in everything)
     rows = []
     for series, widths in groups.items():
-        curves = tuple(_curve_of(trials, results, known) for trials in widths)
-        trials = [trial for group in widths for trial in group]
-        done = sum(trial.key in known for trial in trials)
-        rows.append(Report(series, curves, transfer(curves), done, len(trials)))
+        lines = {
+            width: [{**results[t.key], "lr": t.lr, "seed": t.seed} for t in trials if t.key in known]
+            if by_key
+            else [r for r in results.values() if r["width"] == width and _belongs(r, series)]
+            for width, trials in widths.items()
+        }
+        curves = tuple(_curve_of(width, of_width) for width, of_width in lines.items())
+        remark = _remark(series, widths, [line for of_width in lines.values() for line in of_width])
+        done, wanted = (sum(map(len, group.values())) for group in (lines, widths))
+        sides = (drift("flank", curves), drift("wall", curves))
+        rows.append(Report(series, curves, sides, tuple(costs(curves)), done, wanted, remark))
     return rows
 
 
-def _curve_of(trials: Sequence[Trial], results: Mapping[str, Result], known: Mapping[str, float]) -> Curve:
-    done = [t for t in trials if t.key in known]
-    fitted = curve(trials[0].width, [(math.log2(t.lr), known[t.key], t.seed) for t in done])
-    return replace(fitted, parameters=results[done[0].key].get("parameters") if done else None)
+def _belongs(result: Result, series: Series) -> bool:
+    """Whether a line is of a series; one from the base width, where all tables agree, is of several."""
+    same = result["arm"] == series.arm and result["optimizer"] == series.optimizer
+    return same and result["parametrization"] in ("any", series.parametrization)
+
+
+def _remark(series: Series, widths: Mapping[int, Sequence[Trial]], lines: Sequence[Result]) -> str:
+    """Returns why a series is not what its name says: the standard parametrization with clipped SGD."""
+    config = next(iter(widths.values()))[0].config
+    if (series.parametrization, series.optimizer) != ("sp", "sgd") or config.optimizer.clip is None:
+        return ""
+    shares = [line["clipped"] for line in lines if "clipped" in line]
+    steps = f" (here in {min(shares):.0%} to {max(shares):.0%} of a run's steps)" if shares else ""
+    return NORMALIZED.format(steps=steps)
+
+
+def _curve_of(width: int, lines: Sequence[Result]) -> Curve:
+    losses = [math.inf if line["loss"] is None else float(line["loss"]) for line in lines]
+    fitted = curve(
+        width, [(math.log2(line["lr"]), y, line["seed"]) for line, y in zip(lines, losses, strict=True)]
+    )
+    return replace(fitted, parameters=lines[0].get("parameters") if lines else None)
 
 
 def curve(width: int, points: Sequence[tuple[float, float, int]]) -> Curve:
@@ -130,28 +180,85 @@ def _fit(raw: Curve) -> tuple[Optimum | None, str | None]:
     return fit, None
 
 
-def transfer(curves: Sequence[Curve]) -> Transfer | None:
-    """Fits how optima move with log2 of the width; None with fewer than three inner optima."""
-    known = [(c, c.fit) for c in curves if c.fit is not None]
-    if len(known) < 3:
-        return None
-    points = [(x, y, seed, math.log2(c.width)) for c, _ in known for x, y, seed in c.near()]
-    move = drift(*(list(column) for column in zip(*points, strict=True)))
-    if move is None:
-        return None
-    if max(abs(move.low), abs(move.high)) <= TOLERANCE:
-        verdict = f"transfers: within {TOLERANCE} octaves per doubling"
-    elif move.low > 0 or move.high < 0:
-        verdict = "moves" if abs(move.slope) > TOLERANCE else "moves a little"
-    else:
-        verdict = "undecided"
-    first = known[0][1].at
-    cost = {c.width: fit.curvature * (fit.at - first) ** 2 for c, fit in known}
-    return Transfer(move.slope, move.stderr, move.low, move.high, verdict, cost)
+def drift(name: Name, curves: Sequence[Curve]) -> Side:
+    """Returns how one side of the curves moves with log2 of the width."""
+    return side(name, *by_scale({c.width: c for c in curves}))
+
+
+def by_scale(curves: Mapping[float, Curve]) -> tuple[Curves, Mapping[float, float]]:
+    """Returns the losses and best rates of curves, by log2 of their scales: arguments of `sides.side`."""
+    points: dict[tuple[float, int], dict[float, float]] = defaultdict(dict)
+    best = {}
+    for scale, c in curves.items():
+        if c.best is None:
+            continue
+        best[math.log2(scale)] = c.best[0] if c.fit is None else c.fit.at
+        for x, y, seed in c.points:
+            points[math.log2(scale), seed][x] = y
+    return points, best
+
+
+@dataclass(frozen=True)
+class Along:
+    """How curves of one width move along an axis of arms, such as depth, per doubling of it."""
+
+    axis: str
+    series: str
+    width: int
+    sides: tuple[Side, ...]
+
+
+def along(sweep: Sweep, rows: Sequence[Report]) -> list[Along]:
+    """Reports every axis of arms at every width; empty if the arms are no amounts of anything."""
+    arms = {arm.name: arm for arm in sweep.arms if arm.axis}
+    groups: dict[tuple[str, str, int], dict[float, Curve]] = defaultdict(dict)
+    for report in rows:
+        if (arm := arms.get(report.series.arm)) is not None:
+            name = f"{report.series.parametrization} {report.series.optimizer}"
+            for c in report.curves:
+                groups[arm.axis, name, c.width][arm.scale] = c
+    return [
+        Along(axis, name, width, tuple(side(which, *by_scale(curves)) for which in ("flank", "wall")))
+        for (axis, name, width), curves in groups.items()
+    ]
+
+
+def along_table(rows: Sequence[Along]) -> str:
+    """Formats drifts along the axes of arms, a table per axis."""
+    tables = []
+    for axis in dict.fromkeys(row.axis for row in rows):
+        named = [(f"{row.series}, width {row.width}", row.sides) for row in rows if row.axis == axis]
+        tables.append("\n".join(_side_lines("series", f"doubling of {axis}", named)))
+    return "\n\n".join(tables)
+
+
+def costs(curves: Sequence[Curve]) -> list[Cost]:
+    """Returns what widths lose at, below and above the narrowest width's best rate, where that was tried."""
+    measured = [c for c in curves if c.best is not None]
+    if len(measured) < 2:
+        return []
+    first, _ = measured[0].best or (0.0, 0.0)
+    rows = []
+    for c in measured:
+        own, _ = c.best or (0.0, 0.0)
+        at = {(x, seed): y for x, y, seed in c.points}
+        seeds = [seed for x, seed in at if x == own]
+        for octaves in BESIDE:
+            differences = [
+                at[first + octaves, seed] - at[own, seed] for seed in seeds if (first + octaves, seed) in at
+            ]
+            if not differences:
+                continue
+            mean, n = sum(differences) / len(differences), len(differences)
+            error = None
+            if n > 1 and math.isfinite(mean):
+                error = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1) / n)
+            rows.append(Cost(c.width, octaves, mean, error))
+    return rows
 
 
 def table(rows: Sequence[Report]) -> str:
-    """Formats the curves and the transfer of every series as Markdown."""
+    """Formats the curves, the sides and the costs of every series as Markdown."""
     lines = [
         "| series | width | best rate tried | its loss | optimum, log2 rate | 95% within | rates |",
         "|---|---|---|---|---|---|---|",
@@ -166,24 +273,57 @@ def table(rows: Sequence[Report]) -> str:
                 fitted = (f"{c.fit.at:.2f}", "not known: scatter hides how the losses curve")
             else:
                 fitted = (f"{c.fit.at:.2f}", f"{c.fit.low:.2f} to {c.fit.high:.2f}")
-            lines.append(
-                f"| {report.series} | {c.width} | {' | '.join((*tried, *fitted))} | {len(c.rates)} |"
-            )
-    lines += [
-        "",
-        "| series | octaves per doubling of width | 95% within | verdict | cost of the narrowest's rate |",
-    ]
-    lines += ["|---|---|---|---|---|"]
-    for report in rows:
-        lines.append(f"| {report.series} | {_transfer_cells(report)} |")
+            lines.append(f"| {report.name} | {c.width} | {' | '.join((*tried, *fitted))} | {len(c.rates)} |")
+    lines += ["", *_side_lines("series", "doubling of width", [(r.name, r.sides) for r in rows])]
+    if cost_lines := _cost_lines(rows):
+        lines += ["", *cost_lines]
+    lines += [f"\n{r.name}: {r.remark}." for r in rows if r.remark]
     return "\n".join(lines)
 
 
-def _transfer_cells(report: Report) -> str:
-    t = report.transfer
-    if t is None:
-        known = sum(c.fit is not None for c in report.curves)
-        why = f"{known} of {len(report.curves)} widths have an optimum between their rates; 3 are needed"
-        return f"- | - | not decided: {why} | -"
-    cost = ", ".join(f"{width}: {nats:.4f}" for width, nats in t.cost.items())
-    return f"{t.octaves:+.3f} ± {t.stderr:.3f} | {t.low:+.2f} to {t.high:+.2f} | {t.verdict} | {cost}"
+def _side_lines(head: str, doubling: str, rows: Sequence[tuple[str, Sequence[Side]]]) -> list[str]:
+    """Formats drifts. The last column has each window of rates and its own drift."""
+    lines = [
+        f"| {head} | side | octaves per {doubling} | 95%, seeds and windows | verdict | windows of rates |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, sides in rows:
+        for s in sides:
+            if not s.windows:
+                lines.append(f"| {name} | {s.name} | - | - | {s.verdict} | - |")
+                continue
+            windows = ", ".join(
+                f"2^{line.rates[0]:g} to 2^{line.rates[1]:g}: {line.slope:+.3f}" for line in s.windows
+            )
+            interval = "-" if math.isinf(s.low) else f"{s.low:+.2f} to {s.high:+.2f}"
+            lines.append(f"| {name} | {s.name} | {s.octaves:+.3f} | {interval} | {s.verdict} | {windows} |")
+    return lines
+
+
+def _cost_lines(rows: Sequence[Report]) -> list[str]:
+    titles = {-1.0: "at half of it", 0.0: "at it", 1.0: "at twice it"}
+    lines = []
+    for r in rows:
+        by_width: dict[int, dict[float, Cost]] = defaultdict(dict)
+        for cost in r.costs:
+            by_width[cost.width][cost.octaves] = cost
+        for width, found in by_width.items():
+            cells = (_nats(found.get(octaves)) for octaves in titles)
+            lines.append(f"| {r.name} | {width} | {' | '.join(cells)} |")
+    if not lines:
+        return []
+    return [
+        "Measured nats above the width's best rate tried, paired over seeds, at the narrowest's best rate:",
+        "",
+        f"| series | width | {' | '.join(titles.values())} |",
+        "|---|---|" + "---|" * len(titles),
+        *lines,
+    ]
+
+
+def _nats(cost: Cost | None) -> str:
+    if cost is None:
+        return "-"
+    if not math.isfinite(cost.nats):
+        return "diverges"
+    return f"{cost.nats:.4f}" if cost.error is None else f"{cost.nats:.4f} ± {cost.error:.4f}"

@@ -254,6 +254,7 @@ def run_trial(config: RunConfig, folder: Path) -> int:
 
     loss        nats per token on the held-out crops after the last step; null if it diverged
     train_loss  mean over the last tenth of the steps
+    clipped     share of the steps whose gradient was longer than optimizer.clip
     seconds     of training, over all processes that had a part in it
 
     Returns the exit status: 0 with a result, otherwise 128 + the signal that stopped it.
@@ -282,6 +283,8 @@ def run_trial(config: RunConfig, folder: Path) -> int:
         lines = list(read(run.folder.metrics.path))
         held_out = [line["loss"] for line in lines if line["split"] == "val" and line["step"] == config.steps]
         training = [line for line in lines if line["split"] == "train"]
+        norms = [line["grad_norm"] for line in training if line["grad_norm"] is not None]
+        clip = config.optimizer.clip
         tail = [line["loss"] for line in training if line["step"] > 0.9 * config.steps]
         result = {
             "loss": None if diverged else held_out[-1],
@@ -290,6 +293,7 @@ def run_trial(config: RunConfig, folder: Path) -> int:
             "tokens": run.state.tokens,
             "seconds": round(run.state.seconds, 2),
             "diverged": diverged,
+            **({} if clip is None or not norms else {"clipped": sum(n > clip for n in norms) / len(norms)}),
             "parameters": sum(p.numel() for p in run.model.parameters()),
             "fingerprint": config.fingerprint(),
             "data": run.origin.data[:16],

@@ -1,0 +1,147 @@
+"""Planted drifts of flank and wall are found, also apart; where there is none, the interval is around 0."""
+
+import math
+
+import numpy as np
+import pytest
+
+from delta_trn.train.studies.sweep.sides import Side, fit_line, side
+
+RATES = [float(x) for x in np.arange(-9.0, -3.9, 0.5)]
+CENTER = -6.5
+
+
+def plant(
+    flank: float,
+    wall: float,
+    *,
+    rng: np.random.Generator,
+    noise: float = 0.02,
+    scatter: float = 0.0,
+    of_seeds: float = 0.0,
+    seeds: int = 4,
+) -> tuple[dict[tuple[float, int], dict[float, float]], dict[float, float]]:
+    """Returns curves of three widths and their best rates; flank and wall meet at 2^-6.5 at the narrowest.
+
+    Loss rises by 0.1 nats an octave squared below the flank's end and by 0.15 beyond the wall's.
+
+    flank, wall     octaves per doubling by which each end moves
+    noise           standard deviation of a loss
+    scatter         of where a curve lies
+    of_seeds        of the drifts of seeds
+    """
+    curves = {}
+    for seed in range(seeds):
+        own = of_seeds * rng.normal()
+        for scale in (6.0, 7.0, 8.0):
+            at, level = CENTER + scatter * rng.normal(), 4 - 0.1 * scale + 0.05 * rng.normal()
+            ends = (at + (flank + own) * (scale - 6), at + (wall + own) * (scale - 6))
+            curves[scale, seed] = {
+                x: level
+                + 0.1 * max(ends[0] - x, 0) ** 2
+                + 0.15 * max(x - ends[1], 0) ** 2
+                + noise * float(rng.normal())
+                for x in RATES
+            }
+    best = {}
+    for scale in (6.0, 7.0, 8.0):
+        means = {x: sum(curves[scale, seed][x] for seed in range(seeds)) for x in RATES}
+        best[scale] = min(means, key=lambda x: means[x])
+    return curves, best
+
+
+def fit(flank: float, wall: float, **options: float) -> tuple[list[Side], list[Side]]:
+    rng = np.random.default_rng(0)
+    pairs = [plant(flank, wall, rng=rng, **options) for _ in range(40)]
+    return [side("flank", *p) for p in pairs], [side("wall", *p) for p in pairs]
+
+
+def covered(sides: list[Side], truth: float) -> float:
+    return sum(s.low <= truth <= s.high for s in sides) / len(sides)
+
+
+# 95% of 40, less three standard deviations of 3.4%
+ENOUGH = 0.85
+
+
+@pytest.mark.parametrize("options", [{}, {"scatter": 0.1}, {"of_seeds": 0.1}, {"seeds": 2, "scatter": 0.1}])
+def test_intervals_around_no_drift_contain_0_and_verdicts_rarely_say_that_it_moves(options):
+    for sides in fit(0.0, 0.0, **options):
+        assert covered(sides, 0.0) >= ENOUGH
+        assert sum(s.verdict.startswith("moves") for s in sides) <= 5
+        assert abs(float(np.mean([s.octaves for s in sides]))) < 0.03
+
+
+@pytest.mark.parametrize("options", [{}, {"scatter": 0.1}])
+def test_a_wall_that_moves_alone_is_told_from_the_flank(options):
+    """The windows reach over the best rate, so a sixth of the wall's drift is seen on the flank."""
+    flanks, walls = fit(0.0, -0.3, **options)
+    assert covered(walls, -0.3) >= ENOUGH and covered(flanks, 0.0) >= ENOUGH
+    assert np.mean([s.octaves for s in walls]) == pytest.approx(-0.3, abs=0.05)
+    assert abs(float(np.mean([s.octaves for s in flanks]))) < 0.06
+    assert sum(s.high < 0 for s in walls) >= 36, "the planted drift was not found"
+
+
+def test_a_flank_that_moves_alone_is_told_from_the_wall():
+    flanks, walls = fit(0.3, 0.0)
+    assert sum(s.low > 0 for s in flanks) >= 36 and covered(walls, 0.0) >= ENOUGH
+    assert np.mean([s.octaves for s in flanks]) == pytest.approx(0.3, abs=0.06)
+
+
+def test_a_curve_that_moves_as_a_whole_moves_on_both_sides():
+    for sides in fit(-0.8, -0.8):
+        assert covered(sides, -0.8) >= ENOUGH and {s.verdict for s in sides} == {"moves"}
+
+
+def test_four_paired_seeds_at_half_octaves_reach_the_goals():
+    """Half-widths of 0.06 for the flank and 0.10 for the wall, at a noise of 0.02 nats."""
+    flanks, walls = fit(0.0, 0.0)
+    assert np.median([s.high - s.low for s in flanks]) / 2 < 0.06
+    assert np.median([s.high - s.low for s in walls]) / 2 < 0.10
+
+
+def test_seeds_that_drift_apart_widen_the_interval():
+    """With seeds' own drifts taken for noise of single curves, the interval would be too short."""
+    together, _ = fit(0.0, 0.0)
+    apart, _ = fit(0.0, 0.0, of_seeds=0.3)
+    assert covered(apart, 0.0) >= ENOUGH
+    median = [np.median([s.high - s.low for s in sides]) for sides in (together, apart)]
+    assert median[1] > 4 * median[0]
+
+
+def test_the_interval_covers_the_intervals_of_all_windows():
+    s = side("flank", *plant(0.0, -0.3, rng=np.random.default_rng(1)))
+    assert len(s.windows) == 3 and len({line.rates for line in s.windows}) == 3
+    assert s.low == min(line.slope - line.half_width() for line in s.windows)
+    assert s.high == max(line.slope + line.half_width() for line in s.windows)
+
+
+def test_one_seed_at_two_widths_has_a_drift_but_no_interval():
+    curves, best = plant(0.0, 0.0, rng=np.random.default_rng(0), seeds=1)
+    two = {key: points for key, points in curves.items() if key[0] < 8}
+    s = side("wall", two, {scale: x for scale, x in best.items() if scale < 8})
+    assert s.windows and math.isinf(s.high) and s.verdict == "undecided"
+
+
+def test_rates_that_diverge_are_left_out_and_a_side_without_rates_says_so():
+    curves, best = plant(0.0, 0.0, rng=np.random.default_rng(0))
+    high = {key: {x: y if x < -6 else math.inf for x, y in points.items()} for key, points in curves.items()}
+    assert "three rates on this side with a finite loss" in side("wall", high, best).verdict
+    assert side("flank", high, best).windows
+
+
+def test_losses_that_do_not_curve_determine_no_position():
+    curves = {
+        (6.0 + i, 0): {x: 4 - 0.1 * x + 0.01 * (-1) ** n for n, x in enumerate(RATES)} for i in range(3)
+    }
+    assert fit_line(curves) == "the losses on this side do not curve upwards"
+
+
+def test_a_prediction_beyond_the_scales_is_on_the_line_and_less_certain():
+    s = side("whole", *plant(-0.3, -0.3, rng=np.random.default_rng(0)))
+    (line,) = s.windows
+    (inside, near), (outside, far) = line.at(7.0, 2), line.at(9.0, 2)
+    assert inside - outside == pytest.approx(0.6, abs=0.1) and far > near
+    assert (
+        abs(outside - (CENTER - 0.9)) < far + 0.1
+    )  # flank and wall curve differently: the vertex is between
