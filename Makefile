@@ -5,14 +5,19 @@
 #   make lint       ruff and pyright
 #   make bench      time the operations, after their parity
 #   make measure    on a GPU: parity, then speed beside flash-linear-attention, then whole steps; writes its lines to OUT
+#   make measure-trn1  on a Trn1: the first hour, stage by stage, each with what it decides;
+#                   DRY=1 runs every stage without a chip; writes its lines to OUT
 #   make test-slow  the checks that take hours
 #   make fuzz       100,000 random cases on chunked, then on the simulator and in Triton's interpreter for
 #                   FUZZ_MINUTES each; killed, it goes on where it was
 #   make certificate  one page for each backend of this machine: why its numbers can be trusted
 #   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
-#   make compile    compile every configuration of the Triton kernels for sm_90, with bounds (no GPU, 13 minutes)
+#   make evidence   the sweeps behind docs/mup.md, in stages with budgets; killed or out of budget, it goes on where it was
+#   make compile    compile every configuration of the Triton kernels for sm_90, with bounds on what each needs and
+#                   on the estimated time of those that matter most (no GPU, 17 minutes)
 #   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
+#   make neuron     on a Trn1: an environment of our own over AWS's, which stays as it is
 #   make test-transformers  the patched models of the newest transformers, beside the installed one
 
 PYTHON ?= python3
@@ -22,6 +27,9 @@ READY  := $(VENV)/.ready
 XLA    := .venv-xla
 NEWEST := .venv/newest
 EVAL   := .venv-lm-eval
+NEURON := .venv-neuron
+# the environment of AWS's image; it is read and not changed
+AWS    ?= /opt/aws_neuronx_venv_pytorch_2_9
 LINKS  := $(VENV)/links/delta_trn
 FOLDERS := backends models nki_kernels triton_kernels train
 OUT    ?= runs/measured
@@ -29,7 +37,8 @@ FUZZ_MINUTES ?= 60
 # Triton on a CPU needs its interpreter; on a GPU it must not be in it
 INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
-.PHONY: train test test-slow test-cpus test-lm-eval test-xla test-transformers compile lint bench measure fuzz certificate
+.PHONY: train evidence test test-slow test-cpus test-lm-eval test-xla test-transformers compile lint bench measure measure-trn1 \
+	fuzz certificate neuron
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -55,8 +64,13 @@ test-cpus: $(READY)
 test-lm-eval: $(EVAL)/.ready
 	OMP_NUM_THREADS=1 $(EVAL)/bin/python -m pytest tests/models/ecosystem/test_lm_eval.py --timeout=600
 
+# once as torch_xla is, and once without its functionalization, as torch-neuronx sets it up on Trn1
 test-xla: $(XLA)/.ready
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest tests/train/test_xla.py --timeout=900
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 XLA_DISABLE_FUNCTIONALIZATION=1 \
+		$(XLA)/bin/python -m pytest tests/train/test_xla.py -k TestRun --timeout=900
+
+neuron: $(NEURON)/.ready
 
 test-transformers: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) transformers
@@ -64,6 +78,7 @@ test-transformers: $(READY)
 
 compile: $(READY)
 	$(RUN) -m triton_kernels.compile_only
+	$(RUN) -m triton_kernels.estimate --check
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -85,6 +100,9 @@ fuzz: $(READY)
 certificate: $(READY)
 	$(INTERPRET) $(RUN) -m backends.parity certificate $(ARGS)
 
+evidence: $(READY)
+	$(RUN) -m train evidence $(ARGS)
+
 bench: $(READY)
 	$(RUN) -m backends.bench $(ARGS)
 
@@ -100,6 +118,12 @@ measure: $(READY)
 		$(RUN) -m train throughput gdn_mup_adamw model.width=$$width batch.sequences=30 batch.micro=30 \
 			--peer fla --json $(OUT)/throughput.jsonl || exit 1; \
 	done
+
+# With DRY=1 in .venv, without a chip.
+measure-trn1: $(if $(DRY),$(READY),$(NEURON)/.ready)
+	mkdir -p $(OUT)
+	$(if $(DRY),$(RUN),$(NEURON)/bin/python) -m backends.bench.trn1_adapter $(if $(DRY),--dry issue) --json $(OUT)/trn1.jsonl
+	$(if $(DRY),$(RUN),$(NEURON)/bin/python) -m train.studies.trn1 $(if $(DRY),--dry) --json $(OUT)/trn1.jsonl
 
 # torch comes first and alone: a CUDA build brings the triton that it was built with. A CPU build brings none, and
 # then 3.7.1 is installed, which belongs to torch 2.13.
@@ -117,6 +141,18 @@ $(XLA)/.ready: pyproject.toml .ci/constraints.txt
 	test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.9.0 torch-xla==2.9.0
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e . pytest pytest-timeout
+	touch $@
+
+# AWS's packages come from AWS's environment. What training needs beside them, or needs newer, is installed here, where
+# it hides AWS's and replaces nothing. What runs in the process together with the compiler stays AWS's version.
+$(NEURON)/.ready: pyproject.toml
+	test -x $(AWS)/bin/python || { echo "$(AWS) is no environment; name AWS's own: make neuron AWS=DIR" >&2; exit 1; }
+	test -x $(NEURON)/bin/python || { $(AWS)/bin/python -m venv $(NEURON) && \
+		echo 'PATH="$$PATH:$(abspath $(AWS))/bin"' >> $(NEURON)/bin/activate; }
+	$(AWS)/bin/python -c '$(PACKAGES)' > $$($(NEURON)/bin/python -c '$(PACKAGES)')/aws.pth
+	$(AWS)/bin/python -m pip list --format=freeze --disable-pip-version-check | \
+		grep -iE '^(torch|libneuron|neuron|nki|numpy|ml[_-]dtypes|protobuf)' > $(NEURON)/constraints.txt
+	$(NEURON)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEURON)/constraints.txt -e . pytest
 	touch $@
 
 # lm-eval brings 40 packages, so it has an environment of its own, which finds torch and the rest in .venv.

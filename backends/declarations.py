@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from importlib import import_module, metadata
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 import torch
@@ -24,7 +25,7 @@ NEURON = frozenset({"xla", "neuron"})
 
 PSUM_BANK = "2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM"
 NORM_BANKS = "the sums of dweight fill the 8 banks of PSUM"
-NEIGHBORS = "2 W - 2 rows of a tile of 128 are its neighbors'"
+NEIGHBORS = "a diagonal and a mask per tap lie in SBUF"
 WHOLE_ROWS = "a program holds whole rows in registers, or spills"
 
 
@@ -108,8 +109,8 @@ def nki_missing(device: str) -> str | None:
         return import_module("delta_trn.backends.nki_runtime_adapter").missing()
     absent = [name for name in ("torch_xla", "nki") if find_spec(name) is None]
     if absent:
-        return f"needs {' and '.join(absent)}, from AWS Neuron's package index: pip install torch-neuronx nki"
-    return None
+        return f"needs {' and '.join(absent)}, from AWS Neuron's package index: docs/trainium.md says how"
+    return _placeholder()
 
 
 def simulator_missing(device: str) -> str | None:
@@ -119,10 +120,26 @@ def simulator_missing(device: str) -> str | None:
     """
     if find_spec("nki") is None:
         return None
+    if placeholder := _placeholder():
+        return placeholder
     version = metadata.version("nki")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 3):
         return f"nki {version} has no simulator: install 0.3 or newer, or none, for the one that is included"
     return None
+
+
+def _placeholder() -> str | None:
+    """Returns what to do if the installed nki is the public index's of that name; None if it is AWS's.
+
+    That package has no modules, and importing it raises. So its files are looked at, and it is not imported.
+    """
+    spec = find_spec("nki")
+    if spec is None or PathFinder.find_spec("nki.isa", spec.submodule_search_locations) is not None:
+        return None
+    return (
+        "the package nki that is installed is a placeholder from the public index, without nki.isa: "
+        "pip uninstall nki, then install AWS's own from https://pip.repos.neuron.amazonaws.com"
+    )
 
 
 def declare() -> None:

@@ -150,6 +150,14 @@ def test_links_lead_to_files(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_section_stands_twice_on_a_page(page):
+    headings = re.findall(
+        r"^##? .+$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
+    )
+    assert headings and len(headings) == len(set(headings))
+
+
 def test_the_readme_takes_five_minutes():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
@@ -164,3 +172,14 @@ def test_the_speeds_are_those_of_the_files():
     assert figures.markdown(rows) in page
     faster = [row | {"ratio": row["ratio"] and {"p50": 2 * row["ratio"]["p50"]}} for row in rows]
     assert figures.markdown(faster) not in page
+
+
+def test_the_speed_that_the_readme_promises_is_reached_in_every_run():
+    page = (ROOT / "README.md").read_text()
+    (promised,) = re.findall(r"forward and backward take at least (\d+) times less time", page)
+    reached = [
+        ratio
+        for case in figures.CASES
+        for ratio in figures.ratios(figures.read(), figures.PLACES[1], case, "forward+backward")
+    ]
+    assert len(reached) >= 3 and min(reached) >= int(promised)

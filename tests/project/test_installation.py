@@ -73,8 +73,9 @@ def test_the_wheel_trains_and_opens_models_where_a_user_has_such_names(installed
 def test_the_wheel_holds_launch_scripts_and_kernel_sources_and_nothing_at_the_top(installed):
     (packages,) = (installed.parent / "lib").glob("python*/site-packages")
     assert (packages / "delta_trn" / "train" / "launch" / "trn1.32xlarge.sh").exists()
-    kernels = (packages / "delta_trn" / "backends").glob("*/*.[ch]*")
-    assert {"chunked_kernel.cpp", "chunked_products.h", "cpu_kernel.cpp"} <= {path.name for path in kernels}
+    kernels = (packages / "delta_trn" / "backends").rglob("*.[ch]*")
+    expected = {"chunked_kernel.cpp", "chunked_products.h", "cpu_kernel.cpp", "exponential.h", "peak.cpp"}
+    assert expected <= {path.name for path in kernels}
     top = {path.name for path in packages.iterdir() if "dist-info" not in path.name}
     assert top == {"delta_trn"}
 
@@ -85,6 +86,38 @@ def test_importing_delta_trn_loads_neither_torch_nor_transformers(installed, els
         "print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
     )
     assert call([installed / "python", "-c", code], elsewhere) == "[]\n"
+
+
+OPERATIONS_ALONE = """
+import re, sys
+from importlib.metadata import requires
+
+kept = {"torch", "numpy", "ml_dtypes", "filelock"}  # torch itself needs filelock
+needed = {re.match(r"[\\w.-]+", line)[0] for line in requires("delta-trn") if "extra ==" not in line}
+assert kept < needed and "transformers" in needed
+for name in needed - kept:
+    sys.modules[name] = None  # its import raises, as where it is not installed
+import delta_trn, torch
+
+q, v, g = torch.randn(1, 70, 1, 8), torch.randn(1, 70, 2, 16), -torch.rand(1, 70, 2)
+x, beta = torch.randn(4, 8), torch.rand(4)
+for backend in (None, "nki-simulator"):
+    o, state = delta_trn.gated_delta_rule(q, q, v, g, -g, output_final_state=True, backend=backend)
+    delta_trn.gated_delta_rule_step(q[:, 0], q[:, 0], v[:, 0], g[:, 0], -g[:, 0], state, backend=backend)
+    delta_trn.delta_residual(x, x, beta, beta, backend=backend)
+    print(o.shape == v.shape)
+print(len(delta_trn.describe()) > 0)
+try:
+    delta_trn.DeltaForCausalLM
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+
+
+def test_the_operations_need_torch_numpy_and_ml_dtypes_alone(installed, elsewhere):
+    """So `pip install --no-deps` is enough beside packages that must stay. Models need the rest."""
+    out = call([installed / "python", "-c", OPERATIONS_ALONE], elsewhere)
+    assert out == "True\nTrue\nTrue\ntransformers\n"
 
 
 def test_a_command_that_does_not_exist_names_the_nearest(installed, elsewhere):

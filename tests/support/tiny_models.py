@@ -55,6 +55,9 @@ def packed(lengths: list[int]) -> tuple[Tensor, list[slice]]:
     return bounds, [slice(int(a), int(b)) for a, b in pairwise(bounds)]
 
 
+ORDINARY = 300  # the roundings in an ordinary error; `assert_same` derives it
+
+
 def assert_same(actual: Tensor, expected: Tensor, *, what: str = "", factor: float = 1.0) -> None:
     """Asserts that two tensors differ only as different orders of summation make them differ.
 
@@ -63,5 +66,5 @@ def assert_same(actual: Tensor, expected: Tensor, *, what: str = "", factor: flo
     test knows that errors are larger.
     """
     u = torch.finfo(expected.dtype).eps / 2
-    difference, allowed = error(actual, expected), 300 * u * factor
+    difference, allowed = error(actual, expected), ORDINARY * u * factor
     assert difference <= allowed, f"{what}: error {difference:.2g} above {allowed:.2g}"

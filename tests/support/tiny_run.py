@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from delta_trn.train.__main__ import main
 from delta_trn.train.run import setup
 from delta_trn.train.watch.metrics import MEASURED, read
 from tests.support.corpus import prepare_text
+from tests.support.tiny_models import ORDINARY
 
 # A run that sums in another order may end this many times as far off as the controls do, since three are few:
 # on three instruction sets (ATEN_CPU_CAPABILITY default, avx2, avx512), nine other orders came out at up to
 # 2.9 times the largest of three.
 SPREAD = 8
 # the relative error of one sum in another order; tests/support/tiny_models.py derives it
-ONE_SUM = 300 * 2**-24
+ONE_SUM = ORDINARY * 2**-24
 
 # matrices of 16 rows gain nothing from threads, and pytest-xdist already uses the cores
 if "OMP_NUM_THREADS" not in os.environ:
@@ -130,20 +131,47 @@ def redirect_output(log: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def die_before(n: int) -> None:
-    """Makes this process die by SIGKILL before its n-th fsync, rename, replace or truncate from now on."""
+def die_before(n: int, also: Sequence[str] = ()) -> None:
+    """Makes this process die by SIGKILL before its n-th fsync, rename, replace or truncate from now on.
+
+    also    further functions of `os` that count
+    """
     count = 0
-    for name in ("fsync", "rename", "replace", "truncate"):
+    for name in ("fsync", "rename", "replace", "truncate", *also):
         original = getattr(os, name)
 
-        def counted(*arguments: Any, original: Any = original) -> Any:
+        def counted(*arguments: Any, original: Any = original, **options: Any) -> Any:
             nonlocal count
             count += 1
             if count == n:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments)
+            return original(*arguments, **options)
 
         setattr(os, name, counted)
+
+
+def in_child(body: Callable[[], object]) -> int:
+    """Runs `body` in a forked process, and returns its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def killed_before(n: int, body: Callable[[], object]) -> bool:
+    """Runs `body` in a process that kills itself before its n-th change of the disk. True if it did."""
+
+    def dying() -> None:
+        die_before(n, also=["unlink"])
+        body()
+
+    status = in_child(dying)
+    assert status in (0, signal.SIGKILL), f"the child failed with {status}"
+    return status == signal.SIGKILL
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
