@@ -178,16 +178,11 @@ def spread_blocks(block_columns, blocks):
     return bundles
 
 
-def solve_blocks(minus_L_ts, columns, blocks, table):
-    """Inverts the blocks of 16; `columns` are those of `spread_blocks`. Returns what `merge` works on:
-
-    minus_L_t       -L transposed, a tile [C, lanes, C]; below its diagonal, anything finite
-    T_t             the inverse's transpose, blocks on the diagonal yet, [C, lanes, C]
-    T               the inverse, where C <= 16; else the last merge makes it
-    """
+def begin_solutions(minus_L_ts, blocks):
+    """Starts the substitution of each bundle: x = e_p on every partition, tiles [C, lanes, n]."""
     C = minus_L_ts[0].shape[0]
     n = min(BLOCK, C)
-    place_sb, shared_sb = blocks["place"], blocks["shared"]
+    place_sb = blocks["place"]
     solutions = []
     for b in range(len(minus_L_ts)):
         lanes = minus_L_ts[b].shape[1]
@@ -197,23 +192,40 @@ def solve_blocks(minus_L_ts, columns, blocks, table):
             engine=nisa.engine.gpsimd,
         )  # fmt: skip
         solutions.append(x_sb)
-    for a in range(n - 1):
-        below = n - 1 - a
+    return solutions
+
+
+def substitute(solutions, columns, start, stop):
+    """Subtracts columns start .. stop of each block of L, `columns` are those of `spread_blocks`."""
+    for a in range(start, stop):
         terms = []
-        for b in range(len(minus_L_ts)):
-            x_sb, lanes, count = solutions[b], minus_L_ts[b].shape[1], columns[b][0].shape[1]
-            terms_sb = sbuf((C, lanes, below))
+        for b in range(len(solutions)):
+            x_sb, count = solutions[b], columns[b][0].shape[1]
+            C, lanes, n = x_sb.shape
+            terms_sb = sbuf((C, lanes, n - 1 - a))
             nisa.tensor_tensor(
                 dst=terms_sb, data1=columns[b][a // count][:, a % count, :, a + 1 : n],
-                data2=x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, below]], offset=a), op=nl.multiply,
+                data2=x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, n - 1 - a]], offset=a),
+                op=nl.multiply,
             )  # fmt: skip
             terms.append(terms_sb)
-        for b in range(len(minus_L_ts)):
-            later = solutions[b][:, :, a + 1 : n]
+        for b in range(len(solutions)):
+            later = solutions[b][:, :, a + 1 : solutions[b].shape[2]]
             nisa.tensor_tensor(dst=later, data1=later, data2=terms[b], op=nl.add)
+
+
+def place_blocks(minus_L_ts, solutions, blocks, table):
+    """Puts the inverted blocks on a diagonal. Returns what `merge` works on:
+
+    minus_L_t       -L transposed, a tile [C, lanes, C]; below its diagonal, anything finite
+    T_t             the inverse's transpose, blocks on the diagonal yet, [C, lanes, C]
+    T               the inverse, where C <= 16; else the last merge makes it
+    """
+    shared_sb = blocks["shared"]
     inverses = []
-    for b in range(len(minus_L_ts)):
-        x_sb, lanes = solutions[b], minus_L_ts[b].shape[1]
+    for b in range(len(solutions)):
+        x_sb = solutions[b]
+        C, lanes, n = x_sb.shape
         inverse = {"minus_L_t": minus_L_ts[b], "T": x_sb, "T_t": x_sb}
         if C <= BLOCK:
             inverse["T"] = transpose_columns(x_sb, table["identity"])
@@ -230,6 +242,13 @@ def solve_blocks(minus_L_ts, columns, blocks, table):
             inverse["T_t"] = T_t_sb
         inverses.append(inverse)
     return inverses
+
+
+def solve_blocks(minus_L_ts, columns, blocks, table):
+    """Inverts the blocks of 16, all three steps of it; returns what `place_blocks` returns."""
+    solutions = begin_solutions(minus_L_ts, blocks)
+    substitute(solutions, columns, 0, solutions[0].shape[2] - 1)
+    return place_blocks(minus_L_ts, solutions, blocks, table)
 
 
 def transpose_columns(x_sb, columns):
@@ -266,33 +285,30 @@ def list_odd_columns(x_sb, s):
     return views
 
 
-def merge(inverses, spaces, blocks, level, table, both):
-    """Merges one level: blocks of 16 times 2^level become blocks of twice the size; the last level makes T.
-
-    Args:
-        inverses        what `solve_blocks` returns
-        spaces          what `allocate_workspace` returns, per bundle
-        blocks          what `build_block_constants` returns
-        table           the constants for the chunk's rows
-        both            False: the last level leaves T_t as it was, only T is complete
-
-    Notes:
-        Each loop over bundles issues one stage for all of them, so that one bundle's products run while
-        another's leave PSUM. A reshape [C, lanes, C] -> [C, lanes, pairs, 2, s] shows the columns as pairs of
-        an even and an odd block.
-    """
-    C = table["rows"]
+def find_size(level):
+    """Returns the size of the blocks that a level merges: 16 times 2^level."""
     s = BLOCK
     for _ in range(level):
         s = 2 * s
-    half, pairs, last = C // 2, C // (2 * s), 2 * s == C
+    return s
+
+
+def transpose_blocks(inverses, blocks, level, table, both):
+    """Does the first third of `merge`: the even columns of T, all of them at the last level."""
+    C, s = table["rows"], find_size(level)
+    last = 2 * s == C
+    corners = table["identity"] if last else blocks["even_columns"][level][0:C, 0 : C // 2]
+    for inverse in inverses:
+        inverse["T"] = transpose_columns(inverse["T_t"], corners)
+    for inverse in inverses:
+        inverse["odd"] = list_odd_columns(inverse["T_t"], s) if both or not last else []
+
+
+def multiply_corners(inverses, spaces, blocks, level, table):
+    """Does the second third of `merge`: M T, in the even columns of `spaces`."""
+    C, s = table["rows"], find_size(level)
+    half, pairs = C // 2, C // (2 * s)
     corners_sb = blocks["corners"][level]
-    for inverse in inverses:
-        columns = table["identity"] if last else blocks["even_columns"][level][0:C, 0:half]
-        inverse["T"] = transpose_columns(inverse["T_t"], columns)
-    odd = []
-    for inverse in inverses:
-        odd.append(list_odd_columns(inverse["T_t"], s) if both or not last else [])
     for b in range(len(inverses)):
         inverse, space_sb = inverses[b], spaces[b][level]
         lanes, size = inverse["T"].shape[1], space_sb.shape[0]
@@ -311,6 +327,12 @@ def merge(inverses, spaces, blocks, level, table, both):
             ),
             op=nl.multiply,
         )  # fmt: skip
+
+
+def update_blocks(inverses, spaces, level, table, both):
+    """Does the last third of `merge`: adds T M T to T at the last level, and its transpose to T_t."""
+    C, s = table["rows"], find_size(level)
+    half, pairs, last = C // 2, C // (2 * s), 2 * s == C
     for b in range(len(inverses)):
         inverse, space_sb = inverses[b], spaces[b][level]
         T_t_sb = inverse["T_t"]
@@ -328,12 +350,33 @@ def merge(inverses, spaces, blocks, level, table, both):
             update_t_ps = psum((C, lanes, half))
             for lane in range(lanes):
                 nisa.nc_matmul(
-                    dst=update_t_ps[:, lane, :], stationary=space_sb[0:C, lane, 0:C], moving=odd[b][lane]
-                )
+                    dst=update_t_ps[:, lane, :], stationary=space_sb[0:C, lane, 0:C],
+                    moving=inverse["odd"][lane],
+                )  # fmt: skip
             columns = T_t_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
             nisa.tensor_tensor(
                 dst=columns, data1=update_t_ps.reshape((C, lanes, pairs, s)), data2=columns, op=nl.add
             )
+
+
+def merge(inverses, spaces, blocks, level, table, both):
+    """Merges one level: blocks of 16 times 2^level become blocks of twice the size; the last level makes T.
+
+    Args:
+        inverses        what `solve_blocks` returns
+        spaces          what `allocate_workspace` returns, per bundle
+        blocks          what `build_block_constants` returns
+        table           the constants for the chunk's rows
+        both            False: the last level leaves T_t as it was, only T is complete
+
+    Notes:
+        Each loop over bundles issues one stage for all of them, so that one bundle's products run while
+        another's leave PSUM. A reshape [C, lanes, C] -> [C, lanes, pairs, 2, s] shows the columns as pairs of
+        an even and an odd block.
+    """
+    transpose_blocks(inverses, blocks, level, table, both)
+    multiply_corners(inverses, spaces, blocks, level, table)
+    update_blocks(inverses, spaces, level, table, both)
 
 
 def invert(minus_L_ts, block_columns, spaces, blocks, table, both):
