@@ -64,7 +64,6 @@ from delta_trn.triton_kernels.tiles import (
     locate_chunk,
     locate_sequence,
     multiply,
-    multiply_split,
     round_to,
     scale_by_exp,
     softplus,
@@ -86,7 +85,7 @@ def reverse_scan_kernel(
     q, k, v, do, T, P, rows, S, initial_state, dstate, dY, dS, dv, vdY, carry, dinitial_state,
     cu_seqlens, chunk_offsets, scale, power, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
 
@@ -144,13 +143,11 @@ def reverse_scan_kernel(
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
         m_do = m_v[:, None] & m_t[None, :]
         b_doT = tl.load(do + (t * HV + i_h) * V + o_vc, mask=m_do, other=0.0)  # [BV, C]
-        p_T = T + tile * (WORDS * C * C) + o_cc
-        b_T = tl.load(p_T)
-        b_T_low = tl.load(p_T + (WORDS - 1) * (C * C))
+        b_T = tl.load(T + tile * (C * C) + o_cc)
         b_P = tl.load(P + tile * (C * C) + o_cc)
         b_dUT = multiply(b_dZd, tl.trans(b_k), DOT) * tl.load(p_rows + 6 * C + o_c)[None, :]
         b_dUT += multiply(b_doT, b_P, DOT)  # [BV, C]
-        b_dYT = multiply_split(b_dUT, b_T, b_T_low, dtype, DOT)  # [BV, C]
+        b_dYT = multiply(round_to(b_dUT, dtype, DOT), b_T, DOT)  # [BV, C]
         if dY is not None:
             p_dY = dY + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
             tl.store(p_dY, round_to(b_dYT, dtype, DOT), mask=m_v[:, None])
@@ -360,7 +357,7 @@ def reverse_scan(
         q, k, v, do, T, P, rows, S, initial_state, dstate, dY, dS, dv, vdY, carry, dinitial_state,
         chunks.cu_seqlens, chunks.offsets, scale, power, chunks.tokens, chunks.per_sequence,
         chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
-        C=chunks.size, WORDS=T.shape[2], DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        C=chunks.size, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -385,7 +382,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
-    sizes |= {"WORDS": 1 if itemsize == 4 else 2, "DOT": row.dot}
+    sizes |= {"DOT": row.dot}
     for layout, tables in layouts(quick).items():
         values = sizes | tables | {"BV": row.reverse.columns}
         states = ("dstate", "initial_state", "dinitial_state") if layout == "dense" else ()

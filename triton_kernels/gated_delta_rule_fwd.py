@@ -38,11 +38,13 @@ Layout, with NC the number of chunks of all sequences, and B = 1 where N sequenc
 
     q, k [B, tokens, H, K]         v, o [B, tokens, HV, V]       g, beta [B, tokens, HV]
     q_scaled, k_scaled             as q and k, for float16 that is normalized
-    T [NC, HV, 1 or 2, C, C]       P [NC, HV, C, C]              rows [NC, HV, 8, C] float32, see tiles.ROWS
+    T, P [NC, HV, C, C]            rows [NC, HV, 8, C] float32, see tiles.ROWS
     S [NC, HV, V, K]               U [NC, HV, C, V]              initial_state, final_state [N, HV, K, V]
     A_log, dt_bias [HV]            transition [N, HV, K, K]
 
-T has two words in 16 bits: the second is what rounding cut off. S holds Z at every chunk's start.
+S holds Z at every chunk's start. T is rounded like every operand of a product, though its rows reach absolute
+sums of 2 C where keys are alike and beta is 2: a second word, what rounding cut off, would make those cases
+five times as exact as the plain implementation that parity compares with, and the scans a tenth longer.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -61,7 +63,6 @@ from delta_trn.triton_kernels.tiles import (
     locate_chunk,
     locate_sequence,
     multiply,
-    multiply_split,
     round_to,
     split_power,
 )
@@ -81,7 +82,7 @@ def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, T, P, rows, chunk_start, chunk_length, scale, beta_max,
     tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
-    L2NORM: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
+    L2NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes T, P and the rows; one program per (chunk, value head). KP is K up to a power of two.
 
@@ -163,12 +164,7 @@ def prepare_kernel(
     b_b_low = tl.load(p_rows + C)
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
     b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_D, float("-inf")))
-    b_T *= b_D
-    b_hi = round_to(b_T, T.dtype.element_ty, DOT)
-    p_T = T + tile * (WORDS * C * C) + o_cc
-    tl.store(p_T, b_hi)
-    if WORDS == 2:
-        tl.store(p_T + C * C, round_to(b_T - b_hi.to(tl.float32), T.dtype.element_ty, DOT))
+    tl.store(T + tile * (C * C) + o_cc, round_to(b_T * b_D, T.dtype.element_ty, DOT))
 
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
@@ -176,7 +172,7 @@ def scan_kernel(
     q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
     scale, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, WORDS: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks in order; one program per (sequence, value head, BV columns of V).
 
@@ -221,9 +217,7 @@ def scan_kernel(
         m_vc = m_v[:, None] & m_t[None, :]
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
         b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0)  # [BV, C]
-        p_T = T + tile * (WORDS * C * C) + o_cc
-        b_T = tl.load(p_T)
-        b_T_low = tl.load(p_T + (WORDS - 1) * (C * C))
+        b_T = tl.load(T + tile * (C * C) + o_cc)
         p_rows = rows + tile * (ROWS * C)
         b_beta = tl.load(p_rows + 7 * C + o_c)
         b_Zd = round_to(b_Z, dtype, DOT)
@@ -232,7 +226,7 @@ def scan_kernel(
 
         b_KST = multiply(b_Zd, tl.trans(b_k), DOT)  # [BV, C], (K S)^T
         b_YT = b_vT.to(tl.float32) * b_beta[None, :] - b_KST * tl.load(p_rows + 4 * C + o_c)[None, :]
-        b_UT = multiply_split(b_YT, tl.trans(b_T), tl.trans(b_T_low), dtype, DOT)  # [BV, C]
+        b_UT = multiply(round_to(b_YT, dtype, DOT), tl.trans(b_T), DOT)  # [BV, C]
         if U is not None:
             p_U = U + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
             tl.store(p_U, round_to(b_UT, dtype, DOT), mask=m_v[:, None])
@@ -277,7 +271,7 @@ def prepare(
     prepare_kernel[(chunks.count * HV,)](
         q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, T, P, rows, chunks.start, chunks.length, scale,
         beta_max or None, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, WORDS=T.shape[2], DOT=config.dot,
+        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, DOT=config.dot,
         num_warps=config.prepare.warps, num_stages=config.prepare.stages,
     )  # fmt: skip
 
@@ -295,7 +289,7 @@ def scan(
     scan_kernel[(chunks.sequences * HV * columns,)](
         q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
         chunks.offsets, scale, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, WORDS=T.shape[2],
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
         DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -304,7 +298,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.scan.columns, "C": row.C}
-    sizes |= {"L2NORM": True, "WORDS": 1 if itemsize == 4 else 2, "DOT": row.dot}
+    sizes |= {"L2NORM": True, "DOT": row.dot}
     # what each use of the scan does not write; dense sequences have no initial and no final state here
     uses = {"train": ("transition",)}
     if not quick:

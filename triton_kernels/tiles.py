@@ -51,24 +51,6 @@ def accumulate(acc, a, b, DOT: tl.constexpr):
 
 
 @triton.jit
-def multiply_split(x, hi, lo, dtype: tl.constexpr, DOT: tl.constexpr):
-    """Returns x (hi + lo) for float32 x, from three products of `dtype`; in float32 from one.
-
-    The fourth product would be below 2^-16. hi + lo is T, whose rows reach absolute sums of 2 C where keys
-    are alike and beta is 2: rounded to bfloat16, T and x would lose five times what the rest of the
-    computation loses.
-    """
-    if dtype == tl.float32:
-        return multiply(x, hi, DOT)
-    else:
-        b_hi = round_to(x, dtype, DOT)
-        b_lo = round_to(x - b_hi.to(tl.float32), dtype, DOT)
-        b_y = multiply(b_hi, hi, DOT)
-        b_y = accumulate(b_y, b_lo, hi, DOT)
-        return accumulate(b_y, b_hi, lo, DOT)
-
-
-@triton.jit
 def softplus(z):
     """Returns log(1 + exp(z)) = max(z, 0) + 2 atanh(y), with e = exp(-|z|) and y = e / (2 + e).
 

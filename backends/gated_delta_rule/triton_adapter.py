@@ -229,9 +229,8 @@ def _is_scaled(call: Rule) -> bool:
 def _prepared_shapes(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
     """Returns the shapes of T, P and rows."""
     C = chunks.size
-    words = 1 if dtype == torch.float32 else 2
     head = (chunks.count, HV)
-    return [((*head, words, C, C), dtype), ((*head, C, C), dtype), ((*head, 8, C), torch.float32)]
+    return [((*head, C, C), dtype), ((*head, C, C), dtype), ((*head, 8, C), torch.float32)]
 
 
 def _state_shapes(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> Shapes:

@@ -104,8 +104,7 @@ class _Calls:
         rows = shape.sequences * shape.tokens * ITEM
         self.keys, self.values = rows * shape.H * shape.K, rows * shape.HV * shape.V
         self.states = self.chunks * shape.HV * shape.K * shape.V * ITEM
-        self.T = self.chunks * shape.HV * 2 * self.C * self.C * ITEM
-        self.P = self.T // 2
+        self.T = self.P = self.chunks * shape.HV * self.C * self.C * ITEM
         self.factor = self.chunks * shape.HV * self.C * 4  # one of the rows
         self.mask = shape.K / power_of_two(shape.K)
 
