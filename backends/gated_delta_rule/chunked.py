@@ -148,8 +148,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         _scan_back(A, dstates, steps)
         for i in _blocks(span, block):
             k_i, beta_i, S = K_[i], beta_[i], layout.firsts(states, i)
-            dwritten = torch.bmm(k_i * lam[i], dafter[i])
-            # not <U dS'^T, k>: equal keys have equal rows here, whose roundings cancel where their writes do
+            # lam follows the product, and `written` is not <U dS'^T, k>: equal keys have equal rows here,
+            # whose roundings cancel where their writes do
+            dwritten = torch.bmm(k_i, dafter[i]).mul_(lam[i])
             written = _dot(dwritten, U[i])
             dR = torch.bmm(T[i].mT, dU[i].add_(dwritten))
             dP, dkk = torch.bmm(dO[i], U[i].mT), torch.bmm(dR, U[i].mT)

@@ -234,7 +234,7 @@ void prepare(const Head &h, Chunk &x, long chunk, long m, bool backward) {
     gates(h, x, chunk, m);
     scale_rows(x.QK, x.gam, m, h.K, G);
     scale_rows(k, x.gam, m, h.K, Gk, -1.0f);
-    scale_rows(k, x.lam, m, h.K, x.written);
+    if (!backward) scale_rows(k, x.lam, m, h.K, x.written);
     transpose(m, h.K, k, x.KT);
     clear(x.PN, 2 * m);
     product<PLAIN, FULL, true>(m, m, h.K, x.QK, x.KT, x.PN);
@@ -327,8 +327,10 @@ void backward_values(const Head &h, Backward &f, long chunk, long m) {
     scale_rows(f.E, x.beta, m, h.V, f.U);
     transpose(m, h.V, f.U, f.UT);
     clear(dR, m);
-    product<PLAIN, FULL>(m, h.V, h.K, x.written, f.dS, dR);
-    // not <U dS'^T, k>: equal keys have equal rows here, whose roundings cancel where their writes do
+    // lam follows the product, and <dR, U> is not <U dS'^T, k>: equal keys have equal rows here, whose roundings
+    // cancel where their writes do
+    product<PLAIN, FULL>(m, h.V, h.K, {x.QK[m], x.QK.stride}, f.dS, dR);
+    scale_rows(dR, x.lam, m, h.V, dR);
     for (long i = 0; i < m; i++) f.written[i] = dot(h.V, dR[i], f.U[i]);
     product<TRANSPOSED, UPPER>(m, h.V, m, x.PN, f.Y, dR);
     solve<TRANSPOSED>(m, h.V, N, dR);

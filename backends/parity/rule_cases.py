@@ -193,6 +193,8 @@ CASES: tuple[Case, ...] = (
          reason="an initial state, and a gradient through the final one"),
     Case("final_only",      2, 100, 4, 32,  32, state=True, loss=("final_state",), decay="weak", tags=SMALL,
          reason="the gradient comes from the final state alone: dq is exactly 0"),
+    Case("erased",          1, 140, 4, 96,  32, keys="equal", beta=1.0, state=True, loss=("final_state",),
+         reason="equal keys erase whatever is read: dg is what roundings leave, chunk for chunk less"),
     Case("norm",            2, 100, 2, 32,  32, norm="random", state=True, loss=BOTH, tags=SMALL,
          reason="q and k normalized by the operation"),
     Case("gates",           1, 100, 4, 32,  32, HV=8, gates="plain", norm="random", state=True, loss=BOTH,
