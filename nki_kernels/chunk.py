@@ -164,8 +164,8 @@ def compute_gates(factors_sb, carry_factors_sb, beta_sb, norms, bundle, scale) -
     }  # fmt: skip
 
 
-def load_keys(q, k, bundle, start, tokens, l2norm, table):
-    """Loads q and k of a bundle; returns `qk`, and ([rows, 2, key heads],), reciprocal norms, or ()."""
+def load_keys(q, k, bundle, start, tokens, table):
+    """Loads q and k of a bundle: `qk`."""
     n, first, heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
     rows, K = table["rows"], q.shape[3]
     qk_sb = sbuf((rows, 2, heads, K), table["products"])
@@ -175,8 +175,14 @@ def load_keys(q, k, bundle, start, tokens, l2norm, table):
     for side in range(2):
         src = sources[side][n, start : start + tokens, first : first + heads, :]
         nisa.dma_copy(dst=qk_sb[0:tokens, side, :, :], src=src)
+    return qk_sb
+
+
+def invert_key_norms(qk_sb, l2norm, table):
+    """Returns ([rows, 2, key heads],), the reciprocal norms of q and k, or () unless `l2norm`."""
     if not l2norm:
-        return qk_sb, ()
+        return ()
+    rows, _, heads, K = qk_sb.shape
     squares_sb, inverse_norms_sb = sbuf((rows, 2, heads)), sbuf((rows, 2, heads))
     unread_sb = sbuf((rows, K), table["products"])
     for side in range(2):
@@ -187,7 +193,7 @@ def load_keys(q, k, bundle, start, tokens, l2norm, table):
             )  # fmt: skip
     invert_sums(inverse_norms_sb, squares_sb, table["norm"])
     copy_scaled(inverse_norms_sb, inverse_norms_sb, table["norm"]["scale"])
-    return qk_sb, (inverse_norms_sb,)
+    return (inverse_norms_sb,)
 
 
 def transpose_side(qk_sb, side, parts, table):
@@ -410,7 +416,8 @@ def load_chunk(inputs, bundle, start, tokens, l2norm, table) -> dict[str, Any]:
     rows = table["rows"]
     g_sb = load_lanes(g, bundle, start, tokens, rows)
     beta_sb = load_lanes(beta, bundle, start, tokens, rows)
-    qk_sb, norms = load_keys(q, k, bundle, start, tokens, l2norm, table)
+    qk_sb = load_keys(q, k, bundle, start, tokens, table)
+    norms = invert_key_norms(qk_sb, l2norm, table)
     factors_sb, carry_factors_sb = sum_decays(g_sb, q.shape[3], table)
     return {
         "start": start, "tokens": tokens, "g": g_sb, "beta": beta_sb, "qk": qk_sb, "inverse_norms": norms,

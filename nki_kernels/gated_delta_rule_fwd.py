@@ -7,42 +7,110 @@ equations of a chunk, the letters, and the tiles in a chunk's dict.
 """
 
 from delta_trn.nki_kernels.chunk import (
+    build_diagonals,
+    compute_decays,
+    compute_gates,
     compute_residual,
     decay_and_add,
-    load_chunk,
-    multiply_keys,
+    invert_key_norms,
+    load_keys,
+    load_lanes,
     multiply_lanes,
     multiply_lanes_at_once,
+    multiply_pairs,
     multiply_parts,
     round_state,
     round_tile,
-    scale_chunk,
     scale_heads,
+    scale_lanes,
+    spread_decays,
     store_lanes,
-    transpose_keys,
+    sum_decays,
+    transpose_side,
+    weight_decays,
 )
 from delta_trn.nki_kernels.examples import rule_inputs
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import list_waves, pad_to_rows, split_evenly
-from delta_trn.nki_kernels.tiles import build_constants, copy_scaled, psum, sbuf, take_corners, transpose
+from delta_trn.nki_kernels.tiles import (
+    build_constants,
+    copy_scaled,
+    multiply_elements,
+    psum,
+    sbuf,
+    take_corners,
+    transpose,
+)
 from delta_trn.nki_kernels.triangular import (
+    BLOCK,
     allocate_workspace,
+    begin_solutions,
     build_block_constants,
     count_levels,
-    merge,
-    solve_blocks,
+    list_block_columns,
+    multiply_corners,
+    place_blocks,
     spread_blocks,
+    substitute,
+    transpose_blocks,
+    update_blocks,
 )
 
-# The stages of a chunk that run between the levels of another one's inverse.
-LOAD = 0  # inputs, norms, sums of decays
-SCALE = 1  # gates, and what they scale
-TRANSPOSE = 2  # of q and k, and D
-MULTIPLY = 3  # the rest of what needs no state: L, P
-RESIDUAL = 4  # R, and the state to HBM where it is to be kept
-APPLY = 5  # W and P T, once T is known
-OUTPUT = 6  # O
-STATE = 7  # the next state
+# The stages of a chunk, and what they make.
+LOAD = 0  # tiles of the inputs
+DECAYS = 1  # sums of g, and what D's products add
+NORMS = 2  # of q and k
+GATES = 3  # gamma, lambda, and all that has one number per token
+SCALE_K = 4  # lambda_k
+SCALE_V = 5  # beta_v
+SCALE_Q = 6  # gamma_q
+TRANSPOSE_K = 7  # k_t
+TRANSPOSE_Q = 8  # q_t
+MATRIX_D = 9  # D_t
+TRANSPOSE_GAMMA_Q = 10  # gamma_q_t
+WEIGHT = 11  # D_t diag(beta)
+MATRIX_L = 12  # minus_L_t
+MATRIX_P = 13  # P_t
+COLUMNS = 14  # of L's blocks of 16
+SPREAD = 15  # the same, on all partitions of their blocks
+SOLVE = 16  # three stages, of five columns each: the inverses of the blocks
+MERGE = 19  # three stages for each of three levels: T
+MULTIPLY_W = 28  # W
+MULTIPLY_PT = 29  # PT_t
+RESIDUAL = 30  # R, and the state to HBM where it is to be kept
+OUTPUT = 31  # O
+STATE = 32  # the next state
+
+# The bundles that run a stage: every other one, or all side by side
+EVEN = 0
+ODD = 1
+ALL = 2
+
+AHEAD = 6  # chunks by which LOAD is ahead of STATE, at most
+
+
+def list_stages():
+    """Lists what is issued in one turn, (stage, bundles, chunks ahead), in order.
+
+    Each engine runs its instructions in order, and waits where an operand is not there yet. So a turn holds
+    stages of several chunks, and what a stage makes is used a while later. The order is the best that
+    simulated annealing found by the cost model's time in program order, over four shapes at once: it has no
+    other reason, but that a stage comes after those that it needs.
+    """
+    return (
+        (MERGE + 3, ALL, 1), (MATRIX_L, ODD, 2), (SCALE_K, EVEN, 3), (MERGE + 4, ALL, 1),
+        (RESIDUAL, ODD, 0), (OUTPUT, EVEN, 0), (COLUMNS, ODD, 2), (SCALE_Q, ODD, 1), (MERGE + 5, ALL, 1),
+        (GATES, ODD, 3), (SPREAD, ALL, 2), (MATRIX_P, EVEN, 1), (MERGE + 6, ALL, 1), (SOLVE, ALL, 2),
+        (TRANSPOSE_Q, ODD, 3), (TRANSPOSE_GAMMA_Q, ODD, 1), (TRANSPOSE_GAMMA_Q, EVEN, 1),
+        (MERGE + 7, ALL, 1), (RESIDUAL, EVEN, 1), (LOAD, ODD, 5), (SOLVE + 1, ALL, 2), (MATRIX_D, EVEN, 3),
+        (MATRIX_D, ODD, 3), (LOAD, EVEN, 6), (NORMS, ODD, 4), (MERGE + 8, ALL, 1), (DECAYS, ODD, 4),
+        (TRANSPOSE_Q, EVEN, 4), (DECAYS, EVEN, 5), (MULTIPLY_W, ODD, 0), (SCALE_K, ODD, 1),
+        (OUTPUT, ODD, 0), (TRANSPOSE_K, EVEN, 5), (SOLVE + 2, ALL, 2), (MULTIPLY_W, EVEN, 1),
+        (MATRIX_P, ODD, 2), (STATE, ODD, 0), (GATES, EVEN, 4), (MULTIPLY_PT, EVEN, 1), (MERGE, ALL, 2),
+        (STATE, EVEN, 1), (WEIGHT, EVEN, 3), (NORMS, EVEN, 5), (MERGE + 1, ALL, 2), (MATRIX_L, EVEN, 3),
+        (MERGE + 2, ALL, 2), (WEIGHT, ODD, 3), (SCALE_V, EVEN, 3), (COLUMNS, EVEN, 3), (SCALE_Q, EVEN, 3),
+        (SCALE_V, ODD, 2), (MULTIPLY_PT, ODD, 1), (TRANSPOSE_K, ODD, 4),
+    )  # fmt: skip
 
 
 def load_state(states, bundle, parts, V, present):
@@ -82,96 +150,153 @@ def compute_output(chunk, dtype):
     return out_sb
 
 
-def load_forward(inputs, bundle, index, C, l2norm, constants):
-    """Runs LOAD for chunk number `index`."""
-    start = index * C
-    tokens = min(C, inputs[0].shape[1] - start)
-    table = take_corners(constants, pad_to_rows(tokens))
-    loaded = load_chunk(inputs, bundle, start, tokens, l2norm, table)
-    loaded["index"] = index
-    return loaded
+def load_forward(stream, index, call):
+    """Runs LOAD for chunk number `index` of a stream."""
+    q, k, v, g, beta = call["inputs"]
+    start, bundle = index * call["C"], stream["bundle"]
+    tokens = min(call["C"], q.shape[1] - start)
+    table = take_corners(call["constants"], pad_to_rows(tokens))
+    return {
+        "start": start, "tokens": tokens, "table": table,
+        "g": load_lanes(g, bundle, start, tokens, table["rows"]),
+        "beta": load_lanes(beta, bundle, start, tokens, table["rows"]),
+        "qk": load_keys(q, k, bundle, start, tokens, table),
+        "v": load_lanes(v, bundle, start, tokens, table["rows"], v.dtype),
+    }  # fmt: skip
 
 
-def scale_forward(loaded, bundle, scale, constants):
-    """Runs SCALE of what `load_forward` returns: `scale_chunk`, and `gamma_q`, diag(gamma) Q."""
-    table = take_corners(constants, pad_to_rows(loaded["tokens"]))
-    chunk = scale_chunk(loaded, bundle, scale, table)
-    chunk["index"] = loaded["index"]
-    chunk["gamma_q"] = scale_heads(chunk["qk"], 0, chunk["gamma"], bundle, table["products"])
-    return chunk
+def prepare(stage, chunk, bundle, call):
+    """Runs a stage before SPREAD: nothing of it needs T or the state."""
+    table, parts = chunk["table"], call["parts"]
+    if stage == DECAYS:
+        chunk["sums"] = sum_decays(chunk["g"], chunk["qk"].shape[3], table)
+        chunk["spread"] = spread_decays(chunk["g"], table)
+    elif stage == NORMS:
+        chunk["norms"] = invert_key_norms(chunk["qk"], call["l2norm"], table)
+    elif stage == GATES:
+        factors_sb, carry_factors_sb = chunk["sums"]
+        gates = compute_gates(
+            factors_sb, carry_factors_sb, chunk["beta"], chunk["norms"], bundle, call["scale"]
+        )
+        for name in ("value_scale", "read_scale", "minus_strength_gamma", "gamma", "lambda", "carry"):
+            chunk[name] = gates[name]
+        chunk["diagonals"] = build_diagonals(gates["minus_strength"], table)
+    elif stage == SCALE_K:
+        chunk["lambda_k"] = scale_heads(chunk["qk"], 1, chunk["lambda"], bundle, nl.float32)
+    elif stage == SCALE_V:
+        chunk["beta_v"] = scale_lanes(chunk["v"], chunk["value_scale"])
+    elif stage == SCALE_Q:
+        chunk["gamma_q"] = scale_heads(chunk["qk"], 0, chunk["gamma"], bundle, table["products"])
+    elif stage == TRANSPOSE_K:
+        chunk["k_t"] = transpose_side(chunk["qk"], 1, parts, table)
+    elif stage == TRANSPOSE_Q:
+        chunk["q_t"] = transpose_side(chunk["qk"], 0, parts, table)
+    elif stage == MATRIX_D:
+        chunk["D_t"] = compute_decays(chunk["spread"], table)
+    elif stage == TRANSPOSE_GAMMA_Q:
+        chunk["gamma_q_t"] = transpose(chunk["gamma_q"], parts, table)
+    elif stage == WEIGHT:
+        chunk["weighted_D_t"] = weight_decays(chunk["D_t"], chunk["diagonals"], table)
+    elif stage == MATRIX_L:
+        products_ps = multiply_pairs(chunk["k_t"], chunk["k_t"], bundle)
+        chunk["minus_L_t"] = multiply_elements(products_ps, chunk["weighted_D_t"])
+    elif stage == MATRIX_P:
+        products_ps = multiply_pairs(chunk["k_t"], chunk["q_t"], bundle)
+        chunk["P_t"] = multiply_elements(products_ps, chunk["D_t"], table["products"])
+    elif stage == COLUMNS:
+        chunk["block_columns"] = list_block_columns(chunk["minus_L_t"], call["blocks"])
 
 
-def transpose_forward(chunk, parts, constants):
-    """Runs TRANSPOSE of a chunk: `transpose_keys`, and `gamma_q_t`, a tile per part of K."""
-    table = take_corners(constants, pad_to_rows(chunk["tokens"]))
-    transpose_keys(chunk, parts, table)
-    chunk["gamma_q_t"] = transpose(chunk["gamma_q"], parts, table)
+def invert(stage, chunks, streams, call):
+    """Runs a stage of SPREAD to MERGE for chunks of several streams, side by side."""
+    blocks, table = call["blocks"], chunks[0]["table"]
+    minus_L_ts, columns, solutions, inverses, spaces = [], [], [], [], []
+    for i in range(len(chunks)):
+        minus_L_ts.append(chunks[i]["minus_L_t"])
+        spaces.append(streams[i]["spaces"])
+        if stage == SPREAD:
+            columns.append(chunks[i]["block_columns"])
+        elif stage < MERGE:
+            columns.append(chunks[i]["columns"])
+        else:
+            inverses.append(chunks[i]["inverse"])
+        if stage > SOLVE and stage < MERGE:
+            solutions.append(chunks[i]["solution"])
+    if stage == SPREAD:
+        columns = spread_blocks(columns, blocks)
+        for i in range(len(chunks)):
+            chunks[i]["columns"] = columns[i]
+    elif stage < MERGE:
+        if stage == SOLVE:
+            solutions = begin_solutions(minus_L_ts, blocks)
+            for i in range(len(chunks)):
+                chunks[i]["solution"] = solutions[i]
+        last = min(BLOCK, table["rows"]) - 1
+        start = (stage - SOLVE) * 5
+        substitute(solutions, columns, min(start, last), min(start + 5, last))
+        if stage == MERGE - 1:
+            inverses = place_blocks(minus_L_ts, solutions, blocks, table)
+            for i in range(len(chunks)):
+                chunks[i]["inverse"] = inverses[i]
+    else:
+        level, third = (stage - MERGE) // 3, (stage - MERGE) % 3
+        if level < count_levels(table["rows"]):
+            if third == 0:
+                transpose_blocks(inverses, blocks, level, table, False)
+            elif third == 1:
+                multiply_corners(inverses, spaces, blocks, level, table)
+            else:
+                update_blocks(inverses, spaces, level, table, False)
 
 
-def multiply_forward(chunk, bundle, blocks, constants):
-    """Runs MULTIPLY of a chunk."""
-    multiply_keys(chunk, bundle, blocks, take_corners(constants, pad_to_rows(chunk["tokens"])))
-
-
-def keep_state(S, chunk, bundle, parts, states, every):
+def keep_state(stream, index, call):
     """Stores the state before a chunk to HBM where it is to be kept."""
+    bundle, every, parts = stream["bundle"], call["every"], call["parts"]
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
-    if every > 0 and chunk["index"] > 0 and chunk["index"] % max(every, 1) == 0:
-        stretch = chunk["index"] // every - 1
+    if every > 0 and index > 0 and index % max(every, 1) == 0:
+        stretch = index // every - 1
         for part in range(len(parts)):
             low, high = parts[part]
-            nisa.dma_copy(dst=states[n, stretch, low:high, first : first + lanes, :], src=S[part])
+            nisa.dma_copy(
+                dst=call["states"][n, stretch, low:high, first : first + lanes, :], src=stream["S"][part]
+            )
 
 
-def solve_residual(chunk, S, bundle):
-    """Runs RESIDUAL of a chunk that meets the state S: adds R, and S and R rounded."""
-    products = chunk["k_t"][0].dtype
-    chunk["S_rounded"] = round_state(S, products)
-    chunk["R"] = compute_residual(chunk, chunk["S_rounded"], bundle)
-    chunk["R_rounded"] = round_tile(chunk["R"], products)
+def advance(stage, chunk, stream, index, call):
+    """Runs a stage that needs T or the state."""
+    products = chunk["table"]["products"]
+    if stage == MULTIPLY_W:
+        chunk["W"] = multiply_lanes(chunk["inverse"]["T"], chunk["lambda_k"])
+    elif stage == MULTIPLY_PT:
+        T_sb = round_tile(chunk["inverse"]["T"], products)
+        chunk["PT_t"] = multiply_lanes_at_once(T_sb, chunk["P_t"], 0, T_sb.shape[2], products)
+    elif stage == RESIDUAL:
+        keep_state(stream, index, call)
+        chunk["S_rounded"] = round_state(stream["S"], products)
+        chunk["R"] = compute_residual(chunk, chunk["S_rounded"], stream["bundle"])
+        chunk["R_rounded"] = round_tile(chunk["R"], products)
+    elif stage == OUTPUT:
+        out_sb = compute_output(chunk, call["o"].dtype)
+        store_lanes(call["o"], out_sb, stream["bundle"], chunk["start"], chunk["tokens"])
+    else:
+        stream["S"] = decay_and_add(stream["S"], chunk["carry"], [(chunk["W"], chunk["R"])], call["parts"])
 
 
-def list_tiles(chunks, name):
-    """Lists one tile of each bundle's chunk."""
-    tiles = []
-    for chunk in chunks:
-        tiles.append(chunk[name])
-    return tiles
-
-
-def list_work(bundles, steps, index, chunks):
-    """Lists (stage, bundle) in the order in which they are issued, a list per step of the inverse of a chunk.
-
-    index is that chunk's number. TRANSPOSE and MULTIPLY are those of the next chunk, LOAD and SCALE of the
-    one behind. APPLY, OUTPUT and STATE are those of the chunk before, so RESIDUAL can be that of the chunk
-    itself.
-    """
-    work = []
-    for _ in range(steps):
-        work.append([])
-    last = steps - 1
-    for b in range(bundles):
-        if index + 1 < chunks:
-            work[0].append((TRANSPOSE, b))
-        if index + 2 < chunks:
-            work[min(1, last)].append((LOAD, b))
-    for b in range(bundles):
-        if index > 0:
-            work[0].append((APPLY, b))
-    for b in range(bundles):
-        if index + 1 < chunks:
-            work[0].append((MULTIPLY, b))
-    for b in range(bundles):
-        step = min(1 + b, last)
-        if index > 0:
-            work[step].append((OUTPUT, b))
-            work[step].append((STATE, b))
-        if index < chunks:
-            work[min(2 + b, last)].append((RESIDUAL, b))
-    for b in range(bundles):
-        if index + 2 < chunks:
-            work[last].append((SCALE, b))
-    return work
+def run_stage(stage, streams, index, call):
+    """Runs a stage of chunk number `index` of each of these streams."""
+    chunks = []
+    for stream in streams:
+        if stage == LOAD:
+            stream["chunks"].append(load_forward(stream, index, call))
+        chunks.append(stream["chunks"][index])
+    if stage >= SPREAD and stage < MULTIPLY_W:
+        invert(stage, chunks, streams, call)
+    else:
+        for i in range(len(streams)):
+            if stage < SPREAD:
+                prepare(stage, chunks[i], streams[i]["bundle"], call)
+            else:
+                advance(stage, chunks[i], streams[i], index, call)
 
 
 @nki.jit
@@ -199,16 +324,16 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
         states          [N, (chunks - 1) // every, K, HV, V] float32, only if there are any
 
     Notes:
-        A chunk's inverse is a chain of steps that leaves the Tensor engine waiting. So work of two other
-        chunks is spread over them: what the chunk before still has to do with its state, and what the
-        next ones can do without a state.
+        A chunk's inverse is a chain of steps, each too short for the engine that runs it. So stages of seven
+        chunks are issued in turn (`list_stages`): most of them need no state, and run up to six turns ahead.
+        A bundle's tiles are in its stream, a dict: bundle, chunks (dicts), S, and spaces for the inverse.
 
     Pseudocode, without that overlap:
         for wave in waves:
             S = initial_state
             for chunk in chunks:
-                LOAD(chunk);  SCALE(chunk);  D = TRANSPOSE(chunk);  L, P = MULTIPLY(chunk)
-                T = (I + L)^-1;  PT = P T;  W = T^T diag(lambda) K
+                D, L, P = LOAD .. COLUMNS
+                T = (I + L)^-1 by SPREAD .. MERGE;  PT = P T;  W = T^T diag(lambda) K
                 R = RESIDUAL(chunk, S)
                 o[chunk] = OUTPUT(chunk, S, PT, R)
                 S = STATE(S, W, R)
@@ -226,80 +351,29 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
     if kept > 0:
         states = nl.ndarray((N, kept, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
-    constants = build_constants(largest, q.dtype)
-    blocks = build_block_constants(largest)
+    call = {
+        "inputs": inputs, "constants": build_constants(largest, q.dtype),
+        "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": l2norm,
+        "every": every, "C": C, "o": o, "states": states,
+    }  # fmt: skip
+    stages = list_stages()
     for wave in list_waves(N, H, HV, width, lanes):
-        count = len(wave)
-        S = []
-        spaces = []
-        for bundle in wave:
-            S.append(load_state(initial_state, bundle, parts, V, has_state))
-            spaces.append(allocate_workspace(largest, bundle["lanes"]))
-        prepared = []  # chunks 0 and 1
-        for index in range(min(2, chunks)):
-            prepared.append([])
-            for bundle in wave:
-                prepared[index].append(load_forward(inputs, bundle, index, C, l2norm, constants))
-            for b in range(count):
-                prepared[index][b] = scale_forward(prepared[index][b], wave[b], scale, constants)
-        for b in range(count):
-            transpose_forward(prepared[0][b], parts, constants)
-            multiply_forward(prepared[0][b], wave[b], blocks, constants)
-        current = prepared[0]
-        coming = prepared[1] if chunks > 1 else []
-        columns = spread_blocks(list_tiles(current, "block_columns"), blocks)
-        inverted = []
-        for index in range(chunks + 1):  # a turn more: the last chunk's stages that await its state
-            behind = []
-            inverses = []
-            steps = 1
-            table = constants
-            if index < chunks:
-                table = take_corners(constants, pad_to_rows(current[0]["tokens"]))
-                steps = 1 + count_levels(table["rows"])
-            work = list_work(count, steps, index, chunks)
-            for step in range(steps):
-                if index < chunks:
-                    if step == 0:
-                        inverses = solve_blocks(list_tiles(current, "minus_L_t"), columns, blocks, table)
-                    else:
-                        merge(inverses, spaces, blocks, step - 1, table, False)
-                for i in range(len(work[step])):
-                    stage, b = work[step][i]
-                    if stage == LOAD:
-                        behind.append(load_forward(inputs, wave[b], index + 2, C, l2norm, constants))
-                    elif stage == SCALE:
-                        behind[b] = scale_forward(behind[b], wave[b], scale, constants)
-                    elif stage == TRANSPOSE:
-                        transpose_forward(coming[b], parts, constants)
-                    elif stage == MULTIPLY:
-                        multiply_forward(coming[b], wave[b], blocks, constants)
-                    elif stage == RESIDUAL:
-                        keep_state(S[b], current[b], wave[b], parts, states, every)
-                        solve_residual(current[b], S[b], wave[b])
-                    elif stage == APPLY:
-                        chunk = inverted[b]
-                        T_sb = chunk["T_rounded"]
-                        chunk["W"] = multiply_lanes(chunk["T"], chunk["lambda_k"])
-                        chunk["PT_t"] = multiply_lanes_at_once(T_sb, chunk["P_t"], 0, T_sb.shape[2], q.dtype)
-                    elif stage == OUTPUT:
-                        chunk = inverted[b]
-                        store_lanes(
-                            o, compute_output(chunk, o.dtype), wave[b], chunk["start"], chunk["tokens"]
-                        )
-                    else:
-                        chunk = inverted[b]
-                        S[b] = decay_and_add(S[b], chunk["carry"], [(chunk["W"], chunk["R"])], parts)
-            if index + 1 < chunks:
-                columns = spread_blocks(list_tiles(coming, "block_columns"), blocks)
-            for b in range(len(inverses)):
-                current[b]["T"] = inverses[b]["T"]
-                current[b]["T_rounded"] = round_tile(inverses[b]["T"], q.dtype)
-            inverted = current
-            current = coming
-            coming = behind
-        for b in range(count):
-            store_state(final_state, S[b], wave[b], parts)
+        groups = [[], [], []]  # streams: EVEN, ODD, ALL
+        for b in range(len(wave)):
+            stream = {
+                "bundle": wave[b], "chunks": [], "S": load_state(initial_state, wave[b], parts, V, has_state),
+                "spaces": allocate_workspace(largest, wave[b]["lanes"]),
+            }  # fmt: skip
+            groups[b % 2].append(stream)
+            groups[ALL].append(stream)
+        for turn in range(chunks + AHEAD):
+            for i in range(len(stages)):
+                stage, group, ahead = stages[i]
+                index = turn - AHEAD + ahead
+                if index >= 0 and index < chunks and len(groups[group]) > 0:
+                    run_stage(stage, groups[group], index, call)
+        for stream in groups[ALL]:
+            store_state(final_state, stream["S"], stream["bundle"], parts)
     if kept > 0:
         return o, final_state, states
     return o, final_state
