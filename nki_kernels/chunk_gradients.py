@@ -250,8 +250,14 @@ def compute_sums(chunk):
         carried_sb = sbuf((size, lanes))
         for lane in range(lanes):
             sum_rows(carried_sb[:, lane : lane + 1], tiles[lane], nl.copy)
-        nisa.tensor_tensor(dst=carried_sb, data1=carried_sb, data2=chunk["carry"][0:size, :], op=nl.multiply)
         chunk["carried"].append(carried_sb)
+
+
+def scale_sums(chunk):
+    """Multiplies the sums of `compute_sums` by lambda and gamma_C, on the Vector engine."""
+    for carried_sb in chunk["carried"]:
+        size = carried_sb.shape[0]
+        nisa.tensor_tensor(dst=carried_sb, data1=carried_sb, data2=chunk["carry"][0:size, :], op=nl.multiply)
     nisa.tensor_tensor(dst=chunk["writes"], data1=chunk["writes"], data2=chunk["lambda"], op=nl.multiply)
 
 

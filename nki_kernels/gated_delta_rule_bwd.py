@@ -30,6 +30,7 @@ from delta_trn.nki_kernels.chunk_gradients import (
     compute_sums,
     differentiate_norm,
     multiply_terms,
+    scale_sums,
     sum_crossing_pairs,
     sum_decay_gradient,
     transpose_pair_gradients,
@@ -45,9 +46,11 @@ from delta_trn.nki_kernels.triangular import (
     allocate_workspace,
     build_block_constants,
     count_levels,
-    merge,
+    multiply_corners,
     solve_blocks,
     spread_blocks,
+    transpose_blocks,
+    update_blocks,
 )
 
 
@@ -65,38 +68,80 @@ def load_kept_state(initial_state, states, stretch, bundle, parts, V, has_state)
     return S
 
 
-# The stages of a bundle's stretch. Bundles are out of phase: while one solves again, another differentiates.
-LOAD = 0
-SCALE = 1
-MULTIPLY = 2
-INVERT = 3
-SOLVE = 4
-STATES = 5
-TRANSPOSE = 6
-PAIRS = 7
-KEYS = 8
-STORE = 9
-STEPS = 4  # of the inverse: blocks of 16, and three merges to 128 rows
+LEVELS = 3  # merges of blocks of 16 to 128 rows
+
+# The stages of a stretch, of all its chunks at once
+LOAD = 0  # inputs, norms, sums of decays
+SCALE = 1  # gates, and what they scale
+TRANSPOSE_KEYS = 2  # of q and k, and D
+MULTIPLY = 3  # L and P
+SPREAD = 4  # the inverse: blocks of 16
+SUBSTITUTE = 5
+EVEN = 6  # its merges, three stages each
+CORNERS = 7
+UPDATE = 8
+# The stages of a chunk
+APPLY = 9  # what T and the gates make, no state yet
+RESIDUAL = 10  # R
+SOLVE = 11  # U, and the next state
+READ = 12  # dR
+STATE = 13  # dS
+TRANSPOSE = 14  # of dO, U, dR, S and dS
+PAIRS = 15  # E_t, Z_t and the terms of F
+TRANSPOSE_PAIRS = 16
+KEYS = 17  # dQ and dK of raw keys
+CROSS = 18  # sums of F
+NORM = 19  # dq, dk and dv
+TERMS = 20  # products whose rows are summed
+SUM = 21
+STRENGTH = 22  # dbeta
+DECAY = 23  # dg
+
+
+# When a stage is issued: its slot in a bundle's first stretch, if that has two chunks, and how many slots
+# later it is for the next level of a merge, chunk forward, chunk backward, and stretch. A search found these
+# numbers to be the fastest by the cost model; results/2026-11-23_simulated_nki-speed says how.
+SLOTS = (
+    0, 2, 35, 42, 45, 70, 77, 90, 99, 176, 159, 185,
+    217, 263, 243, 248, 266, 277, 300, 306, 284, 314, 335, 649,
+)  # fmt: skip
+NEXT_LEVEL, NEXT_FORWARD, NEXT_BACKWARD, NEXT_STRETCH = 31, 40, 68, 349
+
+
+def find_slot(stage, i, count):
+    """Returns when a stage of a stretch of `count` chunks is issued, for chunk (or level) i."""
+    if stage < EVEN:
+        return SLOTS[stage]
+    if stage <= UPDATE:
+        return SLOTS[stage] + i * NEXT_LEVEL
+    if stage <= SOLVE:
+        return SLOTS[stage] + i * NEXT_FORWARD
+    return SLOTS[stage] + (count - 1 - i) * NEXT_BACKWARD + (count - 2) * NEXT_FORWARD
+
+
+def count_stretch_slots(every):
+    """Returns how many slots a stretch is behind the one before."""
+    return NEXT_STRETCH + (every - 2) * (NEXT_FORWARD + NEXT_BACKWARD)
 
 
 def list_work(chunks, every):
-    """Lists a bundle's stages in the order in which they are issued: (stage, stretch, chunk or step)."""
+    """Lists per slot what a bundle is to do there: (stage, stretch, chunk or level)."""
     work = []
     stretches = (chunks + every - 1) // every
     for back in range(stretches):
         stretch = stretches - 1 - back
         count = min(every, chunks - stretch * every)
-        for stage in (LOAD, SCALE, MULTIPLY):
-            work.append((stage, stretch, 0))
-        for step in range(STEPS):
-            work.append((INVERT, stretch, step))
-        for i in range(count):
-            work.append((SOLVE, stretch, i))
-        for i in range(count):
-            work.append((STATES, stretch, count - 1 - i))
-        for i in range(count):
-            for stage in (TRANSPOSE, PAIRS, KEYS, STORE):
-                work.append((stage, stretch, count - 1 - i))
+        for stage in range(LOAD, DECAY + 1):
+            times = count
+            if stage < EVEN:
+                times = 1
+            elif stage <= UPDATE:
+                times = LEVELS
+            for i in range(times):
+                slot = back * count_stretch_slots(every) + find_slot(stage, i, count)
+                while len(work) <= slot:
+                    work.append([])
+                work[slot].append((stage, stretch, i))
     return work
 
 
@@ -121,69 +166,97 @@ def scale_again(chunks, bundle, scale, constants):
         chunks[i]["do"] = scale_lanes(do_sb, chunks[i]["read_scale"], table["products"])
 
 
-def multiply_again(chunks, bundle, parts, blocks, constants):
-    """Runs MULTIPLY: adds the rest of what needs no state but T."""
+def multiply_again(stage, chunks, bundle, parts, blocks, constants):
+    """Runs TRANSPOSE_KEYS or MULTIPLY: adds what needs neither T nor a state."""
     for chunk in chunks:
-        transpose_keys(chunk, parts, take_corners(constants, pad_to_rows(chunk["tokens"])))
-    for chunk in chunks:
-        multiply_keys(chunk, bundle, blocks, take_corners(constants, pad_to_rows(chunk["tokens"])))
+        table = take_corners(constants, pad_to_rows(chunk["tokens"]))
+        if stage == TRANSPOSE_KEYS:
+            transpose_keys(chunk, parts, table)
+        else:
+            multiply_keys(chunk, bundle, blocks, table)
 
 
-def invert_step(stream, step, blocks, constants):
-    """Runs a step of INVERT; a shorter chunk, the last one, is inverted alone after the others."""
-    chunks = stream["chunks"]
-    runs = [(0, len(chunks))]
-    rows, last_rows = pad_to_rows(chunks[0]["tokens"]), pad_to_rows(chunks[len(chunks) - 1]["tokens"])
-    if rows != last_rows:
-        runs = [(0, len(chunks) - 1), (len(chunks) - 1, len(chunks))]
-    for run in runs:
+def list_runs(chunks):
+    """Lists the chunks that are inverted at once: (first, stop). A shorter last one is inverted alone."""
+    last = len(chunks) - 1
+    if pad_to_rows(chunks[0]["tokens"]) != pad_to_rows(chunks[last]["tokens"]):
+        return [(0, last), (last, last + 1)]
+    return [(0, last + 1)]
+
+
+def list_tiles(chunks, name, run):
+    """Lists one tile of each chunk of a run."""
+    first, stop = run
+    tiles = []
+    for i in range(first, stop):
+        tiles.append(chunks[i][name])
+    return tiles
+
+
+def invert_step(chunks, stage, level, spaces, blocks, constants):
+    """Runs SPREAD, SUBSTITUTE, or a stage of a merge."""
+    for run in list_runs(chunks):
         first, stop = run
         table = take_corners(constants, pad_to_rows(chunks[first]["tokens"]))
-        if step == 0:
-            minus_L_ts = []
-            block_columns = []
+        if stage == SPREAD:
+            columns = spread_blocks(list_tiles(chunks, "block_columns", run), blocks)
             for i in range(first, stop):
-                minus_L_ts.append(chunks[i]["minus_L_t"])
-                block_columns.append(chunks[i]["block_columns"])
-            inverses = solve_blocks(minus_L_ts, spread_blocks(block_columns, blocks), blocks, table)
+                chunks[i]["columns"] = columns[i - first]
+        elif stage == SUBSTITUTE:
+            minus_L_ts = list_tiles(chunks, "minus_L_t", run)
+            inverses = solve_blocks(minus_L_ts, list_tiles(chunks, "columns", run), blocks, table)
             for i in range(first, stop):
                 chunks[i]["inverse"] = inverses[i - first]
-        elif step <= count_levels(table["rows"]):
-            inverses = []
-            for i in range(first, stop):
-                inverses.append(chunks[i]["inverse"])
-            merge(inverses, stream["spaces"][first:stop], blocks, step - 1, table, True)
+        elif level < count_levels(table["rows"]):
+            inverses = list_tiles(chunks, "inverse", run)
+            if stage == EVEN:
+                transpose_blocks(inverses, blocks, level, table, True)
+            elif stage == CORNERS:
+                multiply_corners(inverses, spaces[first:stop], blocks, level, table)
+            else:
+                update_blocks(inverses, spaces[first:stop], level, table, True)
 
 
-def solve_again(chunk, S, bundle, parts, goes_on, products):
-    """Runs SOLVE: solves a chunk forward from the state S; returns the next state if `goes_on`."""
+def apply_inverse(chunk, bundle, parts, goes_on, products):
+    """Runs APPLY: adds what T and the gates make, W only where another chunk follows in the stretch."""
     T_sb = chunk["inverse"]["T"]
+    chunk["W_t"] = transpose_writes(T_sb, chunk, parts, products)
+    chunk["PT"] = multiply_lanes_at_once(chunk["P_t"], round_tile(T_sb, products), 0, T_sb.shape[0], products)
+    chunk["T_t_rounded"] = round_tile(chunk["inverse"]["T_t"], products)
+    if goes_on:
+        chunk["W"] = multiply_lanes(T_sb, chunk["lambda_k"])
+    chunk["gamma_q"] = scale_heads(chunk["qk"], 0, chunk["gamma"], bundle, products)
+    chunk["erased_k"] = scale_heads(chunk["qk"], 1, chunk["minus_strength_gamma"], bundle, products)
+
+
+def solve_residual(chunk, S, bundle, products):
+    """Runs RESIDUAL: computes R from the state S."""
     chunk["S"] = S
     chunk["S_rounded"] = round_state(S, products)
-    R_sb = compute_residual(chunk, chunk["S_rounded"], bundle)
-    chunk["W_t"] = transpose_writes(T_sb, chunk, parts, products)
-    T_rounded_sb, T_t_sb = round_tile(T_sb, products), round_tile(chunk["inverse"]["T_t"], products)
-    chunk["PT"] = multiply_lanes_at_once(chunk["P_t"], T_rounded_sb, 0, T_sb.shape[0], products)
-    chunk["U"] = multiply_lanes(T_t_sb, round_tile(R_sb, products), products)
-    if not goes_on:
-        return S
-    W_sb = multiply_lanes(T_sb, chunk["lambda_k"])
-    return decay_and_add(S, chunk["carry"], [(W_sb, R_sb)], parts)
+    chunk["R"] = compute_residual(chunk, chunk["S_rounded"], bundle)
 
 
-def differentiate_state(chunk, dS, bundle, parts, products):
-    """Runs STATES: returns the gradient of the state that a chunk meets, from that of the one that it leaves.
+def solve_state(chunk, parts, goes_on, products):
+    """Runs SOLVE: computes U; returns the next state if another chunk follows in the stretch."""
+    S = chunk["S"]
+    if goes_on:
+        S = decay_and_add(S, chunk["carry"], [(chunk["W"], chunk["R"])], parts)
+    chunk["U"] = multiply_lanes(chunk["T_t_rounded"], round_tile(chunk["R"], products), products)
+    return S
 
-    In the chunk's dict it leaves dS, the gradient as given, and dR, the gradient of R, and both rounded.
-    """
-    gamma_q_sb = scale_heads(chunk["qk"], 0, chunk["gamma"], bundle, products)
-    k_sb = scale_heads(chunk["qk"], 1, chunk["minus_strength_gamma"], bundle, products)
+
+def differentiate_residual(chunk, dS, products):
+    """Runs READ: from the gradient dS of the state that a chunk leaves, computes dR; rounds both."""
     chunk["dS"] = dS
     chunk["dS_rounded"] = round_state(dS, products)
     chunk["dR"] = compute_residual_gradient(chunk, chunk["dS_rounded"])
     chunk["dR_rounded"] = round_tile(chunk["dR"], products)
-    pairs = [(gamma_q_sb, chunk["do"]), (k_sb, chunk["dR_rounded"])]
-    return decay_and_add(dS, chunk["carry"], pairs, parts)
+
+
+def differentiate_state(chunk, parts):
+    """Runs STATE: returns the gradient of the state that a chunk meets."""
+    pairs = [(chunk["gamma_q"], chunk["do"]), (chunk["erased_k"], chunk["dR_rounded"])]
+    return decay_and_add(chunk["dS"], chunk["carry"], pairs, parts)
 
 
 def transpose_gradients(chunk, parts, value_parts, constants):
@@ -196,8 +269,8 @@ def transpose_gradients(chunk, parts, value_parts, constants):
     chunk["dS_t"] = transpose_state(chunk["dS_rounded"], parts, value_parts, table)
 
 
-def store_key_gradients(chunk, bundle, gradients, parts, l2norm, constants):
-    """Runs STORE: stores dq, dk and dv, and leaves what dbeta and dg sum over features."""
+def store_key_gradients(chunk, bundle, gradients, l2norm):
+    """Runs NORM: stores dq, dk and dv."""
     dq, dk, dv, _, _ = gradients
     n, start, tokens = bundle["n"], chunk["start"], chunk["tokens"]
     low, stop = bundle["slot"], start + tokens
@@ -206,29 +279,34 @@ def store_key_gradients(chunk, bundle, gradients, parts, l2norm, constants):
     dqk_sb = differentiate_norm(chunk, chunk["dqk"]) if l2norm else chunk["dqk"]
     nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 0, :, :])
     nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 1, :, :])
-    multiply_terms(chunk, bundle, parts, take_corners(constants, pad_to_rows(tokens)))
 
 
-def store_strength_gradient(stream, dbeta):
-    """Sums over features and stores dbeta, of the chunk that waits for it, if one does.
-
-    The Scalar engine waits here for the Vector engine, so this is issued behind another stage.
-    """
-    stream["summed"] = stream["waiting"]
-    for chunk in stream["waiting"]:
+def differentiate_chunk(stage, chunk, bundle, gradients, parts, value_parts, l2norm, constants):
+    """Runs a stage of a chunk's gradients, from TRANSPOSE on."""
+    table = take_corners(constants, pad_to_rows(chunk["tokens"]))
+    if stage == TRANSPOSE:
+        transpose_gradients(chunk, parts, value_parts, constants)
+    elif stage == PAIRS:
+        compute_pair_gradients(chunk, bundle, table)
+    elif stage == TRANSPOSE_PAIRS:
+        transpose_pair_gradients(chunk, table)
+    elif stage == KEYS:
+        compute_key_gradients(chunk, bundle)
+    elif stage == CROSS:
+        chunk["crossing"] = sum_crossing_pairs(chunk, table)
+    elif stage == NORM:
+        store_key_gradients(chunk, bundle, gradients, l2norm)
+    elif stage == TERMS:
+        multiply_terms(chunk, bundle, parts, table)
+    elif stage == SUM:
         compute_sums(chunk)
-        dbeta_sb = compute_beta_gradient(chunk, stream["bundle"])
-        store_lanes(dbeta, dbeta_sb, stream["bundle"], chunk["start"], chunk["tokens"])
-    stream["waiting"] = []
-
-
-def store_decay_gradient(stream, dg, parts, constants):
-    """Sums over tokens and stores dg, of the chunk whose sums over features were issued a stage before."""
-    for chunk in stream["summed"]:
-        table = take_corners(constants, pad_to_rows(chunk["tokens"]))
-        dg_sb = sum_decay_gradient(chunk, stream["bundle"], parts, table)
-        store_lanes(dg, dg_sb, stream["bundle"], chunk["start"], chunk["tokens"])
-    stream["summed"] = []
+    elif stage == STRENGTH:
+        scale_sums(chunk)
+        dbeta_sb = compute_beta_gradient(chunk, bundle)
+        store_lanes(gradients[4], dbeta_sb, bundle, chunk["start"], chunk["tokens"])
+    else:
+        dg_sb = sum_decay_gradient(chunk, bundle, parts, table)
+        store_lanes(gradients[3], dg_sb, bundle, chunk["start"], chunk["tokens"])
 
 
 @nki.jit
@@ -253,17 +331,19 @@ def gated_delta_rule_bwd(
         dinitial_state      [N, HV, K, V] float32
 
     Notes:
-        Each engine runs its instructions in order, and a bundle's stages leave now one, now another waiting.
-        So the bundles of a wave take turns, each by a part of a stretch behind the one before.
+        Each engine runs its instructions in order. So a stage's operands have to be there when it is issued,
+        or engines stand still. So `list_work` spreads a stretch's stages; the next one begins before its end;
+        and the bundles of a wave take turns, each by a part of a stretch behind the one before.
 
     Pseudocode, for a bundle:
         dS = dstate
         for stretch, from the last:
             S = the state kept before it
-            LOAD, SCALE, MULTIPLY, INVERT all chunks of the stretch
-            for chunk in stretch: S = SOLVE(chunk, S)
-            for chunk in stretch, from the last: dS = STATES(chunk, dS)
-            for chunk in stretch, from the last: TRANSPOSE, PAIRS, KEYS, STORE: the other gradients
+            LOAD, SCALE, TRANSPOSE_KEYS, MULTIPLY all chunks of the stretch
+            SPREAD, SUBSTITUTE;  for level in range(LEVELS): EVEN, CORNERS, UPDATE     T of all of them
+            for chunk in stretch: APPLY(chunk);  R = RESIDUAL(chunk, S);  S = SOLVE(chunk, R)
+            for chunk in stretch, from the last: dR = READ(chunk, dS);  dS = STATE(chunk, dS, dR)
+            for chunk in stretch: TRANSPOSE and what follows: the other gradients
         dinitial_state = dS
     """
     N, T, H, K = q.shape
@@ -288,59 +368,52 @@ def gated_delta_rule_bwd(
         streams = []
         for bundle in wave:
             dS = load_state(dstate, bundle, parts, V, has_dstate)
-            streams.append({"bundle": bundle, "dS": dS, "spaces": [], "waiting": [], "summed": []})
+            streams.append({"bundle": bundle, "dS": dS, "spaces": [], "stretches": [], "states": []})
             for _ in range(min(every, chunks)):
                 streams[len(streams) - 1]["spaces"].append(allocate_workspace(largest, bundle["lanes"]))
-        delay = max(1, len(work) // max(1, (chunks + every - 1) // every * len(wave)))
-        for turn in range(len(work) + delay * (len(wave) - 1)):
+            for _ in range((chunks + every - 1) // every):
+                streams[len(streams) - 1]["stretches"].append([])
+                streams[len(streams) - 1]["states"].append([])
+        delay = count_stretch_slots(every) // len(wave)
+        for slot in range(len(work) + delay * (len(wave) - 1)):
             for b in range(len(wave)):
-                own = turn - b * delay
-                if own >= 0 and own < len(work):
-                    stage, stretch, i = work[own]
+                own = slot - b * delay
+                for item in range(len(work[own]) if own >= 0 and own < len(work) else 0):
+                    stage, stretch, i = work[own][item]
                     stream, bundle = streams[b], wave[b]
                     if stage == LOAD:
-                        stream["S"] = load_kept_state(
-                            initial_state, states, stretch, bundle, parts, V, has_state
-                        )
                         spans = []
                         for index in range(stretch * every, min((stretch + 1) * every, chunks)):
                             spans.append((index * C, min((index + 1) * C, T)))
-                        stream["chunks"] = load_again(inputs, do, bundle, spans, l2norm, constants)
-                    elif stage == SCALE:
-                        scale_again(stream["chunks"], bundle, scale, constants)
-                        store_strength_gradient(stream, dbeta)
-                    elif stage == MULTIPLY:
-                        multiply_again(stream["chunks"], bundle, parts, blocks, constants)
-                        store_decay_gradient(stream, dg, parts, constants)
-                    elif stage == INVERT:
-                        invert_step(stream, i, blocks, constants)
+                        stream["stretches"][stretch] = load_again(
+                            inputs, do, bundle, spans, l2norm, constants
+                        )
+                        stream["states"][stretch] = load_kept_state(
+                            initial_state, states, stretch, bundle, parts, V, has_state
+                        )
+                    solved = stream["stretches"][stretch]
+                    goes_on = i + 1 < len(solved)
+                    if stage == SCALE:
+                        scale_again(solved, bundle, scale, constants)
+                    elif stage in (TRANSPOSE_KEYS, MULTIPLY):
+                        multiply_again(stage, solved, bundle, parts, blocks, constants)
+                    elif stage >= SPREAD and stage <= UPDATE:
+                        invert_step(solved, stage, i, stream["spaces"], blocks, constants)
+                    elif stage == APPLY:
+                        apply_inverse(solved[i], bundle, parts, goes_on, q.dtype)
+                    elif stage == RESIDUAL:
+                        solve_residual(solved[i], stream["states"][stretch], bundle, q.dtype)
                     elif stage == SOLVE:
-                        goes_on = i + 1 < len(stream["chunks"])
-                        stream["S"] = solve_again(
-                            stream["chunks"][i], stream["S"], bundle, parts, goes_on, q.dtype
+                        stream["states"][stretch] = solve_state(solved[i], parts, goes_on, q.dtype)
+                    elif stage == READ:
+                        differentiate_residual(solved[i], stream["dS"], q.dtype)
+                    elif stage == STATE:
+                        stream["dS"] = differentiate_state(solved[i], parts)
+                    elif stage >= TRANSPOSE:
+                        differentiate_chunk(
+                            stage, solved[i], bundle, gradients, parts, value_parts, l2norm, constants
                         )
-                    elif stage == STATES:
-                        stream["dS"] = differentiate_state(
-                            stream["chunks"][i], stream["dS"], bundle, parts, q.dtype
-                        )
-                    elif stage == TRANSPOSE:
-                        transpose_gradients(stream["chunks"][i], parts, value_parts, constants)
-                        store_strength_gradient(stream, dbeta)
-                    elif stage == PAIRS:
-                        table = take_corners(constants, pad_to_rows(stream["chunks"][i]["tokens"]))
-                        compute_pair_gradients(stream["chunks"][i], bundle, table)
-                        store_decay_gradient(stream, dg, parts, constants)
-                        transpose_pair_gradients(stream["chunks"][i], table)
-                    elif stage == KEYS:
-                        table = take_corners(constants, pad_to_rows(stream["chunks"][i]["tokens"]))
-                        compute_key_gradients(stream["chunks"][i], bundle)
-                        stream["chunks"][i]["crossing"] = sum_crossing_pairs(stream["chunks"][i], table)
-                    else:
-                        store_key_gradients(stream["chunks"][i], bundle, gradients, parts, l2norm, constants)
-                        stream["waiting"] = [stream["chunks"][i]]
         for b in range(len(wave)):
-            store_strength_gradient(streams[b], dbeta)
-            store_decay_gradient(streams[b], dg, parts, constants)
             store_state(dinitial_state, streams[b]["dS"], wave[b], parts)
     return dq, dk, dv, dg, dbeta, dinitial_state
 
