@@ -38,7 +38,7 @@ no result of a product is ever transposed. No atomics: equal inputs give equal b
 
 Layout, beyond that of forward:
 
-    dY [NC, HV, C, V]         dS [NC, HV, V, K]: dS' of each chunk, transposed
+    dY [NC, HV, C, V]         dS [NC, HV, K, V]: dS' of each chunk
     vdY [NC, HV, TILES, C]    row sums <dY_i, V_i>, one for each of the reverse scan's tiles of V
     carry [NC, HV, TILES]     gam_C <dS', S>, likewise
     dq, dk [B, tokens, HV, K] per value head
@@ -110,7 +110,6 @@ def reverse_scan_kernel(
     o_vc = o_v[:, None] + o_c[None, :] * (HV * V)
     o_cc = o_c[:, None] * C + o_c[None, :]
     o_state = o_k[None, :] * V + o_v[:, None]
-    o_vk = o_v[:, None] * K + o_k[None, :]
     dtype = k.dtype.element_ty
 
     b_dZ = tl.zeros([BV, KP], dtype=tl.float32)  # the gradient of the state, transposed
@@ -132,12 +131,12 @@ def reverse_scan_kernel(
         b_last = tl.exp(tl.load(p_rows + C - 1))
         if dY is not None:
             # gam_C <dS', S> from the unrounded gradient; first, while registers are free
-            b_S = tl.load(S + p_S + o_vk, mask=m_vk, other=0.0).to(tl.float32)
+            b_S = tl.load(S + p_S + o_state, mask=m_vk, other=0.0).to(tl.float32)
             b_carry = tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
             tl.store(carry + tile * NV + i_v, b_last * b_carry)
         b_dZd = round_to(b_dZ, dtype, DOT)
         if dY is not None:
-            tl.store(dS + p_S + o_vk, b_dZd, mask=m_vk)
+            tl.store(dS + p_S + o_state, b_dZd, mask=m_vk)
 
         b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
@@ -173,9 +172,9 @@ def reverse_scan_kernel(
             # the first state is known unrounded: adds what rounding took from S, times the rounded dS'
             tl.debug_barrier()
             tile = first * HV + i_h
-            b_S = tl.load(S + tile * (V * K) + o_vk, mask=m_vk, other=0.0).to(tl.float32)
+            b_S = tl.load(S + tile * (V * K) + o_state, mask=m_vk, other=0.0).to(tl.float32)
             b_initial = tl.load(initial_state + (i_n * HV + i_h) * (K * V) + o_state, mask=m_vk, other=0.0)
-            b_dS = tl.load(dS + tile * (V * K) + o_vk, mask=m_vk, other=0.0).to(tl.float32)
+            b_dS = tl.load(dS + tile * (V * K) + o_state, mask=m_vk, other=0.0).to(tl.float32)
             b_carry += tl.sum(tl.sum((b_initial.to(tl.float32) - b_S) * b_dS, axis=1), axis=0)
             tl.store(carry + tile * NV + i_v, tl.exp(tl.load(rows + tile * (ROWS * C) + C - 1)) * b_carry)
     if dinitial_state is not None:
@@ -279,7 +278,7 @@ def gradients_kernel(
         o_v = i_v * BV + tl.arange(0, BV)
         m_v = o_v < V
         o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
-        o_vk = o_v[:, None] * K + o_k[None, :]
+        o_vk = o_v[:, None] + o_k[None, :] * V
         b_do = tl.load(do + p_v + o_tv, mask=m_t[:, None] & m_v[None, :], other=0.0)
         b_S = tl.load(S + p_S + o_vk, mask=m_v[:, None] & m_k[None, :], other=0.0)
         b_dq = accumulate(b_dq, b_do, b_S, DOT)
@@ -300,7 +299,7 @@ def gradients_kernel(
         m_v = o_v < V
         m_vk = m_v[:, None] & m_k[None, :]
         o_cv = o_c[:, None] * V + o_v[None, :]
-        o_vk = o_v[:, None] * K + o_k[None, :]
+        o_vk = o_v[:, None] + o_k[None, :] * V
         b_U = tl.load(U + p_U + o_cv, mask=m_v[None, :], other=0.0)
         b_dY = tl.load(dY + p_U + o_cv, mask=m_v[None, :], other=0.0)
         b_S = tl.load(S + p_S + o_vk, mask=m_vk, other=0.0)

@@ -32,19 +32,22 @@ and z instead, which a layer projects, both [B, tokens, HV]:
 
 The scan holds the state transposed, Z = S^T [BV, K]. Every product on the serial chain then has the running
 value on its left, which Hopper's tensor cores read from registers, and a tile from memory on its right; no
-result of a product is ever transposed, which Triton 3.4 to 3.7.0 miscompiles on Hopper.
+result of a product is ever transposed, which Triton 3.4 to 3.7.0 miscompiles on Hopper. V^T comes from a
+product, too, with the identity, which is exact: as an operand, V goes from memory to shared memory like the
+others, ahead of its use, and the tensor cores transpose it. Three stages of 128 columns fill shared memory to
+206 of 227 KB, because S is stored as [K, V]: transposed back, its tile passes through 4 KB and not 32.
 
 Layout, with NC the number of chunks of all sequences, and B = 1 where N sequences are packed:
 
     q, k [B, tokens, H, K]         v, o [B, tokens, HV, V]       g, beta [B, tokens, HV]
     q_scaled, k_scaled             as q and k, for float16 that is normalized
     T, P [NC, HV, C, C]            rows [NC, HV, 8, C] float32, see tiles.ROWS
-    S [NC, HV, V, K]               U [NC, HV, C, V]              initial_state, final_state [N, HV, K, V]
+    S [NC, HV, K, V]               U [NC, HV, C, V]              initial_state, final_state [N, HV, K, V]
     A_log, dt_bias [HV]            transition [N, HV, K, K]
 
-S holds Z at every chunk's start. T is rounded like every operand of a product, though its rows reach absolute
-sums of 2 C where keys are alike and beta is 2: a second word, what rounding cut off, would make those cases
-five times as exact as the plain implementation that parity compares with, and the scans a tenth longer.
+S holds the states at chunk starts. T is rounded like every operand of a product, though its rows reach
+absolute sums of 2 C where keys are alike and beta is 2. A second word, what rounding cut off, would make
+these five times as exact as the plain implementation that parity compares with, and the scans a tenth longer.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -172,7 +175,7 @@ def scan_kernel(
     q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
     scale, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks in order; one program per (sequence, value head, BV columns of V).
 
@@ -197,10 +200,12 @@ def scan_kernel(
     m_vk = m_v[:, None] & m_k[None, :]
     o_ck = o_c[:, None] * (H * K) + o_k[None, :]
     o_vc = o_v[:, None] + o_c[None, :] * (HV * V)
+    o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
     o_cc = o_c[:, None] * C + o_c[None, :]
     o_state = o_k[None, :] * V + o_v[:, None]
     dtype = k.dtype.element_ty
 
+    b_identity = tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0).to(dtype)
     o_x = o_v - NV * BV  # counts the columns of `transition`
     b_Z = tl.zeros([BV, KP], dtype=tl.float32)  # the state, transposed
     if transition is not None:
@@ -209,23 +214,25 @@ def scan_kernel(
         p_state = initial_state + (i_n * HV + i_h) * (K * V)
         b_Z = tl.load(p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
 
-    for i in range(0, tl.cdiv(length, C).to(tl.int32)):
+    # with num_stages here, and not only at launch, Triton loads the rows ahead as well
+    for i in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
         t = start + i * C
         tile = (first + i) * HV + i_h
         m_t = o_c < tl.minimum(length - i * C, C).to(tl.int32)
         m_ck = m_t[:, None] & m_k[None, :]
-        m_vc = m_v[:, None] & m_t[None, :]
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-        b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0)  # [BV, C]
+        m_cv = m_t[:, None] & m_v[None, :]
+        b_v = tl.load(v + (t * HV + i_h) * V + o_cv, mask=m_cv, other=0.0)
+        b_vT = tl.trans(b_v) if dtype == tl.float32 else multiply(tl.trans(b_v), b_identity, DOT)
         b_T = tl.load(T + tile * (C * C) + o_cc)
         p_rows = rows + tile * (ROWS * C)
         b_beta = tl.load(p_rows + 7 * C + o_c)
         b_Zd = round_to(b_Z, dtype, DOT)
         if S is not None:
-            tl.store(S + tile * (V * K) + o_v[:, None] * K + o_k[None, :], b_Zd, mask=m_vk)
+            tl.store(S + tile * (K * V) + o_state, b_Zd, mask=m_vk)
 
         b_KST = multiply(b_Zd, tl.trans(b_k), DOT)  # [BV, C], (K S)^T
-        b_YT = b_vT.to(tl.float32) * b_beta[None, :] - b_KST * tl.load(p_rows + 4 * C + o_c)[None, :]
+        b_YT = b_vT * b_beta[None, :] - b_KST * tl.load(p_rows + 4 * C + o_c)[None, :]
         b_UT = multiply(round_to(b_YT, dtype, DOT), tl.trans(b_T), DOT)  # [BV, C]
         if U is not None:
             p_U = U + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
@@ -235,6 +242,7 @@ def scan_kernel(
             b_P = tl.load(P + tile * (C * C) + o_cc)
             b_OT = multiply(b_Zd, tl.trans(b_q), DOT) * (scale * tl.load(p_rows + 5 * C + o_c))[None, :]
             b_OT += multiply(round_to(b_UT, dtype, DOT), tl.trans(b_P), DOT)
+            m_vc = m_v[:, None] & m_t[None, :]
             tl.store(o + (t * HV + i_h) * V + o_vc, round_to(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
         b_last = tl.exp(tl.load(p_rows + C - 1))
@@ -289,7 +297,7 @@ def scan(
     scan_kernel[(chunks.sequences * HV * columns,)](
         q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
         chunks.offsets, scale, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, STAGES=tile.stages,
         DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -298,7 +306,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.scan.columns, "C": row.C}
-    sizes |= {"L2NORM": True, "DOT": row.dot}
+    sizes |= {"L2NORM": True, "DOT": row.dot, "STAGES": row.scan.stages}
     # what each use of the scan does not write; dense sequences have no initial and no final state here
     uses = {"train": ("transition",)}
     if not quick:
@@ -317,9 +325,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             values = sizes | tables | dict.fromkeys((*absent, *states))
             yield Variant("scan", f"{layout} {use}", scan_kernel, TYPES, row.scan, values)
             if narrow.scan != row.scan:
-                values |= {"BV": narrow.scan.columns}
+                values |= {"BV": narrow.scan.columns, "STAGES": narrow.scan.stages}
                 yield Variant("scan", f"{layout} {use}{FEW}", scan_kernel, TYPES, narrow.scan, values)
-        values = sizes | tables | {"BV": narrow.scan.columns}
+        values = sizes | tables | {"BV": narrow.scan.columns, "STAGES": narrow.scan.stages}
         values |= dict.fromkeys(("initial_state", "o", "S", "U"))
         few = FEW if narrow.scan != row.scan else ""
         yield Variant("scan", f"{layout} segments{few}", scan_kernel, TYPES, narrow.scan, values)

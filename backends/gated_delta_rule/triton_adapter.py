@@ -235,7 +235,7 @@ def _prepared_shapes(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
 
 def _state_shapes(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> Shapes:
     """Returns the shapes of S and U."""
-    return [((chunks.count, HV, V, K), dtype), ((chunks.count, HV, chunks.size, V), dtype)]
+    return [((chunks.count, HV, K, V), dtype), ((chunks.count, HV, chunks.size, V), dtype)]
 
 
 def _segment_shapes(count: int, HV: int, K: int, V: int) -> Shapes:
