@@ -31,6 +31,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK = 64
+# in which random samples of a short dtype measure v and states. Where beta = 1 and a write meets no other, U is v,
+# and in v's own unit a product rounds nothing. With any other beta it does, and so does a kernel for raw keys
+UNIT = 1.1
 
 
 class Noise:
@@ -226,6 +229,8 @@ def _gated_delta_rule(
     dtype, group = q.dtype, v.shape[-2] // q.shape[-2]
     full, rounding = torch.promote_types(dtype, torch.float32), Rounding(dtype, noise)
     q, k, v, g, beta = (x.to(full) for x in (q, k, v, g, beta))
+    unit = 1.0 if noise is None or dtype == full else UNIT
+    v = v * unit
     if l2norm:
         norms = (rounding((x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()) for x in (q, k))
         q, k = (rounding(x * r) for x, r in zip((q, k), norms, strict=True))
@@ -240,20 +245,21 @@ def _gated_delta_rule(
     )
     rows = q.shape[-4] if cu_seqlens is None else 1
     zeros = q.new_zeros((*q.shape[:-4], rows * len(lengths), q.shape[-3], q.shape[-1], v.shape[-1]))
-    first = zeros if initial_state is None else initial_state.to(full)
+    first = zeros if initial_state is None else initial_state.to(full) * unit
     outputs, states = [v[..., :0, :]], []
     for length, S in zip(lengths, first.split(rows, -4), strict=True):
         for _ in range(0, length, chunk):
-            o, S = _chunk(*next(parts), S=S, scale=scale, rounding=rounding)
+            o, S = _chunk(*next(parts), S=S, scale=scale, unit=unit, rounding=rounding)
             outputs.append(o)
-        states.append(S)
+        states.append(S / unit)
     return torch.cat(outputs, dim=-2).movedim(-2, -3).to(dtype), torch.cat(states, dim=-4)
 
 
 def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, S: Tensor, scale: float, rounding: Rounding
-) -> tuple[Tensor, Tensor]:
-    """Returns O and the state after the chunk; P is scaled with O, at the end."""
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, S: Tensor, scale: float, unit: float,
+    rounding: Rounding,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns O, and the state after the chunk in the unit of v and S; P is scaled with O, at the end."""
     C, r = g.shape[-1], rounding
     # a sum of -170 is rounded by 3e-14. In float64 the judge is no better, and samples whose sums were alike
     # had no such error
@@ -267,8 +273,9 @@ def _chunk(
     written = product(T, r(beta[..., None] * v), r)
     erased = product(product(T, r((beta * gam)[..., None] * k), r), S, r)
     U = r(written - erased)
-    from_state = gam[..., None] * r(product(q, S, r))
-    from_chunk = r(product(r(product(q, k.mT, r) * D), U, r))
+    # read in o's own unit, so that its gradient is rounded no more than otherwise
+    from_state = (gam / unit)[..., None] * r(product(q, S, r))
+    from_chunk = r(product(r(product(q, k.mT, r) * D) / unit, U, r))
     S = r(gam[..., -1][..., None, None] * S + product(k.mT, r(lam[..., None] * U), r))
     return scale * (from_state + from_chunk), S
 
