@@ -170,12 +170,16 @@ def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:
 def make_gates(
     g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns g and beta of a call; differentiable in all arguments."""
+    """Returns g and beta of a call; differentiable in all arguments.
+
+    They are made of contiguous tensors: of others PyTorch takes one element at a time, whose exponentials
+    end in other bits than a vector's, and a packed sequence was not what it is alone.
+    """
     with torch.autocast("cpu" if g.is_meta else g.device.type, enabled=False):
         if A_log is not None:
-            g = log_decay(g, A_log, dt_bias)
+            g = log_decay(g.contiguous(), A_log, dt_bias)
         if beta_max > 0:
-            beta = write_strength(beta, beta_max)
+            beta = write_strength(beta.contiguous(), beta_max)
     return g, beta
 
 

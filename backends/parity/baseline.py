@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK = 64
-# in which random samples of a short dtype measure v and states. Where beta = 1 and a write meets no other, U is v,
-# and in v's own unit a product rounds nothing. With any other beta it does, and so does a kernel for raw keys
+# in which random samples of a short dtype measure v and states. Where beta = 1 and a write meets no other, U
+# is v, and in v's own unit a product rounds nothing. It does with any other beta, as in a kernel for raw keys
 UNIT = 1.1
 
 

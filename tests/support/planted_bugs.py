@@ -74,7 +74,7 @@ BUGS = (
     Bug("triton: dg with a token's own write", f"{TRITON_BACK}:gradients_kernel",
         "b_dg += tl.sum(tl.where(strict, b_writes", "b_dg += tl.sum(tl.where(lower, b_writes", "triton"),
     Bug("triton: decays of the inverse are left out", "triton_kernels.gated_delta_rule_fwd:prepare_kernel",
-        "b_T *= b_D", "b_T *= 1.0", "triton"),
+        "round_to(b_T * b_D, ", "round_to(b_T, ", "triton"),
     Bug("nki: dg carries the first 128 of K", f"{NKI_BACK}:sum_decay_gradient",
         "for part in range(len(parts)):", "for part in range(1):", "nki, K = 256"),
     Bug("nki: dg without <q, dq>", f"{NKI_BACK}:multiply_terms",
