@@ -4,7 +4,7 @@
 #   make test       the test suite (under 15 minutes on 2 cores, no accelerator)
 #   make lint       ruff and pyright
 #   make bench      time the operations, after their parity
-#   make measure    on a GPU: parity, then speed beside flash-linear-attention, then whole steps; writes its lines to OUT
+#   make measure    on a GPU: the inverse alone, parity, then speed beside flash-linear-attention, then whole steps; writes its lines to OUT
 #   make measure-trn1  on a Trn1: the first hour, stage by stage, each with what it decides;
 #                   DRY=1 runs every stage without a chip; writes its lines to OUT
 #   make test-slow  the checks that take hours
@@ -109,6 +109,7 @@ bench: $(READY)
 # The most important comes first, for a machine that is lent for minutes. Nothing is timed before parity is green.
 measure: $(READY)
 	mkdir -p $(OUT)
+	$(RUN) -m pytest -k triangular_inverse tests/triton_kernels/test_gated_delta_rule.py
 	$(RUN) -m backends.parity --backend triton --json $(OUT)/parity.jsonl
 	$(RUN) -m pytest -m "not slow" --backend triton tests/backends/test_parity.py tests/triton_kernels/test_parity.py \
 		tests/triton_kernels/test_segments.py \

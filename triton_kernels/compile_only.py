@@ -126,8 +126,7 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant) -> Row:
             "TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them"
         )
     tile = variant.tile
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    compiled = triton.compile(source(dtype, variant), HOPPER, options)
+    compiled = triton.compile(source(dtype, variant), HOPPER, tile.options())
     registers, stack = resources(compiled.asm["cubin"])
     return Row(
         variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,

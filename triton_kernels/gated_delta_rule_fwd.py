@@ -13,12 +13,8 @@ For one chunk of C tokens and one value head, S the state [K, V] at the chunk's 
     O  = scale * diag(gam) Q S + P U                    [C, V]
     S' = gam_C S + K^T diag(lam) U                      [K, V]
 
-Source: arXiv:2412.06464. T is computed with the decay after the inverse:
-
-    T = (I + strict_lower(diag(beta) K K^T))^-1 . D
-
-which is the same because D = diag(gam) 1 diag(1 / gam) is a similarity. D is always formed as exp of a masked
-difference, never as a quotient, which overflows.
+Source: arXiv:2412.06464. D is always formed as exp of a masked difference, never as a quotient, which
+overflows. How L is inverted says tiles.invert_unit_lower.
 
 Normalized queries and keys are never written: their factors r_q, r_k scale rows, so they fold into gam, lam
 and the C x C matrices, and the products read q and k as they came. In float16 r_k, 1000 at a zero key and
@@ -52,11 +48,13 @@ these five times as exact as the plain implementation that parity compares with,
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import ANY, Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import ANY, Config, Tile, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
@@ -152,22 +150,19 @@ def prepare_kernel(
 
     o_cc = o_c[:, None] * C + o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
+    # read back, b lies as products do: D itself would have to be moved there through shared memory
+    tl.debug_barrier()
+    b_b = tl.load(p_rows)
+    b_b_low = tl.load(p_rows + C)
     # the exponent is masked before exp: above the diagonal it is positive and may overflow
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
     b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_D, float("-inf")))
     # not scale r_q r_k, which may underflow before it meets huge q and k
-    b_P = multiply(b_q, tl.trans(b_k), DOT) * (b_rq[:, None] * b_rk[None, :]) * (scale * b_D)
+    b_P = multiply(b_q, tl.trans(b_k), DOT) * (scale * b_rq)[:, None] * b_rk[None, :] * b_D
     tl.store(P + tile * (C * C) + o_cc, round_to(b_P, P.dtype.element_ty, DOT))
-    b_KK = multiply(b_k, tl.trans(b_k), DOT)
-    b_KK = tl.where(strict, b_KK * ((b_beta * b_rk)[:, None] * b_rk[None, :]), 0.0)
-    b_T = invert_unit_lower(b_KK, C)
-    # D once more, from what other threads have stored: kept over the inverse, it would spill
-    tl.debug_barrier()
-    b_b = tl.load(p_rows)
-    b_b_low = tl.load(p_rows + C)
-    b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
-    b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_D, float("-inf")))
-    tl.store(T + tile * (C * C) + o_cc, round_to(b_T * b_D, T.dtype.element_ty, DOT))
+    b_L = multiply(b_k, tl.trans(b_k), DOT) * (b_beta * b_rk)[:, None] * b_rk[None, :] * b_D
+    b_T = invert_unit_lower(tl.where(strict, b_L, 0.0), C, k.dtype.element_ty, DOT)
+    tl.store(T + tile * (C * C) + o_cc, round_to(b_T, T.dtype.element_ty, DOT))
 
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
@@ -265,6 +260,11 @@ def scan_kernel(
         tl.store(p_x, b_Z, mask=m_x[:, None] & m_k[None, :])
 
 
+def _for_scaled(tile: Tile) -> Tile:
+    """Returns the launch of `prepare_kernel` where it scales q and k, which takes more registers."""
+    return replace(tile, registers=None)
+
+
 @take_turns
 def prepare(
     q, k, g, beta, A_log, dt_bias, *, q_scaled, k_scaled, T, P, rows, scale, l2norm, beta_max, chunks: Chunks,
@@ -276,11 +276,12 @@ def prepare(
     k_scaled, if not None, are filled and take the place of q and k from here on.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
+    tile = config.prepare if q_scaled is None else _for_scaled(config.prepare)
     prepare_kernel[(chunks.count * HV,)](
         q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, T, P, rows, chunks.start, chunks.length, scale,
         beta_max or None, chunks.tokens, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, DOT=config.dot,
-        num_warps=config.prepare.warps, num_stages=config.prepare.stages,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
 
 
@@ -317,9 +318,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             unscaled = values | dict.fromkeys(("q_scaled", "k_scaled"))
             yield Variant("prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, unscaled)
             if itemsize == 2 and not quick:
-                yield Variant(
-                    "prepare", f"{layout}, {form}, scaled", prepare_kernel, TYPES, row.prepare, values
-                )
+                options, tile = f"{layout}, {form}, scaled", _for_scaled(row.prepare)
+                yield Variant("prepare", options, prepare_kernel, TYPES, tile, values)
         states = ("initial_state", "final_state") if layout == "dense" else ()
         for use, absent in uses.items():
             values = sizes | tables | dict.fromkeys((*absent, *states))

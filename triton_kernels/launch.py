@@ -35,6 +35,7 @@ class Row:
     few                         the row holds only where scans of 64 columns all run at once, see `config`
     elements                    of the tile: its rows are elements / columns; 0 where it has no rows
     rows                        least rows of the tile
+    registers                   most per thread; None: as many as the compiler takes
     """
 
     kernels: str
@@ -48,6 +49,7 @@ class Row:
     elements: int = 0
     rows: int = 16
     few: bool = False
+    registers: int | None = None
 
 
 # In float32, products run on the ordinary cores with their operands in registers: short chunks, narrow tiles,
@@ -59,9 +61,9 @@ class Row:
 TABLE = (
     #    kernels           itemsize height width  warps stages  columns
     #                               (K)    (V)
-    # two warps, so that four programs fit an SM; at K = 256 they would spill 1,600 bytes per thread
-    Row("prepare",                2,  128,  ANY,     2,     1),
-    Row("prepare",                2,  ANY,  ANY,     4,     1),
+    # four programs fit an SM, for a stack of 110 bytes per thread; at K = 256 it would be 320, so three
+    Row("prepare",                2,  128,  ANY,     4,     1,  registers=128),
+    Row("prepare",                2,  ANY,  ANY,     4,     1,  registers=168),
     Row("prepare",                4,  128,  ANY,     4,     1),
     Row("prepare",                4,  ANY,  ANY,     8,     1),
     Row("scan",                   2,   32,  ANY,     4,     3,  (16, 64)),
@@ -120,12 +122,18 @@ class Tile:
 
     columns     along the last axis: V, DV, C or N; 0 where the kernel does not cut it
     rows        along the axis before: K, D, tokens, or rows of a norm; 0 where the kernel does not cut it
+    registers   most per thread; None: as many as the compiler takes
     """
 
     columns: int
     warps: int
     stages: int
     rows: int = 0
+    registers: int | None = None
+
+    def options(self) -> dict[str, int | None]:
+        """Returns what Triton is told of the launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,7 @@ def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 
     """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
 
     >>> tile("step", 128)
-    Tile(columns=32, warps=4, stages=1, rows=0)
+    Tile(columns=32, warps=4, stages=1, rows=0, registers=None)
     """
     row = next(
         row
@@ -167,7 +175,7 @@ def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 
     if row.elements:
         rows = row.elements // columns
         rows = max(row.rows, rows if height is None else min(rows, power_of_two(height)))
-    return Tile(columns, row.warps, row.stages, rows)
+    return Tile(columns, row.warps, row.stages, rows, row.registers)
 
 
 def arithmetic(dot: str = "ieee") -> str:

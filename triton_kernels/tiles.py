@@ -142,68 +142,73 @@ def locate_sequence(i_n, tokens, NT, NS, span, cu_seqlens, chunk_offsets, C: tl.
 
 @triton.jit
 def _invert_diagonal_blocks(L, NB: tl.constexpr):
-    """Returns (I + L)^-1 of NB strictly lower 16 x 16 blocks, by masked merging; L is [NB, 16, 16] float32.
+    """Returns (I + L)^-1 of NB strictly lower 16 x 16 blocks; L is [NB, 16, 16] float32.
 
-    Inverses T of the diagonal blocks of size s become those of size 2 s. With `off` the blocks that join
-    them, and since off T off = 0, this is exact:
+    Column by column, in float32 throughout: once T_j: is solved, it is subtracted from the rows after it.
 
-        (T^-1 + off)^-1 = T - T off T
-
-    A Neumann series over 16 tokens would be as short and lose every digit once keys are correlated: 6e-5 in
-    float32 at correlation 0.99, 1e8 over 64 tokens.
-
-    Products are ieee, here and in `_merge_blocks`: with beta = 2 and equal keys they reach 2,000 where the
-    result is 2, so tf32, good to 5e-4, would leave nothing. As three tf32 products the kernel is a quarter
-    longer, not shorter.
+        T <- T - L_:j T_j:
     """
     o = tl.arange(0, 16)
-    row = o[None, :, None]
-    col = o[None, None, :]
-    b_T = tl.where(row == col, 1.0, tl.where(row >> 1 == col >> 1, -L, 0.0))
-    for level in tl.static_range(1, 4):
-        joined = (row >> (level + 1) == col >> (level + 1)) & (row >> level != col >> level)
-        b_off = tl.dot(b_T, tl.where(joined, L, 0.0), input_precision="ieee")
-        b_T -= tl.dot(b_off, b_T, input_precision="ieee")
+    b_T = tl.zeros_like(L) + tl.where(o[None, :, None] == o[None, None, :], 1.0, 0.0)
+    for j in tl.static_range(0, 15):
+        b_column = tl.sum(tl.where((o == j)[None, None, :], L, 0.0), axis=2)
+        b_row = tl.sum(tl.where((o == j)[None, :, None], b_T, 0.0), axis=1)
+        b_T -= b_column[:, :, None] * b_row[:, None, :]
     return b_T
 
 
 @triton.jit
-def _merge_blocks(b_T, L, s: tl.constexpr, n: tl.constexpr):
-    """Turns the inverses of n diagonal blocks of size s into those of n / 2 blocks of size 2 s.
+def _split(x, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Splits float32 x into two numbers of 16 bits, whose sum lacks at most 2^-16 of x.
 
-    L is the whole matrix. The inverse of (top, 0; off, bottom) has -bottom^-1 off top^-1 in its corner.
+    bfloat16's first is cut off, not rounded: so it is the upper half of x, whichever way it is read.
     """
-    i_row = tl.arange(0, n)[:, None, None, None]
-    i_column = tl.arange(0, n)[None, None, :, None]
-    corner = (i_row % 2 == 1) & (i_column == i_row - 1)
-    b_off = tl.sum(tl.where(corner, tl.reshape(L, [n, s, n, s]), 0.0), axis=2)  # [n, s, s], zero for even n
-    b_off = tl.sum(tl.reshape(b_off, [n // 2, 2, s, s]), axis=1)
-    half = tl.arange(0, 2)[None, :, None, None]
-    b_pair = tl.reshape(b_T, [n // 2, 2, s, s])
-    b_top = tl.sum(tl.where(half == 0, b_pair, 0.0), axis=1)
-    b_bottom = tl.sum(tl.where(half == 1, b_pair, 0.0), axis=1)
-    b_corner = tl.dot(b_off, b_top, input_precision="ieee")
-    b_corner = -tl.dot(b_bottom, b_corner, input_precision="ieee")
-    i_half = tl.arange(0, 2)[None, :, None, None, None]
-    j_half = tl.arange(0, 2)[None, None, None, :, None]
-    b_out = tl.where(i_half == j_half, tl.reshape(b_T, [n // 2, 2, s, 1, s]), 0.0)
-    b_corner = tl.reshape(b_corner, [n // 2, 1, s, 1, s])
-    b_out += tl.where((i_half == 1) & (j_half == 0), b_corner, 0.0)
-    return tl.reshape(b_out, [n // 2, 2 * s, 2 * s])
+    if dtype == tl.bfloat16:
+        high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        high = x.to(dtype).to(tl.float32)
+    return high.to(dtype), round_to(x - high, dtype, DOT)
 
 
 @triton.jit
-def invert_unit_lower(L, C: tl.constexpr):
-    """Returns (I + L)^-1 for strictly lower float32 L [C, C] by merging blocks; C is 16, 32 or 64."""
-    NB: tl.constexpr = C // 16
-    if NB == 1:
-        b_T = _invert_diagonal_blocks(tl.reshape(L, [1, 16, 16]), 1)
+def _multiply_precisely(a, b, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Returns a b for float32 a and b: in float32, or as three products of 16 bits on the tensor cores.
+
+    The fourth would be below 2^-16.
+    """
+    if dtype == tl.float32:
+        return tl.dot(a, b, input_precision="ieee")
     else:
-        i_row = tl.arange(0, NB)[:, None, None, None]
-        i_column = tl.arange(0, NB)[None, None, :, None]
-        b_blocks = tl.sum(tl.where(i_row == i_column, tl.reshape(L, [NB, 16, NB, 16]), 0.0), axis=2)
-        b_T = _invert_diagonal_blocks(b_blocks, NB)
-        b_T = _merge_blocks(b_T, L, 16, NB)
-    if NB == 4:
-        b_T = _merge_blocks(b_T, L, 32, 2)
-    return tl.reshape(b_T, [C, C])
+        a_high, a_low = _split(a, dtype, DOT)
+        b_high, b_low = _split(b, dtype, DOT)
+        b_product = multiply(a_high, b_high, DOT)
+        b_product = accumulate(b_product, a_low, b_high, DOT)
+        return accumulate(b_product, a_high, b_low, DOT)
+
+
+@triton.jit
+def invert_unit_lower(L, C: tl.constexpr, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Returns (I + L)^-1 for strictly lower float32 L [C, C]; C is 16, 32 or 64, dtype that of the operands.
+
+    With B the inverse of the diagonal blocks of 16, zero elsewhere, and M = B (L outside of them), four
+    blocks give M^4 = 0, and two M^2 = 0, so that this is exact:
+
+        (I + L)^-1 = (I + M)^-1 B = (I - M) (I + M^2) B
+
+    A power series over tokens would be as exact on paper and lose every digit once keys are correlated: over
+    16 tokens 6e-5 in float32 at correlation 0.99, over 64 tokens 1e8. The powers of M are no larger than the
+    result: M says how much of one block of tokens another predicts.
+    """
+    NB: tl.constexpr = C // 16
+    i_row = tl.arange(0, NB)[:, None, None, None]
+    i_column = tl.arange(0, NB)[None, None, :, None]
+    b_blocks = tl.sum(tl.where(i_row == i_column, tl.reshape(L, [NB, 16, NB, 16]), 0.0), axis=2)
+    b_blocks = tl.reshape(_invert_diagonal_blocks(b_blocks, NB), [NB, 16, 1, 16])
+    b_T = tl.reshape(tl.where(i_row == i_column, b_blocks, 0.0), [C, C])
+    if NB > 1:
+        block = tl.arange(0, C) // 16
+        b_M = _multiply_precisely(b_T, tl.where(block[:, None] > block[None, :], L, 0.0), dtype, DOT)
+        if NB == 4:
+            b_T += _multiply_precisely(_multiply_precisely(b_M, b_M, dtype, DOT), b_T, dtype, DOT)
+        b_T -= _multiply_precisely(b_M, b_T, dtype, DOT)
+    return b_T

@@ -189,24 +189,57 @@ def test_launches_beyond_65535_programs_use_the_first_axis_alone(segment, monkey
 
 
 @triton.jit
-def _inverse_kernel(L, out, C: tl.constexpr):
+def _inverse_kernel(L, out, like, C: tl.constexpr, DOT: tl.constexpr):
     o = tl.arange(0, C)
     o_cc = o[:, None] * C + o[None, :]
-    tl.store(out + o_cc, invert_unit_lower(tl.load(L + o_cc), C))
+    tl.store(out + o_cc, invert_unit_lower(tl.load(L + o_cc), C, like.dtype.element_ty, DOT))
 
 
+def inverse(L, dtype, warps):
+    out = torch.full_like(L, float("nan"))
+    like = torch.empty(1, dtype=dtype, device=DEVICE)
+    _inverse_kernel[(1,)](L, out, like, L.shape[0], arithmetic("tf32"), num_warps=warps)
+    exact = torch.linalg.inv(torch.eye(L.shape[0], device=DEVICE, dtype=torch.float64) + L.double())
+    return out, exact
+
+
+# the interpreter knows no warps
+WARPS = [1, 2, 4, 8] if DEVICE == "cuda" else [4]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("warps", WARPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("C", [16, 32, 64])
-def test_triangular_inverse_keeps_digits_that_a_power_series_loses(C):
+def test_triangular_inverse_keeps_digits_that_a_power_series_loses(C, dtype, warps):
     """Correlation 0.99, beta 0.99: the inverse's entries stay below 1, the powers reach 1e9 at C = 64."""
     L = torch.tril(torch.full((C, C), 0.99 * 0.99, device=DEVICE), -1)
-    out = torch.full_like(L, float("nan"))
-    _inverse_kernel[(1,)](L, out, C)
-    exact = torch.linalg.inv(torch.eye(C, device=DEVICE, dtype=torch.float64) + L.double())
-    assert error(out, exact) < 2**-20
+    out, exact = inverse(L, dtype, warps)
+    # of two words of bfloat16, the second keeps its 8 bits: 2^-16 of every product, of which three in a row
+    assert error(out, exact) < (2**-14 if dtype == torch.bfloat16 else 2**-20)
     series, power = torch.eye(C, device=DEVICE), -L
     for _ in range(6):
         series, power = series + power @ series, power @ power
     assert C < 64 or error(series, exact) > 1
+
+
+@pytest.mark.parametrize("warps", WARPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_triangular_inverse_of_random_and_of_near_keys(beta, dtype, warps):
+    """beta = 2 and keys correlated .999: the densest inverse, whose rows reach sums of 2 C = 128."""
+    generator = torch.Generator().manual_seed(0)
+    for correlation in (0.0, 0.999):
+        keys = (1 - correlation) ** 0.5 * torch.randn(64, 64, generator=generator) / 8
+        keys = torch.nn.functional.normalize(keys + correlation**0.5 * torch.eye(64)[0], dim=1)
+        L = (beta * keys @ keys.T).tril(-1).to(DEVICE)
+        out, exact = inverse(L, dtype, warps)
+        # the scans read it rounded to dtype; float32 is held against PyTorch's substitution
+        control = exact.to(dtype)
+        if dtype == torch.float32:
+            eye = torch.eye(64, device=DEVICE)
+            control = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
+        assert error(out, exact) < error(control, exact) * (4 if dtype == torch.float32 else 1)
 
 
 @triton.jit

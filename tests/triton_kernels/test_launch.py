@@ -18,16 +18,20 @@ def test_every_head_size_has_a_launch(itemsize):
 
 
 def test_launches_over_a_sequence_in_sixteen_bits():
-    dot, two = arithmetic("tf32"), Tile(0, 2, 1)
+    dot, four = arithmetic("tf32"), Tile(0, 4, 1, registers=128)
     deep, wide, narrow = Tile(128, 8, 3), Tile(128, 8, 2), Tile(64, 4, 2)
     for K, V, expected in [
-        (32, 64, Config(64, dot, two, Tile(64, 4, 3), narrow, Tile(64, 4, 1))),
-        (64, 64, Config(64, dot, two, narrow, narrow, Tile(64, 4, 1))),
-        (64, 128, Config(64, dot, two, deep, narrow, Tile(128, 4, 1))),
-        (128, 64, Config(64, dot, two, Tile(64, 4, 3), Tile(64, 4, 1), Tile(32, 8, 1))),
-        (128, 128, Config(64, dot, two, deep, wide, Tile(64, 8, 1))),
-        (128, 256, Config(64, dot, two, deep, wide, Tile(128, 8, 1))),
-        (256, 512, Config(64, dot, Tile(0, 4, 1), Tile(64, 8, 2), Tile(64, 8, 1), Tile(32, 8, 3))),
+        (32, 64, Config(64, dot, four, Tile(64, 4, 3), narrow, Tile(64, 4, 1))),
+        (64, 64, Config(64, dot, four, narrow, narrow, Tile(64, 4, 1))),
+        (64, 128, Config(64, dot, four, deep, narrow, Tile(128, 4, 1))),
+        (128, 64, Config(64, dot, four, Tile(64, 4, 3), Tile(64, 4, 1), Tile(32, 8, 1))),
+        (128, 128, Config(64, dot, four, deep, wide, Tile(64, 8, 1))),
+        (128, 256, Config(64, dot, four, deep, wide, Tile(128, 8, 1))),
+        (
+            256,
+            512,
+            Config(64, dot, Tile(0, 4, 1, registers=168), Tile(64, 8, 2), Tile(64, 8, 1), Tile(32, 8, 3)),
+        ),
     ]:
         assert config(K, V, itemsize=2) == expected
 

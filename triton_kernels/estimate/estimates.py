@@ -41,11 +41,9 @@ class Estimate:
 
 def compile_code(variant: Variant, dtype: str = "bf16") -> Code:
     """Compiles a variant for Hopper and reads its machine code."""
-    tile = variant.tile
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    compiled = triton.compile(source(dtype, variant), HOPPER, options)
+    compiled = triton.compile(source(dtype, variant), HOPPER, variant.tile.options())
     cubin = compiled.asm["cubin"]
-    return Code(parse(disassemble(cubin)), *resources(cubin), compiled.metadata.shared, tile.warps)
+    return Code(parse(disassemble(cubin)), *resources(cubin), compiled.metadata.shared, variant.tile.warps)
 
 
 def factor(simulation: Simulation, *, serial: bool) -> float:
