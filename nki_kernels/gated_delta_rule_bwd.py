@@ -23,7 +23,7 @@ from delta_trn.nki_kernels.chunk import (
     transpose_keys,
 )
 from delta_trn.nki_kernels.chunk_gradients import (
-    compute_beta_gradient,
+    LEAST_STRENGTH,
     compute_key_gradients,
     compute_pair_gradients,
     compute_residual_gradient,
@@ -41,7 +41,7 @@ from delta_trn.nki_kernels.examples import normals, rule_inputs
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
-from delta_trn.nki_kernels.tiles import build_constants, sbuf, take_corners, transpose
+from delta_trn.nki_kernels.tiles import build_constants, copy_scaled, psum, sbuf, take_corners, transpose
 from delta_trn.nki_kernels.triangular import (
     allocate_workspace,
     build_block_constants,
@@ -145,6 +145,14 @@ def list_work(chunks, every):
     return work
 
 
+def invert_beta(beta_sb):
+    """Raises beta [rows, lanes] to LEAST_STRENGTH at least, and returns its reciprocal."""
+    out_sb = sbuf(beta_sb.shape)
+    nisa.tensor_scalar(dst=beta_sb, data=beta_sb, op0=nl.maximum, operand0=LEAST_STRENGTH)
+    nisa.reciprocal(dst=out_sb, data=beta_sb)
+    return out_sb
+
+
 def load_again(inputs, do, bundle, spans, l2norm, constants):
     """Runs LOAD: loads the chunks of spans [(start, stop)]."""
     chunks = []
@@ -153,6 +161,7 @@ def load_again(inputs, do, bundle, spans, l2norm, constants):
         table = take_corners(constants, pad_to_rows(stop - start))
         chunk = load_chunk(inputs, bundle, start, stop - start, l2norm, table)
         chunk["do"] = load_lanes(do, bundle, start, stop - start, table["rows"], table["products"])
+        chunk["inverse_beta"] = invert_beta(chunk["beta"])
         chunks.append(chunk)
     return chunks
 
@@ -161,9 +170,15 @@ def scale_again(chunks, bundle, scale, constants):
     """Runs SCALE: puts chunks with their gates and what they scale in place of what `load_again` returns."""
     for i in range(len(chunks)):
         table = take_corners(constants, pad_to_rows(chunks[i]["tokens"]))
-        do_sb = chunks[i]["do"]
-        chunks[i] = scale_chunk(chunks[i], bundle, scale, table)
-        chunks[i]["do"] = scale_lanes(do_sb, chunks[i]["read_scale"], table["products"])
+        loaded = chunks[i]
+        chunks[i] = scale_chunk(loaded, bundle, scale, table)
+        chunks[i]["inverse_beta"] = loaded["inverse_beta"]
+        chunks[i]["dv_scale"] = sbuf(loaded["beta"].shape)
+        nisa.scalar_tensor_tensor(  # value_scale, but 0 where beta is 0
+            dst=chunks[i]["dv_scale"], data=loaded["beta"], op0=nl.greater, operand0=LEAST_STRENGTH,
+            op1=nl.multiply, operand1=chunks[i]["value_scale"],
+        )  # fmt: skip
+        chunks[i]["do"] = scale_lanes(loaded["do"], chunks[i]["read_scale"], table["products"])
 
 
 def multiply_again(stage, chunks, bundle, parts, blocks, constants):
@@ -236,12 +251,39 @@ def solve_residual(chunk, S, bundle, products):
     chunk["R"] = compute_residual(chunk, chunk["S_rounded"], bundle)
 
 
-def solve_state(chunk, parts, goes_on, products):
+def compute_writes(chunk, constants):
+    """Adds U = T R to the chunk: rounded, and for dbeta `U_exact`: T R - R of rounded factors, and R itself.
+
+    T's diagonal is 1. So where a token meets no other, the error of U_exact is no rounding of R.
+    """
+    products, R_sb, T_t_sb = constants["products"], chunk["R"], chunk["T_t_rounded"]
+    if R_sb.dtype == products:
+        chunk["U"] = multiply_lanes(T_t_sb, R_sb)
+        chunk["U_exact"] = chunk["U"]
+        return
+    rows, lanes, V = R_sb.shape
+    R_rounded_sb = round_tile(R_sb, products)
+    U_sb, U_exact_sb = sbuf((rows, lanes, V), products), sbuf((rows, lanes, V))
+    for lane in range(lanes):
+        rounded = R_rounded_sb[:, lane, :]
+        U_ps = psum((rows, V))
+        nisa.nc_matmul(dst=U_ps, stationary=T_t_sb[:, lane, :], moving=rounded)
+        nisa.nc_matmul(dst=U_ps, stationary=constants["minus_identity"][0:rows, 0:rows], moving=rounded)
+        nisa.nc_matmul(
+            dst=U_ps, stationary=constants["identity"][0:rows, 0:rows], moving=R_sb[:, lane, :],
+            is_stationary_onezero=True,
+        )  # fmt: skip
+        copy_scaled(U_sb[:, lane, :], U_ps)
+        copy_scaled(U_exact_sb[:, lane, :], U_ps)
+    chunk["U"], chunk["U_exact"] = U_sb, U_exact_sb
+
+
+def solve_state(chunk, parts, goes_on, constants):
     """Runs SOLVE: computes U; returns the next state if another chunk follows in the stretch."""
     S = chunk["S"]
     if goes_on:
         S = decay_and_add(S, chunk["carry"], [(chunk["W"], chunk["R"])], parts)
-    chunk["U"] = multiply_lanes(chunk["T_t_rounded"], round_tile(chunk["R"], products), products)
+    compute_writes(chunk, constants)
     return S
 
 
@@ -275,7 +317,7 @@ def store_key_gradients(chunk, bundle, gradients, l2norm):
     n, start, tokens = bundle["n"], chunk["start"], chunk["tokens"]
     low, stop = bundle["slot"], start + tokens
     high = low + bundle["key_heads"]
-    store_lanes(dv, scale_lanes(chunk["dR"], chunk["value_scale"], dv.dtype), bundle, start, tokens)
+    store_lanes(dv, scale_lanes(chunk["dR"], chunk["dv_scale"], dv.dtype), bundle, start, tokens)
     dqk_sb = differentiate_norm(chunk, chunk["dqk"]) if l2norm else chunk["dqk"]
     nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 0, :, :])
     nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 1, :, :])
@@ -302,8 +344,7 @@ def differentiate_chunk(stage, chunk, bundle, gradients, parts, value_parts, l2n
         compute_sums(chunk)
     elif stage == STRENGTH:
         scale_sums(chunk)
-        dbeta_sb = compute_beta_gradient(chunk, bundle)
-        store_lanes(gradients[4], dbeta_sb, bundle, chunk["start"], chunk["tokens"])
+        store_lanes(gradients[4], chunk["dbeta"], bundle, chunk["start"], chunk["tokens"])
     else:
         dg_sb = sum_decay_gradient(chunk, bundle, parts, table)
         store_lanes(gradients[3], dg_sb, bundle, chunk["start"], chunk["tokens"])
@@ -362,6 +403,8 @@ def gated_delta_rule_bwd(
     gradients = (dq, dk, dv, dg, dbeta)
     largest = min(C, pad_to_rows(T))
     constants = build_constants(largest, q.dtype)
+    constants["minus_identity"] = sbuf((largest, largest), q.dtype)
+    copy_scaled(constants["minus_identity"], constants["identity"], -1.0)
     blocks = build_block_constants(largest)
     for wave in list_waves(N, H, HV, width, lanes):
         work = list_work(chunks, every)
@@ -404,7 +447,7 @@ def gated_delta_rule_bwd(
                     elif stage == RESIDUAL:
                         solve_residual(solved[i], stream["states"][stretch], bundle, q.dtype)
                     elif stage == SOLVE:
-                        stream["states"][stretch] = solve_state(solved[i], parts, goes_on, q.dtype)
+                        stream["states"][stretch] = solve_state(solved[i], parts, goes_on, constants)
                     elif stage == READ:
                         differentiate_residual(solved[i], stream["dS"], q.dtype)
                     elif stage == STATE:

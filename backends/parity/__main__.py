@@ -1,13 +1,15 @@
 """Judges every backend by the float64 judge: per case, tensor and dtype.
 
-    python -m backends.parity [--backend NAME] [--case NAME] [--dtype NAME] [--slow] [--json FILE]
+    python -m backends.parity [--backend NAME] [--case NAME] [--dtype NAME] [--whole] [--slow] [--json FILE]
     python -m backends.parity record FILE --backend NAME       goldens: what this machine computes
     python -m backends.parity check FILE                       judges what another machine computed
     python -m backends.parity table [FILE ...]                 a Markdown table, from --json files
     python -m backends.parity fuzz --backend NAME [...]        random cases: see `fuzz`
     python -m backends.parity certificate [...]                one page for each backend: see `certificate`
 
-The exit status is 1 on a failure. `judge.py` says what is measured and what is allowed.
+DELTA_TRN_NKI=0.2.0 in the environment holds `nki-simulator` to the rules of that release of NKI; without it
+those of all releases hold. The exit status is 1 on a failure. `judge.py` says what is measured and what is
+allowed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +44,7 @@ from delta_trn.backends.parity import (
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
 from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
+from delta_trn.nki_kernels.simulator.kernel import RELEASE
 
 NOT_RUN = "not yet run"
 SHOWN = 20
@@ -77,12 +81,20 @@ class Subject:
         capability = BACKENDS[self.backend].capabilities.get(op)
         return [dtype for dtype in DTYPES if capability is not None and dtype in capability.dtypes]
 
-    def cases(self, names: Sequence[str] | None, *, slow: bool) -> dict[str, list[Any]]:
-        """Returns the cases of each grid: those named, or all; of the rule, emulators get the small ones."""
+    @property
+    def nki(self) -> str | None:
+        """The release of NKI whose rules hold, or "all"; None on another backend than the simulator."""
+        return os.environ.get(RELEASE, "all") if self.backend == "nki-simulator" else None
+
+    def cases(self, names: Sequence[str] | None, *, slow: bool, whole: bool = False) -> dict[str, list[Any]]:
+        """Returns the cases of each grid: those named, or all; of the rule, emulators get the small ones,
+        unless they are to run the whole grid.
+        """
         if names is not None:
             return {key: [x for n, x in grid.cases.items() if n in names] for key, grid in GRIDS.items()}
         every = {key: list(grid.cases.values()) for key, grid in GRIDS.items()}
-        return every | {"rule": select(tags=SMALL if self.emulated else frozenset(), slow=slow)}
+        tags = SMALL if self.emulated and not whole else frozenset()
+        return every | {"rule": select(tags=tags, slow=slow)}
 
 
 def subjects(names: Sequence[str] | None = None) -> list[Subject]:
@@ -171,7 +183,11 @@ def report(console: Console, verdicts: Sequence[Verdict], refused: Mapping[str, 
         group = [v for v in verdicts if (v.backend, v.dtype) == (backend, dtype)]
         failed, cases = sum(not v.passed for v in group), len({v.case for v in group})
         summary = f"{failed} of {len(group)} failed" if failed else f"all {len(group)} passed"
-        console.print(f"{backend} {dtype_name(dtype)}: {cases} cases, {summary}", highlight=False)
+        worst = max(group, key=lambda v: v.ratio if math.isfinite(v.ratio) else math.inf)
+        summary += f", at most {worst.ratio:.2f} of what is allowed ({worst.case}, {worst.tensor})"
+        release = Subject(backend, "cpu").nki
+        rules = f" by the rules of NKI {release}" * bool(release)
+        console.print(f"{backend} {dtype_name(dtype)}{rules}: {cases} cases, {summary}", highlight=False)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -217,6 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", action="append", help="only this one; may be repeated")
     parser.add_argument("--case", action="append", help="only this one; may be repeated")
     parser.add_argument("--dtype", choices=tuple(map(dtype_name, DTYPES)), help="only this one")
+    parser.add_argument(
+        "--whole", action="store_true", help="emulated backends, too, run every case that is not slow"
+    )
     parser.add_argument("--slow", action="store_true", help="the slow cases too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
     options = parser.parse_args(argv)
@@ -249,7 +268,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     lines = []
     for subject in subjects(options.backend):
         machine_facts = facts(torch.device(subject.device))
-        for key, cases in subject.cases(options.case, slow=options.slow).items():
+        if subject.nki is not None:
+            machine_facts["nki"] = subject.nki
+        for key, cases in subject.cases(options.case, slow=options.slow, whole=options.whole).items():
             progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
             judged = list(measure(subject, GRIDS[key], progress, refused, dtypes))
             lines += [row(verdict, machine_facts) for verdict in judged]

@@ -34,7 +34,8 @@ DECAYS: Mapping[str, str] = {
 Decay = Literal["plain", "weak", "none", "strong", "mixed", "heavy", "reset"]
 # logarithms of decays that are exactly 0 in float32: a mask's usual values, and sums that no dtype holds
 RESETS = (-104.0, -1e4, -1e12, -1e16, float(np.finfo(np.float32).min), -np.inf)
-Keys = Literal["random", "equal", "near"]
+Keys = Literal["random", "equal", "near", "alike"]
+CORRELATIONS: Mapping[str, float] = {"equal": 1.0, "near": 0.999, "alike": 1 / 1.09}
 Norm = Literal["unit", "random", "tiny", "huge", "zero"]
 # name -> bound of the gates' projections, which are uniform between it and its negative. A_log is in
 # [-3, 2.75] (exp(A_log) of .05 to 16, as initialization draws it), dt_bias in [-7, -2].
@@ -52,7 +53,7 @@ class Case:
     values      v is multiplied by it
     beta        a constant; None: uniform in [0, 1), or with `reflect` in [0, 2)
     gates       None: g and beta themselves; else what a layer projects (GATES), beta up to 2 with `reflect`
-    keys        random, all equal, or near: pairwise correlation .999
+    keys        random, all equal, near: pairwise correlation .999, or alike: .92, as with .3 noise
     norm        unit: q and k are unit vectors; else the operation normalizes vectors of such norms
     lengths     packed sequences; T is their sum
     state       there is an initial state, and it gets a gradient
@@ -224,6 +225,8 @@ CASES: tuple[Case, ...] = (
          reason="32 state hand-overs: the error must not grow with T"),
     Case("long_free",       1, 1024, 2, 64, 64, decay="none", reflect=True, loss=BOTH,
          reason="no decay over 16 chunks, beta up to 2: rounding errors never fade"),
+    Case("alike",           1, 1024, 2, 128, 128, HV=4, keys="alike", beta=1.0, decay="none", loss=BOTH,
+         tags=SLOW, reason="keys correlated .92, beta = 1, no decay: public kernels lose the final state"),
     Case("longest",         1, 65536, 1, 32, 32, decay="weak", loss=BOTH, tags=SLOW,
          reason="a thousand chunks: indices, memory and error over 64k tokens"),
     Case("cpu_train",       8, 512, 6, 32,  64, norm="random", tags=BENCH | {"bench-cpu"},
@@ -422,7 +425,7 @@ def _vectors(rng: np.random.Generator, case: Case, *, equal: bool) -> Array:
     x = _normal(rng, (case.B, case.T, case.H, case.K))
     if equal and case.keys != "random":
         alike = _unit(_normal(rng, (case.B, 1, case.H, case.K)))
-        rho = 1.0 if case.keys == "equal" else 0.999
+        rho = CORRELATIONS[case.keys]
         x = np.sqrt(rho) * alike + np.sqrt(1.0 - rho) * _unit(x)
     if case.norm == "random":
         return x * (0.25 + 4.0 * rng.random((*x.shape[:-1], 1)))

@@ -149,6 +149,8 @@ def test_inputs_have_the_properties_that_their_cases_name():
     assert (
         abs(correlations.mean() - 0.999) < 1e-3 and (inputs(BY_NAME["near_2"], torch.float32).beta == 2).all()
     )
+    alike = inputs(BY_NAME["alike"], torch.float64).k[0, :, 0]
+    assert abs((alike @ alike.T).mean() - 1 / 1.09) < 0.01
     mixed = inputs(BY_NAME["mixed"], torch.float32).g
     assert (mixed < -1).any() and (mixed > -0.02).any() and mixed[:, :64].sum(1).min() < -50
     zero = inputs(BY_NAME["norm_zero"], torch.float32)
@@ -284,6 +286,27 @@ def test_a_baseline_that_errs_by_more_than_rounding_is_seen(name, dtype, tensors
     monkeypatch.setattr(baseline, "_segment_sums", differences)
     monkeypatch.setattr(baseline.Rounding, "operand", coarse)
     assert set(tensors) <= set(careless(BY_NAME[name], dtype))
+
+
+def test_the_parity_command_holds_the_simulator_to_a_release(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "parity.jsonl"
+    command = ["--backend", "nki-simulator", "--case", "one", "--dtype", "float32", "--json", str(file)]
+    monkeypatch.setenv("DELTA_TRN_NKI", "0.2.0")
+    for release in ("0.2.0", "all"):
+        assert parity.main(command) == 0
+        assert f"by the rules of NKI {release}: 1 cases, all 8 passed, at most 0." in capsys.readouterr().out
+        assert {json.loads(line)["nki"] for line in file.read_text().splitlines()} == {release}
+        monkeypatch.delenv("DELTA_TRN_NKI", raising=False)
+    monkeypatch.setenv("DELTA_TRN_NKI", "0.1.0")
+    assert parity.main(command) == 2
+    assert "0.1.0" in capsys.readouterr().err
+
+
+def test_an_emulated_backend_runs_the_whole_grid_when_asked():
+    simulator = parity.Subject("nki-simulator", "cpu")
+    few, whole = simulator.cases(None, slow=False), simulator.cases(None, slow=False, whole=True)
+    assert len(few["rule"]) < len(whole["rule"]) == sum("slow" not in case.tags for case in CASES)
+    assert few["layers"] == whole["layers"] and few["residual"] == whole["residual"]
 
 
 def test_the_parity_command_reports_and_writes_rows(tmp_path, capsys):
