@@ -97,14 +97,26 @@ def transpose_writes(T_sb, chunk, parts, dtype):
     return tiles
 
 
-def compute_residual_gradient(chunk, dS):
-    """Computes dR = (P T)^T dO + W dS', [rows, lanes, V]."""
+def compute_residual_gradient(chunk, dS, bundle):
+    """Computes dR = (P T)^T dO + W dS', [rows, lanes, V].
+
+    In float32 W dS' is T^T diag(lambda) (K dS'). Where keys are equal, so are the rows of K dS', here and in
+    w, and their roundings cancel in dg. Those of W's rows did not: an element of dg had 6 times the allowed
+    error (case erased).
+    """
     rows, lanes, V = chunk["do"].shape
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         dR_ps = psum((rows, V))
-        nisa.nc_matmul(dst=dR_ps, stationary=chunk["PT"][:, lane, :], moving=chunk["do"][:, lane, :])
-        multiply_parts(dR_ps, chunk["W_t"], dS, lane, lane)
+        if dS[0].dtype != nl.float32:
+            nisa.nc_matmul(dst=dR_ps, stationary=chunk["PT"][:, lane, :], moving=chunk["do"][:, lane, :])
+            multiply_parts(dR_ps, chunk["W_t"], dS, lane, lane)
+        else:
+            KdS_ps, KdS_sb = psum((rows, V)), sbuf((rows, V))
+            multiply_parts(KdS_ps, chunk["k_t"], dS, find_key_head(bundle, lane), lane)
+            copy_scaled(KdS_sb, KdS_ps, chunk["lambda"][:, lane : lane + 1])
+            nisa.nc_matmul(dst=dR_ps, stationary=chunk["PT"][:, lane, :], moving=chunk["do"][:, lane, :])
+            nisa.nc_matmul(dst=dR_ps, stationary=chunk["inverse"]["T"][:, lane, :], moving=KdS_sb)
         copy_scaled(out_sb[:, lane, :], dR_ps)
     return out_sb
 

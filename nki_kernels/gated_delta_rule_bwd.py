@@ -235,7 +235,8 @@ def invert_step(chunks, stage, level, spaces, blocks, constants):
 def apply_inverse(chunk, bundle, parts, goes_on, products):
     """Runs APPLY: adds what T and the gates make, W only where another chunk follows in the stretch."""
     T_sb = chunk["inverse"]["T"]
-    chunk["W_t"] = transpose_writes(T_sb, chunk, parts, products)
+    if products != nl.float32:
+        chunk["W_t"] = transpose_writes(T_sb, chunk, parts, products)
     chunk["PT"] = multiply_lanes_at_once(chunk["P_t"], round_tile(T_sb, products), 0, T_sb.shape[0], products)
     chunk["T_t_rounded"] = round_tile(chunk["inverse"]["T_t"], products)
     if goes_on:
@@ -287,11 +288,11 @@ def solve_state(chunk, parts, goes_on, constants):
     return S
 
 
-def differentiate_residual(chunk, dS, products):
+def differentiate_residual(chunk, dS, bundle, products):
     """Runs READ: from the gradient dS of the state that a chunk leaves, computes dR; rounds both."""
     chunk["dS"] = dS
     chunk["dS_rounded"] = round_state(dS, products)
-    chunk["dR"] = compute_residual_gradient(chunk, chunk["dS_rounded"])
+    chunk["dR"] = compute_residual_gradient(chunk, chunk["dS_rounded"], bundle)
     chunk["dR_rounded"] = round_tile(chunk["dR"], products)
 
 
@@ -449,7 +450,7 @@ def gated_delta_rule_bwd(
                     elif stage == SOLVE:
                         stream["states"][stretch] = solve_state(solved[i], parts, goes_on, constants)
                     elif stage == READ:
-                        differentiate_residual(solved[i], stream["dS"], q.dtype)
+                        differentiate_residual(solved[i], stream["dS"], bundle, q.dtype)
                     elif stage == STATE:
                         stream["dS"] = differentiate_state(solved[i], parts)
                     elif stage >= TRANSPOSE:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import frexp
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step, has_lines
+
+TINY = 2.0**-32  # a scale below it is applied to gradients, not in the kernel
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,13 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; the pieces of a sequence run from the last to the first."""
+    if 0.0 < call.scale < TINY:
+        # gradients are linear in scale dO and dS together. The kernel's scale r_q dO times r_k U, of raw
+        # keys, underflows at a scale of 1e-20 and norms of 1e12, where dq is 1e-33
+        power = 2.0 ** frexp(call.scale)[1]
+        call = replace(call, scale=call.scale / power)
+        gradients = backward(do, None if dstate is None else dstate / power, call, saved)
+        return Gradients._make(None if x is None else x * power for x in gradients)
     call = _prepare(call)
     inputs = q, _, v, g, _ = (call.q, call.k, call.v, call.g, call.beta)
     g = torch.stack(plan.split_decays(g), -1)

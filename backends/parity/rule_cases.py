@@ -195,7 +195,7 @@ CASES: tuple[Case, ...] = (
     Case("final_only",      2, 100, 4, 32,  32, state=True, loss=("final_state",), decay="weak", tags=SMALL,
          reason="the gradient comes from the final state alone: dq is exactly 0"),
     Case("erased",          1, 140, 4, 96,  32, keys="equal", beta=1.0, state=True, loss=("final_state",),
-         reason="equal keys erase whatever is read: dg is what roundings leave, chunk for chunk less"),
+         reason="equal keys erase what is read: dg is what roundings leave, less in every chunk"),
     Case("norm",            2, 100, 2, 32,  32, norm="random", state=True, loss=BOTH, tags=SMALL,
          reason="q and k normalized by the operation"),
     Case("gates",           1, 100, 4, 32,  32, HV=8, gates="plain", norm="random", state=True, loss=BOTH,

@@ -77,6 +77,11 @@ def test_samples_have_the_rounding_that_every_implementation_has(backend, seed, 
     assert properties.check(draw(seed, index, backend, "cpu"), backend) <= 1
 
 
+def test_a_tiny_scale_of_huge_queries_leaves_dq_its_digits():
+    """scale r_q dO times r_k U was 0 in NKI's backward, and all of dq with it."""
+    assert properties.check(draw(20261123002, 191, "nki-simulator", "cpu"), "nki-simulator") <= 1
+
+
 def test_gates_of_a_transposed_tensor_have_the_bits_of_separate_sequences():
     """A sequence of one token had other exponentials alone than packed."""
     assert properties.check(draw(20261123000, 8593, "chunked", "cpu"), "chunked") <= 1
