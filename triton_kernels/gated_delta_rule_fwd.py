@@ -224,7 +224,8 @@ def scan_kernel(
         b_beta = tl.load(p_rows + 7 * C + o_c)
         b_Zd = round_to(b_Z, dtype, DOT)
         if S is not None:
-            tl.store(S + tile * (K * V) + o_state, b_Zd, mask=m_vk)
+            # not o_state, which would be kept over the loop: at K = 256 that spills
+            tl.store(S + tile * (K * V) + o_v[:, None] + o_k[None, :] * V, b_Zd, mask=m_vk)
 
         b_KST = multiply(b_Zd, tl.trans(b_k), DOT)  # [BV, C], (K S)^T
         b_YT = b_vT * b_beta[None, :] - b_KST * tl.load(p_rows + 4 * C + o_c)[None, :]

@@ -106,6 +106,25 @@ def test_packed_sequences_never_read_tokens_of_another():
     assert dirty["o"][:, 20:].isnan().all()
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CUDA graph needs a GPU")
+@pytest.mark.parametrize("cuts", [None, [0, 20, 20, 130]], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_forward_and_backward_in_a_cuda_graph_give_the_bits_of_eager_calls(dtype, cuts):
+    cu_seqlens = None if cuts is None else torch.tensor(cuts, device=DEVICE)
+    tensors = inputs(T=130, N=None if cuts is None else len(cuts) - 1, dtype=dtype)
+    run(*tensors, cu_seqlens)  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*tensors, cu_seqlens)
+    for factor in (1.0, 0.5):
+        tensors[2].mul_(factor)  # the graph reads v where it lay
+        for x in captured.values():
+            x.fill_(float("nan"))
+        graph.replay()
+        eager = run(*tensors, cu_seqlens)
+        assert all(torch.equal(captured[name], eager[name]) for name in NAMES)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_recomputed_states_give_the_same_bits_as_kept_ones(dtype, monkeypatch):
     tensors = inputs(T=130, dtype=dtype)
