@@ -37,8 +37,9 @@ for dK anyway: where a later token erases what was written, K dS' is 0 before an
 Backward adds these tiles to a chunk's dict:
 
     do, U                            rounded [rows, lanes, V]
-    U_exact                          U, float32
-    inverse_beta, dv_scale           1 / beta; beta r_k [rows, lanes]
+    U_exact                          U, float32; not 0 where beta is 0, as U is
+    inverse_beta, writes_at_all      1 / beta; 0 where beta is 0, else 1 [rows, lanes]
+    dv_scale, erase_scale            beta r_k; -beta r_k^2 gamma, both 0 where beta is 0
     S                                the state that the chunk meets, a tile per part of K [f, lanes, V]
     S_rounded                        the same, rounded
     PT                               P T, rounded [rows, lanes, rows]

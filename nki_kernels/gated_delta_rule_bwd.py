@@ -12,7 +12,6 @@ from delta_trn.nki_kernels.chunk import (
     load_chunk,
     load_lanes,
     multiply_keys,
-    multiply_lanes,
     multiply_lanes_at_once,
     round_state,
     round_tile,
@@ -41,7 +40,15 @@ from delta_trn.nki_kernels.examples import normals, rule_inputs
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
-from delta_trn.nki_kernels.tiles import build_constants, copy_scaled, psum, sbuf, take_corners, transpose
+from delta_trn.nki_kernels.tiles import (
+    build_constants,
+    copy_scaled,
+    multiply_elements,
+    psum,
+    sbuf,
+    take_corners,
+    transpose,
+)
 from delta_trn.nki_kernels.triangular import (
     allocate_workspace,
     build_block_constants,
@@ -145,12 +152,16 @@ def list_work(chunks, every):
     return work
 
 
-def invert_beta(beta_sb):
-    """Raises beta [rows, lanes] to LEAST_STRENGTH at least, and returns its reciprocal."""
-    out_sb = sbuf(beta_sb.shape)
+def invert_beta(chunk):
+    """Adds 1 / beta [rows, lanes], and `writes_at_all`, 1 or 0: where beta is 0 it becomes LEAST_STRENGTH.
+
+    So U / beta is what a token would write with beta = 1. All but L, R and dbeta take such a beta as 0.
+    """
+    beta_sb = chunk["beta"]
+    chunk["inverse_beta"], chunk["writes_at_all"] = sbuf(beta_sb.shape), sbuf(beta_sb.shape)
+    nisa.tensor_scalar(dst=chunk["writes_at_all"], data=beta_sb, op0=nl.greater, operand0=0.0)
     nisa.tensor_scalar(dst=beta_sb, data=beta_sb, op0=nl.maximum, operand0=LEAST_STRENGTH)
-    nisa.reciprocal(dst=out_sb, data=beta_sb)
-    return out_sb
+    nisa.reciprocal(dst=chunk["inverse_beta"], data=beta_sb)
 
 
 def load_again(inputs, do, bundle, spans, l2norm, constants):
@@ -161,7 +172,7 @@ def load_again(inputs, do, bundle, spans, l2norm, constants):
         table = take_corners(constants, pad_to_rows(stop - start))
         chunk = load_chunk(inputs, bundle, start, stop - start, l2norm, table)
         chunk["do"] = load_lanes(do, bundle, start, stop - start, table["rows"], table["products"])
-        chunk["inverse_beta"] = invert_beta(chunk["beta"])
+        invert_beta(chunk)
         chunks.append(chunk)
     return chunks
 
@@ -173,11 +184,12 @@ def scale_again(chunks, bundle, scale, constants):
         loaded = chunks[i]
         chunks[i] = scale_chunk(loaded, bundle, scale, table)
         chunks[i]["inverse_beta"] = loaded["inverse_beta"]
-        chunks[i]["dv_scale"] = sbuf(loaded["beta"].shape)
-        nisa.scalar_tensor_tensor(  # value_scale, but 0 where beta is 0
-            dst=chunks[i]["dv_scale"], data=loaded["beta"], op0=nl.greater, operand0=LEAST_STRENGTH,
-            op1=nl.multiply, operand1=chunks[i]["value_scale"],
-        )  # fmt: skip
+        writes = loaded["writes_at_all"]
+        chunks[i]["writes_at_all"] = writes
+        chunks[i]["dv_scale"] = multiply_elements(chunks[i]["value_scale"], writes)
+        chunks[i]["erase_scale"] = multiply_elements(chunks[i]["minus_strength_gamma"], writes)
+        chunks[i]["strength"] = multiply_elements(chunks[i]["strength"], writes)
+        chunks[i]["minus_strength"] = multiply_elements(chunks[i]["minus_strength"], writes)
         chunks[i]["do"] = scale_lanes(loaded["do"], chunks[i]["read_scale"], table["products"])
 
 
@@ -240,9 +252,13 @@ def apply_inverse(chunk, bundle, parts, goes_on, products):
     chunk["PT"] = multiply_lanes_at_once(chunk["P_t"], round_tile(T_sb, products), 0, T_sb.shape[0], products)
     chunk["T_t_rounded"] = round_tile(chunk["inverse"]["T_t"], products)
     if goes_on:
-        chunk["W"] = multiply_lanes(T_sb, chunk["lambda_k"])
+        chunk["W"] = sbuf(chunk["lambda_k"].shape)
+        for lane in range(T_sb.shape[1]):
+            W_ps = psum((T_sb.shape[0], chunk["W"].shape[2]))
+            nisa.nc_matmul(dst=W_ps, stationary=T_sb[:, lane, :], moving=chunk["lambda_k"][:, lane, :])
+            copy_scaled(chunk["W"][:, lane, :], W_ps, chunk["writes_at_all"][:, lane : lane + 1])
     chunk["gamma_q"] = scale_heads(chunk["qk"], 0, chunk["gamma"], bundle, products)
-    chunk["erased_k"] = scale_heads(chunk["qk"], 1, chunk["minus_strength_gamma"], bundle, products)
+    chunk["erased_k"] = scale_heads(chunk["qk"], 1, chunk["erase_scale"], bundle, products)
 
 
 def solve_residual(chunk, S, bundle, products):
@@ -258,10 +274,6 @@ def compute_writes(chunk, constants):
     T's diagonal is 1. So where a token meets no other, the error of U_exact is no rounding of R.
     """
     products, R_sb, T_t_sb = constants["products"], chunk["R"], chunk["T_t_rounded"]
-    if R_sb.dtype == products:
-        chunk["U"] = multiply_lanes(T_t_sb, R_sb)
-        chunk["U_exact"] = chunk["U"]
-        return
     rows, lanes, V = R_sb.shape
     R_rounded_sb = round_tile(R_sb, products)
     U_sb, U_exact_sb = sbuf((rows, lanes, V), products), sbuf((rows, lanes, V))
@@ -269,13 +281,14 @@ def compute_writes(chunk, constants):
         rounded = R_rounded_sb[:, lane, :]
         U_ps = psum((rows, V))
         nisa.nc_matmul(dst=U_ps, stationary=T_t_sb[:, lane, :], moving=rounded)
-        nisa.nc_matmul(dst=U_ps, stationary=constants["minus_identity"][0:rows, 0:rows], moving=rounded)
-        nisa.nc_matmul(
-            dst=U_ps, stationary=constants["identity"][0:rows, 0:rows], moving=R_sb[:, lane, :],
-            is_stationary_onezero=True,
-        )  # fmt: skip
-        copy_scaled(U_sb[:, lane, :], U_ps)
+        if R_sb.dtype != products:
+            nisa.nc_matmul(dst=U_ps, stationary=constants["minus_identity"][0:rows, 0:rows], moving=rounded)
+            nisa.nc_matmul(
+                dst=U_ps, stationary=constants["identity"][0:rows, 0:rows], moving=R_sb[:, lane, :],
+                is_stationary_onezero=True,
+            )  # fmt: skip
         copy_scaled(U_exact_sb[:, lane, :], U_ps)
+        copy_scaled(U_sb[:, lane, :], U_ps, chunk["writes_at_all"][:, lane : lane + 1])
     chunk["U"], chunk["U_exact"] = U_sb, U_exact_sb
 
 

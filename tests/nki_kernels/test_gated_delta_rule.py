@@ -205,6 +205,7 @@ def test_tokens_that_write_nothing_have_their_gradient_of_beta(most, dtype):
     results = outcome(x, NAME)
     assert_passed(reference_for(x).verdicts(NAME, results, ("o", "dq", "dbeta")))
     assert not results["dv"][:, ::3].any()
+    assert most or not results["dk"].any()
 
 
 RESETTING = replace(BY_NAME["carry"], B=1, T=140, K=32, V=32, HV=8, decay="reset", norm="random")
