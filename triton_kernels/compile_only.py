@@ -8,8 +8,8 @@ products. The exit status is 1 if a row exceeds a bound.
 
 The bounds: SHARED_BYTES is what Hopper gives one program. STACK_BYTES is what a thread may park in L1 between
 uses: little up to K = 128; up to 480 in the scans at K = 192 and 256, whose state alone fills the registers;
-and more in float32, whose products run on the ordinary cores. Transposes must depend on loads alone: Triton
-3.4 to 3.7.0 miscompiles tl.dot(tl.trans(result of tl.dot), ...) on Hopper.
+and more in float32, whose products run on the ordinary cores. Where launch.TRANSPOSES is false, transposes
+must depend on loads alone: Triton 3.4 to 3.7.0 miscompiles tl.dot(tl.trans(result of tl.dot), ...) on Hopper.
 
 What is compiled stands beside each kernel: `variants` says how.
 """
@@ -42,6 +42,7 @@ from delta_trn.triton_kernels import (
     segments,
     short_convolution,
 )
+from delta_trn.triton_kernels.launch import TRANSPOSES
 from delta_trn.triton_kernels.variants import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -70,7 +71,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Row:
-    """What the compiler allotted to a variant. stack: bytes per thread; transposed: must be 0."""
+    """What the compiler allotted to a variant. stack: bytes per thread; transposed: must be 0 unless TRANSPOSES."""
 
     kernel: str
     K: int
@@ -92,7 +93,7 @@ class Row:
             excesses.append(f"shared memory {self.shared} exceeds {SHARED_BYTES}")
         if self.stack > STACK_BYTES[self.dtype]:
             excesses.append(f"stack {self.stack} exceeds {STACK_BYTES[self.dtype]}")
-        if self.transposed:
+        if self.transposed and not TRANSPOSES:
             excesses.append(f"{self.transposed} transposes of a product's result")
         return excesses
 

@@ -33,19 +33,20 @@ Where g and beta came as a and z, with s = a + dt_bias:
 
 Source: arXiv:2412.06464 for the forward equations; the gradients are derived here. Normalized q and k enter
 by their row factors, as in forward; q and k are q_scaled and k_scaled where `prepare` wrote those. dQK^T and
-dKK^T stand on the left of a product and are therefore computed from products of their own, U dO^T and U dY^T:
-no result of a product is ever transposed. No atomics: equal inputs give equal bits.
+dKK^T stand on the left of a product; where Triton miscompiles products of a transposed product
+(launch.TRANSPOSES), they are computed from products of their own, U dO^T and U dY^T. No atomics: equal inputs
+give equal bits.
 
 Layout, beyond that of forward:
 
     dY [NC, HV, C, V]         dS [NC, HV, K, V]: dS' of each chunk
-    vdY [NC, HV, TILES, C]    row sums <dY_i, V_i>, one for each of the reverse scan's tiles of V
-    carry [NC, HV, TILES]     gam_C <dS', S>, likewise
+    carry [NC, HV, TILES]     what rounding took from <dS', S> at the first chunk of a sequence with an initial
+                              state, one for each of the reverse scan's tiles of V; 0 at other chunks
     dq, dk [B, tokens, HV, K] per value head
     dgates [NC, HV, 2]        a chunk's part of dA_log and of ddt_bias
 
-vdY and carry are taken where dY and dS' are still float32: from rounded ones, dg and dbeta would have twice
-the error in bfloat16.
+The reverse scan is serial, so it reads and writes as little as it can: whatever is a sum over one chunk, <dY, V>
+and <dS', S> among them, is left to the gradients, although it is computed from rounded dY and dS' there.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -56,7 +57,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import ANY, Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import ANY, TRANSPOSES, Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
@@ -73,7 +74,7 @@ from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts
 
 TYPES = {
     "*x": "q k v do T P S U dY dS dq dk dv",
-    "*fp32": "g beta A_log dt_bias rows initial_state dstate vdY carry dinitial_state dg dbeta dgates",
+    "*fp32": "g beta A_log dt_bias rows initial_state dstate carry dinitial_state dg dbeta dgates",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
     "fp32": "scale power beta_max",
     "i32": "tokens NT NS span",
@@ -82,15 +83,15 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def reverse_scan_kernel(
-    q, k, v, do, T, P, rows, S, initial_state, dstate, dY, dS, dv, vdY, carry, dinitial_state,
+    q, k, do, T, P, rows, S, initial_state, dstate, dY, dS, carry, dinitial_state,
     cu_seqlens, chunk_offsets, scale, power, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
 
-    Writes dY, dS, dv, vdY and carry unless dY is None, and dinitial_state unless that is None. power is a
-    power of two, as large as a large scale.
+    Writes dY and dS unless dY is None, carry at first chunks unless initial_state is None, and dinitial_state
+    unless that is None. power is a power of two, as large as a large scale.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -118,7 +119,6 @@ def reverse_scan_kernel(
         b_dZ = tl.load(p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
 
     chunks = tl.cdiv(length, C).to(tl.int32)
-    b_carry = 0.0
     for r in range(0, chunks):
         i = chunks - 1 - r
         t = start + i * C
@@ -126,22 +126,19 @@ def reverse_scan_kernel(
         m_t = o_c < tl.minimum(length - i * C, C).to(tl.int32)
         m_ck = m_t[:, None] & m_k[None, :]
         p_rows = rows + tile * (ROWS * C)
-        m_vc = m_v[:, None] & m_t[None, :]
-        p_S = tile * (V * K)
         b_last = tl.exp(tl.load(p_rows + C - 1))
-        if dY is not None:
-            # gam_C <dS', S> from the unrounded gradient; first, while registers are free
-            b_S = tl.load(S + p_S + o_state, mask=m_vk, other=0.0).to(tl.float32)
-            b_carry = tl.sum(tl.sum(b_S * b_dZ, axis=1), axis=0)
-            tl.store(carry + tile * NV + i_v, b_last * b_carry)
         b_dZd = round_to(b_dZ, dtype, DOT)
-        if dY is not None:
-            tl.store(dS + p_S + o_state, b_dZd, mask=m_vk)
+        if dS is not None:
+            tl.store(dS + tile * (V * K) + o_state, b_dZd, mask=m_vk)
+        # not one condition: the first is decided when the kernel is compiled, the second when it runs
+        if initial_state is not None and dinitial_state is not None:  # noqa: SIM102
+            if i == 0:
+                tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_dZ, mask=m_vk)
 
         b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-        m_do = m_v[:, None] & m_t[None, :]
-        b_doT = tl.load(do + (t * HV + i_h) * V + o_vc, mask=m_do, other=0.0)  # [BV, C]
+        m_vc = m_v[:, None] & m_t[None, :]
+        b_doT = tl.load(do + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0)  # [BV, C]
         b_T = tl.load(T + tile * (C * C) + o_cc)
         b_P = tl.load(P + tile * (C * C) + o_cc)
         b_dUT = multiply(b_dZd, tl.trans(b_k), DOT) * tl.load(p_rows + 6 * C + o_c)[None, :]
@@ -150,11 +147,6 @@ def reverse_scan_kernel(
         if dY is not None:
             p_dY = dY + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
             tl.store(p_dY, round_to(b_dYT, dtype, DOT), mask=m_v[:, None])
-            b_vT = tl.load(v + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0).to(tl.float32)
-            tl.store(vdY + (tile * NV + i_v) * C + o_c, tl.sum(b_dYT * b_vT, axis=0))
-            b_beta = tl.load(p_rows + 7 * C + o_c)
-            b_dvT = round_to(b_dYT * b_beta[None, :], dv.dtype.element_ty, DOT)
-            tl.store(dv + (t * HV + i_h) * V + o_vc, b_dvT, mask=m_vc)
         b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 5 * C + o_c)[None, :]
         b_dYT *= tl.load(p_rows + 4 * C + o_c)[None, :]
         if dtype == tl.float16:
@@ -166,35 +158,42 @@ def reverse_scan_kernel(
             b_dZ = b_dZ * b_last + multiply(round_to(scale * b_dOT, dtype, DOT), b_q, DOT)
         b_dZ -= multiply(round_to(b_dYT, dtype, DOT), b_k, DOT)
 
-    # not one condition: the first is decided when the kernel is compiled, the second when it runs
-    if dY is not None and initial_state is not None:  # noqa: SIM102
+    if initial_state is not None:  # noqa: SIM102
         if chunks > 0:
-            # the first state is known unrounded: adds what rounding took from S, times the rounded dS'
+            # the first state is known unrounded, and so is its gradient, which dinitial_state holds so far
             tl.debug_barrier()
             tile = first * HV + i_h
+            p_state = (i_n * HV + i_h) * (K * V)
             b_S = tl.load(S + tile * (V * K) + o_state, mask=m_vk, other=0.0).to(tl.float32)
-            b_initial = tl.load(initial_state + (i_n * HV + i_h) * (K * V) + o_state, mask=m_vk, other=0.0)
             b_dS = tl.load(dS + tile * (V * K) + o_state, mask=m_vk, other=0.0).to(tl.float32)
-            b_carry += tl.sum(tl.sum((b_initial.to(tl.float32) - b_S) * b_dS, axis=1), axis=0)
-            tl.store(carry + tile * NV + i_v, tl.exp(tl.load(rows + tile * (ROWS * C) + C - 1)) * b_carry)
+            b_initial = tl.load(initial_state + p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
+            if dinitial_state is None:
+                b_lost = (b_initial - b_S) * b_dS
+            else:
+                b_lost = -b_S * b_dS
+                b_lost += b_initial * tl.load(dinitial_state + p_state + o_state, mask=m_vk, other=0.0)
+                tl.debug_barrier()
+            tl.store(carry + tile * NV + i_v, tl.sum(tl.sum(b_lost, axis=1), axis=0))
     if dinitial_state is not None:
         tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_dZ, mask=m_vk)
 
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def gradients_kernel(
-    q, k, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, vdY, carry, dq, dk, dg, dbeta, dgates,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
     chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
+    TRANSPOSE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Computes dq, dk, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and k are.
+    """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and k are.
 
-    Three passes over V: the C x C products; dq's state part; dk's two state parts. The second and third read
-    what the first left in L2. They are separate so that at most two [C, K] accumulators live at once: at K =
-    256 there is no room for three.
+    Passes over V: the C x C products, dbeta and dv; dq's state part, in the same pass where K is small; dk's
+    two state parts. So at most two [C, K] accumulators live at once. TRANSPOSE: the C x C products are
+    transposed; else they are computed twice.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
+    APART: tl.constexpr = KP > 64  # dq's registers, beside those of the C x C matrices, would spill
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // HV, pid % HV
     i_hk = i_h // (HV // H)
@@ -213,21 +212,17 @@ def gradients_kernel(
     tile = i_c * HV + i_h
     p_rows = rows + tile * (ROWS * C)
     b_beta = tl.load(p_rows + 7 * C + o_c)
-    b_b = tl.load(p_rows + o_c)
-    b_b_low = tl.load(p_rows + C + o_c)
     p_v = (start * HV + i_h) * V
     p_U = tile * (C * V)
     p_S = tile * (V * K)
 
     b_OU = tl.zeros([C, C], dtype=tl.float32)  # dO U^T
     b_YU = tl.zeros([C, C], dtype=tl.float32)  # dY U^T
-    b_UO = tl.zeros([C, C], dtype=tl.float32)  # U dO^T
-    b_UY = tl.zeros([C, C], dtype=tl.float32)  # U dY^T
+    if not TRANSPOSE:
+        b_UO = tl.zeros([C, C], dtype=tl.float32)  # U dO^T
+        b_UY = tl.zeros([C, C], dtype=tl.float32)  # U dY^T
+    b_dq = tl.zeros([C, KP], dtype=tl.float32)  # dO S^T
     b_dbeta = tl.zeros([C], dtype=tl.float32)
-    b_carry = 0.0
-    for i_tile in range(0, TILES):
-        b_dbeta += tl.load(vdY + (tile * TILES + i_tile) * C + o_c)
-        b_carry += tl.load(carry + tile * TILES + i_tile)
     for i_v in range(0, NV):
         o_v = i_v * BV + tl.arange(0, BV)
         m_v = o_v < V
@@ -237,51 +232,79 @@ def gradients_kernel(
         b_do = tl.load(do + p_v + o_tv, mask=m_cv, other=0.0)
         b_U = tl.load(U + p_U + o_cv, mask=m_v[None, :], other=0.0)
         b_dY = tl.load(dY + p_U + o_cv, mask=m_v[None, :], other=0.0)
+        b_v = tl.load(v + p_v + o_tv, mask=m_cv, other=0.0)
         b_OU = accumulate(b_OU, b_do, tl.trans(b_U), DOT)
-        b_UO = accumulate(b_UO, b_U, tl.trans(b_do), DOT)
         b_YU = accumulate(b_YU, b_dY, tl.trans(b_U), DOT)
-        b_UY = accumulate(b_UY, b_U, tl.trans(b_dY), DOT)
+        if not TRANSPOSE:
+            b_UO = accumulate(b_UO, b_U, tl.trans(b_do), DOT)
+            b_UY = accumulate(b_UY, b_U, tl.trans(b_dY), DOT)
+        if not APART:
+            m_vk = m_v[:, None] & m_k[None, :]
+            b_S = tl.load(S + p_S + o_v[:, None] + o_k[None, :] * V, mask=m_vk, other=0.0)
+            b_dq = accumulate(b_dq, b_do, b_S, DOT)
+        b_dY32 = b_dY.to(tl.float32)
+        b_dbeta += tl.sum(b_dY32 * b_v.to(tl.float32), axis=1)
+        tl.store(dv + p_v + o_tv, round_to(b_dY32 * b_beta[:, None], dv.dtype.element_ty, DOT), mask=m_cv)
 
     b_q = tl.load(q + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
     b_k = tl.load(k + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
+    b_b = tl.load(p_rows + o_c)
+    b_b_low = tl.load(p_rows + C + o_c)
     b_rq = tl.load(p_rows + 2 * C + o_c)
     b_rk = tl.load(p_rows + 3 * C + o_c)
     b_fq, b_fk = b_rq, b_rk
     if SCALED:
         b_fq, b_fk = split_power(b_rq)[1], split_power(b_rk)[1]
     lower = o_c[:, None] >= o_c[None, :]
-    upper = o_c[:, None] <= o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
-    # the left operands of the last products are rounded at once: so they wait in half the registers
-    diagonal = o_c[:, None] == o_c[None, :]
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
-    b_DT = tl.exp(tl.where(upper, -b_D, float("-inf")))
-    b_dQKT = round_to(scale * b_UO * b_DT * b_fq[None, :], dtype, DOT)
-    b_dKKT = tl.where(strict, 0.0, tl.where(diagonal, 0.0, -b_UY * b_DT * b_beta[None, :]))
+    # the left operands of the last products are rounded at once: so they wait in half the registers
+    if not TRANSPOSE:
+        upper = o_c[:, None] <= o_c[None, :]
+        b_DT = tl.exp(tl.where(upper, -b_D, float("-inf")))
+        b_dQKT = round_to(scale * b_UO * b_DT * b_fq[None, :], dtype, DOT)
+        diagonal = o_c[:, None] == o_c[None, :]
+        b_dKKT = tl.where(strict | diagonal, 0.0, -b_UY * b_DT * b_beta[None, :])
     b_D = tl.exp(tl.where(lower, b_D, float("-inf")))
+    b_dQK = scale * b_OU * b_D
+    b_QK = multiply(b_q, tl.trans(b_k), DOT) * (b_fq[:, None] * b_fk[None, :])
+    b_E = tl.where(strict, b_dQK * b_QK, 0.0)
+    if TRANSPOSE:
+        b_dQKT = tl.trans(round_to(b_dQK * b_fq[:, None], dtype, DOT))
+    b_dQK = round_to(b_dQK * b_fk[None, :], dtype, DOT)
     b_dLD = tl.where(strict, -b_YU * b_D, 0.0)  # dL . D
     b_KK = multiply(b_k, tl.trans(b_k), DOT) * (b_fk[:, None] * b_fk[None, :])
     b_dLDKK = b_dLD * b_KK
     b_dbeta += tl.sum(b_dLDKK, axis=1)
-    b_E = b_dLDKK * b_beta[:, None]
-    b_dKK = round_to((b_dLD * b_beta[:, None] + b_dKKT) * b_fk[None, :], dtype, DOT)  # dKK + dKK^T
-    b_dQK = scale * b_OU * b_D
-    b_QK = multiply(b_q, tl.trans(b_k), DOT) * (b_fq[:, None] * b_fk[None, :])
-    b_E += tl.where(strict, b_dQK * b_QK, 0.0)
-    b_dQK = round_to(b_dQK * b_fk[None, :], dtype, DOT)
-    b_dg = tl.sum(tl.where(strict, tl.cumsum(b_E, axis=0, reverse=True), 0.0), axis=1)
+    b_E += b_dLDKK * b_beta[:, None]
+    b_dKK = b_dLD * b_beta[:, None]
+    if TRANSPOSE:
+        b_dKKT = tl.trans(round_to(b_dKK * b_fk[:, None], dtype, DOT))
+    else:
+        b_dKK += b_dKKT
+    b_dKK = round_to(b_dKK * b_fk[None, :], dtype, DOT)
+    # E summed from row t on: a product with ones. E enters as two words of bfloat16, good to 2^-16, since
+    # float16 would overflow
+    if dtype == tl.float32:
+        b_from = tl.where(o_c[:, None] <= o_c[None, :], 1.0, 0.0)
+        b_cum = multiply(b_from, b_E, DOT)
+    else:
+        b_from = tl.where(o_c[:, None] <= o_c[None, :], 1.0, 0.0).to(tl.bfloat16)
+        b_E_high = round_to(b_E, tl.bfloat16, DOT)
+        b_E_low = round_to(b_E - b_E_high.to(tl.float32), tl.bfloat16, DOT)
+        b_cum = accumulate(multiply(b_from, b_E_high, DOT), b_from, b_E_low, DOT)
+    b_dg = tl.sum(tl.where(strict, b_cum, 0.0), axis=1)
 
     b_gam = tl.exp(b_b)
-    b_lam = tl.exp((tl.load(p_rows + C - 1) - b_b) + (tl.load(p_rows + 2 * C - 1) - b_b_low))
-    b_dq = tl.zeros([C, KP], dtype=tl.float32)
-    for i_v in range(0, NV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        m_v = o_v < V
-        o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
-        o_vk = o_v[:, None] + o_k[None, :] * V
-        b_do = tl.load(do + p_v + o_tv, mask=m_t[:, None] & m_v[None, :], other=0.0)
-        b_S = tl.load(S + p_S + o_vk, mask=m_v[:, None] & m_k[None, :], other=0.0)
-        b_dq = accumulate(b_dq, b_do, b_S, DOT)
+    if APART:
+        for i_v in range(0, NV):
+            o_v = i_v * BV + tl.arange(0, BV)
+            m_v = o_v < V
+            m_vk = m_v[:, None] & m_k[None, :]
+            o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
+            b_do = tl.load(do + p_v + o_tv, mask=m_t[:, None] & m_v[None, :], other=0.0)
+            b_S = tl.load(S + p_S + o_v[:, None] + o_k[None, :] * V, mask=m_vk, other=0.0)
+            b_dq = accumulate(b_dq, b_do, b_S, DOT)
     b_q32 = b_q.to(tl.float32) * b_fq[:, None]
     b_dq *= (scale * b_gam)[:, None]
     b_reads = tl.sum(b_q32 * b_dq, axis=1)
@@ -294,6 +317,7 @@ def gradients_kernel(
 
     b_YS = tl.zeros([C, KP], dtype=tl.float32)  # dY S^T
     b_US = tl.zeros([C, KP], dtype=tl.float32)  # U dS'^T
+    b_SdS = tl.zeros([BV], dtype=tl.float32)
     for i_v in range(0, NV):
         o_v = i_v * BV + tl.arange(0, BV)
         m_v = o_v < V
@@ -306,6 +330,13 @@ def gradients_kernel(
         b_dS = tl.load(dS + p_S + o_vk, mask=m_vk, other=0.0)
         b_YS = accumulate(b_YS, b_dY, b_S, DOT)
         b_US = accumulate(b_US, b_U, b_dS, DOT)
+        b_SdS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=1)
+    b_last = tl.load(p_rows + C - 1)
+    b_carry = tl.sum(b_SdS, axis=0)
+    if carry is not None:
+        for i_tile in range(0, TILES):
+            b_carry += tl.load(carry + tile * TILES + i_tile)
+    b_lam = tl.exp((b_last - b_b) + (tl.load(p_rows + 2 * C - 1) - b_b_low))
     b_k32 = b_k.to(tl.float32) * b_fk[:, None]
     b_kYS = b_gam * tl.sum(b_k32 * b_YS, axis=1)
     b_dbeta -= b_kYS
@@ -315,6 +346,8 @@ def gradients_kernel(
     b_dk = b_US - b_YS * (b_gam * b_beta)[:, None]
     b_dk = accumulate(b_dk, b_dQKT, b_q, DOT)
     b_dk = accumulate(b_dk, b_dKK, b_k, DOT)
+    if TRANSPOSE:
+        b_dk = accumulate(b_dk, b_dKKT, b_k, DOT)
     if L2NORM:
         b_dk = b_rk[:, None] * (b_dk - b_k32 * tl.sum(b_k32 * b_dk, axis=1)[:, None])
     tl.store(dk + p_out + o_out, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)
@@ -322,7 +355,7 @@ def gradients_kernel(
     # a sum of the earlier writes, not cumsum - writes: at g = -20 that difference is 1e-9 of its terms
     b_dg += tl.sum(tl.where(strict, b_writes[None, :], 0.0), axis=1)
     b_dg += tl.cumsum(b_reads, axis=0, reverse=True)
-    b_dg += b_carry
+    b_dg += tl.exp(b_last) * b_carry
     p_g = start * HV + i_h + o_c * HV
     if A_log is not None:
         b_s = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
@@ -344,8 +377,8 @@ def gradients_kernel(
 
 @take_turns
 def reverse_scan(
-    q, k, v, do, T, P, rows, S, initial_state, dstate, *, dY, dS, dv, vdY, carry, dinitial_state,
-    scale, chunks: Chunks, config: Config,
+    q, k, do, T, P, rows, S, initial_state, dstate, *, dY, dS, carry, dinitial_state, scale,
+    chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `reverse_scan_kernel`, which says what it fills."""
     H, K = q.shape[2:]
@@ -353,7 +386,7 @@ def reverse_scan(
     tile = config.reverse
     power = 2.0 ** max(0, frexp(scale)[1])
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
-        q, k, v, do, T, P, rows, S, initial_state, dstate, dY, dS, dv, vdY, carry, dinitial_state,
+        q, k, do, T, P, rows, S, initial_state, dstate, dY, dS, carry, dinitial_state,
         chunks.cu_seqlens, chunks.offsets, scale, power, chunks.tokens, chunks.per_sequence,
         chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
         C=chunks.size, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
@@ -362,18 +395,19 @@ def reverse_scan(
 
 @take_turns
 def gradients(
-    q, k, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, vdY, carry, *, dq, dk, dg, dbeta, dgates, scale,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, dq, dk, dv, dg, dbeta, dgates, scale,
     l2norm, scaled, beta_max, chunks: Chunks, config: Config,
 ):  # fmt: skip
-    """Launches `gradients_kernel`: fills dq, dk, dg, dbeta, and with A_log dgates."""
+    """Launches `gradients_kernel`: fills dq, dk, dv, dg, dbeta, and with A_log dgates."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     tile = config.gradients
     gradients_kernel[(chunks.count * HV,)](
-        q, k, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, vdY, carry, dq, dk, dg, dbeta, dgates,
+        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
         chunks.start, chunks.length, scale, beta_max or None, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, TILES=vdY.shape[2],
-        L2NORM=l2norm, SCALED=scaled, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
+        TILES=1 if carry is None else carry.shape[2], L2NORM=l2norm, SCALED=scaled, TRANSPOSE=TRANSPOSES,
+        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -381,13 +415,13 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
-    sizes |= {"DOT": row.dot}
+    sizes |= {"DOT": row.dot, "TRANSPOSE": TRANSPOSES}
     for layout, tables in layouts(quick).items():
         values = sizes | tables | {"BV": row.reverse.columns}
-        states = ("dstate", "initial_state", "dinitial_state") if layout == "dense" else ()
+        states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
         absent = {
             layout: states,
-            f"{layout} segments": ("dstate", "initial_state", "S", "dY", "dS", "dv", "vdY", "carry"),
+            f"{layout} segments": ("dstate", "initial_state", "S", "dY", "dS", "carry"),
         }
         for options, names in absent.items():
             reverse = values | dict.fromkeys(names)
@@ -397,7 +431,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
                 reverse |= {"BV": narrow.reverse.columns}
                 options += FEW
                 yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, narrow.reverse, reverse)
-        values |= {"BV": row.gradients.columns}
+        values |= {"BV": row.gradients.columns} | dict.fromkeys(states)
         for form, arguments in gates(quick).items():
             for scaled in (False,) if itemsize == 4 or quick else (False, True):
                 constants = values | arguments | {"SCALED": scaled}

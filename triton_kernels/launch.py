@@ -14,11 +14,14 @@ from math import inf
 from threading import Lock
 from typing import ParamSpec
 
+import triton
 from triton import knobs
 
 from delta_trn.triton_kernels.chunks import PROCESSORS
 
 ANY = inf
+# Triton 3.4 to 3.7.0 miscompiles products of a transposed product on Hopper; there they are computed twice
+TRANSPOSES = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3]) >= (3, 7, 1)
 Arguments = ParamSpec("Arguments")
 
 # most programs in backward of rms_norm and short_convolution; each writes its part of the weight's gradient
@@ -58,6 +61,21 @@ class Row:
 # memory. A scan of 128 columns has half the programs of one of 64, and each takes 1.3 times as long: that is
 # slower where all programs run at once anyway.
 # fmt: off
+GRADIENTS = {
+    # four warps, so that two programs fit an SM
+    True: (
+        Row("gradients",          2,   64,  ANY,     4,     1,  (16, 64)),
+        Row("gradients",          2,   96,  ANY,     4,     3,  (16, 32)),
+        Row("gradients",          2,  128,  128,     4,     1,  (16, 64)),
+        Row("gradients",          2,  128,  ANY,     4,     3,  (16, 32)),
+        Row("gradients",          2,  ANY,  ANY,     8,     3,  (16, 32)),
+    ),
+    # with every C x C product computed twice, four warps spill 1,400 bytes per thread
+    False: (
+        Row("gradients",          2,  128,  ANY,     8,     1,  (16, 64)),
+        Row("gradients",          2,  ANY,  ANY,     8,     3,  (16, 32)),
+    ),
+}
 TABLE = (
     #    kernels           itemsize height width  warps stages  columns
     #                               (K)    (V)
@@ -73,15 +91,12 @@ TABLE = (
     Row("scan",                   2,  128,   64,     4,     3,  (16, 64)),
     Row("scan",                   2,  128,  ANY,     8,     3,  (16, 128)),
     Row("scan",                   2,  ANY,  ANY,     8,     2,  (16, 64)),
-    Row("reverse",                2,   64,  ANY,     4,     2,  (16, 64)),
+    Row("reverse",                2,   96,  ANY,     4,     2,  (16, 64)),
     Row("reverse",                2,  128,  ANY,     4,     2,  (16, 64), few=True),
     Row("reverse",                2,  128,   64,     4,     1,  (16, 64)),
     Row("reverse",                2,  128,  ANY,     8,     2,  (16, 128)),
-    Row("reverse",                2,  ANY,  ANY,     8,     1,  (16, 64)),
-    Row("gradients",              2,   64,  128,     4,     1,  (16, 128)),
-    # unrolled into one turn, the loops over V spill: 900 bytes per thread at K = V = 128
-    Row("gradients",              2,  128,  ANY,     8,     1,  (16, 128), turns=2),
-    Row("gradients",              2,  ANY,  ANY,     8,     3,  (16, 32)),
+    Row("reverse",                2,  ANY,  ANY,     8,     2,  (16, 64)),
+    *GRADIENTS[TRANSPOSES],
     Row("scan reverse gradients", 4,   64,  ANY,     4,     1,  (16, 32)),
     Row("scan reverse gradients", 4,  128,  ANY,     4,     1,  (16, 16)),
     Row("scan reverse gradients", 4,  ANY,  ANY,     8,     1,  (16, 16)),

@@ -126,9 +126,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if split is not None:
         dlast, dstates = torch.empty_like(states), torch.empty_like(states)
         gated_delta_rule_bwd.reverse_scan(
-            q, k, v, do, T, P, rows, None, None, None,
-            dY=None, dS=None, dv=None, vdY=None, carry=None, dinitial_state=dlast, scale=call.scale,
-            chunks=split.chunks, config=row,
+            q, k, do, T, P, rows, None, None, None,
+            dY=None, dS=None, carry=None, dinitial_state=dlast, scale=call.scale, chunks=split.chunks,
+            config=row,
         )  # fmt: skip
         segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, None
@@ -139,13 +139,13 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             o=None, final_state=None, S=S, U=U, scale=call.scale, chunks=scanned, config=row,
         )  # fmt: skip
     dY, dS, dv = torch.empty_like(U), torch.empty_like(S), torch.empty_like(v)
-    tiles = -(-V // row.reverse.columns)
-    vdY = q.new_empty((chunks.count, HV, tiles, chunks.size), dtype=torch.float32)
-    carry = q.new_empty((chunks.count, HV, tiles), dtype=torch.float32)
+    carry = None
+    if initial_state is not None:
+        tiles = -(-V // row.reverse.columns)
+        carry = q.new_zeros((chunks.count, HV, tiles), dtype=torch.float32)
     gated_delta_rule_bwd.reverse_scan(
-        q, k, v, do, T, P, rows, S, initial_state, dstate,
-        dY=dY, dS=dS, dv=dv, vdY=vdY, carry=carry, dinitial_state=dfirst, scale=call.scale, chunks=scanned,
-        config=row,
+        q, k, do, T, P, rows, S, initial_state, dstate,
+        dY=dY, dS=dS, carry=carry, dinitial_state=dfirst, scale=call.scale, chunks=scanned, config=row,
     )  # fmt: skip
     # value heads that share a key are summed below, in float32 and in a fixed order, unlike atomics
     per_head = q.dtype if HV == H else torch.float32
@@ -155,8 +155,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if call.A_log is not None:
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
     gated_delta_rule_bwd.gradients(
-        q, k, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, vdY, carry,
-        dq=dq, dk=dk, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm,
+        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry,
+        dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm,
         scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if HV != H:

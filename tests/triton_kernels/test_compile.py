@@ -97,7 +97,9 @@ def test_transposed_products_are_found_where_planted(tmp_path):
 
 
 BROKEN = """
+from delta_trn.triton_kernels import compile_only
 from delta_trn.triton_kernels.compile_only import Row, SHARED_BYTES
+compile_only.TRANSPOSES = False
 good = Row("scan", 64, 128, "bf16", "dense", 4, 2, 200, 0, 70000, 8, 0)
 print(good.broken())
 print(Row("scan", 64, 128, "bf16", "dense", 4, 2, 255, 5000, SHARED_BYTES + 1, 8, 1).broken())

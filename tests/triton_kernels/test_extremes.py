@@ -218,8 +218,8 @@ def test_decay_gradient_without_the_first_state_correction_is_wrong(monkeypatch)
     """A planted fault: `reverse_scan` uses initial_state for this correction alone."""
     original = gated_delta_rule_bwd.reverse_scan
 
-    def uncorrected(q, k, v, do, T, P, rows, S, initial_state, *arguments, **named):
-        original(q, k, v, do, T, P, rows, S, None, *arguments, **named)
+    def uncorrected(q, k, do, T, P, rows, S, initial_state, *arguments, **named):
+        original(q, k, do, T, P, rows, S, None, *arguments, **named)
 
     monkeypatch.setattr(gated_delta_rule_bwd, "reverse_scan", uncorrected)
     assert errors(nearly_cancelling_state())["dg"] > 0.1

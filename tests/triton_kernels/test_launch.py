@@ -23,14 +23,15 @@ def test_launches_over_a_sequence_in_sixteen_bits():
     for K, V, expected in [
         (32, 64, Config(64, dot, four, Tile(64, 4, 3), narrow, Tile(64, 4, 1))),
         (64, 64, Config(64, dot, four, narrow, narrow, Tile(64, 4, 1))),
-        (64, 128, Config(64, dot, four, deep, narrow, Tile(128, 4, 1))),
-        (128, 64, Config(64, dot, four, Tile(64, 4, 3), Tile(64, 4, 1), Tile(32, 8, 1))),
-        (128, 128, Config(64, dot, four, deep, wide, Tile(64, 8, 1))),
-        (128, 256, Config(64, dot, four, deep, wide, Tile(128, 8, 1))),
+        (64, 128, Config(64, dot, four, deep, narrow, Tile(64, 4, 1))),
+        (96, 192, Config(64, dot, four, deep, narrow, Tile(32, 4, 3))),
+        (128, 64, Config(64, dot, four, Tile(64, 4, 3), Tile(64, 4, 1), Tile(64, 4, 1))),
+        (128, 128, Config(64, dot, four, deep, wide, Tile(64, 4, 1))),
+        (128, 256, Config(64, dot, four, deep, wide, Tile(32, 4, 3))),
         (
             256,
             512,
-            Config(64, dot, Tile(0, 4, 1, registers=168), Tile(64, 8, 2), Tile(64, 8, 1), Tile(32, 8, 3)),
+            Config(64, dot, Tile(0, 4, 1, registers=168), Tile(64, 8, 2), Tile(64, 8, 2), Tile(32, 8, 3)),
         ),
     ]:
         assert config(K, V, itemsize=2) == expected

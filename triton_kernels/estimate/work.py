@@ -163,11 +163,9 @@ class _Calls:
     def reverse(self, name: str, options: str) -> Launch:
         columns = self.row.reverse.columns
         variant = self._variant(gated_delta_rule_bwd, options, "reverse_scan")
-        load_bytes = 2 * self.keys + self.values + self.T + self.P + 5 * self.factor
-        if options == "dense":
-            load_bytes += self.values + self.states
-            if self.segments > 1:
-                variant = self._given(variant, "initial_state", "dstate")
+        load_bytes = 2 * self.keys + self.values + self.T + self.P + 4 * self.factor
+        if options == "dense" and self.segments > 1:
+            variant = self._given(variant, "initial_state", "dstate", "carry")
         return Launch(name, True, variant, self._serial(columns, self._tiles(columns), load_bytes))
 
     def chain(self, name: str, *, backward: bool) -> Launch:
@@ -181,11 +179,12 @@ class _Calls:
         return Launch(name, backward, variant, work)
 
     def gradients(self) -> Launch:
-        columns, tiles = self.row.gradients.columns, self._tiles(self.row.reverse.columns)
-        variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients", TILES=tiles)
-        passes = self._tiles(columns)
-        load_bytes = 3 * self.values + 2 * self.states + 2 * self.keys + 8 * self.factor
-        work = Work(self.chunks * self.shape.HV, load_bytes, 3 * (passes,), (tiles,), self.mask)
+        variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients")
+        passes = self._tiles(self.row.gradients.columns)
+        load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
+        if self.segments > 1:
+            variant = self._given(variant, "carry")
+        work = Work(self.chunks * self.shape.HV, load_bytes, (2 + (self.shape.K > 64)) * (passes,), mask=self.mask)
         return Launch("gradients", True, variant, work)
 
     def sums(self) -> Iterator[Launch]:
