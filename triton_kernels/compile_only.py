@@ -71,7 +71,10 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Row:
-    """What the compiler allotted to a variant. stack: bytes per thread; transposed: must be 0 unless TRANSPOSES."""
+    """What the compiler allotted to a variant.
+
+    stack is in bytes per thread; transposed must be 0 unless launch.TRANSPOSES.
+    """
 
     kernel: str
     K: int

@@ -40,13 +40,13 @@ give equal bits.
 Layout, beyond that of forward:
 
     dY [NC, HV, C, V]         dS [NC, HV, K, V]: dS' of each chunk
-    carry [NC, HV, TILES]     what rounding took from <dS', S> at the first chunk of a sequence with an initial
-                              state, one for each of the reverse scan's tiles of V; 0 at other chunks
+    carry [NC, HV, TILES]     what rounding took from <dS', S> at the first chunk of a sequence that has an
+                              initial state, one for each of the reverse scan's tiles of V; else 0
     dq, dk [B, tokens, HV, K] per value head
     dgates [NC, HV, 2]        a chunk's part of dA_log and of ddt_bias
 
-The reverse scan is serial, so it reads and writes as little as it can: whatever is a sum over one chunk, <dY, V>
-and <dS', S> among them, is left to the gradients, although it is computed from rounded dY and dS' there.
+The reverse scan is serial, so it reads and writes as little as it can: sums over one chunk, <dY, V> and
+<dS', S> among them, are left to the gradients, although dY and dS' are rounded there.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false

@@ -184,7 +184,8 @@ class _Calls:
         load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
         if self.segments > 1:
             variant = self._given(variant, "carry")
-        work = Work(self.chunks * self.shape.HV, load_bytes, (2 + (self.shape.K > 64)) * (passes,), mask=self.mask)
+        loops = (3 if self.shape.K > 64 else 2) * (passes,)
+        work = Work(self.chunks * self.shape.HV, load_bytes, loops, mask=self.mask)
         return Launch("gradients", True, variant, work)
 
     def sums(self) -> Iterator[Launch]:
