@@ -160,7 +160,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if HV != H:
-        dq, dk = (x.view(B, length, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
+        dq, dk = (_sum_group(x.view(B, length, H, HV // H, K), q.dtype) for x in (dq, dk))
     if dgates is None:
         return Gradients(dq, dk, dv, dg, dbeta, initial_state=dinitial)
     # two sums, since gradients may not share memory
@@ -212,6 +212,14 @@ def _contiguous(*tensors: Tensor | None) -> list[Any]:
 def _saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     """Returns the tensors, with an empty one in the place of each that is absent."""
     return [like.new_empty(0) if x is None else x for x in tensors]
+
+
+def _sum_group(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the sum over the value heads of a group, x [B, tokens, H, HV / H, K] float32, rounded once."""
+    if x.shape[3] != 2:
+        return x.sum(3).to(dtype)
+    # one kernel reads float32 and writes dtype, where a sum and a conversion move half as much again
+    return torch.add(*x.unbind(3), out=x.new_empty((*x.shape[:3], x.shape[4]), dtype=dtype))
 
 
 def _is_one_token(call: Rule) -> bool:

@@ -193,6 +193,7 @@ class _Calls:
         shape = self.shape
         yield Launch("sums of gates", True, None, Work(0, 16 * self.chunks * shape.HV), count=2)
         if shape.HV > shape.H:
-            per_value_head = self.keys * shape.HV // shape.H
-            moved = 2 * (2 * per_value_head + 2 * self.keys + 2 * self.keys + self.keys)
-            yield Launch("sums of grouped heads", True, None, Work(0, moved), count=4)
+            summed = self.keys * shape.HV // shape.H * 2
+            pair = shape.HV == 2 * shape.H  # summed and rounded by one kernel; else by two
+            moved = 2 * (summed + (self.keys if pair else 5 * self.keys))
+            yield Launch("sums of grouped heads", True, None, Work(0, moved), count=2 if pair else 4)
