@@ -173,10 +173,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             dS = q.new_zeros((sequences.stop - sequences.start, HV, K, V), dtype=torch.float32)
         firsts.append(dS)
     dinitial = None if call.initial_state is None else torch.cat(firsts)
-    dq, dk, *others = (_join(part, x) for part, x in zip(parts, inputs, strict=True))
-    # where no head of a group writes, dk is 0: the kernel's least strength stands for 0, and leaves 1e-30
-    idle = call.beta.eq(0).unflatten(-1, (H, HV // H)).all(-1, keepdim=True)
-    return Gradients(dq, dk.masked_fill(idle, 0), *others, initial_state=dinitial)
+    joined = (_join(part, x) for part, x in zip(parts, inputs, strict=True))
+    return Gradients(*joined, initial_state=dinitial)
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
