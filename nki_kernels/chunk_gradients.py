@@ -66,7 +66,9 @@ from delta_trn.nki_kernels.tiles import (
     transpose,
 )
 
-LEAST_STRENGTH = 2.0**-100  # of a token in backward; a power of two, so that dividing by it rounds nothing
+# Of a token in backward; a power of two, so that dividing by it rounds nothing. Small enough that what 128
+# such tokens add to another's U is less than its rounding; large enough that v = 1e-30 does not underflow.
+LEAST_STRENGTH = 2.0**-32
 
 
 def transpose_state(S, parts, value_parts, table):

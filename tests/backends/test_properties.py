@@ -95,6 +95,11 @@ def test_dg_of_equal_keys_has_no_roundings_of_its_own(path, request):
     assert properties.check(draw(20261122400, 2977, "chunked", "cpu"), "chunked") <= 1
 
 
+def test_dbeta_of_a_token_that_writes_nothing_survives_tiny_values():
+    """NKI's backward solves with a beta of 2^-32 where it is 0. With 2^-100, v = 1e-30 underflowed."""
+    assert properties.check(draw(777123, 253, "nki-simulator", "cpu"), "nki-simulator") <= 1
+
+
 def test_where_no_sample_is_finite_a_result_must_be_finite_and_no_more(monkeypatch):
     case = draw(5, 4, "chunked")
     nan = {name: y * torch.nan for name, y in properties.judge(case).items()}
