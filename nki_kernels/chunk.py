@@ -52,7 +52,8 @@ tiles, all in SBUF; dicts with literal keys are what every release of the compil
     v, beta_v                           raw V, and diag(beta r_k) of it [rows, lanes, V]
     lambda_k                            diag(lambda) K [rows, lanes, K]
     k_t, q_t                            K^T, Q^T, a tile [f, key heads, rows] per part
-    D_t, minus_L_t, P_t                 [rows, lanes, rows]
+    D_t, weighted_D_t                   D^T, D^T diag(-beta) [rows, lanes, rows]
+    minus_L_t, P_t                      [rows, lanes, rows]
     spread, diagonals, block_columns    what products wait for: of D, of diag(beta), and of the inverse
     start, tokens                       numbers: the first token, and how many the chunk has
 
@@ -449,9 +450,9 @@ def transpose_keys(chunk, parts, table):
 
 def multiply_keys(chunk, bundle, blocks, table):
     """Adds to a chunk what is left that does not depend on the state: products of keys, and blocks of L."""
-    weighted_D_t_sb = weight_decays(chunk["D_t"], chunk["diagonals"], table)
+    chunk["weighted_D_t"] = weight_decays(chunk["D_t"], chunk["diagonals"], table)
     chunk["minus_L_t"] = multiply_elements(
-        multiply_pairs(chunk["k_t"], chunk["k_t"], bundle), weighted_D_t_sb
+        multiply_pairs(chunk["k_t"], chunk["k_t"], bundle), chunk["weighted_D_t"]
     )
     chunk["P_t"] = multiply_elements(
         multiply_pairs(chunk["k_t"], chunk["q_t"], bundle), chunk["D_t"], table["products"]

@@ -44,7 +44,8 @@ Backward adds these tiles to a chunk's dict:
     S_rounded                        the same, rounded
     PT                               P T, rounded [rows, lanes, rows]
     W_t                              W^T, rounded, a tile per part of K [f, lanes, rows]
-    E, E_t, minus_Z_t, weighted_Z    the last is diag(beta) Z; rounded [rows, lanes, rows]
+    E, E_t                           rounded [rows, lanes, rows]
+    weighted_Z, weighted_Z_t         diag(beta) Z and its transpose, rounded [rows, lanes, rows]
     reads_t, erasures_t              the two terms of F^T [rows, lanes, rows]
 """
 
@@ -53,8 +54,10 @@ from delta_trn.nki_kernels.chunk import (
     multiply_lanes_at_once,
     multiply_pairs,
     multiply_parts,
+    round_tile,
 )
 from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.plan import BANK, split
 from delta_trn.nki_kernels.tiles import (
     copy_scaled,
     keep_upper,
@@ -100,6 +103,30 @@ def transpose_writes(T_sb, chunk, parts, dtype):
     return tiles
 
 
+def compute_writes(chunk, constants):
+    """Adds U = T R to the chunk: rounded, and for dbeta `U_exact`: T R - R of rounded factors, and R itself.
+
+    T's diagonal is 1. So where a token meets no other, the error of U_exact is no rounding of R.
+    """
+    products, R_sb, T_t_sb = constants["products"], chunk["R"], chunk["T_t_rounded"]
+    rows, lanes, V = R_sb.shape
+    R_rounded_sb = round_tile(R_sb, products)
+    U_sb, U_exact_sb = sbuf((rows, lanes, V), products), sbuf((rows, lanes, V))
+    for lane in range(lanes):
+        rounded = R_rounded_sb[:, lane, :]
+        U_ps = psum((rows, V))
+        nisa.nc_matmul(dst=U_ps, stationary=T_t_sb[:, lane, :], moving=rounded)
+        if R_sb.dtype != products:
+            nisa.nc_matmul(dst=U_ps, stationary=constants["minus_identity"][0:rows, 0:rows], moving=rounded)
+            nisa.nc_matmul(
+                dst=U_ps, stationary=constants["identity"][0:rows, 0:rows], moving=R_sb[:, lane, :],
+                is_stationary_onezero=True,
+            )  # fmt: skip
+        copy_scaled(U_exact_sb[:, lane, :], U_ps)
+        copy_scaled(U_sb[:, lane, :], U_ps, chunk["writes_at_all"][:, lane : lane + 1])
+    chunk["U"], chunk["U_exact"] = U_sb, U_exact_sb
+
+
 def compute_residual_gradient(chunk, dS, bundle):
     """Computes dR = (P T)^T dO + W dS', [rows, lanes, V].
 
@@ -124,111 +151,144 @@ def compute_residual_gradient(chunk, dS, bundle):
     return out_sb
 
 
-def compute_pair_gradients(chunk, bundle, table):
-    """Adds the gradients over pairs of tokens to the chunk: E and Z, transposed, and the terms of F^T."""
-    products = table["products"]
-    UdO_ps = multiply_pairs(chunk["U_t"], chunk["do_t"], bundle)
-    chunk["E_t"] = multiply_elements(UdO_ps, chunk["D_t"], products)
-    chunk["reads_t"] = multiply_elements(UdO_ps, chunk["P_t"])
-    UdR_ps = multiply_pairs(chunk["U_t"], chunk["dR_t"], bundle)
-    minus_Z_t_sb = multiply_elements(UdR_ps, chunk["D_t"], products)
-    keep_upper(minus_Z_t_sb, nl.greater)
-    chunk["minus_Z_t"] = minus_Z_t_sb
-    chunk["erasures_t"] = multiply_elements(UdR_ps, chunk["minus_L_t"])
+def multiply_pair_gradients(chunk, bundle):
+    """Adds U dO^T and U dR^T to the chunk, in SBUF: each is read twice, and the Scalar engine has time."""
+    chunk["UdO"] = copy_tile(multiply_pairs(chunk["U_t"], chunk["do_t"], bundle))
+    chunk["UdR"] = copy_tile(multiply_pairs(chunk["U_t"], chunk["dR_t"], bundle))
+
+
+def compute_pair_gradients(chunk, table):
+    """Adds the gradients over pairs of tokens to the chunk: E, diag(beta) Z, and F^T's terms, transposed."""
+    products, UdO_sb, UdR_sb = table["products"], chunk["UdO"], chunk["UdR"]
+    chunk["E_t"] = multiply_elements(UdO_sb, chunk["D_t"], products)
+    weighted_Z_t_sb = multiply_elements(UdR_sb, chunk["weighted_D_t"], products)
+    keep_upper(weighted_Z_t_sb, nl.greater)
+    chunk["weighted_Z_t"] = weighted_Z_t_sb
+    chunk["reads_t"] = multiply_elements(UdO_sb, chunk["P_t"])
+    chunk["erasures_t"] = multiply_elements(UdR_sb, chunk["minus_L_t"])
+
+
+def copy_tile(x_ps):
+    """Copies a tile from PSUM to SBUF."""
+    out_sb = sbuf(x_ps.shape)
+    copy_scaled(out_sb, x_ps)
+    return out_sb
 
 
 def transpose_pair_gradients(chunk, table):
     """Adds E and diag(beta) Z to the chunk."""
-    rows, lanes, _ = chunk["E_t"].shape
-    chunk["E"] = transpose(chunk["E_t"], [(0, rows)], table)[0]
-    Z_ps = psum((rows, lanes, rows))
-    chunk["weighted_Z"] = sbuf((rows, lanes, rows), table["products"])
+    whole = [(0, table["rows"])]
+    chunk["E"] = transpose(chunk["E_t"], whole, table)[0]
+    chunk["weighted_Z"] = transpose(chunk["weighted_Z_t"], whole, table)[0]
+
+
+def allocate_key_gradients(rows, heads, K):
+    """Allocates dq and dk in PSUM: tiles [rows, 2, key heads, K] of as many heads as a bank holds."""
+    tiles = []
+    for span in split(heads, max(1, BANK // (2 * K))):
+        start, stop = span
+        tiles.append(psum((rows, 2, stop - start, K)))
+    return tiles
+
+
+def view_key_gradient(chunk, side, h):
+    """Views dq (side 0) or dk (side 1) of a key head in PSUM, [rows, K]."""
+    per_tile = chunk["dqk"][0].shape[2]
+    return chunk["dqk"][h // per_tile][:, side, h % per_tile, :]
+
+
+def read_states(chunk, bundle, table):
+    """Adds what states do to the gradients of the bundle's raw q and k, rounded, and dot products for g's:
+
+    read        per lane gamma dO S^T and -diag(beta) gamma dR S^T [rows, 2, K]
+    written     per lane diag(lambda) U dS'^T [rows, K]
+    dots        [rows, lanes, 2]: of rows of q and k with those of `read`
+    """
+    qk_sb, lanes, products = chunk["qk"], bundle["lanes"], table["products"]
+    rows, _, _, K = qk_sb.shape
+    dots_sb = sbuf((rows, lanes, 2))
+    chunk["read"], chunk["written"], chunk["dots"] = [], [], dots_sb
     for lane in range(lanes):
-        nisa.nc_matmul(
-            dst=Z_ps[:, lane, :], stationary=chunk["minus_Z_t"][:, lane, :],
-            moving=table["rounded_identity"], is_moving_onezero=True,
-        )  # fmt: skip
-        copy_scaled(
-            chunk["weighted_Z"][:, lane, :], Z_ps[:, lane, :], chunk["minus_strength"][:, lane : lane + 1]
-        )
+        state_ps, written_ps = psum((rows, 2, K)), psum((rows, K))
+        multiply_parts(state_ps[:, 0, :], chunk["do_t"], chunk["S_t"], lane, lane)
+        multiply_parts(state_ps[:, 1, :], chunk["dR_t"], chunk["S_t"], lane, lane)
+        multiply_parts(written_ps, chunk["U_t"], chunk["dS_t"], lane, lane)
+        read_sb, written_sb = sbuf((rows, 2, K), products), sbuf((rows, K), products)
+        copy_scaled(read_sb[:, 0, :], state_ps[:, 0, :], chunk["gamma"][:, lane : lane + 1])
+        copy_scaled(read_sb[:, 1, :], state_ps[:, 1, :], chunk["erase_scale"][:, lane : lane + 1])
+        copy_scaled(written_sb, written_ps, chunk["lambda"][:, lane : lane + 1])
+        chunk["read"].append(read_sb)
+        chunk["written"].append(written_sb)
+        terms_sb = multiply_elements(qk_sb[:, :, find_key_head(bundle, lane), :], read_sb)
+        nisa.tensor_reduce(dst=dots_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
 
 
-def compute_key_gradients(chunk, bundle):
-    """Computes the gradients of the bundle's raw q and k, and dot products that g's gradient needs.
+def compute_key_gradients(chunk, bundle, table):
+    """Computes the gradients of the bundle's raw q and k in PSUM.
 
     What goes through the norms comes after, by `differentiate_norm`. It leaves in the chunk's dict
 
-    dqk         [rows, 2, key heads, K], sums over the lanes of a key head
-    dots        [rows, lanes, 2]: <q, gamma dO S^T>, <k, gamma dR S^T> per token
+    dqk         what `allocate_key_gradients` returns, sums over the lanes of a key head
     """
-    do_t, U_t, dR_t = chunk["do_t"], chunk["U_t"], chunk["dR_t"]
-    S_t, dS_t = chunk["S_t"], chunk["dS_t"]
     qk_sb, lanes = chunk["qk"], bundle["lanes"]
     rows, _, heads, K = qk_sb.shape
-    dots_sb = sbuf((rows, lanes, 2))
-    dqk_sb = sbuf((rows, 2, heads, K))
-    previous = -1
+    chunk["dqk"] = allocate_key_gradients(rows, heads, K)
     for lane in range(lanes):
         h = find_key_head(bundle, lane)
-        q_sb, k_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :]
-        state_ps = psum((rows, 2, K))  # dO S^T, dR S^T
-        multiply_parts(state_ps[:, 0, :], do_t, S_t, lane, lane)
-        multiply_parts(state_ps[:, 1, :], dR_t, S_t, lane, lane)
-        read_sb = sbuf((rows, 2, K))
-        copy_scaled(read_sb, state_ps, chunk["gamma"][:, lane : lane + 1])
-        terms_sb = sbuf((rows, 2, K))
-        nisa.tensor_tensor(dst=terms_sb, data1=qk_sb[:, :, h, :], data2=read_sb, op=nl.multiply)
-        pairs_ps = psum((rows, 2, K))  # E K, -Z K
-        nisa.nc_matmul(dst=pairs_ps[:, 0, :], stationary=chunk["E_t"][:, lane, :], moving=k_sb)
-        nisa.nc_matmul(dst=pairs_ps[:, 1, :], stationary=chunk["minus_Z_t"][:, lane, :], moving=k_sb)
-        own_dq, own_dk = dqk_sb[:, 0, h, :], dqk_sb[:, 1, h, :]
-        reads, minus_erasures = read_sb[:, 0, :], read_sb[:, 1, :]
-        dq = reads if h == previous else own_dq
-        nisa.tensor_tensor(dst=dq, data1=pairs_ps[:, 0, :], data2=reads, op=nl.add)
-        nisa.tensor_tensor(dst=minus_erasures, data1=pairs_ps[:, 1, :], data2=minus_erasures, op=nl.add)
-        written_ps = psum((rows, 2, K))  # E^T Q + Z^T diag(beta) K, U dS'^T
-        nisa.nc_matmul(dst=written_ps[:, 0, :], stationary=chunk["E"][:, lane, :], moving=q_sb)
-        nisa.nc_matmul(dst=written_ps[:, 0, :], stationary=chunk["weighted_Z"][:, lane, :], moving=k_sb)
-        multiply_parts(written_ps[:, 1, :], U_t, dS_t, lane, lane)
-        nisa.tensor_reduce(dst=dots_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
-        dk_sb = sbuf((rows, K))
-        nisa.scalar_tensor_tensor(
-            dst=dk_sb, data=minus_erasures, op0=nl.multiply,
-            operand0=chunk["minus_strength"][:, lane : lane + 1], op1=nl.add, operand1=written_ps[:, 0, :],
-        )  # fmt: skip
-        if h == previous:
-            nisa.tensor_tensor(dst=own_dq, data1=own_dq, data2=reads, op=nl.add)
-            nisa.tensor_tensor(dst=dk_sb, data1=dk_sb, data2=own_dk, op=nl.add)
-        nisa.scalar_tensor_tensor(
-            dst=own_dk, data=written_ps[:, 1, :], op0=nl.multiply,
-            operand0=chunk["lambda"][:, lane : lane + 1], op1=nl.add, operand1=dk_sb,
-        )  # fmt: skip
-        previous = h
-    chunk["dqk"] = dqk_sb
-    chunk["dots"] = dots_sb
+        q_sb, k_sb, read_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :], chunk["read"][lane]
+        dq_ps, dk_ps = view_key_gradient(chunk, 0, h), view_key_gradient(chunk, 1, h)
+        nisa.nc_matmul(dst=dq_ps, stationary=chunk["E_t"][:, lane, :], moving=k_sb)
+        nisa.nc_matmul(dst=dk_ps, stationary=chunk["E"][:, lane, :], moving=q_sb)
+        nisa.nc_matmul(dst=dk_ps, stationary=chunk["weighted_Z"][:, lane, :], moving=k_sb)
+        nisa.nc_matmul(dst=dk_ps, stationary=chunk["weighted_Z_t"][:, lane, :], moving=k_sb)
+        add_tile(dq_ps, read_sb[:, 0, :], table)
+        add_tile(dk_ps, read_sb[:, 1, :], table)
+        add_tile(dk_ps, chunk["written"][lane], table)
 
 
-def differentiate_norm(chunk, dqk_sb):
-    """Adds what the norms' gradients are to those of q and k: dx - x r^2 <x, dx>, r the reciprocal norm."""
+def add_tile(dst_ps, x_sb, table):
+    """Adds x to a sum in PSUM, as a product with the identity: the Vector engine has more to do."""
+    nisa.nc_matmul(dst=dst_ps, stationary=table["rounded_identity"], moving=x_sb, is_stationary_onezero=True)
+
+
+def sum_along(chunk, bundle):
+    """Adds what `differentiate_norm` takes to the chunk: along [rows, 2, key heads], -r^2 <x, dx>.
+
+    <q, dq> is <q, gamma dO S^T> and a row of the sums of dO U^T . P, which `sum_crossing_pairs` leaves.
+    """
     qk_sb, inverse_norms_sb = chunk["qk"], chunk["inverse_norms"][0]
     rows, _, heads, K = qk_sb.shape
-    terms_sb = sbuf((rows, 2, heads, K))
-    along_sb, minus_squares_sb = sbuf((rows, 2, heads)), sbuf((rows, 2, heads))
-    nisa.tensor_tensor(dst=terms_sb, data1=qk_sb, data2=dqk_sb, op=nl.multiply)
-    nisa.tensor_reduce(dst=along_sb, op=nl.add, data=terms_sb, axis=3)
-    nisa.scalar_tensor_tensor(
-        dst=minus_squares_sb, data=inverse_norms_sb, op0=nl.multiply, operand0=-1.0, op1=nl.multiply,
-        operand1=inverse_norms_sb,
-    )  # fmt: skip
-    nisa.tensor_tensor(dst=along_sb, data1=along_sb, data2=minus_squares_sb, op=nl.multiply)
-    out_sb = sbuf((rows, 2, heads, K), qk_sb.dtype)
+    lanes = bundle["lanes"]
+    terms_sb, along_sb = sbuf((rows, heads, K)), sbuf((rows, 2, heads))
+    first = 0
+    for tile in chunk["dqk"]:
+        stop = first + tile.shape[2]
+        nisa.tensor_tensor(
+            dst=terms_sb[:, first:stop, :], data1=tile[:, 1, :, :], data2=qk_sb[:, 1, first:stop, :],
+            op=nl.multiply,
+        )  # fmt: skip
+        first = stop
+    nisa.tensor_reduce(dst=along_sb[:, 1, :], op=nl.add, data=terms_sb, axis=2)
+    reads_sb = sbuf((rows, lanes))
+    nisa.tensor_tensor(dst=reads_sb, data1=chunk["dots"][:, :, 0], data2=chunk["read_sums"], op=nl.add)
+    nisa.tensor_reduce(
+        dst=along_sb[:, 0, :], op=nl.add, data=reads_sb.reshape((rows, heads, lanes // heads)), axis=2
+    )
+    for _ in range(2):
+        nisa.tensor_tensor(dst=along_sb, data1=along_sb, data2=inverse_norms_sb, op=nl.multiply)
+    nisa.tensor_scalar(dst=along_sb, data=along_sb, op0=nl.multiply, operand0=-1.0)
+    chunk["along"] = along_sb
+
+
+def differentiate_norm(chunk, table):
+    """Adds what the norms' gradients are to those of q and k: dx - x r^2 <x, dx>, r the reciprocal norm."""
+    qk_sb, along_sb = chunk["qk"], chunk["along"]
+    rows, _, heads, K = qk_sb.shape
     for side in range(2):
         for h in range(heads):
-            nisa.scalar_tensor_tensor(
-                dst=out_sb[:, side, h, :], data=qk_sb[:, side, h, :], op0=nl.multiply,
-                operand0=along_sb[:, side, h : h + 1], op1=nl.add, operand1=dqk_sb[:, side, h, :],
-            )  # fmt: skip
-    return out_sb
+            x_sb = sbuf((rows, K), table["products"])
+            copy_scaled(x_sb, qk_sb[:, side, h, :], along_sb[:, side, h : h + 1])
+            add_tile(view_key_gradient(chunk, side, h), x_sb, table)
 
 
 def multiply_terms(chunk, bundle, parts, table):
@@ -240,8 +300,7 @@ def multiply_terms(chunk, bundle, parts, table):
     """
     rows, lanes, V = table["rows"], bundle["lanes"], chunk["do"].shape[2]
     dots_sb, reads_sb = chunk["dots"], sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=reads_sb, data1=chunk["strength"], data2=dots_sb[:, :, 1], op=nl.multiply)
-    nisa.tensor_tensor(dst=reads_sb, data1=dots_sb[:, :, 0], data2=reads_sb, op=nl.subtract)
+    nisa.tensor_tensor(dst=reads_sb, data1=dots_sb[:, :, 0], data2=dots_sb[:, :, 1], op=nl.add)
     chunk["reads"] = reads_sb
     chunk["dR_X"], chunk["U_KdS"], chunk["dS_S"] = [], [], []
     for lane in range(lanes):
@@ -290,8 +349,23 @@ def scale_sums(chunk):
     nisa.tensor_tensor(dst=chunk["writes"], data1=chunk["writes"], data2=chunk["lambda"], op=nl.multiply)
 
 
+def sum_columns(tile_sb, table):
+    """Sums x [rows, lanes, rows] over its partitions: [rows, lanes] in PSUM, a row per column of x."""
+    rows, lanes, _ = tile_sb.shape
+    out_ps = psum((rows, lanes))
+    for lane in range(lanes):
+        nisa.nc_matmul(
+            dst=out_ps[:, lane : lane + 1], stationary=tile_sb[:, lane, :],
+            moving=table["ones"][0:rows, 0:1], is_moving_onezero=True,
+        )  # fmt: skip
+    return out_ps
+
+
 def sum_crossing_pairs(chunk, table):
-    """Computes the sum over j < t of F_ij at row i and column t <= i, else 0; [rows, lanes, rows]."""
+    """Computes the sum over j < t of F_ij at row i and column t <= i, else 0; [rows, lanes, rows].
+
+    It adds read_sums to the chunk, [rows, lanes], row sums of dO U^T . P, the first term of F.
+    """
     rows, lanes = table["rows"], chunk["reads_t"].shape[1]
     sums_ps = psum((rows, lanes, rows))  # over j < t, for every i
     for lane in range(lanes):
@@ -300,7 +374,9 @@ def sum_crossing_pairs(chunk, table):
                 dst=sums_ps[:, lane, :], stationary=F_t[:, lane, :], moving=table["strict_upper"],
                 is_moving_onezero=True,
             )  # fmt: skip
-    return multiply_elements(sums_ps, repeat_over_lanes(table, "lower", lanes))
+    crossing_sb = multiply_elements(sums_ps, repeat_over_lanes(table, "lower", lanes))
+    chunk["read_sums"] = copy_tile(sum_columns(chunk["reads_t"], table))
+    return crossing_sb
 
 
 def sum_decay_gradient(chunk, bundle, parts, table):
@@ -319,12 +395,7 @@ def sum_decay_gradient(chunk, bundle, parts, table):
             dst=states_ps, stationary=table["ones"][0:size, 0:rows], moving=chunk["carried"][part],
             is_stationary_onezero=True,
         )  # fmt: skip
-    pairs_ps = psum((rows, lanes))
-    for lane in range(lanes):
-        nisa.nc_matmul(
-            dst=pairs_ps[:, lane : lane + 1], stationary=chunk["crossing"][:, lane, :],
-            moving=table["ones"][0:rows, 0:1], is_moving_onezero=True,
-        )  # fmt: skip
+    pairs_ps = sum_columns(chunk["crossing"], table)
     out_sb = sbuf((rows, lanes))
     nisa.tensor_copy(dst=out_sb, src=pairs_ps)
     nisa.tensor_tensor(dst=out_sb, data1=out_sb, data2=states_ps, op=nl.add)

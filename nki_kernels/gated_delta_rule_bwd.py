@@ -27,9 +27,13 @@ from delta_trn.nki_kernels.chunk_gradients import (
     compute_pair_gradients,
     compute_residual_gradient,
     compute_sums,
+    compute_writes,
     differentiate_norm,
+    multiply_pair_gradients,
     multiply_terms,
+    read_states,
     scale_sums,
+    sum_along,
     sum_crossing_pairs,
     sum_decay_gradient,
     transpose_pair_gradients,
@@ -94,25 +98,29 @@ SOLVE = 11  # U, and the next state
 READ = 12  # dR
 STATE = 13  # dS
 TRANSPOSE = 14  # of dO, U, dR, S and dS
-PAIRS = 15  # E_t, Z_t and the terms of F
-TRANSPOSE_PAIRS = 16
-KEYS = 17  # dQ and dK of raw keys
-CROSS = 18  # sums of F
-NORM = 19  # dq, dk and dv
-TERMS = 20  # products whose rows are summed
-SUM = 21
-STRENGTH = 22  # dbeta
-DECAY = 23  # dg
+MULTIPLY_PAIRS = 15  # U dO^T and U dR^T
+PAIRS = 16  # E_t, Z_t and the terms of F
+TRANSPOSE_PAIRS = 17
+STATES = 18  # what states do to dQ and dK
+KEYS = 19  # the rest of dQ and dK of raw keys
+CROSS = 20  # sums of F
+ALONG = 21  # <x, dx> of the norms
+NORM = 22
+STORE = 23  # dq, dk and dv
+TERMS = 24  # products whose rows are summed
+SUM = 25
+STRENGTH = 26  # dbeta
+DECAY = 27  # dg
 
 
 # When a stage is issued: its slot in a bundle's first stretch, if that has two chunks, and how many slots
 # later it is for the next level of a merge, chunk forward, chunk backward, and stretch. A search found these
 # numbers to be the fastest by the cost model; results/2026-11-23_simulated_nki-speed says how.
 SLOTS = (
-    0, 2, 35, 42, 45, 70, 77, 90, 99, 176, 159, 185,
-    217, 263, 243, 248, 266, 277, 300, 306, 284, 314, 335, 649,
+    0, 11, 20, 63, 67, 81, 99, 106, 118, 186, 175, 209, 241, 285,
+    261, 264, 266, 281, 271, 301, 314, 322, 351, 379, 298, 344, 362, 751,
 )  # fmt: skip
-NEXT_LEVEL, NEXT_FORWARD, NEXT_BACKWARD, NEXT_STRETCH = 31, 40, 68, 349
+NEXT_LEVEL, NEXT_FORWARD, NEXT_BACKWARD, NEXT_STRETCH = 34, 48, 66, 353
 
 
 def find_slot(stage, i, count):
@@ -135,10 +143,10 @@ def list_work(chunks, every):
     """Lists per slot what a bundle is to do there: (stage, stretch, chunk or level)."""
     work = []
     stretches = (chunks + every - 1) // every
-    for back in range(stretches):
-        stretch = stretches - 1 - back
-        count = min(every, chunks - stretch * every)
-        for stage in range(LOAD, DECAY + 1):
+    for stage in range(LOAD, DECAY + 1):
+        for back in range(stretches):
+            stretch = stretches - 1 - back
+            count = min(every, chunks - stretch * every)
             times = count
             if stage < EVEN:
                 times = 1
@@ -188,8 +196,6 @@ def scale_again(chunks, bundle, scale, constants):
         chunks[i]["writes_at_all"] = writes
         chunks[i]["dv_scale"] = multiply_elements(chunks[i]["value_scale"], writes)
         chunks[i]["erase_scale"] = multiply_elements(chunks[i]["minus_strength_gamma"], writes)
-        chunks[i]["strength"] = multiply_elements(chunks[i]["strength"], writes)
-        chunks[i]["minus_strength"] = multiply_elements(chunks[i]["minus_strength"], writes)
         chunks[i]["do"] = scale_lanes(loaded["do"], chunks[i]["read_scale"], table["products"])
 
 
@@ -268,30 +274,6 @@ def solve_residual(chunk, S, bundle, products):
     chunk["R"] = compute_residual(chunk, chunk["S_rounded"], bundle)
 
 
-def compute_writes(chunk, constants):
-    """Adds U = T R to the chunk: rounded, and for dbeta `U_exact`: T R - R of rounded factors, and R itself.
-
-    T's diagonal is 1. So where a token meets no other, the error of U_exact is no rounding of R.
-    """
-    products, R_sb, T_t_sb = constants["products"], chunk["R"], chunk["T_t_rounded"]
-    rows, lanes, V = R_sb.shape
-    R_rounded_sb = round_tile(R_sb, products)
-    U_sb, U_exact_sb = sbuf((rows, lanes, V), products), sbuf((rows, lanes, V))
-    for lane in range(lanes):
-        rounded = R_rounded_sb[:, lane, :]
-        U_ps = psum((rows, V))
-        nisa.nc_matmul(dst=U_ps, stationary=T_t_sb[:, lane, :], moving=rounded)
-        if R_sb.dtype != products:
-            nisa.nc_matmul(dst=U_ps, stationary=constants["minus_identity"][0:rows, 0:rows], moving=rounded)
-            nisa.nc_matmul(
-                dst=U_ps, stationary=constants["identity"][0:rows, 0:rows], moving=R_sb[:, lane, :],
-                is_stationary_onezero=True,
-            )  # fmt: skip
-        copy_scaled(U_exact_sb[:, lane, :], U_ps)
-        copy_scaled(U_sb[:, lane, :], U_ps, chunk["writes_at_all"][:, lane : lane + 1])
-    chunk["U"], chunk["U_exact"] = U_sb, U_exact_sb
-
-
 def solve_state(chunk, parts, goes_on, constants):
     """Runs SOLVE: computes U; returns the next state if another chunk follows in the stretch."""
     S = chunk["S"]
@@ -302,11 +284,14 @@ def solve_state(chunk, parts, goes_on, constants):
 
 
 def differentiate_residual(chunk, dS, bundle, products):
-    """Runs READ: from the gradient dS of the state that a chunk leaves, computes dR; rounds both."""
+    """Runs READ: from the gradient dS of the state that a chunk leaves, computes dR; rounds both.
+
+    The rounded dR is 0 where beta is 0, and so is all that is made of it, dk among it.
+    """
     chunk["dS"] = dS
     chunk["dS_rounded"] = round_state(dS, products)
     chunk["dR"] = compute_residual_gradient(chunk, chunk["dS_rounded"], bundle)
-    chunk["dR_rounded"] = round_tile(chunk["dR"], products)
+    chunk["dR_rounded"] = scale_lanes(chunk["dR"], chunk["writes_at_all"], products)
 
 
 def differentiate_state(chunk, parts):
@@ -325,16 +310,21 @@ def transpose_gradients(chunk, parts, value_parts, constants):
     chunk["dS_t"] = transpose_state(chunk["dS_rounded"], parts, value_parts, table)
 
 
-def store_key_gradients(chunk, bundle, gradients, l2norm):
-    """Runs NORM: stores dq, dk and dv."""
+def store_key_gradients(chunk, bundle, gradients):
+    """Runs STORE: stores dq, dk and dv."""
     dq, dk, dv, _, _ = gradients
     n, start, tokens = bundle["n"], chunk["start"], chunk["tokens"]
     low, stop = bundle["slot"], start + tokens
     high = low + bundle["key_heads"]
-    store_lanes(dv, scale_lanes(chunk["dR"], chunk["dv_scale"], dv.dtype), bundle, start, tokens)
-    dqk_sb = differentiate_norm(chunk, chunk["dqk"]) if l2norm else chunk["dqk"]
+    dqk_sb = sbuf(chunk["qk"].shape, dq.dtype)
+    first = 0
+    for tile in chunk["dqk"]:
+        last = first + tile.shape[2]
+        copy_scaled(dqk_sb[:, :, first:last, :], tile)
+        first = last
     nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 0, :, :])
     nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 1, :, :])
+    store_lanes(dv, scale_lanes(chunk["dR"], chunk["dv_scale"], dv.dtype), bundle, start, tokens)
 
 
 def differentiate_chunk(stage, chunk, bundle, gradients, parts, value_parts, l2norm, constants):
@@ -342,16 +332,26 @@ def differentiate_chunk(stage, chunk, bundle, gradients, parts, value_parts, l2n
     table = take_corners(constants, pad_to_rows(chunk["tokens"]))
     if stage == TRANSPOSE:
         transpose_gradients(chunk, parts, value_parts, constants)
+    elif stage == MULTIPLY_PAIRS:
+        multiply_pair_gradients(chunk, bundle)
     elif stage == PAIRS:
-        compute_pair_gradients(chunk, bundle, table)
+        compute_pair_gradients(chunk, table)
     elif stage == TRANSPOSE_PAIRS:
         transpose_pair_gradients(chunk, table)
+    elif stage == STATES:
+        read_states(chunk, bundle, table)
     elif stage == KEYS:
-        compute_key_gradients(chunk, bundle)
+        compute_key_gradients(chunk, bundle, table)
     elif stage == CROSS:
         chunk["crossing"] = sum_crossing_pairs(chunk, table)
+    elif stage == ALONG:
+        if l2norm:
+            sum_along(chunk, bundle)
     elif stage == NORM:
-        store_key_gradients(chunk, bundle, gradients, l2norm)
+        if l2norm:
+            differentiate_norm(chunk, table)
+    elif stage == STORE:
+        store_key_gradients(chunk, bundle, gradients)
     elif stage == TERMS:
         multiply_terms(chunk, bundle, parts, table)
     elif stage == SUM:

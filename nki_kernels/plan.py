@@ -22,7 +22,7 @@ LANES = (
     (128, 256, 6),
     (256, 512, 2),
 )  # most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
-LANE_CHUNKS = 64  # chunks of one head per call of the rule: 8,000 instructions backward, 4,000 forward
+LANE_CHUNKS = 64  # chunks of one head per call of the rule: 9,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
 ELEMENTS = 2**21  # of x per call of the norm
