@@ -26,6 +26,7 @@ NEURON = frozenset({"xla", "neuron"})
 PSUM_BANK = "2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM"
 NORM_BANKS = "the sums of dweight fill the 8 banks of PSUM"
 NEIGHBORS = "a diagonal and a mask per tap lie in SBUF"
+READOUT = "dweight of 256 words fills four banks of PSUM; a target is compared as a float32"
 WHOLE_ROWS = "a program holds whole rows in registers, or spills"
 
 
@@ -54,6 +55,9 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Capabi
             _layers("nki_adapter"), *on, {"W": 32}, NEIGHBORS, forms=frozenset({"silu"})
         ),
         "gated_rms_norm": Capability(_layers("nki_adapter"), *on, {"N": 4096}, NORM_BANKS),
+        "linear_cross_entropy": Capability(
+            _layers("nki_adapter"), *on, {"d": 1024, "vocabulary": 2**24}, READOUT
+        ),
     }
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from delta_trn.backends.checks import is_checking
 from delta_trn.backends.registry import BackendRefusal
 from delta_trn.nki_kernels import plan, simulator
+from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
@@ -217,6 +218,16 @@ def _norm_backward(dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float,
     return _as_list(gated_rms_norm_bwd(dy, x, z, weight, eps, gated))
 
 
+def _cross_entropy_forward(x_t: Tensor, w_t: Tensor) -> list[Tensor]:
+    return _as_list(cross_entropy_fwd(x_t, w_t))
+
+
+def _cross_entropy_backward(
+    x_t: Tensor, x: Tensor, w_t: Tensor, w: Tensor, goal: Tensor
+) -> list[Tensor]:  # fmt: skip
+    return _as_list(cross_entropy_bwd(x_t, x, w_t, w, goal))
+
+
 LAUNCHERS = (
     (gated_delta_rule_fwd, _rule_forward),
     (gated_delta_rule_bwd, _rule_backward),
@@ -227,6 +238,8 @@ LAUNCHERS = (
     (short_convolution_bwd, _convolution_backward),
     (gated_rms_norm_fwd, _norm_forward),
     (gated_rms_norm_bwd, _norm_backward),
+    (cross_entropy_fwd, _cross_entropy_forward),
+    (cross_entropy_bwd, _cross_entropy_backward),
 )
 
 

@@ -7,6 +7,7 @@
     delta_residual           Deep Delta Learning's rank-1 residual update, forward and backward
     short_convolution        causal, depthwise, over time, then SiLU; forward and backward
     gated_rms_norm           RMS norm of rows, times a gain and SiLU of a gate; forward and backward
+    cross_entropy            the loss of a linear readout and its gradients; the logits stay on chip
     chunk, chunk_gradients   one chunk of the gated delta rule, forward and backward: equations and letters
     cells                    a sequence cut into 128 channels by 512 tokens: loads, transpositions, stores
     triangular               the inverse of a chunk's triangular matrix

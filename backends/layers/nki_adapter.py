@@ -1,8 +1,8 @@
-"""NKI's side of the layers' operations that have a kernel: short convolution with SiLU, gated RMS norm.
+"""NKI's side of the layers' operations that have a kernel: short convolution, gated RMS norm, cross-entropy.
 
-Kernels are unrolled, so the norm is cut into kernel calls of bounded length. Nothing is saved but inputs. The
-weight stands for tensors that a call does not have and its kernel does not read: None would be compiled again
-at every call.
+Kernels are unrolled, so the norm and the cross-entropy are cut into kernel calls of bounded length. Only the
+cross-entropy saves more than its inputs. The weight stands for tensors that a call does not have and its
+kernel does not read: None would be compiled again at every call.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from delta_trn.backends.layers.contract import Convolution, GatedNorm
+from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout
+from delta_trn.backends.layers.pytorch import linear_cross_entropy_backward, linear_cross_entropy_saved_shapes
 from delta_trn.backends.nki_runtime_adapter import require_norms_within_rsqrt, require_within_rsqrt, run
-from delta_trn.nki_kernels import plan
+from delta_trn.nki_kernels import cross_entropy, plan
+from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
+
+__all__ = ["linear_cross_entropy_backward", "linear_cross_entropy_saved_shapes"]
+
+READOUT_TOKENS = cross_entropy.MOST_TOKENS  # per kernel call
 
 
 def short_convolution_forward(call: Convolution, *, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -60,6 +66,47 @@ def gated_rms_norm_backward(
     shape = call.x.shape
     dgate = None if call.gate is None else torch.cat(dgate[0]).reshape(shape)
     return torch.cat(dx).reshape(shape), dgate, torch.stack(dweight).sum(0)
+
+
+def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns the mean loss; saves dhidden and dweight, times the number of targets, and that number.
+
+    The kernels compute logsumexp(z) of each token and the gradients; z[target] is one product per token.
+    """
+    hidden, targets = call.hidden, call.targets
+    w = call.weight.to(hidden.dtype)
+    w_t = w.t().contiguous()
+    kept = targets != call.ignore_index
+    count = kept.sum().to(torch.float32).clamp(min=1)
+    # the kernel compares goals with places as float32 numbers; a negative one does not count
+    goals = targets.where(kept, -1).to(torch.float32)[:, None]
+    named = w.index_select(0, targets.where(kept, 0))
+    total = torch.zeros((), device=hidden.device)
+    dhidden: list[Tensor] = []
+    dweight: Tensor | None = None
+    pieces = (y.split(READOUT_TOKENS) for y in (hidden, goals, named))
+    for x, goal, at_goal in zip(*pieces, strict=True):
+        if not x.shape[0]:
+            continue
+        x, x_t = x.contiguous(), x.t().contiguous()
+        if save:
+            lse, dx, dw = run(cross_entropy_bwd, x_t, x, w_t, w, goal)
+            dhidden.append(dx)
+            dweight = dw if dweight is None else dweight + dw
+        else:
+            lse = run(cross_entropy_fwd, x_t, w_t)
+        loss = lse - (x.to(torch.float32) * at_goal.to(torch.float32)).sum(1, keepdim=True)
+        total = total + (loss * (goal >= 0)).sum()
+    if not save:
+        return total / count, []
+    if dweight is None:
+        return total / count, [torch.zeros_like(hidden), w.to(torch.float32) * 0, count]
+    return total / count, [torch.cat(dhidden), dweight, count]
+
+
+def readout_block(width: int) -> int:
+    """Returns how many words of the vocabulary the kernel takes at a time, each block in the same way."""
+    return cross_entropy.cut_words(2**24, width)[0][1]
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:

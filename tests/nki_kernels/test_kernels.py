@@ -5,6 +5,7 @@ import torch
 
 from delta_trn.backends.nki_runtime_adapter import to_tensor
 from delta_trn.nki_kernels import (
+    cross_entropy,
     delta_residual,
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
@@ -20,6 +21,7 @@ from tests.support.nki_judge import record_run, run
 RULE = {"B": 1, "T": 40, "H": 1, "HV": 2, "K": 48, "V": 96, "C": 32, "dtype": "bfloat16"}
 RESIDUAL = {"M": 3, "D": 96, "dtype": "bfloat16"}
 NORM = {"M": 300, "V": 96, "dtype": "bfloat16"}
+READOUT = {"N": 130, "d": 140, "V": 600}
 CONVOLUTION = {"T": 130, "C": 48, "dtype": "bfloat16"}
 EXAMPLES = [
     gated_delta_rule_fwd.example(**RULE, every=1),
@@ -31,6 +33,8 @@ EXAMPLES = [
     gated_rms_norm.example(**NORM, backward=1),
     short_convolution.example(**CONVOLUTION),
     short_convolution.example(**CONVOLUTION, backward=1),
+    cross_entropy.example(**READOUT),
+    cross_entropy.example(**READOUT, backward=0),
     (precision_probe.product, precision_probe.operands()),
 ]
 

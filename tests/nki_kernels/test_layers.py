@@ -1,15 +1,17 @@
-"""The NKI kernels of the small layers, beyond the parity grid: planted faults, bytes of HBM, refusals."""
+"""The NKI kernels of a layer and of the readout, beyond the parity grid: faults, bytes of HBM, refusals."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from delta_trn.backends import BackendRefusal
+from delta_trn.backends import BackendRefusal, linear_cross_entropy
 from delta_trn.backends import gated_rms_norm as gated_rms_norm_of_layers
 from delta_trn.backends import short_convolution as short_convolution_of_layers
+from delta_trn.backends.layers import nki_adapter
 from delta_trn.backends.parity.layer_cases import BY_NAME, verdicts
-from delta_trn.nki_kernels import cells, gated_rms_norm, plan, short_convolution
+from delta_trn.nki_kernels import cells, cross_entropy, gated_rms_norm, plan, short_convolution
+from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
@@ -19,6 +21,7 @@ from tests.support.nki_judge import assert_passed, hbm_bytes, normal, plant, run
 
 CONVOLUTION = (short_convolution_fwd, short_convolution_bwd)
 NORM = (gated_rms_norm_fwd, gated_rms_norm_bwd)
+CROSS_ENTROPY = (cross_entropy_fwd, cross_entropy_bwd)
 
 
 def failed_tensors(case):
@@ -171,3 +174,63 @@ def test_a_convolution_with_one_tap_takes_the_empty_prefix_that_it_has():
         results.append([y, *torch.autograd.grad(y.sum(), leaves)])
     for result, expected in zip(*results, strict=True):
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(300, 640, 700), (200, 130, 1200)], ids=str)
+def test_the_cross_entropy_in_several_calls_tiles_and_blocks_agrees_with_the_judge(shape, dtype, monkeypatch):
+    """Ragged in tokens, width and vocabulary; more than 512 channels take blocks of 256 words."""
+    monkeypatch.setattr(nki_adapter, "READOUT_TOKENS", 160)
+    assert_passed(verdicts(replace(BY_NAME["loss_ignored"], shape=shape), dtype, "nki-simulator"))
+
+
+def test_the_loss_without_gradients_is_the_loss_with_them():
+    generator = torch.Generator().manual_seed(0)
+    x, w, targets = normal(generator, 140, 24), normal(generator, 600, 24), torch.arange(140)
+    alone = linear_cross_entropy(x, w, targets, backend="nki-simulator")
+    assert torch.equal(alone, linear_cross_entropy(x, w.requires_grad_(), targets, backend="nki-simulator"))
+
+
+def test_no_tokens_have_no_loss_and_no_gradient():
+    x, w = torch.ones(0, 24, requires_grad=True), torch.ones(50, 24, requires_grad=True)
+    loss = linear_cross_entropy(x, w, torch.ones(0, dtype=torch.int64), backend="nki-simulator")
+    loss.backward()
+    assert loss.item() == 0 and x.grad is not None and w.grad is not None and not w.grad.any()
+
+
+def _all_count(low_sb, goal_sb):
+    """Lets ignored targets count."""
+
+
+def _no_first_block(dx_sb, dz_t_sb, w_sb, columns, first):
+    """Forgets all blocks of words but the last one."""
+    ADD_DX(dx_sb, dz_t_sb, w_sb, columns, True)
+
+
+ADD_DX = cross_entropy.add_dx
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "case"),
+    [("silence", _all_count, "loss_ignored"), ("add_dx", _no_first_block, "loss_ragged")],
+)
+def test_a_fault_planted_in_the_cross_entropy_is_seen(function, fault, case, monkeypatch):
+    plant(monkeypatch, cross_entropy, function, fault, CROSS_ENTROPY)
+    assert "dhidden" in failed_tensors(case)
+
+
+def test_the_cross_entropy_moves_no_logits():
+    """Beside its inputs and outputs, once each, the kernel reads the weight a second time."""
+    kernel, arguments = cross_entropy.example(N=256, d=64, V=1200)
+    moved, least = hbm_bytes(kernel, arguments)
+    assert moved == least + arguments[2].nbytes
+
+
+def test_a_readout_that_does_not_fit_is_refused():
+    for sizes, message in (({"d": 1025}, "d=1025 exceeds 1024"), ({"N": 1025}, "1025 tokens exceed 1024")):
+        kernel, arguments = cross_entropy.example(**{"N": 2, "d": 16, "V": 16, **sizes})
+        with pytest.raises(AssertionError, match=message):
+            run(kernel, *arguments)
+    x, w, targets = torch.ones(2, 1025), torch.ones(3, 1025), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(BackendRefusal, match="d=1025 is above 1024: dweight of 256 words fills four banks"):
+        linear_cross_entropy(x, w, targets, backend="nki-simulator")

@@ -1,11 +1,14 @@
 """The plan's arithmetic agrees with a real model's parameters and with counts by hand."""
 
 import json
+from functools import partial
 
 import pytest
 
+from delta_trn.backends.nki_runtime_adapter import count_instructions, estimate_kernels
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.neuron import step_time
+from delta_trn.train.neuron.instructions import extrapolate, run_readout
 from delta_trn.train.parallel import plan
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import model_config
@@ -78,14 +81,41 @@ def test_a_step_on_trn1_adds_up_from_its_layers_and_sequences():
     assert list(one) == [
         "matmuls", "gated norm", "convolution", "scan", "readout", "elementwise", "optimizer, all-reduce"
     ]  # fmt: skip
-    assert one["scan"].low < one["scan"].high and one["matmuls"].high / one["matmuls"].low == 79 / 45
+    assert one["scan"].low < one["scan"].high
+    assert one["matmuls"].high / one["matmuls"].low == pytest.approx(79 / 45)
     four = {part.name: part for part in step_time.parts(c, plan.size_of(c), 2)}
     deep = config(batch__sequences="8", model__layers=str(2 * c.model.layers))
     deeper = {part.name: part for part in step_time.parts(deep, plan.size_of(deep), 8)}
+    readouts = []
+    for micro in ("1", "4"):
+        batch = config(batch__sequences="8", batch__micro=micro)
+        readouts.append(step_time.parts(batch, plan.size_of(batch), 2)[4])
+    assert readouts[0].high > readouts[1].high, "fewer calls of more tokens move less of the weight"
     for name in ("gated norm", "convolution", "scan", "elementwise"):
         assert four[name].high == pytest.approx(4 * one[name].high)
         assert deeper[name].high == pytest.approx(2 * one[name].high)
     assert one["scan"].high == c.model.layers * step_time.kernel_seconds(c)["scan"]["issue"]
+
+
+def test_a_readout_that_the_kernel_does_not_take_is_estimated_as_pytorchs():
+    c = config(model__width="1056", batch__sequences="8")
+    size = plan.size_of(c)
+    assert step_time.readout_seconds(c, 32) is None
+    matmuls, readout = step_time.products(c, size, 2)
+    flops = 24 * size.matrices * 2 * c.batch.length
+    assert matmuls.low == pytest.approx(flops / step_time.MATMULS[0]) and readout.low < readout.high
+
+
+def test_instructions_and_time_of_a_large_vocabulary_follow_from_small_ones():
+    tokens, rows = 32, 512 * 9 + 40
+
+    def measure(words: int) -> list[float]:
+        work = partial(run_readout, config(precision="bf16"), tokens, words, training=True)
+        ((_, times),) = estimate_kernels(work)
+        return [count_instructions(work), times["issue"]]
+
+    count, seconds = extrapolate(measure, rows, 32)
+    assert [count, seconds] == [measure(rows)[0], pytest.approx(measure(rows)[1], rel=0.03)]
 
 
 def test_the_plan_says_why_there_is_no_estimate_for_a_model_that_the_kernels_do_not_take():

@@ -65,13 +65,15 @@ class TestGraphs:
         assert status == 0 and "first step" in out and "[2, 32]" in out and "[1, ?]" in out
         assert "instructions of the NKI kernels" in out and "neuronx-cc may refuse" not in out
 
-    def test_instructions_are_those_of_one_layer_and_sequence_times_both(self, monkeypatch):
+    def test_instructions_are_those_of_a_layer_times_layers_and_of_the_readout(self, monkeypatch):
         counted = per_sequence(config(model__layers="3"))
         assert counted.training > 2 * counted.forward > 0
-        one = per_sequence(config(model__layers="1"))
-        assert (counted.forward, counted.training) == (3 * one.forward, 3 * one.training)
+        one, two = (per_sequence(config(model__layers=str(n))) for n in (1, 2))
+        assert counted.forward - two.forward == two.forward - one.forward > 0
+        assert counted.training - two.training == two.training - one.training > 0
+        assert 2 * one.training > two.training, "the readout counts once"
         hybrid = per_sequence(config(model__layers="3", model__attention_layers="1"))
-        assert hybrid.training == 2 * one.training, "attention has no kernel of ours"
+        assert hybrid.training == two.training, "attention has no kernel of ours"
         monkeypatch.setattr("delta_trn.train.neuron.instructions.MOST", 4 * one.training - 1)
         _, out, _ = tiny_run.run_command(
             *(

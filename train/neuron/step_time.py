@@ -4,10 +4,13 @@ A part's range is that of what nobody has measured:
 
     kernels        the traces of one layer on one sequence, in program order, under either reading of the
                    Tensor engine's rate (nki_kernels/simulator/cost.py)
-    matmuls        from the best published product, 79 TFLOP/s in bfloat16 (4096x8192x8192), to 45 TFLOP/s, an
-                   estimate of what the compiler reaches; a quarter of it in float32
-    readout        4 to 6.5 times the float32 logits through HBM, and the gradient of its weight, which each
-                   part of the logits reads twice and writes once
+    matmuls        of the blocks: from the best published product, 79 TFLOP/s in bfloat16 (4096x8192x8192), to
+                   45 TFLOP/s, an estimate of what the compiler reaches; a quarter of it in float32
+    readout        its kernel, products included, by a line through two small vocabularies; 12 bytes per
+                   number of its weight and call, which scale dweight and add it up; 8 per number and
+                   micro-batch, which cast the weight and transpose it. Where PyTorch computes it
+                   (d > 1,024), products are among the matmuls, float32 logits pass through HBM 4 to 6.5
+                   times, and dweight is read twice and written once per part of the logits
     elementwise    112 bytes per token, channel and layer: sums, norms, gates and casts between kernels
     optimizer      44 bytes per parameter (AdamW, clipping, casts), and the all-reduce at the data sheet's
                    bandwidth
@@ -21,8 +24,9 @@ from typing import Any
 
 import torch
 
-from delta_trn.backends.layers.pytorch import LOGITS
+from delta_trn.backends.layers.pytorch import count_tokens
 from delta_trn.backends.registry import BackendRefusal
+from delta_trn.train.neuron.instructions import extrapolate, run_readout
 from delta_trn.train.parallel.layout import micro_batch
 from delta_trn.train.parallel.plan import WORKERS, Size, collective_bytes
 from delta_trn.train.run.model import make_model, model_config, vocabulary
@@ -37,7 +41,8 @@ KERNELS = {
     "gated_delta_rule": "scan", "short_convolution": "convolution", "gated_rms_norm": "gated norm",
     "delta_residual": "delta residual",
 }  # fmt: skip
-_VOCABULARY = 64  # the readout has no kernel
+WEIGHT_BYTES, CAST_BYTES = 12, 8  # of the readout's weight: per call or part, and per micro-batch
+_VOCABULARY = 64  # the readout is estimated apart
 
 
 @dataclass(frozen=True)
@@ -57,28 +62,67 @@ def parts(config: RunConfig, size: Size, cores: int) -> list[Part]:
     sequences = -(-config.batch.sequences // cores)
     tokens = sequences * config.batch.length
     layers = config.model.layers - len(config.model.attention_layers)
-    slower = 4 if config.precision == "float32" else 1
-    flops = 6 * size.matrices * tokens
     trn1 = next(worker for worker in WORKERS if worker.name == "trn1")
     micro = micro_batch(config.batch, sequences)
     sent = collective_bytes(size, config.distribution.mode, cores, -(-sequences // micro), config.precision)
     network = trn1.near if cores <= trn1.node else min(trn1.near, trn1.far)
-    rows = vocabulary(config)
-    pieces = -(-sequences // micro) * -(-micro * config.batch.length * rows // LOGITS["other"])
-    logits, weight = 4.0 * tokens * rows, 12.0 * pieces * rows * size.width
     update = OPTIMIZER_BYTES * size.parameters / HBM + sent / network
     elementwise = ELEMENTWISE_BYTES * size.width * tokens * size.layers / HBM
-    low, high = ((slower * flops / rate) for rate in MATMULS)
+    matmuls, readout = products(config, size, sequences)
     return [
-        Part("matmuls", low, high),
+        matmuls,
         *(
             Part(name, layers * sequences * times["rate"], layers * sequences * times["issue"])
             for name, times in kernel_seconds(config).items()
         ),
-        Part("readout", *((passes * logits + weight) / HBM for passes in LOGIT_PASSES)),
+        readout,
         Part("elementwise", elementwise, elementwise),
         Part("optimizer, all-reduce", update, update),
     ]
+
+
+def products(config: RunConfig, size: Size, sequences: int) -> tuple[Part, Part]:
+    """Returns matmuls and readout: its products are the kernel's, or else among the matmuls."""
+    from delta_trn.backends.layers.nki_adapter import READOUT_TOKENS
+
+    micro = micro_batch(config.batch, sequences)
+    batches, tokens = -(-sequences // micro), micro * config.batch.length
+    rows = vocabulary(config)
+    weight = rows * size.width / HBM
+    seconds = readout_seconds(config, tokens)
+    matrices = size.matrices if seconds is None else size.blocks
+    slower = 4 if config.precision == "float32" else 1
+    flops = 6 * slower * matrices * sequences * config.batch.length
+    matmuls = Part("matmuls", *(flops / rate for rate in MATMULS))
+    if seconds is None:
+        pieces = batches * -(-tokens // count_tokens("neuron", rows))
+        logits = 4.0 * sequences * config.batch.length * rows / HBM
+        times = [passes * logits + WEIGHT_BYTES * pieces * weight for passes in LOGIT_PASSES]
+        return matmuls, Part("readout", *times)
+    calls = batches * -(-tokens // READOUT_TOKENS)
+    moves = (WEIGHT_BYTES * calls + CAST_BYTES * batches) * weight
+    return matmuls, Part("readout", *(calls * seconds[reading] + moves for reading in ("rate", "issue")))
+
+
+def readout_seconds(config: RunConfig, tokens: int) -> dict[str, float] | None:
+    """Returns seconds of a call of the readout's kernel, with gradients, by reading; None without one.
+
+    The call has `tokens` tokens, or the most that a call takes.
+    """
+    from delta_trn.backends.layers.nki_adapter import READOUT_TOKENS
+    from delta_trn.backends.nki_runtime_adapter import estimate_kernels
+
+    tokens = min(READOUT_TOKENS, tokens)
+
+    def estimate(rows: int) -> list[float]:
+        ((_, times),) = estimate_kernels(lambda: run_readout(config, tokens, rows, training=True))
+        return [times["rate"], times["issue"]]
+
+    try:
+        rate, issue = extrapolate(estimate, vocabulary(config), config.model.width)
+    except BackendRefusal:
+        return None
+    return {"rate": rate, "issue": issue}
 
 
 def kernel_seconds(config: RunConfig) -> dict[str, dict[str, float]]:
@@ -106,6 +150,8 @@ def _kernel_seconds(settings: str, bf16: bool) -> dict[str, dict[str, float]]:
     with default_backend("nki-simulator", allow=["chunked"]):
         kernels = estimate_kernels(work)
     for kernel, times in kernels:
+        if kernel.startswith("cross_entropy"):
+            continue
         name = next((part for start, part in KERNELS.items() if kernel.startswith(start)), "fused")
         total = seconds.setdefault(name, dict.fromkeys(times, 0.0))
         for reading, time in times.items():
