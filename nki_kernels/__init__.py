@@ -11,11 +11,10 @@
     chunk, chunk_gradients   one chunk of the gated delta rule, forward and backward: equations and letters
     cells                    a sequence cut into 128 channels by 512 tokens: loads, transpositions, stores
     triangular               the inverse of a chunk's triangular matrix
-    tiles                    pieces of kernels: loads, constants, transpositions, sums of rows
+    tiles                    pieces of kernels: loads, constants, transpositions, sums of rows, examples
     plan                     how work is cut into calls, waves, bundles and lanes, and every bound
     language                 the one import of NKI, from Neuron's package or from the simulator
     simulator                NKI's instructions in NumPy, with Trn1's limits and a cost model
-    examples                 arguments for the simulator's report
     precision_probe          how exact the chip's float32 products are
 
 In kernels a name that ends in `_sb` is a tile in SBUF, and one that ends in `_ps` a tile in PSUM; `_t` says

@@ -13,10 +13,9 @@ the logits again, which costs less than moving them. dW of a block adds up in PS
 written once, dx adds up in SBUF. dz is rounded to the dtype of x, which is that of the operation's products.
 """
 
-from delta_trn.nki_kernels.examples import normals, uniforms
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import build_identity, copy_scaled, load, psum, sbuf
+from delta_trn.nki_kernels.tiles import build_identity, copy_scaled, load, normals, psum, sbuf, uniforms
 
 MOST_TOKENS = 1024
 MOST_D = 2 * BANK  # dW of a block fills four banks of PSUM

@@ -22,7 +22,6 @@ is idle, so it sums dX'_j diag(e_j) - X_j diag(s_j) over the columns j, in float
 stays on chip between the two passes over D where D DV fits; where not, it is read twice.
 """
 
-from delta_trn.nki_kernels.examples import normals, uniforms
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
@@ -32,9 +31,11 @@ from delta_trn.nki_kernels.tiles import (
     load,
     multiply_elements,
     multiply_rows,
+    normals,
     psum,
     sbuf,
     sum_rows,
+    uniforms,
 )
 
 RESIDENT = 8 * 1024  # numbers of X per partition, forward: 32 of 176 KiB, and as much for X k

@@ -40,7 +40,6 @@ from delta_trn.nki_kernels.chunk_gradients import (
     transpose_state,
     transpose_writes,
 )
-from delta_trn.nki_kernels.examples import normals, rule_inputs
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
@@ -48,7 +47,9 @@ from delta_trn.nki_kernels.tiles import (
     build_constants,
     copy_scaled,
     multiply_elements,
+    normals,
     psum,
+    rule_inputs,
     sbuf,
     take_corners,
     transpose,

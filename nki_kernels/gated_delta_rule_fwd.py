@@ -29,7 +29,6 @@ from delta_trn.nki_kernels.chunk import (
     transpose_side,
     weight_decays,
 )
-from delta_trn.nki_kernels.examples import rule_inputs
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import list_waves, pad_to_rows, split_evenly
 from delta_trn.nki_kernels.tiles import (
@@ -37,6 +36,7 @@ from delta_trn.nki_kernels.tiles import (
     copy_scaled,
     multiply_elements,
     psum,
+    rule_inputs,
     sbuf,
     take_corners,
     transpose,

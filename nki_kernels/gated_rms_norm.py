@@ -13,7 +13,6 @@ takes the Vector engine two cycles per element and the GpSimd engine one, so GpS
 per row are the Scalar engine's.
 """
 
-from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, LEAST_RSQRT, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
@@ -22,6 +21,7 @@ from delta_trn.nki_kernels.tiles import (
     invert_sums,
     load,
     multiply_on_gpsimd,
+    normals,
     psum,
     sbuf,
     sum_rows,

@@ -32,7 +32,6 @@ from delta_trn.nki_kernels.cells import (
     transpose_back,
     transpose_tokens,
 )
-from delta_trn.nki_kernels.examples import normals
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.tiles import (
@@ -40,6 +39,7 @@ from delta_trn.nki_kernels.tiles import (
     copy_scaled,
     load,
     multiply_on_gpsimd,
+    normals,
     psum,
     sbuf,
     sum_rows,

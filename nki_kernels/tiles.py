@@ -1,13 +1,17 @@
 """Holds what the kernels share on chip: tiles, loads, identities and triangles, transpositions, sums of rows.
 
 These are plain functions that a kernel inlines. Products that add up in PSUM always name the same view of it:
-whether a matmul adds or overwrites, NKI decides by the view.
+whether a matmul adds or overwrites, NKI decides by the view. At the end stand seeded arguments, for the
+`example` of each kernel in `delta-trn simulator report`.
 """
 
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import PARTITIONS, choose_square_scale
+from delta_trn.nki_kernels.plan import PARTITIONS, choose_square_scale, split_decays
 
 L2NORM_EPS = 1e-6
 
@@ -210,3 +214,31 @@ def invert_norms(x, norm):
     out_sb = invert_scaled_norms(x, norm)
     nisa.tensor_scalar(dst=out_sb, data=out_sb, op0=nl.multiply, operand0=norm["scale"])
     return out_sb
+
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def normals(dtype, *shapes):
+    """Returns a standard normal array in `dtype` for each shape."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is none of {', '.join(DTYPES)}; name one of them")
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for shape in shapes]
+
+
+def uniforms(*shape):
+    """Returns an array of numbers between 0 and 1, float32."""
+    return np.random.default_rng(1).random(shape, np.float32)
+
+
+def rule_inputs(B, T, H, HV, K, V, dtype):
+    """Returns q, k, v, g, beta, do of a layer at initialization: decays of .43 to 1, beta in [0, 1).
+
+    g is [B, T, HV, 2], as the rule's kernels take it.
+    """
+    if HV % H:
+        raise ValueError(f"HV={HV} is not a multiple of H={H}; give value heads in groups of equal size")
+    q, k, v, do = normals(dtype, (B, T, H, K), (B, T, H, K), (B, T, HV, V), (B, T, HV, V))
+    g, beta = np.split(uniforms(2 * B, T, HV), 2)
+    return q, k, v, np.stack(split_decays(-(g**3)), -1), beta.astype(DTYPES[dtype]), do
