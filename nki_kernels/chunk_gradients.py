@@ -15,7 +15,7 @@ The raw gradients of q and k lack what goes through the norms. A row x of either
 dx - x r^2 <x, dx>, because lengthening x changes nothing.
 
 U_i is beta_i times what v_i is off by when it is written, and so is every rounding of it: dbeta has no error
-that a small beta would magnify. Where beta is 0, backward takes LEAST_STRENGTH instead. The usual form,
+that a small beta would magnify. It is at least LEAST_STRENGTH to backward. The usual form,
 <dR_i, v_i> + <k_i, (Z K - diag(gamma) dR S^T)_i>, is a difference of large sums where keys are alike: in
 bfloat16 it had 1.34 times the error that parity allows (case alike).
 
@@ -37,9 +37,9 @@ for dK anyway: where a later token erases what was written, K dS' is 0 before an
 Backward adds these tiles to a chunk's dict:
 
     do, U                            rounded [rows, lanes, V]
-    U_exact                          U, float32; not 0 where beta is 0, as U is
-    inverse_beta, writes_at_all      1 / beta; 0 where beta is 0, else 1 [rows, lanes]
-    dv_scale, erase_scale            beta r_k; -beta r_k^2 gamma, both 0 where beta is 0
+    U_exact                          U, float32, of the raised beta: not 0 where beta is 0, as U is
+    inverse_beta, share              1 / the raised beta; beta over it, 1 but where beta is tiny [rows, lanes]
+    dv_scale                         beta r_k [rows, lanes]
     S                                the state that the chunk meets, a tile per part of K [f, lanes, V]
     S_rounded                        the same, rounded
     PT                               P T, rounded [rows, lanes, rows]
@@ -69,9 +69,9 @@ from delta_trn.nki_kernels.tiles import (
     transpose,
 )
 
-# Of a token in backward; a power of two, so that dividing by it rounds nothing. Small enough that what 128
-# such tokens add to another's U is less than its rounding; large enough that v = 1e-30 does not underflow.
-LEAST_STRENGTH = 2.0**-32
+# Of a token in backward; a power of two, so that dividing by it rounds nothing. Small enough that what such a
+# token adds to another's U is less than its rounding; large enough that v = 1e-30 does not underflow.
+LEAST_STRENGTH = 2.0**-26
 
 
 def transpose_state(S, parts, value_parts, table):
@@ -123,7 +123,7 @@ def compute_writes(chunk, constants):
                 is_stationary_onezero=True,
             )  # fmt: skip
         copy_scaled(U_exact_sb[:, lane, :], U_ps)
-        copy_scaled(U_sb[:, lane, :], U_ps, chunk["writes_at_all"][:, lane : lane + 1])
+        copy_scaled(U_sb[:, lane, :], U_ps, chunk["share"][:, lane : lane + 1])
     chunk["U"], chunk["U_exact"] = U_sb, U_exact_sb
 
 
@@ -215,7 +215,7 @@ def read_states(chunk, bundle, table):
         multiply_parts(written_ps, chunk["U_t"], chunk["dS_t"], lane, lane)
         read_sb, written_sb = sbuf((rows, 2, K), products), sbuf((rows, K), products)
         copy_scaled(read_sb[:, 0, :], state_ps[:, 0, :], chunk["gamma"][:, lane : lane + 1])
-        copy_scaled(read_sb[:, 1, :], state_ps[:, 1, :], chunk["erase_scale"][:, lane : lane + 1])
+        copy_scaled(read_sb[:, 1, :], state_ps[:, 1, :], chunk["minus_strength_gamma"][:, lane : lane + 1])
         copy_scaled(written_sb, written_ps, chunk["lambda"][:, lane : lane + 1])
         chunk["read"].append(read_sb)
         chunk["written"].append(written_sb)

@@ -162,13 +162,17 @@ def list_work(chunks, every):
 
 
 def invert_beta(chunk):
-    """Adds 1 / beta [rows, lanes], and `writes_at_all`, 1 or 0: where beta is 0 it becomes LEAST_STRENGTH.
+    """Raises beta [rows, lanes] to LEAST_STRENGTH at least; adds 1 / beta, and `share`, beta over that.
 
-    So U / beta is what a token would write with beta = 1. All but L, R and dbeta take such a beta as 0.
+    So U / beta is known where a token writes nothing. What `share` multiplies is of the beta that was given:
+    all but dbeta.
     """
     beta_sb = chunk["beta"]
-    chunk["inverse_beta"], chunk["writes_at_all"] = sbuf(beta_sb.shape), sbuf(beta_sb.shape)
-    nisa.tensor_scalar(dst=chunk["writes_at_all"], data=beta_sb, op0=nl.greater, operand0=0.0)
+    chunk["inverse_beta"], chunk["share"] = sbuf(beta_sb.shape), sbuf(beta_sb.shape)
+    nisa.tensor_scalar(
+        dst=chunk["share"], data=beta_sb, op0=nl.multiply, operand0=1 / LEAST_STRENGTH, op1=nl.minimum,
+        operand1=1.0,
+    )  # fmt: skip
     nisa.tensor_scalar(dst=beta_sb, data=beta_sb, op0=nl.maximum, operand0=LEAST_STRENGTH)
     nisa.reciprocal(dst=chunk["inverse_beta"], data=beta_sb)
 
@@ -193,10 +197,8 @@ def scale_again(chunks, bundle, scale, constants):
         loaded = chunks[i]
         chunks[i] = scale_chunk(loaded, bundle, scale, table)
         chunks[i]["inverse_beta"] = loaded["inverse_beta"]
-        writes = loaded["writes_at_all"]
-        chunks[i]["writes_at_all"] = writes
-        chunks[i]["dv_scale"] = multiply_elements(chunks[i]["value_scale"], writes)
-        chunks[i]["erase_scale"] = multiply_elements(chunks[i]["minus_strength_gamma"], writes)
+        chunks[i]["share"] = loaded["share"]
+        chunks[i]["dv_scale"] = multiply_elements(chunks[i]["value_scale"], loaded["share"])
         chunks[i]["do"] = scale_lanes(loaded["do"], chunks[i]["read_scale"], table["products"])
 
 
@@ -263,9 +265,9 @@ def apply_inverse(chunk, bundle, parts, goes_on, products):
         for lane in range(T_sb.shape[1]):
             W_ps = psum((T_sb.shape[0], chunk["W"].shape[2]))
             nisa.nc_matmul(dst=W_ps, stationary=T_sb[:, lane, :], moving=chunk["lambda_k"][:, lane, :])
-            copy_scaled(chunk["W"][:, lane, :], W_ps, chunk["writes_at_all"][:, lane : lane + 1])
+            copy_scaled(chunk["W"][:, lane, :], W_ps, chunk["share"][:, lane : lane + 1])
     chunk["gamma_q"] = scale_heads(chunk["qk"], 0, chunk["gamma"], bundle, products)
-    chunk["erased_k"] = scale_heads(chunk["qk"], 1, chunk["erase_scale"], bundle, products)
+    chunk["erased_k"] = scale_heads(chunk["qk"], 1, chunk["minus_strength_gamma"], bundle, products)
 
 
 def solve_residual(chunk, S, bundle, products):
@@ -287,12 +289,12 @@ def solve_state(chunk, parts, goes_on, constants):
 def differentiate_residual(chunk, dS, bundle, products):
     """Runs READ: from the gradient dS of the state that a chunk leaves, computes dR; rounds both.
 
-    The rounded dR is 0 where beta is 0, and so is all that is made of it, dk among it.
+    The rounded dR is multiplied by `share`: it is 0 where beta is 0, and so is all that is made of it.
     """
     chunk["dS"] = dS
     chunk["dS_rounded"] = round_state(dS, products)
     chunk["dR"] = compute_residual_gradient(chunk, chunk["dS_rounded"], bundle)
-    chunk["dR_rounded"] = scale_lanes(chunk["dR"], chunk["writes_at_all"], products)
+    chunk["dR_rounded"] = scale_lanes(chunk["dR"], chunk["share"], products)
 
 
 def differentiate_state(chunk, parts):
