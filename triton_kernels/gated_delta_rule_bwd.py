@@ -163,15 +163,15 @@ def reverse_scan_kernel(
             # the first state is known unrounded, and so is its gradient, which dinitial_state holds so far
             tl.debug_barrier()
             tile = first * HV + i_h
-            p_state = (i_n * HV + i_h) * (K * V)
+            o_first = (i_n * HV + i_h) * (K * V) + o_state
             b_S = tl.load(S + tile * (V * K) + o_state, mask=m_vk, other=0.0).to(tl.float32)
             b_dS = tl.load(dS + tile * (V * K) + o_state, mask=m_vk, other=0.0).to(tl.float32)
-            b_initial = tl.load(initial_state + p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
+            b_initial = tl.load(initial_state + o_first, mask=m_vk, other=0.0).to(tl.float32)
             if dinitial_state is None:
                 b_lost = (b_initial - b_S) * b_dS
             else:
                 b_lost = -b_S * b_dS
-                b_lost += b_initial * tl.load(dinitial_state + p_state + o_state, mask=m_vk, other=0.0)
+                b_lost += b_initial * tl.load(dinitial_state + o_first, mask=m_vk, other=0.0)
                 tl.debug_barrier()
             tl.store(carry + tile * NV + i_v, tl.sum(tl.sum(b_lost, axis=1), axis=0))
     if dinitial_state is not None:
