@@ -52,5 +52,5 @@ def gates(quick: bool) -> dict[str, dict[str, Any]]:
 
 
 def layouts(quick: bool) -> dict[str, dict[str, Any]]:
-    """Returns the layouts of sequences: dense, and packed with a table of boundaries, which has states too."""
+    """Returns the layouts of sequences: dense; packed, with a table of boundaries and with states."""
     return ({} if quick else {"dense": dict.fromkeys(PACKED_ARGUMENTS)}) | {"packed": {}}
