@@ -237,6 +237,12 @@ class TestVerdict:
         assert rows[64, 0].nats == 0 and rows[256, 0].nats == pytest.approx(0.48) and rows[256, 0].error == 0
         assert rows[256, -1].nats == pytest.approx(0.1 * (1.2**2 - 0.2**2))
 
+    def test_costs_are_found_on_a_grid_of_half_octaves(self):
+        """Four times sqrt(2) is 2^2 and a rounding, which made half of the best rate another rate."""
+        rates = [math.log2(2.0**-9 * 1.4142135623730951**k) for k in range(9)]
+        curves = [curve(width, [(x, 3 + (x + 6) ** 2, 0) for x in rates]) for width in (64, 256)]
+        assert [c.nats for c in costs(curves) if c.width == 256] == pytest.approx([1, 0, 1])
+
     def test_noise_leaves_a_side_undecided(self):
         result = drift("flank", self.curves([-6.2, -6.2, -6.2], noise=0.15))
         assert not result.windows or result.verdict == "undecided"

@@ -1,7 +1,7 @@
 """The evidence for muP in stages: each a sweep with a budget, and a prediction before width 512 is looked at.
 
-Stages come in the order of what they say. Seconds are those of one process on one core, the medians of
-results/2026-11-21_cpu_transfer, scaled by steps, batch and layers; other machines differ, and the budget of a
+Stages come in the order of what they say. Seconds are those of one process on one core, the least of
+results/2026-11-23_cpu_evidence, scaled by steps, batch and layers; other machines differ, and the budget of a
 stage is what stops it.
 """
 
@@ -22,7 +22,7 @@ from delta_trn.train.studies.sweep.report import Curve, drift, reports
 from delta_trn.train.studies.sweep.results import SAFE, Results, losses
 from delta_trn.train.studies.sweep.sides import Name, Side
 
-SECONDS = {64: 26.0, 128: 46.0, 256: 119.0, 512: 450.0}
+SECONDS = {64: 7.5, 128: 17.4, 256: 55.2}
 PREDICTED = (512, 1024, 2048)
 SIDES: tuple[Name, ...] = ("whole", "flank", "wall")
 

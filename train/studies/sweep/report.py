@@ -16,6 +16,7 @@ OCTAVES = 1.5
 NEAREST = 5
 # Octaves beside the narrowest width's best rate at which the table of costs looks.
 BESIDE = (-1.0, 0.0, 1.0)
+DIGITS = 6  # of the logarithm of a rate: rates of a grid carry the rounding of its factor
 NORMALIZED = (
     "this is normalized SGD and no control for muP. Clipping gives every step that it shortens{steps} the "
     "same length at every width, which is nearly what muP asks for"
@@ -240,13 +241,12 @@ def costs(curves: Sequence[Curve]) -> list[Cost]:
     first, _ = measured[0].best or (0.0, 0.0)
     rows = []
     for c in measured:
-        own, _ = c.best or (0.0, 0.0)
-        at = {(x, seed): y for x, y, seed in c.points}
+        own = round((c.best or (0.0, 0.0))[0], DIGITS)
+        at = {(round(x, DIGITS), seed): y for x, y, seed in c.points}
         seeds = [seed for x, seed in at if x == own]
         for octaves in BESIDE:
-            differences = [
-                at[first + octaves, seed] - at[own, seed] for seed in seeds if (first + octaves, seed) in at
-            ]
+            asked = round(first + octaves, DIGITS)
+            differences = [at[asked, seed] - at[own, seed] for seed in seeds if (asked, seed) in at]
             if not differences:
                 continue
             mean, n = sum(differences) / len(differences), len(differences)
