@@ -45,11 +45,13 @@ def test_scans_of_few_heads_stay_narrow_so_that_more_processors_work():
 
 
 @pytest.mark.parametrize(
-    ("K", "C", "columns", "warps"), [(64, 32, 32, 4), (128, 16, 16, 4), (129, 16, 16, 8)]
+    ("K", "C", "columns", "warps", "for_gradients"),
+    [(64, 32, 32, 4, 8), (128, 16, 16, 4, 4), (129, 16, 16, 8, 8)],
 )
-def test_launches_over_a_sequence_in_float32(K, C, columns, warps):
+def test_launches_over_a_sequence_in_float32(K, C, columns, warps, for_gradients):
     one = Tile(columns, warps, 1)
-    assert config(K, 256, itemsize=4) == Config(C, arithmetic(), Tile(0, warps, 1), one, one, one)
+    gradients = replace(one, warps=for_gradients)
+    assert config(K, 256, itemsize=4) == Config(C, arithmetic(), Tile(0, warps, 1), one, one, gradients)
 
 
 @pytest.mark.parametrize(
