@@ -15,7 +15,8 @@ The raw gradients of q and k lack what goes through the norms. A row x of either
 dx - x r^2 <x, dx>, because lengthening x changes nothing.
 
 U_i is beta_i times what v_i is off by when it is written, and so is every rounding of it: dbeta has no error
-that a small beta would magnify. It is at least LEAST_STRENGTH to backward. The usual form,
+that a small beta would magnify. Where beta is less than LEAST_STRENGTH, L, R and U are of LEAST_STRENGTH, and
+`share` takes the excess out of everything but dbeta. The usual form,
 <dR_i, v_i> + <k_i, (Z K - diag(gamma) dR S^T)_i>, is a difference of large sums where keys are alike: in
 bfloat16 it had 1.34 times the error that parity allows (case alike).
 
@@ -198,7 +199,7 @@ def view_key_gradient(chunk, side, h):
 
 
 def read_states(chunk, bundle, table):
-    """Adds what states do to the gradients of the bundle's raw q and k, rounded, and dot products for g's:
+    """Adds, rounded, what states do to the gradients of the bundle's raw q and k, and dot products for dg.
 
     read        per lane gamma dO S^T and -diag(beta) gamma dR S^T [rows, 2, K]
     written     per lane diag(lambda) U dS'^T [rows, K]

@@ -189,7 +189,7 @@ def multiply_states(states, columns, heads, eye_sb):
 
 
 def copy_sides(by_side_sb, by_tile_ps, first, tiles, count):
-    """Copies r and p of `count` heads a tile from [v, tile, (side, head)] to [v, side, (tile, head)]."""
+    """Copies r and p of `count` heads per tile from [v, tile, (side, head)] to [v, side, (tile, head)]."""
     size, _, c = by_side_sb.shape
     all_tiles, width = by_tile_ps.shape[1], by_tile_ps.shape[2]
     heads = width // 2

@@ -85,7 +85,7 @@ def precision(clock: Clock, dry: bool) -> dict[str, Any]:
 
 
 def rate(clock: Clock, dry: bool) -> dict[str, Any]:
-    """Measures the cycles of a pass, and names the reading with the lesser sum of squared logarithms."""
+    """Measures the cycles of a pass, and names the reading of the cost model that is nearer to them."""
     ghz = TARGETS["trn1"].tensor_ghz
     cycles: dict[str, dict[int, float]] = {}
     far = dict.fromkeys((reading.name for reading in READINGS), 0.0)

@@ -337,7 +337,7 @@ def _again(case: RandomCase, backend: str, results: Tensors, criterion: Criterio
 
 
 def _wanted(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
-    """Wants all gradients, or where all were wanted every other one."""
+    """Asks for other gradients than the case: for all, or where it asks for all, for every other one."""
     names = case.floats()
     others = tuple(names if len(case.wanted) < len(names) else names[::2])
     every = outcome(replace(case, wanted=others), backend) if others else results
