@@ -113,6 +113,13 @@ STAGES: Mapping[str, Stage] = {
          # the standard library has 3.4 million tokens, which would be read more than once
          "lrs": "2**-8..2**-7", "data.source": "site-packages", "data.max_tokens": "20000000"},
     ),
+    "ddl": _stage(
+        "7. Deep Delta Learning's own table: muP where layers write by the delta rule over depth", 1.5,
+        # its branches give directions, which have no length to begin from 0 with
+        {"optimizers": "adamw", "parametrizations": "mup,sp", "refine": "0", "model.residual": "ddl",
+         "model.ddl_value_channels": "4", "model.ddl_compressor": "token", "widths": "64,256", "seeds": "0,1",
+         "lrs": "2**-9..2**-5"},
+    ),
 }  # fmt: skip
 AFTER_PREDICTION, BEFORE_PREDICTION = "width_512", "widths"
 
