@@ -215,6 +215,24 @@ def gradients_kernel(
     p_v = (start * HV + i_h) * V
     p_U = tile * (C * V)
     p_S = tile * (V * K)
+    # what is needed once per token is loaded here, together: later, each load would wait for memory
+    p_g = start * HV + i_h + o_c * HV
+    b_last = tl.load(p_rows + C - 1)
+    b_last_low = tl.load(p_rows + 2 * C - 1)
+    if A_log is not None:
+        b_s = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
+        if dt_bias is not None:
+            b_s += tl.load(dt_bias + i_h).to(tl.float32)
+        rate = tl.load(A_log + i_h).to(tl.float32)
+    if beta_max is not None:
+        b_z = tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32)
+    b_b = tl.load(p_rows + o_c)
+    b_b_low = tl.load(p_rows + C + o_c)
+    b_rq = tl.load(p_rows + 2 * C + o_c)
+    b_rk = tl.load(p_rows + 3 * C + o_c)
+    b_fq, b_fk = b_rq, b_rk
+    if SCALED:
+        b_fq, b_fk = split_power(b_rq)[1], split_power(b_rk)[1]
 
     b_OU = tl.zeros([C, C], dtype=tl.float32)  # dO U^T
     b_YU = tl.zeros([C, C], dtype=tl.float32)  # dY U^T
@@ -248,13 +266,6 @@ def gradients_kernel(
 
     b_q = tl.load(q + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
     b_k = tl.load(k + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-    b_b = tl.load(p_rows + o_c)
-    b_b_low = tl.load(p_rows + C + o_c)
-    b_rq = tl.load(p_rows + 2 * C + o_c)
-    b_rk = tl.load(p_rows + 3 * C + o_c)
-    b_fq, b_fk = b_rq, b_rk
-    if SCALED:
-        b_fq, b_fk = split_power(b_rq)[1], split_power(b_rk)[1]
     lower = o_c[:, None] >= o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
@@ -331,12 +342,11 @@ def gradients_kernel(
         b_YS = accumulate(b_YS, b_dY, b_S, DOT)
         b_US = accumulate(b_US, b_U, b_dS, DOT)
         b_SdS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=1)
-    b_last = tl.load(p_rows + C - 1)
     b_carry = tl.sum(b_SdS, axis=0)
     if carry is not None:
         for i_tile in range(0, TILES):
             b_carry += tl.load(carry + tile * TILES + i_tile)
-    b_lam = tl.exp((b_last - b_b) + (tl.load(p_rows + 2 * C - 1) - b_b_low))
+    b_lam = tl.exp((b_last - b_b) + (b_last_low - b_b_low))
     b_k32 = b_k.to(tl.float32) * b_fk[:, None]
     b_kYS = b_gam * tl.sum(b_k32 * b_YS, axis=1)
     b_dbeta -= b_kYS
@@ -356,12 +366,7 @@ def gradients_kernel(
     b_dg += tl.sum(tl.where(strict, b_writes[None, :], 0.0), axis=1)
     b_dg += tl.cumsum(b_reads, axis=0, reverse=True)
     b_dg += tl.exp(b_last) * b_carry
-    p_g = start * HV + i_h + o_c * HV
     if A_log is not None:
-        b_s = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
-        if dt_bias is not None:
-            b_s += tl.load(dt_bias + i_h).to(tl.float32)
-        rate = tl.load(A_log + i_h).to(tl.float32)
         b_minus_g = scale_by_exp(rate, softplus(b_s), b_s)
         # a reset has no gradient; its g may be infinite
         m_g = m_t & ~(b_minus_g >= -RESET)
@@ -369,7 +374,6 @@ def gradients_kernel(
         b_dg = tl.where(m_g, -b_dg * scale_by_exp(rate, tl.sigmoid(b_s), b_s), 0.0)
         tl.store(dgates + tile * 2 + 1, tl.sum(b_dg, axis=0))
     if beta_max is not None:
-        b_z = tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32)
         b_dbeta *= beta_max * tl.sigmoid(b_z) * tl.sigmoid(-b_z)
     tl.store(dg + p_g, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m_t)
     tl.store(dbeta + p_g, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)

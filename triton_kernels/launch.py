@@ -66,8 +66,7 @@ GRADIENTS = {
     True: (
         Row("gradients",          2,   64,  ANY,     4,     1,  (16, 64)),
         Row("gradients",          2,   96,  ANY,     4,     3,  (16, 32)),
-        Row("gradients",          2,  128,  128,     4,     1,  (16, 64)),
-        Row("gradients",          2,  128,  ANY,     4,     3,  (16, 32)),
+        Row("gradients",          2,  128,  ANY,     4,     1,  (16, 64)),
         Row("gradients",          2,  ANY,  ANY,     8,     3,  (16, 32)),
     ),
     # with every C x C product computed twice, four warps spill 1,400 bytes per thread
