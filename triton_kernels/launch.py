@@ -64,8 +64,6 @@ class Row:
 GRADIENTS = {
     # four warps, so that two programs fit an SM
     True: (
-        Row("gradients",          2,   64,  ANY,     4,     1,  (16, 64)),
-        Row("gradients",          2,   96,  ANY,     4,     3,  (16, 32)),
         Row("gradients",          2,  128,  ANY,     4,     1,  (16, 64)),
         Row("gradients",          2,  ANY,  ANY,     8,     3,  (16, 32)),
     ),
