@@ -61,13 +61,21 @@ class HubSource:
             raise self._unreachable(error) from error
 
     def open(self, revision: str | None) -> Any:
-        """Returns the `datasets.IterableDataset` of one commit."""
+        """Returns the `datasets.IterableDataset` of one commit.
+
+        Of parquet, which most datasets are, no column but the text is fetched and decoded.
+        """
         import datasets
 
+        def load(**options: Any) -> Any:
+            where = {"split": self.split, "streaming": True, "revision": revision}
+            return datasets.load_dataset(self.dataset, self.subset, **where, **options)
+
         try:
-            return datasets.load_dataset(
-                self.dataset, self.subset, split=self.split, streaming=True, revision=revision
-            )
+            dataset = load()
+            if dataset.info.builder_name == "parquet" and self.text_field in (dataset.column_names or ()):
+                return load(columns=[self.text_field])
+            return dataset
         except ValueError as error:  # an unknown subset or split: its message lists the known ones
             raise SourceError(
                 f"dataset {self.dataset!r} has no subset {self.subset!r} with split {self.split!r}: {error}"

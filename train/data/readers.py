@@ -1,4 +1,4 @@
-"""Documents of one file, or of one row, as (text, share of the file that has been read).
+"""Documents of one file, or of one row, as (text, share of the file that has been read, mark to go on from).
 
 pyarrow reads parquet. Lines of .txt and .jsonl are read here, because the builders of `datasets` change text:
 theirs turns "\\r\\n" into "\\n", reads dates as times and numbers as text, and refuses half a surrogate pair.
@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from delta_trn.train.settings.errors import SourceError
 
@@ -27,7 +27,24 @@ LONG_LINE = 2**22  # characters: of a line that is longer, no more than about tw
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BEFORE_A_SPACE = re.compile(r"(?<=\S)(?=\s)")
 
-Documents = Iterator[tuple[str, float]]
+
+class Mark(NamedTuple):
+    """A place of a file from which reading goes on without what stands before it.
+
+    offset      bytes before it, unpacked; in a .parquet file row groups
+    documents   documents before it
+    lines       lines before it, which messages count
+    separated   whether a text had a separator before it
+    """
+
+    offset: int = 0
+    documents: int = 0
+    lines: int = 0
+    separated: bool = False
+
+
+START = Mark()
+Documents = Iterator[tuple[str, float, Mark]]
 
 
 def _zstd(file: BinaryIO) -> Any:
@@ -70,58 +87,83 @@ def open_unpacked(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[int
             raise SourceError(f"{path} {what} ({error}); copy it again, or pack it again") from error
 
 
-def read_divided_text(path: Path, section: int) -> Documents:
+def _pass_over(file: io.BufferedReader, size: int) -> None:
+    """Moves a file that was just opened `size` bytes on. Not every unpacking stream can seek."""
+    if isinstance(file, io.BufferedReader) and isinstance(file.raw, io.FileIO):
+        file.seek(size)
+        return
+    while size > 0 and (block := file.read(min(size, 2**20))):
+        size -= len(block)
+
+
+def read_divided_text(path: Path, section: int, mark: Mark = START) -> Documents:
     """Reads a text file as `read_text` does, and cuts what would be its only document into pieces.
 
     One document cannot be divided into training and held-out text.
     """
-    held: list[tuple[str, float]] = []
-    documents = read_text(path, section)
+    documents = read_text(path, section, mark)
+    if mark != START:  # only several documents have one
+        yield from documents
+        return
+    held: list[tuple[str, float, Mark]] = []
     for document in documents:
         held.append(document)
-        if sum(bool(text.strip()) for text, _ in held) > 1:
+        if sum(bool(text.strip()) for text, _, _ in held) > 1:
             yield from held
             yield from documents
             return
-    for text, share in held:
-        yield from ((piece, share) for piece in _cut(text, 2 * section))
+    for text, share, _ in held:
+        yield from ((piece, share, START) for piece in _cut(text, 2 * section))
 
 
-def read_text(path: Path, section: int) -> Documents:
+def read_text(path: Path, section: int, mark: Mark = START) -> Documents:
     """Reads a text file: one document between two separators, or several where that is long.
 
     A document ends at the first blank line after `section` characters, or at the first line's end after twice
     as many. A line longer than LONG_LINE is cut into pieces that long, between two words if it has any.
     """
     lines: list[str] = []
-    length = read = 0
-    separated = False
+    read, number, separated = mark.offset, mark.documents, mark.separated
+    length = 0
 
     def document() -> str:
         text = "".join(lines)
         return text.strip("\r\n") if separated else text  # a separator stands on a line of its own
 
     # newline="": "\r\n" stays, so that a document's bytes are the file's
-    with open_unpacked(path) as (file, share), io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
-        for line in _lines(text, 2 * section):
-            read += len(line)
-            *ends, rest = line.split(SEPARATOR)
-            for end in ends:
-                separated = True
-                lines.append(end)
-                yield document(), share(read)
-                lines, length = [], 0
-            lines.append(rest)
-            length += len(rest)
-            if length >= section and (not rest.strip() or length >= 2 * section):
-                yield document(), share(read)
-                lines, length = [], 0
+    with open_unpacked(path) as (file, share):
+        _pass_over(file, read)
+        with io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
+            for line, is_whole in _lines(text, 2 * section):
+                read += _size(line)
+                *ends, rest = line.split(SEPARATOR)
+                for left, end in enumerate(ends, start=1 - len(ends)):
+                    separated = True
+                    lines.append(end)
+                    number += 1
+                    if is_whole and left == 0 and rest:
+                        mark = Mark(read - _size(rest), number, separated=True)
+                    yield document(), share(read), mark
+                    lines, length = [], 0
+                lines.append(rest)
+                length += len(rest)
+                if length >= section and (not rest.strip() or length >= 2 * section):
+                    number += 1
+                    if is_whole:
+                        mark = Mark(read, number, separated=separated)
+                    yield document(), share(read), mark
+                    lines, length = [], 0
     if lines:
-        yield document(), 1.0
+        yield document(), 1.0, mark
 
 
-def _lines(file: TextIO, size: int) -> Iterator[str]:
-    """Yields lines, and of one that is longer than LONG_LINE pieces of about `size` characters."""
+def _size(text: str) -> int:
+    """Returns how many bytes of UTF-8 a text has."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _lines(file: TextIO, size: int) -> Iterator[tuple[str, bool]]:
+    """Yields lines and True, and of one that is longer than LONG_LINE pieces of about `size` and False."""
     line, is_long = "", False
     while part := file.readline(LONG_LINE):
         line += part
@@ -129,12 +171,12 @@ def _lines(file: TextIO, size: int) -> Iterator[str]:
         is_long |= not is_end
         if is_long:
             *pieces, line = _cut(line, size)
-            yield from pieces
+            yield from ((piece, False) for piece in pieces)
         if is_end:
-            yield line
+            yield line, not is_long
             line, is_long = "", False
     if line:
-        yield line
+        yield line, False
 
 
 def _cut(text: str, size: int) -> Iterator[str]:
@@ -154,11 +196,12 @@ def _cut(text: str, size: int) -> Iterator[str]:
     yield text[start:]
 
 
-def read_jsonl(path: Path, text_field: str) -> Documents:
+def read_jsonl(path: Path, text_field: str, mark: Mark = START) -> Documents:
     """Reads one field of every line that is not blank."""
-    read = 0
+    read, documents = mark.offset, mark.documents
     with open_unpacked(path) as (file, share):
-        for number, line in enumerate(file, start=1):
+        _pass_over(file, read)
+        for number, line in enumerate(file, start=mark.lines + 1):
             read += len(line)
             if not line.strip():
                 continue
@@ -168,11 +211,19 @@ def read_jsonl(path: Path, text_field: str) -> Documents:
                 raise SourceError(
                     f"{path}:{number} is not JSON ({error}); expected one object per line"
                 ) from error
-            yield text_of(row, text_field, f"{path}:{number}"), share(read)
+            documents += 1
+            yield (
+                text_of(row, text_field, f"{path}:{number}"),
+                share(read),
+                Mark(read, documents, number),
+            )
 
 
-def read_csv(path: Path, text_field: str) -> Documents:
-    """Reads one column of a table whose first line names the columns; those of .tsv stand between tabs."""
+def read_csv(path: Path, text_field: str, mark: Mark = START) -> Documents:
+    """Reads one column of a table whose first line names the columns; those of .tsv stand between tabs.
+
+    It has no mark but the start: what stands before a line decides whether it is within quotes.
+    """
     csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise, for the whole process; documents are longer
     delimiter = "\t" if unpacked_name(path).suffix == ".tsv" else ","
     read = 0
@@ -188,7 +239,7 @@ def read_csv(path: Path, text_field: str) -> Documents:
                 raise _no_column(path, text_field, columns)
             for row in rows:
                 read += sum(len(cell) for cell in row.values() if isinstance(cell, str))
-                yield text_of(row, text_field, f"{path}:{rows.line_num}"), share(read)
+                yield text_of(row, text_field, f"{path}:{rows.line_num}"), share(read), START
         except (csv.Error, UnicodeDecodeError) as error:
             raise SourceError(
                 f"{path}:{rows.line_num} is not a line of a table in UTF-8 ({error}); mend it, or rename the "
@@ -200,7 +251,7 @@ def _no_column(path: Path, text_field: str, columns: list[str]) -> SourceError:
     return SourceError(f"{path} has no column {text_field!r}; it has {columns}: choose data.text_field")
 
 
-def read_parquet(path: Path, text_field: str) -> Documents:
+def read_parquet(path: Path, text_field: str, mark: Mark = START) -> Documents:
     """Reads one column, and decodes no other."""
     import pyarrow
     import pyarrow.parquet
@@ -213,13 +264,14 @@ def read_parquet(path: Path, text_field: str) -> Documents:
         columns = file.schema_arrow.names
         if text_field not in columns:
             raise _no_column(path, text_field, columns)
-        rows = (
-            row
-            for batch in file.iter_batches(batch_size=1024, columns=[text_field])
-            for row in batch.to_pylist()
-        )
-        for number, row in enumerate(rows, start=1):
-            yield text_of(row, text_field, f"{path} row {number}"), number / file.metadata.num_rows
+        number = mark.documents
+        for group in range(mark.offset, file.num_row_groups):
+            first = Mark(group, number)
+            for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[text_field]):
+                for row in batch.to_pylist():
+                    number += 1
+                    text = text_of(row, text_field, f"{path} row {number}")
+                    yield text, number / file.metadata.num_rows, first
 
 
 def text_of(row: Any, text_field: str, where: str) -> str:

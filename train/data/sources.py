@@ -25,7 +25,9 @@ from typing import Any, Protocol
 
 from delta_trn.train.data.hub import HubSource
 from delta_trn.train.data.readers import (
+    START,
     Documents,
+    Mark,
     open_unpacked,
     read_csv,
     read_divided_text,
@@ -234,27 +236,32 @@ class FileSource:
 
 
 class FileReader:
-    """Reads files. Its position: the file's index, how many of its documents were read, what was skipped."""
+    """Reads files. Its position: the file's index, how many of its documents were read, what was skipped,
+    and the mark from which that file is read on: nothing before it is read again.
+    """
 
     def __init__(self, source: FileSource, position: dict[str, Any]):
         self.skipped: Counter[str] = Counter(position.get("skipped", source.skipped))
         self._source = source
         self._file: int = position["file"]
         self._document: int = position["document"]
+        self._mark = Mark(*position.get("mark", START))
         self._sizes = [(source.root / name).stat().st_size for name in source.names]
         self._within = 0.0
 
     def __iter__(self) -> Iterator[str]:
         for name in self._source.names[self._file :]:
-            already_read = self._document
-            for number, (text, share) in enumerate(self._read(self._source.root / name), start=1):
+            already_read, documents = self._document, self._read(self._source.root / name, self._mark)
+            for number, (text, share, mark) in enumerate(documents, start=self._mark.documents + 1):
                 if number > already_read:
                     self._document, self._within = number, share * self._sizes[self._file]
+                    self._mark = mark
                     yield text
-            self._file, self._document, self._within = self._file + 1, 0, 0.0
+            self._file, self._document, self._within, self._mark = self._file + 1, 0, 0.0, START
 
     def position(self) -> dict[str, Any]:
-        return {"file": self._file, "document": self._document, "skipped": dict(self.skipped)}
+        place = {"file": self._file, "document": self._document, "mark": list(self._mark)}
+        return {**place, "skipped": dict(self.skipped)}
 
     def fraction(self) -> float:
         return min(1.0, (sum(self._sizes[: self._file]) + self._within) / (sum(self._sizes) or 1))
@@ -262,16 +269,16 @@ class FileReader:
     def close(self) -> None:
         """Does nothing: each file is closed once it is read."""
 
-    def _read(self, path: Path) -> Documents:
+    def _read(self, path: Path, mark: Mark) -> Documents:
         readers = {".jsonl": read_jsonl, ".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
         if reader := readers.get(unpacked_name(path).suffix):
-            return reader(path, self._source.text_field)
-        return self._read_text(path)
+            return reader(path, self._source.text_field, mark)
+        return self._read_text(path, mark)
 
-    def _read_text(self, path: Path) -> Documents:
+    def _read_text(self, path: Path, mark: Mark) -> Documents:
         try:
             read = read_divided_text if self._source.must_divide else read_text
-            yield from read(path, self._source.section)
+            yield from read(path, self._source.section, mark)
         except UnicodeDecodeError as error:
             if len(self._source.names) == 1:
                 raise SourceError(

@@ -124,7 +124,7 @@ def test_a_separator_in_a_long_line_is_never_cut(tmp_path, monkeypatch):
     for margin in range(40):
         path = tmp_path / "line.txt"
         path.write_text("x" * (600 + margin) + "<|endoftext|>" + "y" * 3000)
-        pieces = [text for text, _ in readers.read_text(path, 100)]
+        pieces = [text for text, _, _ in readers.read_text(path, 100)]
         assert "".join(pieces) == "x" * (600 + margin) + "y" * 3000
         assert not any("x" in piece and "y" in piece for piece in pieces)
 
@@ -176,6 +176,56 @@ def test_reading_continues_after_any_document(folder):
         assert rest.skipped == {"files that are not text": 2, "files that are not UTF-8": 1}
 
 
+ENDS = ("<|endoftext|>", "<|endoftext|>\n", " <|endoftext|> <|endoftext|>x\n", "\r\n", "\r", "\n\n", "\n", "")
+
+
+@pytest.mark.parametrize("must_divide", [True, False])
+def test_reading_continues_in_any_text_whatever_ends_its_documents(tmp_path, monkeypatch, must_divide):
+    """Lines that are cut, separators within and at the end, blank lines, carriage returns, no last line."""
+    monkeypatch.setattr(readers, "LONG_LINE", 60)
+    draw, path, marks = random.Random(0), tmp_path / "any.txt", 0
+    source = FileSource("any", tmp_path, (path.name,), section=40, must_divide=must_divide)
+    for count in range(30):
+        parts = [draw.choice("aé漢 ") * draw.choice((0, 1, 7, 30, 200)) for _ in range(count)]
+        path.write_bytes("".join(part + draw.choice(ENDS) for part in parts).encode())
+        whole = list(source.reader())
+        for stop in range(len(whole) + 1):
+            reader = source.reader()
+            before = list(islice(reader, stop))
+            marks += any(reader.position()["mark"])
+            assert before + list(source.reader(reader.position())) == whole, path.read_bytes()
+    assert marks > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in ("lines.txt", "stories.txt", "rows.jsonl") for kind in ("plain", "gz", "zst")]
+    + [("rows.parquet", "plain")],
+)
+def test_what_stands_before_a_position_is_not_parsed_again(tmp_path, name, kind):
+    """Nothing that could be parsed stands there when reading goes on."""
+    path, texts = tmp_path / name, [f"document {i} " + "word " * 20 for i in range(600)]
+    if name == "rows.parquet":
+        write_parquet(path, texts, row_group_size=50)
+    elif name == "rows.jsonl":
+        write_jsonl(path, texts)
+    else:
+        path.write_text(("\n" if name == "lines.txt" else "\n<|endoftext|>\n").join(texts))
+
+    def source():
+        file = path if kind == "plain" else pack(path, kind)
+        return FileSource("text", tmp_path, (file.name,), section=4 * len(texts[0]))
+
+    whole, reader = list(source().reader()), source().reader()
+    before = list(islice(reader, len(whole) * 2 // 3))
+    content = path.read_bytes()
+    damaged = len(content) // 3
+    path.write_bytes(b"PAR1" + b"\xff" * (damaged - 4) + content[damaged:])
+    assert before + list(source().reader(reader.position())) == whole
+    with pytest.raises((SourceError, OSError)):  # pyarrow's OSError, if it has to decode what is damaged
+        list(source().reader())
+
+
 def test_source_settings_depend_on_the_text_and_not_on_its_place(folder, tmp_path):
     import shutil
 
@@ -225,6 +275,14 @@ def test_a_hub_dataset_is_streamed_split_by_split(hub):
     assert list(HubSource(hub.name).reader()) == hub.rows
     assert list(HubSource(hub.name, split="validation").reader()) == ["held out 1", "held out 2"]
     assert hub.asked == [(hub.name, None)] * 2
+
+
+def test_of_a_hub_dataset_in_parquet_only_the_text_is_read(hub, monkeypatch):
+    """Otherwise rows would have `n`, too. A column that is not there is named beside those that are."""
+    dataset = HubSource(hub.name).open(None)
+    assert [dataset.column_names, *dataset.take(2)] == [["text"], *({"text": row} for row in hub.rows[:2])]
+    with pytest.raises(SourceError, match=r"has no field 'body'; it has \['n', 'text'\]"):
+        next(iter(HubSource(hub.name, text_field="body").reader()))
 
 
 @pytest.mark.parametrize("stop", [0, 1, 9, 10, 17, 30])
