@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, recurrent
-from delta_trn.backends.gated_delta_rule.contract import Rule
+from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule
 from delta_trn.backends.parity import baseline
 from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 from delta_trn.backends.parity.rule_cases import PER_HEAD, Case, Inputs, inputs
@@ -80,21 +80,39 @@ def judge_outcome(x: Inputs) -> dict[str, Tensor]:
 
 def literal_outcome(x: Inputs) -> dict[str, Tensor]:
     """Computes the same by the literal recurrence in the dtypes of x, not by way of the public operation."""
-    call = Rule(
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, scale=x.scale,
-        beta_max=x.beta_max, l2norm=x.case.normalized_inside, output_final_state=True,
-    )  # fmt: skip
-    with torch.no_grad():
-        o, final_state, saved = recurrent.forward(call, save=True)
-        assert final_state is not None
-        do = torch.zeros_like(o) if x.do is None else x.do
-        gradients = recurrent.backward(do, x.dstate, call, saved)
+    options = {
+        "scale": x.scale,
+        "use_gate_in_kernel": x.A_log is not None,
+        "use_beta_sigmoid_in_kernel": x.beta_max > 0,
+        "allow_neg_eigval": x.beta_max == 2,
+        "use_qk_l2norm_in_kernel": x.case.normalized_inside,
+    }
+    o, final_state, gradients = literal(x.tensors(), options, x.do, x.dstate)
     results = {"o": o, "final_state": final_state}
     for name, source in GRADIENTS.items():
         gradient = getattr(gradients, source)
         if gradient is not None:
             results[name] = gradient
     return results
+
+
+def literal(
+    x: Mapping[str, Tensor], options: Mapping[str, Any], do: Tensor | None, dstate: Tensor | None
+) -> tuple[Tensor, Tensor, Gradients]:
+    """Returns o, final_state and gradients of a call of the public operation by the literal recurrence."""
+    gated, beta_max = bool(options.get("use_gate_in_kernel")), 2.0 if options.get("allow_neg_eigval") else 1.0
+    call = Rule(
+        x["q"], x["k"], x["v"], x["g"], x["beta"], x.get("A_log") if gated else None,
+        x.get("dt_bias") if gated else None, x.get("initial_state"), x.get("cu_seqlens"),
+        scale=x["q"].shape[-1] ** -0.5 if options.get("scale") is None else options["scale"],
+        beta_max=beta_max if options.get("use_beta_sigmoid_in_kernel") else 0.0,
+        l2norm=bool(options.get("use_qk_l2norm_in_kernel")), output_final_state=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        o, final_state, saved = recurrent.forward(call, save=True)
+        assert final_state is not None
+        do = torch.zeros_like(o) if do is None else do
+        return o, final_state, recurrent.backward(do, dstate, call, saved)
 
 
 def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:

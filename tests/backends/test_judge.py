@@ -4,13 +4,15 @@ import ast
 import inspect
 import math
 import random
+import re
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from delta_trn.backends.gated_delta_rule import contract, recurrent
-from delta_trn.backends.parity import baseline, layer_cases, residual_cases, rule
+from delta_trn.backends.parity import baseline, layer_cases, properties, residual_cases, rule
 from delta_trn.backends.parity.baseline import Noise, Rounding
 from delta_trn.backends.parity.judge import (
     DTYPES,
@@ -22,6 +24,7 @@ from delta_trn.backends.parity.judge import (
     absolute,
     chance_factor,
 )
+from delta_trn.backends.parity.random_cases import draw
 from delta_trn.backends.parity.rule import judge_outcome, outcome, reference, reference_for
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
 
@@ -54,6 +57,59 @@ def test_the_judge_and_the_baseline_share_no_line_with_what_they_judge():
         assert used <= {"delta_trn.backends", "delta_trn.backends.delta_residual"} | {
             f"delta_trn.backends.parity.{name}" for name in ("baseline", "judge")
         }
+
+
+def code_that_runs(function):
+    """Returns the place of every Python function of this project that runs in a call, as "module:name"."""
+    places = set()
+
+    def note(frame, event, argument):
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("delta_trn."):
+            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+            places.add(f"{module.removeprefix('delta_trn.')}:{name}")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return places
+
+
+RESIDUAL = residual_cases.inputs(residual_cases.BY_NAME["residual_odd"], torch.bfloat16)
+CASES = [draw(1, index, "chunked") for index in (3, 4, 7, 10, 13)]
+JUDGES = {
+    "rule": lambda: reference_for(inputs(BY_NAME["gates_packed"], torch.bfloat16)),
+    "residual": lambda: list(residual_cases.samples(RESIDUAL, 1e-5)),
+    "random cases": lambda: [(properties.judge(case), *properties.samples(case)) for case in CASES],
+    **{
+        op: lambda case=case: layer_cases.outcome(case, layer_cases.inputs(case, torch.bfloat16), None)
+        for op, case in {case.op: case for case in layer_cases.CASES}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_no_line_of_a_backend_runs_while_judge_and_samples_are_computed(name):
+    """Imports of a module do not tell what runs: what it imports may call the rest."""
+    places = code_that_runs(JUDGES[name])
+    judges = ("backends.parity.", "backends.gated_delta_rule.recurrent:")
+    own = {place for place in places if place.startswith(judges)}
+    # the dataclasses of a call, which compute nothing but the number of sequences
+    shared = {re.sub(r".*[.:]", "", place) for place in places - own}
+    assert own and shared <= {"sequences", "__init__"}, places - own
+
+
+def test_code_of_a_backend_would_be_seen():
+    x = inputs(BY_NAME["gates_packed"], torch.bfloat16)
+    places = code_that_runs(lambda: outcome(x, "chunked"))
+    rule_ = "backends.gated_delta_rule"
+    assert {f"{rule_}.contract:log_decay", f"{rule_}:gated_delta_rule"} <= places or sys.version_info < (
+        3,
+        11,
+    )
+    assert {place.partition(":")[0] for place in places} >= {f"{rule_}.contract", f"{rule_}.chunked", rule_}
 
 
 def test_the_judge_does_not_run_the_public_operation(monkeypatch):

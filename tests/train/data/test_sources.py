@@ -17,7 +17,7 @@ import pytest
 from delta_trn.train.data import open_dataset, preparation, readers
 from delta_trn.train.data.entropies import documents
 from delta_trn.train.data.hub import HubReader, HubSource
-from delta_trn.train.data.sources import SECTION, FileSource, find_source, path_source
+from delta_trn.train.data.sources import SECTION, FileSource, find_source
 from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import DataSection
 from tests.support.corpus import PACKERS, pack, prepare_text, write_jsonl
@@ -484,6 +484,7 @@ BAD = [
     (_not_utf8,      {},                          r"x\.txt is not UTF-8: .* near byte 3; convert it"),
     (_binaries_only, {},                          r"has no text file .*1 other files"),
     (_shards,        {},                          r"holds prepared shards, not text"),
+    (lambda path: path,  {},                          r"has no text file .*; 0 other files"),
     (lambda path: path / "missing.txt", {},       r"no source .*missing\.txt': expected an existing folder"),
     (lambda path: "tinystories", {},              r"no source 'tinystories': .*roneneldan/TinyStories"),
     (lambda path: path, {"subset": "sample-10BT"}, r"subset='sample-10BT' belongs to Hugging Face datasets"),
@@ -495,8 +496,3 @@ BAD = [
 def test_bad_sources_say_where_and_what_to_do(tmp_path, damage, options, message):
     with pytest.raises(SourceError, match=message):
         list(source_of(damage(tmp_path), **options).reader())
-
-
-def test_an_empty_folder_is_no_source(tmp_path):
-    with pytest.raises(SourceError, match="0 other files"):
-        path_source(tmp_path, "text")
