@@ -196,16 +196,16 @@ def tolerance(controls: Sequence[float]) -> float:
     return max(ONE_SUM, SPREAD * max(controls))
 
 
-def nudge(model: torch.nn.Module, seed: int) -> None:
-    """Moves every weight by one rounding, up or down."""
+def nudge(model: torch.nn.Module, seed: int, by: float = 2**-23) -> None:
+    """Moves every weight by one rounding, up or down; `by` is the dtype's eps."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(1 + 2**-23 * (torch.randint(0, 2, p.shape, generator=generator) * 2 - 1))
+            p.mul_(1 + by * (torch.randint(0, 2, p.shape, generator=generator) * 2 - 1))
 
 
 @contextlib.contextmanager
-def nudge_weights(seed: int) -> Iterator[None]:
+def nudge_weights(seed: int, by: float = 2**-23) -> Iterator[None]:
     """Begins runs with weights that are one rounding away from their own.
 
     Such a run is a control for tests that compare orders of summation.
@@ -214,7 +214,7 @@ def nudge_weights(seed: int) -> Iterator[None]:
 
     def make_and_nudge(*arguments: Any, **options: Any) -> Any:
         model = make(*arguments, **options)
-        nudge(model, seed)
+        nudge(model, seed, by)
         return model
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from delta_trn.backends.parity.judge import error
 from delta_trn.models.mup import OPTIMIZERS, Role
 from delta_trn.models.parameters import ScaledParameter
 from delta_trn.train.data import Batch
@@ -25,6 +26,7 @@ from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.settings.errors import CheckpointError, ConfigError
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig
+from tests.support.tiny_run import ONE_SUM, SPREAD
 
 CPU = torch.device("cpu")
 
@@ -215,20 +217,23 @@ def test_optimizer_updates_match_the_rule_written_out_in_float64(name, rule):
 def test_muon_moves_each_head_by_its_own_gradient():
     """What one head's gradient is changes nothing in the others, and its size changes nothing at all."""
     results = []
-    for factor in (1.0, 100.0):
+    for factor, noise in ((1.0, 0.0), (100.0, 0.0), (1.0, 2**-23)):
         model = build_model(config(optimizer__name="muon"))
         optimizer = make_optimizer(Sharding(model), config(optimizer__name="muon"))
         set_learning_rate(optimizer, 0.1)
         mixer, generator = model.blocks[0].mixer, torch.Generator().manual_seed(0)
         for p in (mixer.v_proj.weight, mixer.o_proj.weight):
             p.grad = torch.randn(p.shape, generator=generator)
+            p.grad *= 1 + noise * torch.randn(p.shape, generator=generator).sign()
         mixer.v_proj.weight.grad[: mixer.V] *= factor
         mixer.o_proj.weight.grad[:, : mixer.V] *= factor
         optimizer.step()
         results.append((mixer.v_proj.weight.detach(), mixer.o_proj.weight.detach(), mixer.V))
-    (v, o, V), (other_v, other_o, _) = results
+    (v, o, V), (other_v, other_o, _), control = results
     assert torch.equal(v[V:], other_v[V:]) and torch.equal(o[:, V:], other_o[:, V:])
-    assert torch.allclose(v, other_v, atol=1e-5) and torch.allclose(o, other_o, atol=1e-5)
+    # gradients that are one rounding away show what an order of summation may change
+    assert (v - other_v).abs().max() <= SPREAD * (v - control[0]).abs().max() < 1e-4
+    assert (o - other_o).abs().max() <= SPREAD * (o - control[1]).abs().max() < 1e-4
 
 
 def test_muons_update_of_a_packed_projection_is_that_of_its_parts_alone():
@@ -238,7 +243,8 @@ def test_muons_update_of_a_packed_projection_is_that_of_its_parts_alone():
     optimizer = make_optimizer(Sharding(model), c)
     set_learning_rate(optimizer, 0.1)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    generator, mixer, expected = torch.Generator().manual_seed(0), model.blocks[0].mixer, {}
+    generator, mixer = torch.Generator().manual_seed(0), model.blocks[0].mixer
+    expected, allowed = {}, {}
     for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"):
         p = getattr(mixer, name).weight
         p.grad = torch.randn(p.shape, generator=generator)
@@ -247,16 +253,22 @@ def test_muons_update_of_a_packed_projection_is_that_of_its_parts_alone():
         parts = [torch.nn.Parameter(part.clone()) for part in p.detach().chunk(2, dim)]
         for part, grad in zip(parts, p.grad.chunk(2, dim), strict=True):
             part.grad = grad.clone()
-        alone = Muon([{**group, "params": parts, "heads": 1, "of_columns": False}])
-        alone.step()
+        nudged = [torch.nn.Parameter(part.detach().clone()) for part in parts]
+        for part, control in zip(parts, nudged, strict=True):
+            noise = torch.randn(part.shape, generator=generator).sign()
+            control.grad = part.grad * (1 + 2**-23 * noise)
+        for each in (parts, nudged):
+            Muon([{**group, "params": each, "heads": 1, "of_columns": False}]).step()
         expected[name] = torch.cat([part.detach() for part in parts], dim)
+        # what one rounding of the gradients changes
+        allowed[name] = SPREAD * (torch.cat(nudged, dim) - expected[name]).abs().max()
         whole = torch.nn.Parameter(p.detach().clone())
         whole.grad = p.grad.clone()
         Muon([{**group, "params": [whole], "heads": 1, "of_columns": False}]).step()
         assert (whole - expected[name]).abs().max() > 1e-3, "without blocks the update would be another"
     optimizer.step()
     for name, parts in expected.items():
-        assert torch.allclose(getattr(mixer, name).weight, parts, rtol=0, atol=1e-6), name
+        assert (getattr(mixer, name).weight - parts).abs().max() <= allowed[name] < 1e-4, name
 
 
 def test_muon_is_refused_where_matrices_are_divided():
@@ -285,11 +297,10 @@ class TestStep:
                 {n: p.grad.clone() for n, p in model.named_parameters()},
             )
         (loss, norm, grads), (loss_m, norm_m, grads_m) = results[4], results[micro]
-        assert loss_m == pytest.approx(loss, rel=1e-6)
-        assert norm_m == pytest.approx(norm, rel=1e-5)
+        # sums of the same terms in another order
+        assert loss_m == pytest.approx(loss, rel=ONE_SUM) and norm_m == pytest.approx(norm, rel=ONE_SUM)
         for n in grads:
-            # sums of the same terms in another order
-            assert (grads[n] - grads_m[n]).abs().max() <= 1e-5 * max(grads[n].abs().max().item(), 1e-3), n
+            assert error(grads_m[n], grads[n]) <= ONE_SUM, n
 
     def test_the_loss_is_the_mean_over_all_micro_batches_not_the_last(self):
         c = config()
@@ -298,7 +309,7 @@ class TestStep:
         with torch.no_grad():
             parts = [model.loss(inputs[i : i + 1], targets[i : i + 1]).item() for i in range(4)]
         loss, _ = step(batch(1), 0.0)
-        assert loss.item() == pytest.approx(sum(parts) / 4, rel=1e-6)
+        assert loss.item() == pytest.approx(sum(parts) / 4, rel=ONE_SUM)
         assert abs(loss.item() - parts[-1]) > 1e-4
 
     def test_clipping_scales_the_whole_gradient_and_reports_the_norm_before_it(self):
@@ -309,16 +320,16 @@ class TestStep:
         _, free_norm = free(batch(2), 0.0)
         assert norm.item() == free_norm.item() > 0.02
         total = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
-        assert total == pytest.approx(0.01, rel=1e-3)
+        assert total == pytest.approx(0.01, rel=ONE_SUM)
         for p, q in zip(model.parameters(), free_model.parameters(), strict=True):
-            assert torch.allclose(p.grad, q.grad * (0.01 / norm), rtol=1e-3, atol=1e-9)
+            assert error(p.grad, q.grad * (0.01 / norm)) <= ONE_SUM
 
     def test_the_norm_of_width_is_the_plain_norm_at_the_base_width(self):
         norms = []
         for name in ("global", "width"):
             c = config(model__width=32, model__base_width=32, optimizer__clip_norm=name)
             norms.append(build_step(c)[1](batch(2), 0.0)[1])
-        assert norms[0] == pytest.approx(norms[1].item(), rel=1e-6)
+        assert norms[0] == pytest.approx(norms[1].item(), rel=ONE_SUM)
 
     def test_gradients_are_clipped_by_a_norm_that_does_not_depend_on_width_if_asked(self):
         """The plain norm falls with width: embedding, gains and taps have d entries of 1 / d."""
@@ -332,7 +343,7 @@ class TestStep:
                 before = step(batch(2), 0.0)[1].item()
                 weights = {row.name: row.clip if name == "width" else 1.0 for row in rows(model, c)}
                 squares = [weights[n] * p.grad.square().sum() for n, p in model.named_parameters()]
-                assert math.sqrt(sum(squares)) == pytest.approx(0.01, rel=1e-3), "that norm is the limit"
+                assert math.sqrt(sum(squares)) == pytest.approx(0.01, rel=ONE_SUM), "that norm is the limit"
                 norms.append(before)
             slopes[name] = math.log(norms[1] / norms[0]) / math.log(4)
         assert slopes["global"] < -0.2 and abs(slopes["width"]) < 0.1

@@ -126,13 +126,16 @@ def test_others_open_the_result_and_find_the_loss_that_was_reported(models, sour
     kind = AutoPeftModelForCausalLM if rank else AutoModelForCausalLM
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reported = held_out_losses(out)[-1]
-    found = loss_alone(kind.from_pretrained(folder).eval(), tokenizer, held_out)
-    assert found == pytest.approx(reported, rel=1e-4)
+    model = kind.from_pretrained(folder).eval()
+    found = loss_alone(model, tokenizer, held_out)
+    tiny_run.nudge(model, 0)  # weights that are one rounding away say what rounding does to this loss
+    allowed = tiny_run.tolerance([abs(loss_alone(model, tokenizer, held_out) / found - 1)])
+    assert found == pytest.approx(reported, rel=allowed) and allowed < 1e-4
     untouched = loss_alone(AutoModelForCausalLM.from_pretrained(models(family)).eval(), tokenizer, held_out)
     assert abs(untouched - reported) > 0.01
     train("export", out, "--to", tmp_path / "merged", "--checkpoint", "last")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    assert loss_alone(merged, tokenizer, held_out) == pytest.approx(reported, rel=1e-4)
+    assert loss_alone(merged, tokenizer, held_out) == pytest.approx(reported, rel=allowed)
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "It answers in conversations" in card and ("import delta_trn" in card) == (family == "ours")
 

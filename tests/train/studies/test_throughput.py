@@ -14,7 +14,7 @@ from delta_trn.train.settings.overrides import apply
 from delta_trn.train.studies import throughput
 from delta_trn.train.studies.families import FAMILIES, OURS, THEIRS, Family
 from delta_trn.train.studies.throughput import DOCUMENTS, PARTS, REST, Workload, measure, operator_of, shares
-from tests.support.tiny_run import run_command
+from tests.support.tiny_run import ONE_SUM, run_command
 
 TINY = {"batch.sequences": "4", "batch.length": "32", "data.vocab_size": "320", "device": "cpu"}
 
@@ -118,7 +118,7 @@ class TestFamilies:
         assert [row["contender"] for row in rows] == [OURS, THEIRS] * len(FAMILIES)
         assert out.count("times ours") == len(FAMILIES) and all(row["ratio"]["p50"] > 0 for row in rows[1::2])
         assert all(
-            a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+            a["loss"] == pytest.approx(b["loss"], rel=ONE_SUM)
             for a, b in zip(rows[::2], rows[1::2], strict=True)
         )
 
