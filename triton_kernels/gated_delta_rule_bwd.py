@@ -40,13 +40,16 @@ give equal bits.
 Layout, beyond that of forward:
 
     dY [NC, HV, C, V]         dS [NC, HV, K, V]: dS' of each chunk
+    writes [NC, HV, TILES, C] in float32, <diag(lam) K dS', U> of one of the reverse scan's tiles of V
     carry [NC, HV, TILES]     what rounding took from <dS', S> at the first chunk of a sequence that has an
                               initial state, one for each of the reverse scan's tiles of V; else 0
     dq, dk [B, tokens, HV, K] per value head
     dgates [NC, HV, 2]        a chunk's part of dA_log and of ddt_bias
 
 The reverse scan is serial, so it reads and writes as little as it can: sums over one chunk, <dY, V> and
-<dS', S> among them, are left to the gradients, although dY and dS' are rounded there.
+<dS', S> among them, are left to the gradients, although dY and dS' are rounded there. In float32 it sums
+`writes`, of the very K dS' that went into dU: where equal keys leave nothing of K dS' but its rounding, what
+that does to `writes` and to E cancels, and rows of U dS'^T have roundings of their own, which do not.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -74,7 +77,7 @@ from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts
 
 TYPES = {
     "*x": "q k v do T P S U dY dS dq dk dv",
-    "*fp32": "g beta A_log dt_bias rows initial_state dstate carry dinitial_state dg dbeta dgates",
+    "*fp32": "g beta A_log dt_bias rows initial_state dstate writes carry dinitial_state dg dbeta dgates",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
     "fp32": "scale power beta_max",
     "i32": "tokens NT NS span",
@@ -83,15 +86,15 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def reverse_scan_kernel(
-    q, k, do, T, P, rows, S, initial_state, dstate, dY, dS, carry, dinitial_state,
+    q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
     cu_seqlens, chunk_offsets, scale, power, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
 
-    Writes dY and dS unless dY is None, carry at first chunks unless initial_state is None, and dinitial_state
-    unless that is None. power is a power of two, as large as a large scale.
+    Writes dY and dS unless dY is None, writes unless that is None, carry at first chunks unless initial_state
+    is None, and dinitial_state unless that is None. power is a power of two, as large as a large scale.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -142,6 +145,9 @@ def reverse_scan_kernel(
         b_T = tl.load(T + tile * (C * C) + o_cc)
         b_P = tl.load(P + tile * (C * C) + o_cc)
         b_dUT = multiply(b_dZd, tl.trans(b_k), DOT) * tl.load(p_rows + 6 * C + o_c)[None, :]
+        if writes is not None:
+            b_UT = tl.load(U + tile * (C * V) + o_c[None, :] * V + o_v[:, None], mask=m_v[:, None], other=0.0)
+            tl.store(writes + (tile * NV + i_v) * C + o_c, tl.sum(b_UT * b_dUT, axis=0))
         b_dUT += multiply(b_doT, b_P, DOT)  # [BV, C]
         b_dYT = multiply(round_to(b_dUT, dtype, DOT), b_T, DOT)  # [BV, C]
         if dY is not None:
@@ -180,7 +186,7 @@ def reverse_scan_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def gradients_kernel(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, dq, dk, dv, dg, dbeta, dgates,
     chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
@@ -352,7 +358,12 @@ def gradients_kernel(
     b_dbeta -= b_kYS
     b_reads -= b_beta * b_kYS
     b_US *= b_lam[:, None]
-    b_writes = tl.sum(b_k32 * b_US, axis=1)
+    if writes is None:
+        b_writes = tl.sum(b_k32 * b_US, axis=1)
+    else:
+        b_writes = tl.zeros([C], dtype=tl.float32)
+        for i_tile in range(0, TILES):
+            b_writes += tl.load(writes + (tile * TILES + i_tile) * C + o_c)
     b_dk = b_US - b_YS * (b_gam * b_beta)[:, None]
     b_dk = accumulate(b_dk, b_dQKT, b_q, DOT)
     b_dk = accumulate(b_dk, b_dKK, b_k, DOT)
@@ -381,7 +392,7 @@ def gradients_kernel(
 
 @take_turns
 def reverse_scan(
-    q, k, do, T, P, rows, S, initial_state, dstate, *, dY, dS, carry, dinitial_state, scale,
+    q, k, do, T, P, rows, S, U, initial_state, dstate, *, dY, dS, writes, carry, dinitial_state, scale,
     chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `reverse_scan_kernel`, which says what it fills."""
@@ -390,7 +401,7 @@ def reverse_scan(
     tile = config.reverse
     power = 2.0 ** max(0, frexp(scale)[1])
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
-        q, k, do, T, P, rows, S, initial_state, dstate, dY, dS, carry, dinitial_state,
+        q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
         chunks.cu_seqlens, chunks.offsets, scale, power, chunks.tokens, chunks.per_sequence,
         chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
         C=chunks.size, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
@@ -399,18 +410,19 @@ def reverse_scan(
 
 @take_turns
 def gradients(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, dq, dk, dv, dg, dbeta, dgates, scale,
-    l2norm, scaled, beta_max, chunks: Chunks, config: Config,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, *, dq, dk, dv, dg, dbeta, dgates,
+    scale, l2norm, scaled, beta_max, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `gradients_kernel`: fills dq, dk, dv, dg, dbeta, and with A_log dgates."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     tile = config.gradients
+    tiles = next((x.shape[2] for x in (writes, carry) if x is not None), 1)
     gradients_kernel[(chunks.count * HV,)](
-        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
-        chunks.start, chunks.length, scale, beta_max or None, chunks.tokens, chunks.per_sequence,
+        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, dq, dk, dv, dg, dbeta,
+        dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
-        TILES=1 if carry is None else carry.shape[2], L2NORM=l2norm, SCALED=scaled, TRANSPOSE=TRANSPOSES,
+        TILES=tiles, L2NORM=l2norm, SCALED=scaled, TRANSPOSE=TRANSPOSES,
         DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -423,9 +435,11 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     for layout, tables in layouts(quick).items():
         values = sizes | tables | {"BV": row.reverse.columns}
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
+        if itemsize < 4:
+            states += ("writes",)
         absent = {
             layout: states,
-            f"{layout} segments": ("dstate", "initial_state", "S", "dY", "dS", "carry"),
+            f"{layout} segments": ("dstate", "initial_state", "S", "dY", "dS", "writes", "carry"),
         }
         for options, names in absent.items():
             reverse = values | dict.fromkeys(names)

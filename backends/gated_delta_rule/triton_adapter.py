@@ -126,9 +126,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if split is not None:
         dlast, dstates = torch.empty_like(states), torch.empty_like(states)
         gated_delta_rule_bwd.reverse_scan(
-            q, k, do, T, P, rows, None, None, None,
-            dY=None, dS=None, carry=None, dinitial_state=dlast, scale=call.scale, chunks=split.chunks,
-            config=row,
+            q, k, do, T, P, rows, None, None, None, None,
+            dY=None, dS=None, writes=None, carry=None, dinitial_state=dlast, scale=call.scale,
+            chunks=split.chunks, config=row,
         )  # fmt: skip
         segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, None
@@ -139,13 +139,16 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             o=None, final_state=None, S=S, U=U, scale=call.scale, chunks=scanned, config=row,
         )  # fmt: skip
     dY, dS, dv = torch.empty_like(U), torch.empty_like(S), torch.empty_like(v)
-    carry = None
+    tiles = -(-V // row.reverse.columns)
+    writes = carry = None
+    if q.dtype == torch.float32:
+        writes = q.new_empty((chunks.count, HV, tiles, chunks.size))
     if initial_state is not None:
-        tiles = -(-V // row.reverse.columns)
         carry = q.new_zeros((chunks.count, HV, tiles), dtype=torch.float32)
     gated_delta_rule_bwd.reverse_scan(
-        q, k, do, T, P, rows, S, initial_state, dstate,
-        dY=dY, dS=dS, carry=carry, dinitial_state=dfirst, scale=call.scale, chunks=scanned, config=row,
+        q, k, do, T, P, rows, S, U, initial_state, dstate,
+        dY=dY, dS=dS, writes=writes, carry=carry, dinitial_state=dfirst, scale=call.scale,
+        chunks=scanned, config=row,
     )  # fmt: skip
     # value heads that share a key are summed below, in float32 and in a fixed order, unlike atomics
     per_head = q.dtype if HV == H else torch.float32
@@ -155,7 +158,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if call.A_log is not None:
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
     gated_delta_rule_bwd.gradients(
-        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry,
+        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry,
         dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm,
         scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip

@@ -52,9 +52,6 @@ EMULATED = {
          "long_free"],
     ),
 }  # fmt: skip
-OPEN = {
-    ("triton", "erased", torch.float32): "dg takes <K, U dS'^T>, which the scan's roundings do not cancel"
-}
 # To PyTorch's backends float16 is bfloat16 with a narrower range, and float64 is float32 with more digits. By
 # default they are judged on seams, ends, the worst inverse, groups, packing, gates and extreme norms.
 OTHER_DTYPES = ("one_fresh", "seam_65", "forget", "mixed", "reflect", "gva_2", "packed_empty", "gates_wide",
@@ -76,8 +73,6 @@ def pytest_generate_tests(metafunc):
         if dtype in subject.dtypes() and case.name in (*quick, *slow):
             usual = dtype in (torch.float32, torch.bfloat16) or case.name in OTHER_DTYPES
             marks = [] if usual and case.name in quick else [pytest.mark.slow]
-            if (subject.backend, case.name, dtype) in OPEN:
-                marks.append(pytest.mark.xfail(strict=True, reason=OPEN[subject.backend, case.name, dtype]))
             name = f"{subject.backend}-{case.name}-{dtype_name(dtype)}"
             rows.append(pytest.param(subject, case, dtype, id=name, marks=marks))
     metafunc.parametrize(("subject", "case", "dtype"), rows)
