@@ -14,6 +14,7 @@ from delta_trn.backends.machine import ROOT
 from delta_trn.backends.parity.judge import error
 from delta_trn.backends.parity.rule import GRADIENTS, outcome, reference
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
+from tests.support.tiny_run import SPREAD
 
 FORMS = {
     "recurrent": qwen3_next.torch_recurrent_gated_delta_rule,
@@ -82,7 +83,7 @@ def test_the_judge_agrees_with_hugging_face(form, name):
     """Judges two implementations that share no line with ours by parity's criterion for float32.
 
     The chunk form computes the decay's gradient as a difference of sums, with up to 3.5 times the baseline's
-    error. Five digits of agreement suffice there: the formulas are the same.
+    error on one CPU, so that it may have SPREAD times as much.
     """
     expected = reference(BY_NAME[name], torch.float32)
     tensors, case = expected.inputs, expected.inputs.case
@@ -103,7 +104,7 @@ def test_the_judge_agrees_with_hugging_face(form, name):
     results = {"o": o, "final_state": state} | {names[n]: d for n, d in zip(leaves, gradients, strict=True)}
     for verdict in expected.verdicts("huggingface", results):
         if (form, verdict.tensor) == ("chunk", "dg"):
-            assert verdict.error < 1e-5, str(verdict)
+            assert verdict.error <= SPREAD * verdict.baseline, str(verdict)
         else:
             assert verdict.passed, str(verdict)
 
