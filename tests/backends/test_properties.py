@@ -231,6 +231,21 @@ def test_a_planted_defect_breaks_the_property(check, defect, complaint, monkeypa
         properties.check(case, "chunked")
 
 
+def test_another_bit_of_a_packed_sequence_on_chunk_boundaries_is_seen(monkeypatch):
+    """Where sequences start on chunk boundaries, "alone" is bit for bit; elsewhere within the criterion."""
+    case = draw(5, 262, "chunked")
+    assert case.check == "alone" and case.tensors["cu_seqlens"].tolist() == [0, 64, 128, 144]
+    assert properties.check(case, "chunked") <= 1
+    original, calls = properties.run, itertools.count()
+
+    def run(case, x, backend):
+        return a_bit_by_call(case, x, original(case, x, backend), next(calls))
+
+    monkeypatch.setattr(properties, "run", run)
+    with pytest.raises(properties.Failure, match=r"alone, on chunk boundaries: .* other bits"):
+        properties.check(case, "chunked")
+
+
 # The runner
 
 

@@ -230,7 +230,9 @@ def test_report_prints_a_labeled_table_and_draws_the_timeline(tmp_path, capsys):
 
 def test_report_appends_a_line_per_shape_and_design(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(short_convolution, "ON_VECTOR", short_convolution.ON_VECTOR)
-    argv = ["report", "short_convolution", "T=9,C=8", "T=9,C=9", "--png", str(tmp_path / "t.png")]
+    argv = ["report", "short_convolution", "T=9,C=8", "T=9,C=9"]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     for design in ([], ["--design", "ON_VECTOR=4"]):
         assert main([*argv, *design, "--jsonl", str(tmp_path / "n.jsonl")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "n.jsonl").read_text().splitlines()]
@@ -241,6 +243,7 @@ def test_report_appends_a_line_per_shape_and_design(tmp_path, capsys, monkeypatc
     with pytest.raises(SystemExit, match="short_convolution has no constant ON_PLUTO"):
         main([*argv, "--design", "ON_PLUTO=1"])
     capsys.readouterr()
+    assert not list((tmp_path / "here").iterdir()), "a picture is drawn where one is asked for"
 
 
 def test_report_draws_nothing_unless_asked(tmp_path, monkeypatch, capsys):
