@@ -65,6 +65,7 @@ from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
     accumulate,
+    invert_power,
     locate_chunk,
     locate_sequence,
     multiply,
@@ -79,7 +80,7 @@ TYPES = {
     "*x": "q k v do T P S U dY dS dq dk dv",
     "*fp32": "g beta A_log dt_bias rows initial_state dstate writes carry dinitial_state dg dbeta dgates",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
-    "fp32": "scale power beta_max",
+    "fp32": "scale power unit beta_max",
     "i32": "tokens NT NS span",
 }
 
@@ -87,14 +88,15 @@ TYPES = {
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def reverse_scan_kernel(
     q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
-    cu_seqlens, chunk_offsets, scale, power, tokens, NT, NS, span,
+    cu_seqlens, chunk_offsets, scale, power, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
 
     Writes dY and dS unless dY is None, writes unless that is None, carry at first chunks unless initial_state
-    is None, and dinitial_state unless that is None. power is a power of two, as large as a large scale.
+    is None, and dinitial_state unless that is None. power is a power of two, as large as scale;
+    unit is that of P.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -144,11 +146,17 @@ def reverse_scan_kernel(
         b_doT = tl.load(do + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0)  # [BV, C]
         b_T = tl.load(T + tile * (C * C) + o_cc)
         b_P = tl.load(P + tile * (C * C) + o_cc)
-        b_dUT = multiply(b_dZd, tl.trans(b_k), DOT) * tl.load(p_rows + 6 * C + o_c)[None, :]
+        b_dUT = multiply(b_dZd, tl.trans(b_k), DOT)
+        b_to_end = tl.load(p_rows + 6 * C + o_c)
+        if dtype == tl.float16:
+            b_to_end /= unit
+        b_dUT *= b_to_end[None, :]
         if writes is not None:
             b_UT = tl.load(U + tile * (C * V) + o_c[None, :] * V + o_v[:, None], mask=m_v[:, None], other=0.0)
             tl.store(writes + (tile * NV + i_v) * C + o_c, tl.sum(b_UT * b_dUT, axis=0))
         b_dUT += multiply(b_doT, b_P, DOT)  # [BV, C]
+        if dtype == tl.float16:
+            b_dUT *= unit
         b_dYT = multiply(round_to(b_dUT, dtype, DOT), b_T, DOT)  # [BV, C]
         if dY is not None:
             p_dY = dY + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
@@ -156,13 +164,18 @@ def reverse_scan_kernel(
         b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 5 * C + o_c)[None, :]
         b_dYT *= tl.load(p_rows + 4 * C + o_c)[None, :]
         if dtype == tl.float16:
-            # scale dO may leave float16's range. In this order the product adds b_dZ, or registers spill
-            b_dOT *= scale / power
-            b_dZ = b_dZ * (b_last / power) + multiply(round_to(b_dOT, dtype, DOT), b_q, DOT)
+            # scale dO may leave float16's range at either end, and what the first token's decay leaves of it
+            # and of dY at the lower. In this order the product adds b_dZ, or registers spill
+            most, _ = split_power(tl.exp(tl.maximum(tl.load(p_rows), -60.0)))
+            inverse = invert_power(most)
+            b_dOT *= inverse * (scale / power)
+            b_dZ = b_dZ * (b_last * inverse / power) + multiply(round_to(b_dOT, dtype, DOT), b_q, DOT)
             b_dZ *= power
+            b_dZ -= multiply(round_to(b_dYT * inverse, dtype, DOT), b_k, DOT)
+            b_dZ *= most
         else:
             b_dZ = b_dZ * b_last + multiply(round_to(scale * b_dOT, dtype, DOT), b_q, DOT)
-        b_dZ -= multiply(round_to(b_dYT, dtype, DOT), b_k, DOT)
+            b_dZ -= multiply(round_to(b_dYT, dtype, DOT), b_k, DOT)
 
     if initial_state is not None:  # noqa: SIM102
         if chunks > 0:
@@ -393,16 +406,16 @@ def gradients_kernel(
 @take_turns
 def reverse_scan(
     q, k, do, T, P, rows, S, U, initial_state, dstate, *, dY, dS, writes, carry, dinitial_state, scale,
-    chunks: Chunks, config: Config,
+    unit, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `reverse_scan_kernel`, which says what it fills."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     tile = config.reverse
-    power = 2.0 ** max(0, frexp(scale)[1])
+    power = 2.0 ** max(-60, frexp(scale)[1])
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
         q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
-        chunks.cu_seqlens, chunks.offsets, scale, power, chunks.tokens, chunks.per_sequence,
+        chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens, chunks.per_sequence,
         chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
         C=chunks.size, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

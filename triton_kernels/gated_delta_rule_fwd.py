@@ -20,6 +20,8 @@ Normalized queries and keys are never written: their factors r_q, r_k scale rows
 and the C x C matrices, and the products read q and k as they came. In float16 r_k, 1000 at a zero key and
 1e-6 at a huge one, would take U out of the range: there `prepare` writes q and k times the powers of two in
 r_q and r_k, which is exact, and only the factors f_q, f_k in [1/2, 1) that are left of them fold.
+There, too, P and o are computed in `unit`, a power of two below 1 where scale is below 1 / sqrt(K): float16
+has few digits for a P of 1e-4.
 
 Every g <= 0 is right, -inf included: see tiles.RESET. g and beta are never written where the call gives a
 and z instead, which a layer projects, both [B, tokens, HV]:
@@ -49,6 +51,7 @@ these five times as exact as the plain implementation that parity compares with,
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
 from dataclasses import replace
+from math import frexp
 
 import triton
 import triton.language as tl
@@ -73,7 +76,7 @@ TYPES = {
     "*x": "q k v o q_scaled k_scaled T P S U",
     "*fp32": "g beta A_log dt_bias rows initial_state final_state transition",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
-    "fp32": "scale beta_max",
+    "fp32": "scale unit beta_max",
     "i32": "tokens NT NS span",
 }
 
@@ -168,7 +171,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def scan_kernel(
     q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
-    scale, tokens, NT, NS, span,
+    scale, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +179,7 @@ def scan_kernel(
 
     Writes what is not None. Backward reads S and U; where forward did not keep them, backward launches this
     kernel for them alone. With `transition`, K more columns follow those of V: they start as the identity,
-    see v = 0 and end as `transition` (see `segments`).
+    see v = 0 and end as `transition` (see `segments`). scale is in `unit`.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NX: tl.constexpr = NV + ((K + BV - 1) // BV if transition is not None else 0)
@@ -238,6 +241,8 @@ def scan_kernel(
             b_P = tl.load(P + tile * (C * C) + o_cc)
             b_OT = multiply(b_Zd, tl.trans(b_q), DOT) * (scale * tl.load(p_rows + 5 * C + o_c))[None, :]
             b_OT += multiply(round_to(b_UT, dtype, DOT), tl.trans(b_P), DOT)
+            if dtype == tl.float16:
+                b_OT *= unit
             m_vc = m_v[:, None] & m_t[None, :]
             tl.store(o + (t * HV + i_h) * V + o_vc, round_to(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
@@ -261,6 +266,18 @@ def scan_kernel(
         tl.store(p_x, b_Z, mask=m_x[:, None] & m_k[None, :])
 
 
+def unit_of(scale: float, K: int) -> float:
+    """Returns the power of two in which float16 stores P: at most 1, and then P <= 1 / sqrt(K) |q| |k|.
+
+    So P of keys of norm 1 stays in range whatever q is.
+
+    >>> unit_of(0.125, 64), unit_of(1.0, 64), unit_of(2.0**-13, 64)
+    (1.0, 1.0, 0.001953125)
+    """
+    exponent = frexp(scale * K**0.5)[1]
+    return 2.0 ** max(-60, min(0, exponent))
+
+
 def _for_scaled(tile: Tile) -> Tile:
     """Returns the launch of `prepare_kernel` where it scales q and k, which takes more registers."""
     return replace(tile, registers=None)
@@ -272,6 +289,8 @@ def prepare(
     config: Config,
 ):  # fmt: skip
     """Launches `prepare_kernel`: fills T, P and rows. Tensors as in the module's layout, contiguous.
+
+    scale is that of P, in its `unit`.
 
     A_log None: g is given as it is. dt_bias None: no bias. beta_max 0: beta is given as it is. q_scaled and
     k_scaled, if not None, are filled and take the place of q and k from here on.
@@ -288,8 +307,8 @@ def prepare(
 
 @take_turns
 def scan(
-    q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, scale, chunks: Chunks,
-    config: Config,
+    q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, scale, unit,
+    chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `scan_kernel`: fills whichever of o, final_state, transition, S and U are not None."""
     H, K = q.shape[2:]
@@ -298,7 +317,7 @@ def scan(
     columns = -(-V // tile.columns) + (0 if transition is None else -(-K // tile.columns))
     scan_kernel[(chunks.sequences * HV * columns,)](
         q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
-        chunks.offsets, scale, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
+        chunks.offsets, scale / unit, unit, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, STAGES=tile.stages,
         DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

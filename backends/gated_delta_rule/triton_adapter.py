@@ -66,9 +66,10 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
             return o, final_state, []
     T, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(chunks, HV, q.dtype))
     q_scaled, k_scaled = (torch.empty_like(q) if _is_scaled(call) else None for _ in range(2))
+    unit = _unit(call)
     gated_delta_rule_fwd.prepare(
         q, k, g, beta, A_log, dt_bias, q_scaled=q_scaled, k_scaled=k_scaled, T=T, P=P, rows=rows,
-        scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max, chunks=chunks, config=row,
+        scale=call.scale / unit, l2norm=call.l2norm, beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if alone:
         return o, final_state, _saved(q, T, P, rows, None, None, None, None, q_scaled, k_scaled)
@@ -83,8 +84,8 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         last = torch.empty_like(states)  # of each segment, if it started from zeros
         gated_delta_rule_fwd.scan(
             q, k, v, T, P, rows, None,
-            o=None, final_state=last, transition=A, S=None, U=None, scale=call.scale, chunks=split.chunks,
-            config=row,
+            o=None, final_state=last, transition=A, S=None, U=None, scale=call.scale, unit=unit,
+            chunks=split.chunks, config=row,
         )  # fmt: skip
         segments.chain(
             A, last, initial_state, states=states, final=final_state, segments=split, reverse=False
@@ -94,7 +95,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
         q, k, v, T, P, rows, start,
-        o=o, final_state=final, S=S, U=U, scale=call.scale, chunks=scanned, config=row,
+        o=o, final_state=final, S=S, U=U, scale=call.scale, unit=unit, chunks=scanned, config=row,
     )  # fmt: skip
     if not save:
         return o, final_state, []
@@ -114,7 +115,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     T, P, rows, states, A, S, U, q_scaled, k_scaled = saved
     if _is_scaled(call):
         q, k = q_scaled, k_scaled
-    scanned = chunks
+    scanned, unit = chunks, _unit(call)
     dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
     split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row, q.device)
     cut = 0 if split is None else split.chunks.sequences
@@ -128,7 +129,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         gated_delta_rule_bwd.reverse_scan(
             q, k, do, T, P, rows, None, None, None, None,
             dY=None, dS=None, writes=None, carry=None, dinitial_state=dlast, scale=call.scale,
-            chunks=split.chunks, config=row,
+            unit=unit, chunks=split.chunks, config=row,
         )  # fmt: skip
         segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, None
@@ -136,7 +137,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
             q, k, v, T, P, rows, initial_state,
-            o=None, final_state=None, S=S, U=U, scale=call.scale, chunks=scanned, config=row,
+            o=None, final_state=None, S=S, U=U, scale=call.scale, unit=unit, chunks=scanned, config=row,
         )  # fmt: skip
     dY, dS, dv = torch.empty_like(U), torch.empty_like(S), torch.empty_like(v)
     tiles = -(-V // row.reverse.columns)
@@ -148,7 +149,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     gated_delta_rule_bwd.reverse_scan(
         q, k, do, T, P, rows, S, U, initial_state, dstate,
         dY=dY, dS=dS, writes=writes, carry=carry, dinitial_state=dfirst, scale=call.scale,
-        chunks=scanned, config=row,
+        unit=unit, chunks=scanned, config=row,
     )  # fmt: skip
     # value heads that share a key are summed below, in float32 and in a fixed order, unlike atomics
     per_head = q.dtype if HV == H else torch.float32
@@ -235,6 +236,13 @@ def _is_one_token(call: Rule) -> bool:
 def _is_scaled(call: Rule) -> bool:
     """Returns whether the kernels read q and k scaled by powers of two: see gated_delta_rule_fwd."""
     return call.l2norm and call.q.dtype == torch.float16
+
+
+def _unit(call: Rule) -> float:
+    """Returns the power of two in which the kernels store P: see gated_delta_rule_fwd."""
+    if call.q.dtype != torch.float16:
+        return 1.0
+    return gated_delta_rule_fwd.unit_of(call.scale, call.q.shape[3])
 
 
 def _prepared_shapes(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
