@@ -175,6 +175,17 @@ def test_every_shape_has_its_launches():
             assert launch.variant is None or launch.variant.signature("bf16")
 
 
+def test_gradients_of_a_shared_key_are_estimated_in_float32():
+    """The adapter sums them over the value heads of a group, and rounds only the sum."""
+    for name, expected in (("paper_256", "*bf16"), ("qwen3_next_4x8192", "*fp32")):
+        launches = work.launches(work.SHAPES[name])
+        (variant,) = (launch.variant for launch in launches if launch.name == "gradients")
+        assert variant is not None
+        signature = variant.signature("bf16")
+        assert (signature["dq"], signature["dk"]) == (expected, expected)
+        assert signature["dv"] == "*bf16"
+
+
 # the short ones; `python -m triton_kernels.estimate.calibration` compares all
 ROWS = [
     *(((2, 8), lengths) for lengths in ((1, 8192), (8, 1024))),

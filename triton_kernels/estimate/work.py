@@ -184,6 +184,10 @@ class _Calls:
         load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
         if self.segments > 1:
             variant = self._given(variant, "carry")
+        if self.shape.HV > self.shape.H:  # dq and dk of value heads that share a key are summed in float32
+            types = variant.types | {"*x": variant.types["*x"].replace(" dq dk ", " ")}
+            types["*fp32"] += " dq dk"
+            variant = replace(variant, types=types)
         loops = (3 if self.shape.K > 64 else 2) * (passes,)
         work = Work(self.chunks * self.shape.HV, load_bytes, loops, mask=self.mask)
         return Launch("gradients", True, variant, work)
