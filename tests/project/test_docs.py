@@ -88,7 +88,7 @@ def registry_as_before():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, registry_as_before):
+def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, registry_as_before, capsys):
     """In the order of the page, in one folder. The next test has the blocks that need more than a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -103,6 +103,7 @@ def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, r
             path.write_text(block.text + "\n")
         elif block.language == "python":
             exec(compile(block.text, where, "exec"), names)
+            assert "<|bos|>" not in capsys.readouterr().out, f"{where}: a mark is printed as text"
         elif block.language == "sh":
             for words in block.commands():
                 ours = our_words(words)
