@@ -42,7 +42,7 @@ transposed. `lanes` is the number of the bundle's value heads, `parts` cuts K in
 state is one tile [stop - start, lanes, V] per part. `scale_chunk` and those behind it make a dict of these
 tiles, all in SBUF; dicts with literal keys are what every release of the compiler knows:
 
-    strength, minus_strength            beta r_k^2 [rows, lanes], like all up to minus_strength_gamma
+    minus_strength                      -beta r_k^2 [rows, lanes], like all up to minus_strength_gamma
     value_scale, read_scale             beta r_k; scale r_q
     gamma, lambda
     minus_strength_gamma
@@ -57,7 +57,8 @@ tiles, all in SBUF; dicts with literal keys are what every release of the compil
     spread, diagonals, block_columns    what products wait for: of D, of diag(beta), and of the inverse
     start, tokens                       numbers: the first token, and how many the chunk has
 
-qk, k_t, P_t and all that is said to be rounded are of dtype `products`, the rest is float32.
+qk, k_t, forward's P_t and all that is said to be rounded are of dtype `products`, the rest is float32.
+`tiles.choose_factors` keeps R, U and their products from underflow where norms are huge.
 Forward adds R [rows, lanes, V], S and R rounded (S_rounded, R_rounded), W [rows, lanes, K], PT_t = (P T)^T
 [rows, lanes, rows] and gamma_q_t = (diag(gamma) Q)^T, a tile [f, lanes, rows] per part, both rounded, and
 index, the chunk's number.
@@ -129,11 +130,12 @@ def compute_gates(factors_sb, carry_factors_sb, beta_sb, norms, bundle, scale) -
         dst=lambda_sb, data1=factors_sb[:, 1, :, 0], data2=factors_sb[:, 1, :, 1], op=nl.multiply
     )
     read_scale_sb = sbuf((rows, lanes))
-    value_scale_sb, strength_sb = beta_sb, beta_sb
+    value_scale_sb, minus_strength_sb = beta_sb, sbuf((rows, lanes))
     if len(norms) == 0:
         nisa.memset(dst=read_scale_sb, value=scale)
+        nisa.tensor_scalar(dst=minus_strength_sb, data=beta_sb, op0=nl.multiply, operand0=-1.0)
     else:
-        value_scale_sb, strength_sb = sbuf((rows, lanes)), sbuf((rows, lanes))
+        value_scale_sb = sbuf((rows, lanes))
         inverse_norms_sb, heads = norms[0], bundle["key_heads"]
         per_head = (rows, heads, lanes // heads)
         own = []
@@ -148,18 +150,17 @@ def compute_gates(factors_sb, carry_factors_sb, beta_sb, norms, bundle, scale) -
             dst=value_scale_sb.reshape(per_head), data1=beta_sb.reshape(per_head), data2=own[1],
             op=nl.multiply,
         )  # fmt: skip
-        nisa.tensor_tensor(
-            dst=strength_sb.reshape(per_head), data1=value_scale_sb.reshape(per_head), data2=own[1],
-            op=nl.multiply,
+        nisa.scalar_tensor_tensor(
+            dst=minus_strength_sb.reshape(per_head), data=value_scale_sb.reshape(per_head), op0=nl.multiply,
+            operand0=-1.0, op1=nl.multiply, operand1=own[1],
         )  # fmt: skip
-    minus_strength_sb, minus_strength_gamma_sb = sbuf((rows, lanes)), sbuf((rows, lanes))
-    nisa.tensor_scalar(dst=minus_strength_sb, data=strength_sb, op0=nl.multiply, operand0=-1.0)
+    minus_strength_gamma_sb = sbuf((rows, lanes))
     nisa.tensor_tensor(dst=minus_strength_gamma_sb, data1=gamma_sb, data2=minus_strength_sb, op=nl.multiply)
     nisa.tensor_tensor(
         dst=carry_sb, data1=carry_factors_sb[:, :, 0], data2=carry_factors_sb[:, :, 1], op=nl.multiply
     )
     return {
-        "value_scale": value_scale_sb, "read_scale": read_scale_sb, "strength": strength_sb,
+        "value_scale": value_scale_sb, "read_scale": read_scale_sb,
         "minus_strength": minus_strength_sb, "minus_strength_gamma": minus_strength_gamma_sb,
         "gamma": gamma_sb, "lambda": lambda_sb, "carry": carry_sb,
     }  # fmt: skip
@@ -318,14 +319,17 @@ def multiply_pairs(stationary, moving, bundle):
     return out_ps
 
 
-def multiply_lanes(stationary, moving, dtype=nl.float32):
-    """Computes stationary^T moving of each lane, with a PSUM tile per lane; tiles [rows, lanes, free]."""
+def multiply_lanes(stationary, moving, factors, dtype=nl.float32):
+    """Computes stationary^T moving of each lane, with a PSUM tile per lane; tiles [rows, lanes, free].
+
+    factors is a list of what the rows of the result are multiplied by per lane, or (): of nothing.
+    """
     free, lanes = stationary.shape[2], stationary.shape[1]
     out_sb = sbuf((free, lanes, moving.shape[2]), dtype)
     for lane in range(lanes):
         out_ps = psum((free, moving.shape[2]))
         nisa.nc_matmul(dst=out_ps, stationary=stationary[:, lane, :], moving=moving[:, lane, :])
-        copy_scaled(out_sb[:, lane, :], out_ps)
+        copy_scaled(out_sb[:, lane, :], out_ps, factors[lane] if len(factors) > 0 else 1.0)
     return out_sb
 
 
@@ -434,7 +438,7 @@ def scale_chunk(loaded, bundle, scale, table) -> dict[str, Any]:
     )
     chunk["spread"] = spread_decays(loaded["g"], table)
     chunk["diagonals"] = build_diagonals(chunk["minus_strength"], table)
-    for name in ("start", "tokens", "qk", "inverse_norms", "v"):
+    for name in ("start", "tokens", "qk", "inverse_norms", "shortening", "v"):
         chunk[name] = loaded[name]
     chunk["lambda_k"] = scale_heads(chunk["qk"], 1, chunk["lambda"], bundle, nl.float32)
     chunk["beta_v"] = scale_lanes(chunk["v"], chunk["value_scale"])
@@ -454,7 +458,5 @@ def multiply_keys(chunk, bundle, blocks, table):
     chunk["minus_L_t"] = multiply_elements(
         multiply_pairs(chunk["k_t"], chunk["k_t"], bundle), chunk["weighted_D_t"]
     )
-    chunk["P_t"] = multiply_elements(
-        multiply_pairs(chunk["k_t"], chunk["q_t"], bundle), chunk["D_t"], table["products"]
-    )
+    chunk["P_t"] = multiply_elements(multiply_pairs(chunk["k_t"], chunk["q_t"], bundle), chunk["D_t"])
     chunk["block_columns"] = list_block_columns(chunk["minus_L_t"], blocks)

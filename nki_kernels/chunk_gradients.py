@@ -37,6 +37,7 @@ for dK anyway: where a later token erases what was written, K dS' is 0 before an
 
 Backward adds these tiles to a chunk's dict:
 
+    shortening                       what `divide_norms` returns
     do, U                            rounded [rows, lanes, V]
     U_exact                          U, float32, of the raised beta: not 0 where beta is 0, as U is
     inverse_beta, share              1 / the raised beta; beta over it, 1 but where beta is tiny [rows, lanes]
@@ -47,6 +48,7 @@ Backward adds these tiles to a chunk's dict:
     W_t                              W^T, rounded, a tile per part of K [f, lanes, rows]
     E, E_t                           rounded [rows, lanes, rows]
     weighted_Z, weighted_Z_t         diag(beta) Z and its transpose, rounded [rows, lanes, rows]
+    P_t_rounded                      P^T, rounded [rows, lanes, rows]; dg takes P_t: its terms may cancel
     reads_t, erasures_t              the two terms of F^T [rows, lanes, rows]
 """
 
@@ -56,10 +58,13 @@ from delta_trn.nki_kernels.chunk import (
     multiply_pairs,
     multiply_parts,
     round_tile,
+    scale_lanes,
+    store_lanes,
 )
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, split
 from delta_trn.nki_kernels.tiles import (
+    choose_factors,
     copy_scaled,
     keep_upper,
     multiply_elements,
@@ -73,6 +78,31 @@ from delta_trn.nki_kernels.tiles import (
 # Of a token in backward; a power of two, so that dividing by it rounds nothing. Small enough that what such a
 # token adds to another's U is less than its rounding; large enough that v = 1e-30 does not underflow.
 LEAST_STRENGTH = 2.0**-26
+
+
+def divide_norms(norms):
+    """Divides the reciprocal norms of q and k by f, in place; returns (f [rows, 2 key heads],), or ()."""
+    if len(norms) == 0:
+        return ()
+    rows, sides, heads = norms[0].shape
+    inverse_norms = norms[0].reshape((rows, sides * heads))
+    factors_sb, growth_sb = choose_factors(inverse_norms)
+    nisa.scalar_tensor_tensor(
+        dst=inverse_norms, data=growth_sb, op0=nl.maximum, operand0=1.0, op1=nl.multiply,
+        operand1=inverse_norms,
+    )  # fmt: skip
+    return (factors_sb,)
+
+
+def shorten_vectors(qk_sb, shortening):
+    """Multiplies q and k [rows, 2, key heads, K] by f, in place."""
+    if len(shortening) == 0:
+        return
+    _, sides, heads, _ = qk_sb.shape
+    for side in range(sides):
+        for h in range(heads):
+            own, i = qk_sb[:, side, h, :], side * heads + h
+            copy_scaled(own, own, shortening[0][:, i : i + 1])
 
 
 def transpose_state(S, parts, value_parts, table):
@@ -401,3 +431,27 @@ def sum_decay_gradient(chunk, bundle, parts, table):
     nisa.tensor_copy(dst=out_sb, src=pairs_ps)
     nisa.tensor_tensor(dst=out_sb, data1=out_sb, data2=states_ps, op=nl.add)
     return out_sb
+
+
+def store_key_gradients(chunk, bundle, gradients):
+    """Stores dq and dk of raw q and k, and dv."""
+    dq, dk, dv, _, _ = gradients
+    n, start, tokens = bundle["n"], chunk["start"], chunk["tokens"]
+    low, stop = bundle["slot"], start + tokens
+    high = low + bundle["key_heads"]
+    dqk_sb = sbuf(chunk["qk"].shape, dq.dtype)
+    heads, first = bundle["key_heads"], 0
+    for tile in chunk["dqk"]:
+        last = first + tile.shape[2]
+        if len(chunk["shortening"]) == 0:
+            copy_scaled(dqk_sb[:, :, first:last, :], tile)
+        else:
+            factors_sb = chunk["shortening"][0]
+            for side in range(2):
+                for h in range(first, last):
+                    i = side * heads + h
+                    copy_scaled(dqk_sb[:, side, h, :], tile[:, side, h - first, :], factors_sb[:, i : i + 1])
+        first = last
+    nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 0, :, :])
+    nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 1, :, :])
+    store_lanes(dv, scale_lanes(chunk["dR"], chunk["dv_scale"], dv.dtype), bundle, start, tokens)

@@ -29,10 +29,13 @@ from delta_trn.nki_kernels.chunk_gradients import (
     compute_sums,
     compute_writes,
     differentiate_norm,
+    divide_norms,
     multiply_pair_gradients,
     multiply_terms,
     read_states,
     scale_sums,
+    shorten_vectors,
+    store_key_gradients,
     sum_along,
     sum_crossing_pairs,
     sum_decay_gradient,
@@ -84,41 +87,44 @@ LEVELS = 3  # merges of blocks of 16 to 128 rows
 
 # The stages of a stretch, of all its chunks at once
 LOAD = 0  # inputs, norms, sums of decays
-SCALE = 1  # gates, and what they scale
-TRANSPOSE_KEYS = 2  # of q and k, and D
-MULTIPLY = 3  # L and P
-SPREAD = 4  # the inverse: blocks of 16
-SUBSTITUTE = 5
-EVEN = 6  # its merges, three stages each
-CORNERS = 7
-UPDATE = 8
+FACTORS = 1  # that shorten long q and k
+SHORTEN = 2
+SCALE = 3  # gates, and what they scale
+TRANSPOSE_KEYS = 4  # of q and k, and D
+MULTIPLY = 5  # L and P
+SPREAD = 6  # the inverse: blocks of 16
+SUBSTITUTE = 7
+ROUND = 8  # P
+EVEN = 9  # its merges, three stages each
+CORNERS = 10
+UPDATE = 11
 # The stages of a chunk
-APPLY = 9  # what T and the gates make, no state yet
-RESIDUAL = 10  # R
-SOLVE = 11  # U, and the next state
-READ = 12  # dR
-STATE = 13  # dS
-TRANSPOSE = 14  # of dO, U, dR, S and dS
-MULTIPLY_PAIRS = 15  # U dO^T and U dR^T
-PAIRS = 16  # E_t, Z_t and the terms of F
-TRANSPOSE_PAIRS = 17
-STATES = 18  # what states do to dQ and dK
-KEYS = 19  # the rest of dQ and dK of raw keys
-CROSS = 20  # sums of F
-ALONG = 21  # <x, dx> of the norms
-NORM = 22
-STORE = 23  # dq, dk and dv
-TERMS = 24  # products whose rows are summed
-SUM = 25
-STRENGTH = 26  # dbeta
-DECAY = 27  # dg
+APPLY = 12  # what T and the gates make, no state yet
+RESIDUAL = 13  # R
+SOLVE = 14  # U, and the next state
+READ = 15  # dR
+STATE = 16  # dS
+TRANSPOSE = 17  # of dO, U, dR, S and dS
+MULTIPLY_PAIRS = 18  # U dO^T and U dR^T
+PAIRS = 19  # E_t, Z_t and the terms of F
+TRANSPOSE_PAIRS = 20
+STATES = 21  # what states do to dQ and dK
+KEYS = 22  # the rest of dQ and dK of raw keys
+CROSS = 23  # sums of F
+ALONG = 24  # <x, dx> of the norms
+NORM = 25
+STORE = 26  # dq, dk and dv
+TERMS = 27  # products whose rows are summed
+SUM = 28
+STRENGTH = 29  # dbeta
+DECAY = 30  # dg
 
 
 # When a stage is issued: its slot in a bundle's first stretch, if that has two chunks, and how many slots
 # later it is for the next level of a merge, chunk forward, chunk backward, and stretch. A search found these
 # numbers to be the fastest by the cost model; results/2026-11-23_simulated_nki-speed says how.
 SLOTS = (
-    0, 11, 20, 63, 67, 81, 99, 106, 118, 186, 175, 209, 241, 285,
+    0, 5, 8, 11, 20, 63, 67, 81, 90, 99, 106, 118, 186, 175, 209, 241, 285,
     261, 264, 266, 281, 271, 301, 314, 322, 351, 379, 298, 344, 362, 751,
 )  # fmt: skip
 NEXT_LEVEL, NEXT_FORWARD, NEXT_BACKWARD, NEXT_STRETCH = 34, 48, 66, 353
@@ -203,11 +209,13 @@ def scale_again(chunks, bundle, scale, constants):
 
 
 def multiply_again(stage, chunks, bundle, parts, blocks, constants):
-    """Runs TRANSPOSE_KEYS or MULTIPLY: adds what needs neither T nor a state."""
+    """Runs TRANSPOSE_KEYS, MULTIPLY or ROUND: adds what needs neither T nor a state."""
     for chunk in chunks:
         table = take_corners(constants, pad_to_rows(chunk["tokens"]))
         if stage == TRANSPOSE_KEYS:
             transpose_keys(chunk, parts, table)
+        elif stage == ROUND:
+            chunk["P_t_rounded"] = round_tile(chunk["P_t"], table["products"])
         else:
             multiply_keys(chunk, bundle, blocks, table)
 
@@ -258,7 +266,9 @@ def apply_inverse(chunk, bundle, parts, goes_on, products):
     T_sb = chunk["inverse"]["T"]
     if products != nl.float32:
         chunk["W_t"] = transpose_writes(T_sb, chunk, parts, products)
-    chunk["PT"] = multiply_lanes_at_once(chunk["P_t"], round_tile(T_sb, products), 0, T_sb.shape[0], products)
+    chunk["PT"] = multiply_lanes_at_once(
+        chunk["P_t_rounded"], round_tile(T_sb, products), 0, T_sb.shape[0], products
+    )
     chunk["T_t_rounded"] = round_tile(chunk["inverse"]["T_t"], products)
     if goes_on:
         chunk["W"] = sbuf(chunk["lambda_k"].shape)
@@ -311,23 +321,6 @@ def transpose_gradients(chunk, parts, value_parts, constants):
     chunk["dR_t"] = transpose(chunk["dR_rounded"], value_parts, table)
     chunk["S_t"] = transpose_state(chunk["S_rounded"], parts, value_parts, table)
     chunk["dS_t"] = transpose_state(chunk["dS_rounded"], parts, value_parts, table)
-
-
-def store_key_gradients(chunk, bundle, gradients):
-    """Runs STORE: stores dq, dk and dv."""
-    dq, dk, dv, _, _ = gradients
-    n, start, tokens = bundle["n"], chunk["start"], chunk["tokens"]
-    low, stop = bundle["slot"], start + tokens
-    high = low + bundle["key_heads"]
-    dqk_sb = sbuf(chunk["qk"].shape, dq.dtype)
-    first = 0
-    for tile in chunk["dqk"]:
-        last = first + tile.shape[2]
-        copy_scaled(dqk_sb[:, :, first:last, :], tile)
-        first = last
-    nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 0, :, :])
-    nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 1, :, :])
-    store_lanes(dv, scale_lanes(chunk["dR"], chunk["dv_scale"], dv.dtype), bundle, start, tokens)
 
 
 def differentiate_chunk(stage, chunk, bundle, gradients, parts, value_parts, l2norm, constants):
@@ -453,9 +446,15 @@ def gated_delta_rule_bwd(
                         )
                     solved = stream["stretches"][stretch]
                     goes_on = i + 1 < len(solved)
-                    if stage == SCALE:
+                    if stage in (FACTORS, SHORTEN):
+                        for chunk in solved:
+                            if stage == FACTORS:
+                                chunk["shortening"] = divide_norms(chunk["inverse_norms"])
+                            else:
+                                shorten_vectors(chunk["qk"], chunk["shortening"])
+                    elif stage == SCALE:
                         scale_again(solved, bundle, scale, constants)
-                    elif stage in (TRANSPOSE_KEYS, MULTIPLY):
+                    elif stage in (TRANSPOSE_KEYS, MULTIPLY, ROUND):
                         multiply_again(stage, solved, bundle, parts, blocks, constants)
                     elif stage >= SPREAD and stage <= UPDATE:
                         invert_step(solved, stage, i, stream["spaces"], blocks, constants)

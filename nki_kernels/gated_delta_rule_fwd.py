@@ -12,6 +12,7 @@ from delta_trn.nki_kernels.chunk import (
     compute_gates,
     compute_residual,
     decay_and_add,
+    find_key_head,
     invert_key_norms,
     load_keys,
     load_lanes,
@@ -33,6 +34,7 @@ from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import list_waves, pad_to_rows, split_evenly
 from delta_trn.nki_kernels.tiles import (
     build_constants,
+    choose_factors,
     copy_scaled,
     multiply_elements,
     psum,
@@ -165,6 +167,27 @@ def load_forward(stream, index, call):
     }  # fmt: skip
 
 
+def enlarge_residual(chunk, bundle):
+    """Divides what R is made of, value_scale and minus_strength_gamma, by f of k; returns f per lane."""
+    if len(chunk["norms"]) == 0:
+        return ()
+    rows, lanes = chunk["gamma"].shape
+    heads = bundle["key_heads"]
+    per_head = (rows, heads, lanes // heads)
+    factors_sb, growth_sb = choose_factors(chunk["norms"][0][:, 1, :])
+    growth = growth_sb.ap(pattern=[[heads, rows], [1, heads], [0, lanes // heads]], offset=0)
+    for name in ("value_scale", "minus_strength_gamma"):
+        columns = chunk[name].reshape(per_head)
+        nisa.scalar_tensor_tensor(
+            dst=columns, data=growth, op0=nl.maximum, operand0=1.0, op1=nl.multiply, operand1=columns
+        )
+    factors = []
+    for lane in range(lanes):
+        h = find_key_head(bundle, lane)
+        factors.append(factors_sb[:, h : h + 1])
+    return factors
+
+
 def prepare(stage, chunk, bundle, call):
     """Runs a stage before SPREAD: nothing of it needs T or the state."""
     table, parts = chunk["table"], call["parts"]
@@ -180,6 +203,7 @@ def prepare(stage, chunk, bundle, call):
         )
         for name in ("value_scale", "read_scale", "minus_strength_gamma", "gamma", "lambda", "carry"):
             chunk[name] = gates[name]
+        chunk["shortening"] = enlarge_residual(chunk, bundle)
         chunk["diagonals"] = build_diagonals(gates["minus_strength"], table)
     elif stage == SCALE_K:
         chunk["lambda_k"] = scale_heads(chunk["qk"], 1, chunk["lambda"], bundle, nl.float32)
@@ -266,10 +290,13 @@ def advance(stage, chunk, stream, index, call):
     """Runs a stage that needs T or the state."""
     products = chunk["table"]["products"]
     if stage == MULTIPLY_W:
-        chunk["W"] = multiply_lanes(chunk["inverse"]["T"], chunk["lambda_k"])
+        chunk["W"] = multiply_lanes(chunk["inverse"]["T"], chunk["lambda_k"], chunk["shortening"])
     elif stage == MULTIPLY_PT:
         T_sb = round_tile(chunk["inverse"]["T"], products)
-        chunk["PT_t"] = multiply_lanes_at_once(T_sb, chunk["P_t"], 0, T_sb.shape[2], products)
+        if len(chunk["shortening"]) > 0:
+            chunk["PT_t"] = multiply_lanes(T_sb, chunk["P_t"], chunk["shortening"], products)
+        else:
+            chunk["PT_t"] = multiply_lanes_at_once(T_sb, chunk["P_t"], 0, T_sb.shape[2], products)
     elif stage == RESIDUAL:
         keep_state(stream, index, call)
         chunk["S_rounded"] = round_state(stream["S"], products)

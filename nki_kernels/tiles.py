@@ -14,6 +14,8 @@ from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS, choose_square_scale, split_decays
 
 L2NORM_EPS = 1e-6
+LONG = 2.0**8  # rsqrt takes norms up to 2^62, and `choose_factors` brings them to 2^-27 to 2^27
+SHORTENING = 2.0**-35
 
 
 def sbuf(shape, dtype=nl.float32):
@@ -199,6 +201,29 @@ def invert_sums(dst, sums_sb, norm, factor=1.0):
         scale=s * s * factor,
         bias=norm["epsilon"][0 : sums_sb.shape[0], :],
     )
+
+
+def choose_factors(inverse_norms):
+    """Returns f [rows, free] for reciprocal norms, and 1 / f where that is not 1, else 0.
+
+    The gated delta rule multiplies raw q and k, and values by reciprocal norms. With norms of 1e13 and values
+    of 1e-30, beta r_k v is 1e-43, and dO r_q times U r_k 1e-56: float32 has neither. So each vector that is
+    longer than LONG has a factor f = SHORTENING, and the others f = 1; to multiply by it rounds nothing.
+
+        forward     takes R / f; W and PT_t, which sum it over tokens, are multiplied by f of k per row, which
+                    costs nothing where they are copied anyway
+        backward    takes f q and f k, whose norms are r / f, and multiplies dq and dk by f at the end
+    """
+    factors_sb, growth_sb = sbuf(inverse_norms.shape), sbuf(inverse_norms.shape)
+    nisa.tensor_scalar(
+        dst=factors_sb, data=inverse_norms, op0=nl.greater_equal, operand0=1 / LONG, op1=nl.maximum,
+        operand1=SHORTENING,
+    )  # fmt: skip
+    nisa.tensor_scalar(
+        dst=growth_sb, data=inverse_norms, op0=nl.less, operand0=1 / LONG, op1=nl.multiply,
+        operand1=1 / SHORTENING,
+    )  # fmt: skip
+    return factors_sb, growth_sb
 
 
 def invert_scaled_norms(x, norm):

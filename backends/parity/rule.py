@@ -178,8 +178,11 @@ def reference_for(x: Inputs) -> RuleReference:
     """Computes what any inputs are judged by, on a device that has float64."""
     case, dtype = x.case, x.q.dtype
     judge = judge_outcome(x)
-    # no product has g as a factor, and the -3.4e38 of a reset would hide any error
-    floats = (y for name, y in x.tensors().items() if name != "g" and y.is_floating_point() and y.numel())
+    # no product has g as a factor, nor q and k before they are normalized: -3.4e38 would hide any error
+    none = ("g", "q", "k") if case.normalized_inside else ("g",)
+    floats = (
+        y for name, y in x.tensors().items() if name not in none and y.is_floating_point() and y.numel()
+    )
     largest = max(y[y.isfinite()].abs().max().item() for y in floats if y.isfinite().any())
     spreads = {}
     for name, exact in judge.items():

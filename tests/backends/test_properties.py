@@ -82,6 +82,20 @@ def test_a_tiny_scale_of_huge_queries_leaves_dq_its_digits():
     assert properties.check(draw(20261123002, 191, "nki-simulator", "cpu"), "nki-simulator") <= 1
 
 
+def test_reads_that_cancel_leave_dg_its_digits():
+    """K = 1, q = +-1 and a constant dO: F is P times a number per token, and P was rounded to bfloat16."""
+    assert properties.check(draw(55, 3908, "nki-simulator", "cpu"), "nki-simulator") <= 1
+
+
+@pytest.mark.parametrize(
+    ("seed", "index"),
+    [(20261123010, 155), (20261123010, 173), (20261123010, 190), (777123, 1132), (20261122403, 8)],
+)
+def test_tiny_values_of_huge_keys_do_not_underflow(seed, index):
+    """NKI's kernels multiply raw keys, and values by reciprocal norms: 1e-30 over 1e13 was 0."""
+    assert properties.check(draw(seed, index, "nki-simulator", "cpu"), "nki-simulator") <= 1
+
+
 def test_gates_of_a_transposed_tensor_have_the_bits_of_separate_sequences():
     """A sequence of one token had other exponentials alone than packed."""
     assert properties.check(draw(20261123000, 8593, "chunked", "cpu"), "chunked") <= 1

@@ -208,6 +208,23 @@ def test_tokens_that_write_nothing_have_their_gradient_of_beta(most, dtype):
     assert most or not results["dk"].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("longer", [1.0, 1e4, 1e9])
+def test_tiny_values_keep_their_digits_whatever_the_norms_of_keys(longer, dtype):
+    """With norms of 1e13, beta r_k v, and dO r_q times U r_k, were 0 in float32, and o, dg and dbeta lost."""
+    x = inputs(replace(BY_NAME["norm_huge"], values=1e-30), dtype)
+    x = replace(x, q=longer * x.q, k=longer * x.k)
+    assert_passed(reference_for(x).verdicts(NAME, outcome(x, NAME)))
+
+
+def test_keys_of_all_lengths_meet_in_one_chunk():
+    """Long vectors are multiplied by a power of two on chip, each for itself; others stay as they are."""
+    x = inputs(replace(BY_NAME["norm_huge"], state=True), torch.float32)
+    lengths = torch.tensor([1e-14, 1e-9, 1e-4, 3e-3, 0.1, 1e5])[torch.arange(70) % 6, None, None]
+    x = replace(x, q=lengths * x.q, k=lengths.flip(0) * x.k)
+    assert_passed(reference_for(x).verdicts(NAME, outcome(x, NAME)))
+
+
 RESETTING = replace(BY_NAME["carry"], B=1, T=140, K=32, V=32, HV=8, decay="reset", norm="random")
 
 
