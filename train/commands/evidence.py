@@ -11,6 +11,7 @@ from delta_trn.train.settings.overrides import parse, read_arguments, whole_numb
 from delta_trn.train.studies.sweep.programme import (
     AFTER_PREDICTION,
     BEFORE_PREDICTION,
+    CONTROL,
     STAGES,
     Stage,
     check,
@@ -18,6 +19,7 @@ from delta_trn.train.studies.sweep.programme import (
     finished,
     predict,
     require_prediction,
+    together,
 )
 from delta_trn.train.studies.sweep.results import Results
 
@@ -25,7 +27,8 @@ EPILOG = f"""stages, in this order if none is named
 {chr(10).join(f"  {name:10}  {stage.hours:g} h at most  {stage.says}" for name, stage in STAGES.items())}
 
 Each is a sweep in DIR/STAGE. It stops when its budget is spent, and the same command continues it. `widths`
-writes DIR/prediction.json when it ends; without that file width 512 is not run.
+writes DIR/prediction.json when it ends; without that file width 512 is not run. DIR/report.md and
+DIR/widths.png have all widths, and the standard parametrization beside them.
 
 keys: out=runs/evidence   jobs=N   and any key=value of `run` for all of them, such as data.source=PATH
 """
@@ -85,4 +88,6 @@ def _run(name: str, folder: Path, options: Mapping[str, str], jobs: int) -> int:
     elif name == AFTER_PREDICTION:
         narrow = STAGES[BEFORE_PREDICTION].sweep(options)
         print(f"\n{check(narrow, before, sweep, folder / name, prediction)}")
+    if name in (AFTER_PREDICTION, CONTROL):
+        print(f"\n{together(options, folder)}")
     return 0

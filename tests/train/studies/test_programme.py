@@ -15,6 +15,7 @@ from delta_trn.train.studies.sweep.programme import (
     finished,
     predict,
     require_prediction,
+    together,
 )
 from delta_trn.train.studies.sweep.question import Sweep
 from delta_trn.train.studies.sweep.results import Results
@@ -67,6 +68,21 @@ def test_a_prediction_is_held_against_what_width_512_measures(tmp_path: Path, ex
     lines = check(NARROW, tmp_path / "widths", WIDE, tmp_path / "width_512", path).splitlines()
     (whole,) = [line for line in lines if line.startswith("| whole |")]
     assert whole.endswith(f"| {inside} |")
+
+
+def test_width_512_and_the_control_join_the_narrower_widths_in_one_report(tmp_path: Path):
+    pretend(STAGES["standard"].sweep({}), tmp_path / "standard", drift=-0.9)
+    pretend(NARROW, tmp_path / "widths", drift=-0.2)
+    pretend(WIDE, tmp_path / "width_512", drift=-0.2)
+    text = together({}, tmp_path)
+    assert text + "\n" == (tmp_path / "report.md").read_text() and (tmp_path / "widths.png").exists()
+    flanks = [line.split("|") for line in text.splitlines() if "| flank |" in line]
+    assert {flank[1].strip(): float(flank[3]) for flank in flanks} == {
+        "mup adamw": pytest.approx(-0.2, abs=0.05),
+        "sp adamw": pytest.approx(-0.9, abs=0.05),
+    }
+    costs = text[text.index("Measured nats") :]
+    assert all(f"| mup adamw | {width} | " in costs for width in (64, 128, 256, 512))
 
 
 def test_width_512_is_refused_without_a_prediction_and_with_one_made_of_other_results(tmp_path: Path):

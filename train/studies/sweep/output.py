@@ -88,7 +88,8 @@ def draw_curves(rows: Sequence[Report], path: Path) -> Path | None:
     figure = new_figure(4.6 * columns, 3.6 * lines)
     widths = sorted({c.width for row in shown for c in row.curves})
     shades = {w: colormaps["viridis"](0.85 * i / max(len(widths) - 1, 1)) for i, w in enumerate(widths)}
-    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    rates_compare = len({row.series.optimizer for row in shown}) == 1
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=rates_compare).flatten()
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
     for axes, row in zip(panels, shown, strict=False):

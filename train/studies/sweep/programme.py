@@ -11,14 +11,15 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import UsageError
+from delta_trn.train.studies.sweep.output import draw_curves
 from delta_trn.train.studies.sweep.question import Question, Sweep, define
-from delta_trn.train.studies.sweep.report import Curve, drift, reports
+from delta_trn.train.studies.sweep.report import Curve, drift, reports, table
 from delta_trn.train.studies.sweep.results import SAFE, Results, losses
 from delta_trn.train.studies.sweep.sides import Name, Side
 
@@ -121,7 +122,7 @@ STAGES: Mapping[str, Stage] = {
          "lrs": "2**-9..2**-5"},
     ),
 }  # fmt: skip
-AFTER_PREDICTION, BEFORE_PREDICTION = "width_512", "widths"
+AFTER_PREDICTION, BEFORE_PREDICTION, CONTROL = "width_512", "widths", "standard"
 
 
 def expected_hours(sweep: Sweep, results: Mapping[str, Any], jobs: int) -> float:
@@ -200,6 +201,27 @@ def check(narrow: Sweep, folder: Path, wide: Sweep, wide_folder: Path, path: Pat
         inside = "yes" if p["low"] <= measured <= p["high"] else "no"
         lines.append(f"{cells} {measured:.2f} | {inside} |")
     return "\n".join(lines)
+
+
+def together(options: Mapping[str, str], folder: Path) -> str:
+    """Formats muP over the widths of both its stages and, once it is made, the standard parametrization.
+
+    A width is paired over the seeds that it has. Writes the tables to report.md and the curves to widths.png.
+    """
+    stages = BEFORE_PREDICTION, AFTER_PREDICTION
+    widths = ",".join(STAGES[name].question.axes["widths"] for name in stages)
+    rows = []
+    for sweep, names in (
+        (STAGES[BEFORE_PREDICTION].sweep({"widths": widths, **options}), stages),
+        (STAGES[CONTROL].sweep(options), (CONTROL,)),
+    ):
+        results = {key: line for name in names for key, line in Results(folder / name).read().items()}
+        # not every seed is wanted at every width
+        rows += [replace(row, wanted=row.done) for row in reports(sweep, results) if row.done]
+    text = table(rows)
+    write_file(folder / "report.md", text + "\n", SAFE)
+    draw_curves(rows, folder / "widths.png")
+    return text
 
 
 def _curves(sweep: Sweep, folder: Path) -> list[Curve]:
