@@ -26,6 +26,7 @@ NEURON = frozenset({"xla", "neuron"})
 PSUM_BANK = "2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM"
 NORM_BANKS = "the sums of dweight fill the 8 banks of PSUM"
 NEIGHBORS = "a diagonal and a mask per tap lie in SBUF"
+ONE_CALL = "what a layer keeps on chip must fit SBUF, and its instructions one kernel call"
 READOUT = "dweight of 256 words fills four banks of PSUM; a target is compared as a float32"
 WHOLE_ROWS = "a program holds whole rows in registers, or spills"
 
@@ -57,6 +58,12 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Capabi
         "gated_rms_norm": Capability(_layers("nki_adapter"), *on, {"N": 4096}, NORM_BANKS),
         "linear_cross_entropy": Capability(
             _layers("nki_adapter"), *on, {"d": 1024, "vocabulary": 2**24}, READOUT
+        ),
+        "gated_delta_layer": Capability(
+            "delta_trn.backends.gated_delta_layer.nki_adapter",
+            *on,
+            {"K bytes": 256, "V bytes": 512, "W": 8, "chunks": 64},
+            ONE_CALL,
         ),
     }
 

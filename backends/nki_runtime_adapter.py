@@ -31,6 +31,7 @@ from delta_trn.backends.registry import BackendRefusal
 from delta_trn.nki_kernels import plan, simulator
 from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
+from delta_trn.nki_kernels.gated_delta_layer import gated_delta_layer_fwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
@@ -228,6 +229,19 @@ def _cross_entropy_backward(
     return _as_list(cross_entropy_bwd(x_t, x, w_t, w, goal))
 
 
+def _layer_forward(
+    x: Tensor, weight: Tensor, g: Tensor, beta: Tensor, z: Tensor, gain: Tensor, position: Tensor,
+    packed: bool, prefix: Tensor, continued: bool, initial_state: Tensor, has_state: bool, K: int,
+    scale: float, eps: float, save: bool, every: int, C: int, lanes: int, width: int,
+) -> list[Tensor]:  # fmt: skip
+    return _as_list(
+        gated_delta_layer_fwd(
+            x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K,
+            scale, eps, save, every, C, lanes, width,
+        )
+    )  # fmt: skip
+
+
 LAUNCHERS = (
     (gated_delta_rule_fwd, _rule_forward),
     (gated_delta_rule_bwd, _rule_backward),
@@ -240,6 +254,7 @@ LAUNCHERS = (
     (gated_rms_norm_bwd, _norm_backward),
     (cross_entropy_fwd, _cross_entropy_forward),
     (cross_entropy_bwd, _cross_entropy_backward),
+    (gated_delta_layer_fwd, _layer_forward),
 )
 
 

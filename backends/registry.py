@@ -15,12 +15,12 @@ from types import ModuleType
 
 import torch
 
-from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.checks import dtype_name, is_checking
 
 # The operations of this repository; an `Operator` of another name adds itself.
 OPERATIONS: list[str] = [
     "gated_delta_rule", "gated_delta_rule_step", "delta_residual", "short_convolution", "gated_rms_norm",
-    "add_rms_norm", "linear_cross_entropy",
+    "add_rms_norm", "linear_cross_entropy", "gated_delta_layer",
 ]  # fmt: skip
 
 
@@ -276,6 +276,24 @@ def chosen_name(
     Takes plain values, so that torch.compile may call it while tracing."""
     call = Call(op, device, dtype, dict(sizes), packed, gradients, form)
     return _choose(call, name, Selection(default, allow)).name
+
+
+@torch.compiler.assume_constant_result
+def runs(
+    op: str,
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    sizes: tuple[tuple[str, int], ...],
+    packed: bool,
+    gradients: bool,
+) -> bool:
+    """Returns whether a backend runs a call that the caller can also take apart, as `gated_delta_layer`.
+
+    In check mode none does: each part checks what it is given.
+    """
+    call = Call(op, device, dtype, dict(sizes), packed, gradients)
+    return not is_checking() and not _known(name).refusals(call)
 
 
 @torch.compiler.assume_constant_result

@@ -34,6 +34,16 @@ class ShortConvolution(nn.Module):
 
         The attribute `slot` of the cache holds the last W - 1 inputs; it is replaced.
         """
+        x, prefix = self.take(x, sequences, cache, slot)
+        if sequences.is_packed:  # rows of several sequences are one row of more
+            one, place = x.reshape(1, -1, x.shape[2]), sequences.position.flatten()
+            return short_convolution(one, self.weight, position=place, activation=self.activation).view_as(x)
+        return short_convolution(x, self.weight, prefix=prefix, activation=self.activation)
+
+    def take(
+        self, x: Tensor, sequences: Sequences, cache: LayerCache | None, slot: str = "convolution"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns x, 0 at padding, and the inputs before it; keeps the last ones for the next call."""
         T, before = x.shape[1], self.weight.shape[1] - 1
         if sequences.real is not None:
             x = x * sequences.real
@@ -44,10 +54,7 @@ class ShortConvolution(nn.Module):
             seen = x.new_zeros(x.shape[0], before, x.shape[2]) if prefix is None else prefix
             recent = x[:, max(T - before, 0) :]
             setattr(cache, slot, torch.cat([seen, recent], dim=1)[:, recent.shape[1] :])
-        if sequences.is_packed:  # rows of several sequences are one row of more
-            one, place = x.reshape(1, -1, x.shape[2]), sequences.position.flatten()
-            return short_convolution(one, self.weight, position=place, activation=self.activation).view_as(x)
-        return short_convolution(x, self.weight, prefix=prefix, activation=self.activation)
+        return x, prefix
 
 
 class TokenConvolution(ShortConvolution):

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, log_decay, write_strength
+from delta_trn.backends import (
+    gated_delta_layer,
+    gated_delta_rule,
+    gated_delta_rule_step,
+    is_one_operation,
+    log_decay,
+    write_strength,
+)
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import ShortConvolution
@@ -107,7 +114,43 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
-        qkv = self.conv(joint(x, self.q_proj, self.k_proj, self.v_proj), sequences, cache)
+        qkv = joint(x, self.q_proj, self.k_proj, self.v_proj)
+        if self._is_one_operation(qkv, sequences, cache):
+            y = self._mix_at_once(x, qkv, sequences, cache)
+        else:
+            y = self._mix(x, self.conv(qkv, sequences, cache), sequences, cache)
+        return self.o_proj(y.flatten(-2))
+
+    def _is_one_operation(self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> bool:
+        """Returns whether a backend computes at once all that stands between the projections."""
+        plain = self.scan is gated_delta_rule and self.D is None and not self.bound
+        token = cache is not None and cache.state is not None and qkv.shape[1] == 1
+        watched = self.conv._forward_hooks or self.o_norm._forward_pre_hooks  # by a study, between the parts
+        if not plain or token or watched or (qkv.shape[0] > 1 and sequences.is_packed):
+            return False
+        return is_one_operation(
+            qkv, self.conv.weight, self.sizes[2] // self.V, self.K, self.V, states=cache is not None,
+            bounds=sequences.cu_seqlens is not None, position=sequences.is_packed,
+        )  # fmt: skip
+
+    def _mix_at_once(self, x: Tensor, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
+        """Returns y [B, T, HV, V] of what was projected, by one operation."""
+        a, b = self._gate_inputs(x, sequences)
+        gate = self.g_proj(x).unflatten(-1, (-1, self.V))
+        state = None if cache is None else cache.state
+        qkv, prefix = self.conv.take(qkv, sequences, cache)
+        y, state = gated_delta_layer(
+            qkv, self.conv.weight, a, b, gate, self.o_norm.weight, K=self.K, A_log=self.A_log,
+            dt_bias=self.dt_bias, beta_max=self.beta_max, scale=self.scale, eps=self.o_norm.eps,
+            prefix=prefix, position=sequences.position.flatten() if sequences.is_packed else None,
+            cu_seqlens=sequences.cu_seqlens, initial_state=state, output_final_state=cache is not None,
+        )  # fmt: skip
+        if cache is not None:
+            cache.state = state
+        return y
+
+    def _mix(self, x: Tensor, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
+        """Returns the same of what was convolved, by an operation for each part."""
         q, k, v = consecutive_parts(qkv, self.sizes)
         q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
         v = v.unflatten(-1, (-1, self.V))
@@ -126,8 +169,7 @@ class GatedDeltaNet(nn.Module):
             o = o + self.D.to(o.dtype)[:, None] * v
         if self.bound and o.requires_grad:
             o = BoundedGradient.apply(o, self.bound)
-        y = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
-        return self.o_proj(y.flatten(-2))
+        return self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns g and beta [B, T, HV] in float32, under autocast too: in bfloat16 a decay of 0.999 is 1."""

@@ -22,6 +22,7 @@ LANES = (
     (128, 256, 6),
     (256, 512, 2),
 )  # most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
+LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles lie in SBUF, too
 LANE_CHUNKS = 64  # chunks of one head per call of the rule: 9,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
@@ -39,9 +40,9 @@ class Plan:
     width: int
 
 
-def choose(N: int, H: int, HV: int, K: int, V: int) -> Plan:
+def choose(N: int, H: int, HV: int, K: int, V: int, most: int = 8) -> Plan:
     """Chooses as many lanes as fit SBUF, in two bundles where there are two; tests check the peaks."""
-    lanes = next(count for most_k, most_v, count in LANES if most_k >= K and most_v >= V)
+    lanes = min(most, next(count for most_k, most_v, count in LANES if most_k >= K and most_v >= V))
     width = max(min(max(2, lanes // 2), -(-N * HV // 2)), min(HV // H, lanes, WIDTH))
     return Plan(EVERY, CHUNK, lanes, width)
 

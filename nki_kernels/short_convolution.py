@@ -22,27 +22,25 @@ anyway, and three, which hold all digits, for the z of backward. For dx, dz is a
 as terms of dx may cancel. dweight is as exact as in float32.
 """
 
-from delta_trn.nki_kernels.cells import (
-    allocate_tokens,
-    cut_cells,
-    cut_returns,
-    load_tokens,
-    store_returns,
-    store_tokens,
-    transpose_back,
-    transpose_tokens,
-)
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.tiles import (
+    allocate_tokens,
     build_identity,
     copy_scaled,
+    cut_cells,
+    cut_returns,
     load,
+    load_tokens,
     multiply_on_gpsimd,
     normals,
     psum,
     sbuf,
+    store_returns,
+    store_tokens,
     sum_rows,
+    transpose_back,
+    transpose_tokens,
 )
 
 MOST_W = 32
@@ -88,7 +86,7 @@ def short_convolution_fwd(x, weight, position, packed, prefix, continued):
         if j < n:
             cell = cells[j]
             if cell["group"] == len(taps):
-                taps.append(load_taps(weight, cell, 2, eye))
+                taps.append(load_taps(weight, cell, 2, max(1, W - ON_VECTOR), eye))
             if cell["part"] == 0:
                 x_sb.append(load_tokens(x, cell))
                 keep.append(build_masks(position, packed, cell["t0"], cell["t1"], W))
@@ -159,7 +157,7 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
         if j < n:
             cell = cells[j]
             if cell["group"] == len(taps):
-                taps.append(load_taps(weight, cell, 3, eye))
+                taps.append(load_taps(weight, cell, 3, W, eye))
                 totals.append(sbuf((cell["a1"] - cell["a0"], W)))
                 nisa.memset(dst=totals[cell["group"]], value=0.0)
             if cell["part"] == 0:
@@ -223,11 +221,11 @@ def check(B, W, packed, continued):
     assert B == 1 or not packed, f"B={B} rows cannot be packed: position is that of one row"
 
 
-def load_taps(weight, cell, parts, eye):
-    """Loads the w of a cell's channels, and builds what products with it need.
+def load_taps(weight, cell, parts, count, eye):
+    """Loads the w of a cell's channels, and builds what products with its first `count` taps need.
 
     w           [channels, W] float32
-    diagonals   [channels, W, channels]: diag(w_j) in float32 or, for bfloat16 inputs, `parts` of it in
+    diagonals   [channels, count, channels]: diag(w_j) in float32 or, for bfloat16 inputs, `parts` of it in
                 bfloat16: the first is w rounded, each further one the rounded rest
     """
     C, W = cell["a1"] - cell["a0"], weight.shape[1]
@@ -242,8 +240,8 @@ def load_taps(weight, cell, parts, eye):
             factors.append(rest_sb)
     diagonals = []
     for k in range(len(factors)):
-        diagonals_sb = sbuf((C, W, C), eye.dtype)
-        for j in range(W):
+        diagonals_sb = sbuf((C, count, C), eye.dtype)
+        for j in range(count):
             factor, corner = factors[k][:, j : j + 1], eye[0:C, 0:C]
             if k == 1:  # the Scalar and the Vector engine share the work
                 copy_scaled(diagonals_sb[:, j, :], corner, factor)
@@ -376,11 +374,7 @@ def sum_taps(dst, slices, taps, on_vector, parts):
     """
     W = len(slices[0])
     on_tensor = max(1, W - on_vector)
-    total = psum(dst.shape)
-    for j in range(on_tensor):
-        for k in range(len(slices)):
-            for m in range(min(parts - k, len(taps["diagonals"]))):
-                nisa.nc_matmul(dst=total, stationary=taps["diagonals"][m][:, j, :], moving=slices[k][j])
+    total = multiply_taps(slices, taps, on_tensor, parts)
     for j in range(on_tensor, W):
         out_sb = dst if j == W - 1 else sbuf(dst.shape)
         nisa.scalar_tensor_tensor(
@@ -390,6 +384,16 @@ def sum_taps(dst, slices, taps, on_vector, parts):
         total = out_sb
     if on_tensor == W:
         copy_scaled(dst, total)
+
+
+def multiply_taps(slices, taps, on_tensor, parts):
+    """Sums the first `on_tensor` taps as `sum_taps` does, in PSUM."""
+    total = psum(slices[0][0].shape)
+    for j in range(on_tensor):
+        for k in range(len(slices)):
+            for m in range(min(parts - k, len(taps["diagonals"]))):
+                nisa.nc_matmul(dst=total, stationary=taps["diagonals"][m][:, j, :], moving=slices[k][j])
+    return total
 
 
 def multiply_slices(slices, dz_sb):

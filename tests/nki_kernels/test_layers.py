@@ -10,7 +10,7 @@ from delta_trn.backends import gated_rms_norm as gated_rms_norm_of_layers
 from delta_trn.backends import short_convolution as short_convolution_of_layers
 from delta_trn.backends.layers import nki_adapter
 from delta_trn.backends.parity.layer_cases import BY_NAME, verdicts
-from delta_trn.nki_kernels import cells, cross_entropy, gated_rms_norm, plan, short_convolution
+from delta_trn.nki_kernels import cross_entropy, gated_rms_norm, plan, short_convolution, tiles
 from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.language import nisa, nl
@@ -84,7 +84,7 @@ def _no_rows(W, continued):
 
 
 def test_a_forgotten_gradient_of_the_prefix_is_seen(monkeypatch):
-    plant(monkeypatch, cells, "count_prefix_rows", _no_rows, CONVOLUTION)
+    plant(monkeypatch, tiles, "count_prefix_rows", _no_rows, CONVOLUTION)
     with pytest.raises(StrictError, match="is unwritten"):
         failed_tensors("conv_prefix_tiles")
 

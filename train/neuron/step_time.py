@@ -39,7 +39,7 @@ ELEMENTWISE_BYTES = 112
 OPTIMIZER_BYTES = 44
 KERNELS = {
     "gated_delta_rule": "scan", "short_convolution": "convolution", "gated_rms_norm": "gated norm",
-    "delta_residual": "delta residual",
+    "delta_residual": "delta residual", "gated_delta_layer": "layer, forward",
 }  # fmt: skip
 WEIGHT_BYTES, CAST_BYTES = 12, 8  # of the readout's weight: per call or part, and per micro-batch
 _VOCABULARY = 64  # the readout is estimated apart

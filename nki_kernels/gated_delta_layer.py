@@ -1,0 +1,479 @@
+"""Computes the mixer of a layer forward in one kernel: convolution, gated delta rule, gated RMS norm.
+
+    q, k, v = SiLU(conv(x))     o = gated_delta_rule(q, k, v, g, beta)     y = RMSNorm(o) w SiLU(z)
+
+The stages are those of the three kernels that do the same one after the other. What one hands to the next
+stays in SBUF: the convolution's results lie there as [channels, tokens], until the chunk that they belong to
+takes them, and o goes from PSUM to the norm. So engines that wait in one of the kernels work for another.
+
+The convolution runs ahead of the rule, by stretches of tokens. A cell is what `nki_kernels.tiles` calls one:
+up to 128 channels of a stretch. Cells are listed in the order in which chunks need them, and as many are
+computed in each turn of the rule as let the next turn find what it loads.
+"""
+
+from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
+from delta_trn.nki_kernels.gated_delta_rule_fwd import (
+    AHEAD,
+    ALL,
+    COLUMNS,
+    DECAYS,
+    EVEN,
+    GATES,
+    LOAD,
+    MATRIX_D,
+    MATRIX_L,
+    MATRIX_P,
+    MERGE,
+    MULTIPLY_PT,
+    MULTIPLY_W,
+    NORMS,
+    ODD,
+    OUTPUT,
+    RESIDUAL,
+    SCALE_K,
+    SCALE_Q,
+    SCALE_V,
+    SOLVE,
+    SPREAD,
+    STATE,
+    TRANSPOSE_GAMMA_Q,
+    TRANSPOSE_K,
+    TRANSPOSE_Q,
+    WEIGHT,
+    compute_output,
+    load_state,
+    run_stage,
+    store_state,
+)
+from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
+from delta_trn.nki_kernels.gated_rms_norm import invert_rms, load_everywhere, normalize_rows, repeat_row
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split, split_evenly
+from delta_trn.nki_kernels.short_convolution import (
+    ON_VECTOR,
+    build_masks,
+    check,
+    copy_tail,
+    load_taps,
+    load_window,
+    slice_window,
+    sum_taps,
+)
+from delta_trn.nki_kernels.tiles import (
+    build_constants,
+    build_norm,
+    copy_scaled,
+    load_tokens,
+    multiply_on_gpsimd,
+    normals,
+    psum,
+    rule_inputs,
+    sbuf,
+    take_corners,
+)
+from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
+
+STRETCH = 512  # tokens, at most; half of it where masks of packed sequences need the space
+STAGES = 2  # steps by which a cell's last stage is behind its first
+
+# Stages besides those of the rule: of the norm, behind OUTPUT, and steps of the convolution
+SQUARES, GAIN, GATE, WINDOW, TAPS, SILU = 33, 34, 35, 36, 37, 38
+LAG = 1  # turns by which the norm may be behind the rule
+
+
+def list_layer_stages():
+    """Lists what is issued in one turn, as `list_stages` of the rule does, found in the same way.
+
+    A stage of the convolution stands for its share of the turn's steps, wherever its chunks are.
+    """
+    return (
+        (OUTPUT, ODD, -1), (MULTIPLY_W, EVEN, 0), (GATES, ODD, 4), (SOLVE + 2, ALL, 1), (WINDOW, ALL, 0),
+        (COLUMNS, EVEN, 2), (WINDOW, ALL, 0), (WINDOW, ALL, 0), (WINDOW, ALL, 0),
+        (TRANSPOSE_GAMMA_Q, EVEN, 1), (SILU, ALL, 0), (WINDOW, ALL, 0), (MATRIX_D, ODD, 4), (GATES, EVEN, 5),
+        (MATRIX_D, EVEN, 3), (MULTIPLY_W, ODD, 0), (WINDOW, ALL, 0), (TRANSPOSE_K, ODD, 4),
+        (TRANSPOSE_K, EVEN, 3), (GATE, EVEN, -1), (WINDOW, ALL, 0), (LOAD, ODD, 5), (MERGE, ALL, 1),
+        (WINDOW, ALL, 0), (WINDOW, ALL, 0), (OUTPUT, EVEN, 0), (LOAD, EVEN, 6), (MERGE + 1, ALL, 1),
+        (GAIN, ODD, -1), (WEIGHT, EVEN, 3), (TAPS, ALL, 0), (SCALE_K, EVEN, 4), (SCALE_Q, ODD, 4),
+        (TAPS, ALL, 0), (SQUARES, ODD, -1), (SILU, ALL, 0), (SCALE_Q, EVEN, 5), (MERGE + 2, ALL, 1),
+        (WINDOW, ALL, 0), (STATE, ODD, -1), (WINDOW, ALL, 0), (GAIN, EVEN, 0), (SCALE_V, EVEN, 1),
+        (MERGE + 3, ALL, 1), (WINDOW, ALL, 0), (DECAYS, ODD, 5), (WINDOW, ALL, 0), (DECAYS, EVEN, 6),
+        (WINDOW, ALL, 0), (MATRIX_P, ODD, 1), (NORMS, EVEN, 6), (TAPS, ALL, 0), (WEIGHT, ODD, 4),
+        (MERGE + 4, ALL, 1), (SILU, ALL, 0), (RESIDUAL, ODD, 0), (TAPS, ALL, 0), (SILU, ALL, 0),
+        (TAPS, ALL, 0), (MATRIX_L, ODD, 4), (NORMS, ODD, 5), (SCALE_K, ODD, 3), (MERGE + 5, ALL, 1),
+        (TAPS, ALL, 0), (STATE, EVEN, 0), (MATRIX_L, EVEN, 3), (COLUMNS, ODD, 3), (GATE, ODD, -1),
+        (MERGE + 6, ALL, 1), (SPREAD, ALL, 2), (MATRIX_P, EVEN, 1), (SILU, ALL, 0), (SCALE_V, ODD, 1),
+        (TAPS, ALL, 0), (MERGE + 7, ALL, 1), (RESIDUAL, EVEN, 1), (SILU, ALL, 0), (MERGE + 8, ALL, 1),
+        (TAPS, ALL, 0), (MULTIPLY_PT, EVEN, 1), (SOLVE, ALL, 2), (SILU, ALL, 0), (TAPS, ALL, 0),
+        (TRANSPOSE_Q, ODD, 2), (SILU, ALL, 0), (TAPS, ALL, 0), (TRANSPOSE_Q, EVEN, 2), (SOLVE + 1, ALL, 2),
+        (TAPS, ALL, 0), (SILU, ALL, 0), (TAPS, ALL, 0), (SILU, ALL, 0), (TAPS, ALL, 0), (SILU, ALL, 0),
+        (MULTIPLY_PT, ODD, 1), (SQUARES, EVEN, 0), (TRANSPOSE_GAMMA_Q, ODD, 2), (SILU, ALL, 0),
+        (TAPS, ALL, 0), (SILU, ALL, 0), (SILU, ALL, 0),
+    )  # fmt: skip
+
+
+def cut_stretches(T, C, longest):
+    """Cuts the tokens: the first stretch is short, so that the rule can begin."""
+    spans = []
+    start = 0
+    while start < T:
+        size = C if start == 0 else longest - start % longest
+        spans.append((start, min(start + size, T)))
+        start = start + size
+    return spans
+
+
+def list_cells(wave, T, call, stages):
+    """Lists the cells of a wave by stretch, bundle, and q (side 0), k (1) and v (2).
+
+    A cell is a dict of the numbers that `tiles.cut_cells` describes, and of these:
+
+    group       counts a bundle's cells of one stretch, of which there are `parts`
+    stream      the bundle's number in the wave
+    turn        the first turn that loads a chunk of the cell's tokens
+    """
+    cells, before = [], [0, 0]
+    for entry in stages:
+        stage, parity, ahead = entry
+        if stage == LOAD:
+            before[parity] = AHEAD - ahead
+    C, H, K, V = call["C"], call["H"], call["K"], call["V"]
+    spans = cut_stretches(T, C, STRETCH // 2 if call["packed"] else STRETCH)
+    for s in range(len(spans)):
+        t0, t1 = spans[s]
+        for b in range(len(wave)):
+            bundle = wave[b]
+            first, heads = bundle["key_first"], bundle["key_heads"]
+            sides = [(first * K, heads * K), ((H + first) * K, heads * K)]
+            sides.append((2 * H * K + bundle["first"] * V, bundle["lanes"] * V))
+            group, banks = 0, []
+            for side in range(3):
+                low, width = sides[side]
+                for span in split(width, BANK):
+                    banks.append((side, low + span[0], low + span[1]))
+            count = 0
+            for bank in banks:
+                count = count + len(split(bank[2] - bank[1], PARTITIONS))
+            for bank in banks:
+                side, c0, c1 = bank
+                parts = split(c1 - c0, PARTITIONS)
+                for part in range(len(parts)):
+                    a0, a1 = parts[part]
+                    cells.append(
+                        {
+                            "b": bundle["n"], "t0": t0, "t1": t1, "c0": c0, "c1": c1, "part": part, "a0": a0,
+                            "a1": a1, "parts": count, "group": group, "stream": b, "side": side,
+                            "turn": t0 // C + before[b % 2],
+                        }
+                    )  # fmt: skip
+                    group = group + 1
+    return cells
+
+
+def plan_steps(cells, turns):
+    """Lists (first, step, stop) of each turn: steps first .. step come before it, and step .. stop in it.
+
+    What a turn loads is done before it. The steps that later turns need are spread evenly.
+    """
+    last = len(cells) + STAGES
+    plan = []
+    stop = 0
+    for turn in range(turns):
+        first, step, count = stop, stop, 0
+        for c in range(len(cells)):
+            if cells[c]["turn"] <= turn:
+                step = max(step, c + 1 + STAGES)
+        for i in range(step, last):
+            left = cells[max(0, i - STAGES)]["turn"] - turn
+            count = max(count, (i - step + left) // max(1, left))
+        stop = min(step + count, last)
+        plan.append((first, step, stop))
+    return plan
+
+
+def convolve(stage, i, cells, streams, call):
+    """Runs a stage of step i: WINDOW is of cell i, TAPS of the cell before, SILU of the one before that."""
+    j = i - (stage - WINDOW)
+    if j < 0 or j >= len(cells):
+        return
+    cell = cells[j]
+    stream = streams[cell["stream"]]
+    if stage == WINDOW:
+        open_window(cell, stream, call)
+    elif stage == TAPS:
+        cell["z"] = sbuf(cell["slices"][0].shape)
+        sum_taps(cell["z"], [cell["slices"]], stream["taps"][cell["group"]], ON_VECTOR, 2)
+    else:
+        activate(cell, stream, call)
+
+
+def open_window(cell, stream, call):
+    """Runs WINDOW: x of a cell, and of the tokens before it, as [channels, tokens]."""
+    x, W, eye = call["x"], call["W"], call["constants"]["eye"]
+    if cell["group"] == len(stream["taps"]):
+        stream["taps"].append(load_taps(call["weight"], cell, 2, W - ON_VECTOR, eye))
+    if cell["part"] == 0:
+        stream["x"] = load_tokens(x, cell)
+    if cell["group"] == 0:
+        stream["keep"] = build_masks(call["position"], call["packed"], cell["t0"], cell["t1"], W)
+    window_sb = load_window(stream["x"], call["prefix"], call["continued"], cell, stream["tails"], W, eye)
+    tail_sb = window_sb
+    if cell["t1"] < x.shape[1]:
+        tail_sb = sbuf((window_sb.shape[0], W - 1), x.dtype)
+        copy_tail(tail_sb, window_sb, W - 1)
+    stream["tails"].append(tail_sb)
+    cell["slices"] = slice_window(window_sb, stream["keep"], W)
+
+
+def activate(cell, stream, call):
+    """Runs SILU of a cell: [channels, tokens].
+
+    Where a head's channels fill whole cells, those of q and k become what the rule takes as q_t and k_t.
+    """
+    z, C, K = cell["z"], call["C"], call["K"]
+    if not call["whole"] or cell["side"] == 2:
+        y_t_sb = sbuf(z.shape, call["x"].dtype)
+        nisa.activation(dst=y_t_sb, op=nl.silu, data=z)
+        stream["y_t"].append((cell, y_t_sb))
+        return
+    heads, parts = stream["bundle"]["key_heads"], K // PARTITIONS
+    at = cell["group"] - cell["side"] * heads * parts
+    transposed = stream["transposed"][cell["side"]]
+    for start in range(cell["t0"], cell["t1"], C):
+        tokens = min(C, cell["t1"] - start)
+        if at == 0:
+            tiles = []
+            for _ in range(parts):
+                tile_sb = sbuf((PARTITIONS, heads, pad_to_rows(tokens)), call["x"].dtype)
+                if tokens < pad_to_rows(tokens):
+                    nisa.memset(dst=tile_sb, value=0.0)
+                tiles.append(tile_sb)
+            transposed.append(tiles)
+        nisa.activation(
+            dst=transposed[start // C][at % parts][:, at // parts, 0:tokens], op=nl.silu,
+            data=z[:, start - cell["t0"] : start - cell["t0"] + tokens],
+        )  # fmt: skip
+
+
+def list_transposed(sides, stream, index, tokens, call):
+    """Lists views [channels, tokens] of what the convolution left of a chunk's q and k, or v."""
+    start = index * call["C"]
+    views = []
+    if call["whole"] and sides[0] == 0:
+        for side in sides:
+            tiles = stream["transposed"][side][index]
+            for h in range(stream["bundle"]["key_heads"]):
+                for part in range(len(tiles)):
+                    views.append(tiles[part][:, h, 0:tokens])
+        return views
+    for entry in stream["y_t"]:
+        cell, y_t_sb = entry
+        if cell["side"] in sides and cell["t0"] <= start and start < cell["t1"]:
+            views.append(y_t_sb[:, start - cell["t0"] : start - cell["t0"] + tokens])
+    return views
+
+
+def collect_rows(out_sb, views, eye):
+    """Transposes views [channels, tokens] to out [rows, channels]; what fills a bank leaves PSUM at once."""
+    low, first = 0, 0
+    while first < len(views):
+        stop, width, tokens = first, 0, views[first].shape[1]
+        while stop < len(views) and width + views[stop].shape[0] <= BANK:
+            width = width + views[stop].shape[0]
+            stop = stop + 1
+        out_ps = psum((tokens, width))
+        at = 0
+        for i in range(first, stop):
+            C = views[i].shape[0]
+            nisa.nc_matmul(
+                dst=out_ps[:, at : at + C], stationary=views[i], moving=eye[0:C, 0:C], is_moving_onezero=True
+            )
+            at = at + C
+        copy_scaled(out_sb[0:tokens, low : low + width], out_ps)
+        low, first = low + width, stop
+
+
+def load_layer(stream, index, call):
+    """Runs LOAD of a chunk: g and beta from HBM, q, k and v from the convolution."""
+    g, beta = call["g"], call["beta"]
+    start, bundle = index * call["C"], stream["bundle"]
+    tokens = min(call["C"], g.shape[1] - start)
+    table = take_corners(call["constants"], pad_to_rows(tokens))
+    rows, K, V, eye = table["rows"], call["K"], call["V"], table["eye"]
+    qk_sb = sbuf((rows, 2, bundle["key_heads"], K), table["products"])
+    v_sb = sbuf((rows, bundle["lanes"], V), table["products"])
+    if tokens < rows:
+        nisa.memset(dst=qk_sb, value=0.0)
+        nisa.memset(dst=v_sb, value=0.0)
+    collect_rows(
+        qk_sb.reshape((rows, 2 * bundle["key_heads"] * K)),
+        list_transposed((0, 1), stream, index, tokens, call), eye,
+    )  # fmt: skip
+    collect_rows(
+        v_sb.reshape((rows, bundle["lanes"] * V)), list_transposed((2,), stream, index, tokens, call), eye
+    )
+    if call["save"]:
+        q, k, v = call["saved"]
+        n, first, heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
+        nisa.dma_copy(
+            dst=q[n, start : start + tokens, first : first + heads, :], src=qk_sb[0:tokens, 0, :, :]
+        )
+        nisa.dma_copy(
+            dst=k[n, start : start + tokens, first : first + heads, :], src=qk_sb[0:tokens, 1, :, :]
+        )
+        store_lanes(v, v_sb, bundle, start, tokens)
+    chunk = {
+        "start": start, "tokens": tokens, "table": table, "qk": qk_sb, "v": v_sb,
+        "g": load_lanes(g, bundle, start, tokens, rows),
+        "beta": load_lanes(beta, bundle, start, tokens, rows),
+    }  # fmt: skip
+    if call["whole"]:
+        chunk["q_t"] = stream["transposed"][0][index]
+        chunk["k_t"] = stream["transposed"][1][index]
+    return chunk
+
+
+def normalize(stage, chunk, stream, call):
+    """Runs OUTPUT, or a stage of the gated norm."""
+    bundle, start, tokens = stream["bundle"], chunk["start"], chunk["tokens"]
+    if stage == OUTPUT:
+        chunk["o"] = compute_output(chunk, call["y"].dtype if call["save"] else nl.float32)
+        if call["save"]:
+            store_lanes(call["o"], chunk["o"], bundle, start, tokens)
+    elif stage == SQUARES:
+        chunk["r"] = invert_rms(chunk["o"], call["norm"])
+        chunk["h"] = sbuf(chunk["o"].shape)
+        normalize_rows(chunk["h"], chunk["o"], chunk["r"])
+    elif stage == GAIN:
+        z_sb = load_lanes(call["z"], bundle, start, tokens, chunk["v"].shape[0], call["z"].dtype)
+        chunk["gate"] = sbuf(z_sb.shape)
+        nisa.activation(dst=chunk["gate"], op=nl.silu, data=z_sb)
+        multiply_on_gpsimd(
+            chunk["gate"], chunk["gate"], repeat_row(call["gain"], z_sb.shape[0], bundle["lanes"])
+        )
+    else:
+        y_sb = sbuf(chunk["o"].shape, call["y"].dtype)
+        multiply_on_gpsimd(y_sb, chunk["h"], chunk["gate"])
+        store_lanes(call["y"], y_sb, bundle, start, tokens)
+
+
+@nki.jit
+def gated_delta_layer_fwd(
+    x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K, scale, eps,
+    save, every, C, lanes, width,
+):  # fmt: skip
+    """Computes a layer's mixer over whole sequences.
+
+    Dimensions are those of `gated_delta_rule_fwd`; channels = 2 H K + HV V, W taps.
+
+    Args:
+        x               [N, T, channels]: q, k and v side by side, before the convolution
+        weight          [channels, W], W >= 2
+        g, beta         as in `gated_delta_rule_fwd`
+        z, gain, eps    gate [N, T, HV, V] and gain [V] of the norm
+        position, packed, prefix, continued     as in `short_convolution_fwd`
+        initial_state, has_state, scale, every, C, lanes, width     as in `gated_delta_rule_fwd`
+        save            keep what backward takes
+
+    Returns:
+        y               [N, T, HV, V] in x's dtype
+        final_state     [N, HV, K, V] float32
+        q, k, v, o      as the rule takes and leaves them, in x's dtype; only with `save`
+        states          as of `gated_delta_rule_fwd`, only if there are any
+    """
+    N, T, channels = x.shape
+    HV, V = z.shape[2], z.shape[3]
+    H = (channels - HV * V) // (2 * K)
+    W = weight.shape[1]
+    check(N, W, packed, continued)
+    check_eps(eps)
+    parts = split_evenly(K)
+    chunks = (T + C - 1) // C
+    y = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
+    final_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    states, saved, o = final_state, (y, y, y), y
+    kept = (chunks - 1) // every if every > 0 else 0
+    if kept > 0:
+        states = nl.ndarray((N, kept, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    if save:
+        q = nl.ndarray((N, T, H, K), dtype=x.dtype, buffer=nl.shared_hbm)
+        k = nl.ndarray((N, T, H, K), dtype=x.dtype, buffer=nl.shared_hbm)
+        v = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
+        saved = (q, k, v)
+        o = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
+    largest = min(C, pad_to_rows(T))
+    call = {
+        "x": x, "weight": weight, "g": g, "beta": beta, "z": z, "position": position, "packed": packed,
+        "prefix": prefix, "continued": continued, "W": W, "H": H, "K": K, "V": V,
+        "gain": load_everywhere(gain), "norm": build_norm(eps), "save": save, "saved": saved,
+        "constants": build_constants(largest, x.dtype),
+        "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": True,
+        "every": every, "C": C, "o": o, "y": y, "states": states, "whole": K % PARTITIONS == 0,
+    }  # fmt: skip
+    stages = list_layer_stages()
+    slots = [0, 0, 0]  # of a turn, for each stage of the convolution
+    for i in range(len(stages)):
+        if stages[i][0] >= WINDOW:
+            slots[stages[i][0] - WINDOW] = slots[stages[i][0] - WINDOW] + 1
+    for wave in list_waves(N, H, HV, width, lanes):
+        groups = [[], [], []]  # streams: EVEN, ODD, ALL
+        for b in range(len(wave)):
+            stream = {
+                "bundle": wave[b], "chunks": [], "S": load_state(initial_state, wave[b], parts, V, has_state),
+                "spaces": allocate_workspace(largest, wave[b]["lanes"]), "taps": [], "tails": [], "y_t": [],
+                "transposed": [[], []],
+            }  # fmt: skip
+            groups[b % 2].append(stream)
+            groups[ALL].append(stream)
+        cells = list_cells(wave, T, call, stages)
+        plan = plan_steps(cells, chunks + AHEAD + LAG)
+        for turn in range(chunks + AHEAD + LAG):
+            first, step, stop = plan[turn]
+            for i in range(first, step):
+                for stage in range(WINDOW, SILU + 1):
+                    convolve(stage, i, cells, groups[ALL], call)
+            done, slot = [0, 0, 0], [0, 0, 0]
+            for i in range(len(stages)):
+                stage, group, ahead = stages[i]
+                index = turn - AHEAD + ahead
+                if stage >= WINDOW:
+                    kind = stage - WINDOW
+                    slot[kind] = slot[kind] + 1
+                    while done[kind] < (stop - step) * slot[kind] // slots[kind]:
+                        convolve(stage, step + done[kind], cells, groups[ALL], call)
+                        done[kind] = done[kind] + 1
+                elif index >= 0 and index < chunks and len(groups[group]) > 0:
+                    run_layer_stage(stage, groups[group], index, call)
+        for stream in groups[ALL]:
+            store_state(final_state, stream["S"], stream["bundle"], parts)
+    if save:
+        if kept > 0:
+            return y, final_state, saved[0], saved[1], saved[2], o, states
+        return y, final_state, saved[0], saved[1], saved[2], o
+    return y, final_state
+
+
+def run_layer_stage(stage, streams, index, call):
+    """Runs a stage of the rule, LOAD and OUTPUT in the layer's form."""
+    if stage == LOAD:
+        for stream in streams:
+            stream["chunks"].append(load_layer(stream, index, call))
+    elif stage == OUTPUT or stage >= SQUARES:
+        for stream in streams:
+            normalize(stage, stream["chunks"][index], stream, call)
+    elif not call["whole"] or stage not in (TRANSPOSE_K, TRANSPOSE_Q):
+        run_stage(stage, streams, index, call)
+
+
+def example(
+    B=1, T=1024, H=6, K=128, V=256, HV=0, W=4, dtype="bfloat16", save=0, C=128, lanes=6, width=3
+):  # fmt: skip
+    """Returns the kernel and its arguments, as in evaluation, or with save=1 as in training."""
+    HV = HV or H
+    _, _, _, g, beta, z = rule_inputs(B, T, H, HV, K, V, dtype)
+    channels = 2 * H * K + HV * V
+    x = normals(dtype, (B, T, channels))[0]
+    weight, gain = normals("float32", (channels, W), (V,))
+    return gated_delta_layer_fwd, (
+        x, weight, g, beta, z, gain, x, False, x, False, beta, False, K, K**-0.5, 1e-5, bool(save),
+        2 if save else 0, C, lanes, width,
+    )  # fmt: skip
