@@ -8,7 +8,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/neuron_environment.sh"
 # 32 GiB of host memory: frameworks/torch/torch-neuronx/api-reference-guide/training/torch-neuron-envvars.rst
 export NEURON_PARALLEL_COMPILE_MAX_RETRIES=1
-keys=(device=xla sample.tokens=0 batch.micro=2 evaluation.batch=8)
+keys=(device=xla sample.tokens=0 batch.micro=2 evaluation.batch=5)
 if [ "${1:?name a recipe}" = warmup ]; then
     exec python -m train warmup "${2:?name a recipe}" "${keys[@]}" "${@:3}" --processes=2
 fi
