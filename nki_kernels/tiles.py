@@ -14,8 +14,8 @@ from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, choose_square_scale, split, split_decays
 
 L2NORM_EPS = 1e-6
-# rsqrt takes norms up to 2^62, which `choose_factors` brings to 2^-22 to 2^27. Below LONG, decays of e^-80 times
-# a shortened q would underflow, and values of 1e-30 times two reciprocal norms do not yet
+# rsqrt takes norms up to 2^62, which `choose_factors` brings to 2^-22 to 2^27. Below LONG, decays of e^-80
+# times a shortened q would underflow, and values of 1e-30 times two reciprocal norms do not yet
 LONG = 2.0**13
 SHORTENING = 2.0**-35
 
