@@ -46,6 +46,7 @@ def test_throughput_prints_and_writes_tokens_per_second_and_shares(tmp_path):
     assert {"commit", "torch", "device", "recipe", "width"} <= set(ours)
 
 
+@pytest.mark.serial
 def test_the_profile_of_a_step_covers_every_part(workload):
     by_part = shares(workload)
     assert set(by_part) >= set(PARTS) - {"delta residual"}
