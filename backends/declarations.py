@@ -62,7 +62,14 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Capabi
         "gated_delta_layer": Capability(
             "delta_trn.backends.gated_delta_layer.nki_adapter",
             *on,
-            {"K bytes": 256, "V bytes": 512, "W": 8, "chunks": 64},
+            {
+                "K bytes": 256,
+                "V bytes": 512,
+                "packed V bytes": 384,
+                "packed K V bytes": 36864,
+                "W": 4,
+                "chunks": 64,
+            },
             ONE_CALL,
         ),
     }

@@ -225,7 +225,7 @@ def open_window(cell, stream, call):
 
 
 def activate(cell, stream, call):
-    """Runs SILU of a cell: [channels, tokens].
+    """Runs SILU: applies it to what the convolution made of a cell, [channels, tokens].
 
     Where a head's channels fill whole cells, those of q and k become what the rule takes as q_t and k_t.
     """

@@ -160,7 +160,7 @@ def of_length(module: Any, length: int) -> tuple[Any, ...]:
 
 
 def _modelled(reading: Reading) -> dict[str, float]:
-    """Returns what the simulator says, from a process whose kernels are its own also where nki is."""
+    """Returns the simulator's times, from a process that uses it even where AWS's nki is installed."""
     output = subprocess.run(
         [
             sys.executable,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import registry
-from delta_trn.backends.gated_delta_layer.contract import Gradients, Layer
+from delta_trn.backends.gated_delta_layer.contract import Gradients, Layer, key_heads
 from delta_trn.backends.gated_delta_rule import OPERATOR as RULE
 from delta_trn.backends.gated_delta_rule import gated_delta_rule
 from delta_trn.backends.gated_delta_rule.contract import make_gates, state_dtype
@@ -69,15 +69,15 @@ def gated_delta_layer(
     cu_seqlens, or by an a of 1e20 at each first token. Differentiable and refusing as its three parts.
     """
     HV, V = gate.shape[2:]
-    H = (x.shape[2] - HV * V) // (2 * K)
+    H = key_heads(x, HV, V, K)
     factor: float = K**-0.5 if scale is None else scale
-    if is_one_operation(
-        x, weight, HV, K, V, bounds=cu_seqlens is not None, position=position is not None,
+    tensors = (x, weight, a, b, gate, gain, A_log, dt_bias, prefix, initial_state)
+    chosen = _choose(
+        tensors, weight.shape[1], HV, K, V, bounds=cu_seqlens is not None, position=position is not None,
         states=initial_state is not None or output_final_state, backend=backend,
-    ):  # fmt: skip
-        tensors = (x, weight, a, b, gate, gain, A_log, dt_bias, prefix, initial_state)
-        sizes = {"H": H, "HV": HV, "K": K, "V": V}
-        name, save = RULE.choose(tensors, sizes, backend, packed=cu_seqlens is not None)
+    )  # fmt: skip
+    if chosen is not None:
+        name, save = chosen
         with torch.autocast(x.device.type, enabled=False):
             g, beta = make_gates(a, b, A_log, dt_bias, beta_max)
         call = Layer(
@@ -113,17 +113,42 @@ def is_one_operation(
     It is the backend that runs the rule. In check mode none does, since each part checks what it is given.
     bounds, position and states say whether the call has cu_seqlens, position, and initial or final states.
     """
-    if x.numel() == 0 or weight.shape[1] == 1 or (bounds and (states or not position)):
-        return False
-    sizes = {"H": (x.shape[2] - HV * V) // (2 * K), "HV": HV, "K": K, "V": V}
-    name, gradients = RULE.choose((x, weight), sizes, backend, packed=bounds)
+    chosen = _choose(
+        (x, weight), weight.shape[1], HV, K, V, bounds=bounds, position=position, states=states,
+        backend=backend,
+    )  # fmt: skip
+    return chosen is not None
+
+
+def _choose(
+    tensors: tuple[Tensor | None, ...],
+    W: int,
+    HV: int,
+    K: int,
+    V: int,
+    *,
+    bounds: bool,
+    position: bool,
+    states: bool,
+    backend: str | None,
+) -> tuple[str, bool] | None:
+    """Returns what `Operator.choose` does for the rule, or None if its backend runs the parts; x is first."""
+    x = tensors[0]
+    assert x is not None
+    if x.numel() == 0 or W == 1 or (bounds and (states or not position)):
+        return None
+    sizes = {"H": key_heads(x, HV, V, K), "HV": HV, "K": K, "V": V}
+    name, gradients = RULE.choose(tensors, sizes, backend, packed=bounds)
+    size, packed_size = x.element_size(), x.element_size() * position  # masks of packed sequences lie in SBUF
     more = {
-        "W": weight.shape[1], "chunks": HV * -(-x.shape[1] // CHUNK), "K bytes": K * x.element_size(),
-        "V bytes": V * x.element_size(), "packed V bytes": V * x.element_size() * position,
+        "W": W, "chunks": HV * -(-x.shape[1] // CHUNK), "K bytes": K * size, "V bytes": V * size,
+        "packed V bytes": V * packed_size, "packed K V bytes": K * V * packed_size,
     }  # fmt: skip
-    constants = tuple((word, index(size)) for word, size in {**sizes, **more}.items())
+    constants = tuple((word, index(value)) for word, value in {**sizes, **more}.items())
     device = "cpu" if x.is_meta else x.device.type
-    return registry.runs("gated_delta_layer", name, device, x.dtype, constants, bounds, gradients)
+    if not registry.runs("gated_delta_layer", name, device, x.dtype, constants, bounds, gradients):
+        return None
+    return name, gradients
 
 
 def _outputs_like(call: Layer) -> tuple[Tensor, Tensor | None]:

@@ -12,10 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,12 @@ class Layer:
     @property
     def heads(self) -> int:
         """H, the number of query and key heads."""
-        HV, V = self.gate.shape[2:]
-        return (self.x.shape[2] - HV * V) // (2 * self.K)
+        return key_heads(self.x, *self.gate.shape[2:], self.K)
+
+
+def key_heads(x: Tensor, HV: int, V: int, K: int) -> int:
+    """Returns H, where x has 2 H K + HV V channels."""
+    return (x.shape[2] - HV * V) // (2 * K)
 
 
 class Gradients(NamedTuple):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_layer.contract import Gradients, Layer, Shapes
+from delta_trn.backends.gated_delta_layer.contract import Gradients, Layer
 from delta_trn.backends.gated_delta_rule import nki_adapter as rule
-from delta_trn.backends.gated_delta_rule.contract import RESET, Rule
+from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Shapes
 from delta_trn.backends.layers import nki_adapter as layers
 from delta_trn.backends.layers.contract import Convolution, GatedNorm
 from delta_trn.backends.nki_runtime_adapter import require_within_rsqrt, run

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_trn.backends import checking, default_backend, gated_delta_layer, registry
+from delta_trn.backends import checking, default_backend, gated_delta_layer, is_one_operation, registry
 from delta_trn.backends.gated_delta_layer import nki_adapter
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_layer import example
@@ -152,6 +152,28 @@ def test_a_layer_that_is_too_large_and_check_mode_take_the_kernels_of_the_parts(
         assert not called_kernels(monkeypatch, *inputs(CASES["ragged"], torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "K", "V", "fits"),
+    [
+        (torch.float32, 64, 128, False),
+        (torch.float32, 64, 96, True),
+        (torch.bfloat16, 128, 192, False),
+        (torch.bfloat16, 128, 144, True),
+        (torch.bfloat16, 96, 192, True),
+    ],
+)
+def test_packed_sequences_take_one_kernel_only_where_its_masks_fit_sbuf(dtype, K, V, fits):
+    """The sizes that fit are those of `test_the_largest_layers_fit_sbuf`; alone, all of them do."""
+    H = 6
+    x = torch.zeros(1, 8, 2 * H * K + H * V, dtype=dtype)
+    for packed in (True, False):
+        one = is_one_operation(
+            x, torch.zeros(x.shape[2], 4), H, K, V, bounds=packed, position=packed, states=False,
+            backend="nki-simulator",
+        )  # fmt: skip
+        assert one is (fits or not packed)
+
+
 def test_the_model_computes_its_mixer_by_one_operation(monkeypatch):
     """Its loss and gradients are those of the parts, which float32 rounding may tell apart."""
     model = tiny_models.model(dtype=torch.float32, num_hidden_layers=1)
@@ -175,7 +197,9 @@ def test_the_model_computes_its_mixer_by_one_operation(monkeypatch):
         ("bfloat16", 6, 6, 128, 256, False),
         ("bfloat16", 6, 6, 96, 192, True),
         ("bfloat16", 8, 8, 64, 128, True),
-        ("float32", 8, 8, 64, 128, True),
+        ("bfloat16", 6, 6, 128, 144, True),
+        ("float32", 8, 8, 64, 128, False),
+        ("float32", 8, 8, 64, 96, True),
     ],
 )
 def test_the_largest_layers_fit_sbuf(dtype, H, HV, K, V, packed):
