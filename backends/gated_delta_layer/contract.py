@@ -36,7 +36,8 @@ class Layer:
     @property
     def heads(self) -> int:
         """H, the number of query and key heads."""
-        return key_heads(self.x, *self.gate.shape[2:], self.K)
+        HV, V = self.gate.shape[2:]
+        return key_heads(self.x, HV, V, self.K)
 
 
 def key_heads(x: Tensor, HV: int, V: int, K: int) -> int:
