@@ -191,6 +191,14 @@ class TestVerdict:
         rows = [Reading("mup", "adamw", w, 0, s, "hidden", 1.0, 0.0) for w in (64, 128, 256) for s in (0, 1)]
         assert self.judge(rows).fails_at == ("change at step 1",)
 
+    def test_the_table_counts_what_passes_at_every_step_and_after_the_last(self):
+        """The change of step 1 goes as the width, that of step 2 does not."""
+        rows = [replace(r, step=r.step + 1) if r.step else r for r in synthetic(0.0)]
+        early = [r for r in synthetic(1.0) if r.step == 1]
+        printed = table([self.judge([*rows, *early])])
+        assert "| **pass at every step** | 0 of 1 |" in printed
+        assert "| **pass after the last** | 1 of 1 |" in printed
+
     def test_a_tensor_with_a_range_passes_anywhere_in_it(self):
         for power, passes in ((-0.62, False), (-0.5, True), (-0.2, True), (0.0, True), (0.12, False)):
             assert self.judge(synthetic(power, tensor="logits")).passes is passes, power

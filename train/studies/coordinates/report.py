@@ -19,9 +19,10 @@ ADVICE = "nothing else is lost: free some space and run the same command again"
 
 
 def table(rows: Sequence[Verdict], *, sizes: bool = False) -> str:
-    """Formats the slopes of changes after the last step, one row per tensor; failures are marked.
+    """Formats the slopes of changes after the last step, one row per tensor.
 
-    In brackets, where it was measured, stands the slope of the change's 99% quantile, which is not judged.
+    A tensor that fails at any step is marked; the last rows count those that pass at every step, and after
+    the last. In brackets, where it was measured, is the slope of the change's 99% quantile: it is not judged.
 
     sizes   beside each, the slope of its size before training
     """
@@ -42,11 +43,13 @@ def table(rows: Sequence[Verdict], *, sizes: bool = False) -> str:
         low, high = theory_of(tensor).change
         row.append(f"{low:g}" if low == high else f"{low:g} to {high:g}")
         lines.append("| " + " | ".join(row) + " |")
-    passed = [
-        f"{sum(v.passes for v in rows if (v.optimizer, v.parametrization) == c)} of {len(tensors)}"
-        for c in columns
-    ]
-    lines.append("| **pass** | " + " | ".join(f"| {x}" if sizes else x for x in passed) + " | |")
+    for title, passes in (
+        ("pass at every step", lambda v: v.passes),
+        ("pass after the last", lambda v: v.size.passes and v.change.passes),
+    ):
+        counts = [sum(passes(v) for v in rows if (v.optimizer, v.parametrization) == c) for c in columns]
+        passed = [f"{'| ' if sizes else ''}{n} of {len(tensors)}" for n in counts]
+        lines.append(f"| **{title}** | " + " | ".join(passed) + " | |")
     return "\n".join(lines)
 
 
