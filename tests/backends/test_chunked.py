@@ -210,7 +210,8 @@ def test_the_chunked_step_equals_the_recurrent_step():
                 for backend in ("chunked", "recurrent")
             )
             assert o.dtype == dtype and after.dtype == state.dtype and state.equal(before)
-            allowed = {torch.float64: EXACT, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+            unit = torch.finfo(dtype).eps / 2  # bfloat16 rounds the output, float32 sums of K = 16 numbers
+            allowed = {torch.float64: EXACT, torch.float32: 16 * unit, torch.bfloat16: unit}[dtype]
             assert_agree((o, after), expected, allowed)
 
 
@@ -222,7 +223,11 @@ def test_the_triangular_inverse_is_accurate_for_equal_keys(C, beta):
     L += torch.full((C, C), float("nan")).triu(1).nan_to_num(7.0) + 5 * torch.eye(C)
     expected = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + L.double().tril(-1))
     inverse = triangular_inverse(L)
-    assert inverse.triu(1).count_nonzero() == 0 and (inverse.double() - expected).abs().max() < 1e-6
+    plain = torch.linalg.solve_triangular(
+        L.tril(-1) + torch.eye(C), torch.eye(C), upper=False, unitriangular=True
+    )
+    allowed = max(2 * (plain - expected).abs().max(), torch.finfo(torch.float32).eps)
+    assert inverse.triu(1).count_nonzero() == 0 and (inverse.double() - expected).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 70, 1, 0, 64), (135,)])

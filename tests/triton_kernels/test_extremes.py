@@ -57,9 +57,23 @@ def by_baseline(q, k, v, g, beta, initial_state, *, output_final_state, backend,
     return baseline.gated_delta_rule(q, k, v, g, beta, initial_state, None, scale, l2norm)
 
 
-def errors(x, names=None, **options):
+def dg_error(x):
+    return error(outcome(x)["dg"], outcome(x, "recurrent")["dg"])
+
+
+def assert_as_exact_as_plain(x, names=None, function=by_baseline, terms=1, **options):
+    """Asserts that no tensor errs twice as much as plain PyTorch's, or a rounding of inputs if that is more.
+
+    function   computes the call in plain PyTorch
+    terms      how many rounded numbers a gradient sums up; their errors add up as the root of it
+    """
     judge, results = outcome(x, "recurrent", **options), outcome(x, **options)
-    return {name: error(results[name], exact) for name, exact in judge.items() if name in (names or judge)}
+    plain = outcome(x, "chunked", function, **options)
+    for name in names or judge:
+        exact = judge[name]
+        if exact.to(results[name].dtype).isfinite().all():
+            allowed = max(2 * error(plain[name], exact), terms**0.5 * torch.finfo(x["q"].dtype).eps / 2)
+            assert error(results[name], exact) <= allowed, name
 
 
 def zero_keys():
@@ -100,13 +114,7 @@ def huge_gradients():
 @pytest.mark.parametrize("segment", [None, 1], ids=["whole", "segments"])
 def test_float16_is_as_exact_as_plain_pytorch_whatever_the_norms_of_keys(make, segment, monkeypatch):
     monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
-    x, options = make(), {"use_qk_l2norm_in_kernel": True}
-    judge, results = outcome(x, "recurrent", **options), outcome(x, **options)
-    plain = outcome(x, function=by_baseline, **options)
-    for name, exact in judge.items():
-        if exact.to(results[name].dtype).isfinite().all():
-            allowed = max(2 * error(plain[name], exact), 2**-11)
-            assert error(results[name], exact) <= allowed, name
+    assert_as_exact_as_plain(make(), use_qk_l2norm_in_kernel=True)
 
 
 def test_float16_forms_no_product_with_a_scale_that_would_overflow():
@@ -114,25 +122,22 @@ def test_float16_forms_no_product_with_a_scale_that_would_overflow():
     x = inputs(3, 128, dtype=torch.float16)
     x["do"], x["v"], x["initial_state"] = 1e3 * x["do"], 1e-2 * x["v"], 1e-2 * x["initial_state"]
     assert 32 * x["do"].abs().max() > 65504
-    for name, value in errors(x, scale=32.0).items():
-        assert value < 2**-9, name
+    assert_as_exact_as_plain(x, scale=32.0, function=gated_delta_rule)
 
 
 def test_a_tiny_scale_and_huge_queries_and_keys_do_not_underflow():
     x = inputs(3)
     x["q"], x["k"] = 1e13 * x["q"], 1e13 * x["k"]
-    for name, value in errors(x, scale=1e-20, use_qk_l2norm_in_kernel=True).items():
-        assert value < 1e-5, name
+    assert_as_exact_as_plain(x, scale=1e-20, use_qk_l2norm_in_kernel=True)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
-def test_tiny_values_and_huge_normalized_keys_do_not_underflow(dtype, bound):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiny_values_and_huge_normalized_keys_do_not_underflow(dtype):
     x = inputs(70, dtype=dtype)
     x["q"], x["k"], x["v"] = 1e13 * x["q"], 1e13 * x["k"], 1e-30 * x["v"]
     x["k"][:, ::9], x["initial_state"] = 0.0, 1e-30 * x["initial_state"]
     names = {"o", "final_state", "dv", "dinitial_state"}
-    for name, value in errors(x, names, use_qk_l2norm_in_kernel=True).items():
-        assert value < bound, name
+    assert_as_exact_as_plain(x, names, use_qk_l2norm_in_kernel=True)
 
 
 RESETS = [float("-inf"), torch.finfo(torch.float32).min, -1e16, -1e12, -110.0]
@@ -147,13 +152,12 @@ def with_resets(dtype, T=70):
 
 
 @pytest.mark.parametrize("segment", [None, 1], ids=["whole", "segments"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=str)
-def test_a_reset_forgets_the_state_and_leaves_other_tokens_exact(dtype, bound, segment, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_reset_forgets_the_state_and_leaves_other_tokens_exact(dtype, segment, monkeypatch):
     monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
     x = with_resets(dtype)
+    assert_as_exact_as_plain(x)
     results = outcome(x)
-    for name, exact in outcome(x, "recurrent").items():
-        assert error(results[name], exact) < bound, name
     assert not results["dg"].cpu()[x["g"] < -104].any()
     same = outcome(x | {"g": x["g"].clamp_min(-105.0)})
     assert all(torch.equal(results[name], same[name]) for name in results)
@@ -176,8 +180,7 @@ def test_gates_of_any_rate_are_finite_and_exact():
     x["g"] = torch.linspace(-200, 20, 40)[None, :, None]
     for A_log in (90.0, 100.0, 150.0, 3.0):
         call = x | {"A_log": torch.full((1,), A_log), "dt_bias": torch.zeros(1)}
-        for name, value in errors(call, **GATES).items():
-            assert value < 2e-5, (A_log, name)
+        assert_as_exact_as_plain(call, function=gated_delta_rule, terms=40, **GATES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -212,7 +215,7 @@ def nearly_cancelling_state():
 
 
 def test_decay_gradient_sees_the_first_state_unrounded():
-    assert errors(nearly_cancelling_state())["dg"] < 1e-3
+    assert dg_error(nearly_cancelling_state()) < 1e-3
 
 
 def test_decay_gradient_without_the_first_state_correction_is_wrong(monkeypatch):
@@ -223,7 +226,7 @@ def test_decay_gradient_without_the_first_state_correction_is_wrong(monkeypatch)
         original(q, k, do, T, P, rows, S, U, None, *arguments, **named)
 
     monkeypatch.setattr(gated_delta_rule_bwd, "reverse_scan", uncorrected)
-    assert errors(nearly_cancelling_state())["dg"] > 0.1
+    assert dg_error(nearly_cancelling_state()) > 0.1
 
 
 def in_threads(function, count=4):
