@@ -44,6 +44,8 @@ Layout, beyond that of forward:
     carry [NC, HV, TILES]     what rounding took from <dS', S> at the first chunk of a sequence that has an
                               initial state, one for each of the reverse scan's tiles of V; else 0
     dq, dk [B, tokens, HV, K] per value head
+    first_dq [B, tokens, H, K] in float32, where pairs of value heads share a key: dq of each pair's first, to
+                              which the launch for the second adds its own; dq then has H heads
     dgates [NC, HV, 2]        a chunk's part of dA_log and of ddt_bias
 
 The reverse scan is serial, so it reads and writes as little as it can: sums over one chunk, <dY, V> and
@@ -74,11 +76,12 @@ from delta_trn.triton_kernels.tiles import (
     softplus,
     split_power,
 )
-from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts
+from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts, second_of_pair
 
 TYPES = {
     "*x": "q k v do T P S U dY dS dq dk dv",
-    "*fp32": "g beta A_log dt_bias rows initial_state dstate writes carry dinitial_state dg dbeta dgates",
+    "*fp32": "g beta A_log dt_bias rows initial_state dstate writes carry dinitial_state dg dbeta dgates"
+    " first_dq",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
     "fp32": "scale power unit beta_max",
     "i32": "tokens NT NS span",
@@ -199,13 +202,16 @@ def reverse_scan_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def gradients_kernel(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, dq, dk, dv, dg, dbeta, dgates,
-    chunk_start, chunk_length, scale, beta_max, tokens, NT,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, first_dq, dq, dk, dv, dg, dbeta,
+    dgates, chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr, MEMBER: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
     TRANSPOSE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and k are.
+
+    MEMBER >= 0: one program per key head and chunk, for the value head of this place in its group; adds
+    first_dq, unless that is None, to dq.
 
     Passes over V: the C x C products, dbeta and dv; dq's state part, in the same pass where K is small; dk's
     two state parts. So at most two [C, K] accumulators live at once. TRANSPOSE: the C x C products are
@@ -214,8 +220,12 @@ def gradients_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     APART: tl.constexpr = KP > 64  # dq's registers, beside those of the C x C matrices, would spill
     pid = tl.program_id(0).to(tl.int64)
-    i_c, i_h = pid // HV, pid % HV
-    i_hk = i_h // (HV // H)
+    if MEMBER < 0:
+        i_c, i_h = pid // HV, pid % HV
+        i_hk = i_h // (HV // H)
+    else:
+        i_c, i_hk = pid // H, pid % H
+        i_h = i_hk * (HV // H) + MEMBER
     start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
     if length <= 0:
         if dgates is not None:
@@ -343,7 +353,13 @@ def gradients_kernel(
         b_dq = b_rq[:, None] * (b_dq - b_q32 * tl.sum(b_q32 * b_dq, axis=1)[:, None])
     o_out = o_c[:, None] * (HV * K) + o_k[None, :]
     p_out = (start * HV + i_h) * K
-    tl.store(dq + p_out + o_out, round_to(b_dq, dq.dtype.element_ty, DOT), mask=m_ck)
+    if MEMBER < 0:
+        tl.store(dq + p_out + o_out, round_to(b_dq, dq.dtype.element_ty, DOT), mask=m_ck)
+    else:
+        p_dq = (start * H + i_hk) * K + o_ck
+        if first_dq is not None:
+            b_dq += tl.load(first_dq + p_dq, mask=m_ck, other=0.0)
+        tl.store(dq + p_dq, round_to(b_dq, dq.dtype.element_ty, DOT), mask=m_ck)
 
     b_YS = tl.zeros([C, KP], dtype=tl.float32)  # dY S^T
     b_US = tl.zeros([C, KP], dtype=tl.float32)  # U dS'^T
@@ -423,28 +439,34 @@ def reverse_scan(
 
 @take_turns
 def gradients(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, *, dq, dk, dv, dg, dbeta, dgates,
-    scale, l2norm, scaled, beta_max, chunks: Chunks, config: Config,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, *, first_dq, dq, dk, dv, dg,
+    dbeta, dgates, scale, l2norm, scaled, beta_max, chunks: Chunks, config: Config,
 ):  # fmt: skip
-    """Launches `gradients_kernel`: fills dq, dk, dv, dg, dbeta, and with A_log dgates."""
+    """Launches `gradients_kernel`, with first_dq once for each value head of a pair: fills dq, dk, dv, dg,
+    dbeta, and with A_log dgates.
+    """
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     tile = config.gradients
     tiles = next((x.shape[2] for x in (writes, carry) if x is not None), 1)
-    gradients_kernel[(chunks.count * HV,)](
-        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, dq, dk, dv, dg, dbeta,
-        dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
-        TILES=tiles, L2NORM=l2norm, SCALED=scaled, TRANSPOSE=TRANSPOSES,
-        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    launches = ((-1, HV, None, dq),)
+    if first_dq is not None:
+        launches = ((0, H, None, first_dq), (1, H, first_dq, dq))
+    for member, heads, before, after in launches:
+        gradients_kernel[(chunks.count * heads,)](
+            q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, before, after, dk, dv,
+            dg, dbeta, dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens,
+            chunks.per_sequence, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
+            TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled, TRANSPOSE=TRANSPOSES,
+            DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
-    sizes |= {"DOT": row.dot, "TRANSPOSE": TRANSPOSES}
+    sizes |= {"DOT": row.dot, "TRANSPOSE": TRANSPOSES, "MEMBER": -1, "first_dq": None}
     for layout, tables in layouts(quick).items():
         values = sizes | tables | {"BV": row.reverse.columns}
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
@@ -467,4 +489,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             for scaled in (False,) if itemsize == 4 or quick else (False, True):
                 constants = values | arguments | {"SCALED": scaled}
                 options = f"{layout}, {form}" + ", scaled" * scaled
-                yield Variant("gradients", options, gradients_kernel, TYPES, row.gradients, constants)
+                variant = Variant("gradients", options, gradients_kernel, TYPES, row.gradients, constants)
+                yield variant
+                if layout == "packed" and form == "gates made":
+                    yield from second_of_pair(variant, itemsize)

@@ -167,6 +167,16 @@ def power_of_two(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
+def adds_pairs(H: int, HV: int, K: int, V: int, itemsize: int) -> bool:
+    """Returns whether the gradients kernel adds dq of two value heads that share a key, in two launches.
+
+    Else PyTorch adds them. With wider heads, or with keys that do not fill their tile, the second launch
+    would spill more than the bounds of `compile_only` allow.
+    """
+    fits = TRANSPOSES and itemsize == 2 and K == power_of_two(K) <= 128 and V <= 128
+    return HV == 2 * H and fits
+
+
 @lru_cache
 def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 2, few: bool = False) -> Tile:
     """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.

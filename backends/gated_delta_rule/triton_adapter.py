@@ -28,8 +28,8 @@ from delta_trn.triton_kernels import (
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import Config as Config
 from delta_trn.triton_kernels.launch import Tile as Tile
+from delta_trn.triton_kernels.launch import adds_pairs, config
 from delta_trn.triton_kernels.launch import adjusted as adjusted
-from delta_trn.triton_kernels.launch import config
 
 # Whether forward keeps S and U (the states at chunk starts and what each chunk writes) for backward. True
 # spends (2 K / C + 2) V bytes of bfloat16 per token and value head and spares backward one scan; False
@@ -151,20 +151,25 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dY=dY, dS=dS, writes=writes, carry=carry, dinitial_state=dfirst, scale=call.scale,
         unit=unit, chunks=scanned, config=row,
     )  # fmt: skip
-    # value heads that share a key are summed below, in float32 and in a fixed order, unlike atomics
+    # value heads that share a key are summed in float32 and in a fixed order, unlike atomics: below, except
+    # dq of pairs, to which the kernel adds the second value head in a launch of its own
+    pairs = adds_pairs(H, HV, K, V, q.element_size())
     per_head = q.dtype if HV == H else torch.float32
-    dq, dk = (q.new_empty((B, length, HV, K), dtype=per_head) for _ in range(2))
+    dk = q.new_empty((B, length, HV, K), dtype=per_head)
+    dq = torch.empty_like(q) if pairs else torch.empty_like(dk)
+    first_dq = torch.empty_like(q, dtype=torch.float32) if pairs else None
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     dgates = None
     if call.A_log is not None:
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
     gated_delta_rule_bwd.gradients(
         q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry,
-        dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm,
-        scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks, config=row,
+        first_dq=first_dq, dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale,
+        l2norm=call.l2norm, scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if HV != H:
-        dq, dk = (_sum_group(x.view(B, length, H, HV // H, K), q.dtype) for x in (dq, dk))
+        dk = _sum_group(dk.view(B, length, H, HV // H, K), q.dtype)
+        dq = dq if pairs else _sum_group(dq.view(B, length, H, HV // H, K), q.dtype)
     if dgates is None:
         return Gradients(dq, dk, dv, dg, dbeta, initial_state=dinitial)
     # two sums, since gradients may not share memory

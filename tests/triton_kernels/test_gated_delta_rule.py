@@ -95,6 +95,31 @@ def test_tensors_of_any_strides_give_the_bits_of_contiguous_ones():
     assert all(torch.equal(x, y) for x, y in zip(call(True), call(False), strict=True))
 
 
+@pytest.mark.parametrize("K", [32, 128])
+@pytest.mark.parametrize("cuts", [None, [0, 0, 15, 112]], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dq_of_a_pair_is_the_float32_sum_of_its_value_heads_bit_for_bit(dtype, cuts, K, monkeypatch):
+    """The gradients kernel adds them in two launches; a launch for every head leaves them apart."""
+    launch, apart = gated_delta_rule_bwd.gradients, []
+
+    def recorded(*arguments, first_dq, dq, **named):
+        heads = torch.full((*dq.shape[:2], 4, K), float("nan"), dtype=torch.float32, device=DEVICE)
+        launch(*arguments, first_dq=None, dq=heads, **named)
+        apart.extend([heads, *(named[name].clone() for name in ("dk", "dv", "dg", "dbeta"))])
+        assert first_dq is not None, "the pairs are not added in the kernel"
+        first_dq.fill_(float("nan"))
+        launch(*arguments, first_dq=first_dq, dq=dq, **named)
+        assert all(
+            torch.equal(named[n], x) for n, x in zip(("dk", "dv", "dg", "dbeta"), apart[1:], strict=True)
+        )
+
+    monkeypatch.setattr(gated_delta_rule_bwd, "gradients", recorded)
+    cu_seqlens = None if cuts is None else torch.tensor(cuts, device=DEVICE)
+    tensors = inputs(T=112, H=2, HV=4, K=K, V=48, N=cuts and len(cuts) - 1, dtype=dtype)
+    dq = run(*tensors, cu_seqlens)["dq"]
+    assert torch.equal(dq, apart[0].view(1, 112, 2, 2, K).sum(3).to(dtype))
+
+
 def test_packed_sequences_never_read_tokens_of_another():
     q, k, v, g, beta, state, do, dstate = inputs(T=64, N=2)
     cu_seqlens = torch.tensor([0, 20, 64], device=DEVICE)

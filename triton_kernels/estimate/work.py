@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, segments
 from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
 from delta_trn.triton_kernels.estimate.simulate import Work
-from delta_trn.triton_kernels.launch import config, power_of_two
-from delta_trn.triton_kernels.variants import FEW, Variant
+from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
+from delta_trn.triton_kernels.variants import FEW, Variant, of_pair
 
 # what forward may keep for backward on an H200, by KEPT_BYTES of backends/gated_delta_rule/triton_adapter.py
 KEPT_BYTES = 143771 * 2**20 // 128
@@ -80,7 +80,7 @@ def launches(shape: Shape) -> Iterator[Launch]:
     if not keeps:
         yield calls.scan("scan again", "dense recompute", writes=0, backward=True)
     yield calls.reverse("reverse scan", "dense")
-    yield calls.gradients()
+    yield from calls.gradients()
     yield from calls.sums()
 
 
@@ -95,6 +95,7 @@ class _Calls:
         # the kernels whose launch for few heads is another than for many
         self.narrow = {"scan"} if self.row.scan != many.scan else set()
         self.narrow |= {"reverse_scan"} if self.row.reverse != many.reverse else set()
+        self.adds_pairs = adds_pairs(shape.H, shape.HV, shape.K, shape.V, ITEM)
         self.C = self.row.C
         self.per_sequence = -(-shape.tokens // self.C)
         self.chunks = shape.sequences * self.per_sequence
@@ -178,19 +179,23 @@ class _Calls:
         work = Work(programs, load_bytes, others=(self.segments, -(-shape.K // tile.rows)), serial=True)
         return Launch(name, backward, variant, work)
 
-    def gradients(self) -> Launch:
+    def gradients(self) -> Iterator[Launch]:
         variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients")
         passes = self._tiles(self.row.gradients.columns)
         load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
         if self.segments > 1:
             variant = self._given(variant, "carry")
-        if self.shape.HV > self.shape.H:  # dq and dk of value heads that share a key are summed in float32
-            types = variant.types | {"*x": variant.types["*x"].replace(" dq dk ", " ")}
-            types["*fp32"] += " dq dk"
-            variant = replace(variant, types=types)
         loops = (3 if self.shape.K > 64 else 2) * (passes,)
         work = Work(self.chunks * self.shape.HV, load_bytes, loops, mask=self.mask)
-        return Launch("gradients", True, variant, work)
+        if self.adds_pairs:  # a launch for each value head of a pair; the second reads dq of the first
+            half = replace(work, programs=work.programs // 2, load_bytes=load_bytes / 2)
+            yield Launch("gradients", True, of_pair(variant, 0), half)
+            work = replace(half, load_bytes=half.load_bytes + 2 * self.keys)
+            yield Launch("gradients, second", True, of_pair(variant, 1), work)
+            return
+        if self.shape.HV > self.shape.H:  # dq and dk of value heads that share a key are summed in float32
+            variant = replace(variant, types=of_pair(variant, 0).types)
+        yield Launch("gradients", True, variant, work)
 
     def sums(self) -> Iterator[Launch]:
         """What PyTorch sums: the gradients of A_log and dt_bias; with grouped heads, those of q and k."""
@@ -199,5 +204,7 @@ class _Calls:
         if shape.HV > shape.H:
             summed = self.keys * shape.HV // shape.H * 2
             pair = shape.HV == 2 * shape.H  # summed and rounded by one kernel; else by two
-            moved = 2 * (summed + (self.keys if pair else 5 * self.keys))
-            yield Launch("sums of grouped heads", True, None, Work(0, moved), count=2 if pair else 4)
+            tensors = 1 if self.adds_pairs else 2  # dk, and dq
+            moved = tensors * (summed + (self.keys if pair else 5 * self.keys))
+            count = tensors if pair else 2 * tensors
+            yield Launch("sums of grouped heads", True, None, Work(0, moved), count=count)
