@@ -42,12 +42,15 @@ def quickstart() -> RunConfig:
 
 
 def gdn_mup_adamw() -> RunConfig:
-    """the paper's AdamW run (arXiv:2606.04048): FineWeb-Edu, 20,000 steps of 480 x 1024 tokens, width 256"""
+    """the paper's AdamW run (arXiv:2606.04048), mixers from 0: FineWeb-Edu, 20,000 steps of 480 x 1024 tokens
+
+    model.mixer_output_init=1 is the paper's start.
+    """
     return RunConfig(
         name="gdn_mup_adamw",
         steps=20_000,
         precision="bf16",
-        model=ModelSection(width=256, base_width=256, layers=8, heads=6),
+        model=ModelSection(width=256, base_width=256, layers=8, heads=6, mixer_output_init=0.0),
         optimizer=OptimizerSection(
             name="adamw", lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0
         ),
@@ -104,7 +107,9 @@ def transfer() -> RunConfig:
         steps=300,
         precision="float32",
         # multiples of 16: at 256, as elsewhere, the narrow models' SwiGLU would be wider than the wide ones'
-        model=ModelSection(width=64, base_width=64, layers=2, heads=2, intermediate_multiple=16),
+        model=ModelSection(
+            width=64, base_width=64, layers=2, heads=2, intermediate_multiple=16, mixer_output_init=0.0
+        ),
         optimizer=OptimizerSection(lr=2**-6, weight_decay=0.1),
         # a floor would be the highest rate of a sweep's lowest curves
         schedule=ScheduleSection(warmup=30, min_lr=0.0),

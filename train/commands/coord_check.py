@@ -35,8 +35,9 @@ EPILOG = """keys of its own
   training=recipe                   50 steps with the recipe's batches, schedule, clipping and weight decay
 
 and any key=value of `run`, such as batch.length=128. Without training=recipe one small batch is trained on
-over and over at a constant rate, with no clipping or weight decay unless given. Slopes in brackets are those
-of the 99% quantile of a change; they are not judged.
+over and over at a constant rate, with no clipping or weight decay unless given, and mixers begin at full size
+(model.mixer_output_init=1): from 0 they pass no gradient on at first. Slopes in brackets are those of the 99%
+quantile of a change; they are not judged.
 Exit status 1: a tensor fails under the recipe's own parametrization.
 
 keys of --module, for any torch.nn.Module: FUNCTION(width) makes the model, the smallest width is muP's base
@@ -81,6 +82,7 @@ QUIET = {
     "precision": "float32",
     "batch.sequences": "4",
     "batch.length": "64",
+    "model.mixer_output_init": "1",
 }
 
 # Settings that the axes replace.

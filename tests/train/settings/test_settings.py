@@ -214,6 +214,10 @@ class TestRecipes:
         }
         assert recipe("gdn_mup_sgd").optimizer.momentum == 0.98
 
+    @pytest.mark.parametrize("name", ["quickstart", "transfer", "gdn_mup_adamw", "gdn_mup_sgd"])
+    def test_gated_deltanets_begin_with_mixers_at_0(self, name):
+        assert recipe(name).model.mixer_output_init == 0
+
     def test_quickstart_needs_neither_network_nor_gpu(self):
         r = recipe("quickstart")
         assert r.sample.prompt == r.sample.prompt.rstrip(), (

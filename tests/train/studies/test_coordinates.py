@@ -13,6 +13,7 @@ from torch import Tensor
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.models import DeltaForCausalLM
+from delta_trn.train.commands import coord_check
 from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
@@ -53,6 +54,7 @@ def config(parametrization: str, optimizer: str, residual: str = "additive") -> 
         "optimizer.lr": RATES[optimizer],
         "optimizer.clip": "none",
         "optimizer.weight_decay": "0",
+        "model.mixer_output_init": "1",
         "model.vocab_size": str(VOCABULARY),
         "precision": "float32",
         "device": "cpu",
@@ -344,6 +346,19 @@ class TestCommand:
     def test_coord_check_refuses_bad_input_before_it_computes_anything(self, assignment: str, message: str):
         status, _, err = run_command("coord-check", "tiny", *assignment.split())
         assert status == 2 and message in err
+
+
+def test_mixers_begin_at_full_size_unless_asked_or_trained_as_the_recipe_says():
+    """Mixers that begin at 0 pass no gradient on in the first steps, at any width."""
+    base = recipe("transfer")
+    assert base.model.mixer_output_init == 0
+    for given, own, start in (
+        ({}, {}, 1.0),
+        ({"model.mixer_output_init": "0"}, {}, 0.0),
+        ({}, {"training": "recipe"}, 0.0),
+    ):
+        configs = coord_check._configs(base, given, coord_check.DEFAULTS | own)
+        assert {c.model.mixer_output_init for c in configs} == {start}
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ _WALL = (
     Arm("clipping norm", {"optimizer.clip_norm": "width"}),
 )
 _DEPTHS = (2, 4, 8)
+_LOUD = {"model.mixer_output_init": "1"}  # the paper's: mixers that add to the stream from the first step
 
 
 def _horizon(times: int) -> dict[str, str]:
@@ -114,7 +115,7 @@ ARMS: Mapping[str, tuple[Arm, ...]] = {
     # paper's code?
     "vectors": tuple(Arm(name, {"parametrization": name}) for name in ("mup", "mup_authors")),
     # Does the factor on the delta rule's output matter? An exact norm would cancel it.
-    "readout": tuple(Arm(name, {"model.readout": name}) for name in ("sqrt_k", "none")),
+    "readout": tuple(Arm(name, {"model.readout": name, **_LOUD}) for name in ("sqrt_k", "none")),
     # Heads remember 16 times as long. Are SGD's rates for what they store to be divided by that factor, as in
     # the paper, by its root, or not at all?
     "slow_forgetting": tuple(
@@ -124,7 +125,7 @@ ARMS: Mapping[str, tuple[Arm, ...]] = {
     # The released code draws taps and embedding so small that mixers add little at first, and the output
     # norm's epsilon keeps it so. A zero output projection does the same at any width, without epsilon.
     "initialization": (
-        *(Arm(name, {"model.init": name}) for name in ("delta_trn", "authors")),
+        *(Arm(name, {"model.init": name, **_LOUD}) for name in ("delta_trn", "authors")),
         Arm("mixers from 0", {"model.mixer_output_init": "0"}),
     ),
     # AdamW multiplies decay by each parameter's own rate, so that wide matrices decay less under muP. Does
