@@ -1,6 +1,7 @@
 """Judges every backend by the float64 judge: per case, tensor and dtype.
 
-    python -m backends.parity [--backend NAME] [--case NAME] [--dtype NAME] [--whole] [--slow] [--json FILE]
+    python -m backends.parity [--backend NAME] [--op NAME] [--case NAME] [--dtype NAME] [--whole] [--slow]
+        [--json FILE]
     python -m backends.parity record FILE --backend NAME       goldens: what this machine computes
     python -m backends.parity check FILE                       judges what another machine computed
     python -m backends.parity table [FILE ...]                 a Markdown table, from --json files
@@ -37,6 +38,7 @@ from delta_trn.backends.parity import (
     fuzz,
     goldens,
     layer_cases,
+    mixer_cases,
     residual_cases,
     rule,
     rule_cases,
@@ -62,6 +64,7 @@ GRIDS: Mapping[str, Grid] = {
     "rule": Grid(rule_cases.BY_NAME, rule.verdicts),
     "residual": Grid(residual_cases.BY_NAME, residual_cases.verdicts),
     "layers": Grid(layer_cases.BY_NAME, layer_cases.verdicts),
+    "mixer": Grid(mixer_cases.BY_NAME, mixer_cases.verdicts),
 }
 
 
@@ -232,6 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--backend", action="append", help="only this one; may be repeated")
     parser.add_argument("--case", action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--op", action="append", choices=OPERATIONS, help="only cases of this operation; may be repeated"
+    )
     parser.add_argument("--dtype", choices=tuple(map(dtype_name, DTYPES)), help="only this one")
     parser.add_argument(
         "--whole", action="store_true", help="emulated backends, too, run every case that is not slow"
@@ -271,6 +277,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         if subject.nki is not None:
             machine_facts["nki"] = subject.nki
         for key, cases in subject.cases(options.case, slow=options.slow, whole=options.whole).items():
+            cases = [case for case in cases if not options.op or case.op in options.op]
             progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
             judged = list(measure(subject, GRIDS[key], progress, refused, dtypes))
             lines += [row(verdict, machine_facts) for verdict in judged]

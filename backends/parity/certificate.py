@@ -25,7 +25,7 @@ from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.gated_delta_rule import gated_delta_rule_step
 from delta_trn.backends.machine import facts
-from delta_trn.backends.parity import fuzz, layer_cases, residual_cases, rule, rule_cases
+from delta_trn.backends.parity import fuzz, layer_cases, mixer_cases, residual_cases, rule, rule_cases
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, error
 from delta_trn.backends.parity.rule_cases import SMALL, TIMED, Case
 from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
@@ -129,7 +129,7 @@ def _without_backend(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _certify_others(page: Certificate) -> None:
     """Judges the cases of the other operations."""
-    for grid in (residual_cases, layer_cases):
+    for grid in (residual_cases, layer_cases, mixer_cases):
         for case in grid.CASES:
             for dtype in filter(FULL.__contains__, dtypes(page.backend, case.op)):
                 try:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from delta_trn.backends.parity import baseline
 from delta_trn.backends.parity.baseline import Noise, make_gates
 
 # ((q, k [n, L, H, K], v [n, L, HV, V], g, beta [n, L, HV]), S [n, HV, K, V], scale, l2norm) -> o, states
@@ -93,6 +94,15 @@ def substitution(parts: tuple[Tensor, ...], S: Tensor, scale: float, l2norm: boo
     O = scale * (from_start * (Q @ S) + ((Q @ K.mT) * D) @ U)
     finals = from_start[..., -1:, :] * S + (K * D[..., -1, :, None]).mT @ U
     return O.movedim(1, 2), finals
+
+
+def chunkwise(
+    parts: tuple[Tensor, ...], S: Tensor, scale: float, l2norm: bool, chunk: int = baseline.CHUNK,
+    noise: Noise | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes by the baseline; the `Form` of samples."""
+    q, k, v, g, beta = parts
+    return baseline.gated_delta_rule(q, k, v, g, beta, S, None, scale, l2norm, chunk=chunk, noise=noise)
 
 
 def _batches(cu_seqlens: Tensor | None, B: int, T: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

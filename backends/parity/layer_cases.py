@@ -130,11 +130,20 @@ def inputs(case: LayerCase, dtype: torch.dtype) -> dict[str, Tensor]:
     rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
     full = torch.float64 if dtype == torch.float64 else torch.float32
 
-    def normal(*shape: int, size: float = case.size, dtype: torch.dtype = dtype) -> Tensor:
-        # twelve uniforms: exact sums, so the same on every machine
-        return torch.from_numpy(size * (rng.random((12, *shape)).sum(0) - 6)).float().to(dtype)
+    def draw(*shape: int, size: float = case.size, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.from_numpy(size * normal(rng, *shape)).float().to(dtype)
 
-    return _OPERATIONS[case.op].tensors(case, normal, rng, full)
+    return _OPERATIONS[case.op].tensors(case, draw, rng, full)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Draws nearly normal numbers: sums of twelve uniforms, which are exact, so the same on every machine."""
+    return rng.random((12, *shape)).sum(0) - 6
+
+
+def formula(case: LayerCase, x: Tensors, rounding: Rounding) -> list[Tensor]:
+    """Computes the outputs literally, in float32 at least."""
+    return _OPERATIONS[case.op].formula(case, x, rounding)
 
 
 def outcome(
@@ -147,11 +156,11 @@ def outcome(
         for name, y in x.items()
         if y.is_floating_point() and name not in douts
     }
-    operation, tensors = _OPERATIONS[case.op], {**x, **leaves}
+    tensors = {**x, **leaves}
     if backend is None:
-        outputs = operation.formula(case, tensors, rounding or Rounding(next(iter(x.values())).dtype))
+        outputs = formula(case, tensors, rounding or Rounding(next(iter(x.values())).dtype))
     else:
-        outputs = operation.run(case, tensors, backend)
+        outputs = _OPERATIONS[case.op].run(case, tensors, backend)
     pairs = list(zip(douts.items(), outputs, strict=True))
     grads = torch.autograd.grad(outputs, list(leaves.values()), [dy.to(y.dtype) for (_, dy), y in pairs])
     results = {name[1:]: y.detach() for (name, _), y in pairs}

@@ -38,7 +38,7 @@ from torch import Tensor
 from delta_trn.backends import layers
 from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
-from delta_trn.backends.parity import baseline, dense, layer_cases, residual_cases, rule
+from delta_trn.backends.parity import dense, layer_cases, residual_cases, rule
 from delta_trn.backends.parity.baseline import Noise, Rounding
 from delta_trn.backends.parity.judge import FACTOR, Reference, Spread, Verdict, absolute, chance_factor
 from delta_trn.backends.parity.random_cases import RandomCase
@@ -181,7 +181,7 @@ def _sample(case: RandomCase, n: int, noise: Noise | None) -> dict[str, Tensor]:
     rounding = None if noise is None else Rounding(case.dtype, noise)
     if not case.op.startswith("gated_delta_rule"):
         return _formula(case, rounding=rounding)
-    form = partial(_chunkwise, chunk=rule.CHUNKS[n % len(rule.CHUNKS)], noise=noise)
+    form = partial(dense.chunkwise, chunk=rule.CHUNKS[n % len(rule.CHUNKS)], noise=noise)
     return _formula(case, form, rounding)
 
 
@@ -239,15 +239,6 @@ def _rule(case: RandomCase, x: Tensors, form: dense.Form, rounding: Rounding | N
     if step:
         return {"o": o[:, 0], "state": state}
     return {"o": o, "final_state": state} if case.options["output_final_state"] else {"o": o}
-
-
-def _chunkwise(
-    parts: tuple[Tensor, ...], S: Tensor, scale: float, l2norm: bool, chunk: int = CHUNK,
-    noise: Noise | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes by the baseline."""
-    q, k, v, g, beta = parts
-    return baseline.gated_delta_rule(q, k, v, g, beta, S, None, scale, l2norm, chunk=chunk, noise=noise)
 
 
 def _with_gradients(case: RandomCase, leaves: Tensors, outputs: dict[str, Tensor]) -> dict[str, Tensor]:

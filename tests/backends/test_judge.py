@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from delta_trn.backends.gated_delta_rule import contract, recurrent
-from delta_trn.backends.parity import baseline, layer_cases, properties, residual_cases, rule
+from delta_trn.backends.parity import baseline, layer_cases, mixer_cases, properties, residual_cases, rule
 from delta_trn.backends.parity.baseline import Noise, Rounding
 from delta_trn.backends.parity.judge import (
     DTYPES,
@@ -57,6 +57,10 @@ def test_the_judge_and_the_baseline_share_no_line_with_what_they_judge():
         assert used <= {"delta_trn.backends", "delta_trn.backends.delta_residual"} | {
             f"delta_trn.backends.parity.{name}" for name in ("baseline", "judge")
         }
+    parity = {f"delta_trn.backends.parity.{name}" for name in ("baseline", "judge", "layer_cases")}
+    used = {name.rpartition(".")[0] for name in imports_of(mixer_cases)}
+    others = {f"delta_trn.backends{name}" for name in ("", ".checks", ".parity", ".registry")}
+    assert used <= parity | others
 
 
 def code_that_runs(function):
@@ -77,10 +81,12 @@ def code_that_runs(function):
     return places
 
 
+MIXER = mixer_cases.inputs(mixer_cases.BY_NAME["mixer_packed_empty"], torch.bfloat16)
 RESIDUAL = residual_cases.inputs(residual_cases.BY_NAME["residual_odd"], torch.bfloat16)
 CASES = [draw(1, index, "chunked") for index in (3, 4, 7, 10, 13)]
 JUDGES = {
     "rule": lambda: reference_for(inputs(BY_NAME["gates_packed"], torch.bfloat16)),
+    "mixer": lambda: (mixer_cases.judge_outcome(MIXER), next(mixer_cases.samples(MIXER))),
     "residual": lambda: list(residual_cases.samples(RESIDUAL, 1e-5)),
     "random cases": lambda: [(properties.judge(case), *properties.samples(case)) for case in CASES],
     **{

@@ -1,133 +1,58 @@
-"""A layer's mixer in one NKI kernel: it errs as its parts do, fits SBUF, and runs where it can."""
-
-from dataclasses import dataclass
+"""A layer's mixer in one NKI kernel: it agrees with the judge, fits SBUF, and runs where it can."""
 
 import numpy as np
 import pytest
 import torch
 
-from delta_trn.backends import checking, default_backend, gated_delta_layer, is_one_operation, registry
+from delta_trn.backends import (
+    BackendRefusal,
+    checking,
+    default_backend,
+    gated_delta_layer,
+    is_one_operation,
+    registry,
+)
 from delta_trn.backends.gated_delta_layer import nki_adapter
+from delta_trn.backends.parity import mixer_cases
+from delta_trn.backends.parity.mixer_cases import BY_NAME, CASES
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_layer import example
 from delta_trn.nki_kernels.simulator.kernel import record
 from tests.support import tiny_models
-from tests.support.nki_judge import normal
+from tests.support.nki_judge import assert_passed
+
+RELEASES = [
+    (torch.float32, "0.7.0"),
+    (torch.bfloat16, "0.2.0"),
+    pytest.param(torch.float32, "0.2.0", marks=pytest.mark.slow),
+    pytest.param(torch.bfloat16, "0.7.0", marks=pytest.mark.slow),
+]
+PARTS = {torch.float32: ("mixer_k128", "mixer_v256"), torch.bfloat16: ()}  # whose kernels are the parts'
+ALWAYS_PARTS = ("mixer_k136", "mixer_taps", "mixer_packed_states")
 
 
-@dataclass(frozen=True)
-class Case:
-    """Sizes of a layer; lengths are those of packed sequences, given by position and resets."""
-
-    B: int = 1
-    T: int = 70
-    H: int = 2
-    HV: int = 2
-    K: int = 16
-    V: int = 24
-    lengths: tuple[int, ...] | None = None
-    continued: bool = False
-    similar: bool = False
-
-
-CASES = {
-    "one token": Case(B=2, T=1),
-    "ragged": Case(B=2, T=70),
-    "chunks": Case(T=300, H=3, HV=3),
-    "seam": Case(T=257, H=1, HV=1),
-    "groups": Case(T=140, H=2, HV=6),
-    "one key head": Case(T=140, H=1, HV=5, K=32),
-    "whole heads": Case(T=200, H=2, HV=2, K=128, V=64),
-    "wide values": Case(T=130, H=1, HV=2, K=64, V=128),
-    "odd sizes": Case(T=131, H=3, HV=3, K=50, V=70),
-    "packed": Case(T=270, lengths=(1, 127, 2, 140)),
-    "continued": Case(B=2, T=135, continued=True),
-    "similar keys": Case(T=260, K=64, V=64, similar=True),
-}
-
-
-def inputs(case, dtype):
-    """Returns the tensors of `gated_delta_layer` by name, and its options."""
-    generator = torch.Generator().manual_seed(0)
-    channels = 2 * case.H * case.K + case.HV * case.V
-    x = normal(generator, case.B, case.T, channels)
-    if case.similar:
-        x = normal(generator, 1, 1, channels) + 0.3 * x
-    tensors = {
-        "x": x.to(dtype),
-        "weight": 0.5 * normal(generator, channels, 4),
-        "a": normal(generator, case.B, case.T, case.HV) - 2 - 4 * case.similar,
-        "b": normal(generator, case.B, case.T, case.HV) + 4 * case.similar,
-        "gate": normal(generator, case.B, case.T, case.HV, case.V).to(dtype),
-        "gain": 1 + 0.3 * normal(generator, case.V),
-        "A_log": 0.3 * normal(generator, case.HV),
-        "dt_bias": 0.3 * normal(generator, case.HV),
-    }
-    if case.continued:
-        tensors["prefix"] = normal(generator, case.B, 3, channels).to(dtype)
-        tensors["initial_state"] = 0.3 * normal(generator, case.B, case.HV, case.K, case.V)
-    options = {"K": case.K, "scale": 1.0, "eps": 1e-5, "output_final_state": case.continued}
-    if case.lengths is not None:
-        options["position"] = torch.cat([torch.arange(n) for n in case.lengths])
-        options["cu_seqlens"] = torch.tensor([0, *case.lengths]).cumsum(0)
-    return tensors, options
-
-
-def outcome(tensors, options, backend, dtype=None):
-    """Returns the results and all gradients by name; with a dtype, of tensors cast to it."""
-    leaves = {
-        name: (x if dtype is None else x.to(dtype)).detach().requires_grad_() for name, x in tensors.items()
-    }
-    with default_backend(backend, allow=["chunked"]):
-        y, state = gated_delta_layer(**leaves, **options)
-    results = {"y": y} | ({} if state is None else {"final_state": state})
-    generator = torch.Generator().manual_seed(1)
-    douts = [normal(generator, *x.shape).to(x.dtype) for x in results.values()]
-    grads = torch.autograd.grad(list(results.values()), list(leaves.values()), douts)
-    return results | {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
-
-
-@pytest.fixture
-def composed(monkeypatch):
-    """Returns a function that switches the kernel of the whole layer on or off."""
-    runs = registry.runs
-    return lambda off: monkeypatch.setattr(registry, "runs", (lambda *_: False) if off else runs)
-
-
-def errors(results, judge):
-    """Returns the error of each result, relative to the judge's."""
-    return {
-        n: ((x.double() - judge[n]).norm() / judge[n].norm().clamp(min=1e-30)).item()
-        for n, x in results.items()
-    }
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    ("dtype", "release"),
-    [
-        (torch.float32, "0.7.0"),
-        (torch.bfloat16, "0.2.0"),
-        pytest.param(torch.float32, "0.2.0", marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, "0.7.0", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_the_layer_errs_at_most_twice_as_much_as_its_parts(name, dtype, release, composed, monkeypatch):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("dtype", "release"), RELEASES, ids=str)
+def test_the_layer_agrees_with_the_judge(case, dtype, release, monkeypatch):
     monkeypatch.setenv("DELTA_TRN_NKI", release)
-    case = CASES[name]
-    tensors, options = inputs(case, dtype)
-    judge = outcome(tensors, options, "recurrent", torch.float64)
-    composed(True)
-    parts = errors(outcome(tensors, options, "nki-simulator"), judge)
-    composed(False)
-    whole = errors(outcome(tensors, options, "nki-simulator"), judge)
-    unit = torch.finfo(dtype).eps / 2
-    worse = {n: (whole[n], parts[n]) for n in whole if not whole[n] <= max(2 * parts[n], unit)}
-    assert not worse
+    if case.name in (*ALWAYS_PARTS, *PARTS[dtype]):
+        with pytest.raises(BackendRefusal, match="by its parts"):
+            mixer_cases.verdicts(case, dtype, "nki-simulator")
+    else:
+        assert_passed(mixer_cases.verdicts(case, dtype, "nki-simulator"))
 
 
-def called_kernels(monkeypatch, tensors, options):
+@pytest.mark.parametrize("name", ["mixer_packed_states", "mixer_taps", "mixer_carry"])
+def test_a_layer_computed_by_its_parts_agrees_with_the_judge(name):
+    assert_passed(mixer_cases.verdicts(BY_NAME[name], torch.float32, "chunked"))
+
+
+def arguments(case, dtype):
+    """Returns all arguments of a call of `gated_delta_layer`, by name."""
+    return {**mixer_cases.inputs(case, dtype).tensors, **case.options()}
+
+
+def called_kernels(monkeypatch, case):
     """Returns the names of the kernels that a call of the adapter for a whole layer runs."""
     called, run = [], nki_adapter.run
 
@@ -137,19 +62,19 @@ def called_kernels(monkeypatch, tensors, options):
 
     monkeypatch.setattr(nki_adapter, "run", watch)
     with torch.no_grad(), default_backend("nki-simulator"):
-        gated_delta_layer(**tensors, **options)
+        gated_delta_layer(**arguments(case, torch.bfloat16))
     return called
 
 
-@pytest.mark.parametrize("name", ["ragged", "packed", "continued"])
+@pytest.mark.parametrize("name", ["mixer_ragged", "mixer_packed", "mixer_carry"])
 def test_one_kernel_computes_the_layer(name, monkeypatch):
-    assert called_kernels(monkeypatch, *inputs(CASES[name], torch.bfloat16)) == ["gated_delta_layer_fwd"]
+    assert called_kernels(monkeypatch, BY_NAME[name]) == ["gated_delta_layer_fwd"]
 
 
 def test_a_layer_that_is_too_large_and_check_mode_take_the_kernels_of_the_parts(monkeypatch):
-    assert not called_kernels(monkeypatch, *inputs(Case(T=3, H=1, HV=1, K=130), torch.bfloat16))
+    assert not called_kernels(monkeypatch, BY_NAME["mixer_k136"])
     with checking():
-        assert not called_kernels(monkeypatch, *inputs(CASES["ragged"], torch.bfloat16))
+        assert not called_kernels(monkeypatch, BY_NAME["mixer_ragged"])
 
 
 @pytest.mark.parametrize(

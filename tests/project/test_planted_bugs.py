@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from delta_trn.backends.parity import layer_cases, residual_cases, rule
+from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
 from delta_trn.backends.registry import BACKENDS
 from delta_trn.models.gated_deltanet import GatedDeltaNet
@@ -49,6 +49,11 @@ def carry_passes():
 def layer_passes(case):
     verdicts = layer_cases.verdicts(layer_cases.BY_NAME[case], torch.float32, "chunked")
     return all(verdict.passed for verdict in verdicts)
+
+
+def mixer_passes():
+    case = mixer_cases.BY_NAME["mixer_short"]
+    return all(verdict.passed for verdict in mixer_cases.verdicts(case, torch.float32, "nki-simulator"))
 
 
 def residual_passes():
@@ -143,6 +148,7 @@ CHECKS = {
     "triton's carry": carry_passes,
     "nki": lambda: judged("nki-simulator", WHOLE),
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
+    "nki, layer": mixer_passes,
     "convolution": lambda: layer_passes("conv_packed"),
     "norm": lambda: layer_passes("gated_norm_tiny"),
     "sum": lambda: layer_passes("sum_one"),

@@ -31,7 +31,7 @@ class Bug:
 
 RULE, RESIDUAL = "backends.gated_delta_rule", "backends.delta_residual"
 TRITON_BACK = "triton_kernels.gated_delta_rule_bwd"
-NKI_BACK = "nki_kernels.chunk_gradients"
+NKI_BACK, NKI_LAYER = "nki_kernels.chunk_gradients", "nki_kernels.gated_delta_layer"
 LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
 
 # fmt: off
@@ -88,6 +88,10 @@ BUGS = (
         'stationary=table["lower"], moving=chunk["writes"]', "nki"),
     Bug("nki: every value head reads the first one's state in dq", f"{NKI_BACK}:read_states",
         'chunk["do_t"], chunk["S_t"], lane, lane)', 'chunk["do_t"], chunk["S_t"], lane, 0)', "nki"),
+    Bug("nki: the layer's convolution reads no prefix", f"{NKI_LAYER}:open_window",
+        'call["prefix"], call["continued"]', 'call["prefix"], False', "nki, layer"),
+    Bug("nki: the layer keeps q for k", f"{NKI_LAYER}:load_layer",
+        "src=qk_sb[0:tokens, 1, :, :]", "src=qk_sb[0:tokens, 0, :, :]", "nki, layer"),
     Bug("layers: taps of the convolution's gradient are shifted", f"{LAYERS}:short_convolution_backward",
         "dz, position, W - 1 - j", "dz, position, j", "convolution"),
     Bug("layers: dx of the norm keeps its part along x", f"{LAYERS}:_norm_backward",

@@ -1,0 +1,346 @@
+"""The cases of `gated_delta_layer`, judged by its formulas one after the other in float64, under autograd.
+
+    judge       the convolution and the gated norm of `layer_cases`, and between them the rule as one
+                triangular system (`dense`)
+    samples     the same convolution and norm, and the rule by `baseline`, at the case's precision: once
+                rounded to the nearest with chunks of 64, and SAMPLES times for each of CHUNKS with rounding
+                errors drawn at random. q, k, v and o, and their gradients, are rounded to the dtype between
+                the parts, as if these had been called one after the other
+
+The convolution's channels are judged as three tensors, q, k and v, because their gradients differ in size;
+each sequence and head is a part. A backend that has the operation but computes a call by its parts has
+refused it: the parts have cases of their own. Inputs are the same on every machine, as in `rule_cases`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from delta_trn.backends import gated_delta_layer, is_one_operation
+from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.parity import dense, layer_cases
+from delta_trn.backends.parity.baseline import CHUNK, Noise, Rounding
+from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
+from delta_trn.backends.parity.layer_cases import EPS, STEPS, LayerCase
+from delta_trn.backends.registry import BACKENDS, BackendRefusal
+
+CHUNKS, SAMPLES = (16, 32, 64, 128), 3
+RESET = 1e20  # of a: its decay is exactly 0
+SHARED = ("dgain", "dA_log", "ddt_bias")  # with the taps' gradients, these are sums over all tokens
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class MixerCase:
+    """Describes one case. Sizes are those of `backends.gated_delta_layer`; the rest describes the inputs.
+
+    HV          value heads; None: H
+    keys        what becomes keys is equal for all tokens, near (equal but for .03 of noise), or zero for some
+    b           the gate's projection for every token; None: normal. At 20 the derivative of a sigmoid is 0 in
+                float32, in the baseline as in a backend, so other cases judge db
+    reflect     beta_max is 2
+    decay       plain, none, strong (g = -20), or reset: one token in eight forgets everything
+    lengths     packed sequences, given by position and, with `bounds`, by cu_seqlens, else by resets
+    before      there are a prefix and an initial state
+    loss        the outputs that the gradient comes from; with final_state, it is asked for
+    size        of x
+    short       a and b have the dtype of x
+    bias        there is a dt_bias
+    """
+
+    name: str
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    reason: str
+    HV: int | None = None
+    W: int = 4
+    keys: Literal["random", "equal", "near", "zero"] = "random"
+    b: float | None = None
+    reflect: bool = False
+    decay: Literal["plain", "none", "strong", "reset"] = "plain"
+    lengths: tuple[int, ...] | None = None
+    bounds: bool = True
+    before: bool = False
+    loss: tuple[Literal["y", "final_state"], ...] = ("y",)
+    size: float = 1.0
+    scale: float | None = None
+    short: bool = False
+    bias: bool = True
+    op: str = "gated_delta_layer"
+
+    @property
+    def value_heads(self) -> int:
+        return self.H if self.HV is None else self.HV
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths) if self.lengths is not None and self.bounds else self.B
+
+    def options(self) -> dict[str, Any]:
+        """Returns the operation's arguments that are no tensors."""
+        return {
+            "K": self.K, "beta_max": 2.0 if self.reflect else 1.0, "scale": self.scale, "eps": EPS,
+            "output_final_state": "final_state" in self.loss,
+        }  # fmt: skip
+
+
+BOTH: tuple[Literal["y", "final_state"], ...] = ("y", "final_state")
+
+# fmt: off
+CASES: tuple[MixerCase, ...] = (
+    #         name             B  T    H  K    V
+    MixerCase("mixer_one",     8, 1,   2, 16,  24, "one token: three taps read zeros, no product of decays"),
+    MixerCase("mixer_step",    8, 1,   2, 16,  24, "one token of decoding", before=True, loss=BOTH),
+    MixerCase("mixer_short",   8, 2,   2, 16,  24, "fewer tokens than taps", before=True, loss=BOTH),
+    MixerCase("mixer_many",    33, 3,  2, 16,  8,  "more sequences than a kernel call takes", loss=BOTH),
+    MixerCase("mixer_ragged",  2, 70,  2, 16,  24, "no tile fits evenly"),
+    MixerCase("mixer_127",     1, 127, 1, 16,  24, "one token less than a chunk", loss=BOTH),
+    MixerCase("mixer_128",     1, 128, 1, 16,  24, "a chunk: nothing may be read behind it", loss=BOTH),
+    MixerCase("mixer_129",     1, 129, 1, 16,  24, "one token more than a chunk", before=True, loss=BOTH),
+    MixerCase("mixer_chunks",  1, 300, 3, 16,  24, "three chunks, the last one ragged"),
+    MixerCase("mixer_groups",  1, 140, 2, 16,  24, "three value heads share a key", HV=6),
+    MixerCase("mixer_one_key", 2, 70,  1, 32,  24, "all five value heads share the one key", HV=5, loss=BOTH),
+    MixerCase("mixer_odd",     1, 131, 3, 50,  70, "no size is a power of two or a multiple of 8"),
+    MixerCase("mixer_wide_v",  1, 130, 1, 16,  128, "V = 8 K", before=True, loss=BOTH),
+    MixerCase("mixer_wide_k",  1, 130, 2, 64,  16, "K = 4 V", before=True, loss=BOTH),
+    MixerCase("mixer_k128",    1, 130, 2, 128, 64, "keys that fill every partition", before=True, loss=BOTH),
+    MixerCase("mixer_v256",    1, 66,  1, 64,  256, "the widest values of a kernel", loss=BOTH),
+    MixerCase("mixer_k136",    1, 3,   1, 136, 16, "keys that no kernel takes whole"),
+    MixerCase("mixer_taps",    1, 9,   1, 16,  24, "more taps than a kernel takes", W=5),
+    MixerCase("mixer_two_taps", 2, 70, 2, 16,  24, "the fewest taps", W=2, before=True, loss=BOTH),
+    MixerCase("mixer_packed",  1, 270, 2, 16,  24, "sequences end at seams of chunks",
+              lengths=(1, 127, 2, 140)),
+    MixerCase("mixer_packed_empty", 1, 139, 2, 16, 24, "empty sequences, some shorter than W",
+              lengths=(0, 1, 2, 0, 3, 123, 10, 0), HV=4),
+    MixerCase("mixer_packed_resets", 1, 139, 2, 16, 24, "packed by resets alone, as the models pack",
+              lengths=(1, 63, 64, 2, 9), bounds=False, loss=BOTH),
+    MixerCase("mixer_packed_states", 1, 20, 2, 16, 24, "states of packed sequences, which no kernel takes",
+              lengths=(9, 11), loss=BOTH),
+    MixerCase("mixer_final",   2, 100, 2, 16,  24, "the gradient comes from the final state alone",
+              before=True, loss=("final_state",)),
+    MixerCase("mixer_carry",   2, 135, 2, 32,  32, "prefix and initial state, gradients of both",
+              before=True, loss=BOTH),
+    MixerCase("mixer_collide", 1, 130, 8, 16,  24, "equal keys, beta = 1: a write erases the one before",
+              keys="equal", b=20.0, decay="none", before=True, loss=BOTH),
+    MixerCase("mixer_reflect", 1, 130, 8, 16,  24, "all keys equal, beta = 2: the densest inverse",
+              keys="equal", b=20.0, reflect=True, decay="none", before=True, loss=BOTH),
+    MixerCase("mixer_near_1",  1, 130, 4, 32,  32, "keys nearly equal, beta = .998",
+              keys="near", b=6.0, before=True, loss=BOTH),
+    MixerCase("mixer_near_2",  1, 130, 4, 32,  32, "nearly equal, beta = 1.995, no decay: the worst inverse",
+              keys="near", b=6.0, reflect=True, decay="none", before=True, loss=BOTH),
+    MixerCase("mixer_reflect_random", 1, 200, 2, 32, 32, "beta up to 2, random keys",
+              reflect=True, loss=BOTH),
+    MixerCase("mixer_zero",    2, 40,  2, 16,  24, "x is 0: no key, no value, epsilons alone", size=0.0,
+              before=True, loss=BOTH),
+    MixerCase("mixer_zero_keys", 1, 140, 2, 16, 24, "stretches of keys that are 0 beside values that are not",
+              keys="zero", before=True, loss=BOTH),
+    MixerCase("mixer_forget",  1, 140, 2, 16,  24, "g = -20 for every token: exponents are masked before exp",
+              decay="strong", before=True, loss=BOTH),
+    MixerCase("mixer_reset",   1, 140, 2, 16,  24, "decays of exactly 0: the tokens around keep their digits",
+              decay="reset", before=True, loss=BOTH),
+    MixerCase("mixer_free",    1, 200, 4, 16,  24, "nothing decays, so that errors add up", decay="none",
+              loss=BOTH),
+    MixerCase("mixer_small",   1, 40,  2, 16,  24, "SiLU at 0, and the norms' epsilons decide", size=1e-3,
+              loss=BOTH),
+    MixerCase("mixer_large",   1, 40,  2, 16,  24, "SiLU far from 0", size=30.0, loss=BOTH),
+    MixerCase("mixer_scale",   1, 40,  2, 16,  24, "a scale of 1, as the models use it, and no dt_bias",
+              scale=1.0, bias=False),
+    MixerCase("mixer_gates",   1, 70,  2, 16,  24, "projections of the gates in the dtype of x", short=True),
+)
+# fmt: on
+
+BY_NAME: Mapping[str, MixerCase] = {case.name: case for case in CASES}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Holds the tensors of a case under the operation's names, and the gradients of its outputs."""
+
+    case: MixerCase
+    tensors: dict[str, Tensor]
+    douts: dict[str, Tensor]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """Returns the same with every tensor changed."""
+        tensors, douts = ({n: change(y) for n, y in x.items()} for x in (self.tensors, self.douts))
+        return Inputs(self.case, tensors, douts)
+
+
+def inputs(case: MixerCase, dtype: torch.dtype) -> Inputs:
+    """Makes the tensors of a case: activations in `dtype`, the rest in float32, or float64 with float64."""
+    rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
+    full = torch.float64 if dtype == torch.float64 else torch.float32
+    (B, T, H, K, V), HV = (case.B, case.T, case.H, case.K, case.V), case.value_heads
+    channels, before = 2 * H * K + HV * V, case.W - 1
+
+    def tensor(x: np.ndarray, dtype: torch.dtype = full) -> Tensor:
+        return torch.from_numpy(x).float().to(dtype)
+
+    def normal(*shape: int) -> np.ndarray:
+        return layer_cases.normal(rng, *shape)
+
+    x = case.size * normal(B, before + T, channels)  # with the prefix
+    keys = x[..., H * K : 2 * H * K]
+    if case.keys in ("equal", "near"):
+        keys[:] = keys[:, :1] + (0.03 * keys if case.keys == "near" else 0.0)
+    elif case.keys == "zero":
+        keys[:, np.arange(before + T) // 8 % 2 == 0] = 0.0
+    a = normal(B, T, HV) - 2
+    if case.decay in ("none", "strong"):
+        a = 0 * a + (20.0 if case.decay == "strong" else -45.0)
+    elif case.decay == "reset":
+        a = np.where(rng.random(a.shape) < 0.125, RESET, a - 2)
+    tensors = {
+        "x": tensor(x[:, before:], dtype),
+        "weight": tensor(0.5 * normal(channels, case.W)),
+        "a": tensor(a, dtype if case.short else full),
+        "b": tensor(normal(B, T, HV) + 1, dtype if case.short else full),
+        "gate": tensor(normal(B, T, HV, V), dtype),
+        "gain": tensor(1 + 0.3 * normal(V)),
+        "A_log": tensor(0.3 * normal(HV)),
+    }
+    if case.b is not None:
+        tensors["b"].fill_(case.b)
+    if case.bias:
+        tensors["dt_bias"] = tensor(0.3 * normal(HV))
+    if case.before:
+        tensors["prefix"] = tensor(x[:, :before], dtype)
+        tensors["initial_state"] = tensor(K**-0.5 * normal(case.sequences, HV, K, V))
+    if case.lengths is not None:
+        tensors["position"] = torch.cat([torch.arange(n) for n in case.lengths])
+        if case.bounds:
+            tensors["cu_seqlens"] = torch.tensor(np.cumsum([0, *case.lengths]))
+        else:
+            tensors["a"][:, tensors["position"] == 0] = RESET
+    dy, dstate = tensor(normal(B, T, HV, V), dtype), tensor(normal(case.sequences, HV, K, V))
+    douts = {"y": dy, "final_state": dstate}
+    return Inputs(case, tensors, {name: douts[name] for name in case.loss})
+
+
+def judge_outcome(x: Inputs) -> dict[str, Tensor]:
+    """Computes results and gradients in float64."""
+    x = x.map(lambda y: y.double() if y.is_floating_point() else y)
+    return _outcome(x, partial(_formula, form=dense.substitution, rounding=Rounding(torch.float64)))
+
+
+def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
+    """Yields results and gradients at the precision of x."""
+    dtype, noise = x.tensors["x"].dtype, Noise(len(CHUNKS))
+    for chunk, noise in ((CHUNK, None), *((chunk, noise) for chunk in CHUNKS for _ in range(SAMPLES))):
+        form = partial(dense.chunkwise, chunk=chunk, noise=noise)
+        yield _outcome(x, partial(_formula, form=form, rounding=Rounding(dtype, noise)))
+
+
+def outcome(x: Inputs, backend: str) -> dict[str, Tensor]:
+    """Computes the same by the public operation, which runs the parts where the backend lacks it.
+
+    Raises BackendRefusal where the backend has the operation and runs the parts.
+    """
+    return _outcome(x, partial(_run, backend=backend))
+
+
+def verdicts(case: MixerCase, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
+    """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
+    x = inputs(case, dtype)
+    results = outcome(x.map(lambda y: y.to(device)), backend)  # first, since it may refuse
+    judge = judge_outcome(x)
+    spreads = {name: Spread(y, _parts(case, name), absolute(dtype)) for name, y in judge.items()}
+    for sample in samples(x):
+        for name, spread in spreads.items():
+            spread.add([sample[name]])
+    terms = STEPS + case.K + case.V + min(case.T, CHUNK)
+    one = Reference(case.op, case.name, dtype, judge, spreads, terms, dtype)
+    summed = [name for name in judge if name in SHARED or name.startswith("dweight")]
+    alone = [name for name in judge if name not in summed]
+    every = replace(one, terms=STEPS + case.K + case.V + case.B * case.T)
+    return one.verdicts(backend, results, alone) + every.verdicts(backend, results, summed)
+
+
+def _outcome(x: Inputs, compute: Callable[[MixerCase, Tensors], Tensors]) -> dict[str, Tensor]:
+    """Returns outputs and gradients of a computation, those of the convolution's channels apart."""
+    case = x.case
+    leaves = {n: y.detach().requires_grad_() for n, y in x.tensors.items() if y.is_floating_point()}
+    outputs = compute(case, {**x.tensors, **leaves})
+    grads = torch.autograd.grad(
+        [outputs[name] for name in x.douts], list(leaves.values()), list(x.douts.values()),
+        materialize_grads=True,
+    )  # fmt: skip
+    results = {name: y.detach() for name, y in outputs.items()}
+    for name, grad in zip(leaves, grads, strict=True):
+        axis = {"x": 2, "prefix": 2, "weight": 0}.get(name)
+        if axis is None:
+            results[f"d{name}"] = grad
+        else:
+            results |= {f"d{name}_{part}": y for part, y in _channels(case, grad, axis).items()}
+    return results
+
+
+def _channels(case: MixerCase, x: Tensor, axis: int) -> dict[str, Tensor]:
+    """Returns the channels of q, k and v, a head's beside each other."""
+    shapes = {"q": (case.H, case.K), "k": (case.H, case.K), "v": (case.value_heads, case.V)}
+    parts = x.split([heads * size for heads, size in shapes.values()], axis)
+    return {name: y.unflatten(axis, shape) for (name, shape), y in zip(shapes.items(), parts, strict=True)}
+
+
+def _formula(case: MixerCase, x: Tensors, form: dense.Form, rounding: Rounding) -> dict[str, Tensor]:
+    """Returns the outputs by the formulas of the parts."""
+    dtype = x["x"].dtype
+    convolution = LayerCase(case.name, "short_convolution", (), case.reason, lengths=case.lengths)
+    (qkv,) = layer_cases.formula(convolution, _only(x, "x", "weight", "prefix"), rounding)
+    rule = {**_channels(case, qkv.to(dtype), 2), "g": x["a"], "beta": x["b"]}
+    rule |= _only(x, "A_log", "dt_bias", "initial_state", "cu_seqlens")
+    options = {
+        "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect,
+        "use_qk_l2norm_in_kernel": True, "scale": case.scale,
+    }  # fmt: skip
+    results = dense.gated_delta_rule(rule, options, form, rounding.noise)
+    norm = LayerCase(case.name, "gated_rms_norm", (), case.reason)
+    o = {"x": results["o"].to(dtype), "gate": x["gate"], "weight": x["gain"]}
+    (y,) = layer_cases.formula(norm, o, rounding)
+    outputs = {"y": y.to(dtype), "final_state": results["final_state"]}
+    return outputs if "final_state" in case.loss else _only(outputs, "y")
+
+
+def _run(case: MixerCase, x: Tensors, backend: str) -> dict[str, Tensor]:
+    """Calls the public operation."""
+    if case.op in BACKENDS[backend].capabilities and not is_one_operation(
+        x["x"], x["weight"], case.value_heads, case.K, case.V, bounds="cu_seqlens" in x,
+        position="position" in x, states=case.before or "final_state" in case.loss, backend=backend,
+    ):  # fmt: skip
+        raise BackendRefusal(f"{backend} computes it by its parts, in {dtype_name(x['x'].dtype)}")
+    y, final_state = gated_delta_layer(**x, **case.options(), backend=backend)
+    return {"y": y} if final_state is None else {"y": y, "final_state": final_state}
+
+
+def _only(x: Tensors, *names: str) -> dict[str, Tensor]:
+    return {name: x[name] for name in names if name in x}
+
+
+def _parts(case: MixerCase, name: str) -> Tensor | None:
+    """Returns the number of the sequence and head of each index of a tensor's first axes."""
+    if name == "dgain":
+        return None
+    heads = torch.arange(case.H if name[-2:] in ("_q", "_k") else case.value_heads)
+    if name in SHARED or name.startswith("dweight"):
+        return heads
+    if name in ("final_state", "dinitial_state"):
+        sequence = torch.arange(case.sequences)
+    elif case.lengths is not None:
+        lengths = torch.tensor(case.lengths)
+        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
+    else:
+        tokens = case.W - 1 if name.startswith("dprefix") else case.T
+        sequence = torch.arange(case.B)[:, None].expand(case.B, tokens)
+    return sequence[..., None] * len(heads) + heads
