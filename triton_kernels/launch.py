@@ -88,6 +88,9 @@ TABLE = (
     Row("scan",                   2,  128,   64,     4,     3,  (16, 64)),
     Row("scan",                   2,  128,  ANY,     8,     3,  (16, 128)),
     Row("scan",                   2,  ANY,  ANY,     8,     2,  (16, 64)),
+    Row("reverse",                2,   64,  ANY,     4,     2,  (16, 64), few=True),
+    # two programs fit an SM, and at V = 128 one round of them is all
+    Row("reverse",                2,   64,  ANY,     4,     2,  (16, 128)),
     Row("reverse",                2,   96,  ANY,     4,     2,  (16, 64)),
     Row("reverse",                2,  128,  ANY,     4,     2,  (16, 64), few=True),
     Row("reverse",                2,  128,   64,     4,     1,  (16, 64)),

@@ -23,7 +23,7 @@ def test_launches_over_a_sequence_in_sixteen_bits():
     for K, V, expected in [
         (32, 64, Config(64, dot, four, Tile(64, 4, 3), narrow, Tile(64, 4, 1))),
         (64, 64, Config(64, dot, four, narrow, narrow, Tile(64, 4, 1))),
-        (64, 128, Config(64, dot, four, deep, narrow, Tile(64, 4, 1))),
+        (64, 128, Config(64, dot, four, deep, Tile(128, 4, 2), Tile(64, 4, 1))),
         (96, 192, Config(64, dot, four, deep, narrow, Tile(64, 4, 1))),
         (128, 64, Config(64, dot, four, Tile(64, 4, 3), Tile(64, 4, 1), Tile(64, 4, 1))),
         (128, 128, Config(64, dot, four, deep, wide, Tile(64, 4, 1))),
