@@ -21,18 +21,31 @@ from delta_trn.nki_kernels.simulator.kernel import record
 from tests.support import tiny_models
 from tests.support.nki_judge import assert_passed
 
-RELEASES = [
+RELEASES = (
     (torch.float32, "0.7.0"),
     (torch.bfloat16, "0.2.0"),
-    pytest.param(torch.float32, "0.2.0", marks=pytest.mark.slow),
-    pytest.param(torch.bfloat16, "0.7.0", marks=pytest.mark.slow),
-]
+    (torch.float32, "0.2.0"),
+    (torch.bfloat16, "0.7.0"),
+)
+QUICK = (
+    "mixer_one", "mixer_short", "mixer_ragged", "mixer_129", "mixer_groups", "mixer_odd", "mixer_k128",
+    "mixer_packed_empty", "mixer_packed_resets", "mixer_near_2", "mixer_zero_keys", "mixer_reset",
+)  # fmt: skip
 PARTS = {torch.float32: ("mixer_k128", "mixer_v256"), torch.bfloat16: ()}  # whose kernels are the parts'
 ALWAYS_PARTS = ("mixer_k136", "mixer_taps", "mixer_packed_states")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize(("dtype", "release"), RELEASES, ids=str)
+def pairs():
+    """Returns cases, dtypes and releases; by default each dtype runs by the rules of one release."""
+    return [
+        pytest.param(case, *pair, id=f"{case.name}-{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * slow)
+        for case in CASES
+        for i, pair in enumerate(RELEASES)
+        for slow in [i > 1 or case.name not in (*QUICK, *ALWAYS_PARTS)]
+    ]
+
+
+@pytest.mark.parametrize(("case", "dtype", "release"), pairs())
 def test_the_layer_agrees_with_the_judge(case, dtype, release, monkeypatch):
     monkeypatch.setenv("DELTA_TRN_NKI", release)
     if case.name in (*ALWAYS_PARTS, *PARTS[dtype]):
