@@ -37,6 +37,7 @@ from delta_trn.triton_kernels import (
     delta_residual,
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
+    gated_delta_rule_refine,
     gated_delta_rule_step,
     rms_norm,
     segments,
@@ -50,7 +51,9 @@ SHARED_BYTES = 227 * 1024
 STACK_BYTES = {"bf16": 512, "fp16": 512, "fp32": 768}
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
-RULE = (gated_delta_rule_fwd, gated_delta_rule_bwd, segments, gated_delta_rule_step)
+RULE = (
+    gated_delta_rule_fwd, gated_delta_rule_bwd, gated_delta_rule_refine, segments, gated_delta_rule_step,
+)  # fmt: skip
 # modules; the two sizes of their variants; those that --quick compiles
 # fmt: off
 SIZES = (

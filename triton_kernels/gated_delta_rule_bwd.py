@@ -52,6 +52,7 @@ The reverse scan is serial, so it reads and writes as little as it can: sums ove
 <dS', S> among them, are left to the gradients, although dY and dS' are rounded there. In float32 it sums
 `writes`, of the very K dS' that went into dU: where equal keys leave nothing of K dS' but its rounding, what
 that does to `writes` and to E cancels, and rows of U dS'^T have roundings of their own, which do not.
+In bfloat16, `gated_delta_rule_refine` comes between the two.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false

@@ -39,7 +39,7 @@ Layout, with NC the number of chunks of all sequences, and B = 1 where N sequenc
 
     q, k [B, tokens, H, K]         v, o [B, tokens, HV, V]       g, beta [B, tokens, HV]
     q_scaled, k_scaled             as q and k, for float16 that is normalized
-    T, P [NC, HV, C, C]            rows [NC, HV, 8, C] float32, see tiles.ROWS
+    T, P [NC, HV, C, C]            rows [NC, HV, 9, C] float32, see tiles.ROWS
     S [NC, HV, K, V]               U [NC, HV, C, V]              initial_state, final_state [N, HV, K, V]
     A_log, dt_bias [HV]            transition [N, HV, K, K]
 
@@ -164,7 +164,9 @@ def prepare_kernel(
     b_P = multiply(b_q, tl.trans(b_k), DOT) * (scale * b_rq)[:, None] * b_rk[None, :] * b_D
     tl.store(P + tile * (C * C) + o_cc, round_to(b_P, P.dtype.element_ty, DOT))
     b_L = multiply(b_k, tl.trans(b_k), DOT) * (b_beta * b_rk)[:, None] * b_rk[None, :] * b_D
-    b_T = invert_unit_lower(tl.where(strict, b_L, 0.0), C, k.dtype.element_ty, DOT)
+    b_L = tl.where(strict, b_L, 0.0)
+    tl.store(p_rows + 8 * C, tl.sum(tl.abs(b_L), axis=1))
+    b_T = invert_unit_lower(b_L, C, k.dtype.element_ty, DOT)
     tl.store(T + tile * (C * C) + o_cc, round_to(b_T, T.dtype.element_ty, DOT))
 
 

@@ -97,6 +97,8 @@ TABLE = (
     Row("reverse",                2,  128,  ANY,     8,     2,  (16, 128)),
     Row("reverse",                2,  ANY,  ANY,     8,     2,  (16, 64)),
     *GRADIENTS[TRANSPOSES],
+    Row("refine",                 2,  128,  ANY,     4,     1,  (16, 64), registers=128),
+    Row("refine",                 2,  ANY,  ANY,     8,     1,  (16, 64)),
     # with four warps the gradients spill 1,960 bytes per thread
     Row("gradients",              4,   64,  ANY,     8,     1,  (16, 32)),
     Row("scan reverse gradients", 4,   64,  ANY,     4,     1,  (16, 32)),

@@ -22,6 +22,7 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
+    gated_delta_rule_refine,
     gated_delta_rule_step,
     segments,
 )
@@ -151,6 +152,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dY=dY, dS=dS, writes=writes, carry=carry, dinitial_state=dfirst, scale=call.scale,
         unit=unit, chunks=scanned, config=row,
     )  # fmt: skip
+    if q.dtype == torch.bfloat16 and not _is_one_token(call):
+        gated_delta_rule_refine.refine(k, T, rows, dY=dY, dot=row.dot, chunks=chunks)
     # value heads that share a key are summed in float32 and in a fixed order, unlike atomics: below, except
     # dq of pairs, to which the kernel adds the second value head in a launch of its own
     pairs = adds_pairs(H, HV, K, V, q.element_size())
@@ -254,7 +257,7 @@ def _prepared_shapes(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
     """Returns the shapes of T, P and rows."""
     C = chunks.size
     head = (chunks.count, HV)
-    return [((*head, C, C), dtype), ((*head, C, C), dtype), ((*head, 8, C), torch.float32)]
+    return [((*head, C, C), dtype), ((*head, C, C), dtype), ((*head, 9, C), torch.float32)]
 
 
 def _state_shapes(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> Shapes:

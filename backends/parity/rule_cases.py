@@ -196,6 +196,8 @@ CASES: tuple[Case, ...] = (
          reason="the gradient comes from the final state alone: dq is exactly 0"),
     Case("erased",          1, 140, 4, 96,  32, keys="equal", beta=1.0, state=True, loss=("final_state",),
          reason="equal keys erase what is read: dg is what roundings leave, less in every chunk"),
+    Case("mirrored",        1, 64,  4, 64,  17, keys="equal", beta=2.0, decay="none", loss=BOTH,
+         reason="equal keys, beta = 2, no decay: writes mirror what is read, dg is what their sum leaves"),
     Case("norm",            2, 100, 2, 32,  32, norm="random", state=True, loss=BOTH, tags=SMALL,
          reason="q and k normalized by the operation"),
     Case("gates",           1, 100, 4, 32,  32, HV=8, gates="plain", norm="random", state=True, loss=BOTH,

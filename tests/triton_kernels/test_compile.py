@@ -44,7 +44,7 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path):
     kernels = {row["kernel"] for row in rows}
     scans = {"prepare", "scan", "reverse_scan", "gradients"}
     layers = {"short_convolution", "rms_norm", "cross_entropy"}
-    assert kernels == scans | layers | {"step", "delta_residual", "chain"}
+    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine"}
     for row in rows:
         # four warps issue one of them; `prepare` has two up to K = 128
         if row["dtype"] == "bf16" and row["kernel"] in scans and row["warps"] >= 4:

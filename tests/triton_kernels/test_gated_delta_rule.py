@@ -16,7 +16,12 @@ import triton.language as tl  # noqa: E402
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter  # noqa: E402
 from delta_trn.backends.gated_delta_rule.contract import Rule, Step  # noqa: E402
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_tables  # noqa: E402
-from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, segments  # noqa: E402
+from delta_trn.triton_kernels import (  # noqa: E402
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    gated_delta_rule_refine,
+    segments,
+)
 from delta_trn.triton_kernels.launch import arithmetic, config  # noqa: E402
 from delta_trn.triton_kernels.tiles import invert_unit_lower, round_to, softplus  # noqa: E402
 
@@ -220,6 +225,7 @@ def test_launches_beyond_65535_programs_use_the_first_axis_alone(segment, monkey
         (gated_delta_rule_fwd, "scan_kernel"),
         (gated_delta_rule_bwd, "reverse_scan_kernel"),
         (gated_delta_rule_bwd, "gradients_kernel"),
+        (gated_delta_rule_refine, "refine_kernel"),
         (segments, "chain_kernel"),
     ]:
         monkeypatch.setattr(module, name, Recorder())
@@ -228,7 +234,7 @@ def test_launches_beyond_65535_programs_use_the_first_axis_alone(segment, monkey
     g = torch.empty(1, 2**22, 8, dtype=torch.float32, device="meta")
     run(q, q, q, g, g, torch.empty(1, 8, 32, 32, device="meta"), q, torch.empty(1, 8, 32, 32, device="meta"))
     # backward scans once more where 64 GB of states are too many to keep
-    assert len(grids) == (5 if segment is None else 9) and all(len(grid) == 1 for grid in grids)
+    assert len(grids) == (6 if segment is None else 10) and all(len(grid) == 1 for grid in grids)
     assert max(grid[0] for grid in grids) == (2**22 // 64 * 8 if segment is None else 2**22 // 64 * 8 * 2)
 
 

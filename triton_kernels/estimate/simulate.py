@@ -36,6 +36,7 @@ class Work:
     load_bytes  that must come from memory, each once
     mask        the share of tiles that is not masked off
     serial      whether a program is a long chain, so that every program is simulated
+    idle        whether every program takes the kernel's first early exit
     """
 
     programs: int
@@ -44,6 +45,7 @@ class Work:
     others: tuple[int, ...] = ()
     mask: float = 1.0
     serial: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def run(code: Code, work: Work) -> Simulation:
         raise ValueError(
             f"one program exceeds an SM's {residence.limit}: {code.registers} registers, {code.shared} B"
         )
+    if work.idle:
+        code = _until_first_exit(code)
     turns = loop_trips(code.instructions, work)
     here = -(-work.programs // machine.PROCESSORS)
     simulated = here if work.serial else min(here, ENOUGH)
@@ -129,6 +133,12 @@ def loop_trips(instructions: tuple[Instruction, ...], work: Work) -> dict[int, i
         kept = sorted(sorted(range(len(expected)), key=lambda i: -expected[i])[: len(found)])
         turns |= {last: expected[i] for last, i in zip(found, kept, strict=True)}
     return turns
+
+
+def _until_first_exit(code: Code) -> Code:
+    at = next(i for i, instruction in enumerate(code.instructions) if instruction.name == "EXIT")
+    taken = replace(code.instructions[at], predicate="")
+    return replace(code, instructions=(*code.instructions[:at], taken))
 
 
 def _multiplies(instructions: tuple[Instruction, ...]) -> bool:

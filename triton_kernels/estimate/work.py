@@ -10,7 +10,12 @@ state, as in training.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, segments
+from delta_trn.triton_kernels import (
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    gated_delta_rule_refine,
+    segments,
+)
 from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
 from delta_trn.triton_kernels.estimate.simulate import Work
 from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
@@ -80,6 +85,7 @@ def launches(shape: Shape) -> Iterator[Launch]:
     if not keeps:
         yield calls.scan("scan again", "dense recompute", writes=0, backward=True)
     yield calls.reverse("reverse scan", "dense")
+    yield calls.refine()
     yield from calls.gradients()
     yield from calls.sums()
 
@@ -178,6 +184,14 @@ class _Calls:
         load_bytes = 4 * count * shape.K * (shape.K + shape.V)
         work = Work(programs, load_bytes, others=(self.segments, -(-shape.K // tile.rows)), serial=True)
         return Launch(name, backward, variant, work)
+
+    def refine(self) -> Launch:
+        """As launched for keys that are not alike, where every program reads its sums and ends."""
+        variant = self._variant(gated_delta_rule_refine, "dense", "refine")
+        heads = min(self.shape.HV, gated_delta_rule_refine.HEADS)
+        variant = replace(variant, values=variant.values | {"HEADS": power_of_two(heads, 1)})
+        programs = self.chunks * -(-self.shape.HV // heads)
+        return Launch("refine", True, variant, Work(programs, self.factor, idle=True))
 
     def gradients(self) -> Iterator[Launch]:
         variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients")
