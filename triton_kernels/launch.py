@@ -175,10 +175,10 @@ def power_of_two(size: int, least: int = 16) -> int:
 def adds_pairs(H: int, HV: int, K: int, V: int, itemsize: int) -> bool:
     """Returns whether the gradients kernel adds dq of two value heads that share a key, in two launches.
 
-    Else PyTorch adds them. With wider heads, or with keys that do not fill their tile, the second launch
+    Else PyTorch adds them. With wider heads, or narrow ones of wide keys, or padded keys, the second launch
     would spill more than the bounds of `compile_only` allow.
     """
-    fits = TRANSPOSES and itemsize == 2 and K == power_of_two(K) <= 128 and V <= 128
+    fits = TRANSPOSES and itemsize == 2 and power_of_two(K) == K and K <= V <= 128
     return HV == 2 * H and fits
 
 

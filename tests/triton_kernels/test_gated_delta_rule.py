@@ -120,7 +120,7 @@ def test_dq_of_a_pair_is_the_float32_sum_of_its_value_heads_bit_for_bit(dtype, c
 
     monkeypatch.setattr(gated_delta_rule_bwd, "gradients", recorded)
     cu_seqlens = None if cuts is None else torch.tensor(cuts, device=DEVICE)
-    tensors = inputs(T=112, H=2, HV=4, K=K, V=48, N=cuts and len(cuts) - 1, dtype=dtype)
+    tensors = inputs(T=112, H=2, HV=4, K=K, V=K, N=cuts and len(cuts) - 1, dtype=dtype)
     dq = run(*tensors, cu_seqlens)["dq"]
     assert torch.equal(dq, apart[0].view(1, 112, 2, 2, K).sum(3).to(dtype))
 
