@@ -1,6 +1,6 @@
-"""Gated delta rule, backward in bfloat16: dY of chunks whose keys are alike is refined before the gradients.
+"""Gated delta rule, backward in 16 bits: dY of chunks whose keys are alike is refined before the gradients.
 
-In the symbols of gated_delta_rule_bwd. The reverse scan has dY = R^T dU, where R is T rounded to bfloat16,
+In the symbols of gated_delta_rule_bwd. The reverse scan has dY = R^T dU, where R is T rounded to 16 bits,
 and the gradients take it for the solution of (I + L)^T dY = dU. Where keys are alike and beta is near 2, T
 changes its sign from token to token and hardly decays. The sum of beta_i K_i dY_i over the tokens from t on,
 which dg_t multiplies with the state, then cancels, and the roundings of R do not: dg was up to 4.6 times as
@@ -16,7 +16,7 @@ iteration, which is exact after C turns and needs few:
 
 Only chunks take part where a row of L has absolute sums above ALIKE: random keys have 5, equal ones 64 beta.
 A program of other chunks reads those sums and ends. Where an X is large, the recurrence itself diverges
-(beta |k|^2 > 2), no digit is left, and dY stays as it is. In float16 R is eight times as exact. The state's
+(beta |k|^2 > 2), no digit is left, and dY stays as it is. The state's
 gradient keeps the unrefined dY, because a second word of T would cost the scan a tenth of its time.
 """
 
@@ -27,7 +27,7 @@ import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import config, power_of_two, take_turns, tile
-from delta_trn.triton_kernels.tiles import ROWS, accumulate, locate_chunk, multiply, round_to
+from delta_trn.triton_kernels.tiles import ROWS, accumulate, locate_chunk, multiply, round_to, split_power
 from delta_trn.triton_kernels.variants import Variant, layouts
 
 ALIKE = tl.constexpr(16.0)
@@ -43,7 +43,7 @@ TYPES = {"*x": "k T dY", "*fp32": "rows", "*i64": "chunk_start chunk_length", "i
 def refine_kernel(
     k, T, rows, dY, chunk_start, chunk_length, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Refines dY in place; one program per (chunk, HEADS value heads)."""
     GROUPS: tl.constexpr = (HV + HEADS - 1) // HEADS
@@ -77,6 +77,8 @@ def refine_kernel(
             b_b = tl.load(p_rows)
             b_b_low = tl.load(p_rows + C)
             b_rk = tl.load(p_rows + 3 * C)
+            if SCALED:
+                b_rk = split_power(b_rk)[1]
             b_beta = tl.load(p_rows + 7 * C)
             b_D = (b_b[None, :] - b_b[:, None]) + (b_b_low[None, :] - b_b_low[:, None])
             b_D = tl.exp(tl.where(upper, b_D, float("-inf")))
@@ -103,8 +105,8 @@ def refine_kernel(
 
 
 @take_turns
-def refine(k, T, rows, *, dY, dot: str, chunks: Chunks):
-    """Launches `refine_kernel` on bfloat16 dY [NC, HV, C, V]; rows are those of `prepare`."""
+def refine(k, T, rows, *, dY, scaled: bool, dot: str, chunks: Chunks):
+    """Launches `refine_kernel` on dY [NC, HV, C, V] of 16 bits; scaled: k is k_scaled."""
     H, K = k.shape[2:]
     HV, V = dY.shape[1], dY.shape[3]
     launch = tile("refine", V, K)
@@ -112,7 +114,7 @@ def refine(k, T, rows, *, dY, dot: str, chunks: Chunks):
     refine_kernel[(chunks.count * -(-HV // heads),)](
         k, T, rows, dY, chunks.start, chunks.length, chunks.tokens, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size, HEADS=heads,
-        DOT=dot, **launch.options(),
+        SCALED=scaled, DOT=dot, **launch.options(),
     )  # fmt: skip
 
 
@@ -124,5 +126,5 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": launch.columns}
     row = config(K, V, itemsize=itemsize)
     for layout, tables in layouts(quick).items():
-        values = sizes | tables | {"C": row.C, "HEADS": 4, "DOT": row.dot}
+        values = sizes | tables | {"C": row.C, "HEADS": 4, "SCALED": False, "DOT": row.dot}
         yield Variant("refine", layout, refine_kernel, TYPES, launch, values)

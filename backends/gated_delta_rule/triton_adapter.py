@@ -152,8 +152,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dY=dY, dS=dS, writes=writes, carry=carry, dinitial_state=dfirst, scale=call.scale,
         unit=unit, chunks=scanned, config=row,
     )  # fmt: skip
-    if q.dtype == torch.bfloat16 and not _is_one_token(call):
-        gated_delta_rule_refine.refine(k, T, rows, dY=dY, dot=row.dot, chunks=chunks)
+    if q.dtype.itemsize == 2 and not _is_one_token(call):
+        gated_delta_rule_refine.refine(k, T, rows, dY=dY, scaled=_is_scaled(call), dot=row.dot, chunks=chunks)
     # value heads that share a key are summed in float32 and in a fixed order, unlike atomics: below, except
     # dq of pairs, to which the kernel adds the second value head in a launch of its own
     pairs = adds_pairs(H, HV, K, V, q.element_size())
