@@ -135,7 +135,7 @@ def reverse_scan_kernel(
         m_t = o_c < tl.minimum(length - i * C, C).to(tl.int32)
         m_ck = m_t[:, None] & m_k[None, :]
         p_rows = rows + tile * (ROWS * C)
-        b_last = tl.exp(tl.load(p_rows + C - 1))
+        b_last = tl.exp2(tl.load(p_rows + C - 1))
         b_dZd = round_to(b_dZ, dtype, DOT)
         if dS is not None:
             tl.store(dS + tile * (V * K) + o_state, b_dZd, mask=m_vk)
@@ -170,7 +170,7 @@ def reverse_scan_kernel(
         if dtype == tl.float16:
             # scale dO may leave float16's range at either end, and what the first token's decay leaves of it
             # and of dY at the lower. In this order the product adds b_dZ, or registers spill
-            most, _ = split_power(tl.exp(tl.maximum(tl.load(p_rows), -60.0)))
+            most, _ = split_power(tl.exp2(tl.maximum(tl.load(p_rows), -87.0)))
             inverse = invert_power(most)
             b_dOT *= inverse * (scale / power)
             b_dZ = b_dZ * (b_last * inverse / power) + multiply(round_to(b_dOT, dtype, DOT), b_q, DOT)
@@ -302,11 +302,11 @@ def gradients_kernel(
     # the left operands of the last products are rounded at once: so they wait in half the registers
     if not TRANSPOSE:
         upper = o_c[:, None] <= o_c[None, :]
-        b_DT = tl.exp(tl.where(upper, -b_D, float("-inf")))
+        b_DT = tl.exp2(tl.where(upper, -b_D, float("-inf")))
         b_dQKT = round_to(scale * b_UO * b_DT * b_fq[None, :], dtype, DOT)
         diagonal = o_c[:, None] == o_c[None, :]
         b_dKKT = tl.where(strict | diagonal, 0.0, -b_UY * b_DT * b_beta[None, :])
-    b_D = tl.exp(tl.where(lower, b_D, float("-inf")))
+    b_D = tl.exp2(tl.where(lower, b_D, float("-inf")))
     b_dQK = scale * b_OU * b_D
     b_QK = multiply(b_q, tl.trans(b_k), DOT) * (b_fq[:, None] * b_fk[None, :])
     b_E = tl.where(strict, b_dQK * b_QK, 0.0)
@@ -336,7 +336,7 @@ def gradients_kernel(
         b_cum = accumulate(multiply(b_from, b_E_high, DOT), b_from, b_E_low, DOT)
     b_dg = tl.sum(tl.where(strict, b_cum, 0.0), axis=1)
 
-    b_gam = tl.exp(b_b)
+    b_gam = tl.exp2(b_b)
     if APART:
         for i_v in range(0, NV):
             o_v = i_v * BV + tl.arange(0, BV)
@@ -382,7 +382,7 @@ def gradients_kernel(
     if carry is not None:
         for i_tile in range(0, TILES):
             b_carry += tl.load(carry + tile * TILES + i_tile)
-    b_lam = tl.exp((b_last - b_b) + (b_last_low - b_b_low))
+    b_lam = tl.exp2((b_last - b_b) + (b_last_low - b_b_low))
     b_k32 = b_k.to(tl.float32) * b_fk[:, None]
     b_kYS = b_gam * tl.sum(b_k32 * b_YS, axis=1)
     b_dbeta -= b_kYS
@@ -406,7 +406,7 @@ def gradients_kernel(
     # a sum of the earlier writes, not cumsum - writes: at g = -20 that difference is 1e-9 of its terms
     b_dg += tl.sum(tl.where(strict, b_writes[None, :], 0.0), axis=1)
     b_dg += tl.cumsum(b_reads, axis=0, reverse=True)
-    b_dg += tl.exp(b_last) * b_carry
+    b_dg += tl.exp2(b_last) * b_carry
     if A_log is not None:
         b_minus_g = scale_by_exp(rate, softplus(b_s), b_s)
         # a reset has no gradient; its g may be infinite

@@ -59,6 +59,7 @@ import triton.language as tl
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import ANY, Config, Tile, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
+    LOG2E,
     RESET,
     ROWS,
     compute_gates,
@@ -118,7 +119,7 @@ def prepare_kernel(
     b_g = tl.where(b_g < RESET, RESET, b_g)
 
     # the running sum in two words: its differences keep their digits where strong and weak decays meet
-    b_sum = tl.cumsum(b_g.to(tl.float64), axis=0)
+    b_sum = tl.cumsum(b_g.to(tl.float64), axis=0) * LOG2E
     b_b = b_sum.to(tl.float32)
     b_b_low = (b_sum - b_b).to(tl.float32)
     if L2NORM:
@@ -142,8 +143,8 @@ def prepare_kernel(
         tl.store(q_scaled + row + o_tk, b_q, mask=m_tk)
         tl.store(k_scaled + row + o_tk, b_k, mask=m_tk)
     b_last = tl.sum(tl.where(o_c == C - 1, b_sum, 0.0), axis=0)
-    b_gam = tl.exp(b_b)
-    b_lam = tl.exp((b_last - b_sum).to(tl.float32))
+    b_gam = tl.exp2(b_b)
+    b_lam = tl.exp2((b_last - b_sum).to(tl.float32))
     tl.store(p_rows, b_b)
     tl.store(p_rows + C, b_b_low)
     tl.store(p_rows + 4 * C, b_gam * b_rk * b_beta)
@@ -159,7 +160,7 @@ def prepare_kernel(
     b_b_low = tl.load(p_rows + C)
     # the exponent is masked before exp: above the diagonal it is positive and may overflow
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
-    b_D = tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_D, float("-inf")))
+    b_D = tl.exp2(tl.where(o_c[:, None] >= o_c[None, :], b_D, float("-inf")))
     # not scale r_q r_k, which may underflow before it meets huge q and k
     b_P = multiply(b_q, tl.trans(b_k), DOT) * (scale * b_rq)[:, None] * b_rk[None, :] * b_D
     tl.store(P + tile * (C * C) + o_cc, round_to(b_P, P.dtype.element_ty, DOT))
@@ -248,7 +249,7 @@ def scan_kernel(
             m_vc = m_v[:, None] & m_t[None, :]
             tl.store(o + (t * HV + i_h) * V + o_vc, round_to(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
-        b_last = tl.exp(tl.load(p_rows + C - 1))
+        b_last = tl.exp2(tl.load(p_rows + C - 1))
         if dtype != tl.float16:
             # tiny values times r_k of huge keys would underflow: a power of two that all r_k share comes last
             power, _ = split_power(tl.min(tl.load(p_rows + 3 * C + o_c), axis=0))

@@ -34,7 +34,7 @@ ALIKE = tl.constexpr(16.0)
 # the sum of a column of |X| up to which dY is refined; at most 4 where beta |k|^2 <= 2
 SOUND = tl.constexpr(8.0)
 TURNS = tl.constexpr(4)
-HEADS = 8  # of a program, at most: one that has nothing to do takes as long for one head as for eight
+HEADS = 16  # of a program, at most: one that has nothing to do takes as long for one head as for eight
 
 TYPES = {"*x": "k T dY", "*fp32": "rows", "*i64": "chunk_start chunk_length", "i32": "tokens NT"}
 
@@ -81,7 +81,7 @@ def refine_kernel(
                 b_rk = split_power(b_rk)[1]
             b_beta = tl.load(p_rows + 7 * C)
             b_D = (b_b[None, :] - b_b[:, None]) + (b_b_low[None, :] - b_b_low[:, None])
-            b_D = tl.exp(tl.where(upper, b_D, float("-inf")))
+            b_D = tl.exp2(tl.where(upper, b_D, float("-inf")))
             # L^T, since K K^T is symmetric; in two words, because 1 is subtracted from what it leaves of R
             b_L = multiply(b_k, tl.trans(b_k), DOT) * b_rk[:, None] * (b_beta * b_rk)[None, :] * b_D
             b_high = round_to(b_L, dtype, DOT)

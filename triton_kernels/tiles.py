@@ -13,10 +13,13 @@ import triton.language as tl
 
 # `rows` keeps nine float32 rows [C] per chunk and value head, f_q and f_k the factors of q and k as products
 # read them: r_q and r_k, or what `split_power` leaves of them.
-#     0  b                1  what float32 cut off b     2  r_q            3  r_k
+#     0  b log2(e)        1  what float32 cut off it    2  r_q            3  r_k
 #     4  gam f_k beta     5  gam f_q                    6  lam f_k        7  beta
 #     8  sums of |L| over rows of it
 ROWS = tl.constexpr(9)
+
+# b is kept as a power of two, as the hardware has exp2 only: exp would multiply each element again
+LOG2E = tl.constexpr(1.4426950408889634)
 
 # A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104 on), and
 # sums of these over a chunk keep the digits of the small ones.
