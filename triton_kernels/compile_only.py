@@ -3,8 +3,8 @@
     python -m triton_kernels.compile_only [--quick] [--kernel NAME] [--dtype NAME] [--jobs N] [--json FILE]
 
 A row of the report: kernel, its two sizes, element type, options; registers and stack bytes per thread (a
-stack is spilled registers), shared memory per program, matrix instructions (HGMMA), and transposes of
-products. The exit status is 1 if a row exceeds a bound.
+stack is spilled registers), shared memory per program, matrix instructions (HGMMA), those that may read
+shared memory without a fence, and transposes of products. The exit status is 1 if a row exceeds a bound.
 
 The bounds: SHARED_BYTES is what Hopper gives one program. STACK_BYTES is what a thread may park in L1 between
 uses: little up to K = 128; up to 480 in the scans at K = 192 and 256, whose state alone fills the registers;
@@ -44,6 +44,7 @@ from delta_trn.triton_kernels import (
     short_convolution,
 )
 from delta_trn.triton_kernels.launch import TRANSPOSES
+from delta_trn.triton_kernels.sass import disassemble, parse, unfenced
 from delta_trn.triton_kernels.variants import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -76,7 +77,7 @@ SIZES = (
 class Row:
     """What the compiler allotted to a variant.
 
-    stack is in bytes per thread; transposed must be 0 unless launch.TRANSPOSES.
+    stack is in bytes per thread; unfenced must be 0, and transposed as well unless launch.TRANSPOSES.
     """
 
     kernel: str
@@ -90,6 +91,7 @@ class Row:
     stack: int
     shared: int
     hgmma: int
+    unfenced: int
     transposed: int
 
     def broken(self) -> list[str]:
@@ -99,6 +101,8 @@ class Row:
             excesses.append(f"shared memory {self.shared} exceeds {SHARED_BYTES}")
         if self.stack > STACK_BYTES[self.dtype]:
             excesses.append(f"stack {self.stack} exceeds {STACK_BYTES[self.dtype]}")
+        if self.unfenced:
+            excesses.append(f"{self.unfenced} matrix instructions may read shared memory before it is written")
         if self.transposed and not TRANSPOSES:
             excesses.append(f"{self.transposed} transposes of a product's result")
         return excesses
@@ -134,11 +138,12 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant) -> Row:
         )
     tile = variant.tile
     compiled = triton.compile(source(dtype, variant), HOPPER, tile.options())
-    registers, stack = resources(compiled.asm["cubin"])
+    cubin = compiled.asm["cubin"]
+    registers, stack = resources(cubin)
     return Row(
         variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,
         compiled.metadata.shared, len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
-        transposed_products(compiled.asm["ttir"]),
+        unfenced(parse(disassemble(cubin))), transposed_products(compiled.asm["ttir"]),
     )  # fmt: skip
 
 

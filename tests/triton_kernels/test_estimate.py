@@ -13,7 +13,7 @@ from delta_trn.backends.gated_delta_rule import triton_adapter
 from delta_trn.triton_kernels.estimate import __main__ as command
 from delta_trn.triton_kernels.estimate import calibration, machine, peer, simulate, work
 from delta_trn.triton_kernels.estimate.estimates import PARALLEL, SERIAL, factor
-from delta_trn.triton_kernels.estimate.sass import Code, Instruction, followed, loops, parse
+from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops, parse, unfenced
 
 NONE = 7
 # two instructions of a compiled kernel and a loop, as nvdisasm prints them
@@ -50,6 +50,29 @@ def compiled_simulator():
         simulate.simulator()
     except simulate.CannotSimulate as reason:
         pytest.skip(str(reason))
+
+
+STORE, FENCE, PRODUCT = instruction("STS.128"), instruction("FENCE.VIEW.ASYNC.S"), instruction("HGMMA.64x64x16")
+WAIT, COPY = instruction("DEPBAR.LE"), instruction("LDGSTS.E.128")
+
+
+@pytest.mark.parametrize(
+    ("missing", "code"),
+    [
+        (0, [STORE, FENCE, PRODUCT, PRODUCT]),
+        (2, [STORE, PRODUCT, PRODUCT, FENCE]),
+        # a branch jumps over the fence
+        (1, [STORE, instruction("BRA", predicate="@P0", target=3), FENCE, PRODUCT]),
+        # the first turn of a loop is fenced, the second is not
+        (1, [FENCE, PRODUCT, STORE, instruction("BRA", predicate="@P0", target=1)]),
+        (0, [FENCE, PRODUCT, STORE, instruction("BRA", predicate="@P0", target=0)]),
+        # with copies, stores move tensors between layouts
+        (0, [COPY, WAIT, FENCE, STORE, PRODUCT]),
+        (1, [COPY, FENCE, WAIT, STORE, PRODUCT]),
+    ],
+)
+def test_products_without_a_fence_are_counted_on_every_way(missing, code):
+    assert unfenced((*code, EXIT)) == missing
 
 
 def test_control_codes_are_read_as_they_were_written():

@@ -1,7 +1,6 @@
 """Estimates on Hopper, without a GPU: machine code, run on a model of one SM.
 
 module       what it does
-sass         reads machine code: instructions, control codes, loops
 machine      the model's numbers and what each instruction costs
 simulate     runs machine code on the model, which is simulate.cpp
 work         what a call launches at each shape, and the bytes it must move

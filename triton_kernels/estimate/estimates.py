@@ -13,7 +13,7 @@ import triton
 
 from delta_trn.triton_kernels.compile_only import HOPPER, SHARED_BYTES, resources, source
 from delta_trn.triton_kernels.estimate import machine
-from delta_trn.triton_kernels.estimate.sass import Code, disassemble, parse
+from delta_trn.triton_kernels.sass import Code, disassemble, parse
 from delta_trn.triton_kernels.estimate.simulate import Simulation, Work, run
 from delta_trn.triton_kernels.estimate.work import Launch
 from delta_trn.triton_kernels.variants import Variant

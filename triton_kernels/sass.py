@@ -1,4 +1,4 @@
-"""Reads Hopper's machine code: instructions with their control codes, branches and loops.
+"""Reads Hopper's machine code: instructions with their control codes, branches, loops and fences.
 
 nvdisasm, which comes in Triton's wheel, prints two 64-bit words per instruction. The upper 23 bits of the
 second word are the control code that ptxas wrote, from bit 41 up:
@@ -112,6 +112,36 @@ def loops(instructions: tuple[Instruction, ...]) -> list[tuple[int, int]]:
         if instruction.target is not None and instruction.target < i
     ]
     return sorted(found, key=lambda loop: (loop[0], -loop[1]))
+
+
+def unfenced(instructions: tuple[Instruction, ...]) -> int:
+    """Counts matrix products (HGMMA) that may read shared memory before it is visible to them.
+
+    They read it by another path than stores write it, so a fence must lie between, on every way through the
+    kernel. In a kernel that copies to shared memory asynchronously (LDGSTS), what counts as a write is the
+    wait for copies: its other stores move a tensor to another layout, and no product reads them. In any other
+    kernel every store to shared memory counts.
+
+    Source: NVIDIA, PTX ISA 8.8, sections "Async proxy" and "wgmma.fence".
+    """
+    copies = any(instruction.name == "LDGSTS" for instruction in instructions)
+    unseen: list[bool | None] = [None] * len(instructions)  # None: not reached yet
+    open_ways = [(0, False)]
+    while open_ways:
+        i, written = open_ways.pop()
+        while i < len(instructions) and unseen[i] is not True and (unseen[i] is None or written):
+            instruction = instructions[i]
+            unseen[i] = written
+            if instruction.opcode.startswith("FENCE.VIEW.ASYNC"):
+                written = False
+            elif instruction.name == "DEPBAR" if copies else instruction.name in ("STS", "STSM"):
+                written = True
+            if instruction.target is not None:
+                open_ways.append((instruction.target, written))
+            if not instruction.predicate and (instruction.name == "EXIT" or instruction.target is not None):
+                break
+            i += 1
+    return sum(x.name == "HGMMA" and bool(written) for x, written in zip(instructions, unseen, strict=True))
 
 
 def followed(instructions: tuple[Instruction, ...], i: int) -> bool:
