@@ -29,7 +29,7 @@ def quickstart() -> RunConfig:
         model=ModelSection(
             width=192, base_width=192, layers=4, heads=4, intermediate_multiple=64, mixer_output_init=0.0
         ),
-        optimizer=OptimizerSection(name="muon", lr=1e-2, momentum=0.95),
+        optimizer=OptimizerSection(name="muon", lr=1e-2, momentum=0.95, independent_weight_decay=True),
         schedule=ScheduleSection(warmup=40, min_lr=2e-4),
         batch=BatchSection(sequences=4, length=256),
         data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=4096),
@@ -44,7 +44,7 @@ def quickstart() -> RunConfig:
 def gdn_mup_adamw() -> RunConfig:
     """the paper's AdamW run (arXiv:2606.04048), mixers from 0: FineWeb-Edu, 20,000 steps of 480 x 1024 tokens
 
-    model.mixer_output_init=1 is the paper's start.
+    model.mixer_output_init=1 is the paper's start, optimizer.independent_weight_decay=false its decay.
     """
     return RunConfig(
         name="gdn_mup_adamw",
@@ -52,8 +52,9 @@ def gdn_mup_adamw() -> RunConfig:
         precision="bf16",
         model=ModelSection(width=256, base_width=256, layers=8, heads=6, mixer_output_init=0.0),
         optimizer=OptimizerSection(
-            name="adamw", lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0
-        ),
+            name="adamw", lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
+            independent_weight_decay=True, clip=1.0,
+        ),  # fmt: skip
         schedule=ScheduleSection(warmup=2000, min_lr=5e-5),
         batch=BatchSection(sequences=480, length=1024, micro=60),
         data=DataSection(

@@ -44,6 +44,7 @@ def parameter_groups(
     lr: float,
     optimizer: str = "adamw",
     weight_decay: float = 0.0,
+    independent_weight_decay: bool = True,
     eps: float = 1e-8,
     table: Parametrization = "mup",
     roles: Mapping[str, str | Role] | None = None,
@@ -54,7 +55,9 @@ def parameter_groups(
                         device will do), or a function that makes one
         lr              learning rate of the base model
         optimizer       "adamw" or "sgd"; SGD's groups have no eps
-        weight_decay    of matrices that read the width, as torch multiplies it by a group's rate
+        weight_decay    of matrices that read the width, at the base width: torch multiplies it by a
+                        group's rate, so it is divided by the rate's factor, unless
+                        independent_weight_decay is false
         table           "mup", "mup_original", "sp", ...: see `delta-trn parameters`
         roles           {pattern of names: role}, which goes before what is inferred: "embedding", "readout",
                         "hidden", "gate", "scalar", "vector", "constant"
@@ -77,6 +80,8 @@ def parameter_groups(
             power += rule.multiplier * (1 if optimizer == "adamw" else 2)
             epsilon -= rule.multiplier
         decay = weight_decay if scaled.role in DECAYING else 0.0
+        if independent_weight_decay:
+            decay /= m**power
         settings: dict[str, Any] = {"lr": lr * m**power, "weight_decay": decay}
         if optimizer == "adamw":
             settings["eps"] = eps * m**epsilon

@@ -66,14 +66,21 @@ class TestRoles:
             model, small = make(256), make(64)
         tags = {row.name: row for row in scaled_by_tags(model, optimizer="adamw", lr=1.0, weight_decay=0.1)}
         fan_in = {name: p.shape[-1] for name, p in small.named_parameters()}
-        for group in mup.parameter_groups(model, base=small, lr=1.0, weight_decay=0.1):
+        groups = mup.parameter_groups(model, base=small, lr=1.0, weight_decay=0.1)
+        coupled = mup.parameter_groups(
+            model, base=small, lr=1.0, weight_decay=0.1, independent_weight_decay=False
+        )
+        with_the_rate = {name: group["weight_decay"] for group in coupled for name in group["names"]}
+        for group in groups:
             for name in group["names"]:
                 row, rate = tags[name], tags[name].lr
                 if row.role is Role.READOUT:
                     rate /= 4  # its multiplier
                 if "down_proj" in name:
                     rate = fan_in[name] / row.shape[-1]  # sizes are rounded
-                assert group["lr"] == pytest.approx(rate) and group["weight_decay"] == row.weight_decay, name
+                assert group["lr"] == pytest.approx(rate) and with_the_rate[name] == row.weight_decay, name
+                # one step takes the same share of a matrix at every width
+                assert group["lr"] * group["weight_decay"] == pytest.approx(row.weight_decay), name
 
     def test_named_roles_go_before_inferred_ones(self):
         model = qwen3_next(128)

@@ -210,6 +210,7 @@ class TestRecipes:
             "optimizer.name": "sgd",
             "optimizer.lr": 0.4,
             "optimizer.weight_decay": 0.0,
+            "optimizer.independent_weight_decay": False,
             "batch.micro": 30,
         }
         assert recipe("gdn_mup_sgd").optimizer.momentum == 0.98
@@ -217,6 +218,10 @@ class TestRecipes:
     @pytest.mark.parametrize("name", ["quickstart", "transfer", "gdn_mup_adamw", "gdn_mup_sgd"])
     def test_gated_deltanets_begin_with_mixers_at_0(self, name):
         assert recipe(name).model.mixer_output_init == 0
+
+    @pytest.mark.parametrize("name", ["quickstart", "gdn_mup_adamw"])
+    def test_weight_decay_of_a_step_does_not_fall_with_the_width(self, name):
+        assert recipe(name).optimizer.independent_weight_decay
 
     def test_quickstart_needs_neither_network_nor_gpu(self):
         r = recipe("quickstart")
