@@ -70,7 +70,7 @@ BUGS = (
     Bug("triton: dbeta without the state", f"{TRITON_BACK}:gradients_kernel",
         "b_dbeta -= b_kYS", "b_dbeta -= 0 * b_kYS", "triton"),
     Bug("triton: dg without the state carried through", f"{TRITON_BACK}:gradients_kernel",
-        "b_dg += tl.exp(b_last) * b_carry", "b_dg += 0 * b_carry", "triton"),
+        "b_dg += tl.exp2(b_last) * b_carry", "b_dg += 0 * b_carry", "triton"),
     Bug("triton: dg with a token's own write", f"{TRITON_BACK}:gradients_kernel",
         "b_dg += tl.sum(tl.where(strict, b_writes", "b_dg += tl.sum(tl.where(lower, b_writes", "triton"),
     Bug("triton: decays of the inverse are left out", "triton_kernels.gated_delta_rule_fwd:prepare_kernel",
