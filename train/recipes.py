@@ -52,9 +52,15 @@ def gdn_mup_adamw() -> RunConfig:
         precision="bf16",
         model=ModelSection(width=256, base_width=256, layers=8, heads=6, mixer_output_init=0.0),
         optimizer=OptimizerSection(
-            name="adamw", lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
-            independent_weight_decay=True, clip=1.0,
-        ),  # fmt: skip
+            name="adamw",
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            independent_weight_decay=True,
+            clip=1.0,
+        ),
         schedule=ScheduleSection(warmup=2000, min_lr=5e-5),
         batch=BatchSection(sequences=480, length=1024, micro=60),
         data=DataSection(

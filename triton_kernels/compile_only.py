@@ -102,7 +102,7 @@ class Row:
         if self.stack > STACK_BYTES[self.dtype]:
             excesses.append(f"stack {self.stack} exceeds {STACK_BYTES[self.dtype]}")
         if self.unfenced:
-            excesses.append(f"{self.unfenced} matrix instructions may read shared memory before it is written")
+            excesses.append(f"{self.unfenced} matrix instructions may read shared memory too early")
         if self.transposed and not TRANSPOSES:
             excesses.append(f"{self.transposed} transposes of a product's result")
         return excesses

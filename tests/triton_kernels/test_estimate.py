@@ -52,7 +52,8 @@ def compiled_simulator():
         pytest.skip(str(reason))
 
 
-STORE, FENCE, PRODUCT = instruction("STS.128"), instruction("FENCE.VIEW.ASYNC.S"), instruction("HGMMA.64x64x16")
+STORE, FENCE = instruction("STS.128"), instruction("FENCE.VIEW.ASYNC.S")
+PRODUCT = instruction("HGMMA.64x64x16.F32.BF16")
 WAIT, COPY = instruction("DEPBAR.LE"), instruction("LDGSTS.E.128")
 
 
