@@ -303,27 +303,28 @@ def gradients_kernel(
     if not TRANSPOSE:
         upper = o_c[:, None] <= o_c[None, :]
         b_DT = tl.exp2(tl.where(upper, -b_D, float("-inf")))
-        b_dQKT = round_to(scale * b_UO * b_DT * b_fq[None, :], dtype, DOT)
+        b_dQKT = round_to(b_UO * b_DT * (scale * b_fq)[None, :], dtype, DOT)
         diagonal = o_c[:, None] == o_c[None, :]
-        b_dKKT = tl.where(strict | diagonal, 0.0, -b_UY * b_DT * b_beta[None, :])
+        b_dKKT = tl.where(strict | diagonal, 0.0, -b_UY * b_DT * (b_beta * b_fk)[None, :])
     b_D = tl.exp2(tl.where(lower, b_D, float("-inf")))
-    b_dQK = scale * b_OU * b_D
-    b_QK = multiply(b_q, tl.trans(b_k), DOT) * (b_fq[:, None] * b_fk[None, :])
-    b_E = tl.where(strict, b_dQK * b_QK, 0.0)
+    # factors that are the same along a row wait for its sum, and those of a column are multiplied in once
+    b_dQK = b_OU * b_D
     if TRANSPOSE:
-        b_dQKT = tl.trans(round_to(b_dQK * b_fq[:, None], dtype, DOT))
-    b_dQK = round_to(b_dQK * b_fk[None, :], dtype, DOT)
+        b_dQKT = tl.trans(round_to(b_dQK * (scale * b_fq)[:, None], dtype, DOT))
+    b_dQK *= (scale * b_fk)[None, :]
+    b_E = tl.where(strict, b_dQK * multiply(b_q, tl.trans(b_k), DOT), 0.0) * b_fq[:, None]
+    b_dQK = round_to(b_dQK, dtype, DOT)
     b_dLD = tl.where(strict, -b_YU * b_D, 0.0)  # dL . D
-    b_KK = multiply(b_k, tl.trans(b_k), DOT) * (b_fk[:, None] * b_fk[None, :])
-    b_dLDKK = b_dLD * b_KK
-    b_dbeta += tl.sum(b_dLDKK, axis=1)
-    b_E += b_dLDKK * b_beta[:, None]
-    b_dKK = b_dLD * b_beta[:, None]
     if TRANSPOSE:
-        b_dKKT = tl.trans(round_to(b_dKK * b_fk[:, None], dtype, DOT))
-    else:
+        b_dKKT = tl.trans(round_to(b_dLD * (b_beta * b_fk)[:, None], dtype, DOT))
+    b_dLD *= b_fk[None, :]
+    b_dLDKK = b_dLD * multiply(b_k, tl.trans(b_k), DOT)
+    b_dbeta += b_fk * tl.sum(b_dLDKK, axis=1)
+    b_E += b_dLDKK * (b_beta * b_fk)[:, None]
+    b_dKK = b_dLD * b_beta[:, None]
+    if not TRANSPOSE:
         b_dKK += b_dKKT
-    b_dKK = round_to(b_dKK * b_fk[None, :], dtype, DOT)
+    b_dKK = round_to(b_dKK, dtype, DOT)
     # E summed from row t on: a product with ones. E enters as two words of bfloat16, good to 2^-16, since
     # float16 would overflow
     if dtype == tl.float32:
