@@ -34,7 +34,7 @@ ALIKE = tl.constexpr(16.0)
 # the sum of a column of |X| up to which dY is refined; at most 4 where beta |k|^2 <= 2
 SOUND = tl.constexpr(8.0)
 TURNS = tl.constexpr(4)
-HEADS = 16  # of a program, at most: one that has nothing to do takes as long for one head as for eight
+HEADS = 16  # of a program, at most: one that has nothing to do waits for one load, however many it has
 
 TYPES = {"*x": "k T dY", "*fp32": "rows", "*i64": "chunk_start chunk_length", "i32": "tokens NT"}
 

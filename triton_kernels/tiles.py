@@ -18,7 +18,7 @@ import triton.language as tl
 #     8  sums of |L| over rows of it
 ROWS = tl.constexpr(9)
 
-# b is kept as a power of two, as the hardware has exp2 only: exp would multiply each element again
+# b is kept as a logarithm to the base 2: the hardware has exp2 only, and exp would multiply each element
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104 on), and
