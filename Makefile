@@ -50,12 +50,18 @@ test: $(READY)
 test-slow: $(READY)
 	$(RUN) -m pytest -m slow --timeout=7200
 
-# ATEN_CPU_CAPABILITY chooses among the instruction sets that this CPU has. NumPy's products stand for other CPUs.
+# Each level of this CPU, with one thread and with two: ATEN_CPU_CAPABILITY chooses PyTorch's own kernels, the others
+# choose those of the libraries that multiply for it and for NumPy. NumPy's products stand for other CPUs.
 test-cpus: $(READY)
 	for level in $$($(RUN) -c 'import torch; sets = ["default", "avx2", "avx512"]; own = torch.backends.cpu.get_cpu_capability().lower(); print(*sets[: sets.index(own) + 1 if own in sets else 1])'); do \
+		case $$level in \
+			default) products="MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 OPENBLAS_CORETYPE=Nehalem";; \
+			avx2) products="MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell";; \
+			avx512) products="";; \
+		esac; \
 		for threads in 1 2; do \
-			echo "ATEN_CPU_CAPABILITY=$$level OMP_NUM_THREADS=$$threads"; \
-			ATEN_CPU_CAPABILITY=$$level OMP_NUM_THREADS=$$threads \
+			echo "ATEN_CPU_CAPABILITY=$$level $$products OMP_NUM_THREADS=$$threads"; \
+			env ATEN_CPU_CAPABILITY=$$level $$products OMP_NUM_THREADS=$$threads \
 				$(RUN) -m pytest -n 2 -m "not slow and not serial" || exit 1; \
 		done; \
 	done

@@ -94,37 +94,36 @@ TRANSPOSE_KEYS = 4  # of q and k, and D
 MULTIPLY = 5  # L and P
 SPREAD = 6  # the inverse: blocks of 16
 SUBSTITUTE = 7
-ROUND = 8  # P
-EVEN = 9  # its merges, three stages each
-CORNERS = 10
-UPDATE = 11
+EVEN = 8  # its merges, three stages each
+CORNERS = 9
+UPDATE = 10
 # The stages of a chunk
-APPLY = 12  # what T and the gates make, no state yet
-RESIDUAL = 13  # R
-SOLVE = 14  # U, and the next state
-READ = 15  # dR
-STATE = 16  # dS
-TRANSPOSE = 17  # of dO, U, dR, S and dS
-MULTIPLY_PAIRS = 18  # U dO^T and U dR^T
-PAIRS = 19  # E_t, Z_t and the terms of F
-TRANSPOSE_PAIRS = 20
-STATES = 21  # what states do to dQ and dK
-KEYS = 22  # the rest of dQ and dK of raw keys
-CROSS = 23  # sums of F
-ALONG = 24  # <x, dx> of the norms
-NORM = 25
-STORE = 26  # dq, dk and dv
-TERMS = 27  # products whose rows are summed
-SUM = 28
-STRENGTH = 29  # dbeta
-DECAY = 30  # dg
+APPLY = 11  # what T and the gates make, no state yet
+RESIDUAL = 12  # R
+SOLVE = 13  # U, and the next state
+READ = 14  # dR
+STATE = 15  # dS
+TRANSPOSE = 16  # of dO, U, dR, S and dS
+MULTIPLY_PAIRS = 17  # U dO^T and U dR^T
+PAIRS = 18  # E_t, Z_t and the terms of F
+TRANSPOSE_PAIRS = 19
+STATES = 20  # what states do to dQ and dK
+KEYS = 21  # the rest of dQ and dK of raw keys
+CROSS = 22  # sums of F
+ALONG = 23  # <x, dx> of the norms
+NORM = 24
+STORE = 25  # dq, dk and dv
+TERMS = 26  # products whose rows are summed
+SUM = 27
+STRENGTH = 28  # dbeta
+DECAY = 29  # dg
 
 
 # When a stage is issued: its slot in a bundle's first stretch, if that has two chunks, and how many slots
 # later it is for the next level of a merge, chunk forward, chunk backward, and stretch. A search found these
 # numbers to be the fastest by the cost model; results/2026-11-23_simulated_nki-speed says how.
 SLOTS = (
-    0, 5, 8, 11, 20, 63, 67, 81, 90, 99, 106, 118, 186, 175, 209, 241, 285,
+    0, 5, 8, 11, 20, 63, 67, 81, 99, 106, 118, 186, 175, 209, 241, 285,
     261, 264, 266, 281, 271, 301, 314, 322, 351, 379, 298, 344, 362, 751,
 )  # fmt: skip
 NEXT_LEVEL, NEXT_FORWARD, NEXT_BACKWARD, NEXT_STRETCH = 34, 48, 66, 353
@@ -209,13 +208,11 @@ def scale_again(chunks, bundle, scale, constants):
 
 
 def multiply_again(stage, chunks, bundle, parts, blocks, constants):
-    """Runs TRANSPOSE_KEYS, MULTIPLY or ROUND: adds what needs neither T nor a state."""
+    """Runs TRANSPOSE_KEYS or MULTIPLY: adds what needs neither T nor a state."""
     for chunk in chunks:
         table = take_corners(constants, pad_to_rows(chunk["tokens"]))
         if stage == TRANSPOSE_KEYS:
             transpose_keys(chunk, parts, table)
-        elif stage == ROUND:
-            chunk["P_t_rounded"] = round_tile(chunk["P_t"], table["products"])
         else:
             multiply_keys(chunk, bundle, blocks, table)
 
@@ -261,14 +258,15 @@ def invert_step(chunks, stage, level, spaces, blocks, constants):
                 update_blocks(inverses, spaces[first:stop], level, table, True)
 
 
-def apply_inverse(chunk, bundle, parts, goes_on, products):
+def apply_inverse(chunk, bundle, parts, goes_on, constants):
     """Runs APPLY: adds what T and the gates make, W only where another chunk follows in the stretch."""
+    products, table = constants["products"], take_corners(constants, pad_to_rows(chunk["tokens"]))
     T_sb = chunk["inverse"]["T"]
-    if products != nl.float32:
+    if products == nl.float32:
+        chunk["P"] = transpose(chunk["P_t"], [(0, table["rows"])], table)[0]
+    else:
         chunk["W_t"] = transpose_writes(T_sb, chunk, parts, products)
-    chunk["PT"] = multiply_lanes_at_once(
-        chunk["P_t_rounded"], round_tile(T_sb, products), 0, T_sb.shape[0], products
-    )
+        chunk["PT"] = multiply_lanes_at_once(chunk["P_t"], T_sb, 0, T_sb.shape[0], products)
     chunk["T_t_rounded"] = round_tile(chunk["inverse"]["T_t"], products)
     if goes_on:
         chunk["W"] = sbuf(chunk["lambda_k"].shape)
@@ -454,12 +452,12 @@ def gated_delta_rule_bwd(
                                 shorten_vectors(chunk["qk"], chunk["shortening"])
                     elif stage == SCALE:
                         scale_again(solved, bundle, scale, constants)
-                    elif stage in (TRANSPOSE_KEYS, MULTIPLY, ROUND):
+                    elif stage in (TRANSPOSE_KEYS, MULTIPLY):
                         multiply_again(stage, solved, bundle, parts, blocks, constants)
                     elif stage >= SPREAD and stage <= UPDATE:
                         invert_step(solved, stage, i, stream["spaces"], blocks, constants)
                     elif stage == APPLY:
-                        apply_inverse(solved[i], bundle, parts, goes_on, q.dtype)
+                        apply_inverse(solved[i], bundle, parts, goes_on, constants)
                     elif stage == RESIDUAL:
                         solve_residual(solved[i], stream["states"][stretch], bundle, q.dtype)
                     elif stage == SOLVE:

@@ -109,9 +109,9 @@ class Spread:
         self.energy = torch.zeros_like(self.part)
         self.element = torch.zeros_like(self.judge)
 
-    def difference(self, x: Tensor) -> Tensor:
+    def difference(self, x: Tensor, absolute: float) -> Tensor:
         """Returns |x - judge|, less `absolute`; 0 where the dtype of x can hardly hold the judge."""
-        difference = (x.to(self.judge) - self.judge).abs().sub_(self.absolute).clamp_(min=0)
+        difference = (x.to(self.judge) - self.judge).abs().sub_(absolute).clamp_(min=0)
         return difference.masked_fill_(self.judge.abs() > torch.finfo(x.dtype).max / 2, 0.0)
 
     def size(self, x: Tensor) -> Tensor:
@@ -159,9 +159,13 @@ class Spread:
         return torch.maximum(self.element, self.element.square().mean(-1, keepdim=True).sqrt())
 
     def add(self, samples: Iterable[Tensor]) -> None:
-        """Adds samples of the tensor; what is not finite is no sample."""
+        """Adds samples of the tensor; what is not finite is no sample.
+
+        All of a sample's difference counts. Less `absolute`, it could be next to 0 beside what is left of a
+        backend's that is hardly larger.
+        """
         for sample in samples:
-            difference = self.difference(sample)
+            difference = self.difference(sample, 0.0)
             if difference.isfinite().all():
                 self.whole = max(self.whole, _size(difference))
                 self.part = torch.maximum(self.part, self.size(difference))
@@ -211,7 +215,7 @@ class Reference:
         sums = floor(self.terms, torch.promote_types(x.dtype, torch.float32))
         least = max(floor(self.terms, dtype) for dtype in (self.rounded or x.dtype, x.dtype))
         base = _relative(spread.whole, exact)
-        difference = spread.difference(x)
+        difference = spread.difference(x, spread.absolute)
         relative = _relative(_size(difference), exact)
         here = self.op, self.case, self.dtype, name, backend
         if not (exact.abs() > spread.absolute).any():

@@ -13,7 +13,7 @@ import torch
 
 from delta_trn.backends.gated_delta_rule import contract, recurrent
 from delta_trn.backends.parity import baseline, layer_cases, mixer_cases, properties, residual_cases, rule
-from delta_trn.backends.parity.baseline import Noise, Rounding
+from delta_trn.backends.parity.baseline import Noise, Rounding, add_up, invert
 from delta_trn.backends.parity.judge import (
     DTYPES,
     ELEMENT_FACTOR,
@@ -189,6 +189,36 @@ def test_what_underflows_may_be_zero():
     assert [v.tensor for v in expected.verdicts("wrong", results) if not v.passed] == ["dg"]
 
 
+def test_a_difference_that_is_none_is_not_taken_from_the_samples():
+    """Next to nothing was left of theirs, and beside it an honest backend's was 21 times as large."""
+    exact, off = torch.zeros(4, dtype=torch.float64), absolute(torch.float32)
+    spread = Spread(exact, absolute=off)
+    spread.add([exact + 1.01 * off])
+    reference = Reference("", "small", torch.float32, {"dg": exact}, {"dg": spread}, 10)
+    for size, passed in ((1.5, True), (3.0, True), (4.0, False)):
+        assert reference.verdicts("", {"dg": (exact + size * off).float()})[0].passed == passed
+
+
+@pytest.mark.parametrize("sizes", [(1, 7, 1), (5, 40, 1), (1, 40, 6), (64, 128, 64), (3, 1, 2), (3, 0, 2)])
+def test_samples_add_terms_one_by_one_so_that_no_cpu_adds_them_otherwise(sizes):
+    M, K, N = sizes
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 3, M, K, generator=generator), torch.randn(3, K, N, generator=generator)
+    total = torch.zeros(2, 3, M, N)
+    for i in range(K):
+        total = total + a[..., :, i, None] * b[..., i, None, :]
+    assert torch.equal(add_up(a, b, Rounding(torch.float32)), total)
+    assert M * N * K < 1e5 or not torch.equal(a @ b, total)  # a BLAS does
+
+
+def test_samples_invert_by_substitution():
+    L = torch.randn(2, 20, 20, generator=torch.Generator().manual_seed(0)).double().tril(-1) / 4
+    L.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: invert(x.tril(-1), Rounding(torch.float64)), L)
+    eye = torch.eye(20, dtype=torch.float64)
+    assert ((L + eye) @ invert(L, Rounding(torch.float64)) - eye).abs().max() < 1e-12
+
+
 def test_what_is_0_must_be_as_near_to_0_as_the_samples():
     exact = torch.zeros(2, 3, dtype=torch.float64)
     spread = Spread(exact)
@@ -225,8 +255,8 @@ def test_results_near_the_end_of_float16_may_be_rounded_four_times():
 def test_what_float16_cannot_hold_is_not_judged():
     exact = torch.tensor([1.0, 1e5], dtype=torch.float64)
     spread = Spread(exact)
-    assert spread.difference(torch.tensor([1.0, torch.inf], dtype=torch.float16)).tolist() == [0.0, 0.0]
-    assert spread.difference(torch.tensor([2.0, torch.inf])).tolist() == [1.0, torch.inf]
+    assert spread.difference(torch.tensor([1.0, torch.inf], dtype=torch.float16), 0.0).tolist() == [0.0, 0.0]
+    assert spread.difference(torch.tensor([2.0, torch.inf]), 0.0).tolist() == [1.0, torch.inf]
 
 
 def test_the_bounds_are_those_of_the_documentation():
