@@ -194,7 +194,7 @@ def test_gradients_keep_their_digits_where_keys_are_alike():
     assert_passed(verdicts(replace(BY_NAME["alike"], T=256), torch.bfloat16, NAME))
 
 
-# rows of P T had one rounding in float32; in bfloat16 T was rounded before it was multiplied with P. Gradients
+# rows of P T had one rounding in float32; in bfloat16 T was rounded before it met P. Gradients
 # were 1.7, 4.6, 2.6 and 2.1 times as far off as is allowed
 REFLECTED = (("alike", 250, 16, 16, "equal", 2.0), ("again", 100, 128, 16, "equal", 1.6),
              ("again", 128, 32, 32, "near", 1.6), ("again", 125, 16, 2, "equal", 1.6))  # fmt: skip
