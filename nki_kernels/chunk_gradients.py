@@ -173,11 +173,11 @@ def compute_residual_gradient(chunk, dS, bundle):
     do_sb = chunk["do"]
     rows, lanes, V = do_sb.shape
     out_sb = sbuf((rows, lanes, V))
-    if dS[0].dtype == nl.float32:
-        dU_sb = multiply_lanes(chunk["P"], do_sb, ())
+    in_two_steps = dS[0].dtype == nl.float32
+    dU_sb = multiply_lanes(chunk["P"], do_sb, ()) if in_two_steps else out_sb
     for lane in range(lanes):
         dR_ps = psum((rows, V))
-        if dS[0].dtype == nl.float32:
+        if in_two_steps:
             KdS_ps = psum((rows, V))
             multiply_parts(KdS_ps, chunk["k_t"], dS, find_key_head(bundle, lane), lane)
             nisa.scalar_tensor_tensor(
