@@ -281,9 +281,10 @@ def _loss_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
     if r.noise is None and z.dtype == torch.float32:
         losses = z.logsumexp(-1) - z.gather(1, target).squeeze(1)
     else:
+        # the target's logit may be a sum of its own, whose rounding a sure token's loss does not cancel
+        largest, goal = z.detach().amax(-1, keepdim=True), r(z).gather(1, target)
         # z - max and not z: a logit of 1000 lacks the digits that a probability of nearly 1 needs
-        z = r(z - z.detach().amax(-1, keepdim=True))
-        losses = r(z.exp().sum(-1)).log() - z.gather(1, target).squeeze(1)
+        losses = r(r(z - largest).exp().sum(-1)).log() - (goal - largest).squeeze(1)
     return [(losses * counted).sum() / counted.sum().clamp(min=1)]
 
 

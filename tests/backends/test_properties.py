@@ -70,6 +70,8 @@ def test_the_fast_judge_is_the_literal_recurrence(name):
         ("nki-simulator", 100, 1025),
         # beta = 1: the first token's U is v, which samples did not round, and <dO, U> almost cancels
         ("nki-simulator", 20261122403, 25),
+        # a vocabulary of 1: samples took the target's logit from the others, and their loss was 0
+        ("nki-simulator", 20261123222, 476),
     ],
 )
 def test_samples_have_the_rounding_that_every_implementation_has(backend, seed, index):
