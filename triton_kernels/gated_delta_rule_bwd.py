@@ -11,7 +11,7 @@ In the symbols of gated_delta_rule_fwd; dO is given, dS' [K, V] is the gradient 
     dQK = scale * lower(dO U^T) . D                           [C, C]   gradient of Q K^T
     dQ  = scale diag(gam) dO S^T + dQK K                      [C, K]
     dK  = diag(lam) U dS'^T - diag(gam beta) dY S^T + dQK^T Q + dKK K + dKK^T K
-    dbeta_i = <dY_i, V_i> - gam_i <(dY S^T)_i, K_i> + sum_j (dL . D . K K^T)_ij
+    dbeta_i = <dY_i, U_i> / beta_i = <dY_i, V_i> - gam_i <(dY S^T)_i, K_i> + sum_j (dL . D . K K^T)_ij
 
 The inverse needs no product of C x C matrices: (I + L) U = Y gives dL = -(T^T dU) U^T. The log-decay gradient
 avoids the difference of two large sums that appears when it is taken from rows of dQ and dK (3.5% off in bf16
@@ -22,9 +22,10 @@ at g = -16 softplus, against 0.14% here). reads, writes [C] are sums over rows, 
     E      = dKK . K K^T + strict_lower(dQK . Q K^T)
     dg_t   = sum_{i >= t > j} E_ij + sum_{i >= t} reads_i + sum_{j < t} writes_j + gam_C <dS', S>
 
-The first sum adds only the pairs that the decay of t lies between. Row sums minus column sums, summed from
-the end, are the same on paper; what cancels leaves 1e-7 of its size, where a decay of -100 leaves nothing,
-and dA_log multiplies that by g: 19 times the error allowed in float32.
+dbeta is divided by beta from WRITES on. Its other form, a difference of large sums where keys are alike, was
+3.7 times as far off in bfloat16 as parity allows. dg's first sum adds only the pairs that the decay of t lies
+between. Row sums minus column sums, summed from the end, are the same on paper; what cancels leaves 1e-7 of
+its size, where a decay of -100 leaves nothing, and dA_log multiplies that by g: 19 times the error allowed.
 
 Where g and beta came as a and z, with s = a + dt_bias:
 
@@ -79,6 +80,7 @@ from delta_trn.triton_kernels.tiles import (
 )
 from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts, second_of_pair
 
+WRITES = tl.constexpr(2.0**-4)
 TYPES = {
     "*x": "q k v do T P S U dY dS dq dk dv",
     "*fp32": "g beta A_log dt_bias rows initial_state dstate writes carry dinitial_state dg dbeta dgates"
@@ -314,6 +316,7 @@ def gradients_kernel(
     b_dQK *= (scale * b_fk)[None, :]
     b_E = tl.where(strict, b_dQK * multiply(b_q, tl.trans(b_k), DOT), 0.0) * b_fq[:, None]
     b_dQK = round_to(b_dQK, dtype, DOT)
+    b_written = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_YU, 0.0), axis=1)
     b_dLD = tl.where(strict, -b_YU * b_D, 0.0)  # dL . D
     if TRANSPOSE:
         b_dKKT = tl.trans(round_to(b_dLD * (b_beta * b_fk)[:, None], dtype, DOT))
@@ -387,6 +390,7 @@ def gradients_kernel(
     b_k32 = b_k.to(tl.float32) * b_fk[:, None]
     b_kYS = b_gam * tl.sum(b_k32 * b_YS, axis=1)
     b_dbeta -= b_kYS
+    b_dbeta = tl.where(b_beta >= WRITES, b_written / b_beta, b_dbeta)
     b_reads -= b_beta * b_kYS
     b_US *= b_lam[:, None]
     if writes is None:
