@@ -26,7 +26,6 @@ dbeta is divided by beta from WRITES on. Its other form, a difference of large s
 3.7 times as far off in bfloat16 as parity allows. dg's first sum adds only the pairs that the decay of t lies
 between. Row sums minus column sums, summed from the end, are the same on paper; what cancels leaves 1e-7 of
 its size, where a decay of -100 leaves nothing, and dA_log multiplies that by g: 19 times the error allowed.
-
 Where g and beta came as a and z, with s = a + dt_bias:
 
     da = -exp(A_log) sigmoid(s) dg      ddt_bias = sum_t da      dA_log = sum_t g dg

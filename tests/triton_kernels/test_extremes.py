@@ -300,8 +300,10 @@ def test_dg_of_equal_keys_has_no_roundings_of_its_own():
     ],
 )
 def test_gradients_of_keys_that_are_alike_keep_their_digits_in_bfloat16(K, V, T, beta, keys):
-    """T was rounded and dY solved no system: dg of the third was 4.6 times as far off as is allowed. dbeta was
-    a difference of sums: 1.3 to 3.7 times."""
+    """T was rounded and dY solved no system: dg of the third was 4.6 times as far off as is allowed.
+
+    dbeta was a difference of sums: 1.3 to 3.7 times.
+    """
     name = "again" if T == 125 else "alike"
     case = Case(name, 1, T, 4, K, V, "", keys=keys, beta=beta, decay="none", state=T == 125)
     x = rule_cases.inputs(case, torch.bfloat16).to(DEVICE)
