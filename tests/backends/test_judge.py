@@ -208,7 +208,6 @@ def test_samples_add_terms_one_by_one_so_that_no_cpu_adds_them_otherwise(sizes):
     for i in range(K):
         total = total + a[..., :, i, None] * b[..., i, None, :]
     assert torch.equal(add_up(a, b, Rounding(torch.float32)), total)
-    assert M * N * K < 1e5 or not torch.equal(a @ b, total)  # a BLAS does
 
 
 def test_samples_invert_by_substitution():

@@ -69,6 +69,8 @@ BUGS = (
         "b_dZ -= multiply(round_to(b_dYT, ", "b_dZ -= 0 * multiply(round_to(b_dYT, ", "triton"),
     Bug("triton: dbeta without the state", f"{TRITON_BACK}:gradients_kernel",
         "b_dbeta -= b_kYS", "b_dbeta -= 0 * b_kYS", "triton"),
+    Bug("triton: dbeta is not divided by beta", f"{TRITON_BACK}:gradients_kernel",
+        "b_written / b_beta", "b_written", "triton"),
     Bug("triton: dg without the state carried through", f"{TRITON_BACK}:gradients_kernel",
         "b_dg += tl.exp2(b_last) * b_carry", "b_dg += 0 * b_carry", "triton"),
     Bug("triton: dg with a token's own write", f"{TRITON_BACK}:gradients_kernel",

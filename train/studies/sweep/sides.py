@@ -30,6 +30,8 @@ OUTER = 2.5
 INNER = (0.0, 0.5, 1.0)
 # A curve counts if its rates in a window reach so far to the side.
 REACH = 1.0
+# Octaves by which a rate may lie beyond a window's end: a fitted center is rounded, on each CPU otherwise.
+EDGE = 1e-6
 # Octaves per doubling within which a side transfers: half an octave off after two doublings.
 TOLERANCE = 0.25
 # A window counts if its curvature is at least so many standard errors above 0: positions are divided by it.
@@ -105,9 +107,10 @@ def side(name: Name, curves: Curves, best: Mapping[float, float]) -> Side:
         window = {}
         for key, points in curves.items():
             center = centers.get(key[0], math.nan)
-            kept = {x: y for x, y in points.items() if math.isfinite(y) and -below <= x - center <= above}
+            low, high = center - below - EDGE, center + above + EDGE
+            kept = {x: y for x, y in points.items() if math.isfinite(y) and low <= x <= high}
             reach = {"flank": center - min(kept, default=center), "wall": max(kept, default=center) - center}
-            if len(kept) >= 3 and reach.get(name, REACH) >= REACH:
+            if len(kept) >= 3 and reach.get(name, REACH) >= REACH - EDGE:
                 window[key] = kept
         same = tuple(sorted((key, tuple(points)) for key, points in window.items()))
         if same in lines:
