@@ -20,6 +20,8 @@ ROWS = tl.constexpr(9)
 
 # b is kept as a logarithm to the base 2: the hardware has exp2 only, and exp would multiply each element
 LOG2E = tl.constexpr(1.4426950408889634)
+# 2^(b + c) = 2^b (1 + LN2 c) for c far below 1, such as what float32 cuts off b
+LN2 = tl.constexpr(0.6931471805599453)
 
 # A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104 on), and
 # sums of these over a chunk keep the digits of the small ones.
