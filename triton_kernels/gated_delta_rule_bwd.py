@@ -22,10 +22,12 @@ at g = -16 softplus, against 0.14% here). reads, writes [C] are sums over rows, 
     E      = dKK . K K^T + strict_lower(dQK . Q K^T)
     dg_t   = sum_{i >= t > j} E_ij + sum_{i >= t} reads_i + sum_{j < t} writes_j + gam_C <dS', S>
 
-dbeta is divided by beta from WRITES on. Its other form, a difference of large sums where keys are alike, was
-3.7 times as far off in bfloat16 as parity allows. dg's first sum adds only the pairs that the decay of t lies
-between. Row sums minus column sums, summed from the end, are the same on paper; what cancels leaves 1e-7 of
-its size, where a decay of -100 leaves nothing, and dA_log multiplies that by g: 19 times the error allowed.
+dbeta is divided by a beta of LEAST_DIVISOR or more. Its other form, a difference of large sums where keys are
+alike, was 3.7 times as far off in bfloat16 as parity allows. dg's first sum adds only the pairs that the
+decay of t lies between. Row sums minus column sums, summed from the end, are the same on paper; what cancels
+leaves 1e-7 of its size, where a decay of -100 leaves nothing, and dA_log multiplies that by g: 19 times the
+error allowed.
+
 Where g and beta came as a and z, with s = a + dt_bias:
 
     da = -exp(A_log) sigmoid(s) dg      ddt_bias = sum_t da      dA_log = sum_t g dg
@@ -34,8 +36,7 @@ Where g and beta came as a and z, with s = a + dt_bias:
 Source: arXiv:2412.06464 for the forward equations; the gradients are derived here. Normalized q and k enter
 by their row factors, as in forward; q and k are q_scaled and k_scaled where `prepare` wrote those. dQK^T and
 dKK^T stand on the left of a product; where Triton miscompiles products of a transposed product
-(launch.TRANSPOSES), they are computed from products of their own, U dO^T and U dY^T. No atomics: equal inputs
-give equal bits.
+(launch.TRANSPOSES), they have products of their own, U dO^T and U dY^T. No atomics: equal inputs, equal bits.
 
 Layout, beyond that of forward:
 
@@ -51,8 +52,8 @@ Layout, beyond that of forward:
 The reverse scan is serial, so it reads and writes as little as it can: sums over one chunk, <dY, V> and
 <dS', S> among them, are left to the gradients, although dY and dS' are rounded there. In float32 it sums
 `writes`, of the very K dS' that went into dU: where equal keys leave nothing of K dS' but its rounding, what
-that does to `writes` and to E cancels, and rows of U dS'^T have roundings of their own, which do not.
-In bfloat16, `gated_delta_rule_refine` comes between the two.
+that does to `writes` and to E cancels, as roundings of rows of U dS'^T would not. In bfloat16,
+`gated_delta_rule_refine` comes between.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -79,7 +80,7 @@ from delta_trn.triton_kernels.tiles import (
 )
 from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts, second_of_pair
 
-WRITES = tl.constexpr(2.0**-4)
+LEAST_DIVISOR = tl.constexpr(2.0**-4)
 TYPES = {
     "*x": "q k v do T P S U dY dS dq dk dv",
     "*fp32": "g beta A_log dt_bias rows initial_state dstate writes carry dinitial_state dg dbeta dgates"
@@ -305,8 +306,7 @@ def gradients_kernel(
         upper = o_c[:, None] <= o_c[None, :]
         b_DT = tl.exp2(tl.where(upper, -b_D, float("-inf")))
         b_dQKT = round_to(b_UO * b_DT * (scale * b_fq)[None, :], dtype, DOT)
-        diagonal = o_c[:, None] == o_c[None, :]
-        b_dKKT = tl.where(strict | diagonal, 0.0, -b_UY * b_DT * (b_beta * b_fk)[None, :])
+        b_dKKT = tl.where(lower, 0.0, -b_UY * b_DT * (b_beta * b_fk)[None, :])
     b_D = tl.exp2(tl.where(lower, b_D, float("-inf")))
     # factors that are the same along a row wait for its sum, and those of a column are multiplied in once
     b_dQK = b_OU * b_D
@@ -389,7 +389,7 @@ def gradients_kernel(
     b_k32 = b_k.to(tl.float32) * b_fk[:, None]
     b_kYS = b_gam * tl.sum(b_k32 * b_YS, axis=1)
     b_dbeta -= b_kYS
-    b_dbeta = tl.where(b_beta >= WRITES, b_written / b_beta, b_dbeta)
+    b_dbeta = tl.where(b_beta >= LEAST_DIVISOR, b_written / b_beta, b_dbeta)
     b_reads -= b_beta * b_kYS
     b_US *= b_lam[:, None]
     if writes is None:

@@ -59,11 +59,11 @@ import triton.language as tl
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import ANY, Config, Tile, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
-    LN2,
     LOG2E,
     RESET,
     ROWS,
     compute_gates,
+    exp2_of_words,
     invert_power,
     invert_unit_lower,
     locate_chunk,
@@ -144,10 +144,10 @@ def prepare_kernel(
         tl.store(q_scaled + row + o_tk, b_q, mask=m_tk)
         tl.store(k_scaled + row + o_tk, b_k, mask=m_tk)
     b_last = tl.sum(tl.where(o_c == C - 1, b_sum, 0.0), axis=0)
-    b_gam = tl.exp2(b_b) * (1.0 + LN2 * b_b_low)
+    b_gam = exp2_of_words(b_b, b_b_low)
     b_to_end = b_last - b_sum
     b_rest = b_to_end.to(tl.float32)
-    b_lam = tl.exp2(b_rest) * (1.0 + LN2 * (b_to_end - b_rest).to(tl.float32))
+    b_lam = exp2_of_words(b_rest, (b_to_end - b_rest).to(tl.float32))
     tl.store(p_rows, b_b)
     tl.store(p_rows + C, b_b_low)
     tl.store(p_rows + 4 * C, b_gam * b_rk * b_beta)

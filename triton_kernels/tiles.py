@@ -20,7 +20,6 @@ ROWS = tl.constexpr(9)
 
 # b is kept as a logarithm to the base 2: the hardware has exp2 only, and exp would multiply each element
 LOG2E = tl.constexpr(1.4426950408889634)
-# 2^(b + c) = 2^b (1 + LN2 c) for c far below 1, such as what float32 cuts off b
 LN2 = tl.constexpr(0.6931471805599453)
 
 # A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104 on), and
@@ -40,7 +39,7 @@ def round_to(x, dtype: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, DOT: tl.constexpr):
-    """Returns a b, accumulated in float32, which holds every product of two narrower numbers exactly."""
+    """Returns the matrix product of a and b. It adds in float32, which holds products of 16 bits exactly."""
     if DOT == "interpreted":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -94,6 +93,12 @@ def compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max):
     if beta_max is not None:
         b_beta = beta_max * tl.sigmoid(b_beta)
     return b_g, b_beta
+
+
+@triton.jit
+def exp2_of_words(high, low):
+    """Returns 2^(high + low), where low is what float32 cut off high."""
+    return tl.exp2(high) * (1.0 + LN2 * low)
 
 
 @triton.jit

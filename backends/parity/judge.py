@@ -109,9 +109,9 @@ class Spread:
         self.energy = torch.zeros_like(self.part)
         self.element = torch.zeros_like(self.judge)
 
-    def difference(self, x: Tensor, absolute: float) -> Tensor:
-        """Returns |x - judge|, less `absolute`; 0 where the dtype of x can hardly hold the judge."""
-        difference = (x.to(self.judge) - self.judge).abs().sub_(absolute).clamp_(min=0)
+    def difference(self, x: Tensor) -> Tensor:
+        """Returns |x - judge|; 0 where the dtype of x can hardly hold the judge."""
+        difference = (x.to(self.judge) - self.judge).abs()
         return difference.masked_fill_(self.judge.abs() > torch.finfo(x.dtype).max / 2, 0.0)
 
     def size(self, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class Spread:
         backend's that is hardly larger.
         """
         for sample in samples:
-            difference = self.difference(sample, 0.0)
+            difference = self.difference(sample)
             if difference.isfinite().all():
                 self.whole = max(self.whole, _size(difference))
                 self.part = torch.maximum(self.part, self.size(difference))
@@ -215,7 +215,7 @@ class Reference:
         sums = floor(self.terms, torch.promote_types(x.dtype, torch.float32))
         least = max(floor(self.terms, dtype) for dtype in (self.rounded or x.dtype, x.dtype))
         base = _relative(spread.whole, exact)
-        difference = spread.difference(x, spread.absolute)
+        difference = (spread.difference(x) - spread.absolute).clamp_(min=0)
         relative = _relative(_size(difference), exact)
         here = self.op, self.case, self.dtype, name, backend
         if not (exact.abs() > spread.absolute).any():
@@ -255,7 +255,7 @@ def floor(terms: int, dtype: torch.dtype) -> float:
 
 
 def chance_factor(parts: float) -> float:
-    """Returns how many times the largest sample's error chance makes a whole tensor's 4 times in a million.
+    """Returns which multiple of the largest sample's error chance exceeds 4 times in a million.
 
     Where the error of a part is one number, normal of variance s_h, the tensor's squared error is a sum of
     such squares, about chi-squared (Satterthwaite 1946) of nu degrees of freedom:

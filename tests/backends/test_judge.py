@@ -190,7 +190,7 @@ def test_what_underflows_may_be_zero():
 
 
 def test_a_difference_that_is_none_is_not_taken_from_the_samples():
-    """Next to nothing was left of theirs, and beside it an honest backend's was 21 times as large."""
+    """Next to nothing was left of theirs, and beside it an honest backend's was many times as large."""
     exact, off = torch.zeros(4, dtype=torch.float64), absolute(torch.float32)
     spread = Spread(exact, absolute=off)
     spread.add([exact + 1.01 * off])
@@ -254,8 +254,8 @@ def test_results_near_the_end_of_float16_may_be_rounded_four_times():
 def test_what_float16_cannot_hold_is_not_judged():
     exact = torch.tensor([1.0, 1e5], dtype=torch.float64)
     spread = Spread(exact)
-    assert spread.difference(torch.tensor([1.0, torch.inf], dtype=torch.float16), 0.0).tolist() == [0.0, 0.0]
-    assert spread.difference(torch.tensor([2.0, torch.inf]), 0.0).tolist() == [1.0, torch.inf]
+    assert spread.difference(torch.tensor([1.0, torch.inf], dtype=torch.float16)).tolist() == [0.0, 0.0]
+    assert spread.difference(torch.tensor([2.0, torch.inf])).tolist() == [1.0, torch.inf]
 
 
 def test_the_bounds_are_those_of_the_documentation():
