@@ -35,7 +35,6 @@ from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.machine import ROOT, facts
 from delta_trn.backends.parity import (
     certificate,
-    fuzz,
     goldens,
     layer_cases,
     mixer_cases,
@@ -44,6 +43,7 @@ from delta_trn.backends.parity import (
     rule_cases,
 )
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
+from delta_trn.backends.parity.random import fuzz
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
 from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
 

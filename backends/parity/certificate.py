@@ -25,8 +25,9 @@ from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.gated_delta_rule import gated_delta_rule_step
 from delta_trn.backends.machine import facts
-from delta_trn.backends.parity import fuzz, layer_cases, mixer_cases, residual_cases, rule, rule_cases
+from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule, rule_cases
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, error
+from delta_trn.backends.parity.random import fuzz
 from delta_trn.backends.parity.rule_cases import SMALL, TIMED, Case
 from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
 

@@ -232,7 +232,7 @@ def inputs(case: MixerCase, dtype: torch.dtype) -> Inputs:
 def judge_outcome(x: Inputs) -> dict[str, Tensor]:
     """Computes results and gradients in float64."""
     x = x.map(lambda y: y.double() if y.is_floating_point() else y)
-    return _outcome(x, partial(_formula, form=dense.substitution, rounding=Rounding(torch.float64)))
+    return _outcome(x, partial(formula, form=dense.substitution, rounding=Rounding(torch.float64)))
 
 
 def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
@@ -240,7 +240,7 @@ def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
     dtype, noise = x.tensors["x"].dtype, Noise(len(CHUNKS))
     for chunk, noise in ((CHUNK, None), *((chunk, noise) for chunk in CHUNKS for _ in range(SAMPLES))):
         form = partial(dense.chunkwise, chunk=chunk, noise=noise)
-        yield _outcome(x, partial(_formula, form=form, rounding=Rounding(dtype, noise)))
+        yield _outcome(x, partial(formula, form=form, rounding=Rounding(dtype, noise)))
 
 
 def outcome(x: Inputs, backend: str) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ def verdicts(case: MixerCase, dtype: torch.dtype, backend: str, device: str = "c
     x = inputs(case, dtype)
     results = outcome(x.map(lambda y: y.to(device)), backend)  # first, since it may refuse
     judge = judge_outcome(x)
-    spreads = {name: Spread(y, _parts(case, name), absolute(dtype)) for name, y in judge.items()}
+    spreads = {name: Spread(y, parts(case, name), absolute(dtype)) for name, y in judge.items()}
     for sample in samples(x):
         for name, spread in spreads.items():
             spread.add([sample[name]])
@@ -279,12 +279,16 @@ def _outcome(x: Inputs, compute: Callable[[MixerCase, Tensors], Tensors]) -> dic
     )  # fmt: skip
     results = {name: y.detach() for name, y in outputs.items()}
     for name, grad in zip(leaves, grads, strict=True):
-        axis = {"x": 2, "prefix": 2, "weight": 0}.get(name)
-        if axis is None:
-            results[f"d{name}"] = grad
-        else:
-            results |= {f"d{name}_{part}": y for part, y in _channels(case, grad, axis).items()}
+        results |= split(case, f"d{name}", grad)
     return results
+
+
+def split(case: MixerCase, name: str, y: Tensor) -> dict[str, Tensor]:
+    """Returns a result by its name, the gradient of the convolution's channels as those of q, k and v."""
+    axis = {"dx": 2, "dprefix": 2, "dweight": 0}.get(name)
+    if axis is None:
+        return {name: y}
+    return {f"{name}_{part}": x for part, x in _channels(case, y, axis).items()}
 
 
 def _channels(case: MixerCase, x: Tensor, axis: int) -> dict[str, Tensor]:
@@ -294,7 +298,7 @@ def _channels(case: MixerCase, x: Tensor, axis: int) -> dict[str, Tensor]:
     return {name: y.unflatten(axis, shape) for (name, shape), y in zip(shapes.items(), parts, strict=True)}
 
 
-def _formula(case: MixerCase, x: Tensors, form: dense.Form, rounding: Rounding) -> dict[str, Tensor]:
+def formula(case: MixerCase, x: Tensors, form: dense.Form, rounding: Rounding) -> dict[str, Tensor]:
     """Returns the outputs by the formulas of the parts."""
     dtype = x["x"].dtype
     convolution = LayerCase(case.name, "short_convolution", (), case.reason, lengths=case.lengths)
@@ -328,7 +332,7 @@ def _only(x: Tensors, *names: str) -> dict[str, Tensor]:
     return {name: x[name] for name in names if name in x}
 
 
-def _parts(case: MixerCase, name: str) -> Tensor | None:
+def parts(case: MixerCase, name: str) -> Tensor | None:
     """Returns the number of the sequence and head of each index of a tensor's first axes."""
     if name == "dgain":
         return None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from delta_trn.backends.gated_delta_rule import contract, recurrent
-from delta_trn.backends.parity import baseline, layer_cases, mixer_cases, properties, residual_cases, rule
+from delta_trn.backends.parity import baseline, layer_cases, mixer_cases, residual_cases, rule
 from delta_trn.backends.parity.baseline import Noise, Rounding, add_up, invert
 from delta_trn.backends.parity.judge import (
     DTYPES,
@@ -24,7 +24,8 @@ from delta_trn.backends.parity.judge import (
     absolute,
     chance_factor,
 )
-from delta_trn.backends.parity.random_cases import draw
+from delta_trn.backends.parity.random import properties
+from delta_trn.backends.parity.random.cases import draw
 from delta_trn.backends.parity.rule import judge_outcome, outcome, reference, reference_for
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
 

@@ -10,9 +10,10 @@ import torch
 
 from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.backends.parity import __main__ as parity
-from delta_trn.backends.parity import certificate, dense, fuzz, properties, rule, rule_cases
+from delta_trn.backends.parity import certificate, dense, rule, rule_cases
 from delta_trn.backends.parity.judge import error
-from delta_trn.backends.parity.random_cases import PROPERTIES, draw
+from delta_trn.backends.parity.random import cases, fuzz, properties
+from delta_trn.backends.parity.random.cases import PROPERTIES, draw
 
 SEED = 20261122
 # cases of the default suite, and how many stand in one test
@@ -174,80 +175,109 @@ def test_cases_reach_what_they_are_for():
 # A defect for each property: what the public operation returns instead of the right outputs.
 
 
-def one_part_in_a_thousand(case, x, outputs, calls):
-    return {**outputs, "o": outputs["o"] * 1.001}
+def one_part_in_a_thousand(y, x, calls):
+    return y * 1.001
 
 
-def a_nan(case, x, outputs, calls):
-    return {**outputs, "o": outputs["o"] * torch.nan}
+def a_nan(y, x, calls):
+    return y * torch.nan
 
 
-def another_dtype(case, x, outputs, calls):
-    return {**outputs, "o": outputs["o"].double()}
+def another_dtype(y, x, calls):
+    return y.double()
 
 
-def another_shape(case, x, outputs, calls):
-    return {**outputs, "o": outputs["o"][..., None]}
+def another_shape(y, x, calls):
+    return y[..., None]
 
 
-def a_bit_by_call(case, x, outputs, calls):
-    return {**outputs, "o": outputs["o"] * (1 + 2**-23 * calls)}
+def a_bit_by_call(y, x, calls):
+    return y * (1 + 2**-23 * calls)
 
 
-def the_neighbors_sum(case, x, outputs, calls):
-    return {**outputs, "o": outputs["o"] + 1e-9 * outputs["o"].sum().detach()}
+def the_neighbors_sum(y, x, calls):
+    return y + 1e-9 * y.sum().detach()
 
 
-def a_state_not_handed_over(case, x, outputs, calls):
-    return {**outputs, "o": outputs["o"] * (1 + (calls >= 2))}
+def a_state_not_handed_over(y, x, calls):
+    return y * (1 + (calls >= 2))
 
 
-def the_other_gradients(case, x, outputs, calls):
-    return {**outputs, "o": outputs["o"] * (1 + 2**-23 * sum(y.requires_grad for y in x.values()))}
+def the_other_gradients(y, x, calls):
+    return y * (1 + 2**-23 * sum(z.requires_grad for z in x.values()))
 
 
-def an_unwanted_gradient(case, x, outputs, calls):
-    return {**outputs, "o": outputs["o"] + 0 * x["k"].requires_grad_().sum()}
+def an_unwanted_gradient(y, x, calls):
+    return y + 0 * x["k" if "k" in x else "weight"].requires_grad_().sum()
 
 
-@pytest.mark.parametrize(
-    ("check", "defect", "complaint"),
-    [
-        ("judge", one_part_in_a_thousand, "judge: .* o: error"),
-        ("judge", a_nan, "o is not finite"),
-        ("judge", another_dtype, "o is torch.float64"),
-        ("judge", another_shape, "o is torch.float32"),
-        ("again", a_bit_by_call, "again: .* other bits"),
-        ("rows", the_neighbors_sum, "rows: .* other bits"),
-        ("alone", a_state_not_handed_over, "alone"),
-        ("cut", a_state_not_handed_over, "cut: "),
-        ("steps", a_state_not_handed_over, "steps: "),
-        ("wanted", the_other_gradients, "wanted: .* other bits"),
-        ("wanted", an_unwanted_gradient, "k requires no gradient"),
-    ],
-)
-def test_a_planted_defect_breaks_the_property(check, defect, complaint, monkeypatch):
-    case = next(
-        case
-        for case in (draw(5, index, "chunked") for index in itertools.count())
-        if (case.op, case.check, case.dtype) == ("gated_delta_rule", check, torch.float32)
-        and case.tensors["q"].numel() > 500
-        and not any(word in case.words for word in ("beta=0", "scale", "keys", "tiny"))
-        and len(case.tensors["q"]) >= (2 if check == "rows" and "cu_seqlens" not in case.tensors else 1)
-        and (check == "alone") == ("cu_seqlens" in case.tensors)
-        and ("o" in case.douts) == (check != "steps")
-        and not (check == "wanted" and ("k" in case.wanted or not case.wanted))
-    )
-    assert properties.check(case, "chunked") <= 1
+def plant(defect, monkeypatch):
+    """Lets a defect change o or y of `chunked`, not of the judge."""
     original, calls = properties.run, itertools.count()
 
     def run(case, x, backend):
         outputs = original(case, x, backend)
-        return defect(case, x, outputs, next(calls)) if backend == "chunked" else outputs
+        name = "y" if case.op == "gated_delta_layer" else "o"
+        return {**outputs, name: defect(outputs[name], x, next(calls))} if backend == "chunked" else outputs
 
     monkeypatch.setattr(properties, "run", run)
+
+
+DEFECTS = [
+    ("judge", one_part_in_a_thousand, "judge: .* [oy]: error"),
+    ("judge", a_nan, "[oy] is not finite"),
+    ("judge", another_dtype, "[oy] is torch.float64"),
+    ("judge", another_shape, "[oy] is torch.float32"),
+    ("again", a_bit_by_call, "again: .* other bits"),
+    ("rows", the_neighbors_sum, "rows: .* other bits"),
+    ("alone", a_state_not_handed_over, "alone"),
+    ("cut", a_state_not_handed_over, "cut: "),
+    ("steps", a_state_not_handed_over, "steps: "),
+    ("wanted", the_other_gradients, "wanted: .* other bits"),
+    ("wanted", an_unwanted_gradient, "(k|weight) requires no gradient"),
+]
+OPERATIONS = ("gated_delta_rule", "gated_delta_layer")
+
+
+@pytest.mark.parametrize(
+    ("op", "check", "defect", "complaint"),
+    [(op, *row) for op in OPERATIONS for row in DEFECTS if row[0] in PROPERTIES[op]],
+)
+def test_a_planted_defect_breaks_the_property(op, check, defect, complaint, monkeypatch):
+    monkeypatch.setattr(cases, "LAYERS", float(op == "gated_delta_layer"))
+    first, changed, output = ("q", "k", "o") if op == "gated_delta_rule" else ("x", "weight", "y")
+    case = next(
+        case
+        for case in (draw(5, index, "chunked") for index in itertools.count())
+        if (case.op, case.check, case.dtype) == (op, check, torch.float32)
+        and case.tensors[first].numel() > 500
+        and not any(word in case.words for word in ("beta=0", "scale", "keys", "tiny", "size=0"))
+        and len(case.tensors[first]) >= (2 if check == "rows" and "cu_seqlens" not in case.tensors else 1)
+        and (check == "alone") == ("cu_seqlens" in case.tensors)
+        and (output in case.douts) == (check != "steps")
+        and not (check == "wanted" and (changed in case.wanted or not case.wanted))
+    )
+    assert properties.check(case, "chunked") <= 1
+    plant(defect, monkeypatch)
     with pytest.raises(properties.Failure, match=complaint):
         properties.check(case, "chunked")
+
+
+def test_a_layer_is_judged_by_q_k_and_v_apart(monkeypatch):
+    """dx of the keys' channels has a bound of its own, also where that of the values is much larger."""
+    monkeypatch.setattr(cases, "LAYERS", 1.0)
+    case = next(
+        case
+        for case in (draw(6, index, "chunked") for index in itertools.count())
+        if (case.check, case.dtype, case.words) == ("judge", torch.float32, "") and "x" in case.wanted
+    )
+    results = properties.outcome(case, "chunked")
+    keys = slice(case.layer.H * case.layer.K, 2 * case.layer.H * case.layer.K)
+    criterion = properties.Criterion(case)
+    assert criterion.require("judge", results) <= 1
+    results["dx"][..., keys] *= 1.001
+    with pytest.raises(properties.Failure, match="dx_k: error"):
+        criterion.require("judge", results)
 
 
 def test_another_bit_of_a_packed_sequence_on_chunk_boundaries_is_seen(monkeypatch):
@@ -255,12 +285,7 @@ def test_another_bit_of_a_packed_sequence_on_chunk_boundaries_is_seen(monkeypatc
     case = draw(5, 262, "chunked")
     assert case.check == "alone" and case.tensors["cu_seqlens"].tolist() == [0, 64, 128, 144]
     assert properties.check(case, "chunked") <= 1
-    original, calls = properties.run, itertools.count()
-
-    def run(case, x, backend):
-        return a_bit_by_call(case, x, original(case, x, backend), next(calls))
-
-    monkeypatch.setattr(properties, "run", run)
+    plant(a_bit_by_call, monkeypatch)
     with pytest.raises(properties.Failure, match=r"alone, on chunk boundaries: .* other bits"):
         properties.check(case, "chunked")
 

@@ -11,9 +11,10 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule import triton_time_adapter
-from delta_trn.backends.parity import properties, rule, rule_cases
+from delta_trn.backends.parity import rule, rule_cases
 from delta_trn.backends.parity.judge import error
-from delta_trn.backends.parity.random_cases import RandomCase, draw
+from delta_trn.backends.parity.random import properties
+from delta_trn.backends.parity.random.cases import RandomCase, draw
 from delta_trn.backends.parity.rule_cases import Case
 from delta_trn.triton_kernels import gated_delta_rule_bwd, launch
 from delta_trn.triton_kernels.launch import arithmetic, take_turns

@@ -13,7 +13,8 @@ import torch
 from delta_trn.backends import compiler, describe
 from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
 from delta_trn.backends.machine import ROOT
-from delta_trn.backends.parity import fuzz, rule
+from delta_trn.backends.parity import rule
+from delta_trn.backends.parity.random import fuzz
 from delta_trn.backends.parity.rule_cases import BOTH, Case, inputs
 
 SOURCE = Path(chunked_kernel.__file__).with_suffix(".cpp")

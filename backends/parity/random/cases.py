@@ -9,7 +9,8 @@ What is left out, and why:
 
 - keys longer than 1 without normalization: 1 - beta |k|^2 leaves [-1, 1], and the state grows without bound;
 - heads of one feature that the operation normalizes, unless the norm is tiny, and norms of rows of one: a
-  unit vector of one feature has no derivative, and what is left of it is rounding;
+  unit vector of one feature has no derivative, and what is left of it is rounding. For the same reason no
+  layer of large x with heads of less than 32 features: of these, SiLU may leave one;
 - norms above 1e13: the reciprocal root of Trainium's Scalar engine ends at 1e29;
 - in float16, values above 30 of v and states, scales above sqrt(K), and v below 1e-3: operands of products
   have float16's range, 6e-8 to 65504, in every implementation that computes in the dtype of q.
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.checks import dtype_name
-from delta_trn.backends.parity import layer_cases, residual_cases
+from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases
 from delta_trn.backends.parity.layer_cases import LayerCase
-from delta_trn.backends.parity.random_sizes import (
+from delta_trn.backends.parity.mixer_cases import BOTH, MixerCase
+from delta_trn.backends.parity.random.sizes import (
     Sizes,
     Uniforms,
     draw_head,
@@ -63,7 +65,10 @@ PROPERTIES: Mapping[str, Mapping[str, float]] = {
     "gated_rms_norm": {"judge": 3, "again": 1, "rows": 2, "wanted": 1},
     "add_rms_norm": {"judge": 3, "again": 1, "rows": 2, "wanted": 1},
     "linear_cross_entropy": {"judge": 3, "again": 1, "wanted": 1},
+    "gated_delta_layer": {"judge": 4, "again": 1, "rows": 2, "wanted": 1, "alone": 2, "cut": 2},
 }
+# Layers are drawn by a stream of their own, so that the cases of other operations kept their names
+LAYERS, STREAM = 0.04, 9
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class RandomCase:
     wanted      the tensors that require gradients
     check       the property that is checked besides the judge, one of PROPERTIES
     terms       how many float32 terms a result has added up
-    layer       the case of `layer_cases` whose formula judges it
+    layer       the case of `layer_cases` or `mixer_cases` whose formula judges it
     device      the type of device on which the backend runs; the tensors here are on the CPU
     """
 
@@ -92,7 +97,7 @@ class RandomCase:
     wanted: tuple[str, ...]
     check: str
     terms: int
-    layer: LayerCase | None = None
+    layer: LayerCase | MixerCase | None = None
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -109,7 +114,10 @@ def draw(seed: int, index: int, backend: str, device: str = "cpu") -> RandomCase
     rng = Uniforms(seed, index)
     capabilities = BACKENDS[backend].capabilities
     op = rng.pick({name: weight for name, weight in OPERATIONS.items() if name in capabilities})
-    dtype = rng.pick({x: weight for x, weight in DTYPES.items() if x in capabilities[op].dtypes})
+    if "gated_delta_rule" in capabilities and Uniforms(seed, index, STREAM).chance(LAYERS):
+        op = "gated_delta_layer"
+    able = capabilities.get(op, capabilities["gated_delta_rule"])  # one without the layer computes its parts
+    dtype = rng.pick({x: weight for x, weight in DTYPES.items() if x in able.dtypes})
     small = device in BACKENDS[backend].emulated
     check = rng.pick(PROPERTIES[op])
     parts = _DRAWS[op](rng, f"{seed}:{index}", op, dtype, check, small)
@@ -136,7 +144,7 @@ class _Parts:
     options: dict[str, Any]
     words: list[str]
     terms: int
-    layer: LayerCase | None = None
+    layer: LayerCase | MixerCase | None = None
 
 
 def _tensor(x: Array, dtype: torch.dtype) -> Tensor:
@@ -361,6 +369,35 @@ def _draw_layer(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: st
     return _Parts(x, douts, options, words, terms, layer=case)
 
 
+def _draw_mixer(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> _Parts:
+    s = draw_sizes(rng, check, small)
+    if s.T == 0 or s.B == 0:
+        s.T, s.B, s.lengths = max(s.T, 1), max(s.B, 1), None
+    wide = rng.chance(0.1)  # more than a kernel takes at once
+    s.K, s.V = max(2, s.K if wide else min(s.K, 128)), max(2, s.V if wide else min(s.V, 256))
+    packed = s.lengths is not None
+    handed = check == "cut" or (not packed and rng.chance(0.4))
+    kinds = {
+        "keys": {"random": 6, "equal": 1, "near": 1, "zero": 1}, "b": {None: 6, 20.0: 1, 6.0: 1, -4.0: 1},
+        "decay": {"plain": 6, "none": 1, "strong": 0.5, "reset": 2}, "W": {4: 8, 2: 1, 3: 1, 1: 0.3, 5: 0.3},
+        "size": {1.0: 12, 1e-3: 1, 30.0: 1, 0.0: 0.5}, "scale": {None: 3, 1.0: 1},
+    }  # fmt: skip
+    drawn: dict[str, Any] = {key: rng.pick(values) for key, values in kinds.items()}
+    if s.K < 32:
+        drawn["size"] = min(drawn["size"], 1.0)
+    words = [f"{key}={value}" for key, value in drawn.items() if value != next(iter(kinds[key]))]
+    case = MixerCase(
+        name, s.B, s.T, s.H, s.K, s.V, "", s.HV, **drawn, reflect=rng.chance(0.4),
+        lengths=tuple(s.lengths) if s.lengths is not None else None, bounds=rng.chance(0.5),
+        before=not packed and rng.chance(0.4), loss=BOTH if handed else ("y",),
+        short=rng.chance(0.3) and dtype != torch.float16, bias=rng.chance(0.7),
+    )  # fmt: skip
+    x = mixer_cases.inputs(case, dtype)
+    words += s.words + ["reflect"] * case.reflect + ["before"] * case.before
+    terms = layer_cases.STEPS + s.K + s.V + s.B * s.T
+    return _Parts(x.tensors, x.douts, case.options(), words, terms, layer=case)
+
+
 def _with_strides(rng: Uniforms, x: Tensor, *, expanded: bool = False) -> Tensor:
     """Returns x with the same values in another layout: now and then no dimension is contiguous."""
     style = rng.pick({"dense": 60, "turned": 12, "sliced": 12, "stepped": 8, "offset": 8})
@@ -394,4 +431,5 @@ _DRAWS: Mapping[str, Callable[[Uniforms, str, str, torch.dtype, str, bool], _Par
     "gated_rms_norm": _draw_layer,
     "add_rms_norm": _draw_layer,
     "linear_cross_entropy": _draw_layer,
+    "gated_delta_layer": _draw_mixer,
 }

@@ -38,7 +38,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from delta_trn.backends.parity import properties, random_cases, random_sizes
+from delta_trn.backends.parity.random import cases, properties, sizes
 from delta_trn.backends.registry import BackendRefusal
 
 PIECE = {False: 50, True: 2}  # cases in a piece of work; of an emulated backend
@@ -57,7 +57,7 @@ class Plan:
 
     def header(self) -> dict[str, Any]:
         """Returns the first line of a state file, which a run that resumes must share."""
-        source = b"".join(Path(module.__file__ or "").read_bytes() for module in (random_cases, random_sizes))
+        source = b"".join(Path(module.__file__ or "").read_bytes() for module in (cases, sizes))
         return {
             "format": FORMAT, "backend": self.backend, "device": self.device, "seed": self.seed,
             "generator": hashlib.sha256(source).hexdigest()[:12],
@@ -94,7 +94,7 @@ def run_piece(plan: Plan, first: int, count: int) -> Piece:
     torch.set_num_threads(1)
     piece, start = Piece(first, count), time.process_time()
     for index in range(first, first + count):
-        case = random_cases.draw(plan.seed, index, plan.backend, plan.device)
+        case = cases.draw(plan.seed, index, plan.backend, plan.device)
         try:
             ratio = properties.check_sample(case) if plan.honest else properties.check(case, plan.backend)
             piece.worst = max(piece.worst, ratio)
@@ -219,7 +219,7 @@ def _executor(processes: int) -> Executor:
 
 def run_one(plan: Plan, index: int, console: Console) -> int:
     """Runs one case here, and prints it, with the traceback of a failure."""
-    case = random_cases.draw(plan.seed, index, plan.backend, plan.device)
+    case = cases.draw(plan.seed, index, plan.backend, plan.device)
     console.print(str(case), markup=False, highlight=False, soft_wrap=True)
     for name, x in case.tensors.items():
         console.print(
