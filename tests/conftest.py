@@ -41,10 +41,18 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def no_switches_of_a_run():
-    """Restores the default backend and exact products, which a run in the test's own process sets."""
+    """Restores the default backend and exact products, which a run in the test's own process sets.
+
+    Fails a test after which PyTorch has another number of threads: what later tests compute in this process
+    and in others would differ by rounding.
+    """
+    threads = torch.get_num_threads()
     with default_backend():
         yield
     machine.set_products("highest")
+    left = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert left == threads, f"PyTorch has {left} threads after this test, {threads} before it"
 
 
 @pytest.fixture

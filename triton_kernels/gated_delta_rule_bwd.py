@@ -296,10 +296,10 @@ def gradients_kernel(
         b_dbeta += tl.sum(b_dY32 * b_v.to(tl.float32), axis=1)
         tl.store(dv + p_v + o_tv, round_to(b_dY32 * b_beta[:, None], dv.dtype.element_ty, DOT), mask=m_cv)
 
-    b_q = tl.load(q + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-    b_k = tl.load(k + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
     lower = o_c[:, None] >= o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
+    b_q = tl.load(q + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
+    b_k = tl.load(k + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
     # the left operands of the last products are rounded at once: so they wait in half the registers
     if not TRANSPOSE:
@@ -346,8 +346,8 @@ def gradients_kernel(
             m_v = o_v < V
             m_vk = m_v[:, None] & m_k[None, :]
             o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
-            b_do = tl.load(do + p_v + o_tv, mask=m_t[:, None] & m_v[None, :], other=0.0)
             b_S = tl.load(S + p_S + o_v[:, None] + o_k[None, :] * V, mask=m_vk, other=0.0)
+            b_do = tl.load(do + p_v + o_tv, mask=m_t[:, None] & m_v[None, :], other=0.0)
             b_dq = accumulate(b_dq, b_do, b_S, DOT)
     b_q32 = b_q.to(tl.float32) * b_fq[:, None]
     b_dq *= (scale * b_gam)[:, None]
@@ -378,8 +378,8 @@ def gradients_kernel(
         b_dY = tl.load(dY + p_U + o_cv, mask=m_v[None, :], other=0.0)
         b_S = tl.load(S + p_S + o_vk, mask=m_vk, other=0.0)
         b_dS = tl.load(dS + p_S + o_vk, mask=m_vk, other=0.0)
-        b_YS = accumulate(b_YS, b_dY, b_S, DOT)
         b_US = accumulate(b_US, b_U, b_dS, DOT)
+        b_YS = accumulate(b_YS, b_dY, b_S, DOT)
         b_SdS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=1)
     b_carry = tl.sum(b_SdS, axis=0)
     if carry is not None:

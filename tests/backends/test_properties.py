@@ -296,6 +296,16 @@ def test_another_bit_of_a_packed_sequence_on_chunk_boundaries_is_seen(monkeypatc
 PLAN = fuzz.Plan("chunked", "cpu", 3, 12)
 
 
+def test_random_cases_leave_pytorch_its_threads():
+    """One was left, so that a run in the same process and a resumed one in another differed by rounding."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    fuzz.run_piece(PLAN, 0, 1)
+    left = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert left == 3
+
+
 def test_a_sample_of_the_baseline_can_stand_for_the_backend(capsys, monkeypatch):
     """So chance is measured. What errs by a hundredth is no honest sample."""
     words = ["fuzz", "--backend", "chunked", "--honest", "--cases", "5", "--seed", "3", "--processes", "1"]

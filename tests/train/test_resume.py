@@ -35,12 +35,13 @@ def run_with_kills(data: Path, finished: Path, out: Path, log: Path, *, kills: i
         if len(steps) == kills:
             break
         resuming = (out / "config.json").exists()
+        over = last_step(out) == 12  # a kill found it at its end: this time it may end, and is begun again
         child = start(["resume", out] if resuming else ["run", "tiny", *keys(data, out, log__every=1)], log)
         # waiting for a step spreads the kills over the run on any machine; the delay then lasts a few steps
         deadline = time.monotonic() + 100
         while child.is_alive() and last_step(out) < targets[len(steps)] and time.monotonic() < deadline:
             time.sleep(0.001)
-        child.join(rng.uniform(0, 3 * pace))
+        child.join(100 if over else rng.uniform(0, 3 * pace))
         child.kill()
         code = tiny_run.join(child)
         assert code in (-signal.SIGKILL, 0), log.read_text()

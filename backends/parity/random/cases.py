@@ -12,8 +12,9 @@ What is left out, and why:
   unit vector of one feature has no derivative, and what is left of it is rounding. For the same reason no
   layer of large x with heads of less than 32 features: of these, SiLU may leave one;
 - norms above 1e13: the reciprocal root of Trainium's Scalar engine ends at 1e29;
-- in float16, values above 30 of v and states, scales above sqrt(K), and v below 1e-3: operands of products
-  have float16's range, 6e-8 to 65504, in every implementation that computes in the dtype of q.
+- in float16, values above 30 of v and states, scales above sqrt(K), v below 1e-3, and layers of keys that are
+  0, whose gradient is 1,000 times that of a unit key: operands of products have float16's range, 6e-8 to
+  65504, in every implementation that computes in the dtype of q.
 """
 
 from __future__ import annotations
@@ -378,13 +379,15 @@ def _draw_mixer(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: st
     packed = s.lengths is not None
     handed = check == "cut" or (not packed and rng.chance(0.4))
     kinds = {
-        "keys": {"random": 6, "equal": 1, "near": 1, "zero": 1}, "b": {None: 6, 20.0: 1, 6.0: 1, -4.0: 1},
+        "keys": {"random": 6, "equal": 1, "near": 1, "zero": 1}, "b": {None: 6, 12.0: 1, 6.0: 1, -4.0: 1},
         "decay": {"plain": 6, "none": 1, "strong": 0.5, "reset": 2}, "W": {4: 8, 2: 1, 3: 1, 1: 0.3, 5: 0.3},
         "size": {1.0: 12, 1e-3: 1, 30.0: 1, 0.0: 0.5}, "scale": {None: 3, 1.0: 1},
     }  # fmt: skip
     drawn: dict[str, Any] = {key: rng.pick(values) for key, values in kinds.items()}
     if s.K < 32:
         drawn["size"] = min(drawn["size"], 1.0)
+    if dtype == torch.float16 and (drawn["keys"] == "zero" or drawn["size"] == 0.0):
+        drawn |= {"keys": "random", "size": 1.0}
     words = [f"{key}={value}" for key, value in drawn.items() if value != next(iter(kinds[key]))]
     case = MixerCase(
         name, s.B, s.T, s.H, s.K, s.V, "", s.HV, **drawn, reflect=rng.chance(0.4),

@@ -91,21 +91,28 @@ class Tally(Piece):
 
 def run_piece(plan: Plan, first: int, count: int) -> Piece:
     """Runs cases in this process, with one thread: a second would be another process's."""
+    threads, piece, start = torch.get_num_threads(), Piece(first, count), time.process_time()
     torch.set_num_threads(1)
-    piece, start = Piece(first, count), time.process_time()
-    for index in range(first, first + count):
-        case = cases.draw(plan.seed, index, plan.backend, plan.device)
-        try:
-            ratio = properties.check_sample(case) if plan.honest else properties.check(case, plan.backend)
-            piece.worst = max(piece.worst, ratio)
-            piece.passed[case.op] += 1
-        except BackendRefusal as refusal:
-            piece.refused[str(refusal)] += 1
-        except Exception as complaint:
-            what = " ".join(f"{type(complaint).__name__}: {complaint}".split())
-            piece.failures.append(f"{reproduce(plan, case.name)}   # {what[:300]}; {case}")
+    try:
+        for index in range(first, first + count):
+            _run_case(plan, index, piece)
+    finally:
+        torch.set_num_threads(threads)
     piece.seconds = time.process_time() - start
     return piece
+
+
+def _run_case(plan: Plan, index: int, piece: Piece) -> None:
+    case = cases.draw(plan.seed, index, plan.backend, plan.device)
+    try:
+        ratio = properties.check_sample(case) if plan.honest else properties.check(case, plan.backend)
+        piece.worst = max(piece.worst, ratio)
+        piece.passed[case.op] += 1
+    except BackendRefusal as refusal:
+        piece.refused[str(refusal)] += 1
+    except Exception as complaint:
+        what = " ".join(f"{type(complaint).__name__}: {complaint}".split())
+        piece.failures.append(f"{reproduce(plan, case.name)}   # {what[:300]}; {case}")
 
 
 def reproduce(plan: Plan, name: str) -> str:
