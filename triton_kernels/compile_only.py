@@ -122,11 +122,12 @@ def variants(*, quick: bool = False) -> Iterator[tuple[int, int, str, Variant]]:
 
 
 def source(dtype: str, variant: Variant) -> ASTSource:
-    """Returns the specialization that a launch would compile: pointers are aligned to 16 bytes."""
+    """Returns the specialization that a launch would compile: pointers are multiples of 16, too."""
     signature = variant.signature(dtype)
     places = {name: (i,) for i, name in enumerate(signature)}
     constants = {places[name]: variant.values[name] for name, t in signature.items() if t == "constexpr"}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name, t in signature.items() if t[0] == "*"}
+    multiples = [name for name, t in signature.items() if t[0] == "*" or name in variant.multiples]
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in multiples}
     return ASTSource(variant.function, signature, constants, aligned)
 
 

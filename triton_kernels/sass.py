@@ -148,12 +148,16 @@ def followed(instructions: tuple[Instruction, ...], i: int) -> bool:
     """Returns whether the branch forward at position i is taken by a program with work to do.
 
     Without a predicate it is. With one, it skips an early return, or leaves the kernel early: the longer way
-    to an exit is the one with work. Any other condition guards a part of the kernel, which is run.
+    to an exit is the one with work. Or it skips a jump over a loop, which runs. Any other condition guards a
+    part of the kernel, which is run.
     """
     branch = instructions[i]
     assert branch.target is not None
     if not branch.predicate:
         return True
+    jump = instructions[branch.target - 1]
+    if jump.target is not None and not jump.predicate and jump.target > branch.target > i + 1:
+        return any(branch.target <= first and last < jump.target for first, last in loops(instructions))
 
     def way(start: int) -> int:
         return next(

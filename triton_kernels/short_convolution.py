@@ -16,7 +16,7 @@ every time.
 
 Layout, all contiguous:
 
-    x, y, dy, dx [B, T, C]      weight [C, W]      dweight [P, C, W]
+    x, y, dy, dx [B, T, C]      weight [W, C]      dweight [P, W, C]
     prefix [B, W - 1, C]        what came before the first token
     position [T]                of each token in its packed sequence; B is 1. Tap j reads from its own
                                 sequence where position >= W - 1 - j
@@ -63,7 +63,7 @@ def _convolve(x, prefix, weight, position, o_t, o_i, o_c, t0, b_pos, T, C, m_c, 
         b_x = _load_inputs(x, prefix, o_t, o_i + (j - (W - 1)), o_c, t0, T, C, m_c, W)
         if position is not None:
             b_x = tl.where(b_pos[:, None] >= W - 1 - j, b_x, 0.0)
-        b_w = tl.load(weight + o_c * W + j, mask=m_c, other=0.0).to(tl.float32)
+        b_w = tl.load(weight + j * C + o_c, mask=m_c, other=0.0).to(tl.float32)
         b_z += b_x * b_w[None, :]
     return b_z
 
@@ -121,7 +121,7 @@ def backward_kernel(
     o_c = (pid % NC).to(tl.int32) * BC + tl.arange(0, BC)
     m_c = o_c < C
     o_w = tl.arange(0, 8)
-    b_dw = tl.zeros([BC, 8], dtype=tl.float32)
+    b_dw = tl.zeros([8, BC], dtype=tl.float32)
     for r in range(0, tl.cdiv(tiles - i_p, P).to(tl.int32)):
         i = i_p + r * P  # 64 bits: a loop from i_p on would have them only where it is compiled
         i_b = i // NT
@@ -149,10 +149,10 @@ def backward_kernel(
                     b_x = _load_inputs(x + start, before, o_t, j - (W - 1), o_c, t0, T, C, m_c, W)
                     if position is not None:
                         b_x = tl.where(b_pos[:, None] >= W - 1 - j, b_x, 0.0)
-                    b_dw += tl.where(o_w[None, :] == j, tl.sum(b_dz * b_x, axis=0)[:, None], 0.0)
+                    b_dw += tl.where(o_w[:, None] == j, tl.sum(b_dz * b_x, axis=0)[None, :], 0.0)
             if position is not None:
                 b_dz = tl.where(b_pos[:, None] >= s, b_dz, 0.0)
-            b_w = tl.load(weight + o_c * W + (W - 1 - s), mask=m_c, other=0.0).to(tl.float32)
+            b_w = tl.load(weight + (W - 1 - s) * C + o_c, mask=m_c, other=0.0).to(tl.float32)
             b_dx += b_dz * b_w[None, :]
         b_dx = round_to(b_dx, dx.dtype.element_ty, DOT)
         o_dx = o_t[:, None] * C + o_c[None, :]
@@ -161,8 +161,8 @@ def backward_kernel(
         if prefix is not None:
             p_dp = dprefix + (i_b * (W - 1) + (W - 1) + t0) * C + o_dx
             tl.store(p_dp, b_dx, mask=(o_t + t0 < 0)[:, None] & m_c[None, :])
-    p_dw = dweight + (i_p * C + o_c)[:, None] * W + o_w[None, :]
-    tl.store(p_dw, b_dw, mask=m_c[:, None] & (o_w < W)[None, :])
+    p_dw = dweight + (i_p * W + o_w)[:, None] * C + o_c[None, :]
+    tl.store(p_dw, b_dw, mask=(o_w < W)[:, None] & m_c[None, :])
 
 
 def parts(B, T, C, W, *, prefix):
@@ -176,20 +176,20 @@ def parts(B, T, C, W, *, prefix):
 def forward(x, weight, prefix, position, y, *, silu):
     """Launches `forward_kernel`: fills y. prefix, position: a tensor or None."""
     B, T, C = x.shape
-    row = tile("short_convolution", C)
+    row = tile("short_convolution_forward", C)
     NT = -(-T // row.rows)
     forward_kernel[(B * NT * -(-C // row.columns),)](
         x, weight, prefix, position, y, T, C, NT,
-        W=weight.shape[1], BT=row.rows, BC=row.columns, SILU=silu, DOT=arithmetic(),
+        W=weight.shape[0], BT=row.rows, BC=row.columns, SILU=silu, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
 
 @take_turns
 def backward(dy, x, weight, prefix, position, *, dx, dprefix, dweight, silu):
-    """Launches `backward_kernel`: fills dx, dprefix (or None) and dweight [P, C, W], P from `parts`."""
+    """Launches `backward_kernel`: fills dx, dprefix (or None) and dweight [P, W, C], P from `parts`."""
     B, T, C = x.shape
-    W = weight.shape[1]
+    W = weight.shape[0]
     row = tile("short_convolution", C)
     P, tiles = parts(B, T, C, W, prefix=prefix is not None)
     backward_kernel[(P * -(-C // row.columns),)](
@@ -201,12 +201,13 @@ def backward(dy, x, weight, prefix, position, *, dx, dprefix, dweight, silu):
 
 def variants(C: int, W: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
-    row = tile("short_convolution", C)
-    values = {"W": W, "BT": row.rows, "BC": row.columns, "P": 21, "SILU": True, "DOT": "ieee"}
+    values = {"W": W, "P": 21, "SILU": True, "DOT": "ieee"}
     prefix, position = dict.fromkeys(("prefix", "dprefix")), {"position": None}
     forms = {"packed": prefix}
     if not quick:
         forms |= {"dense": prefix | position, "prefix": position}
     for form, absent in forms.items():
         for direction, kernel in {"forward": forward_kernel, "backward": backward_kernel}.items():
-            yield Variant("short_convolution", f"{direction} {form}", kernel, TYPES, row, values | absent)
+            row = tile("short_convolution" + "_forward" * (direction == "forward"), C)
+            more = values | absent | {"BT": row.rows, "BC": row.columns}
+            yield Variant("short_convolution", f"{direction} {form}", kernel, TYPES, row, more)

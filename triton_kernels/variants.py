@@ -23,7 +23,8 @@ FEW = ", few heads"
 class Variant:
     """One launch to compile. `values` holds the compile-time arguments, and None for every absent tensor.
 
-    It may name arguments that this kernel does not have: the kernels of a module share them.
+    It may name arguments that this kernel does not have: the kernels of a module share them. `multiples`
+    names the integers that a launch would find to be multiples of 16, which lets it load several at once.
     """
 
     kernel: str
@@ -32,6 +33,7 @@ class Variant:
     types: dict[str, str]
     tile: Tile
     values: dict[str, Any]
+    multiples: tuple[str, ...] = ()
 
     def signature(self, dtype: str) -> dict[str, str]:
         """Returns the type of every argument; raises KeyError for one that is neither typed nor valued."""

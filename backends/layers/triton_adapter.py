@@ -35,13 +35,13 @@ def short_convolution_backward(
     x, weight, prefix, position = _dense(call)
     dx, dprefix = torch.empty_like(x), None if prefix is None else torch.empty_like(prefix)
     B, T, C = x.shape
-    P, _ = short_convolution.parts(B, T, C, weight.shape[1], prefix=prefix is not None)
+    P, _ = short_convolution.parts(B, T, C, weight.shape[0], prefix=prefix is not None)
     dweight = x.new_empty((P, *weight.shape), dtype=torch.float32)
     short_convolution.backward(
         dy.contiguous(), x, weight, prefix, position,
         dx=dx, dprefix=dprefix, dweight=dweight, silu=call.activation == "silu",
     )  # fmt: skip
-    return dx, dweight.sum(0).to(weight.dtype), dprefix
+    return dx, dweight.sum(0).t().to(weight.dtype).contiguous(), dprefix
 
 
 def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -108,6 +108,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _dense(call: Convolution) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns x, weight [W, C], prefix and position as the kernels read them."""
     prefix = None if call.prefix is None else call.prefix.contiguous()
     position = None if call.position is None else call.position.contiguous()
-    return call.x.contiguous(), call.weight.contiguous(), prefix, position
+    return call.x.contiguous(), call.weight.t().contiguous(), prefix, position

@@ -165,9 +165,9 @@ def test_convolution_addresses_the_last_of_2_to_31_elements(launches, monkeypatc
 
     def run(x, dy):
         y, dx = torch.empty_like(x), torch.empty_like(x)
-        weight = normal(64, 4)
+        weight = normal(4, 64)
         short_convolution.forward(x, weight, None, None, y, silu=True)
-        dweight = x.new_empty((2 * len(x), 64, 4), dtype=torch.float32)
+        dweight = x.new_empty((2 * len(x), 4, 64), dtype=torch.float32)
         short_convolution.backward(dy, x, weight, None, None, dx=dx, dprefix=None, dweight=dweight, silu=True)
         return y, dx, dweight
 

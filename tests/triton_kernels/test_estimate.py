@@ -105,7 +105,17 @@ def test_an_early_return_is_skipped_whichever_way_the_branch_goes():
         EXIT,
     )
     guarded = (instruction("BRA", predicate="@P0", target=3), instruction("STG"), instruction("STG"), EXIT)
+    loop_is_there = (
+        instruction("BRA", predicate="@P0", target=3),
+        instruction("STG"),
+        instruction("BRA", target=5),
+        instruction("FADD"),
+        instruction("BRA", predicate="@P1", target=3),
+        EXIT,
+    )
+    no_loop = (*loop_is_there[:4], instruction("FADD"), EXIT)
     assert followed(work_is_there, 0)
+    assert followed(loop_is_there, 0) and not followed(no_loop, 0)
     assert not followed(work_is_here, 0)
     assert not followed(guarded, 0)
 

@@ -65,6 +65,8 @@ def test_launches_over_a_sequence_in_float32(K, C, columns, warps, for_gradients
         ("delta_residual", 512, 64, Tile(512, 4, 1, rows=16)),
         ("short_convolution", 3072, None, Tile(64, 4, 1, rows=16)),
         ("short_convolution", 24, None, Tile(32, 4, 1, rows=32)),
+        ("short_convolution_forward", 3072, None, Tile(128, 4, 1, rows=16)),
+        ("short_convolution_forward", 24, None, Tile(32, 4, 1, rows=64)),
         ("rms_norm", 128, None, Tile(128, 4, 1, rows=16)),
         ("rms_norm", 4096, None, Tile(4096, 8, 1, rows=1)),
         ("rms_norm", 4097, None, Tile(8192, 16, 1, rows=1)),

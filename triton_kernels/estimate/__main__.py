@@ -1,4 +1,4 @@
-"""Estimates what every kernel of the gated delta rule takes on an H200, without one.
+"""Estimates what every kernel of the gated delta rule and of a layer takes on an H200, without one.
 
     python -m triton_kernels.estimate [SHAPE ...] [--peer fla] [--json FILE] [--jobs N]
     python -m triton_kernels.estimate --check       fails where a kernel has become slower than recorded
@@ -25,7 +25,7 @@ from pathlib import Path
 import triton
 from triton import knobs
 
-from delta_trn.triton_kernels.estimate import choices, peer
+from delta_trn.triton_kernels.estimate import choices, layers, peer
 from delta_trn.triton_kernels.estimate.estimates import UNCERTAINTY, Estimate, Estimator
 from delta_trn.triton_kernels.estimate.simulate import CannotSimulate, simulator
 from delta_trn.triton_kernels.estimate.work import SHAPES, launches
@@ -68,12 +68,17 @@ def row(shape: str, of: str, estimate: Estimate) -> Row:
 
 
 def rows_of(shape: str, *, with_peer: bool = False) -> list[Row]:
-    """Returns the estimates of a shape's kernels, and of those of flash-linear-attention."""
-    estimator = Estimator()
-    rows = [row(shape, "ours", estimator.estimate(launch)) for launch in launches(SHAPES[shape])]
+    """Returns the estimates of a shape's kernels, and of those that stand beside them."""
+    estimator, floor = Estimator(), ()
+    if shape in layers.NAMES:
+        ours, floor, theirs = layers.launches(shape), layers.bytes_alone(shape), partial(layers.peers, shape)
+    else:
+        ours, theirs = launches(SHAPES[shape]), partial(peer.launches, SHAPES[shape])
+    rows = [row(shape, "ours", estimator.estimate(launch)) for launch in ours]
+    rows += [row(shape, "bytes alone", estimator.estimate(launch)) for launch in floor]
     if with_peer:
         of = f"fla {peer.version()}"
-        rows += [row(shape, of, estimator.fastest(choice)) for choice in peer.launches(SHAPES[shape])]
+        rows += [row(shape, of, estimator.fastest(choice)) for choice in theirs()]
     return rows
 
 
@@ -104,12 +109,24 @@ def table(rows: list[Row]) -> Iterator[str]:
             f"{of}: forward {forward:.0f} us, backward {backward:.0f} us, "
             f"together {forward + backward:.0f} us (estimated)"
         )
-    if len(sums) == 2:
+    if rows[0].shape in layers.NAMES:
+        yield from kernel_by_kernel(rows)
+    elif len(sums) == 2:
         ours, other = sums.values()
         ratios = [theirs / our for our, theirs in zip(ours, other, strict=True)]
         yield "{} over ours: forward {:.2f}, backward {:.2f}, together {:.2f} (estimated, ± 15%)".format(
             list(sums)[1], *ratios
         )
+
+
+def kernel_by_kernel(rows: list[Row]) -> Iterator[str]:
+    """Yields what stands beside each of our kernels, over ours."""
+    ours = {(x.kernel, x.backward): x.microseconds for x in rows if x.of == "ours"}
+    for x in rows:
+        if x.of != "ours":
+            ratio = x.microseconds / ours[x.kernel, x.backward]
+            direction = "backward" if x.backward else "forward"
+            yield f"{x.of} over ours: {x.kernel}, {direction} {ratio:.2f} (estimated)"
 
 
 def slower(rows: list[Row], recorded: dict) -> list[str]:
@@ -154,7 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m triton_kernels.estimate", description="estimate the kernels on an H200, without one"
     )
-    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)} (default: all)")
+    names = (*SHAPES, *layers.NAMES)
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--peer", choices=["fla"], help="flash-linear-attention's kernels beside ours")
     parser.add_argument("--check", action="store_true", help="fail where a kernel is slower than recorded")
     parser.add_argument(
@@ -164,8 +182,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the rows here as well, one per line")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.shapes if name not in SHAPES]:
-        parser.error(f"no shape is named {unknown[0]!r}; choose from: {', '.join(SHAPES)}")
+    if unknown := [name for name in options.shapes if name not in names]:
+        parser.error(f"no shape is named {unknown[0]!r}; choose from: {', '.join(names)}")
+    if options.launches and (layer := set(options.shapes) & set(layers.NAMES)):
+        parser.error(f"--launches is of the gated delta rule's shapes, not of {min(layer)}")
     if options.record and options.shapes:
         parser.error("--record takes every shape; leave the shapes out")
     if knobs.runtime.interpret:
@@ -176,15 +196,14 @@ def main(arguments: list[str] | None = None) -> int:
             peer.version()
     except (CannotSimulate, peer.NotInstalled) as failure:
         parser.error(str(failure))
-    shapes = options.shapes or list(SHAPES)
     if options.launches:
-        for shape in shapes:
+        for shape in options.shapes or SHAPES:
             for line in choices.table(options.launches, shape):
                 print(line, flush=True)
         return 0
     rows = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        for found in pool.map(partial(rows_of, with_peer=bool(options.peer)), shapes):
+        for found in pool.map(partial(rows_of, with_peer=bool(options.peer)), options.shapes or names):
             rows += found
             print(*table(found), sep="\n", flush=True)
     if options.json:

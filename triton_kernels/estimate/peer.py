@@ -30,6 +30,9 @@ TYPES = {
     "fp32": "scale",
     "i32": "T",
 }
+PACKAGES = (
+    "fla fla.ops fla.ops.gated_delta_rule fla.ops.common fla.modules fla.modules.conv fla.modules.conv.triton"
+)
 ABSENT = "gk g_gamma h0 ht dht dh0 cu_seqlens chunk_indices chunk_offsets"
 
 
@@ -55,14 +58,15 @@ def version() -> str:
     except PackageNotFoundError:
         raise NotInstalled(
             "flash-linear-attention is not installed; pip install --no-deps flash-linear-attention==0.5.2 "
-            "fla-core==0.5.2"
+            "fla-core==0.5.2 einops"
         ) from None
 
 
-def _load(module: str) -> ModuleType:
+def load(module: str) -> ModuleType:
+    """Returns one of its modules, by its name without "fla."; raises NotInstalled."""
     if "fla.utils" not in sys.modules:
         root = distribution("fla-core").locate_file("")
-        for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule", "fla.ops.common", "fla.modules"):
+        for name in PACKAGES.split():
             package = ModuleType(name)
             package.__path__ = [str(root.joinpath(*name.split(".")))]
             sys.modules[name] = package
@@ -73,7 +77,16 @@ def _load(module: str) -> ModuleType:
             TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=True, autotune_cache_kwargs={},
         )  # fmt: skip
         sys.modules["fla.utils"] = utils
-    return import_module(f"fla.ops.{module}")
+    return import_module(f"fla.{module}")
+
+
+def unwrap(function: Any) -> tuple[JITFunction, tuple]:
+    """Returns a kernel and its autotuner's configurations, none if it is not tuned."""
+    tuned = ()
+    while not isinstance(function, JITFunction):
+        tuned = getattr(function, "configs", tuned)
+        function = function.fn
+    return function, tuple(tuned)
 
 
 @dataclass(frozen=True)
@@ -125,10 +138,10 @@ def _by(most: int) -> Callable[[_Sizes], dict[str, int]]:
     return lambda s: {"BK": s.block(s.K, most), "BV": s.block(s.V, most)}
 
 
-_DELTA_H, _O, _WY = "common.chunk_delta_h", "common.chunk_o", "gated_delta_rule.wy_fast"
+_DELTA_H, _O, _WY = "ops.common.chunk_delta_h", "ops.common.chunk_o", "ops.gated_delta_rule.wy_fast"
 KERNELS = {
     "kkt, solve": _Kernel(
-        "gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_kkt_solve_kernel",
+        "ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_kkt_solve_kernel",
         lambda s, b: 1, lambda s: s.keys + 1.5 * s.gates, lambda s, b: (_cut(s.K, b["BK"]),),
         # the rows 2 to 15 of each diagonal block of 16
         lambda s: {"BC": 16}, (14, 14, 14, 14),
@@ -185,10 +198,7 @@ def launches(shape: Shape) -> Iterator[tuple[Launch, ...]]:
 def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterator[Launch]:
     """Yields a kernel's launches, one for each configuration of its autotuner."""
     kernel, sizes = KERNELS[name], _Sizes(shape)
-    function, tuned = getattr(_load(kernel.module), kernel.function), ()
-    while not isinstance(function, JITFunction):
-        tuned = getattr(function, "configs", tuned)
-        function = function.fn
+    function, tuned = unwrap(getattr(load(kernel.module), kernel.function))
     switches = {
         "USE_G": True, "SAVE_NEW_VALUE": True, "USE_DW": True, "USE_GK": False, "USE_G_GAMMA": False,
         "USE_A": False, "USE_INITIAL_STATE": False, "USE_FINAL_STATE_GRADIENT": False,

@@ -1,0 +1,162 @@
+"""What a layer's other kernels launch, and a token of decoding: sizes, turns of loops, bytes they must move.
+
+    layers_1024     the widest layer of arXiv:2412.06464's models but one, 30 sequences of 1,024 tokens:
+                    convolution, gated norm, norm of the residual stream, and 1,024 tokens' cross-entropy
+    decode_*        a token of Qwen3-Next's layer for so many sequences, with a float32 state
+
+Beside them stand the same bytes alone, read and written once: no compiler's kernel takes less. And where
+flash-linear-attention is installed, its convolution and its token of decoding.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+from triton.runtime.jit import JITFunction
+
+from delta_trn.triton_kernels import cross_entropy, gated_delta_rule_step, rms_norm, short_convolution
+from delta_trn.triton_kernels.estimate.peer import load, unwrap
+from delta_trn.triton_kernels.estimate.simulate import Work
+from delta_trn.triton_kernels.estimate.work import ITEM, Launch
+from delta_trn.triton_kernels.launch import Tile, power_of_two
+from delta_trn.triton_kernels.variants import Variant
+
+B, T, H, K, V, W = 30, 1024, 6, 128, 256, 4
+D, TARGETS, VOCABULARY = 1024, 1024, 32768
+CHANNELS = 2 * H * K + H * V
+HEADS = {"H": 16, "HV": 32, "K": 128, "V": 128}  # of Qwen3-Next
+SEQUENCES = {"decode_1": 1, "decode_16": 16, "decode_256": 256}
+# integers that are multiples of 16 here, ours and the peer's
+MULTIPLES = ("T", "C", "NT", "M", "V", "tiles", "stride_x_n", "stride_x_t")
+NAMES = ("layers_1024", *SEQUENCES)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A launch, and the bytes that it reads and writes."""
+
+    name: str
+    backward: bool
+    variant: Variant
+    programs: int
+    read: float
+    written: float
+    turns: tuple[int, ...] = ()
+    mask: float = 1.0
+
+
+def launches(name: str) -> Iterator[Launch]:
+    """Yields our launches. `name` is one of NAMES."""
+    for x in _kernels(name):
+        yield Launch(x.name, x.backward, x.variant, Work(x.programs, x.read, others=x.turns, mask=x.mask))
+
+
+def bytes_alone(name: str) -> Iterator[Launch]:
+    """Yields the same, of which only the bytes count."""
+    for x in _kernels(name):
+        yield Launch(x.name, x.backward, None, Work(0, x.read + x.written))
+
+
+def _kernels(name: str) -> Iterator[_Kernel]:
+    if name in SEQUENCES:
+        yield _step(SEQUENCES[name])
+        return
+    yield from _convolution()
+    yield from _norm("gated norm", B * T * H, V, "gated", (2, 3), (1, 2))
+    yield from _norm("norm of the stream", B * T, D, "sum", (2, 3), (2, 1))
+    yield _softmax()
+
+
+def _variant(module: ModuleType, sizes: tuple[int, int], options: str, **values: int) -> Variant:
+    found = next(x for x in module.variants(*sizes, ITEM, False) if x.options == options)
+    return replace(found, values=found.values | values, multiples=MULTIPLES)
+
+
+def _convolution() -> Iterator[_Kernel]:
+    forward = _variant(short_convolution, (CHANNELS, W), "forward dense")
+    row, size = forward.tile, B * T * CHANNELS * ITEM
+    across = -(-CHANNELS // row.columns)
+    mask = CHANNELS / (across * row.columns)
+    yield _Kernel("convolution", False, forward, B * -(-T // row.rows) * across, size, size, mask=mask)
+    P, tiles = short_convolution.parts(B, T, CHANNELS, W, prefix=False)
+    backward = _variant(short_convolution, (CHANNELS, W), "backward dense", P=P)
+    turns = (-(-tiles // P),)
+    yield _Kernel("convolution", True, backward, P * across, 2 * size, size, turns, mask)
+
+
+def _norm(
+    name: str, M: int, N: int, form: str, read: tuple[int, int], written: tuple[int, int]
+) -> Iterator[_Kernel]:
+    """Yields forward and backward; read and written are tensors [M, N] of each."""
+    forward, size = _variant(rms_norm, (N, 0), f"forward {form}"), M * N * ITEM
+    mask = N / forward.tile.columns
+    programs = -(-M // forward.tile.rows)
+    yield _Kernel(name, False, forward, programs, read[0] * size, written[0] * size, mask=mask)
+    P, tiles = rms_norm.parts(M, N)
+    backward = _variant(rms_norm, (N, 0), f"backward {form}", P=P)
+    yield _Kernel(name, True, backward, P, read[1] * size, written[1] * size, (-(-tiles // P),), mask)
+
+
+def _softmax() -> _Kernel:
+    variant = _variant(cross_entropy, (0, VOCABULARY), "")
+    turns, size = -(-VOCABULARY // variant.tile.columns), TARGETS * VOCABULARY * ITEM
+    return _Kernel("cross-entropy and its gradient", True, variant, TARGETS, size, size, (turns, turns))
+
+
+def _step(sequences: int) -> _Kernel:
+    sizes = HEADS["K"], HEADS["V"]
+    variant = _variant(gated_delta_rule_step, sizes, "gates made", **HEADS)
+    heads = sequences * HEADS["HV"]
+    return _Kernel("token", False, variant, heads * -(-sizes[1] // variant.tile.columns), *_state(sequences))
+
+
+def _state(sequences: int) -> tuple[float, float]:
+    """Returns the bytes of a token that are read and written."""
+    keys = 2 * sequences * HEADS["H"] * HEADS["K"] * ITEM
+    values = sequences * HEADS["HV"] * HEADS["V"] * ITEM
+    state = 4 * sequences * HEADS["HV"] * HEADS["K"] * HEADS["V"]
+    return state + keys + values, state + values
+
+
+def peers(name: str) -> Iterator[tuple[Launch, ...]]:
+    """Yields each kernel's configurations of flash-linear-attention; one of them runs."""
+    yield tuple(_peer_steps(SEQUENCES[name]) if name in SEQUENCES else _peer_convolutions())
+
+
+def _peer_convolutions() -> Iterator[Launch]:
+    function, tuned = unwrap(load("modules.conv.triton.kernels").causal_conv1d_fwd_kernel)
+    types = {"*bf16": "x y weight", "i32": "B T stride_x_n stride_x_t"}
+    absent = dict.fromkeys(["bias", "residual", "cu_seqlens", "initial_state", "chunk_indices"])
+    values = absent | {
+        "D": CHANNELS, "W": W, "BT": 64, "BW": power_of_two(W), "NB": -(-B * T // 1024), "stride_x_d": 1,
+        "ACTIVATION": "silu", "HAS_WEIGHT": True, "HAS_BIAS": False, "HAS_RESIDUAL": False,
+        "USE_INITIAL_STATE": False, "IS_VARLEN": False,
+    }  # fmt: skip
+    size = B * T * CHANNELS * ITEM
+    for choice in tuned:
+        programs = -(-CHANNELS // choice.kwargs["BD"]) * (T // 64) * B
+        yield _peer("convolution", function, types, values | choice.kwargs, choice, Work(programs, size))
+
+
+def _peer_steps(sequences: int) -> Iterator[Launch]:
+    module = load("ops.gated_delta_rule.fused_recurrent")
+    function, _ = unwrap(module.fused_recurrent_gated_delta_rule_fwd_kernel)
+    types = {"*bf16": "q k v g beta o", "*fp32": "A_log dt_bias h0 ht", "fp32": "scale", "i32": "T"}
+    values = dict.fromkeys(("gk", "gv", "cu_seqlens")) | HEADS | {
+        "BK": power_of_two(HEADS["K"]), "BV": 8, "USE_G": True, "USE_GK": False, "USE_GV": False,
+        "USE_QK_L2NORM_IN_KERNEL": True, "IS_BETA_HEADWISE": True, "USE_INITIAL_STATE": True,
+        "STORE_FINAL_STATE": True, "STATE_V_FIRST": False, "IS_VARLEN": False, "USE_GATE_IN_KERNEL": True,
+        "HAS_DT_BIAS": True, "APPLY_BETA_SIGMOID": True, "ALLOW_NEG_EIGVAL": False,
+    }  # fmt: skip
+    programs = sequences * HEADS["HV"] * HEADS["V"] // 8
+    work = Work(programs, _state(sequences)[0], others=(1,))
+    yield _peer("token", function, types, values, None, work)
+
+
+def _peer(
+    name: str, function: JITFunction, types: dict[str, str], values: dict, choice: object, work: Work
+) -> Launch:
+    """Returns a launch of a configuration; None stands for one warp and three stages."""
+    tile = Tile(0, getattr(choice, "num_warps", 1), getattr(choice, "num_stages", 3))
+    options = " ".join(f"{n}={v}" for n, v in getattr(choice, "kwargs", {}).items())
+    return Launch(name, False, Variant(name, options, function, types, tile, values, MULTIPLES), work)
