@@ -126,7 +126,8 @@ def source(dtype: str, variant: Variant) -> ASTSource:
     signature = variant.signature(dtype)
     places = {name: (i,) for i, name in enumerate(signature)}
     constants = {places[name]: variant.values[name] for name, t in signature.items() if t == "constexpr"}
-    multiples = [name for name, t in signature.items() if t[0] == "*" or name in variant.multiples]
+    whole = {name for name, t in signature.items() if t == "i32"} & set(variant.multiples)
+    multiples = [name for name, t in signature.items() if t[0] == "*" or name in whole]
     aligned = {places[name]: [["tt.divisibility", 16]] for name in multiples}
     return ASTSource(variant.function, signature, constants, aligned)
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends.gated_delta_rule import triton_adapter
 from delta_trn.triton_kernels.estimate import __main__ as command
-from delta_trn.triton_kernels.estimate import calibration, machine, peer, simulate, work
+from delta_trn.triton_kernels.estimate import calibration, layers, machine, peer, simulate, work
 from delta_trn.triton_kernels.estimate.estimates import PARALLEL, SERIAL, factor
 from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops, parse, unfenced
 
@@ -269,6 +269,20 @@ def test_the_factor_of_a_chain_grows_with_the_memory_it_uses():
 
 def row(kernel, microseconds):
     return command.Row("paper_512", "ours", kernel, "", False, microseconds, waits={"barriers": 1.0})
+
+
+def test_a_layers_kernels_have_names_of_their_own_and_their_bytes_beside_them():
+    for name in layers.NAMES:
+        ours, alone = list(layers.launches(name)), list(layers.bytes_alone(name))
+        assert len({x.name for x in ours}) == len(ours)
+        assert [(x.name, x.backward) for x in alone] == [(x.name, x.backward) for x in ours]
+        assert all(
+            x.variant is None and x.work.load_bytes > y.work.load_bytes > 0
+            for x, y in zip(alone, ours, strict=True)
+        )
+    # the state of 16 sequences, float32, read and written: what a token of decoding is made of
+    (token,) = layers.bytes_alone("decode_16")
+    assert 1 < token.work.load_bytes / (2 * 16 * 32 * 128 * 128 * 4) < 1.01
 
 
 def test_a_kernel_more_than_five_per_cent_slower_than_recorded_is_named():

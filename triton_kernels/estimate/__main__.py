@@ -121,12 +121,10 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 def kernel_by_kernel(rows: list[Row]) -> Iterator[str]:
     """Yields what stands beside each of our kernels, over ours."""
-    ours = {(x.kernel, x.backward): x.microseconds for x in rows if x.of == "ours"}
+    ours = {x.kernel: x.microseconds for x in rows if x.of == "ours"}
     for x in rows:
         if x.of != "ours":
-            ratio = x.microseconds / ours[x.kernel, x.backward]
-            direction = "backward" if x.backward else "forward"
-            yield f"{x.of} over ours: {x.kernel}, {direction} {ratio:.2f} (estimated)"
+            yield f"{x.of} over ours: {x.kernel} {x.microseconds / ours[x.kernel]:.2f} (estimated)"
 
 
 def slower(rows: list[Row], recorded: dict) -> list[str]:

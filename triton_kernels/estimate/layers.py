@@ -81,7 +81,7 @@ def _convolution() -> Iterator[_Kernel]:
     P, tiles = short_convolution.parts(B, T, CHANNELS, W, prefix=False)
     backward = _variant(short_convolution, (CHANNELS, W), "backward dense", P=P)
     turns = (-(-tiles // P),)
-    yield _Kernel("convolution", True, backward, P * across, 2 * size, size, turns, mask)
+    yield _Kernel("convolution, backward", True, backward, P * across, 2 * size, size, turns, mask)
 
 
 def _norm(
@@ -94,7 +94,9 @@ def _norm(
     yield _Kernel(name, False, forward, programs, read[0] * size, written[0] * size, mask=mask)
     P, tiles = rms_norm.parts(M, N)
     backward = _variant(rms_norm, (N, 0), f"backward {form}", P=P)
-    yield _Kernel(name, True, backward, P, read[1] * size, written[1] * size, (-(-tiles // P),), mask)
+    yield _Kernel(
+        f"{name}, backward", True, backward, P, read[1] * size, written[1] * size, (-(-tiles // P),), mask
+    )
 
 
 def _softmax() -> _Kernel:
