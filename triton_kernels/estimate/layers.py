@@ -1,6 +1,6 @@
 """What a layer's other kernels launch, and a token of decoding: sizes, turns of loops, bytes they must move.
 
-    layers_1024     the widest layer of arXiv:2412.06464's models but one, 30 sequences of 1,024 tokens:
+    layers_1024     a layer of d = 1,024 with the heads of arXiv:2412.06464, 30 sequences of 1,024 tokens:
                     convolution, gated norm, norm of the residual stream, and 1,024 tokens' cross-entropy
     decode_*        a token of Qwen3-Next's layer for so many sequences, with a float32 state
 
