@@ -201,13 +201,16 @@ def backward(dy, x, weight, prefix, position, *, dx, dprefix, dweight, silu):
 
 def variants(C: int, W: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
+    kernels = {
+        "forward": (forward_kernel, tile("short_convolution_forward", C)),
+        "backward": (backward_kernel, tile("short_convolution", C)),
+    }
     values = {"W": W, "P": 21, "SILU": True, "DOT": "ieee"}
     prefix, position = dict.fromkeys(("prefix", "dprefix")), {"position": None}
     forms = {"packed": prefix}
     if not quick:
         forms |= {"dense": prefix | position, "prefix": position}
     for form, absent in forms.items():
-        for direction, kernel in {"forward": forward_kernel, "backward": backward_kernel}.items():
-            row = tile("short_convolution" + "_forward" * (direction == "forward"), C)
+        for direction, (kernel, row) in kernels.items():
             more = values | absent | {"BT": row.rows, "BC": row.columns}
             yield Variant("short_convolution", f"{direction} {form}", kernel, TYPES, row, more)

@@ -297,7 +297,7 @@ PLAN = fuzz.Plan("chunked", "cpu", 3, 12)
 
 
 def test_random_cases_leave_pytorch_its_threads():
-    """One was left, so that a run in the same process and a resumed one in another differed by rounding."""
+    """They left it one: a run in this process and its resumed half in another then differed by rounding."""
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     fuzz.run_piece(PLAN, 0, 1)

@@ -37,7 +37,7 @@ EXIT = instruction("EXIT")
 
 
 def cycles(*instructions, warps=1, programs=1, resident_registers=32, **of_work):
-    """Cycles that one SM takes for `programs` programs, without what their start takes."""
+    """Returns the cycles that one SM takes for `programs` programs, without what their start takes."""
     code = Code((*instructions, EXIT), resident_registers, 0, 0, warps)
     job = simulate.Work(programs * machine.PROCESSORS, 1e12, **of_work)
     seconds = simulate.run(code, job).seconds

@@ -351,9 +351,9 @@ def test_float16_keeps_the_digits_of_what_is_small_in_a_whole_chunk(seed, index)
 
 @interpreted
 def test_equal_keys_keep_their_digits_whatever_order_products_add_in(monkeypatch):
-    """Of T = +-2, even and odd terms are large sums apart: where products made T, dq was 1.25 of allowed.
+    """This order adds even terms, then odd ones. Where products made T = +-2, each sum was large, and dq red.
 
-    On another machine NumPy's products had such an order, and case reflect was red.
+    NumPy's products have such an order on some machines.
     """
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):

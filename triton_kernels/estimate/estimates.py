@@ -71,7 +71,7 @@ class Estimator:
             return Estimate(launch.name, "", launch.backward, moved(launch.work.load_bytes, launch.count))
         variant = launch.variant
         key = f"{variant.function} {variant.tile} {sorted((n, str(v)) for n, v in variant.values.items())}"
-        key += str(variant.multiples)
+        key += f" {variant.multiples}"
         self._variants[key] = variant
         code = self._compile(key)
         if code.shared > SHARED_BYTES:

@@ -1,4 +1,4 @@
-"""What a layer's other kernels launch, and a token of decoding: sizes, turns of loops, bytes they must move.
+"""Lists what a layer's other kernels launch, and a token of decoding: sizes, turns of loops, bytes to move.
 
     layers_1024     a layer of d = 1,024 with the heads of arXiv:2412.06464, 30 sequences of 1,024 tokens:
                     convolution, gated norm, norm of the residual stream, and 1,024 tokens' cross-entropy
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from triton.runtime.jit import JITFunction
+from triton import Config
 
 from delta_trn.triton_kernels import cross_entropy, gated_delta_rule_step, rms_norm, short_convolution
-from delta_trn.triton_kernels.estimate.peer import load, unwrap
+from delta_trn.triton_kernels.estimate.peer import load, unwrap, variant_of
 from delta_trn.triton_kernels.estimate.simulate import Work
 from delta_trn.triton_kernels.estimate.work import ITEM, Launch
-from delta_trn.triton_kernels.launch import Tile, power_of_two
+from delta_trn.triton_kernels.launch import power_of_two
 from delta_trn.triton_kernels.variants import Variant
 
 B, T, H, K, V, W = 30, 1024, 6, 128, 256, 4
@@ -137,7 +137,9 @@ def _peer_convolutions() -> Iterator[Launch]:
     size = B * T * CHANNELS * ITEM
     for choice in tuned:
         programs = -(-CHANNELS // choice.kwargs["BD"]) * (T // 64) * B
-        yield _peer("convolution", function, types, values | choice.kwargs, choice, Work(programs, size))
+        blocks = values | choice.kwargs
+        variant = variant_of("convolution", function, types, blocks, choice, MULTIPLES)
+        yield Launch("convolution", False, variant, Work(programs, size))
 
 
 def _peer_steps(sequences: int) -> Iterator[Launch]:
@@ -152,13 +154,5 @@ def _peer_steps(sequences: int) -> Iterator[Launch]:
     }  # fmt: skip
     programs = sequences * HEADS["HV"] * HEADS["V"] // 8
     work = Work(programs, _state(sequences)[0], others=(1,))
-    yield _peer("token", function, types, values, None, work)
-
-
-def _peer(
-    name: str, function: JITFunction, types: dict[str, str], values: dict, choice: object, work: Work
-) -> Launch:
-    """Returns a launch of a configuration; None stands for one warp and three stages."""
-    tile = Tile(0, getattr(choice, "num_warps", 1), getattr(choice, "num_stages", 3))
-    options = " ".join(f"{n}={v}" for n, v in getattr(choice, "kwargs", {}).items())
-    return Launch(name, False, Variant(name, options, function, types, tile, values, MULTIPLES), work)
+    variant = variant_of("token", function, types, values, Config({}, num_warps=1, num_stages=3))
+    yield Launch("token", False, variant, work)

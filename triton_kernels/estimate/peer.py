@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from types import ModuleType
 from typing import Any
 
+from triton import Config
 from triton.runtime.jit import JITFunction
 
 from delta_trn.triton_kernels.estimate.simulate import Work
@@ -87,6 +88,21 @@ def unwrap(function: Any) -> tuple[JITFunction, tuple]:
         tuned = getattr(function, "configs", tuned)
         function = function.fn
     return function, tuple(tuned)
+
+
+def variant_of(
+    name: str,
+    function: JITFunction,
+    types: dict[str, str],
+    values: dict[str, Any],
+    choice: Config,
+    multiples: tuple[str, ...] = (),
+) -> Variant:
+    """Returns what a launch by one of an autotuner's configurations compiles."""
+    tile = Tile(0, choice.num_warps, choice.num_stages)
+    blocks = "".join(f"{n}={v} " for n, v in choice.kwargs.items())
+    options = f"{blocks}warps={tile.warps} stages={tile.stages}"
+    return Variant(name, options, function, types, tile, values, multiples)
 
 
 @dataclass(frozen=True)
@@ -209,11 +225,7 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
     for choice in tuned:
         blocks = kernel.blocks(sizes) | choice.kwargs
         values = {n: v for n, v in (switches | fixed | absent | blocks).items() if n in function.arg_names}
-        tile = Tile(blocks.get("BV", 0), choice.num_warps, choice.num_stages)
-        options = " ".join(f"{n}={v}" for n, v in choice.kwargs.items())
-        variant = Variant(
-            name, f"{options} warps={tile.warps} stages={tile.stages}".strip(), function, TYPES, tile, values
-        )
+        variant = variant_of(name, function, TYPES, values, choice)
         yield Launch(name, backward, variant, work(kernel, shape, choice.kwargs))
 
 

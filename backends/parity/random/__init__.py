@@ -1,1 +1,1 @@
-"""Random cases: what is drawn, what it is held against, which properties hold, and the runner of many."""
+"""Draws random cases, says what they are held against, checks their properties, and runs many of them."""

@@ -300,19 +300,16 @@ def _cut(case: RandomCase, backend: str, results: Tensors, criterion: Criterion)
     first, rest = slice(0, at), slice(at, T)
 
     def call(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
-        if case.op == "gated_delta_rule":
-            one = run(case, _part(x, first), backend)
-            two = run(case, _part(x, rest) | {"initial_state": one["final_state"]}, backend)
-            return {"o": torch.cat([one["o"], two["o"]], 1), "final_state": two["final_state"]}
-        before = x["weight"].shape[1] - 1
-        prefix = x.get("prefix", x["x"].new_zeros(x["x"].shape[0], before, x["x"].shape[2]))
-        joined = torch.cat([prefix, x["x"]], 1)
-        one = run(case, _part(x, first), backend)
-        carried = {"prefix": joined[:, at : at + before]}
+        one, carried = run(case, _part(x, first), backend), {}
+        if "weight" in x:  # of a convolution, which takes the last tokens along
+            before = x["weight"].shape[1] - 1
+            prefix = x.get("prefix", x["x"].new_zeros(x["x"].shape[0], before, x["x"].shape[2]))
+            carried["prefix"] = torch.cat([prefix, x["x"]], 1)[:, at : at + before]
         if "final_state" in one:
             carried["initial_state"] = one["final_state"]
         two = run(case, _part(x, rest) | carried, backend)
-        return {**two, "y": torch.cat([one["y"], two["y"]], 1)}
+        name = "o" if "o" in two else "y"
+        return {**two, name: torch.cat([one[name], two[name]], 1)}
 
     return criterion.require("cut", outcome(case, backend, call))
 
