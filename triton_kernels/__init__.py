@@ -2,7 +2,8 @@
 
     module                   computes
     gated_delta_rule_fwd     the gated delta rule over a sequence, forward (arXiv:2412.06464)
-    gated_delta_rule_bwd     its gradients
+    gated_delta_rule_reverse its gradients: the reverse scan over the chunks
+    gated_delta_rule_bwd     its gradients: every chunk in parallel
     gated_delta_rule_refine  their accuracy in bfloat16 where keys are alike
     gated_delta_rule_step    one token of it, for decoding
     delta_residual           Deep Delta Learning's rank-1 residual update, forward and backward

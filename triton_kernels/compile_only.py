@@ -38,6 +38,7 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
     gated_delta_rule_refine,
+    gated_delta_rule_reverse,
     gated_delta_rule_step,
     rms_norm,
     segments,
@@ -53,7 +54,8 @@ STACK_BYTES = {"bf16": 512, "fp16": 512, "fp32": 768}
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 RULE = (
-    gated_delta_rule_fwd, gated_delta_rule_bwd, gated_delta_rule_refine, segments, gated_delta_rule_step,
+    gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd, gated_delta_rule_refine, segments,
+    gated_delta_rule_step,
 )  # fmt: skip
 # modules; the two sizes of their variants; those that --quick compiles
 # fmt: off
@@ -145,7 +147,9 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant) -> Row:
     return Row(
         variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,
         compiled.metadata.shared, len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
-        unfenced(parse(disassemble(cubin))), transposed_products(compiled.asm["ttir"]),
+        # upright tiles are operands that the kernel itself stored
+        unfenced(parse(disassemble(cubin)), stores=variant.values.get("UPRIGHT", False)),
+        transposed_products(compiled.asm["ttir"]),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Gated delta rule, backward, chunkwise: a reverse scan over the chunks, then every chunk in parallel.
+"""Gated delta rule, backward, chunkwise: after the reverse scan over the chunks, every chunk in parallel.
 
 In the symbols of gated_delta_rule_fwd; dO is given, dS' [K, V] is the gradient of the state at a chunk's end:
 
@@ -48,159 +48,37 @@ Layout, beyond that of forward:
     first_dq [B, tokens, H, K] in float32, where pairs of value heads share a key: dq of each pair's first, to
                               which the launch for the second adds its own; dq then has H heads
     dgates [NC, HV, 2]        a chunk's part of dA_log and of ddt_bias
-
-The reverse scan is serial, so it reads and writes as little as it can: sums over one chunk, <dY, V> and
-<dS', S> among them, are left to the gradients, although dY and dS' are rounded there. In float32 it sums
-`writes`, of the very K dS' that went into dU: where equal keys leave nothing of K dS' but its rounding, what
-that does to `writes` and to E cancels, as roundings of rows of U dS'^T would not. In bfloat16,
-`gated_delta_rule_refine` comes between.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
-from math import frexp
-
 import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import ANY, TRANSPOSES, Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import TRANSPOSES, Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
     accumulate,
-    invert_power,
+    accumulate_alone,
     locate_chunk,
-    locate_sequence,
     multiply,
     round_to,
     scale_by_exp,
     softplus,
     split_power,
 )
-from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts, second_of_pair
+from delta_trn.triton_kernels.variants import Variant, gates, layouts, second_of_pair
 
 LEAST_DIVISOR = tl.constexpr(2.0**-4)
 TYPES = {
-    "*x": "q k v do T P S U dY dS dq dk dv",
-    "*fp32": "g beta A_log dt_bias rows initial_state dstate writes carry dinitial_state dg dbeta dgates"
-    " first_dq",
-    "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
-    "fp32": "scale power unit beta_max",
-    "i32": "tokens NT NS span",
+    "*x": "q k v do S U dY dS dq dk dv",
+    "*fp32": "g beta A_log dt_bias rows writes carry first_dq dg dbeta dgates",
+    "*i64": "chunk_start chunk_length",
+    "fp32": "scale beta_max",
+    "i32": "tokens NT",
 }
-
-
-@triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
-def reverse_scan_kernel(
-    q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
-    cu_seqlens, chunk_offsets, scale, power, unit, tokens, NT, NS, span,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
-
-    Writes dY and dS unless dY is None, writes unless that is None, carry at first chunks unless initial_state
-    is None, and dinitial_state unless that is None. power is a power of two, as large as scale;
-    unit is that of P.
-    """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0).to(tl.int64)
-    i_v = (pid % NV).to(tl.int32)
-    i_h = (pid // NV) % HV
-    i_n = pid // (NV * HV)
-    i_hk = i_h // (HV // H)
-    start, length, first = locate_sequence(i_n, tokens, NT, NS, span, cu_seqlens, chunk_offsets, C)
-
-    o_c = tl.arange(0, C)
-    o_k = tl.arange(0, KP)
-    o_v = i_v * BV + tl.arange(0, BV)
-    m_k = o_k < K
-    m_v = o_v < V
-    m_vk = m_v[:, None] & m_k[None, :]
-    o_ck = o_c[:, None] * (H * K) + o_k[None, :]
-    o_vc = o_v[:, None] + o_c[None, :] * (HV * V)
-    o_cc = o_c[:, None] * C + o_c[None, :]
-    o_state = o_k[None, :] * V + o_v[:, None]
-    dtype = k.dtype.element_ty
-
-    b_dZ = tl.zeros([BV, KP], dtype=tl.float32)  # the gradient of the state, transposed
-    if dstate is not None:
-        p_state = dstate + (i_n * HV + i_h) * (K * V)
-        b_dZ = tl.load(p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
-
-    chunks = tl.cdiv(length, C).to(tl.int32)
-    for r in range(0, chunks):
-        i = chunks - 1 - r
-        t = start + i * C
-        tile = (first + i) * HV + i_h
-        m_t = o_c < tl.minimum(length - i * C, C).to(tl.int32)
-        m_ck = m_t[:, None] & m_k[None, :]
-        p_rows = rows + tile * (ROWS * C)
-        b_last = tl.exp2(tl.load(p_rows + C - 1))
-        b_dZd = round_to(b_dZ, dtype, DOT)
-        if dS is not None:
-            tl.store(dS + tile * (V * K) + o_state, b_dZd, mask=m_vk)
-        # not one condition: the first is decided when the kernel is compiled, the second when it runs
-        if initial_state is not None and dinitial_state is not None:  # noqa: SIM102
-            if i == 0:
-                tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_dZ, mask=m_vk)
-
-        b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-        b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-        m_vc = m_v[:, None] & m_t[None, :]
-        b_doT = tl.load(do + (t * HV + i_h) * V + o_vc, mask=m_vc, other=0.0)  # [BV, C]
-        b_T = tl.load(T + tile * (C * C) + o_cc)
-        b_P = tl.load(P + tile * (C * C) + o_cc)
-        b_dUT = multiply(b_dZd, tl.trans(b_k), DOT)
-        b_to_end = tl.load(p_rows + 6 * C + o_c)
-        if dtype == tl.float16:
-            b_to_end /= unit
-        b_dUT *= b_to_end[None, :]
-        if writes is not None:
-            b_UT = tl.load(U + tile * (C * V) + o_c[None, :] * V + o_v[:, None], mask=m_v[:, None], other=0.0)
-            tl.store(writes + (tile * NV + i_v) * C + o_c, tl.sum(b_UT * b_dUT, axis=0))
-        b_dUT += multiply(b_doT, b_P, DOT)  # [BV, C]
-        if dtype == tl.float16:
-            b_dUT *= unit
-        b_dYT = multiply(round_to(b_dUT, dtype, DOT), b_T, DOT)  # [BV, C]
-        if dY is not None:
-            p_dY = dY + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
-            tl.store(p_dY, round_to(b_dYT, dtype, DOT), mask=m_v[:, None])
-        b_dOT = b_doT.to(tl.float32) * tl.load(p_rows + 5 * C + o_c)[None, :]
-        b_dYT *= tl.load(p_rows + 4 * C + o_c)[None, :]
-        if dtype == tl.float16:
-            # scale dO may leave float16's range at either end, and what the first token's decay leaves of it
-            # and of dY at the lower. In this order the product adds b_dZ, or registers spill
-            most, _ = split_power(tl.exp2(tl.maximum(tl.load(p_rows), -87.0)))
-            inverse = invert_power(most)
-            b_dOT *= inverse * (scale / power)
-            b_dZ = b_dZ * (b_last * inverse / power) + multiply(round_to(b_dOT, dtype, DOT), b_q, DOT)
-            b_dZ *= power
-            b_dZ -= multiply(round_to(b_dYT * inverse, dtype, DOT), b_k, DOT)
-            b_dZ *= most
-        else:
-            b_dZ = b_dZ * b_last + multiply(round_to(scale * b_dOT, dtype, DOT), b_q, DOT)
-            b_dZ -= multiply(round_to(b_dYT, dtype, DOT), b_k, DOT)
-
-    if initial_state is not None:  # noqa: SIM102
-        if chunks > 0:
-            # the first state is known unrounded, and so is its gradient, which dinitial_state holds so far
-            tl.debug_barrier()
-            tile = first * HV + i_h
-            o_first = (i_n * HV + i_h) * (K * V) + o_state
-            b_S = tl.load(S + tile * (V * K) + o_state, mask=m_vk, other=0.0).to(tl.float32)
-            b_dS = tl.load(dS + tile * (V * K) + o_state, mask=m_vk, other=0.0).to(tl.float32)
-            b_initial = tl.load(initial_state + o_first, mask=m_vk, other=0.0).to(tl.float32)
-            if dinitial_state is None:
-                b_lost = (b_initial - b_S) * b_dS
-            else:
-                b_lost = -b_S * b_dS
-                b_lost += b_initial * tl.load(dinitial_state + o_first, mask=m_vk, other=0.0)
-                tl.debug_barrier()
-            tl.store(carry + tile * NV + i_v, tl.sum(tl.sum(b_lost, axis=1), axis=0))
-    if dinitial_state is not None:
-        tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_dZ, mask=m_vk)
 
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
@@ -241,6 +119,8 @@ def gradients_kernel(
     m_ck = m_t[:, None] & m_k[None, :]
     o_ck = o_c[:, None] * (H * K) + o_k[None, :]
     dtype = k.dtype.element_ty
+    # with eight warps, see accumulate_alone; products of float32 run elsewhere
+    ALONE: tl.constexpr = KP > (128 if TRANSPOSE else 64) and dtype != tl.float32
     tile = i_c * HV + i_h
     p_rows = rows + tile * (ROWS * C)
     b_beta = tl.load(p_rows + 7 * C + o_c)
@@ -313,14 +193,16 @@ def gradients_kernel(
     if TRANSPOSE:
         b_dQKT = tl.trans(round_to(b_dQK * (scale * b_fq)[:, None], dtype, DOT))
     b_dQK *= (scale * b_fk)[None, :]
-    b_E = tl.where(strict, b_dQK * multiply(b_q, tl.trans(b_k), DOT), 0.0) * b_fq[:, None]
+    b_zeros = tl.zeros([C, C], dtype=tl.float32)
+    b_QK = accumulate_alone(b_zeros, b_q, tl.trans(b_k), length > 0, ALONE, DOT)
+    b_E = tl.where(strict, b_dQK * b_QK, 0.0) * b_fq[:, None]
     b_dQK = round_to(b_dQK, dtype, DOT)
     b_written = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_YU, 0.0), axis=1)
     b_dLD = tl.where(strict, -b_YU * b_D, 0.0)  # dL . D
     if TRANSPOSE:
         b_dKKT = tl.trans(round_to(b_dLD * (b_beta * b_fk)[:, None], dtype, DOT))
     b_dLD *= b_fk[None, :]
-    b_dLDKK = b_dLD * multiply(b_k, tl.trans(b_k), DOT)
+    b_dLDKK = b_dLD * accumulate_alone(b_zeros, b_k, tl.trans(b_k), length > 0, ALONE, DOT)
     b_dbeta += b_fk * tl.sum(b_dLDKK, axis=1)
     b_E += b_dLDKK * (b_beta * b_fk)[:, None]
     b_dKK = b_dLD * b_beta[:, None]
@@ -336,7 +218,8 @@ def gradients_kernel(
         b_from = tl.where(o_c[:, None] <= o_c[None, :], 1.0, 0.0).to(tl.bfloat16)
         b_E_high = round_to(b_E, tl.bfloat16, DOT)
         b_E_low = round_to(b_E - b_E_high.to(tl.float32), tl.bfloat16, DOT)
-        b_cum = accumulate(multiply(b_from, b_E_high, DOT), b_from, b_E_low, DOT)
+        b_cum = accumulate_alone(b_zeros, b_from, b_E_high, length > 0, ALONE, DOT)
+        b_cum = accumulate(b_cum, b_from, b_E_low, DOT)
     b_dg = tl.sum(tl.where(strict, b_cum, 0.0), axis=1)
 
     b_gam = tl.exp2(b_b)
@@ -399,8 +282,9 @@ def gradients_kernel(
         for i_tile in range(0, TILES):
             b_writes += tl.load(writes + (tile * TILES + i_tile) * C + o_c)
     b_dk = b_US - b_YS * (b_gam * b_beta)[:, None]
-    b_dk = accumulate(b_dk, b_dQKT, b_q, DOT)
-    b_dk = accumulate(b_dk, b_dKK, b_k, DOT)
+    # two branches of one condition in a row would become one
+    b_dk = accumulate_alone(b_dk, b_dQKT, b_q, length > 0, ALONE, DOT)
+    b_dk = accumulate_alone(b_dk, b_dKK, b_k, tokens > 0, ALONE, DOT)
     if TRANSPOSE:
         b_dk = accumulate(b_dk, b_dKKT, b_k, DOT)
     if L2NORM:
@@ -422,24 +306,6 @@ def gradients_kernel(
         b_dbeta *= beta_max * tl.sigmoid(b_z) * tl.sigmoid(-b_z)
     tl.store(dg + p_g, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m_t)
     tl.store(dbeta + p_g, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
-
-
-@take_turns
-def reverse_scan(
-    q, k, do, T, P, rows, S, U, initial_state, dstate, *, dY, dS, writes, carry, dinitial_state, scale,
-    unit, chunks: Chunks, config: Config,
-):  # fmt: skip
-    """Launches `reverse_scan_kernel`, which says what it fills."""
-    H, K = q.shape[2:]
-    HV, V = do.shape[2:]
-    tile = config.reverse
-    power = 2.0 ** max(-60, frexp(scale)[1])
-    reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
-        q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
-        chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens, chunks.per_sequence,
-        chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
-        C=chunks.size, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
 
 
 @take_turns
@@ -469,27 +335,12 @@ def gradients(
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
-    row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
+    row = config(K, V, itemsize=itemsize)
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
     sizes |= {"DOT": row.dot, "TRANSPOSE": TRANSPOSES, "MEMBER": -1, "first_dq": None}
+    sizes |= {"BV": row.gradients.columns} | ({} if itemsize == 4 else {"writes": None})
     for layout, tables in layouts(quick).items():
-        values = sizes | tables | {"BV": row.reverse.columns}
-        states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
-        if itemsize < 4:
-            states += ("writes",)
-        absent = {
-            layout: states,
-            f"{layout} segments": ("dstate", "initial_state", "S", "dY", "dS", "writes", "carry"),
-        }
-        for options, names in absent.items():
-            reverse = values | dict.fromkeys(names)
-            if narrow.reverse == row.reverse or options == layout:
-                yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, row.reverse, reverse)
-            if narrow.reverse != row.reverse:
-                reverse |= {"BV": narrow.reverse.columns}
-                options += FEW
-                yield Variant("reverse_scan", options, reverse_scan_kernel, TYPES, narrow.reverse, reverse)
-        values |= {"BV": row.gradients.columns} | dict.fromkeys(states)
+        values = sizes | tables | ({"carry": None} if layout == "dense" else {})
         for form, arguments in gates(quick).items():
             for scaled in (False,) if itemsize == 4 or quick else (False, True):
                 constants = values | arguments | {"SCALED": scaled}

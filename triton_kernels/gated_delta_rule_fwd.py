@@ -28,12 +28,16 @@ and z instead, which a layer projects, both [B, tokens, HV]:
 
     g = -exp(A_log) softplus(a + dt_bias)         beta = beta_max sigmoid(z)
 
-The scan holds the state transposed, Z = S^T [BV, K]. Every product on the serial chain then has the running
-value on its left, which Hopper's tensor cores read from registers, and a tile from memory on its right; no
-result of a product is ever transposed, which Triton 3.4 to 3.7.0 miscompiles on Hopper. V^T comes from a
-product, too, with the identity, which is exact: as an operand, V goes from memory to shared memory like the
-others, ahead of its use, and the tensor cores transpose it. Three stages of 128 columns fill shared memory to
-206 of 227 KB, because S is stored as [K, V]: transposed back, its tile passes through 4 KB and not 32.
+Up to K = 128 the scan holds its tiles transposed, the state as S^T [BV, K]. Every product on the serial chain
+then has the running value on its left, which Hopper's tensor cores read from registers, and a tile from
+memory on its right. V^T comes from a product, too, with the identity, which is exact: as an operand, V goes
+from memory to shared memory like the others, ahead of its use, and the tensor cores transpose it. Three
+stages of 128 columns fill shared memory to 206 of 227 KB, because S is stored as [K, V]: transposed back, its
+tile passes through 4 KB and not 32. Wider states fill the registers of eight warps with 64 columns, and S^T
+of 64 rows is divided among them along K, so that each would first fetch all of it from the others. There the
+tiles stand upright, as in the equations, and the running value is the right operand, which is read from
+shared memory. Either way no result of a product is transposed, which Triton 3.4 to 3.7.0 miscompiles on
+Hopper.
 
 Layout, with NC the number of chunks of all sequences, and B = 1 where N sequences are packed:
 
@@ -62,6 +66,9 @@ from delta_trn.triton_kernels.tiles import (
     LOG2E,
     RESET,
     ROWS,
+    add_from_left,
+    by_column,
+    by_row,
     compute_gates,
     exp2_of_words,
     invert_power,
@@ -69,6 +76,7 @@ from delta_trn.triton_kernels.tiles import (
     locate_chunk,
     locate_sequence,
     multiply,
+    multiply_from_left,
     round_to,
     split_power,
 )
@@ -179,13 +187,14 @@ def scan_kernel(
     q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
     scale, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, STAGES: tl.constexpr, UPRIGHT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks in order; one program per (sequence, value head, BV columns of V).
 
     Writes what is not None. Backward reads S and U; where forward did not keep them, backward launches this
     kernel for them alone. With `transition`, K more columns follow those of V: they start as the identity,
-    see v = 0 and end as `transition` (see `segments`). scale is in `unit`.
+    see v = 0 and end as `transition` (see `segments`). scale is in `unit`. Tiles are as in the equations if
+    UPRIGHT, else transposed.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NX: tl.constexpr = NV + ((K + BV - 1) // BV if transition is not None else 0)
@@ -201,22 +210,22 @@ def scan_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    m_vk = m_v[:, None] & m_k[None, :]
+    m_state = by_row(m_k, UPRIGHT) & by_column(m_v, UPRIGHT)
     o_ck = o_c[:, None] * (H * K) + o_k[None, :]
-    o_vc = o_v[:, None] + o_c[None, :] * (HV * V)
+    o_tv = by_row(o_c, UPRIGHT) * (HV * V) + by_column(o_v, UPRIGHT)
     o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
     o_cc = o_c[:, None] * C + o_c[None, :]
-    o_state = o_k[None, :] * V + o_v[:, None]
+    o_state = by_row(o_k, UPRIGHT) * V + by_column(o_v, UPRIGHT)
     dtype = k.dtype.element_ty
 
     b_identity = tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0).to(dtype)
     o_x = o_v - NV * BV  # counts the columns of `transition`
-    b_Z = tl.zeros([BV, KP], dtype=tl.float32)  # the state, transposed
+    b_S = tl.zeros(o_state.shape, dtype=tl.float32)
     if transition is not None:
-        b_Z += tl.where(o_x[:, None] == o_k[None, :], 1.0, 0.0)
+        b_S += tl.where(by_row(o_k, UPRIGHT) == by_column(o_x, UPRIGHT), 1.0, 0.0)
     if initial_state is not None:
         p_state = initial_state + (i_n * HV + i_h) * (K * V)
-        b_Z = tl.load(p_state + o_state, mask=m_vk, other=0.0).to(tl.float32)
+        b_S = tl.load(p_state + o_state, mask=m_state, other=0.0).to(tl.float32)
 
     # with num_stages here, and not only at launch, Triton loads the rows ahead as well
     for i in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
@@ -225,32 +234,36 @@ def scan_kernel(
         m_t = o_c < tl.minimum(length - i * C, C).to(tl.int32)
         m_ck = m_t[:, None] & m_k[None, :]
         b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-        m_cv = m_t[:, None] & m_v[None, :]
-        b_v = tl.load(v + (t * HV + i_h) * V + o_cv, mask=m_cv, other=0.0)
-        b_vT = tl.trans(b_v) if dtype == tl.float32 else multiply(tl.trans(b_v), b_identity, DOT)
+        b_v = tl.load(v + (t * HV + i_h) * V + o_cv, mask=m_t[:, None] & m_v[None, :], other=0.0)
+        if UPRIGHT:
+            b_v = b_v.to(tl.float32)
+        else:
+            b_v = tl.trans(b_v) if dtype == tl.float32 else multiply(tl.trans(b_v), b_identity, DOT)
         b_T = tl.load(T + tile * (C * C) + o_cc)
         p_rows = rows + tile * (ROWS * C)
         b_beta = tl.load(p_rows + 7 * C + o_c)
-        b_Zd = round_to(b_Z, dtype, DOT)
+        b_Sd = round_to(b_S, dtype, DOT)
         if S is not None:
             # not o_state, which would be kept over the loop: at K = 256 that spills
-            tl.store(S + tile * (K * V) + o_v[:, None] + o_k[None, :] * V, b_Zd, mask=m_vk)
+            p_S = S + tile * (K * V) + by_column(o_v, UPRIGHT) + by_row(o_k, UPRIGHT) * V
+            tl.store(p_S, b_Sd, mask=m_state)
 
-        b_KST = multiply(b_Zd, tl.trans(b_k), DOT)  # [BV, C], (K S)^T
-        b_YT = b_vT * b_beta[None, :] - b_KST * tl.load(p_rows + 4 * C + o_c)[None, :]
-        b_UT = multiply(round_to(b_YT, dtype, DOT), tl.trans(b_T), DOT)  # [BV, C]
+        b_KS = multiply_from_left(b_k, b_Sd, length > 0, UPRIGHT, DOT)
+        b_Y = b_v * by_row(b_beta, UPRIGHT) - b_KS * by_row(tl.load(p_rows + 4 * C + o_c), UPRIGHT)
+        b_U = multiply_from_left(b_T, round_to(b_Y, dtype, DOT), length > 0, UPRIGHT, DOT)
         if U is not None:
-            p_U = U + tile * (C * V) + o_c[None, :] * V + o_v[:, None]
-            tl.store(p_U, round_to(b_UT, dtype, DOT), mask=m_v[:, None])
+            p_U = U + tile * (C * V) + by_row(o_c, UPRIGHT) * V + by_column(o_v, UPRIGHT)
+            tl.store(p_U, round_to(b_U, dtype, DOT), mask=by_column(m_v, UPRIGHT))
         if o is not None:
             b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
             b_P = tl.load(P + tile * (C * C) + o_cc)
-            b_OT = multiply(b_Zd, tl.trans(b_q), DOT) * (scale * tl.load(p_rows + 5 * C + o_c))[None, :]
-            b_OT += multiply(round_to(b_UT, dtype, DOT), tl.trans(b_P), DOT)
+            b_O = multiply_from_left(b_q, b_Sd, length > 0, UPRIGHT, DOT)
+            b_O *= by_row(scale * tl.load(p_rows + 5 * C + o_c), UPRIGHT)
+            b_O = add_from_left(b_O, b_P, round_to(b_U, dtype, DOT), UPRIGHT, DOT)
             if dtype == tl.float16:
-                b_OT *= unit
-            m_vc = m_v[:, None] & m_t[None, :]
-            tl.store(o + (t * HV + i_h) * V + o_vc, round_to(b_OT, o.dtype.element_ty, DOT), mask=m_vc)
+                b_O *= unit
+            m_tv = by_row(m_t, UPRIGHT) & by_column(m_v, UPRIGHT)
+            tl.store(o + (t * HV + i_h) * V + o_tv, round_to(b_O, o.dtype.element_ty, DOT), mask=m_tv)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
         b_last = tl.exp2(tl.load(p_rows + C - 1))
         if dtype != tl.float16:
@@ -259,17 +272,17 @@ def scan_kernel(
             inverse = invert_power(power)
             b_to_end *= inverse
             b_last *= inverse
-        b_UT *= b_to_end[None, :]
-        b_Z = b_Z * b_last + multiply(round_to(b_UT, dtype, DOT), b_k, DOT)
+        b_U *= by_row(b_to_end, UPRIGHT)
+        b_S = add_from_left(b_S * b_last, tl.trans(b_k), round_to(b_U, dtype, DOT), UPRIGHT, DOT)
         if dtype != tl.float16:
-            b_Z *= power
+            b_S *= power
 
     if final_state is not None:
-        tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_state, b_Z, mask=m_vk)
+        tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_state, b_S, mask=m_state)
     if transition is not None:
-        m_x = (o_x >= 0) & (o_x < K)
-        p_x = transition + (i_n * HV + i_h) * (K * K) + o_k[None, :] * K + o_x[:, None]
-        tl.store(p_x, b_Z, mask=m_x[:, None] & m_k[None, :])
+        m_x = by_row(m_k, UPRIGHT) & by_column((o_x >= 0) & (o_x < K), UPRIGHT)
+        p_x = transition + (i_n * HV + i_h) * (K * K) + by_row(o_k, UPRIGHT) * K + by_column(o_x, UPRIGHT)
+        tl.store(p_x, b_S, mask=m_x)
 
 
 def unit_of(scale: float, K: int) -> float:
@@ -325,7 +338,7 @@ def scan(
         q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
         chunks.offsets, scale / unit, unit, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, STAGES=tile.stages,
-        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        UPRIGHT=tile.upright, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -333,7 +346,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.scan.columns, "C": row.C}
-    sizes |= {"L2NORM": True, "DOT": row.dot, "STAGES": row.scan.stages}
+    sizes |= {"L2NORM": True, "DOT": row.dot, "STAGES": row.scan.stages, "UPRIGHT": row.scan.upright}
+    few = {"BV": narrow.scan.columns, "STAGES": narrow.scan.stages, "UPRIGHT": narrow.scan.upright}
     # what each use of the scan does not write; dense sequences have no initial and no final state here
     uses = {"train": ("transition",)}
     if not quick:
@@ -351,9 +365,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             values = sizes | tables | dict.fromkeys((*absent, *states))
             yield Variant("scan", f"{layout} {use}", scan_kernel, TYPES, row.scan, values)
             if narrow.scan != row.scan:
-                values |= {"BV": narrow.scan.columns, "STAGES": narrow.scan.stages}
+                values |= few
                 yield Variant("scan", f"{layout} {use}{FEW}", scan_kernel, TYPES, narrow.scan, values)
-        values = sizes | tables | {"BV": narrow.scan.columns, "STAGES": narrow.scan.stages}
-        values |= dict.fromkeys(("initial_state", "o", "S", "U"))
-        few = FEW if narrow.scan != row.scan else ""
-        yield Variant("scan", f"{layout} segments{few}", scan_kernel, TYPES, narrow.scan, values)
+        values = sizes | tables | few | dict.fromkeys(("initial_state", "o", "S", "U"))
+        options = f"{layout} segments" + FEW * (narrow.scan != row.scan)
+        yield Variant("scan", options, scan_kernel, TYPES, narrow.scan, values)

@@ -39,6 +39,7 @@ class Row:
     elements                    of the tile: its rows are elements / columns; 0 where it has no rows
     rows                        least rows of the tile
     registers                   most per thread; None: as many as the compiler takes
+    upright                     the scans' tiles stand as in the equations, not transposed
     """
 
     kernels: str
@@ -53,13 +54,13 @@ class Row:
     rows: int = 16
     few: bool = False
     registers: int | None = None
+    upright: bool = False
 
 
 # In float32, products run on the ordinary cores with their operands in registers: short chunks, narrow tiles,
 # or they spill. In 16 bits, a state of [64, 256] float32 fills the registers of four warps, and one of
-# [128, 128] those of eight; two stages of backward's tiles at K = 256 would exceed the 227 KiB of shared
-# memory. A scan of 128 columns has half the programs of one of 64, and each takes 1.3 times as long: that is
-# slower where all programs run at once anyway.
+# [128, 128] those of eight. A scan of 128 columns has half the programs of one of 64, and each takes 1.3
+# times as long: that is slower where all programs run at once anyway.
 # fmt: off
 GRADIENTS = {
     # four warps, so that two programs fit an SM
@@ -87,7 +88,7 @@ TABLE = (
     Row("scan",                   2,   64,   64,     4,     2,  (16, 64)),
     Row("scan",                   2,  128,   64,     4,     3,  (16, 64)),
     Row("scan",                   2,  128,  ANY,     8,     3,  (16, 128)),
-    Row("scan",                   2,  ANY,  ANY,     8,     2,  (16, 64)),
+    Row("scan",                   2,  ANY,  ANY,     8,     2,  (16, 64), upright=True),
     Row("reverse",                2,   64,  ANY,     4,     2,  (16, 64), few=True),
     # two programs fit an SM, and at V = 128 one round of them is all
     Row("reverse",                2,   64,  ANY,     4,     2,  (16, 128)),
@@ -95,7 +96,7 @@ TABLE = (
     Row("reverse",                2,  128,  ANY,     4,     2,  (16, 64), few=True),
     Row("reverse",                2,  128,   64,     4,     1,  (16, 64)),
     Row("reverse",                2,  128,  ANY,     8,     2,  (16, 128)),
-    Row("reverse",                2,  ANY,  ANY,     8,     2,  (16, 64)),
+    Row("reverse",                2,  ANY,  ANY,     8,     2,  (16, 64), upright=True),
     *GRADIENTS[TRANSPOSES],
     Row("refine",                 2,  128,  ANY,     4,     1,  (16, 64), registers=128),
     Row("refine",                 2,  ANY,  ANY,     8,     1,  (16, 64)),
@@ -144,6 +145,7 @@ class Tile:
     columns     along the last axis: V, DV, C or N; 0 where the kernel does not cut it
     rows        along the axis before: K, D, tokens, or rows of a norm; 0 where the kernel does not cut it
     registers   most per thread; None: as many as the compiler takes
+    upright     the scans' tiles stand as in the equations, not transposed
     """
 
     columns: int
@@ -151,6 +153,7 @@ class Tile:
     stages: int
     rows: int = 0
     registers: int | None = None
+    upright: bool = False
 
     def options(self) -> dict[str, int | None]:
         """Returns what Triton is told of the launch."""
@@ -189,7 +192,7 @@ def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 
     """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
 
     >>> tile("step", 128)
-    Tile(columns=32, warps=4, stages=1, rows=0, registers=None)
+    Tile(columns=32, warps=4, stages=1, rows=0, registers=None, upright=False)
     """
     row = next(
         row
@@ -206,7 +209,7 @@ def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 
     if row.elements:
         rows = row.elements // columns
         rows = max(row.rows, rows if height is None else min(rows, power_of_two(height)))
-    return Tile(columns, row.warps, row.stages, rows, row.registers)
+    return Tile(columns, row.warps, row.stages, rows, row.registers, row.upright)
 
 
 def arithmetic(dot: str = "ieee") -> str:

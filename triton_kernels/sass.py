@@ -114,17 +114,19 @@ def loops(instructions: tuple[Instruction, ...]) -> list[tuple[int, int]]:
     return sorted(found, key=lambda loop: (loop[0], -loop[1]))
 
 
-def unfenced(instructions: tuple[Instruction, ...]) -> int:
+def unfenced(instructions: tuple[Instruction, ...], *, stores: bool = False) -> int:
     """Counts matrix products (HGMMA) that may read shared memory before it is visible to them.
 
     They read it by another path than stores write it, so a fence must lie between, on every way through the
     kernel. In a kernel that copies to shared memory asynchronously (LDGSTS), what counts as a write is the
-    wait for copies: its other stores move a tensor to another layout, and no product reads them. In any other
-    kernel every store to shared memory counts.
+    wait for copies: its other stores move a tensor to another layout, and no product reads them, unless
+    `stores` says so. In any other kernel every store to shared memory counts.
 
     Source: NVIDIA, PTX ISA 8.8, sections "Async proxy" and "wgmma.fence".
     """
-    copies = any(instruction.name == "LDGSTS" for instruction in instructions)
+    writes = {"DEPBAR"} if any(instruction.name == "LDGSTS" for instruction in instructions) else set()
+    if stores or not writes:
+        writes |= {"STS", "STSM"}
     unseen: list[bool | None] = [None] * len(instructions)  # None: not reached yet
     open_ways = [(0, False)]
     while open_ways:
@@ -134,7 +136,7 @@ def unfenced(instructions: tuple[Instruction, ...]) -> int:
             unseen[i] = written
             if instruction.opcode.startswith("FENCE.VIEW.ASYNC"):
                 written = False
-            elif instruction.name == "DEPBAR" if copies else instruction.name in ("STS", "STSM"):
+            elif instruction.name in writes:
                 written = True
             if instruction.target is not None:
                 open_ways.append((instruction.target, written))

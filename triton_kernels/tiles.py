@@ -56,6 +56,61 @@ def accumulate(acc, a, b, DOT: tl.constexpr):
 
 
 @triton.jit
+def by_row(x, UPRIGHT: tl.constexpr):
+    """Returns x, a value for each row of a tile, as the tile with one column; not UPRIGHT: transposed."""
+    if UPRIGHT:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@triton.jit
+def by_column(x, UPRIGHT: tl.constexpr):
+    """Returns x, a value for each column of a tile, as the tile with one row; not UPRIGHT: transposed."""
+    if UPRIGHT:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def accumulate_alone(acc, a, b, taken, ALONE: tl.constexpr, DOT: tl.constexpr):
+    """Returns acc + a b; ALONE: in a branch, for which `taken` must hold, unknown to the compiler.
+
+    Triton gives the rows of a product that another one follows to all warps. Eight warps have 128 rows then,
+    and compute each of 64 twice. It does not look past a branch, and so divides the columns, too.
+    """
+    if ALONE:
+        if taken:
+            acc = accumulate(acc, a, b, DOT)
+    else:
+        acc = accumulate(acc, a, b, DOT)
+    return acc
+
+
+@triton.jit
+def multiply_from_left(a, x, taken, UPRIGHT: tl.constexpr, DOT: tl.constexpr):
+    """Returns a x for a matrix a and a tile x, upright in a branch of its own, see `accumulate_alone`.
+
+    Not UPRIGHT: x and the result are transposed.
+    """
+    if UPRIGHT:
+        b_zeros = tl.zeros([a.shape[0], x.shape[1]], dtype=tl.float32)
+        return accumulate_alone(b_zeros, a, x, taken, True, DOT)
+    else:
+        return multiply(x, tl.trans(a), DOT)
+
+
+@triton.jit
+def add_from_left(acc, a, x, UPRIGHT: tl.constexpr, DOT: tl.constexpr):
+    """Returns acc + a x for a matrix a and tiles acc and x; not UPRIGHT: all but a are transposed."""
+    if UPRIGHT:
+        return accumulate(acc, a, x, DOT)
+    else:
+        return accumulate(acc, x, tl.trans(a), DOT)
+
+
+@triton.jit
 def softplus(z):
     """Returns log(1 + exp(z)) = max(z, 0) + 2 atanh(y), with e = exp(-|z|) and y = e / (2 + e).
 

@@ -23,6 +23,7 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
     gated_delta_rule_refine,
+    gated_delta_rule_reverse,
     gated_delta_rule_step,
     segments,
 )
@@ -127,7 +128,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         )
     if split is not None:
         dlast, dstates = torch.empty_like(states), torch.empty_like(states)
-        gated_delta_rule_bwd.reverse_scan(
+        gated_delta_rule_reverse.reverse_scan(
             q, k, do, T, P, rows, None, None, None, None,
             dY=None, dS=None, writes=None, carry=None, dinitial_state=dlast, scale=call.scale,
             unit=unit, chunks=split.chunks, config=row,
@@ -147,7 +148,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         writes = q.new_empty((chunks.count, HV, tiles, chunks.size))
     if initial_state is not None:
         carry = q.new_zeros((chunks.count, HV, tiles), dtype=torch.float32)
-    gated_delta_rule_bwd.reverse_scan(
+    gated_delta_rule_reverse.reverse_scan(
         q, k, do, T, P, rows, S, U, initial_state, dstate,
         dY=dY, dS=dS, writes=writes, carry=carry, dinitial_state=dfirst, scale=call.scale,
         unit=unit, chunks=scanned, config=row,

@@ -31,6 +31,7 @@ class Bug:
 
 RULE, RESIDUAL = "backends.gated_delta_rule", "backends.delta_residual"
 TRITON_BACK = "triton_kernels.gated_delta_rule_bwd"
+TRITON_REVERSE = "triton_kernels.gated_delta_rule_reverse"
 NKI_BACK, NKI_LAYER = "nki_kernels.chunk_gradients", "nki_kernels.gated_delta_layer"
 LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
 
@@ -63,10 +64,12 @@ BUGS = (
         "call, saved)", "chunked"),
     Bug("operation: dk and dv change places", "backends.operator:Operator.spread",
         "for i in self.places]", "for i in (0, 2, 1, *self.places[3:])]", "chunked"),
-    Bug("triton: the first state's carry is not corrected", f"{TRITON_BACK}:reverse_scan_kernel",
-        "b_lost += b_initial * tl.load(", "b_lost += b_S * tl.load(", "triton's carry"),
-    Bug("triton: keys do not erase the state's gradient", f"{TRITON_BACK}:reverse_scan_kernel",
-        "b_dZ -= multiply(round_to(b_dYT, ", "b_dZ -= 0 * multiply(round_to(b_dYT, ", "triton"),
+    Bug("triton: the first state's carry is not corrected", f"{TRITON_REVERSE}:reverse_scan_kernel",
+        "(b_initial - b_S) * b_first", "(b_S - b_S) * b_first", "triton's carry"),
+    Bug("triton: the first state's gradient is taken as rounded", f"{TRITON_REVERSE}:reverse_scan_kernel",
+        "b_lost += b_initial * tl.load(", "b_lost += 0 * b_initial * tl.load(", "triton's carry"),
+    Bug("triton: keys do not erase the state's gradient", f"{TRITON_REVERSE}:reverse_scan_kernel",
+        "round_to(-b_dY, ", "round_to(0 * b_dY, ", "triton"),
     Bug("triton: dbeta without the state", f"{TRITON_BACK}:gradients_kernel",
         "b_dbeta -= b_kYS", "b_dbeta -= 0 * b_kYS", "triton"),
     Bug("triton: dbeta is not divided by beta", f"{TRITON_BACK}:gradients_kernel",

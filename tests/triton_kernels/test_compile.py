@@ -99,26 +99,30 @@ def test_transposed_products_are_found_where_planted(tmp_path):
 UNFENCED = """
 from dataclasses import replace
 import triton
-from delta_trn.triton_kernels import compile_only, gated_delta_rule_bwd, gated_delta_rule_fwd
+from delta_trn.triton_kernels import compile_only, gated_delta_rule_fwd, gated_delta_rule_reverse
 from delta_trn.triton_kernels.sass import disassemble, parse, unfenced
 
-modules = gated_delta_rule_fwd, gated_delta_rule_bwd
-first = {v.kernel: v for m in modules for v in m.variants(64, 128, 2, True) if v.kernel != "gradients"}
+modules = gated_delta_rule_fwd, gated_delta_rule_reverse
+first = {f"{v.kernel} {K}": v for K in (64, 256) for m in modules for v in m.variants(K, 128, 2, True)}
 for name, variant in first.items():
+    stores = variant.values.get("UPRIGHT", False)
     source = compile_only.source("bf16", variant)
     compiled = triton.compile(source, compile_only.HOPPER, variant.tile.options())
     code = parse(disassemble(compiled.asm["cubin"]))
     bare = [replace(x, opcode="NOP") if x.name == "FENCE" else x for x in code]
     copies = any(x.name == "LDGSTS" for x in code)
-    print(name, copies, sum(x.name == "HGMMA" for x in code) > 0, unfenced(code), unfenced(tuple(bare)) > 0)
+    print(name, copies, sum(x.name == "HGMMA" for x in code) > 0, unfenced(code, stores=stores),
+        unfenced(tuple(bare), stores=stores) > 0)
 """
 
 
 def test_products_that_read_before_a_fence_are_found_where_fences_are_taken_out(tmp_path):
     result = compiler("-c", UNFENCED, cache=tmp_path / "cache")
     assert result.stdout.splitlines() == [
-        "prepare False True 0 True", "scan True True 0 True", "reverse_scan True True 0 True"
-    ], result.stderr  # fmt: skip
+        f"{kernel} {K} {copies} True 0 True"
+        for K in (64, 256)
+        for kernel, copies in (("prepare", False), ("scan", True), ("reverse_scan", True))
+    ], result.stderr
 
 
 BROKEN = """

@@ -76,6 +76,13 @@ def test_products_without_a_fence_are_counted_on_every_way(missing, code):
     assert unfenced((*code, EXIT)) == missing
 
 
+def test_products_of_stored_tiles_need_a_fence_after_the_store():
+    code = [COPY, WAIT, FENCE, STORE, PRODUCT, EXIT]
+    assert (unfenced(tuple(code)), unfenced(tuple(code), stores=True)) == (0, 1)
+    code.insert(4, FENCE)
+    assert unfenced(tuple(code), stores=True) == 0
+
+
 def test_control_codes_are_read_as_they_were_written():
     load, multiply, branch = parse(PRINTED)
     assert (load.opcode, load.stall, load.write, load.read, load.wait) == ("LDG.E.128", 2, 2, NONE, 0)

@@ -19,7 +19,7 @@ from delta_trn.backends.parity.judge import error
 from delta_trn.backends.parity.random import properties
 from delta_trn.backends.parity.random.cases import RandomCase, draw
 from delta_trn.backends.parity.rule_cases import Case
-from delta_trn.triton_kernels import gated_delta_rule_bwd, launch
+from delta_trn.triton_kernels import gated_delta_rule_reverse, launch
 from delta_trn.triton_kernels.launch import arithmetic, take_turns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -213,12 +213,12 @@ def test_decay_gradient_sees_the_first_state_unrounded():
 
 def test_decay_gradient_without_the_first_state_correction_is_wrong(monkeypatch):
     """A planted fault: `reverse_scan` uses initial_state for this correction alone."""
-    original = gated_delta_rule_bwd.reverse_scan
+    original = gated_delta_rule_reverse.reverse_scan
 
     def uncorrected(q, k, do, T, P, rows, S, U, initial_state, *arguments, **named):
         original(q, k, do, T, P, rows, S, U, None, *arguments, **named)
 
-    monkeypatch.setattr(gated_delta_rule_bwd, "reverse_scan", uncorrected)
+    monkeypatch.setattr(gated_delta_rule_reverse, "reverse_scan", uncorrected)
     assert dg_error(nearly_cancelling_state()) > 0.1
 
 

@@ -20,6 +20,7 @@ from delta_trn.triton_kernels import (  # noqa: E402
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
     gated_delta_rule_refine,
+    gated_delta_rule_reverse,
     segments,
 )
 from delta_trn.triton_kernels.launch import arithmetic, config  # noqa: E402
@@ -223,7 +224,7 @@ def test_launches_beyond_65535_programs_use_the_first_axis_alone(segment, monkey
     for module, name in [
         (gated_delta_rule_fwd, "prepare_kernel"),
         (gated_delta_rule_fwd, "scan_kernel"),
-        (gated_delta_rule_bwd, "reverse_scan_kernel"),
+        (gated_delta_rule_reverse, "reverse_scan_kernel"),
         (gated_delta_rule_bwd, "gradients_kernel"),
         (gated_delta_rule_refine, "refine_kernel"),
         (segments, "chain_kernel"),

@@ -20,6 +20,7 @@ def test_every_head_size_has_a_launch(itemsize):
 def test_launches_over_a_sequence_in_sixteen_bits():
     dot, four = arithmetic("tf32"), Tile(0, 4, 1, registers=128)
     deep, wide, narrow = Tile(128, 8, 3), Tile(128, 8, 2), Tile(64, 4, 2)
+    upright = Tile(64, 8, 2, upright=True)
     for K, V, expected in [
         (32, 64, Config(64, dot, four, Tile(64, 4, 3), narrow, Tile(64, 4, 1))),
         (64, 64, Config(64, dot, four, narrow, narrow, Tile(64, 4, 1))),
@@ -31,7 +32,7 @@ def test_launches_over_a_sequence_in_sixteen_bits():
         (
             256,
             512,
-            Config(64, dot, Tile(0, 4, 1, registers=168), Tile(64, 8, 2), Tile(64, 8, 2), Tile(32, 8, 3)),
+            Config(64, dot, Tile(0, 4, 1, registers=168), upright, upright, Tile(32, 8, 3)),
         ),
     ]:
         assert config(K, V, itemsize=2) == expected

@@ -16,6 +16,7 @@ from delta_trn.backends.parity.rule_cases import BY_NAME, select
 from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd
 from delta_trn.triton_kernels.launch import adjusted, config
 
+SCANS = ("scan", "reverse")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -46,6 +47,31 @@ def test_parity_holds_in_the_wide_scans_of_many_heads():
     with adjusted(lambda row: replace(row, scan=many.scan, reverse=replace(many.scan, stages=2))):
         failures = [str(verdict) for verdict in judge("k96", torch.bfloat16).values() if not verdict.passed]
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["reflect", "mixed", "packed_gva", "odd", "norm_huge", "values_tiny"])
+def test_parity_holds_in_scans_of_upright_tiles(name, dtype):
+    """The table has them where K > 128 alone, of which the grid has few cases."""
+
+    def upright(row):
+        return replace(row, **{kernel: replace(getattr(row, kernel), upright=True) for kernel in SCANS})
+
+    with adjusted(upright):
+        failures = [str(verdict) for verdict in judge(name, dtype).values() if not verdict.passed]
+    assert not failures, "\n".join(failures)
+
+
+def test_parity_fails_when_upright_tiles_are_read_as_transposed(monkeypatch):
+    """A planted fault: a launch that names the other tiles than the kernel has."""
+    original = gated_delta_rule_fwd.scan
+
+    def lying(*arguments, U, **named):
+        original(*arguments, U=U, **named)
+        U.copy_(U.mT.reshape(U.shape))
+
+    monkeypatch.setattr(gated_delta_rule_fwd, "scan", lying)
+    assert not judge("odd")["dk"].passed
 
 
 def test_parity_fails_when_one_term_of_the_decay_gradient_is_rounded(monkeypatch):

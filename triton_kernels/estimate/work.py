@@ -14,6 +14,7 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
     gated_delta_rule_refine,
+    gated_delta_rule_reverse,
     segments,
 )
 from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
@@ -169,7 +170,7 @@ class _Calls:
 
     def reverse(self, name: str, options: str) -> Launch:
         columns = self.row.reverse.columns
-        variant = self._variant(gated_delta_rule_bwd, options, "reverse_scan")
+        variant = self._variant(gated_delta_rule_reverse, options, "reverse_scan")
         load_bytes = 2 * self.keys + self.values + self.T + self.P + 4 * self.factor
         if options == "dense" and self.segments > 1:
             variant = self._given(variant, "initial_state", "dstate", "carry")
