@@ -120,7 +120,7 @@ def gradients_kernel(
     o_ck = o_c[:, None] * (H * K) + o_k[None, :]
     dtype = k.dtype.element_ty
     # with eight warps, see accumulate_alone; products of float32 run elsewhere
-    ALONE: tl.constexpr = KP > (128 if TRANSPOSE else 64) and dtype != tl.float32
+    ALONE: tl.constexpr = (KP > 128 or (APART and not TRANSPOSE)) and dtype != tl.float32
     tile = i_c * HV + i_h
     p_rows = rows + tile * (ROWS * C)
     b_beta = tl.load(p_rows + 7 * C + o_c)
