@@ -61,7 +61,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import ANY, Config, Tile, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import Config, Tile, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
     RESET,
@@ -80,7 +80,7 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     split_power,
 )
-from delta_trn.triton_kernels.variants import FEW, Variant, gates, layouts
+from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, gates, layouts, of_tile
 
 TYPES = {
     "*x": "q k v o q_scaled k_scaled T P S U",
@@ -187,14 +187,15 @@ def scan_kernel(
     q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
     scale, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, STAGES: tl.constexpr, UPRIGHT: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, STAGES: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks in order; one program per (sequence, value head, BV columns of V).
 
     Writes what is not None. Backward reads S and U; where forward did not keep them, backward launches this
     kernel for them alone. With `transition`, K more columns follow those of V: they start as the identity,
     see v = 0 and end as `transition` (see `segments`). scale is in `unit`. Tiles are as in the equations if
-    UPRIGHT, else transposed.
+    UPRIGHT, else transposed; ALONE: see tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NX: tl.constexpr = NV + ((K + BV - 1) // BV if transition is not None else 0)
@@ -248,16 +249,16 @@ def scan_kernel(
             p_S = S + tile * (K * V) + by_column(o_v, UPRIGHT) + by_row(o_k, UPRIGHT) * V
             tl.store(p_S, b_Sd, mask=m_state)
 
-        b_KS = multiply_from_left(b_k, b_Sd, length > 0, UPRIGHT, DOT)
+        b_KS = multiply_from_left(b_k, b_Sd, length > 0, UPRIGHT, ALONE, DOT)
         b_Y = b_v * by_row(b_beta, UPRIGHT) - b_KS * by_row(tl.load(p_rows + 4 * C + o_c), UPRIGHT)
-        b_U = multiply_from_left(b_T, round_to(b_Y, dtype, DOT), length > 0, UPRIGHT, DOT)
+        b_U = multiply_from_left(b_T, round_to(b_Y, dtype, DOT), length > 0, UPRIGHT, ALONE, DOT)
         if U is not None:
             p_U = U + tile * (C * V) + by_row(o_c, UPRIGHT) * V + by_column(o_v, UPRIGHT)
             tl.store(p_U, round_to(b_U, dtype, DOT), mask=by_column(m_v, UPRIGHT))
         if o is not None:
             b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
             b_P = tl.load(P + tile * (C * C) + o_cc)
-            b_O = multiply_from_left(b_q, b_Sd, length > 0, UPRIGHT, DOT)
+            b_O = multiply_from_left(b_q, b_Sd, length > 0, UPRIGHT, ALONE, DOT)
             b_O *= by_row(scale * tl.load(p_rows + 5 * C + o_c), UPRIGHT)
             b_O = add_from_left(b_O, b_P, round_to(b_U, dtype, DOT), UPRIGHT, DOT)
             if dtype == tl.float16:
@@ -338,16 +339,16 @@ def scan(
         q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
         chunks.offsets, scale / unit, unit, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, STAGES=tile.stages,
-        UPRIGHT=tile.upright, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
-    row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.scan.columns, "C": row.C}
-    sizes |= {"L2NORM": True, "DOT": row.dot, "STAGES": row.scan.stages, "UPRIGHT": row.scan.upright}
-    few = {"BV": narrow.scan.columns, "STAGES": narrow.scan.stages, "UPRIGHT": narrow.scan.upright}
+    row, tiles = config(K, V, itemsize=itemsize), by_heads("scan", K, V, itemsize)
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C}
+    sizes |= {"L2NORM": True, "DOT": row.dot}
     # what each use of the scan does not write; dense sequences have no initial and no final state here
     uses = {"train": ("transition",)}
     if not quick:
@@ -363,10 +364,11 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         states = ("initial_state", "final_state") if layout == "dense" else ()
         for use, absent in uses.items():
             values = sizes | tables | dict.fromkeys((*absent, *states))
-            yield Variant("scan", f"{layout} {use}", scan_kernel, TYPES, row.scan, values)
-            if narrow.scan != row.scan:
-                values |= few
-                yield Variant("scan", f"{layout} {use}{FEW}", scan_kernel, TYPES, narrow.scan, values)
-        values = sizes | tables | few | dict.fromkeys(("initial_state", "o", "S", "U"))
-        options = f"{layout} segments" + FEW * (narrow.scan != row.scan)
-        yield Variant("scan", options, scan_kernel, TYPES, narrow.scan, values)
+            for heads, tile in tiles.items():
+                own = values | of_tile(tile) | {"STAGES": tile.stages}
+                yield Variant("scan", f"{layout} {use}{heads}", scan_kernel, TYPES, tile, own)
+        heads = FEW if FEW in tiles else ""
+        tile = tiles[heads]
+        own = sizes | tables | of_tile(tile) | {"STAGES": tile.stages}
+        own |= dict.fromkeys(("initial_state", "o", "S", "U"))
+        yield Variant("scan", f"{layout} segments{heads}", scan_kernel, TYPES, tile, own)

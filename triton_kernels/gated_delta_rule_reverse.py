@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import ANY, Config, Tile, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     ROWS,
     add_from_left,
@@ -27,7 +27,7 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     split_power,
 )
-from delta_trn.triton_kernels.variants import FEW, Variant, layouts
+from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, layouts, of_tile
 
 TYPES = {
     "*x": "q k do T P S U dY dS",
@@ -43,13 +43,14 @@ def reverse_scan_kernel(
     q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
     cu_seqlens, chunk_offsets, scale, power, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, UPRIGHT: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
 
     Writes dY and dS unless dY is None, writes unless that is None, carry at first chunks unless initial_state
     is None, and dinitial_state unless that is None. power is a power of two, as large as scale;
-    unit is that of P. Tiles are as in the equations if UPRIGHT, else transposed.
+    unit is that of P. Tiles are as in the equations if UPRIGHT, else transposed; ALONE: see
+    tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -101,7 +102,7 @@ def reverse_scan_kernel(
         b_do = tl.load(do + (t * HV + i_h) * V + o_tv, mask=m_tv, other=0.0)
         b_T = tl.load(T + tile * (C * C) + o_cc)
         b_P = tl.load(P + tile * (C * C) + o_cc)
-        b_dU = multiply_from_left(b_k, b_dSd, length > 0, UPRIGHT, DOT)
+        b_dU = multiply_from_left(b_k, b_dSd, length > 0, UPRIGHT, ALONE, DOT)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
         if dtype == tl.float16:
             b_to_end /= unit
@@ -110,10 +111,10 @@ def reverse_scan_kernel(
         if writes is not None:
             b_U = tl.load(U + p_cv, mask=by_column(m_v, UPRIGHT), other=0.0)
             tl.store(writes + (tile * NV + i_v) * C + o_c, tl.sum(b_U * b_dU, axis=1 if UPRIGHT else 0))
-        b_dU += multiply_from_left(tl.trans(b_P), b_do, length > 0, UPRIGHT, DOT)
+        b_dU += multiply_from_left(tl.trans(b_P), b_do, length > 0, UPRIGHT, ALONE, DOT)
         if dtype == tl.float16:
             b_dU *= unit
-        b_dY = multiply_from_left(tl.trans(b_T), round_to(b_dU, dtype, DOT), length > 0, UPRIGHT, DOT)
+        b_dY = multiply_from_left(tl.trans(b_T), round_to(b_dU, dtype, DOT), length > 0, UPRIGHT, ALONE, DOT)
         if dY is not None:
             tl.store(dY + p_cv, round_to(b_dY, dtype, DOT), mask=by_column(m_v, UPRIGHT))
         b_dO = b_do.to(tl.float32) * by_row(tl.load(p_rows + 5 * C + o_c), UPRIGHT)
@@ -166,30 +167,26 @@ def reverse_scan(
         q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
         chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens, chunks.per_sequence,
         chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
-        C=chunks.size, UPRIGHT=tile.upright, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        C=chunks.size, UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
-    row, narrow = (config(K, V, itemsize=itemsize, heads=heads) for heads in (ANY, 1))
+    row, tiles = config(K, V, itemsize=itemsize), by_heads("reverse", K, V, itemsize)
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot}
 
-    def variant(options: str, tile: Tile, values: dict) -> Variant:
-        values = values | {"BV": tile.columns, "UPRIGHT": tile.upright}
-        return Variant("reverse_scan", options, reverse_scan_kernel, TYPES, tile, values)
+    def variant(options: str, heads: str, values: dict) -> Variant:
+        values = values | of_tile(tiles[heads])
+        return Variant("reverse_scan", options + heads, reverse_scan_kernel, TYPES, tiles[heads], values)
 
     for layout, tables in layouts(quick).items():
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
         if itemsize < 4:
             states += ("writes",)
-        absent = {
-            layout: states,
-            f"{layout} segments": ("dstate", "initial_state", "S", "dY", "dS", "writes", "carry"),
-        }
-        for options, names in absent.items():
-            values = sizes | tables | dict.fromkeys(names)
-            if narrow.reverse == row.reverse or options == layout:
-                yield variant(options, row.reverse, values)
-            if narrow.reverse != row.reverse:
-                yield variant(options + FEW, narrow.reverse, values)
+        for heads in tiles:
+            yield variant(layout, heads, sizes | tables | dict.fromkeys(states))
+        absent = ("dstate", "initial_state", "S", "dY", "dS", "writes", "carry")
+        heads = FEW if FEW in tiles else ""
+        yield variant(f"{layout} segments", heads, sizes | tables | dict.fromkeys(absent))

@@ -35,7 +35,8 @@ class Row:
     itemsize, height, width     the conditions: bytes of an element, height and width of `tile`, at most
     columns                     least and most columns of the tile; between them, power_of_two(width) / turns
     turns                       least turns that the kernel's loops over the width should take
-    few                         the row holds only where scans of 64 columns all run at once, see `config`
+    few                         the row holds only where scans of so many columns all run at once, see
+                                `config`; 0: everywhere
     elements                    of the tile: its rows are elements / columns; 0 where it has no rows
     rows                        least rows of the tile
     registers                   most per thread; None: as many as the compiler takes
@@ -52,7 +53,7 @@ class Row:
     turns: int = 1
     elements: int = 0
     rows: int = 16
-    few: bool = False
+    few: int = 0
     registers: int | None = None
     upright: bool = False
 
@@ -82,18 +83,21 @@ TABLE = (
     Row("prepare",                2,  ANY,  ANY,     4,     1,  registers=168),
     Row("prepare",                4,  128,  ANY,     4,     1),
     Row("prepare",                4,  ANY,  ANY,     8,     1),
+    # one long sequence: the fewest columns, since most processors have a program only then
+    Row("scan reverse",           2,  128,  ANY,     4,     3,  (16, 32), few=32, upright=True),
+    Row("scan",                   2,  ANY,  ANY,     4,     2,  (16, 32), few=32, upright=True),
     Row("scan",                   2,   32,  ANY,     4,     3,  (16, 64)),
-    Row("scan",                   2,  128,  ANY,     4,     3,  (16, 64), few=True),
+    Row("scan",                   2,  128,  ANY,     4,     3,  (16, 64), few=64),
     # two stages, so that two programs fit an SM
     Row("scan",                   2,   64,   64,     4,     2,  (16, 64)),
     Row("scan",                   2,  128,   64,     4,     3,  (16, 64)),
     Row("scan",                   2,  128,  ANY,     8,     3,  (16, 128)),
     Row("scan",                   2,  ANY,  ANY,     8,     2,  (16, 64), upright=True),
-    Row("reverse",                2,   64,  ANY,     4,     2,  (16, 64), few=True),
+    Row("reverse",                2,   64,  ANY,     4,     2,  (16, 64), few=64),
     # two programs fit an SM, and at V = 128 one round of them is all
     Row("reverse",                2,   64,  ANY,     4,     2,  (16, 128)),
     Row("reverse",                2,   96,  ANY,     4,     2,  (16, 64)),
-    Row("reverse",                2,  128,  ANY,     4,     2,  (16, 64), few=True),
+    Row("reverse",                2,  128,  ANY,     4,     2,  (16, 64), few=64),
     Row("reverse",                2,  128,   64,     4,     1,  (16, 64)),
     Row("reverse",                2,  128,  ANY,     8,     2,  (16, 128)),
     Row("reverse",                2,  ANY,  ANY,     8,     2,  (16, 64), upright=True),
@@ -188,7 +192,7 @@ def adds_pairs(H: int, HV: int, K: int, V: int, itemsize: int) -> bool:
 
 
 @lru_cache
-def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 2, few: bool = False) -> Tile:
+def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 2, few: int = 0) -> Tile:
     """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
 
     >>> tile("step", 128)
@@ -201,7 +205,7 @@ def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 
         and itemsize <= row.itemsize
         and width <= row.width
         and (height or 0) <= row.height
-        and few >= row.few
+        and (not row.few or 0 < few <= row.few)
     )
     least, most = row.columns
     columns = int(min(most, max(least, power_of_two(width, 1) // row.turns)))
@@ -257,10 +261,13 @@ def config(K: int, V: int, *, itemsize: int, heads: float = ANY) -> Config:
     """Returns the launches for head sizes K and V and elements of `itemsize` bytes.
 
     heads counts the value heads of all sequences. They are few where a GPU runs all programs of a scan of 64
-    columns at once, one per processor.
+    columns at once, one per processor, and fewer where that holds for 32 columns. But those whose scans of 32
+    columns leave half the processors idle have sequences that may be cut, see `segments`, and 64 columns.
     """
     K, V = int(K), int(V)  # symbols under torch.compile, which no cache takes
-    few = bool(heads * -(-V // 64) <= PROCESSORS)
+    few = 64 if heads * -(-V // 64) <= PROCESSORS else 0
+    if PROCESSORS < 2 * heads * -(-V // 32) <= 2 * PROCESSORS:
+        few = 32
     C, dot = next((C, dot) for size, height, C, dot in CHUNKS if itemsize <= size and height >= K)
     kernels = ("prepare", "scan", "reverse", "gradients")
     row = Config(C, arithmetic(dot), *(tile(kernel, V, K, itemsize=itemsize, few=few) for kernel in kernels))

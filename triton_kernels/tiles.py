@@ -89,14 +89,14 @@ def accumulate_alone(acc, a, b, taken, ALONE: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def multiply_from_left(a, x, taken, UPRIGHT: tl.constexpr, DOT: tl.constexpr):
-    """Returns a x for a matrix a and a tile x, upright in a branch of its own, see `accumulate_alone`.
+def multiply_from_left(a, x, taken, UPRIGHT: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr):
+    """Returns a x for a matrix a and a tile x; not UPRIGHT: x and the result are transposed.
 
-    Not UPRIGHT: x and the result are transposed.
+    taken, ALONE: as `accumulate_alone` has them, for upright tiles.
     """
     if UPRIGHT:
         b_zeros = tl.zeros([a.shape[0], x.shape[1]], dtype=tl.float32)
-        return accumulate_alone(b_zeros, a, x, taken, True, DOT)
+        return accumulate_alone(b_zeros, a, x, taken, ALONE, DOT)
     else:
         return multiply(x, tl.trans(a), DOT)
 

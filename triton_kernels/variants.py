@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from delta_trn.triton_kernels.launch import Tile, adds_pairs
+from delta_trn.triton_kernels.chunks import PROCESSORS
+from delta_trn.triton_kernels.launch import ANY, Tile, adds_pairs, config
 
 # absent where g and beta are given, and where sequences are not packed
 GATE_ARGUMENTS: tuple[str, ...] = ("A_log", "dt_bias", "beta_max", "dgates")
 PACKED_ARGUMENTS: tuple[str, ...] = ("cu_seqlens", "chunk_offsets", "chunk_start", "chunk_length")
 
-# ends the options of variants that only few heads take
-FEW = ", few heads"
+# ends the options of variants that only few heads take, and those that divide V by 32
+FEW, FEWER = ", few heads", ", fewer heads"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,22 @@ def second_of_pair(variant: Variant, itemsize: int) -> Iterator[Variant]:
     """Yields what needs the most registers of pairs, where the gradients kernel adds them."""
     if adds_pairs(1, 2, variant.values["K"], variant.values["V"], itemsize):
         yield of_pair(variant, 1)
+
+
+def by_heads(kernel: str, K: int, V: int, itemsize: int) -> dict[str, Tile]:
+    """Returns the launches of a scan, each once: what the options of its variants end with -> tile."""
+    heads = {"": ANY, FEW: 1, FEWER: PROCESSORS // -(-V // 32)}
+    tiles: dict[str, Tile] = {}
+    for options, count in heads.items():
+        tile = getattr(config(K, V, itemsize=itemsize, heads=count), kernel)
+        if tile not in tiles.values():
+            tiles[options] = tile
+    return tiles
+
+
+def of_tile(tile: Tile) -> dict[str, Any]:
+    """Returns the compile-time arguments of a scan that follow from its launch."""
+    return {"BV": tile.columns, "UPRIGHT": tile.upright, "ALONE": tile.warps > 4}
 
 
 def gates(quick: bool) -> dict[str, dict[str, Any]]:

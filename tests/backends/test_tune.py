@@ -74,7 +74,10 @@ def test_a_launch_that_the_device_refuses_is_named(stopped_clock, monkeypatch, c
     monkeypatch.setattr(tune, "failures", lambda *_: [])
     assert tune.main([CASE]) == 0
     output = capsys.readouterr().out
-    assert "stages=2, rows=0, registers=None): RuntimeError: out of resource: shared memory\n" in output
+    refusal = (
+        "stages=2, rows=0, registers=None, upright=False): RuntimeError: out of resource: shared memory\n"
+    )
+    assert refusal in output
 
 
 def test_a_tuned_row_that_fails_parity_is_an_error(stopped_clock, monkeypatch, capsys):

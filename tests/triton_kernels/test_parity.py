@@ -50,14 +50,15 @@ def test_parity_holds_in_the_wide_scans_of_many_heads():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("upright", [False, True], ids=["transposed", "upright"])
 @pytest.mark.parametrize("name", ["reflect", "mixed", "packed_gva", "odd", "norm_huge", "values_tiny"])
-def test_parity_holds_in_scans_of_upright_tiles(name, dtype):
-    """The table has them where K > 128 alone, of which the grid has few cases."""
+def test_parity_holds_in_scans_of_transposed_and_upright_tiles(name, upright, dtype):
+    """The number of heads decides which of them the table has, up to K = 128."""
 
-    def upright(row):
-        return replace(row, **{kernel: replace(getattr(row, kernel), upright=True) for kernel in SCANS})
+    def turned(row):
+        return replace(row, **{kernel: replace(getattr(row, kernel), upright=upright) for kernel in SCANS})
 
-    with adjusted(upright):
+    with adjusted(turned):
         failures = [str(verdict) for verdict in judge(name, dtype).values() if not verdict.passed]
     assert not failures, "\n".join(failures)
 

@@ -20,7 +20,7 @@ from delta_trn.triton_kernels import (
 from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
 from delta_trn.triton_kernels.estimate.simulate import Work
 from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
-from delta_trn.triton_kernels.variants import FEW, Variant, of_pair
+from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair
 
 # what forward may keep for backward on an H200, by KEPT_BYTES of backends/gated_delta_rule/triton_adapter.py
 KEPT_BYTES = 143771 * 2**20 // 128
@@ -98,10 +98,14 @@ class _Calls:
         self.shape = shape
         heads = shape.sequences * shape.HV
         self.row = config(shape.K, shape.V, itemsize=ITEM, heads=heads)
-        many = config(shape.K, shape.V, itemsize=ITEM)
-        # the kernels whose launch for few heads is another than for many
-        self.narrow = {"scan"} if self.row.scan != many.scan else set()
-        self.narrow |= {"reverse_scan"} if self.row.reverse != many.reverse else set()
+        # kernel -> what the options of its variants for this many heads end with
+        self.heads = {
+            kernel: next(x for x, tile in by_heads(name, shape.K, shape.V, ITEM).items() if tile == own)
+            for kernel, name, own in (
+                ("scan", "scan", self.row.scan),
+                ("reverse_scan", "reverse", self.row.reverse),
+            )
+        }
         self.adds_pairs = adds_pairs(shape.H, shape.HV, shape.K, shape.V, ITEM)
         self.C = self.row.C
         self.per_sequence = -(-shape.tokens // self.C)
@@ -126,8 +130,7 @@ class _Calls:
 
     def _variant(self, module, options: str, kernel: str, **values) -> Variant:
         """Returns one of the variants that compile_only compiles, with this shape's heads."""
-        if kernel in self.narrow:
-            options += FEW
+        options += self.heads.get(kernel, "")
         variant = next(
             x
             for x in module.variants(self.shape.K, self.shape.V, ITEM, False)
