@@ -15,6 +15,7 @@
 #   make evidence   the sweeps behind docs/mup.md, in stages with budgets; killed or out of budget, it goes on where it was
 #   make compile    compile every configuration of the Triton kernels for sm_90, with bounds on what each needs and
 #                   on the estimated time of those that matter most (no GPU, 17 minutes)
+#   make compile-triton TRITON=3.6.0  a part of it with another Triton, beside the installed one
 #   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
 #   make neuron     on a Trn1: an environment of our own over AWS's, which stays as it is
@@ -34,11 +35,12 @@ LINKS  := $(VENV)/links/delta_trn
 FOLDERS := backends models nki_kernels triton_kernels train
 OUT    ?= runs/measured
 FUZZ_MINUTES ?= 60
+TRITON ?= 3.9.0
 # Triton on a CPU needs its interpreter; on a GPU it must not be in it
 INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
 .PHONY: train evidence test test-slow test-cpus test-lm-eval test-xla test-transformers compile lint bench measure measure-trn1 \
-	fuzz certificate neuron
+	compile-triton fuzz certificate neuron
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -77,6 +79,10 @@ test-xla: $(XLA)/.ready
 		$(XLA)/bin/python -m pytest tests/train/test_xla.py -k TestRun --timeout=900
 
 neuron: $(NEURON)/.ready
+
+compile-triton: $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=$(VENV)/triton-$(TRITON) $(RUN) -m triton_kernels.compile_only --quick
 
 test-transformers: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) transformers
