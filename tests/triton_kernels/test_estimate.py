@@ -307,6 +307,13 @@ def test_the_table_says_that_it_is_estimated():
     assert any("100 ± 20" in line for line in lines)
 
 
+def test_several_kernels_of_a_peer_stand_beside_one_of_ours():
+    ours = replace(row("convolution", 100.0), shape="layers_1024")
+    theirs = [replace(ours, of="fla", microseconds=time) for time in (30.0, 90.0)]
+    lines = list(command.table([ours, *theirs]))
+    assert "fla over ours: convolution 1.20 (estimated)" in lines
+
+
 def test_without_a_compiler_the_command_says_what_to_do(monkeypatch, capsys):
     simulate.simulator.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -25,7 +25,7 @@ from pathlib import Path
 import triton
 from triton import knobs
 
-from delta_trn.triton_kernels.estimate import choices, layers, peer
+from delta_trn.triton_kernels.estimate import choices, layer_peers, layers, peer
 from delta_trn.triton_kernels.estimate.estimates import UNCERTAINTY, Estimate, Estimator
 from delta_trn.triton_kernels.estimate.simulate import CannotSimulate, simulator
 from delta_trn.triton_kernels.estimate.work import SHAPES, launches
@@ -71,7 +71,8 @@ def rows_of(shape: str, *, with_peer: bool = False) -> list[Row]:
     """Returns the estimates of a shape's kernels, and of those that stand beside them."""
     estimator, floor = Estimator(), ()
     if shape in layers.NAMES:
-        ours, floor, theirs = layers.launches(shape), layers.bytes_alone(shape), partial(layers.peers, shape)
+        ours, floor = layers.launches(shape), layers.bytes_alone(shape)
+        theirs = partial(layer_peers.peers, shape)
     else:
         ours, theirs = launches(SHAPES[shape]), partial(peer.launches, SHAPES[shape])
     rows = [row(shape, "ours", estimator.estimate(launch)) for launch in ours]
@@ -120,11 +121,13 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 
 def kernel_by_kernel(rows: list[Row]) -> Iterator[str]:
-    """Yields what stands beside each of our kernels, over ours."""
-    ours = {x.kernel: x.microseconds for x in rows if x.of == "ours"}
+    """Yields what stands beside each of our kernels, over ours; several kernels of one name are added."""
+    times: dict[tuple[str, str], float] = {}
     for x in rows:
-        if x.of != "ours":
-            yield f"{x.of} over ours: {x.kernel} {x.microseconds / ours[x.kernel]:.2f} (estimated)"
+        times[x.of, x.kernel] = times.get((x.of, x.kernel), 0.0) + x.microseconds
+    for (of, kernel), time in times.items():
+        if of != "ours":
+            yield f"{of} over ours: {kernel} {time / times['ours', kernel]:.2f} (estimated)"
 
 
 def slower(rows: list[Row], recorded: dict) -> list[str]:

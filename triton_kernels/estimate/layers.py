@@ -5,20 +5,16 @@
     decode_*        a token of Qwen3-Next's layer for so many sequences, with a float32 state
 
 Beside them stand the same bytes alone, read and written once: no compiler's kernel takes less. And where
-flash-linear-attention is installed, its convolution and its token of decoding.
+flash-linear-attention is installed, its kernels, which `layer_peers` lists.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from triton import Config
-
 from delta_trn.triton_kernels import cross_entropy, gated_delta_rule_step, rms_norm, short_convolution
-from delta_trn.triton_kernels.estimate.peer import load, unwrap, variant_of
 from delta_trn.triton_kernels.estimate.simulate import Work
 from delta_trn.triton_kernels.estimate.work import ITEM, Launch
-from delta_trn.triton_kernels.launch import power_of_two
 from delta_trn.triton_kernels.variants import Variant
 
 B, T, H, K, V, W = 30, 1024, 6, 128, 256, 4
@@ -26,8 +22,7 @@ D, TARGETS, VOCABULARY = 1024, 1024, 32768
 CHANNELS = 2 * H * K + H * V
 HEADS = {"H": 16, "HV": 32, "K": 128, "V": 128}  # of Qwen3-Next
 SEQUENCES = {"decode_1": 1, "decode_16": 16, "decode_256": 256}
-# integers that are multiples of 16 here, ours and the peer's
-MULTIPLES = ("T", "C", "NT", "M", "V", "tiles", "stride_x_n", "stride_x_t")
+MULTIPLES = ("T", "C", "NT", "M", "V", "tiles")  # integers that are multiples of 16 here
 NAMES = ("layers_1024", *SEQUENCES)
 
 
@@ -109,50 +104,12 @@ def _step(sequences: int) -> _Kernel:
     sizes = HEADS["K"], HEADS["V"]
     variant = _variant(gated_delta_rule_step, sizes, "gates made", **HEADS)
     heads = sequences * HEADS["HV"]
-    return _Kernel("token", False, variant, heads * -(-sizes[1] // variant.tile.columns), *_state(sequences))
+    return _Kernel("token", False, variant, heads * -(-sizes[1] // variant.tile.columns), *state(sequences))
 
 
-def _state(sequences: int) -> tuple[float, float]:
+def state(sequences: int) -> tuple[float, float]:
     """Returns the bytes of a token that are read and written."""
     keys = 2 * sequences * HEADS["H"] * HEADS["K"] * ITEM
     values = sequences * HEADS["HV"] * HEADS["V"] * ITEM
     state = 4 * sequences * HEADS["HV"] * HEADS["K"] * HEADS["V"]
     return state + keys + values, state + values
-
-
-def peers(name: str) -> Iterator[tuple[Launch, ...]]:
-    """Yields each kernel's configurations of flash-linear-attention; one of them runs."""
-    yield tuple(_peer_steps(SEQUENCES[name]) if name in SEQUENCES else _peer_convolutions())
-
-
-def _peer_convolutions() -> Iterator[Launch]:
-    function, tuned = unwrap(load("modules.conv.triton.kernels").causal_conv1d_fwd_kernel)
-    types = {"*bf16": "x y weight", "i32": "B T stride_x_n stride_x_t"}
-    absent = dict.fromkeys(["bias", "residual", "cu_seqlens", "initial_state", "chunk_indices"])
-    values = absent | {
-        "D": CHANNELS, "W": W, "BT": 64, "BW": power_of_two(W), "NB": -(-B * T // 1024), "stride_x_d": 1,
-        "ACTIVATION": "silu", "HAS_WEIGHT": True, "HAS_BIAS": False, "HAS_RESIDUAL": False,
-        "USE_INITIAL_STATE": False, "IS_VARLEN": False,
-    }  # fmt: skip
-    size = B * T * CHANNELS * ITEM
-    for choice in tuned:
-        programs = -(-CHANNELS // choice.kwargs["BD"]) * (T // 64) * B
-        blocks = values | choice.kwargs
-        variant = variant_of("convolution", function, types, blocks, choice, MULTIPLES)
-        yield Launch("convolution", False, variant, Work(programs, size))
-
-
-def _peer_steps(sequences: int) -> Iterator[Launch]:
-    module = load("ops.gated_delta_rule.fused_recurrent")
-    function, _ = unwrap(module.fused_recurrent_gated_delta_rule_fwd_kernel)
-    types = {"*bf16": "q k v g beta o", "*fp32": "A_log dt_bias h0 ht", "fp32": "scale", "i32": "T"}
-    values = dict.fromkeys(("gk", "gv", "cu_seqlens")) | HEADS | {
-        "BK": power_of_two(HEADS["K"]), "BV": 8, "USE_G": True, "USE_GK": False, "USE_GV": False,
-        "USE_QK_L2NORM_IN_KERNEL": True, "IS_BETA_HEADWISE": True, "USE_INITIAL_STATE": True,
-        "STORE_FINAL_STATE": True, "STATE_V_FIRST": False, "IS_VARLEN": False, "USE_GATE_IN_KERNEL": True,
-        "HAS_DT_BIAS": True, "APPLY_BETA_SIGMOID": True, "ALLOW_NEG_EIGVAL": False,
-    }  # fmt: skip
-    programs = sequences * HEADS["HV"] * HEADS["V"] // 8
-    work = Work(programs, _state(sequences)[0], others=(1,))
-    variant = variant_of("token", function, types, values, Config({}, num_warps=1, num_stages=3))
-    yield Launch("token", False, variant, work)
