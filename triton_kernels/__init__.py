@@ -15,9 +15,9 @@
     launch                   the launch table: tile extents, warps and stages of every kernel
     chunks                   how the time axis is cut
     variants                 what every module declares for compile_only
-    sass                     reads machine code: instructions, control codes, loops, missing fences
     compile_only             compiles every kernel in every configuration for sm_90, which needs no GPU
-    estimate                 estimates what every kernel of the gated delta rule takes on an H200, without one
+    estimate                 estimates what every kernel of the gated delta rule takes on an H200, without one;
+                             its `sass` reads machine code
 
 Importing this package imports nothing else.
 """

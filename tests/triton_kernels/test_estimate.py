@@ -13,7 +13,7 @@ from delta_trn.backends.gated_delta_rule import triton_adapter
 from delta_trn.triton_kernels.estimate import __main__ as command
 from delta_trn.triton_kernels.estimate import calibration, layers, machine, peer, simulate, work
 from delta_trn.triton_kernels.estimate.estimates import PARALLEL, SERIAL, factor
-from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops, parse, unfenced
+from delta_trn.triton_kernels.estimate.sass import Code, Instruction, followed, loops, parse, unfenced
 
 NONE = 7
 # two instructions of a compiled kernel and a loop, as nvdisasm prints them

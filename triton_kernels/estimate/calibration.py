@@ -27,8 +27,8 @@ from pathlib import Path
 
 from delta_trn.triton_kernels.estimate import peer
 from delta_trn.triton_kernels.estimate.estimates import Estimator, compile_code, moved, of_code
+from delta_trn.triton_kernels.estimate.sass import Code, Instruction
 from delta_trn.triton_kernels.estimate.work import Launch, Shape
-from delta_trn.triton_kernels.sass import Code, Instruction
 
 DATA = Path(__file__).with_name("calibration.json.gz")
 SIZE = 128

@@ -13,9 +13,9 @@ import triton
 
 from delta_trn.triton_kernels.compile_only import HOPPER, SHARED_BYTES, resources, source
 from delta_trn.triton_kernels.estimate import machine
+from delta_trn.triton_kernels.estimate.sass import Code, disassemble, parse
 from delta_trn.triton_kernels.estimate.simulate import Simulation, Work, run
 from delta_trn.triton_kernels.estimate.work import Launch
-from delta_trn.triton_kernels.sass import Code, disassemble, parse
 from delta_trn.triton_kernels.variants import Variant
 
 # measured over simulated: kernels that are parallel over chunks, or held up by memory; and serial chains
