@@ -63,15 +63,15 @@ def test_parity_holds_in_scans_of_transposed_and_upright_tiles(name, upright, dt
     assert not failures, "\n".join(failures)
 
 
-def test_parity_fails_when_upright_tiles_are_read_as_transposed(monkeypatch):
-    """A planted fault: a launch that names the other tiles than the kernel has."""
+def test_parity_fails_when_a_scan_writes_its_tiles_transposed(monkeypatch):
+    """A planted fault: each tile of U lies column after column."""
     original = gated_delta_rule_fwd.scan
 
-    def lying(*arguments, U, **named):
+    def transposed(*arguments, U, **named):
         original(*arguments, U=U, **named)
         U.copy_(U.mT.reshape(U.shape))
 
-    monkeypatch.setattr(gated_delta_rule_fwd, "scan", lying)
+    monkeypatch.setattr(gated_delta_rule_fwd, "scan", transposed)
     assert not judge("odd")["dk"].passed
 
 

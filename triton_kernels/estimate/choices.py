@@ -8,12 +8,12 @@ from delta_trn.triton_kernels.estimate.estimates import Estimator
 from delta_trn.triton_kernels.estimate.work import ITEM, SHAPES, launches
 from delta_trn.triton_kernels.launch import Tile, adjusted, config
 
-# kernel -> columns, warps, stages and most registers to try; a kernel that does not cut the columns has 0
+# kernel -> columns, warps, stages, most registers and upright to try; one that does not cut the columns has 0
 KERNELS = {
-    "prepare": ((0,), (2, 4, 8), (1,), (None, 128, 168)),
-    "scan": ((32, 64, 128), (4, 8), (1, 2, 3), (None,)),
-    "reverse": ((32, 64, 128), (4, 8), (1, 2, 3), (None,)),
-    "gradients": ((32, 64, 128, 256), (4, 8), (1, 2, 3), (None, 128, 168)),
+    "prepare": ((0,), (2, 4, 8), (1,), (None, 128, 168), (False,)),
+    "scan": ((32, 64, 128), (4, 8), (1, 2, 3), (None,), (False, True)),
+    "reverse": ((32, 64, 128), (4, 8), (1, 2, 3), (None,), (False, True)),
+    "gradients": ((32, 64, 128, 256), (4, 8), (1, 2, 3), (None, 128, 168), (False,)),
 }
 
 
@@ -27,8 +27,8 @@ def table(kernel: str, shape: str) -> Iterator[str]:
     heads = sizes.sequences * sizes.HV
     now = getattr(config(sizes.K, sizes.V, itemsize=ITEM, heads=heads), kernel)
     tiles = {
-        Tile(columns, warps, stages, registers=registers)
-        for columns, warps, stages, registers in product(*KERNELS[kernel])
+        Tile(columns, warps, stages, registers=registers, upright=upright)
+        for columns, warps, stages, registers, upright in product(*KERNELS[kernel])
         if columns <= sizes.V
     } | {now}
     results = []
@@ -48,10 +48,11 @@ def table(kernel: str, shape: str) -> Iterator[str]:
         results.append((sum(x.microseconds for x in estimates), tile, text))
     yield f"\n## {kernel} at {shape}, estimated, not measured; launch.TABLE has {now}\n"
     yield (
-        "| columns | warps | stages | most registers | forward and backward us | kernel us | registers "
-        "| stack | shared KB | programs per SM |"
+        "| columns | warps | stages | most registers | tiles | forward and backward us | kernel us "
+        "| registers | stack | shared KB | programs per SM |"
     )
-    yield "|" + " --- |" * 10
+    yield "|" + " --- |" * 11
     for total, tile, text in sorted(results, key=lambda x: x[0]):
         time = f"{total:.0f}" if text.endswith("|") else "- "
-        yield f"| {tile.columns} | {tile.warps} | {tile.stages} | {tile.registers or ''} | {time} | {text}"
+        launch = tile.columns, tile.warps, tile.stages, tile.registers or "", "upright" * tile.upright
+        yield f"| {' | '.join(map(str, launch))} | {time} | {text}"
