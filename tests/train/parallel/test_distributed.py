@@ -98,16 +98,23 @@ def weights(run: Path, step: int = STEPS) -> dict[str, Tensor]:
     return {k: v for path in folder.glob("model*.safetensors") for k, v in load_file(path).items()}
 
 
-def weight_distance(run: Path, expected: Path, begin: dict[str, Tensor]) -> float:
-    """Returns the largest distance of a parameter from the expected one, relative to its change.
+def weight_distances(run: Path, expected: Path, begin: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the distance of the weights from the expected ones, relative to their change.
+
+    weights         of all of them together
+    a parameter     the largest of a single one, such as A_log, which rounding moves most
 
     One unit in the last place does not count: it is the least difference there can be, and some parameters
     move by a few hundred of them in all.
     """
     mine, theirs = weights(run), weights(expected)
     assert mine.keys() == theirs.keys()
-    beyond = {n: ((mine[n] - w).abs() - _last_place(w)).clamp(min=0) for n, w in theirs.items()}
-    return max(float(beyond[n].norm() / (w - begin[n]).norm()) for n, w in theirs.items())
+    beyond = [((mine[n] - w).abs() - _last_place(w)).clamp(min=0).norm() for n, w in theirs.items()]
+    change = [(w - begin[n]).norm() for n, w in theirs.items()]
+    return {
+        "weights": float(torch.stack(beyond).norm() / torch.stack(change).norm()),
+        "a parameter": max(float(x / y) for x, y in zip(beyond, change, strict=True)),
+    }
 
 
 def _last_place(x: Tensor) -> Tensor:
@@ -125,7 +132,7 @@ def begin(data, tmp_path_factory) -> dict[str, Tensor]:
 def distances(run: Path, expected: Path, begin: dict[str, Tensor] | None = None) -> dict[str, float]:
     """Returns how far a run is from the expected one in loss, gradient norm and, with `begin`, weights."""
     distance = {name: metric_distance(run, expected, name) for name in ("loss", "grad_norm")}
-    return distance if begin is None else {**distance, "weights": weight_distance(run, expected, begin)}
+    return distance if begin is None else {**distance, **weight_distances(run, expected, begin)}
 
 
 def tolerances(controls: list[dict[str, float]]) -> dict[str, float]:
@@ -178,8 +185,8 @@ def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, 
     tiny_run.train("run", "tiny", *keys(data, tmp_path / "run", optimizer, changes))
     distance = distances(tmp_path / "run", alone(optimizer), begin)
     tenfold = {name: 10 * x for name, x in allowed(optimizer).items()}
-    # the first tokens of documents, which are few, weigh little in a loss
-    seen = {"weights"} if "data.boundaries" in changes else {"loss", "weights"}
+    # the first tokens of documents are few: they weigh little in a loss, and rounding moves A_log as far
+    seen = {"weights"} if "data.boundaries" in changes else {"loss", "weights", "a parameter"}
     assert above(distance, tenfold).keys() >= seen
 
 
@@ -200,7 +207,8 @@ def test_a_distributed_run_with_dropout_equals_the_run_of_one_process(data, alon
     allowed = tolerances([distances(control, expected, begin) for control in controls])
     assert not above(distances(tmp_path / "run", expected, begin), allowed)
     without = distances(expected, alone("sgd"), begin)
-    assert above(without, {name: 10 * x for name, x in allowed.items()}).keys() >= {"loss", "weights"}
+    tenfold = {name: 10 * x for name, x in allowed.items()}
+    assert above(without, tenfold).keys() >= {"loss", "weights", "a parameter"}
 
 
 # without boundaries: q.k of BOS is rounded to bf16 in every step, see BATCH
