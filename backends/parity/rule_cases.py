@@ -143,6 +143,8 @@ CASES: tuple[Case, ...] = (
          tags=SMALL, reason="all keys equal, beta = 1: every write erases the one before"),
     Case("reflect",         1, 130, 8, 32,  32, keys="equal", beta=2.0, decay="weak", state=True, loss=BOTH,
          tags=SMALL, reason="all keys equal, beta = 2: eigenvalue -1, the densest inverse"),
+    Case("overshoot",       1, 130, 8, 32,  32, keys="equal", beta=1.6, decay="none", state=True, loss=BOTH,
+         tags=SMALL, reason="all keys equal, beta = 1.6: the inverse falls off as 0.6^(i - j), to nothing"),
     Case("near_1",          1, 130, 8, 64,  64, keys="near", beta=1.0, decay="weak", state=True, loss=BOTH,
          reason="keys correlated .999, beta = 1: a power series for the inverse loses every digit"),
     Case("near_2",          1, 130, 8, 64,  64, keys="near", beta=2.0, decay="none", state=True, loss=BOTH,
