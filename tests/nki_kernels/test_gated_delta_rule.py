@@ -132,7 +132,7 @@ def substituted(G):
 
 
 def errors_of_the_inverse(beta):
-    """The largest error of a number of T where all keys are equal, and that of substitution: for each of six."""
+    """The largest error in T where all keys are equal, and that of substitution: for each of six chunks."""
     G = np.stack([correlated(128, 1.0, beta, seed) for seed in range(6)])
     exact = np.linalg.inv(np.eye(128) - G.astype(np.float64))
     parts = [run(inverse_of, torch.from_numpy(x.transpose(2, 0, 1).copy()), 128, 3) for x in (G[:3], G[3:])]
