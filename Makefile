@@ -54,6 +54,10 @@ test-slow: $(READY)
 
 # Each level of this CPU, with one thread and with two: ATEN_CPU_CAPABILITY chooses PyTorch's own kernels, the others
 # choose those of the libraries that multiply for it and for NumPy. NumPy's products stand for other CPUs.
+# Threads that wait do not spin: two processes with two threads each are more than two cores.
+test-cpus: export OMP_WAIT_POLICY = PASSIVE
+test-cpus: export GOMP_SPINCOUNT = 0
+test-cpus: export KMP_BLOCKTIME = 0
 test-cpus: $(READY)
 	for level in $$($(RUN) -c 'import torch; sets = ["default", "avx2", "avx512"]; own = torch.backends.cpu.get_cpu_capability().lower(); print(*sets[: sets.index(own) + 1 if own in sets else 1])'); do \
 		case $$level in \
