@@ -118,11 +118,9 @@ TABLE = (
     #                               (D)    (DV): 32 elements per thread
     Row("delta_residual",       ANY,  ANY,  ANY,     4,     1,  (1, ANY), elements=4096),
 
-    #                                      (C): 8 elements per thread. With 16, backward of four packed taps
-    #                                      spills 568 bytes; with 8 it spills none, and eight taps 376.
-    Row("short_convolution",    ANY,  ANY,  ANY,     4,     1,  (16, 64), elements=1024),
-    # forward of 16 takes 198 us for 440 at 3,072 channels, by estimate: taps are loaded for twice as much
-    Row("short_convolution_forward", ANY, ANY, ANY,  4,     1,  (16, 128), elements=2048),
+    #                                      (C): tokens by channels, two or four of these per thread
+    Row("short_convolution",    ANY,  ANY,  ANY,     4,     1,  (16, 256), elements=1, rows=4),
+    Row("short_convolution_forward", ANY, ANY, ANY,  4,     1,  (16, 512), elements=1, rows=8),
 
     #                                      (N): whole rows, 16 elements per thread
     Row("rms_norm",             ANY,  ANY, 2048,     4,     1,  (16, ANY), elements=2048, rows=1),

@@ -9,8 +9,10 @@ For one channel with W taps w; x, y, z and their gradients [T]:
     dx_t = sum_j w_j dz_{t + W - 1 - j}
     dw_j = sum_t dz_t x_{t - W + 1 + j}
 
-Backward computes z again, for its own tokens and for the W - 1 behind them, which dx reads: only the inputs
-are kept, and what a tile reads 2 W - 1 times comes from cache. A program walks over several tiles of time and
+Each thread has channels of its own and all tokens of a span of time, which it walks tile by tile. A token is
+a tile [BC] by itself, and a tuple holds the tokens at hand: a tap is another entry of it, no load and no
+exchange between threads. Forward keeps the last W - 1 of x for the next tile. Backward walks from the end of
+the span, keeps dz of the W - 1 tokens behind, and computes z again: only the inputs are saved. A program
 keeps its part of dw in registers; the caller adds up the P parts, in one order: no atomics, so the same bits
 every time.
 
@@ -24,12 +26,15 @@ Layout, all contiguous:
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# ruff: noqa: RUF005 - Triton compiles no starred tuples
 import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.launch import PROGRAMS, arithmetic, take_turns, tile
 from delta_trn.triton_kernels.tiles import round_to
 from delta_trn.triton_kernels.variants import Variant
+
+SPAN = 128  # tokens of a row that one program of backward takes, or more
 
 TYPES = {
     "*x": "x y prefix dy dx dprefix",
@@ -40,147 +45,210 @@ TYPES = {
 
 
 @triton.jit
-def _load_inputs(x, prefix, o_t, o_i, o_c, t0, T, C, m_c, W: tl.constexpr):
-    """Loads x of tokens t0 + o_i + o_t as float32. Before the first token: the prefix, or zeros.
+def _load_token(x, prefix, i, t0, o_c, T, C, m_c, W: tl.constexpr):
+    """Loads x [BC] of token t0 + i. Before the first token: the prefix, or zeros.
 
     x points to token t0 of its row, prefix to what would be token 0. Offsets span a tile: 32 bits suffice.
     """
-    i_t = o_t + o_i
-    o_x = i_t[:, None] * C + o_c[None, :]
-    m_t = (i_t + t0 >= 0) & (i_t + t0 < T)
-    b_x = tl.load(x + o_x, mask=m_t[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+    b_x = tl.load(x + i * C + o_c, mask=m_c & (i + t0 >= 0) & (i + t0 < T), other=0.0)
     if prefix is not None:
-        m_p = (i_t + t0 < 0) & (i_t + t0 >= 1 - W)
-        b_x += tl.load(prefix + o_x, mask=m_p[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+        b_p = tl.load(prefix + i * C + o_c, mask=m_c & (i + t0 < 0) & (i + t0 >= 1 - W), other=0.0)
+        b_x = tl.where(i + t0 < 0, b_p, b_x)
     return b_x
 
 
 @triton.jit
-def _convolve(x, prefix, weight, position, o_t, o_i, o_c, t0, b_pos, T, C, m_c, W: tl.constexpr):
-    """Returns z of tokens t0 + o_i + o_t, whose places in their own sequences are b_pos."""
-    b_z = tl.zeros([o_t.shape[0], o_c.shape[0]], dtype=tl.float32)
-    for j in tl.static_range(W):
-        b_x = _load_inputs(x, prefix, o_t, o_i + (j - (W - 1)), o_c, t0, T, C, m_c, W)
+def _load_tokens(x, prefix, first: tl.constexpr, t0, o_c, T, C, m_c, N: tl.constexpr, W: tl.constexpr):
+    """Loads x of N tokens from t0 + first on, a tuple of [BC]."""
+    tokens = ()
+    for n in tl.static_range(N):
+        tokens = tokens + (_load_token(x, prefix, first + n, t0, o_c, T, C, m_c, W),)
+    return tokens
+
+
+@triton.jit
+def _load_places(position, t0, T, N: tl.constexpr):
+    """Loads the positions of N tokens from t0 on. Where sequences are not packed, nobody reads them."""
+    places = ()
+    for n in tl.static_range(N):
+        place = n
         if position is not None:
-            b_x = tl.where(b_pos[:, None] >= W - 1 - j, b_x, 0.0)
-        b_w = tl.load(weight + j * C + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_z += b_x * b_w[None, :]
+            place = tl.load(position + n + t0, mask=(n + t0 >= 0) & (n + t0 < T), other=0).to(tl.int32)
+        places = places + (place,)
+    return places
+
+
+@triton.jit
+def _load_taps(weight, o_c, C, m_c, W: tl.constexpr):
+    """Loads the taps w_0 to w_(W - 1), each [BC], in float32."""
+    taps = ()
+    for j in tl.static_range(W):
+        taps = taps + (tl.load(weight + j * C + o_c, mask=m_c, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _read(b_x, place, back: tl.constexpr, PACKED: tl.constexpr):
+    """Returns b_x in float32: 0 where it is `back` tokens before one with fewer before it in its sequence."""
+    b_x = b_x.to(tl.float32)
+    return tl.where(place >= back, b_x, 0.0) if PACKED else b_x
+
+
+@triton.jit
+def _convolve(b_x, n: tl.constexpr, place, taps, W: tl.constexpr, PACKED: tl.constexpr):
+    """Returns z [BC] of token n; b_x begins W - 1 tokens before token 0."""
+    b_z = tl.zeros_like(taps[0])
+    for j in tl.static_range(W):
+        b_z += _read(b_x[n + j], place, W - 1 - j, PACKED) * taps[j]
     return b_z
 
 
 @triton.jit
-def _load_positions(position, o_t, o_i, t0, T):
-    """Loads the positions of tokens t0 + o_i + o_t. Where sequences are not packed, nobody reads them."""
-    b_pos = o_t
-    if position is not None:
-        i_t = o_t + o_i + t0
-        b_pos = tl.load(position + i_t, mask=(i_t >= 0) & (i_t < T), other=0).to(tl.int32)
-    return b_pos
+def forward_kernel(
+    x, weight, prefix, position, y, T, C, NT, tiles,
+    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Computes y; one program per (row, `tiles` tiles of BT tokens, BC channels)."""
+    PACKED: tl.constexpr = position is not None
+    NC = tl.cdiv(C, BC)
+    pid = tl.program_id(0).to(tl.int64)
+    i_b = pid // NC // NT
+    o_c = (pid % NC).to(tl.int32) * BC + tl.arange(0, BC)
+    m_c = o_c < C
+    taps = _load_taps(weight, o_c, C, m_c, W)
+    t0 = (pid // NC % NT).to(tl.int32) * (BT * tiles)
+    start = (i_b * T + t0) * C
+    x += start
+    y += start
+    if prefix is not None:
+        prefix += (i_b * (W - 1) + (W - 1) + t0) * C
+    before = _load_tokens(x, prefix, 1 - W, t0, o_c, T, C, m_c, W - 1, W)
+    for _ in range(0, tl.minimum(tl.cdiv(T - t0, BT), tiles)):
+        b_x = before + _load_tokens(x, None, 0, t0, o_c, T, C, m_c, BT, W)
+        places = _load_places(position, t0, T, BT)
+        for n in tl.static_range(BT):
+            b_y = _convolve(b_x, n, places[n], taps, W, PACKED)
+            if SILU:
+                b_y *= tl.sigmoid(b_y)
+            tl.store(y + n * C + o_c, round_to(b_y, y.dtype.element_ty, DOT), mask=m_c & (n + t0 < T))
+        before = ()
+        for n in tl.static_range(W - 1):
+            before = before + (b_x[BT + n],)
+        t0 += BT
+        x += BT * C
+        y += BT * C
 
 
 @triton.jit
-def forward_kernel(
-    x, weight, prefix, position, y, T, C, NT,
-    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,
+def _differentiate(
+    b_dy, b_x, places, taps, N: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
-    """Computes y; one program per (row, BT tokens, BC channels)."""
-    NC = tl.cdiv(C, BC)
-    pid = tl.program_id(0).to(tl.int64)
-    o_t = tl.arange(0, BT)
-    o_c = (pid % NC).to(tl.int32) * BC + tl.arange(0, BC)
-    m_c = o_c < C
-    i_b = pid // NC // NT
-    t0 = (pid // NC % NT).to(tl.int32) * BT
-    start = (i_b * T + t0) * C
-    if prefix is not None:
-        prefix += (i_b * (W - 1) + (W - 1) + t0) * C
-    b_pos = _load_positions(position, o_t, 0, t0, T)
-    b_y = _convolve(x + start, prefix, weight, position, o_t, 0, o_c, t0, b_pos, T, C, m_c, W)
-    if SILU:
-        b_y *= tl.sigmoid(b_y)
-    m_y = (t0 + o_t < T)[:, None] & m_c[None, :]
-    o_y = o_t[:, None] * C + o_c[None, :]
-    tl.store(y + start + o_y, round_to(b_y, y.dtype.element_ty, DOT), mask=m_y)
+    """Returns dz of N tokens, a tuple of [BC] float32; b_x begins W - 1 tokens before the first."""
+    dz = ()
+    for n in tl.static_range(N):
+        b_dz = b_dy[n].to(tl.float32)
+        if SILU:
+            b_z = _convolve(b_x, n, places[n], taps, W, PACKED)
+            b_s = tl.sigmoid(b_z)
+            b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
+        dz = dz + (b_dz,)
+    return dz
 
 
 @triton.jit
 def backward_kernel(
     dy, x, weight, prefix, position, dx, dprefix, dweight, T, C, NT, tiles,
-    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, P: tl.constexpr, SILU: tl.constexpr,
-    DOT: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx, dprefix and dweight; one program per (p < P, BC channels).
+    """Computes dx, dprefix and dweight; one program per (row, `tiles` tiles of BT tokens, BC channels).
 
-    Program p takes tiles p, p + P, ... of all rows' time. With a prefix, tiles begin W - 1 tokens before the
-    first, for the prefix's gradient.
+    With a prefix, a row's first span begins W - 1 tokens before the first, for the prefix's gradient. dz of
+    the W - 1 tokens behind a span is computed by its program, too.
     """
+    PACKED: tl.constexpr = position is not None
     NC = tl.cdiv(C, BC)
     pid = tl.program_id(0).to(tl.int64)
     i_p = pid // NC
-    o_t = tl.arange(0, BT)
+    i_b = i_p // NT
     o_c = (pid % NC).to(tl.int32) * BC + tl.arange(0, BC)
     m_c = o_c < C
-    o_w = tl.arange(0, 8)
-    b_dw = tl.zeros([8, BC], dtype=tl.float32)
-    for r in range(0, tl.cdiv(tiles - i_p, P).to(tl.int32)):
-        i = i_p + r * P  # 64 bits: a loop from i_p on would have them only where it is compiled
-        i_b = i // NT
-        t0 = (i % NT).to(tl.int32) * BT
+    taps, dw = _load_taps(weight, o_c, C, m_c, W), ()
+    for _ in tl.static_range(W):
+        dw = dw + (tl.zeros([BC], dtype=tl.float32),)
+    t0 = (i_p % NT).to(tl.int32) * (BT * tiles)
+    if prefix is not None:
+        t0 -= W - 1
+    count = tl.minimum(tl.cdiv(T - t0, BT), tiles)
+    t0 += count * BT
+    start = (i_b * T + t0) * C
+    x += start
+    dy += start
+    dx += start
+    if prefix is not None:
+        start = (i_b * (W - 1) + (W - 1) + t0) * C
+        prefix += start
+        dprefix += start
+    x_behind = _load_tokens(x, prefix, 1 - W, t0, o_c, T, C, m_c, 2 * (W - 1), W)
+    dy_behind = _load_tokens(dy, None, 0, t0, o_c, T, C, m_c, W - 1, W)
+    places_behind = _load_places(position, t0, T, W - 1)
+    behind = _differentiate(dy_behind, x_behind, places_behind, taps, W - 1, W, PACKED, SILU)
+    for _ in range(0, count):
+        t0 -= BT
+        x -= BT * C
+        dy -= BT * C
+        dx -= BT * C
         if prefix is not None:
-            t0 -= W - 1
-        start = (i_b * T + t0) * C
-        before = prefix
-        if prefix is not None:
-            before += (i_b * (W - 1) + (W - 1) + t0) * C
-        b_dx = tl.zeros([BT, BC], dtype=tl.float32)
-        # token t + s reads token t by tap W - 1 - s
-        for s in tl.static_range(W):
-            i_t = o_t + s
-            m_dy = ((i_t + t0 >= 0) & (i_t + t0 < T))[:, None] & m_c[None, :]
-            b_pos = _load_positions(position, o_t, s, t0, T)
-            p_dy = dy + start + (i_t[:, None] * C + o_c[None, :])
-            b_dz = tl.load(p_dy, mask=m_dy, other=0.0).to(tl.float32)
-            if SILU:
-                b_z = _convolve(x + start, before, weight, position, o_t, s, o_c, t0, b_pos, T, C, m_c, W)
-                b_s = tl.sigmoid(b_z)
-                b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
-            if s == 0:
-                for j in tl.static_range(W):
-                    b_x = _load_inputs(x + start, before, o_t, j - (W - 1), o_c, t0, T, C, m_c, W)
-                    if position is not None:
-                        b_x = tl.where(b_pos[:, None] >= W - 1 - j, b_x, 0.0)
-                    b_dw += tl.where(o_w[:, None] == j, tl.sum(b_dz * b_x, axis=0)[None, :], 0.0)
-            if position is not None:
-                b_dz = tl.where(b_pos[:, None] >= s, b_dz, 0.0)
-            b_w = tl.load(weight + (W - 1 - s) * C + o_c, mask=m_c, other=0.0).to(tl.float32)
-            b_dx += b_dz * b_w[None, :]
-        b_dx = round_to(b_dx, dx.dtype.element_ty, DOT)
-        o_dx = o_t[:, None] * C + o_c[None, :]
-        m_t = (o_t + t0 >= 0) & (o_t + t0 < T)
-        tl.store(dx + start + o_dx, b_dx, mask=m_t[:, None] & m_c[None, :])
-        if prefix is not None:
-            p_dp = dprefix + (i_b * (W - 1) + (W - 1) + t0) * C + o_dx
-            tl.store(p_dp, b_dx, mask=(o_t + t0 < 0)[:, None] & m_c[None, :])
-    p_dw = dweight + (i_p * W + o_w)[:, None] * C + o_c[None, :]
-    tl.store(p_dw, b_dw, mask=(o_w < W)[:, None] & m_c[None, :])
+            prefix -= BT * C
+            dprefix -= BT * C
+        # all loads come first: none may pass a store
+        b_x = _load_tokens(x, prefix, 1 - W, t0, o_c, T, C, m_c, BT + W - 1, W)
+        b_dy = _load_tokens(dy, None, 0, t0, o_c, T, C, m_c, BT, W)
+        places = _load_places(position, t0, T, BT)
+        dz = _differentiate(b_dy, b_x, places, taps, BT, W, PACKED, SILU) + behind
+        places = places + places_behind
+        for n in tl.static_range(BT):
+            b_dx = tl.zeros([BC], dtype=tl.float32)
+            # token n + s reads token n by tap W - 1 - s
+            for s in tl.static_range(W):
+                b_dx += _read(dz[n + s], places[n + s], s, PACKED) * taps[W - 1 - s]
+            b_dx = round_to(b_dx, dx.dtype.element_ty, DOT)
+            tl.store(dx + n * C + o_c, b_dx, mask=m_c & (n + t0 >= 0) & (n + t0 < T))
+            if prefix is not None:
+                tl.store(dprefix + n * C + o_c, b_dx, mask=m_c & (n + t0 < 0))
+        sums = dw
+        dw, behind, places_behind = (), (), ()
+        for j in tl.static_range(W):
+            b_dw = sums[j]
+            for n in tl.static_range(BT):
+                b_dw += dz[n] * _read(b_x[n + j], places[n], W - 1 - j, PACKED)
+            dw = dw + (b_dw,)
+        for n in tl.static_range(W - 1):
+            behind = behind + (dz[n],)
+            places_behind = places_behind + (places[n],)
+    for j in tl.static_range(W):
+        tl.store(dweight + (i_p * W + j) * C + o_c, dw[j], mask=m_c)
 
 
-def parts(B, T, C, W, *, prefix):
-    """Returns P and the number of tiles of time: PROGRAMS in all where there are so many tiles."""
-    row = tile("short_convolution", C)
-    tiles = B * -(-(T + (W - 1 if prefix else 0)) // row.rows)
-    return min(tiles, max(1, PROGRAMS // -(-C // row.columns))), tiles
+def parts(B, T, C, W, *, prefix, kernel="short_convolution"):
+    """Returns P, the spans of all rows' time, and the tiles of each.
+
+    A span is SPAN tokens, and longer where there would be more than PROGRAMS.
+    """
+    rows = tile(kernel, C).rows
+    tokens = T + (W - 1 if prefix else 0)
+    tiles = -(-max(SPAN, B * tokens // PROGRAMS) // rows)
+    return B * -(-tokens // (rows * tiles)), tiles
 
 
 @take_turns
 def forward(x, weight, prefix, position, y, *, silu):
     """Launches `forward_kernel`: fills y. prefix, position: a tensor or None."""
     B, T, C = x.shape
-    row = tile("short_convolution_forward", C)
-    NT = -(-T // row.rows)
-    forward_kernel[(B * NT * -(-C // row.columns),)](
-        x, weight, prefix, position, y, T, C, NT,
-        W=weight.shape[0], BT=row.rows, BC=row.columns, SILU=silu, DOT=arithmetic(),
+    W, row = weight.shape[0], tile("short_convolution_forward", C)
+    P, tiles = parts(B, T, C, W, prefix=False, kernel="short_convolution_forward")
+    forward_kernel[(P * -(-C // row.columns),)](
+        x, weight, prefix, position, y, T, C, P // max(B, 1), tiles,
+        W=W, BT=row.rows, BC=row.columns, SILU=silu, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
@@ -189,12 +257,11 @@ def forward(x, weight, prefix, position, y, *, silu):
 def backward(dy, x, weight, prefix, position, *, dx, dprefix, dweight, silu):
     """Launches `backward_kernel`: fills dx, dprefix (or None) and dweight [P, W, C], P from `parts`."""
     B, T, C = x.shape
-    W = weight.shape[0]
-    row = tile("short_convolution", C)
+    W, row = weight.shape[0], tile("short_convolution", C)
     P, tiles = parts(B, T, C, W, prefix=prefix is not None)
     backward_kernel[(P * -(-C // row.columns),)](
-        dy, x, weight, prefix, position, dx, dprefix, dweight, T, C, tiles // B, tiles,
-        W=W, BT=row.rows, BC=row.columns, P=P, SILU=silu, DOT=arithmetic(),
+        dy, x, weight, prefix, position, dx, dprefix, dweight, T, C, P // max(B, 1), tiles,
+        W=W, BT=row.rows, BC=row.columns, SILU=silu, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
@@ -205,7 +272,7 @@ def variants(C: int, W: int, itemsize: int, quick: bool):
         "forward": (forward_kernel, tile("short_convolution_forward", C)),
         "backward": (backward_kernel, tile("short_convolution", C)),
     }
-    values = {"W": W, "P": 21, "SILU": True, "DOT": "ieee"}
+    values = {"W": W, "SILU": True, "DOT": "ieee"}
     prefix, position = dict.fromkeys(("prefix", "dprefix")), {"position": None}
     forms = {"packed": prefix}
     if not quick:

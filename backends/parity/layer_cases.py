@@ -67,7 +67,7 @@ CASES: tuple[LayerCase, ...] = (
     LayerCase("conv_wide",      "short_convolution", (1, 9, 700, 4),  "channels above a bank of PSUM"),
     LayerCase("conv_packed_tiles", "short_convolution", (1, 250, 24, 4), "sequences end at seams of tiles",
               lengths=(1, 122, 2, 0, 125)),
-    LayerCase("conv_prefix_tiles", "short_convolution", (1, 123, 24, 4), "a prefix before several tiles",
+    LayerCase("conv_prefix_tiles", "short_convolution", (1, 131, 24, 4), "a prefix before several tiles",
               prefix=True),
     LayerCase("conv_packed",    "short_convolution", (1, 21, 24, 4),  "empty sequences, some shorter than W",
               lengths=(0, 1, 2, 0, 3, 15)),

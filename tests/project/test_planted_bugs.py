@@ -46,8 +46,8 @@ def carry_passes():
     return all(verdict.passed for verdict in rule.reference_for(x).verdicts("triton", results))
 
 
-def layer_passes(case):
-    verdicts = layer_cases.verdicts(layer_cases.BY_NAME[case], torch.float32, "chunked")
+def layer_passes(case, backend="chunked"):
+    verdicts = layer_cases.verdicts(layer_cases.BY_NAME[case], torch.float32, backend)
     return all(verdict.passed for verdict in verdicts)
 
 
@@ -146,6 +146,7 @@ CHECKS = {
     "gates in float64": lambda: judged("chunked", BY_NAME["gates_wide"], torch.float64),
     "triton": lambda: judged("triton", WHOLE),
     "triton's carry": carry_passes,
+    "triton's convolution": lambda: layer_passes("conv_packed", "triton"),
     "nki": lambda: judged("nki-simulator", WHOLE),
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,

@@ -32,6 +32,7 @@ class Bug:
 RULE, RESIDUAL = "backends.gated_delta_rule", "backends.delta_residual"
 TRITON_BACK = "triton_kernels.gated_delta_rule_bwd"
 TRITON_REVERSE = "triton_kernels.gated_delta_rule_reverse"
+TRITON_CONVOLUTION = "triton_kernels.short_convolution"
 NKI_BACK, NKI_LAYER = "nki_kernels.chunk_gradients", "nki_kernels.gated_delta_layer"
 LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
 
@@ -80,6 +81,10 @@ BUGS = (
         "b_dg += tl.sum(tl.where(strict, b_writes", "b_dg += tl.sum(tl.where(lower, b_writes", "triton"),
     Bug("triton: decays of the inverse are left out", "triton_kernels.gated_delta_rule_fwd:prepare_kernel",
         "b_L = tl.where(strict, b_L, 0.0)", "b_L = tl.where(strict, b_L / b_D, 0.0)", "triton"),
+    Bug("triton: a tile of the convolution keeps its first tokens", f"{TRITON_CONVOLUTION}:forward_kernel",
+        "before + (b_x[BT + n],)", "before + (b_x[n],)", "triton's convolution"),
+    Bug("triton: dx without the tile behind", f"{TRITON_CONVOLUTION}:backward_kernel",
+        "behind + (dz[n],)", "behind + (0 * dz[n],)", "triton's convolution"),
     Bug("nki: dg carries the first 128 of K", f"{NKI_BACK}:sum_decay_gradient",
         "for part in range(len(parts)):", "for part in range(1):", "nki, K = 256"),
     Bug("nki: dg without what tokens read from the state", f"{NKI_BACK}:multiply_terms",

@@ -68,15 +68,15 @@ def _variant(module: ModuleType, sizes: tuple[int, int], options: str, **values:
 
 
 def _convolution() -> Iterator[_Kernel]:
-    forward = _variant(short_convolution, (CHANNELS, W), "forward dense")
-    row, size = forward.tile, B * T * CHANNELS * ITEM
-    across = -(-CHANNELS // row.columns)
-    mask = CHANNELS / (across * row.columns)
-    yield _Kernel("convolution", False, forward, B * -(-T // row.rows) * across, size, size, mask=mask)
-    P, tiles = short_convolution.parts(B, T, CHANNELS, W, prefix=False)
-    backward = _variant(short_convolution, (CHANNELS, W), "backward dense", P=P)
-    turns = (-(-tiles // P),)
-    yield _Kernel("convolution, backward", True, backward, P * across, 2 * size, size, turns, mask)
+    size = B * T * CHANNELS * ITEM
+    for back in (False, True):
+        name, form = ("convolution, backward", "backward dense") if back else ("convolution", "forward dense")
+        launched = "short_convolution" if back else "short_convolution_forward"
+        variant = _variant(short_convolution, (CHANNELS, W), form)
+        across = -(-CHANNELS // variant.tile.columns)
+        mask = CHANNELS / (across * variant.tile.columns)
+        P, tiles = short_convolution.parts(B, T, CHANNELS, W, prefix=False, kernel=launched)
+        yield _Kernel(name, back, variant, P * across, (1 + back) * size, size, (tiles,), mask)
 
 
 def _norm(
