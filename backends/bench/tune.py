@@ -3,10 +3,10 @@
     python -m backends.bench.tune CASE ... [--dtype NAME] [--seconds S] [--json FILE]
 
 The gain of a tile is the time of the kernel's pass with the table's tile over the time with a neighboring one
-(other widths, warps, stages); above 1, the neighbor is faster. A tile whose 20th percentile is above 1 is
-kept for the kernels that follow, and the resulting row must pass parity. The row is printed, to be put into
-`triton_kernels.launch` by hand: nothing is tuned at run time. A tile that the device refuses is printed with
-the reason.
+(other widths, warps, stages, and upright or not); above 1, the neighbor is faster. A tile whose 20th
+percentile is above 1 is kept for the kernels that follow, and the resulting row must pass parity. The row is
+printed, to be put into `triton_kernels.launch` by hand: nothing is tuned at run time. A tile that the device
+refuses is printed with the reason.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from delta_trn.backends.registry import BackendRefusal
 
 # kernel -> the pass that it belongs to
 KERNELS = {"prepare": "forward", "scan": "forward", "reverse": "backward", "gradients": "backward"}
+TURNED = ("scan", "reverse")  # their tiles may stand upright
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,11 @@ class Trial:
     refusal: str | None = None
 
 
-def candidates(tile: Tile, V: int) -> list[Tile]:
-    """Returns the neighbors of a tile: half and twice the columns and warps, one stage more and less."""
+def candidates(tile: Tile, V: int, *, turns: bool = False) -> list[Tile]:
+    """Returns the neighbors of a tile: half and twice the columns and warps, one stage more and less.
+
+    With `turns`, also the tile that stands upright where this one lies, and the other way round.
+    """
     columns = [n for n in (tile.columns // 2, tile.columns * 2) if tile.columns and 16 <= n < 2 * V]
     warps = [n for n in (tile.warps // 2, tile.warps * 2) if 2 <= n <= 8]
     stages = [n for n in (tile.stages - 1, tile.stages + 1) if 1 <= n <= 4]
@@ -55,6 +59,7 @@ def candidates(tile: Tile, V: int) -> list[Tile]:
         *(replace(tile, columns=n) for n in columns),
         *(replace(tile, warps=n) for n in warps),
         *(replace(tile, stages=n) for n in stages),
+        *([replace(tile, upright=not tile.upright)] if turns else []),
     ]
 
 
@@ -83,7 +88,8 @@ def tune(
     x = inputs(case, dtype).to(device)
     for kernel, phase in KERNELS.items():
         now = getattr(row, kernel)
-        rows = {tile: replace(row, **{kernel: tile}) for tile in (now, *candidates(now, case.V))}
+        tiles = (now, *candidates(now, case.V, turns=kernel in TURNED))
+        rows = {tile: replace(row, **{kernel: tile}) for tile in tiles}
         trials, calls = [], {}
         for tile, changed in rows.items():
             call = under(changed, pass_call(contender(subject.backend), x, phase))

@@ -46,6 +46,7 @@ def test_candidate_tiles_stay_within_a_kernels_limits():
     tiles = tune.candidates(Tile(64, 4, 2), 100)
     assert Tile(32, 4, 2) in tiles and Tile(128, 4, 2) in tiles and Tile(64, 4, 3) in tiles
     assert tune.candidates(Tile(16, 8, 4), 16) == [Tile(16, 4, 4), Tile(16, 8, 3)]
+    assert tune.candidates(Tile(16, 8, 4), 16, turns=True)[-1] == Tile(16, 8, 4, upright=True)
 
 
 def test_the_fastest_tile_is_kept_and_its_parity_judged(stopped_clock, monkeypatch, capsys, tmp_path):
@@ -58,6 +59,8 @@ def test_the_fastest_tile_is_kept_and_its_parity_judged(stopped_clock, monkeypat
     assert row == replace(untuned, scan=replace(untuned.scan, warps=8))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert {line["kernel"] for line in lines} == set(tune.KERNELS)
+    turned = {line["kernel"] for line in lines if line["tile"]["upright"]}
+    assert turned == {"scan", "reverse"}
     assert {line["gain"]["p50"] for line in lines if line["kernel"] == "scan"} == {1.0, 2.0}
     assert f"{CASE}: {row}, parity green" in capsys.readouterr().out
 
