@@ -69,6 +69,7 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Capabi
                 "packed K V bytes": 36864,
                 "W": 4,
                 "chunks": 64,
+                "tokens of many heads": 1024,
             },
             ONE_CALL,
         ),

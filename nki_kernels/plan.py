@@ -23,6 +23,8 @@ LANES = (
     (256, 512, 2),
 )  # most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
 LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles lie in SBUF, too
+LONG = 1024  # tokens of a whole layer; of longer sequences a call takes at most LONG_LANES lanes, as more of
+LONG_LANES = 5  # the convolution's results wait in SBUF: six lanes of 1,280 tokens need 194 of its 176 KiB
 LANE_CHUNKS = 64  # chunks of one head per call of the rule: 9,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
@@ -45,6 +47,12 @@ def choose(N: int, H: int, HV: int, K: int, V: int, most: int = 8) -> Plan:
     lanes = min(most, next(count for most_k, most_v, count in LANES if most_k >= K and most_v >= V))
     width = max(min(max(2, lanes // 2), -(-N * HV // 2)), min(HV // H, lanes, WIDTH))
     return Plan(EVERY, CHUNK, lanes, width)
+
+
+def count_sequences(T: int, HV: int) -> int:
+    """Returns how many sequences one call of a whole layer takes."""
+    most = LANE_CHUNKS // (HV * -(-T // CHUNK))
+    return max(1, min(most, LONG_LANES // HV) if T > LONG else most)
 
 
 def stretches(T: int) -> int:

@@ -24,6 +24,7 @@ from delta_trn.backends.layers import gated_rms_norm, short_convolution
 from delta_trn.backends.operator import Operator
 
 CHUNK = 128  # tokens that count as one in the size "chunks"
+MANY = 6  # value heads whose tokens count in the size "tokens of many heads"
 
 
 def gated_delta_layer(
@@ -141,8 +142,9 @@ def _choose(
     name, gradients = RULE.choose(tensors, sizes, backend, packed=bounds)
     size, packed_size = x.element_size(), x.element_size() * position  # masks of packed sequences lie in SBUF
     more = {
-        "W": W, "chunks": HV * -(-x.shape[1] // CHUNK), "K bytes": K * size, "V bytes": V * size,
-        "packed V bytes": V * packed_size, "packed K V bytes": K * V * packed_size,
+        "W": W, "tokens of many heads": x.shape[1] * (HV >= MANY), "chunks": HV * -(-x.shape[1] // CHUNK),
+        "K bytes": K * size, "V bytes": V * size, "packed V bytes": V * packed_size,
+        "packed K V bytes": K * V * packed_size,
     }  # fmt: skip
     constants = tuple((word, index(value)) for word, value in {**sizes, **more}.items())
     device = "cpu" if x.is_meta else x.device.type

@@ -1,8 +1,8 @@
 """Runs a layer's mixer forward in one NKI kernel, and backward in the kernels of its three parts.
 
-A kernel call takes as many sequences as `plan.LANE_CHUNKS` allows; a sequence that is longer than that is not
-computed at once (`Capability.limits`). Training keeps what backward's kernels read: q, k, v and o in the
-dtype of x, and states.
+A kernel call takes as many sequences as `plan.count_sequences` says; a sequence that is too long for one call
+is not computed at once (`Capability.limits`). Training keeps what backward's kernels read: q, k, v and o in
+the dtype of x, and states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
     (B, T), (HV, V) = call.x.shape[:2], call.gate.shape[2:]
     g = torch.stack(plan.split_decays(_decays(call)), -1)
-    together = max(1, plan.LANE_CHUNKS // (HV * -(-T // plan.CHUNK)))
+    together = plan.count_sequences(T, HV)
     position = call.weight if call.position is None else call.position.to(torch.int32)
     most = plan.LAYER_LANES if call.x.dtype == torch.float32 else 8
     parts: list[tuple[Tensor, ...]] = []

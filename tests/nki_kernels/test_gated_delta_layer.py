@@ -17,6 +17,7 @@ from delta_trn.backends.parity import mixer_cases
 from delta_trn.backends.parity.mixer_cases import BY_NAME, CASES
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_layer import example
+from delta_trn.nki_kernels.simulator.core.machine import Machine
 from delta_trn.nki_kernels.simulator.kernel import record
 from tests.support import tiny_models
 from tests.support.nki_judge import assert_passed
@@ -128,21 +129,55 @@ def test_the_model_computes_its_mixer_by_one_operation(monkeypatch):
         torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("HV", "T", "at_once"), [(6, 1024, True), (6, 1025, False), (5, 1025, True)])
+def test_long_sequences_take_one_kernel_only_with_few_value_heads(HV, T, at_once):
+    """The limits are the sizes of `test_the_largest_layers_fit_sbuf`."""
+    x = torch.zeros(1, T, HV * 512, dtype=torch.bfloat16)
+    weight = torch.zeros(x.shape[2], 4)
+    assert is_one_operation(x, weight, HV, 128, 256, backend="nki-simulator") is at_once
+
+
+def test_one_call_takes_fewer_long_sequences():
+    assert plan.count_sequences(1024, 3) == 2
+    assert plan.count_sequences(1025, 3) == 1
+    assert plan.count_sequences(1025, 2) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "H", "HV", "K", "V", "packed"),
+    ("dtype", "B", "T", "H", "HV", "K", "V", "packed"),
     [
-        ("bfloat16", 6, 6, 128, 256, False),
-        ("bfloat16", 6, 6, 96, 192, True),
-        ("bfloat16", 8, 8, 64, 128, True),
-        ("bfloat16", 6, 6, 128, 144, True),
-        ("float32", 8, 8, 64, 128, False),
-        ("float32", 8, 8, 64, 96, True),
+        ("bfloat16", 1, 1024, 6, 6, 128, 256, False),
+        ("bfloat16", 1, 1024, 6, 6, 96, 192, True),
+        ("bfloat16", 1, 1024, 8, 8, 64, 128, True),
+        ("bfloat16", 1, 1024, 6, 6, 128, 144, True),
+        ("bfloat16", 1, 1536, 5, 5, 128, 256, False),
+        ("bfloat16", 5, 1536, 1, 1, 128, 256, False),
+        ("bfloat16", 1, 1536, 5, 5, 128, 144, True),
+        ("float32", 1, 1024, 8, 8, 64, 128, False),
+        ("float32", 1, 1024, 8, 8, 64, 96, True),
+        ("float32", 1, 1536, 5, 5, 64, 128, False),
+        ("float32", 1, 1536, 5, 5, 64, 96, True),
     ],
 )
-def test_the_largest_layers_fit_sbuf(dtype, H, HV, K, V, packed):
-    how = plan.choose(1, H, HV, K, V, plan.LAYER_LANES if dtype == "float32" else 8)
-    kernel, arguments = example(H=H, HV=HV, K=K, V=V, dtype=dtype, lanes=how.lanes, width=how.width, save=1)
+def test_the_largest_layers_fit_sbuf(dtype, B, T, H, HV, K, V, packed):
+    assert measure_sbuf(dtype, B, T, H, HV, K, V, packed) <= 176 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("B", "H"), [(1, 6), (2, 3)])
+def test_six_lanes_of_a_long_sequence_do_not_fit_sbuf(B, H, monkeypatch):
+    """So the limits on long sequences are needed."""
+    monkeypatch.setattr(Machine, "check_capacity", lambda _: None)
+    assert measure_sbuf("bfloat16", B, 1280, H, H, 128, 256, False) > 176 * 1024
+
+
+def measure_sbuf(dtype, B, T, H, HV, K, V, packed):
+    """Returns the kernel's peak of SBUF per partition in bytes, in training."""
+    how = plan.choose(B, H, HV, K, V, plan.LAYER_LANES if dtype == "float32" else 8)
+    kernel, arguments = example(
+        B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype, lanes=how.lanes, width=how.width, save=1
+    )
     if packed:
-        arguments = (*arguments[:6], np.arange(1024, dtype=np.int32), True, *arguments[8:])
-    assert record(kernel, *arguments, trace=False).sbuf_peak <= 176 * 1024
+        arguments = (*arguments[:6], np.arange(T, dtype=np.int32), True, *arguments[8:])
+    return record(kernel, *arguments, trace=False).sbuf_peak
