@@ -24,7 +24,8 @@ ANY = inf
 TRANSPOSES = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3]) >= (3, 7, 1)
 Arguments = ParamSpec("Arguments")
 
-# most programs in backward of rms_norm and short_convolution; each writes its part of the weight's gradient
+# most programs in backward of rms_norm, and spans of time in short_convolution; each writes its part of the
+# weight's gradient
 PROGRAMS = 1024
 
 

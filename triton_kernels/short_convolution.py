@@ -34,7 +34,7 @@ from delta_trn.triton_kernels.launch import PROGRAMS, arithmetic, take_turns, ti
 from delta_trn.triton_kernels.tiles import round_to
 from delta_trn.triton_kernels.variants import Variant
 
-SPAN = 128  # tokens of a row that one program of backward takes, or more
+SPAN, SHORT = 128, 16  # tokens of a row that one program takes: where there are many, and few
 
 TYPES = {
     "*x": "x y prefix dy dx dprefix",
@@ -232,12 +232,15 @@ def backward_kernel(
 def parts(B, T, C, W, *, prefix, kernel="short_convolution"):
     """Returns P, the spans of all rows' time, and the tiles of each.
 
-    A span is SPAN tokens, and longer where there would be more than PROGRAMS.
+    A span is SPAN tokens, longer where there would be more than PROGRAMS spans, and shorter, down
+    to SHORT, where there would be less than PROGRAMS programs: a short sequence must fill the GPU, too.
     """
-    rows = tile(kernel, C).rows
+    row = tile(kernel, C)
     tokens = T + (W - 1 if prefix else 0)
-    tiles = -(-max(SPAN, B * tokens // PROGRAMS) // rows)
-    return B * -(-tokens // (rows * tiles)), tiles
+    fill = B * tokens * -(-C // row.columns) // PROGRAMS
+    span = max(min(max(fill, SHORT), SPAN), B * tokens // PROGRAMS)
+    tiles = -(-span // row.rows)
+    return B * -(-tokens // (row.rows * tiles)), tiles
 
 
 @take_turns
