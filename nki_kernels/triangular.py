@@ -392,12 +392,16 @@ def refine(inverses, both):
 def multiply_and_add(dst, x, y, z, op):
     """Sets dst to x^T y op z for each lane, in halves of the columns; all are [C, lanes, C]."""
     C, lanes = y.shape[0], y.shape[1]
-    for low in range(0, C, C // 2):
-        columns = slice(low, low + C // 2)
-        out_ps = psum((C, lanes, C // 2))
+    half = C // 2
+    for low in range(0, C, half):
+        out_ps = psum((C, lanes, half))
         for lane in range(lanes):
-            nisa.nc_matmul(dst=out_ps[:, lane, :], stationary=x[:, lane, :], moving=y[:, lane, columns])
-        nisa.tensor_tensor(dst=dst[:, :, columns], data1=out_ps, data2=z[:, :, columns], op=op)
+            nisa.nc_matmul(
+                dst=out_ps[:, lane, :], stationary=x[:, lane, :], moving=y[:, lane, low : low + half]
+            )
+        nisa.tensor_tensor(
+            dst=dst[:, :, low : low + half], data1=out_ps, data2=z[:, :, low : low + half], op=op
+        )
 
 
 def merge(inverses, spaces, blocks, level, table, both):
