@@ -23,8 +23,9 @@ LANES = (
     (256, 512, 2),
 )  # most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
 LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles lie in SBUF, too
-LONG = 1024  # tokens of a whole layer; of longer sequences a call takes at most LONG_LANES lanes, as more of
-LONG_LANES = 5  # the convolution's results wait in SBUF: six lanes of 1,280 tokens need 194 of its 176 KiB
+# A call of a whole layer takes at most LONG_LANES lanes of sequences of more than LONG tokens: more of the
+# convolution's results wait in SBUF then, and six lanes of 1,280 tokens do not fit.
+LONG, LONG_LANES = 1024, 5
 LANE_CHUNKS = 64  # chunks of one head per call of the rule: 9,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns

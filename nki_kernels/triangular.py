@@ -297,20 +297,29 @@ def find_size(level):
     return s
 
 
+def is_refined(table):
+    """Returns whether `refine` follows the last merge: where products are float32."""
+    return table["products"] == nl.float32
+
+
+def keeps_transpose(last, table, both):
+    """Returns whether a merge brings T_t up to date: at the last level, only for `refine` or if `both`."""
+    return both or not last or is_refined(table)
+
+
 def transpose_blocks(inverses, blocks, level, table, both):
-    """Does the first third of `merge`: the even columns of T, all of them at the last level."""
+    """Makes the even columns of T, and all of them at the last level: the first third of `merge`."""
     C, s = table["rows"], find_size(level)
     last = 2 * s == C
     corners = table["identity"] if last else blocks["even_columns"][level][0:C, 0 : C // 2]
     for inverse in inverses:
         inverse["T"] = transpose_columns(inverse["T_t"], corners)
     for inverse in inverses:
-        needed = both or not last or table["products"] == nl.float32
-        inverse["odd"] = list_odd_columns(inverse["T_t"], s) if needed else []
+        inverse["odd"] = list_odd_columns(inverse["T_t"], s) if keeps_transpose(last, table, both) else []
 
 
 def multiply_corners(inverses, spaces, blocks, level, table):
-    """Does the second third of `merge`: M T, in the even columns of `spaces`."""
+    """Makes M T in the even columns of `spaces`: the second third of `merge`."""
     C, s = table["rows"], find_size(level)
     half, pairs = C // 2, C // (2 * s)
     corners_sb = blocks["corners"][level]
@@ -335,10 +344,9 @@ def multiply_corners(inverses, spaces, blocks, level, table):
 
 
 def update_blocks(inverses, spaces, level, table, both):
-    """Does the last third of `merge`: adds T M T to T at the last level, and its transpose to T_t."""
+    """Adds T M T to T at the last level, and its transpose to T_t: the last third of `merge`."""
     C, s = table["rows"], find_size(level)
     half, pairs, last = C // 2, C // (2 * s), 2 * s == C
-    exact = table["products"] == nl.float32
     for b in range(len(inverses)):
         inverse, space_sb = inverses[b], spaces[b][level]
         T_t_sb = inverse["T_t"]
@@ -352,7 +360,7 @@ def update_blocks(inverses, spaces, level, table, both):
                 )  # fmt: skip
             even = inverse["T"][:, :, 0:half]
             nisa.tensor_tensor(dst=even, data1=update_ps, data2=even, op=nl.add)
-        if both or exact or not last:
+        if keeps_transpose(last, table, both):
             update_t_ps = psum((C, lanes, half))
             for lane in range(lanes):
                 nisa.nc_matmul(
@@ -363,14 +371,15 @@ def update_blocks(inverses, spaces, level, table, both):
             nisa.tensor_tensor(
                 dst=columns, data1=update_t_ps.reshape((C, lanes, pairs, s)), data2=columns, op=nl.add
             )
-    if last and exact:
+    if last and is_refined(table):
         refine(inverses, both)
 
 
 def refine(inverses, both):
     """Adds T E to the complete T, and its transpose to T_t if `both`; E = I - (I + L) T is what T lacks.
 
-    E is made of -L T - T, whose diagonal and what is above it are cut off: T has ones there and zeros.
+    E is made of -L T - T, whose diagonal and what is above it are cut off: T has ones there and zeros. The
+    diagonal of `minus_L_t`, and what is below it, become 0 before.
     """
     residuals = []
     for inverse in inverses:
@@ -412,7 +421,7 @@ def merge(inverses, spaces, blocks, level, table, both):
         spaces          what `allocate_workspace` returns, per bundle
         blocks          what `build_block_constants` returns
         table           the constants for the chunk's rows
-        both            False: the last level leaves T_t as it was, only T is complete
+        both            False: nobody needs T_t after the last level, and it may be left as it was
 
     Notes:
         Each loop over bundles issues one stage for all of them, so that one bundle's products run while

@@ -39,7 +39,7 @@ class Row:
     few                         the row holds only where scans of so many columns all run at once, see
                                 `config`; 0: everywhere
     elements                    of the tile: its rows are elements / columns; 0 where it has no rows
-    rows                        least rows of the tile
+    rows                        least rows of the tile; all that it has where elements is 1
     registers                   most per thread; None: as many as the compiler takes
     upright                     the scans' tiles stand as in the equations, not transposed
     """
@@ -119,7 +119,7 @@ TABLE = (
     #                               (D)    (DV): 32 elements per thread
     Row("delta_residual",       ANY,  ANY,  ANY,     4,     1,  (1, ANY), elements=4096),
 
-    #                                      (C): tokens by channels, two or four of these per thread
+    #                                      (C): two or four channels per thread, and `rows` tokens
     Row("short_convolution",    ANY,  ANY,  ANY,     4,     1,  (16, 256), elements=1, rows=4),
     Row("short_convolution_forward", ANY, ANY, ANY,  4,     1,  (16, 512), elements=1, rows=8),
 

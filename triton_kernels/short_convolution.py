@@ -89,7 +89,7 @@ def _load_taps(weight, o_c, C, m_c, W: tl.constexpr):
 
 @triton.jit
 def _read(b_x, place, back: tl.constexpr, PACKED: tl.constexpr):
-    """Returns b_x in float32: 0 where it is `back` tokens before one with fewer before it in its sequence."""
+    """Returns b_x in float32, or 0 if it is not of the sequence of the token `back` behind it, at `place`."""
     b_x = b_x.to(tl.float32)
     return tl.where(place >= back, b_x, 0.0) if PACKED else b_x
 

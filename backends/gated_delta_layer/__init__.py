@@ -24,7 +24,7 @@ from delta_trn.backends.layers import gated_rms_norm, short_convolution
 from delta_trn.backends.operator import Operator
 
 CHUNK = 128  # tokens that count as one in the size "chunks"
-MANY = 6  # value heads whose tokens count in the size "tokens of many heads"
+MANY = 6  # value heads, at least, of which tokens count as the size "tokens of many heads"
 
 
 def gated_delta_layer(

@@ -167,7 +167,7 @@ def test_the_largest_layers_fit_sbuf(dtype, B, T, H, HV, K, V, packed):
 @pytest.mark.slow
 @pytest.mark.parametrize(("B", "H"), [(1, 6), (2, 3)])
 def test_six_lanes_of_a_long_sequence_do_not_fit_sbuf(B, H, monkeypatch):
-    """So the limits on long sequences are needed."""
+    """Without its limits on long sequences, a layer would not fit the chip."""
     monkeypatch.setattr(Machine, "check_capacity", lambda _: None)
     assert measure_sbuf("bfloat16", B, 1280, H, H, 128, 256, False) > 176 * 1024
 

@@ -84,6 +84,7 @@ def test_a_fault_planted_in_the_kernels_turns_parity_red(fault, monkeypatch):
     assert verdict["o"].passed
 
 
+# the largest of each plan, with bundles full, and the smallest
 @pytest.mark.parametrize(
     ("K", "V", "H", "HV"),
     [(32, 64, 4, 4), (64, 128, 8, 8), (128, 256, 6, 6), (128, 256, 1, 4), (256, 512, 2, 2), (256, 512, 1, 4)],

@@ -11,7 +11,7 @@ from tests.support.nki_judge import run
 
 @nki.jit
 def inverse_of(Gt, C, lanes):
-    """The inverse of I - G and its transpose, by the kernels' own function."""
+    """Returns the inverse of I - G and its transpose, by the kernels' own function."""
     table = tiles.build_constants(C)
     tile = tiles.sbuf((C, lanes, C))
     nisa.dma_copy(dst=tile, src=Gt)
@@ -27,7 +27,7 @@ def inverse_of(Gt, C, lanes):
 
 
 def correlated(C, rho, beta, seed):
-    """-beta strict(K K^T) for unit keys of pairwise correlation rho, float32."""
+    """Returns -beta strict(K K^T) for unit keys of pairwise correlation rho, float32."""
     rng = np.random.default_rng(seed)
     k = np.sqrt(rho) * rng.standard_normal((1, 64)) + np.sqrt(1 - rho) * rng.standard_normal((C, 64))
     k /= np.linalg.norm(k, axis=1, keepdims=True)
@@ -48,7 +48,7 @@ def test_the_inverse_keeps_its_digits_for_correlated_keys(C, rho):
 
 
 def substituted(G):
-    """The inverse of I - G, all rows by substitution, each product and sum rounded to float32."""
+    """Returns the inverse of I - G by substitution of all rows, each product and sum rounded to float32."""
     T = np.eye(len(G), dtype=np.float32)
     for a in range(len(G) - 1):
         T[a + 1 :] += G[a + 1 :, a : a + 1] * T[a : a + 1]
@@ -56,7 +56,7 @@ def substituted(G):
 
 
 def errors_of_the_inverse(beta):
-    """The largest error in T where all keys are equal, and that of substitution: for each of six chunks."""
+    """Returns T's largest error where all keys are equal, and that of substitution, for each of 6 chunks."""
     G = np.stack([correlated(128, 1.0, beta, seed) for seed in range(6)])
     exact = np.linalg.inv(np.eye(128) - G.astype(np.float64))
     parts = [run(inverse_of, torch.from_numpy(x.transpose(2, 0, 1).copy()), 128, 3) for x in (G[:3], G[3:])]
@@ -65,7 +65,7 @@ def errors_of_the_inverse(beta):
     return np.abs(T - exact).max((1, 2)), np.abs(control - exact).max((1, 2))
 
 
-# a sum of 128 products in place of their differences one by one: another order of the same rounding
+# twice the error of substitution, since a product adds the same terms in another order
 @pytest.mark.parametrize("beta", [1.0, 1.4, 1.6, 1.8, 1.9, 2.0])
 def test_the_inverse_of_equal_keys_is_as_exact_as_substitution(beta):
     errors, control = errors_of_the_inverse(beta)
@@ -88,6 +88,3 @@ def test_a_power_series_for_the_inverse_loses_every_digit():
         power = power @ power
         series = series + series @ power
     assert np.linalg.norm(series - exact) / np.linalg.norm(exact) > 1.0
-
-
-# the largest of each plan, with bundles full, and the smallest

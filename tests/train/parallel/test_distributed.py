@@ -185,8 +185,12 @@ def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, 
     tiny_run.train("run", "tiny", *keys(data, tmp_path / "run", optimizer, changes))
     distance = distances(tmp_path / "run", alone(optimizer), begin)
     tenfold = {name: 10 * x for name, x in allowed(optimizer).items()}
-    # the first tokens of documents are few: they weigh little in a loss, and rounding moves A_log as far
-    seen = {"weights"} if "data.boundaries" in changes else {"loss", "weights", "a parameter"}
+    seen = {"loss", "weights", "a parameter"}
+    if "data.boundaries" in changes:
+        seen -= {"loss"}  # the first tokens of documents, which are few, weigh little in it
+        assert above(distance, allowed(optimizer)).keys() >= seen
+        if hasattr(torch, "_other_products"):
+            seen -= {"a parameter"}  # A_log is rounded more there: ten tolerances are farther than this
     assert above(distance, tenfold).keys() >= seen
 
 
