@@ -31,7 +31,8 @@ from delta_trn.backends.registry import BackendRefusal
 from delta_trn.nki_kernels import plan, simulator
 from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
-from delta_trn.nki_kernels.gated_delta_layer import gated_delta_layer_fwd
+from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
+from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
@@ -232,12 +233,26 @@ def _cross_entropy_backward(
 def _layer_forward(
     x: Tensor, weight: Tensor, g: Tensor, beta: Tensor, z: Tensor, gain: Tensor, position: Tensor,
     packed: bool, prefix: Tensor, continued: bool, initial_state: Tensor, has_state: bool, K: int,
-    scale: float, eps: float, save: bool, every: int, C: int, lanes: int, width: int,
+    scale: float, eps: float, save: int, every: int, C: int, lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(
         gated_delta_layer_fwd(
             x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K,
             scale, eps, save, every, C, lanes, width,
+        )
+    )  # fmt: skip
+
+
+def _layer_backward(
+    dy: Tensor, x: Tensor, weight_t: Tensor, u: Tensor, o: Tensor, g: Tensor, beta: Tensor, z: Tensor,
+    gain: Tensor, position: Tensor, packed: bool, prefix: Tensor, continued: bool, dstate: Tensor,
+    has_dstate: bool, initial_state: Tensor, has_state: bool, states: Tensor, K: int, scale: float,
+    eps: float, C: int, lanes: int, width: int,
+) -> list[Tensor]:  # fmt: skip
+    return _as_list(
+        gated_delta_layer_bwd(
+            dy, x, weight_t, u, o, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
+            initial_state, has_state, states, K, scale, eps, C, lanes, width,
         )
     )  # fmt: skip
 
@@ -255,6 +270,7 @@ LAUNCHERS = (
     (cross_entropy_fwd, _cross_entropy_forward),
     (cross_entropy_bwd, _cross_entropy_backward),
     (gated_delta_layer_fwd, _layer_forward),
+    (gated_delta_layer_bwd, _layer_backward),
 )
 
 

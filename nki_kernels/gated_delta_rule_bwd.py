@@ -196,15 +196,14 @@ def load_again(inputs, do, bundle, spans, l2norm, constants):
 
 
 def scale_again(chunks, bundle, scale, constants):
-    """Runs SCALE: puts chunks with their gates and what they scale in place of what `load_again` returns."""
+    """Runs SCALE but for dO: puts chunks with gates and what they scale in place of what `load_again` returns."""
     for i in range(len(chunks)):
         table = take_corners(constants, pad_to_rows(chunks[i]["tokens"]))
         loaded = chunks[i]
         chunks[i] = scale_chunk(loaded, bundle, scale, table)
         chunks[i]["inverse_beta"] = loaded["inverse_beta"]
-        chunks[i]["share"] = loaded["share"]
+        chunks[i]["share"], chunks[i]["do"] = loaded["share"], loaded["do"]
         chunks[i]["dv_scale"] = multiply_elements(chunks[i]["value_scale"], loaded["share"])
-        chunks[i]["do"] = scale_lanes(loaded["do"], chunks[i]["read_scale"], table["products"])
 
 
 def multiply_again(stage, chunks, bundle, parts, blocks, constants):
@@ -452,6 +451,8 @@ def gated_delta_rule_bwd(
                                 shorten_vectors(chunk["qk"], chunk["shortening"])
                     elif stage == SCALE:
                         scale_again(solved, bundle, scale, constants)
+                        for chunk in solved:
+                            chunk["do"] = scale_lanes(chunk["do"], chunk["read_scale"], q.dtype)
                     elif stage in (TRANSPOSE_KEYS, MULTIPLY):
                         multiply_again(stage, solved, bundle, parts, blocks, constants)
                     elif stage >= SPREAD and stage <= UPDATE:

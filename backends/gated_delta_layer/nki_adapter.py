@@ -1,8 +1,9 @@
-"""Runs a layer's mixer forward in one NKI kernel, and backward in the kernels of its three parts.
+"""Runs a layer's mixer in one NKI kernel forward and in another one backward, where it fits.
 
 A kernel call takes as many sequences as `plan.count_sequences` says; a sequence that is too long for one call
-is not computed at once (`Capability.limits`). Training keeps what backward's kernels read: q, k, v and o in
-the dtype of x, and states.
+is not computed at once (`Capability.limits`). Training keeps what backward reads: the convolution's results
+before SiLU and o, in the dtype of x, and the state before each chunk. Where `plan.fits_layer_gradients` says
+no, backward is the kernels of the three parts, and training keeps q, k, v, o, and the states those read.
 """
 
 from __future__ import annotations
@@ -17,54 +18,90 @@ from delta_trn.backends.layers import nki_adapter as layers
 from delta_trn.backends.layers.contract import Convolution, GatedNorm
 from delta_trn.backends.nki_runtime_adapter import require_within_rsqrt, run
 from delta_trn.nki_kernels import plan
-from delta_trn.nki_kernels.gated_delta_layer import gated_delta_layer_fwd
+from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
+from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
 
 
 def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Returns y, final_state, and q, k, v, o and the states where backward follows.
+    """Returns y, final_state, and what backward's kernel or kernels take, where it follows.
 
     Raises BackendRefusal for an eps that the Scalar engine's rsqrt does not take.
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
-    (B, T), (HV, V) = call.x.shape[:2], call.gate.shape[2:]
-    g = torch.stack(plan.split_decays(_decays(call)), -1)
-    together = plan.count_sequences(T, HV)
-    position = call.weight if call.position is None else call.position.to(torch.int32)
-    most = plan.LAYER_LANES if call.x.dtype == torch.float32 else 8
+    whole = _is_one_kernel(call)
     parts: list[tuple[Tensor, ...]] = []
-    for b in range(0, B, together):
-        rows = slice(b, min(b + together, B))
-        sizes = plan.choose(rows.stop - rows.start, call.heads, HV, call.K, V, most)
+    for rows, sizes in _cut(call):
         parts.append(
             run(
                 gated_delta_layer_fwd,
                 call.x[rows],
                 call.weight,
-                g[rows],
+                _split_decays(call)[rows],
                 call.beta[rows],
                 call.gate[rows],
                 call.gain,
-                position,
-                call.position is not None,
-                call.weight if call.prefix is None else call.prefix[rows],
-                call.prefix is not None,
-                call.gain if call.initial_state is None else call.initial_state[rows],
-                call.initial_state is not None,
+                *_kernel_options(call, rows),
                 call.K,
                 call.scale,
                 call.eps,
-                save,
-                sizes.every if save else 0,
+                (2 if whole else 1) if save else 0,
+                (1 if whole else sizes.every) if save else 0,
                 sizes.C,
                 sizes.lanes,
                 sizes.width,
             )
         )
-    y, final_state, *saved = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
+    y, final_state, *saved = _join(parts)
     return y, final_state if call.output_final_state else None, saved
 
 
 def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]) -> Gradients:
+    """Returns the gradients, by one kernel where it holds the call, else those of the three parts."""
+    if not _is_one_kernel(call):
+        return _backward_of_parts(dy, dstate, call, saved)
+    u, o, *states = saved
+    parts: list[tuple[Tensor, ...]] = []
+    for rows, sizes in _cut(call):
+        parts.append(
+            run(
+                gated_delta_layer_bwd,
+                dy[rows],
+                call.x[rows],
+                call.weight.float().t().contiguous(),
+                u[rows],
+                o[rows],
+                _split_decays(call)[rows],
+                call.beta[rows],
+                call.gate[rows],
+                call.gain,
+                *_kernel_options(call, rows)[:4],
+                call.gain if dstate is None else dstate[rows],
+                dstate is not None,
+                *_kernel_options(call, rows)[4:],
+                states[0][rows] if states else call.gain,
+                call.K,
+                call.scale,
+                call.eps,
+                sizes.C,
+                sizes.lanes,
+                sizes.width,
+            )
+        )
+    dx, dweight, dg, dbeta, dgate, dgain, dstate0, *dprefix = _join(parts)
+    return Gradients(
+        dx,
+        dweight.sum(0).t().to(call.weight.dtype),
+        dg.masked_fill(call.g <= RESET, 0.0),
+        dbeta,
+        dgate,
+        dgain.sum(0).to(call.gain.dtype),
+        dprefix[0] if dprefix else None,
+        dstate0 if call.initial_state is not None else None,
+    )
+
+def _backward_of_parts(
+    dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
+) -> Gradients:  # fmt: skip
     """Returns the gradients: of the norm, then of the rule, then of the convolution."""
     q, k, v, o, *states = saved
     do, dgate, dgain = layers.gated_rms_norm_backward(dy, GatedNorm(o, call.gate, call.gain, call.eps), [])
@@ -83,14 +120,60 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
 
 
 def saved_shapes(call: Layer) -> Shapes:
-    """Returns the shapes of q, k, v, o, and of the states before stretches."""
-    (B, T, _), (HV, V), dtype = call.x.shape, call.gate.shape[2:], call.x.dtype
-    shapes: Shapes = [((B, T, call.heads, call.K), dtype)] * 2 + [((B, T, HV, V), dtype)] * 2
-    many = plan.stretches(T) - 1
+    """Returns the shapes of u and o, or of q, k, v and o, and of the states before stretches."""
+    (B, T, channels), (HV, V), dtype = call.x.shape, call.gate.shape[2:], call.x.dtype
+    if _is_one_kernel(call):
+        shapes: Shapes = [((B, channels, T), dtype), ((B, T, HV, V), dtype)]
+        many = -(-T // plan.CHUNK) - 1
+    else:
+        shapes = [((B, T, call.heads, call.K), dtype)] * 2 + [((B, T, HV, V), dtype)] * 2
+        many = plan.stretches(T) - 1
     return [*shapes, ((B, many, call.K, HV, V), torch.float32)] if many > 0 else shapes
 
 
+def _cut(call: Layer) -> list[tuple[slice, plan.Plan]]:
+    """Returns the sequences of each kernel call, and how it cuts its work."""
+    (B, T), (HV, V) = call.x.shape[:2], call.gate.shape[2:]
+    together = plan.count_sequences(T, HV)
+    most = plan.LAYER_LANES if call.x.dtype == torch.float32 else 8
+    calls = []
+    for b in range(0, B, together):
+        rows = slice(b, min(b + together, B))
+        calls.append((rows, plan.choose(rows.stop - b, call.heads, HV, call.K, V, most)))
+    return calls
+
+
+def _is_one_kernel(call: Layer) -> bool:
+    """Returns whether backward is one kernel, too."""
+    return call.scale >= rule.TINY and all(
+        plan.fits_layer_gradients(sizes, call.heads, call.K, call.gate.shape[3], call.gate.shape[2])
+        for _, sizes in _cut(call)
+    )
+
+
+def _kernel_options(call: Layer, rows: slice) -> tuple[Tensor | bool, ...]:
+    """Returns the kernels' position, packed, prefix, continued, initial_state and has_state."""
+    return (
+        call.weight if call.position is None else call.position.to(torch.int32),
+        call.position is not None,
+        call.weight if call.prefix is None else call.prefix[rows],
+        call.prefix is not None,
+        call.gain if call.initial_state is None else call.initial_state[rows],
+        call.initial_state is not None,
+    )
+
+
+def _join(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Returns the outputs of all calls, sequence behind sequence."""
+    return [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)]
+
+
 def _decays(call: Layer) -> Tensor:
-    """Returns g as kernels take it: not below RESET, and RESET where a packed sequence begins."""
+    """Returns g as the rule takes it: not below RESET, and RESET where a packed sequence begins."""
     g = call.g.clamp(min=RESET)
     return g if call.position is None else g.masked_fill((call.position == 0)[None, :, None], RESET)
+
+
+def _split_decays(call: Layer) -> Tensor:
+    """Returns `_decays` in two parts, as kernels take it."""
+    return torch.stack(plan.split_decays(_decays(call)), -1)

@@ -200,7 +200,7 @@ def convolve(stage, i, cells, streams, call):
     if stage == WINDOW:
         open_window(cell, stream, call)
     elif stage == TAPS:
-        cell["z"] = sbuf(cell["slices"][0].shape)
+        cell["z"] = sbuf(cell["slices"][0].shape, call["x"].dtype)
         sum_taps(cell["z"], [cell["slices"]], stream["taps"][cell["group"]], ON_VECTOR, 2)
     else:
         activate(cell, stream, call)
@@ -230,6 +230,11 @@ def activate(cell, stream, call):
     Where a head's channels fill whole cells, those of q and k become what the rule takes as q_t and k_t.
     """
     z, C, K = cell["z"], call["C"], call["K"]
+    if call["save"] == 2:
+        first = cell["c0"] + cell["a0"]
+        nisa.dma_copy(
+            dst=call["u"][cell["b"], first : first + z.shape[0], cell["t0"] : cell["t1"]], src=z
+        )
     if not call["whole"] or cell["side"] == 2:
         y_t_sb = sbuf(z.shape, call["x"].dtype)
         nisa.activation(dst=y_t_sb, op=nl.silu, data=z)
@@ -272,8 +277,8 @@ def list_transposed(sides, stream, index, tokens, call):
     return views
 
 
-def collect_rows(out_sb, views, eye):
-    """Transposes views [channels, tokens] to out [rows, channels]; what fills a bank leaves PSUM at once."""
+def collect_rows(out_sb, views, eye, op=nl.copy):
+    """Sets out [rows, channels] = op(x) of views x [channels, tokens]; what fills a bank leaves PSUM at once."""
     low, first = 0, 0
     while first < len(views):
         stop, width, tokens = first, 0, views[first].shape[1]
@@ -288,7 +293,7 @@ def collect_rows(out_sb, views, eye):
                 dst=out_ps[:, at : at + C], stationary=views[i], moving=eye[0:C, 0:C], is_moving_onezero=True
             )
             at = at + C
-        copy_scaled(out_sb[0:tokens, low : low + width], out_ps)
+        nisa.activation(dst=out_sb[0:tokens, low : low + width], op=op, data=out_ps)
         low, first = low + width, stop
 
 
@@ -311,7 +316,7 @@ def load_layer(stream, index, call):
     collect_rows(
         v_sb.reshape((rows, bundle["lanes"] * V)), list_transposed((2,), stream, index, tokens, call), eye
     )
-    if call["save"]:
+    if call["save"] == 1:
         q, k, v = call["saved"]
         n, first, heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
         nisa.dma_copy(
@@ -336,8 +341,8 @@ def normalize(stage, chunk, stream, call):
     """Runs OUTPUT, or a stage of the gated norm."""
     bundle, start, tokens = stream["bundle"], chunk["start"], chunk["tokens"]
     if stage == OUTPUT:
-        chunk["o"] = compute_output(chunk, call["y"].dtype if call["save"] else nl.float32)
-        if call["save"]:
+        chunk["o"] = compute_output(chunk, call["y"].dtype if call["save"] > 0 else nl.float32)
+        if call["save"] > 0:
             store_lanes(call["o"], chunk["o"], bundle, start, tokens)
     elif stage == SQUARES:
         chunk["r"] = invert_rms(chunk["o"], call["norm"])
@@ -372,12 +377,14 @@ def gated_delta_layer_fwd(
         z, gain, eps    gate [N, T, HV, V] and gain [V] of the norm
         position, packed, prefix, continued     as in `short_convolution_fwd`
         initial_state, has_state, scale, every, C, lanes, width     as in `gated_delta_rule_fwd`
-        save            keep what backward takes
+        save            what backward takes: 0 nothing, 1 for the kernels of the three parts, 2 for
+                        `gated_delta_layer_bwd`
 
     Returns:
         y               [N, T, HV, V] in x's dtype
         final_state     [N, HV, K, V] float32
-        q, k, v, o      as the rule takes and leaves them, in x's dtype; only with `save`
+        q, k, v, o      as the rule takes and leaves them, in x's dtype; only if save is 1
+        u, o            u = conv(x) [N, channels, T] in x's dtype; only if save is 2
         states          as of `gated_delta_rule_fwd`, only if there are any
     """
     N, T, channels = x.shape
@@ -390,21 +397,24 @@ def gated_delta_layer_fwd(
     chunks = (T + C - 1) // C
     y = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
     final_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
-    states, saved, o = final_state, (y, y, y), y
+    states, saved, o, u = final_state, (y, y, y), y, y
     kept = (chunks - 1) // every if every > 0 else 0
     if kept > 0:
         states = nl.ndarray((N, kept, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm)
-    if save:
+    if save == 1:
         q = nl.ndarray((N, T, H, K), dtype=x.dtype, buffer=nl.shared_hbm)
         k = nl.ndarray((N, T, H, K), dtype=x.dtype, buffer=nl.shared_hbm)
         v = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
         saved = (q, k, v)
+    if save == 2:
+        u = nl.ndarray((N, channels, T), dtype=x.dtype, buffer=nl.shared_hbm)
+    if save > 0:
         o = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     call = {
         "x": x, "weight": weight, "g": g, "beta": beta, "z": z, "position": position, "packed": packed,
         "prefix": prefix, "continued": continued, "W": W, "H": H, "K": K, "V": V,
-        "gain": load_everywhere(gain), "norm": build_norm(eps), "save": save, "saved": saved,
+        "gain": load_everywhere(gain), "norm": build_norm(eps), "save": save, "saved": saved, "u": u,
         "constants": build_constants(largest, x.dtype),
         "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": True,
         "every": every, "C": C, "o": o, "y": y, "states": states, "whole": K % PARTITIONS == 0,
@@ -445,10 +455,14 @@ def gated_delta_layer_fwd(
                     run_layer_stage(stage, groups[group], index, call)
         for stream in groups[ALL]:
             store_state(final_state, stream["S"], stream["bundle"], parts)
-    if save:
+    if save == 1:
         if kept > 0:
             return y, final_state, saved[0], saved[1], saved[2], o, states
         return y, final_state, saved[0], saved[1], saved[2], o
+    if save == 2:
+        if kept > 0:
+            return y, final_state, u, o, states
+        return y, final_state, u, o
     return y, final_state
 
 
@@ -467,13 +481,13 @@ def run_layer_stage(stage, streams, index, call):
 def example(
     B=1, T=1024, H=6, K=128, V=256, HV=0, W=4, dtype="bfloat16", save=0, C=128, lanes=6, width=3
 ):  # fmt: skip
-    """Returns the kernel and its arguments, as in evaluation, or with save=1 as in training."""
+    """Returns the kernel and its arguments, as in evaluation, or as in training with save=1 or 2."""
     HV = HV or H
     _, _, _, g, beta, z = rule_inputs(B, T, H, HV, K, V, dtype)
     channels = 2 * H * K + HV * V
     x = normals(dtype, (B, T, channels))[0]
     weight, gain = normals("float32", (channels, W), (V,))
     return gated_delta_layer_fwd, (
-        x, weight, g, beta, z, gain, x, False, x, False, beta, False, K, K**-0.5, 1e-5, bool(save),
-        2 if save else 0, C, lanes, width,
+        x, weight, g, beta, z, gain, x, False, x, False, beta, False, K, K**-0.5, 1e-5, save,
+        (0, 2, 1)[save], C, lanes, width,
     )  # fmt: skip

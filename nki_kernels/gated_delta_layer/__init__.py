@@ -1,0 +1,8 @@
+"""Computes a layer's mixer, convolution, gated delta rule and gated RMS norm, in one kernel for each direction."""
+
+from delta_trn.nki_kernels.gated_delta_layer import bwd, fwd
+
+
+def example(backward=0, **shape):
+    """Returns (kernel, arguments) for the simulator's report; backward=1 for the gradients."""
+    return (bwd if backward else fwd).example(**shape)

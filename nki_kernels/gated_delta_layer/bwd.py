@@ -1,0 +1,449 @@
+"""Computes the gradients of a layer's mixer in one kernel: of its norm, the rule, and the convolution.
+
+    u = conv(x)    q, k, v = SiLU(u)    o = gated_delta_rule(q, k, v, g, beta)    y = RMSNorm(o) w SiLU(z)
+
+Forward leaves u as [channels, tokens], o, and the state before each chunk but the first. Chunks are taken
+from the last one to the first. `nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` and
+`nki_kernels.gated_delta_layer.convolution` have the equations of the stages. What one hands to the next stays
+on chip: dO leaves the norm for the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
+"""
+
+from delta_trn.nki_kernels.chunk import (
+    invert_key_norms,
+    load_lanes,
+    scale_lanes,
+    store_lanes,
+    sum_decays,
+)
+from delta_trn.nki_kernels.gated_delta_layer.convolution import (
+    allocate_leaving,
+    build_counts,
+    build_shifts,
+    load_masks,
+    load_weights,
+    multiply_tap,
+    outline,
+    store_prefix,
+    store_weights,
+    sum_tap,
+)
+from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
+from delta_trn.nki_kernels.gated_delta_rule_bwd import (
+    APPLY,
+    CORNERS,
+    DECAY,
+    EVEN,
+    FACTORS,
+    LEVELS,
+    LOAD,
+    MULTIPLY,
+    READ,
+    RESIDUAL,
+    SCALE,
+    SHORTEN,
+    SOLVE,
+    SPREAD,
+    STATE,
+    STORE,
+    SUBSTITUTE,
+    TRANSPOSE,
+    TRANSPOSE_KEYS,
+    UPDATE,
+    apply_inverse,
+    differentiate_chunk,
+    differentiate_residual,
+    differentiate_state,
+    invert_beta,
+    invert_step,
+    load_kept_state,
+    multiply_again,
+    scale_again,
+    solve_residual,
+    solve_state,
+)
+from delta_trn.nki_kernels.chunk_gradients import divide_norms, shorten_vectors
+from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
+from delta_trn.nki_kernels.gated_rms_norm import (
+    add_columns,
+    invert_rms,
+    load_everywhere,
+    normalize_rows,
+    project,
+    repeat_row,
+    subtract_projection,
+)
+from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
+from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split_evenly
+from delta_trn.nki_kernels.short_convolution import check
+from delta_trn.nki_kernels.tiles import (
+    build_constants,
+    build_norm,
+    copy_scaled,
+    multiply_elements,
+    multiply_on_gpsimd,
+    normals,
+    psum,
+    rule_inputs,
+    sbuf,
+    take_corners,
+)
+from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
+
+# Stages besides those of the rule, which are LOAD to DECAY, without STORE
+KEPT = 30  # the state that a chunk meets
+ROWS = 31  # r and h of the norm
+GATE = 32  # SiLU(z), SiLU'(z)
+PRODUCTS = 33  # dz, dw of the norm, and what is left for dO
+REST = 34  # dO / r
+SLOPE = 35  # SiLU'(u)
+DU = 36
+TAP = 37  # the convolution's products of elements for one tap of one cell, and its sums
+SUM_TAP = 38
+MERGE = 40  # EVEN, CORNERS and UPDATE of all levels
+
+
+def list_gradient_stages():
+    """Lists what is issued in one turn: (stage, bundles of which parity, chunks behind LOAD)."""
+    stages = []
+    for parity in range(2):
+        for stage in (
+            LOAD, KEPT, FACTORS, SHORTEN, ROWS, GATE, PRODUCTS, REST, SCALE, TRANSPOSE_KEYS, MULTIPLY, SPREAD,
+            SUBSTITUTE, MERGE, MERGE + 1, MERGE + 2, MERGE + 3, MERGE + 4, MERGE + 5, MERGE + 6, MERGE + 7,
+            MERGE + 8, APPLY, RESIDUAL, SOLVE, READ, STATE, TRANSPOSE, 17, 18, 19, 20, 21, 22, 23, 24, SLOPE, DU,
+            26, 27, 28, DECAY,
+        ):
+            stages.append((stage, parity, 0))
+        for _ in range(12):
+            stages.append((TAP, parity, 0))
+            stages.append((SUM_TAP, parity, 0))
+    return stages
+
+
+def load_channels(u, n, first, width, start, tokens):
+    """Loads channels first .. first + width of u [N, channels, T]: views [128 or fewer, tokens]."""
+    _, channels, T = u.shape
+    whole = width // PARTITIONS
+    rest = width - whole * PARTITIONS
+    views = []
+    if whole > 0:
+        tile_sb = sbuf((PARTITIONS, whole, tokens), u.dtype)
+        nisa.dma_copy(
+            dst=tile_sb,
+            src=u.ap(
+                pattern=[[T, PARTITIONS], [PARTITIONS * T, whole], [1, tokens]],
+                offset=(n * channels + first) * T + start,
+            ),
+        )
+        for i in range(whole):
+            views.append(tile_sb[:, i, :])
+    if rest > 0:
+        tile_sb = sbuf((rest, tokens), u.dtype)
+        nisa.dma_copy(
+            dst=tile_sb, src=u[n, first + whole * PARTITIONS : first + width, start : start + tokens]
+        )
+        views.append(tile_sb)
+    return views
+
+
+def load_u(chunk, plan, bundle, call):
+    """Loads u of a chunk: lists of views [channels, tokens] of q and k, and of v."""
+    sides = []
+    for segment in plan["segments"]:
+        low, high, channel = segment
+        sides.append(
+            load_channels(call["u"], bundle["n"], channel, high - low, chunk["start"], chunk["tokens"])
+        )
+    return sides[0] + sides[1], sides[2]
+
+
+def load_gradient_chunk(stream, index, call):
+    """Runs LOAD: all that a chunk's gradients take, q, k and v made of u."""
+    bundle, start = stream["bundle"], index * call["C"]
+    tokens = min(call["C"], call["g"].shape[1] - start)
+    table = take_corners(call["constants"], pad_to_rows(tokens))
+    rows, K, V, eye = table["rows"], call["K"], call["V"], table["eye"]
+    heads, lanes = bundle["key_heads"], bundle["lanes"]
+    qk_sb, v_sb = sbuf((rows, 2, heads, K), table["products"]), sbuf((rows, lanes, V), table["products"])
+    if tokens < rows:
+        nisa.memset(dst=qk_sb, value=0.0)
+        nisa.memset(dst=v_sb, value=0.0)
+    chunk = {
+        "start": start, "tokens": tokens, "qk": qk_sb, "v": v_sb,
+        "g": load_lanes(call["g"], bundle, start, tokens, rows),
+        "beta": load_lanes(call["beta"], bundle, start, tokens, rows),
+    }  # fmt: skip
+    keys, values = load_u(chunk, stream["plan"], bundle, call)
+    collect_rows(qk_sb.reshape((rows, 2 * heads * K)), keys, eye, nl.silu)
+    collect_rows(v_sb.reshape((rows, lanes * V)), values, eye, nl.silu)
+    chunk["inverse_norms"] = invert_key_norms(qk_sb, True, table)
+    factors_sb, carry_factors_sb = sum_decays(chunk["g"], K, table)
+    chunk["factors"], chunk["carry_factors"] = factors_sb, carry_factors_sb
+    invert_beta(chunk)
+    return chunk
+
+
+def differentiate_rows(stage, chunk, bundle, call):
+    """Runs a stage of the norm: ROWS, GATE, PRODUCTS or REST."""
+    start, tokens, rows = chunk["start"], chunk["tokens"], chunk["qk"].shape[0]
+    if stage == ROWS:
+        o_sb = load_lanes(call["o"], bundle, start, tokens, rows, call["o"].dtype)
+        chunk["r"] = invert_rms(o_sb, call["norm"])
+        chunk["h"] = sbuf(o_sb.shape)
+        normalize_rows(chunk["h"], o_sb, chunk["r"])
+    elif stage == GATE:
+        z_sb = load_lanes(call["z"], bundle, start, tokens, rows, call["z"].dtype)
+        chunk["m"], chunk["slope"] = sbuf(z_sb.shape), sbuf(z_sb.shape)
+        nisa.activation(dst=chunk["m"], op=nl.silu, data=z_sb)
+        nisa.activation(dst=chunk["slope"], op=nl.silu_dx, data=z_sb)
+    elif stage == PRODUCTS:
+        dy_sb = load_lanes(call["dy"], bundle, start, tokens, rows, call["dy"].dtype)
+        shape = dy_sb.shape
+        m_sb, h_sb, gain = chunk["m"], chunk["h"], repeat_row(call["gain"], rows, bundle["lanes"])
+        dz_sb, hw_sb, mh_sb = sbuf(shape, call["dz"].dtype), sbuf(shape), sbuf(shape)
+        multiply_on_gpsimd(chunk["slope"], dy_sb, chunk["slope"])
+        multiply_on_gpsimd(m_sb, dy_sb, m_sb)
+        multiply_on_gpsimd(hw_sb, h_sb, gain)
+        multiply_on_gpsimd(dz_sb, chunk["slope"], hw_sb)
+        store_lanes(call["dz"], dz_sb, bundle, start, tokens)
+        multiply_on_gpsimd(mh_sb, m_sb, h_sb)
+        add_columns([(0, shape[2], call["dgain_sum"])], call["ones_column"], mh_sb)
+        multiply_on_gpsimd(mh_sb, mh_sb, gain)
+        chunk["nh"] = mh_sb
+        multiply_on_gpsimd(m_sb, m_sb, gain)
+    else:
+        chunk["do"] = subtract_projection(chunk["m"], chunk["h"], project(chunk["nh"]))
+
+
+def compute_slopes(chunk, stream, call):
+    """Runs SLOPE: SiLU'(u) of the bundle's channels, [rows, columns], in `du`."""
+    plan, rows, tokens = stream["plan"], chunk["qk"].shape[0], chunk["tokens"]
+    chunk["du"] = sbuf((rows, plan["columns"]))
+    if tokens < rows or plan["columns"] > plan["channels"]:
+        nisa.memset(dst=chunk["du"], value=0.0)
+    keys, values = load_u(chunk, plan, stream["bundle"], call)
+    collect_rows(chunk["du"], keys + values, call["constants"]["eye"], nl.silu_dx)
+
+
+def multiply_slopes(chunk, stream, call):
+    """Runs DU: multiplies SiLU'(u) by the gradients of q, k and v."""
+    du_sb, heads, first = chunk["du"], stream["bundle"]["key_heads"], 0
+    K, lanes, V = call["K"], stream["bundle"]["lanes"], call["V"]
+    for tile in chunk["dqk"]:
+        last = first + tile.shape[2]
+        for side in range(2):
+            for h in range(first, last):
+                i = side * heads + h
+                own = du_sb[:, i * K : (i + 1) * K]
+                nisa.scalar_tensor_tensor(
+                    dst=own, data=tile[:, side, h - first, :], op0=nl.multiply,
+                    operand0=chunk["shortening"][0][:, i : i + 1], op1=nl.multiply, operand1=own,
+                )  # fmt: skip
+        first = last
+    dv_sb = scale_lanes(chunk["dR"], chunk["dv_scale"])
+    own = du_sb[:, 2 * heads * K : 2 * heads * K + lanes * V]
+    multiply_on_gpsimd(own, dv_sb.reshape((du_sb.shape[0], lanes * V)), own)
+
+
+def run_gradient_stage(stage, stream, index, call):
+    """Runs a stage of a chunk's gradients."""
+    bundle, parts, constants, V = stream["bundle"], call["parts"], call["constants"], call["V"]
+    products = constants["products"]
+    if stage == LOAD:
+        stream["chunks"][index] = load_gradient_chunk(stream, index, call)
+        return
+    chunk = stream["chunks"][index]
+    if stage == KEPT:
+        chunk["kept"] = load_kept_state(
+            call["initial_state"], call["states"], index, bundle, parts, V, call["has_state"]
+        )
+    elif stage == FACTORS:
+        chunk["shortening"] = divide_norms(chunk["inverse_norms"])
+    elif stage == SHORTEN:
+        shorten_vectors(chunk["qk"], chunk["shortening"])
+    elif stage >= ROWS and stage <= REST:
+        differentiate_rows(stage, chunk, bundle, call)
+    elif stage == SCALE:
+        scaled = [chunk]
+        scale_again(scaled, bundle, call["scale"], constants)
+        scaled[0]["kept"] = chunk["kept"]
+        scaled[0]["do"] = scale_lanes(
+            chunk["do"], multiply_elements(scaled[0]["read_scale"], chunk["r"]), products
+        )
+        stream["chunks"][index] = scaled[0]
+    elif stage in (TRANSPOSE_KEYS, MULTIPLY):
+        multiply_again(stage, [chunk], bundle, parts, call["blocks"], constants)
+    elif stage in (SPREAD, SUBSTITUTE):
+        invert_step([chunk], stage, 0, [stream["space"]], call["blocks"], constants)
+    elif stage >= MERGE:
+        level = (stage - MERGE) // 3
+        invert_step(
+            [chunk], EVEN + stage - MERGE - 3 * level, level, [stream["space"]], call["blocks"], constants
+        )
+    elif stage == APPLY:
+        apply_inverse(chunk, bundle, parts, False, constants)
+    elif stage == RESIDUAL:
+        solve_residual(chunk, chunk["kept"], bundle, products)
+    elif stage == SOLVE:
+        solve_state(chunk, parts, False, constants)
+    elif stage == READ:
+        differentiate_residual(chunk, stream["dS"], bundle, products)
+    elif stage == STATE:
+        stream["dS"] = differentiate_state(chunk, parts)
+    elif stage == SLOPE:
+        compute_slopes(chunk, stream, call)
+    elif stage == DU:
+        multiply_slopes(chunk, stream, call)
+    else:
+        differentiate_chunk(
+            stage, chunk, bundle, call["gradients"], parts, call["value_parts"], True, constants
+        )
+
+
+def convolve_again(stage, step, stream, index, call):
+    """Runs TAP or SUM_TAP of a chunk: of tap and cell number `step`."""
+    chunk, W = stream["chunks"][index], call["W"]
+    c = step // W
+    j = step - c * W
+    if stage == TAP:
+        if step == 0:
+            chunk["leaving"] = allocate_leaving(chunk, stream["plan"], W)
+            chunk["arriving"] = stream["leaving"]
+            stream["leaving"] = [chunk["leaving"]]
+            chunk["products"] = []
+            if call["packed"]:
+                keep_sb, counts = load_masks(
+                    call["position"], chunk["start"], chunk["tokens"], stream["counts"], W
+                )
+                chunk["keep"], chunk["counts"] = keep_sb, counts
+        chunk["products"].append(multiply_tap(chunk, stream, stream["plan"]["cells"][c], j, call))
+    else:
+        sum_tap(chunk, stream, c, j, chunk["products"][step], call)
+
+
+def open_stream(bundle, count, largest, call):
+    """Builds the dict of what a bundle has besides its chunks."""
+    plan = outline(bundle, call["H"], call["K"], call["V"])
+    W, cells = call["W"], len(plan["cells"])
+    chunks = []
+    for _ in range(count):
+        chunks.append(0)
+    return {
+        "bundle": bundle, "plan": plan, "chunks": chunks, "leaving": [],
+        "dS": load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"]),
+        "space": allocate_workspace(largest, bundle["lanes"]),
+        "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, W, largest),
+        "dweight": psum((cells * W, plan["columns"] // cells)),
+    }  # fmt: skip
+
+
+@nki.jit
+def gated_delta_layer_bwd(
+    dy, x, weight_t, u, o, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
+    initial_state, has_state, states, K, scale, eps, C, lanes, width,
+):  # fmt: skip
+    """Computes the gradients of `gated_delta_layer_fwd`, called with every = 1 and the same C.
+
+    Args:
+        dy              like y
+        weight_t        [W, channels] float32
+        u, o, states    as forward left them; states: any tensor if there is but one chunk
+        dstate          of the final state [N, HV, K, V] float32, read if `has_dstate`; else any tensor
+        the others      as in forward; no group of value heads is larger than `width`
+
+    Returns:
+        dx, dg, dbeta, dz   like their inputs
+        dweight             [N, W, channels] float32, of each sequence
+        dgain               [1, V] float32
+        dinitial_state      [N, HV, K, V] float32
+        dprefix             like prefix, only if `continued`
+    """
+    N, T, channels = x.shape
+    HV, V = z.shape[2], z.shape[3]
+    W, H = weight_t.shape[0], (channels - HV * V) // (2 * K)
+    check(N, W, packed, continued)
+    check_eps(eps)
+    assert V <= BANK, f"V={V} exceeds {BANK}: dgain is summed in one bank of PSUM"
+    chunks = (T + C - 1) // C
+    dx = nl.ndarray((N, T, channels), dtype=x.dtype, buffer=nl.shared_hbm)
+    dweight = nl.ndarray((N, W, channels), dtype=nl.float32, buffer=nl.shared_hbm)
+    dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
+    dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
+    dz = nl.ndarray((N, T, HV, V), dtype=z.dtype, buffer=nl.shared_hbm)
+    dgain = nl.ndarray((1, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    dprefix = dx
+    if continued:
+        dprefix = nl.ndarray((N, W - 1, channels), dtype=x.dtype, buffer=nl.shared_hbm)
+    largest = min(C, pad_to_rows(T))
+    constants = build_constants(largest, x.dtype)
+    constants["minus_identity"] = sbuf((largest, largest), x.dtype)
+    copy_scaled(constants["minus_identity"], constants["identity"], -1.0)
+    ones_column_sb = sbuf((PARTITIONS, 1))
+    nisa.memset(dst=ones_column_sb, value=1.0)
+    call = {
+        "dy": dy, "x": x, "weight_t": weight_t, "u": u, "o": o, "g": g, "beta": beta, "z": z,
+        "position": position, "packed": packed, "prefix": prefix, "continued": continued, "dstate": dstate,
+        "has_dstate": has_dstate, "initial_state": initial_state, "has_state": has_state, "states": states,
+        "H": H, "K": K, "V": V, "W": W, "C": C, "scale": scale, "parts": split_evenly(K),
+        "value_parts": split_evenly(V), "dx": dx, "dz": dz, "gradients": (dx, dx, dx, dg, dbeta),
+        "gain": load_everywhere(gain), "norm": build_norm(eps), "dgain_sum": psum((1, V)),
+        "ones_column": ones_column_sb, "constants": constants, "blocks": build_block_constants(largest),
+        "shifts": build_shifts(max(largest, W - 1), W),
+    }  # fmt: skip
+    stages = list_gradient_stages()
+    behind, slots = 0, [0, 0]  # of a bundle's turn, for TAP and for SUM_TAP
+    for entry in stages:
+        behind = max(behind, entry[2])
+        if entry[0] in (TAP, SUM_TAP) and entry[1] == 0:
+            slots[entry[0] - TAP] = slots[entry[0] - TAP] + 1
+    for wave in list_waves(N, H, HV, width, lanes):
+        streams = []
+        for bundle in wave:
+            streams.append(open_stream(bundle, chunks, largest, call))
+        for turn in range(chunks + behind):
+            slot = [[0, 0], [0, 0]]
+            for i in range(len(stages)):
+                stage, parity, late = stages[i]
+                index = chunks - 1 - (turn - late)
+                taps = stage in (TAP, SUM_TAP)
+                if taps:
+                    slot[parity][stage - TAP] = slot[parity][stage - TAP] + 1
+                if index >= 0 and index < chunks:
+                    for b in range(parity, len(streams), 2):
+                        stream = streams[b]
+                        if not taps:
+                            run_gradient_stage(stage, stream, index, call)
+                            continue
+                        count, every = W * len(stream["plan"]["cells"]), slots[stage - TAP]
+                        s = slot[parity][stage - TAP]
+                        for step in range(count * (s - 1) // every, count * s // every):
+                            convolve_again(stage, step, stream, index, call)
+        for stream in streams:
+            store_state(dinitial_state, stream["dS"], stream["bundle"], call["parts"])
+            store_weights(dweight, stream, W)
+            if continued:
+                store_prefix(dprefix, stream["leaving"][0], stream, call)
+    dgain_sb = sbuf((1, V))
+    nisa.tensor_copy(dst=dgain_sb, src=call["dgain_sum"])
+    nisa.dma_copy(dst=dgain, src=dgain_sb)
+    if continued:
+        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, dprefix
+    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state
+
+
+def example(
+    B=1, T=1024, H=6, K=128, V=256, HV=0, W=4, dtype="bfloat16", C=128, lanes=6, width=3
+):  # fmt: skip
+    """Returns the kernel and its arguments as in training: no gradient of the final state."""
+    HV = HV or H
+    _, _, _, g, beta, z = rule_inputs(B, T, H, HV, K, V, dtype)
+    channels = 2 * H * K + HV * V
+    x, u, dy, o = normals(dtype, (B, T, channels), (B, channels, T), z.shape, z.shape)
+    kept = -(-T // C) - 1
+    weight_t, gain = normals("float32", (W, channels), (V,))
+    states = normals("float32", (B, kept, K, HV, V))[0] * K**-0.5 if kept else beta
+    return gated_delta_layer_bwd, (
+        dy, x, weight_t, u, o, g, beta, z, gain, x, False, x, False, beta, False, beta, False, states, K,
+        K**-0.5, 1e-5, C, lanes, width,
+    )  # fmt: skip

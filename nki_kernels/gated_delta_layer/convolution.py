@@ -1,0 +1,248 @@
+"""Computes the gradients of a layer's convolution, of those of its results u, chunk by chunk from the last one.
+
+    dx_t = sum_j w_j du_{t + W - 1 - j}        dw_j = sum_t du_t x_{t - W + 1 + j}        W taps
+
+Nothing is transposed: tiles are [tokens, channels]. A tap's x comes from HBM as far shifted as it was read,
+and a product with a shifted identity brings w_j du to the token that it belongs to. What goes to tokens of
+the chunk before waits for that chunk. Sums over tokens are products with a column of ones.
+
+Of packed sequences, a tap counts where it stays in the token's sequence, position >= W - 1 - j.
+
+A bundle's channels, those of its q, k and v, lie side by side on the free axis, cut into cells of equal
+width, at most one bank of PSUM; the last one may have columns that are no channel. `outline` makes a dict of
+
+    segments    [(first column, column behind the last, channel)] of q, k and v
+    cells       [(first column, column behind the last)]
+    columns     of all cells
+"""
+
+from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.plan import BANK
+from delta_trn.nki_kernels.tiles import copy_scaled, multiply_on_gpsimd, psum, sbuf
+
+
+def outline(bundle, H, K, V):
+    """Lists a bundle's segments and cells."""
+    first, heads = bundle["key_first"], bundle["key_heads"]
+    keys, values = heads * K, bundle["lanes"] * V
+    channels = 2 * keys + values
+    count = (channels + BANK - 1) // BANK
+    width = (channels + count - 1) // count
+    cells = []
+    for i in range(count):
+        cells.append((i * width, (i + 1) * width))
+    return {
+        "segments": [
+            (0, keys, first * K), (keys, 2 * keys, (H + first) * K),
+            (2 * keys, channels, 2 * H * K + bundle["first"] * V),
+        ],
+        "cells": cells, "columns": count * width, "channels": channels,
+    }  # fmt: skip
+
+
+def find_channels(plan, low, high):
+    """Lists where columns low .. high are channels: [(first column, column behind the last, channel)]."""
+    spans = []
+    for segment in plan["segments"]:
+        start, stop, channel = segment
+        first, last = max(start, low), min(stop, high)
+        if first < last:
+            spans.append((first, last, channel + first - start))
+    return spans
+
+
+def build_shifts(C, W):
+    """Builds what products with shifted tokens take, once per call.
+
+    identity    [C, 2 C + W - 1]: 1 where column = C + row; its views are identities, shifted
+    crossing    [W (W - 1) / 2, C]: for each tap j but the last, and each of the first W - 1 - j tokens of a
+                chunk, 1 at the token of the chunk before to which the tap leads
+    """
+    identity_sb = sbuf((C, 2 * C + W - 1))
+    nisa.memset(dst=identity_sb, value=1.0)
+    nisa.affine_select(
+        dst=identity_sb, pattern=[[-1, 2 * C + W - 1]], offset=C, channel_multiplier=1,
+        on_true_tile=identity_sb, on_false_value=0.0, cmp_op=nl.equal,
+    )  # fmt: skip
+    crossing_sb = sbuf((max(1, W * (W - 1) // 2), C))
+    for j in range(W - 1):
+        low, back = find_row(j, W), W - 1 - j
+        nisa.dma_copy(dst=crossing_sb[low : low + back, :], src=identity_sb[0:back, back : back + C])
+    return {"identity": identity_sb, "crossing": crossing_sb}
+
+
+def find_row(j, W):
+    """Returns the first row of tap j in `crossing`, and in what waits for the chunk before."""
+    return j * (W - 1) - j * (j - 1) // 2
+
+
+def load_weights(weight_t, plan, rows):
+    """Loads w of a bundle's channels to all partitions: [rows, W, columns], from HBM [W, channels]."""
+    W, channels = weight_t.shape
+    out_sb = sbuf((rows, W, plan["columns"]))
+    if plan["columns"] > plan["channels"]:
+        nisa.memset(dst=out_sb, value=0.0)
+    for segment in plan["segments"]:
+        start, stop, channel = segment
+        nisa.dma_copy(
+            dst=out_sb[:, :, start:stop],
+            src=weight_t.ap(pattern=[[0, rows], [channels, W], [1, stop - start]], offset=channel),
+        )
+    return out_sb
+
+
+def build_counts(plan, W, C):
+    """Builds [C, 2 n]: 1 in column n, for n = W times the number of cells.
+
+    n of its columns, from the one on that is n - i, sum tokens into row i of n.
+    """
+    n = W * len(plan["cells"])
+    out_sb = sbuf((C, 2 * n))
+    nisa.memset(dst=out_sb, value=0.0)
+    nisa.memset(dst=out_sb[:, n : n + 1], value=1.0)
+    return out_sb
+
+
+def load_masks(position, start, tokens, counts_sb, W):
+    """Loads where taps stay in a token's sequence.
+
+    Returns [tokens, W], 1 or 0, and for each tap what `build_counts` returns, 0 where the tap does not stay.
+    """
+    position_sb, keep_sb = sbuf((tokens, 1)), sbuf((tokens, W))
+    nisa.dma_copy(dst=position_sb, src=position.ap(pattern=[[1, tokens], [1, 1]], offset=start))
+    counts = []
+    for j in range(W):
+        nisa.tensor_scalar(
+            dst=keep_sb[:, j : j + 1], data=position_sb, op0=nl.greater_equal, operand0=float(W - 1 - j)
+        )
+        masked_sb = sbuf((tokens, counts_sb.shape[1]))
+        copy_scaled(masked_sb, counts_sb[0:tokens, :], keep_sb[:, j : j + 1])
+        counts.append(masked_sb)
+    return keep_sb, counts
+
+
+def load_tap(x, prefix, continued, plan, cell, n, start, tokens, back):
+    """Loads what a tap read of a cell, x `back` tokens before each token: [tokens, width]."""
+    low, high = cell
+    out_sb = sbuf((tokens, high - low), x.dtype)
+    before = min(back, tokens) if start == 0 else 0
+    if high > plan["channels"] or (before > 0 and not continued):
+        nisa.memset(dst=out_sb, value=0.0)
+    for span in find_channels(plan, low, high):
+        first, last, channel = span
+        stop = channel + last - first
+        if before > 0 and continued:
+            rows = prefix.shape[1]
+            nisa.dma_copy(
+                dst=out_sb[0:before, first - low : last - low],
+                src=prefix[n, rows - back : rows - back + before, channel:stop],
+            )
+        if before < tokens:
+            nisa.dma_copy(
+                dst=out_sb[before:tokens, first - low : last - low],
+                src=x[n, start - back + before : start - back + tokens, channel:stop],
+            )
+    return out_sb
+
+
+def multiply_tap(chunk, stream, cell, j, call):
+    """Makes du times what tap j read of a cell, and w_j du, of which it keeps what leaves the chunk."""
+    x, W, plan = call["x"], call["W"], stream["plan"]
+    low, high = cell
+    back, tokens = W - 1 - j, chunk["tokens"]
+    n, start = stream["bundle"]["n"], chunk["start"]
+    x_sb = load_tap(x, call["prefix"], call["continued"], plan, cell, n, start, tokens, back)
+    own = chunk["du"][0:tokens, low:high]
+    weight = stream["weights"][0:tokens, j, low:high]
+    read_sb, given_sb = sbuf((tokens, high - low)), sbuf((tokens, high - low))
+    multiply_on_gpsimd(read_sb, own, x_sb)
+    if call["packed"]:
+        nisa.scalar_tensor_tensor(
+            dst=given_sb, data=own, op0=nl.multiply, operand0=chunk["keep"][:, j : j + 1], op1=nl.multiply,
+            operand1=weight,
+        )  # fmt: skip
+    else:
+        multiply_on_gpsimd(given_sb, own, weight)
+    leaving = min(back, tokens)
+    if leaving > 0:
+        row = find_row(j, W)
+        nisa.dma_copy(dst=chunk["leaving"][row : row + leaving, low:high], src=given_sb[0:leaving, :])
+    return read_sb, given_sb
+
+
+def allocate_leaving(chunk, plan, W):
+    """Allocates what waits for the chunk before: [W (W - 1) / 2, columns]."""
+    out_sb = sbuf((max(1, W * (W - 1) // 2), plan["columns"]))
+    if chunk["tokens"] < W - 1:
+        nisa.memset(dst=out_sb, value=0.0)
+    return out_sb
+
+
+def sum_tap(chunk, stream, c, j, products, call):
+    """Adds a tap of cell c to dw and to dx; stores dx after the last tap."""
+    read_sb, given_sb = products
+    W, plan, tokens = call["W"], stream["plan"], chunk["tokens"]
+    back, i, n = W - 1 - j, c * W + j, W * len(plan["cells"])
+    counts_sb = chunk["counts"][j] if call["packed"] else stream["counts"]
+    nisa.nc_matmul(
+        dst=stream["dweight"], stationary=counts_sb[0:tokens, n - i : 2 * n - i], moving=read_sb,
+        is_stationary_onezero=True,
+    )  # fmt: skip
+    if j == 0:
+        chunk["dx"] = psum(given_sb.shape)
+    C = call["shifts"]["identity"].shape[0]
+    shifted = call["shifts"]["identity"][0:tokens, C + back : C + back + tokens]
+    nisa.nc_matmul(dst=chunk["dx"], stationary=shifted, moving=given_sb, is_stationary_onezero=True)
+    if j == W - 1:
+        low, high = plan["cells"][c]
+        if len(chunk["arriving"]) > 0:
+            nisa.nc_matmul(
+                dst=chunk["dx"], stationary=call["shifts"]["crossing"], moving=chunk["arriving"][0][:, low:high],
+                is_stationary_onezero=True,
+            )  # fmt: skip
+        dx_sb = sbuf(given_sb.shape, call["dx"].dtype)
+        copy_scaled(dx_sb, chunk["dx"])
+        store_channels(call["dx"], dx_sb, stream, c, chunk["start"])
+
+
+def store_channels(dst, x_sb, stream, c, start):
+    """Stores a cell [tokens, width] as tokens of dst [N, T, channels], from start on."""
+    plan, n, tokens = stream["plan"], stream["bundle"]["n"], x_sb.shape[0]
+    low, high = plan["cells"][c]
+    for span in find_channels(plan, low, high):
+        first, last, channel = span
+        nisa.dma_copy(
+            dst=dst[n, start : start + tokens, channel : channel + last - first],
+            src=x_sb[:, first - low : last - low],
+        )
+
+
+def store_prefix(dprefix, leaving_sb, stream, call):
+    """Stores the gradient of the prefix: what leaves the first chunk."""
+    crossing_sb, rows = call["shifts"]["crossing"], dprefix.shape[1]
+    C = crossing_sb.shape[1]
+    cells = stream["plan"]["cells"]
+    for c in range(len(cells)):
+        low, high = cells[c]
+        out_ps, out_sb = psum((rows, high - low)), sbuf((rows, high - low), dprefix.dtype)
+        nisa.nc_matmul(
+            dst=out_ps, stationary=crossing_sb[:, C - rows : C], moving=leaving_sb[:, low:high],
+            is_stationary_onezero=True,
+        )  # fmt: skip
+        copy_scaled(out_sb, out_ps)
+        store_channels(dprefix, out_sb, stream, c, 0)
+
+
+def store_weights(dweight, stream, W):
+    """Stores the sums of a sequence, [cells W, width] in PSUM, in dweight [N, W, channels]."""
+    plan, n = stream["plan"], stream["bundle"]["n"]
+    out_sb = sbuf(stream["dweight"].shape)
+    nisa.tensor_copy(dst=out_sb, src=stream["dweight"])
+    for c in range(len(plan["cells"])):
+        low, high = plan["cells"][c]
+        for span in find_channels(plan, low, high):
+            first, last, channel = span
+            nisa.dma_copy(
+                dst=dweight[n, :, channel : channel + last - first],
+                src=out_sb[c * W : (c + 1) * W, first - low : last - low],
+            )
