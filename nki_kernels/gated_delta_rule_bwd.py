@@ -196,7 +196,7 @@ def load_again(inputs, do, bundle, spans, l2norm, constants):
 
 
 def scale_again(chunks, bundle, scale, constants):
-    """Runs SCALE but for dO: puts chunks with gates and what they scale in place of what `load_again` returns."""
+    """Runs SCALE, all but dO: puts chunks with gates and what they scale in place of loaded ones."""
     for i in range(len(chunks)):
         table = take_corners(constants, pad_to_rows(chunks[i]["tokens"]))
         loaded = chunks[i]
@@ -310,21 +310,26 @@ def differentiate_state(chunk, parts):
     return decay_and_add(chunk["dS"], chunk["carry"], pairs, parts)
 
 
-def transpose_gradients(chunk, parts, value_parts, constants):
-    """Runs TRANSPOSE: adds transposes of dO, U, dR, S and dS, tiles per part of V."""
+def transpose_gradients(chunk, value_parts, constants):
+    """Adds transposes of dO, U and dR, tiles per part of V."""
     table = take_corners(constants, pad_to_rows(chunk["tokens"]))
     chunk["do_t"] = transpose(chunk["do"], value_parts, table)
     chunk["U_t"] = transpose(chunk["U"], value_parts, table)
     chunk["dR_t"] = transpose(chunk["dR_rounded"], value_parts, table)
-    chunk["S_t"] = transpose_state(chunk["S_rounded"], parts, value_parts, table)
-    chunk["dS_t"] = transpose_state(chunk["dS_rounded"], parts, value_parts, table)
+
+
+def transpose_states(chunk, parts, value_parts, constants):
+    """Adds transposes of S and dS, tiles per part of V."""
+    chunk["S_t"] = transpose_state(chunk["S_rounded"], parts, value_parts, constants)
+    chunk["dS_t"] = transpose_state(chunk["dS_rounded"], parts, value_parts, constants)
 
 
 def differentiate_chunk(stage, chunk, bundle, gradients, parts, value_parts, l2norm, constants):
     """Runs a stage of a chunk's gradients, from TRANSPOSE on."""
     table = take_corners(constants, pad_to_rows(chunk["tokens"]))
     if stage == TRANSPOSE:
-        transpose_gradients(chunk, parts, value_parts, constants)
+        transpose_gradients(chunk, value_parts, constants)
+        transpose_states(chunk, parts, value_parts, constants)
     elif stage == MULTIPLY_PAIRS:
         multiply_pair_gradients(chunk, bundle)
     elif stage == PAIRS:

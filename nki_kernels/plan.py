@@ -58,7 +58,7 @@ def count_sequences(T: int, HV: int) -> int:
 
 def fits_layer_gradients(plan: Plan, H: int, K: int, V: int, HV: int) -> bool:
     """Returns whether one kernel computes the gradients of a layer that forward cuts like `plan`."""
-    return HV // H <= plan.width and V <= BANK
+    return plan.width >= HV // H and V <= BANK
 
 
 def stretches(T: int) -> int:
@@ -154,10 +154,10 @@ def count_slots(H, HV, width):
     return last["slot"] + last["key_heads"]
 
 
-def list_waves(N, H, HV, width, lanes):
-    """Returns the bundles in lists of about `lanes` lanes."""
+def list_waves(N, H, HV, width, lanes, most=8):
+    """Returns the bundles in lists of about `lanes` lanes, and at most `most` bundles."""
     every = list_bundles(N, H, HV, width)
-    per_wave = max(1, lanes // every[0]["lanes"])
+    per_wave = min(most, max(1, lanes // every[0]["lanes"]))
     lists = []
     for span in split(len(every), per_wave):
         start, stop = span

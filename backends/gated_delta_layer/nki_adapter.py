@@ -99,6 +99,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
         dstate0 if call.initial_state is not None else None,
     )
 
+
 def _backward_of_parts(
     dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
 ) -> Gradients:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Computes a layer's mixer, convolution, gated delta rule and gated RMS norm, in one kernel for each direction."""
+"""Computes a layer's mixer in one kernel, and its gradients in another: convolution, rule and gated norm."""
 
 from delta_trn.nki_kernels.gated_delta_layer import bwd, fwd
 

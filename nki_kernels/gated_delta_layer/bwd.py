@@ -15,26 +15,40 @@ from delta_trn.nki_kernels.chunk import (
     store_lanes,
     sum_decays,
 )
+from delta_trn.nki_kernels.chunk_gradients import divide_norms, shorten_vectors
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
+    AT_ONCE,
     allocate_leaving,
     build_counts,
     build_shifts,
     load_masks,
     load_weights,
-    multiply_tap,
+    multiply_taps,
     outline,
     store_prefix,
     store_weights,
-    sum_tap,
+    sum_taps,
 )
 from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
+from delta_trn.nki_kernels.gated_delta_layer.stages import (
+    DU,
+    GATE,
+    KEPT,
+    MERGE,
+    PRODUCTS,
+    REST,
+    ROWS,
+    SHUT,
+    SLOPE,
+    TAPS,
+    TRANSPOSE_STATES,
+    list_gradient_stages,
+    rank_taps,
+)
 from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     APPLY,
-    CORNERS,
-    DECAY,
     EVEN,
     FACTORS,
-    LEVELS,
     LOAD,
     MULTIPLY,
     READ,
@@ -44,11 +58,9 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     SOLVE,
     SPREAD,
     STATE,
-    STORE,
     SUBSTITUTE,
     TRANSPOSE,
     TRANSPOSE_KEYS,
-    UPDATE,
     apply_inverse,
     differentiate_chunk,
     differentiate_residual,
@@ -60,8 +72,9 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     scale_again,
     solve_residual,
     solve_state,
+    transpose_gradients,
+    transpose_states,
 )
-from delta_trn.nki_kernels.chunk_gradients import divide_norms, shorten_vectors
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.gated_rms_norm import (
     add_columns,
@@ -70,11 +83,10 @@ from delta_trn.nki_kernels.gated_rms_norm import (
     normalize_rows,
     project,
     repeat_row,
-    subtract_projection,
 )
 from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split_evenly
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split, split_evenly
 from delta_trn.nki_kernels.short_convolution import check
 from delta_trn.nki_kernels.tiles import (
     build_constants,
@@ -89,35 +101,6 @@ from delta_trn.nki_kernels.tiles import (
     take_corners,
 )
 from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
-
-# Stages besides those of the rule, which are LOAD to DECAY, without STORE
-KEPT = 30  # the state that a chunk meets
-ROWS = 31  # r and h of the norm
-GATE = 32  # SiLU(z), SiLU'(z)
-PRODUCTS = 33  # dz, dw of the norm, and what is left for dO
-REST = 34  # dO / r
-SLOPE = 35  # SiLU'(u)
-DU = 36
-TAP = 37  # the convolution's products of elements for one tap of one cell, and its sums
-SUM_TAP = 38
-MERGE = 40  # EVEN, CORNERS and UPDATE of all levels
-
-
-def list_gradient_stages():
-    """Lists what is issued in one turn: (stage, bundles of which parity, chunks behind LOAD)."""
-    stages = []
-    for parity in range(2):
-        for stage in (
-            LOAD, KEPT, FACTORS, SHORTEN, ROWS, GATE, PRODUCTS, REST, SCALE, TRANSPOSE_KEYS, MULTIPLY, SPREAD,
-            SUBSTITUTE, MERGE, MERGE + 1, MERGE + 2, MERGE + 3, MERGE + 4, MERGE + 5, MERGE + 6, MERGE + 7,
-            MERGE + 8, APPLY, RESIDUAL, SOLVE, READ, STATE, TRANSPOSE, 17, 18, 19, 20, 21, 22, 23, 24, SLOPE, DU,
-            26, 27, 28, DECAY,
-        ):
-            stages.append((stage, parity, 0))
-        for _ in range(12):
-            stages.append((TAP, parity, 0))
-            stages.append((SUM_TAP, parity, 0))
-    return stages
 
 
 def load_channels(u, n, first, width, start, tokens):
@@ -184,7 +167,7 @@ def load_gradient_chunk(stream, index, call):
 
 
 def differentiate_rows(stage, chunk, bundle, call):
-    """Runs a stage of the norm: ROWS, GATE, PRODUCTS or REST."""
+    """Runs a stage of the norm: ROWS, GATE, PRODUCTS, SHUT or REST."""
     start, tokens, rows = chunk["start"], chunk["tokens"], chunk["qk"].shape[0]
     if stage == ROWS:
         o_sb = load_lanes(call["o"], bundle, start, tokens, rows, call["o"].dtype)
@@ -199,20 +182,30 @@ def differentiate_rows(stage, chunk, bundle, call):
     elif stage == PRODUCTS:
         dy_sb = load_lanes(call["dy"], bundle, start, tokens, rows, call["dy"].dtype)
         shape = dy_sb.shape
-        m_sb, h_sb, gain = chunk["m"], chunk["h"], repeat_row(call["gain"], rows, bundle["lanes"])
-        dz_sb, hw_sb, mh_sb = sbuf(shape, call["dz"].dtype), sbuf(shape), sbuf(shape)
+        m_sb, h_sb, gain, mh_sb = (
+            chunk["m"],
+            chunk["h"],
+            repeat_row(call["gain"], rows, bundle["lanes"]),
+            sbuf(shape),
+        )
         multiply_on_gpsimd(chunk["slope"], dy_sb, chunk["slope"])
         multiply_on_gpsimd(m_sb, dy_sb, m_sb)
-        multiply_on_gpsimd(hw_sb, h_sb, gain)
-        multiply_on_gpsimd(dz_sb, chunk["slope"], hw_sb)
-        store_lanes(call["dz"], dz_sb, bundle, start, tokens)
         multiply_on_gpsimd(mh_sb, m_sb, h_sb)
         add_columns([(0, shape[2], call["dgain_sum"])], call["ones_column"], mh_sb)
         multiply_on_gpsimd(mh_sb, mh_sb, gain)
         chunk["nh"] = mh_sb
         multiply_on_gpsimd(m_sb, m_sb, gain)
+    elif stage == SHUT:
+        hw_sb, dz_sb = sbuf(chunk["h"].shape), sbuf(chunk["h"].shape, call["dz"].dtype)
+        multiply_on_gpsimd(hw_sb, chunk["h"], repeat_row(call["gain"], rows, bundle["lanes"]))
+        multiply_on_gpsimd(dz_sb, chunk["slope"], hw_sb)
+        store_lanes(call["dz"], dz_sb, bundle, start, tokens)
     else:
-        chunk["do"] = subtract_projection(chunk["m"], chunk["h"], project(chunk["nh"]))
+        chunk["do"] = sbuf(chunk["h"].shape)
+        normalize_rows(chunk["do"], chunk["h"], project(chunk["nh"]))
+        nisa.tensor_tensor(
+            dst=chunk["do"], data1=chunk["do"], data2=chunk["m"], op=nl.add, engine=nisa.engine.gpsimd
+        )
 
 
 def compute_slopes(chunk, stream, call):
@@ -228,21 +221,25 @@ def compute_slopes(chunk, stream, call):
 def multiply_slopes(chunk, stream, call):
     """Runs DU: multiplies SiLU'(u) by the gradients of q, k and v."""
     du_sb, heads, first = chunk["du"], stream["bundle"]["key_heads"], 0
-    K, lanes, V = call["K"], stream["bundle"]["lanes"], call["V"]
+    K, lanes, V, plan = call["K"], stream["bundle"]["lanes"], call["V"], stream["plan"]
+    gradient_sb = sbuf((du_sb.shape[0], plan["channels"]))
     for tile in chunk["dqk"]:
         last = first + tile.shape[2]
         for side in range(2):
             for h in range(first, last):
                 i = side * heads + h
-                own = du_sb[:, i * K : (i + 1) * K]
-                nisa.scalar_tensor_tensor(
-                    dst=own, data=tile[:, side, h - first, :], op0=nl.multiply,
-                    operand0=chunk["shortening"][0][:, i : i + 1], op1=nl.multiply, operand1=own,
+                copy_scaled(
+                    gradient_sb[:, i * K : (i + 1) * K], tile[:, side, h - first, :],
+                    chunk["shortening"][0][:, i : i + 1],
                 )  # fmt: skip
         first = last
-    dv_sb = scale_lanes(chunk["dR"], chunk["dv_scale"])
-    own = du_sb[:, 2 * heads * K : 2 * heads * K + lanes * V]
-    multiply_on_gpsimd(own, dv_sb.reshape((du_sb.shape[0], lanes * V)), own)
+    for lane in range(lanes):
+        low = 2 * heads * K + lane * V
+        copy_scaled(
+            gradient_sb[:, low : low + V], chunk["dR"][:, lane, :], chunk["dv_scale"][:, lane : lane + 1]
+        )
+    own = du_sb[:, 0 : plan["channels"]]
+    multiply_on_gpsimd(own, own, gradient_sb)
 
 
 def run_gradient_stage(stage, stream, index, call):
@@ -252,21 +249,23 @@ def run_gradient_stage(stage, stream, index, call):
     if stage == LOAD:
         stream["chunks"][index] = load_gradient_chunk(stream, index, call)
         return
-    chunk = stream["chunks"][index]
     if stage == KEPT:
-        chunk["kept"] = load_kept_state(
+        stream["kept"][index] = load_kept_state(
             call["initial_state"], call["states"], index, bundle, parts, V, call["has_state"]
         )
-    elif stage == FACTORS:
+        return
+    chunk = stream["chunks"][index]
+    if stage == FACTORS:
         chunk["shortening"] = divide_norms(chunk["inverse_norms"])
     elif stage == SHORTEN:
         shorten_vectors(chunk["qk"], chunk["shortening"])
-    elif stage >= ROWS and stage <= REST:
+    elif stage in (ROWS, GATE, PRODUCTS, SHUT, REST):
         differentiate_rows(stage, chunk, bundle, call)
     elif stage == SCALE:
         scaled = [chunk]
         scale_again(scaled, bundle, call["scale"], constants)
-        scaled[0]["kept"] = chunk["kept"]
+        for name in ("h", "slope"):
+            scaled[0][name] = chunk[name]
         scaled[0]["do"] = scale_lanes(
             chunk["do"], multiply_elements(scaled[0]["read_scale"], chunk["r"]), products
         )
@@ -275,6 +274,10 @@ def run_gradient_stage(stage, stream, index, call):
         multiply_again(stage, [chunk], bundle, parts, call["blocks"], constants)
     elif stage in (SPREAD, SUBSTITUTE):
         invert_step([chunk], stage, 0, [stream["space"]], call["blocks"], constants)
+    elif stage == TRANSPOSE:
+        transpose_gradients(chunk, call["value_parts"], constants)
+    elif stage == TRANSPOSE_STATES:
+        transpose_states(chunk, parts, call["value_parts"], constants)
     elif stage >= MERGE:
         level = (stage - MERGE) // 3
         invert_step(
@@ -283,7 +286,7 @@ def run_gradient_stage(stage, stream, index, call):
     elif stage == APPLY:
         apply_inverse(chunk, bundle, parts, False, constants)
     elif stage == RESIDUAL:
-        solve_residual(chunk, chunk["kept"], bundle, products)
+        solve_residual(chunk, stream["kept"][index], bundle, products)
     elif stage == SOLVE:
         solve_state(chunk, parts, False, constants)
     elif stage == READ:
@@ -301,11 +304,12 @@ def run_gradient_stage(stage, stream, index, call):
 
 
 def convolve_again(stage, step, stream, index, call):
-    """Runs TAP or SUM_TAP of a chunk: of tap and cell number `step`."""
+    """Runs TAPS or SUM_TAPS of a chunk: of cell and taps number `step`."""
     chunk, W = stream["chunks"][index], call["W"]
-    c = step // W
-    j = step - c * W
-    if stage == TAP:
+    spans = split(W, AT_ONCE)
+    c = step // len(spans)
+    taps = spans[step - c * len(spans)]
+    if stage == TAPS:
         if step == 0:
             chunk["leaving"] = allocate_leaving(chunk, stream["plan"], W)
             chunk["arriving"] = stream["leaving"]
@@ -316,20 +320,21 @@ def convolve_again(stage, step, stream, index, call):
                     call["position"], chunk["start"], chunk["tokens"], stream["counts"], W
                 )
                 chunk["keep"], chunk["counts"] = keep_sb, counts
-        chunk["products"].append(multiply_tap(chunk, stream, stream["plan"]["cells"][c], j, call))
+        chunk["products"].append(multiply_taps(chunk, stream, stream["plan"]["cells"][c], taps, call))
     else:
-        sum_tap(chunk, stream, c, j, chunk["products"][step], call)
+        sum_taps(chunk, stream, c, taps, chunk["products"][step], call)
 
 
 def open_stream(bundle, count, largest, call):
     """Builds the dict of what a bundle has besides its chunks."""
     plan = outline(bundle, call["H"], call["K"], call["V"])
     W, cells = call["W"], len(plan["cells"])
-    chunks = []
+    chunks, kept = [], []
     for _ in range(count):
         chunks.append(0)
+        kept.append(0)
     return {
-        "bundle": bundle, "plan": plan, "chunks": chunks, "leaving": [],
+        "bundle": bundle, "plan": plan, "chunks": chunks, "kept": kept, "leaving": [],
         "dS": load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"]),
         "space": allocate_workspace(largest, bundle["lanes"]),
         "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, W, largest),
@@ -392,33 +397,24 @@ def gated_delta_layer_bwd(
         "shifts": build_shifts(max(largest, W - 1), W),
     }  # fmt: skip
     stages = list_gradient_stages()
-    behind, slots = 0, [0, 0]  # of a bundle's turn, for TAP and for SUM_TAP
-    for entry in stages:
-        behind = max(behind, entry[2])
-        if entry[0] in (TAP, SUM_TAP) and entry[1] == 0:
-            slots[entry[0] - TAP] = slots[entry[0] - TAP] + 1
-    for wave in list_waves(N, H, HV, width, lanes):
+    ranks, slots, behind = rank_taps(stages)
+    for wave in list_waves(N, H, HV, width, lanes, 2):  # of PSUM's 8 banks, each bundle has one for dweight
         streams = []
         for bundle in wave:
             streams.append(open_stream(bundle, chunks, largest, call))
         for turn in range(chunks + behind):
-            slot = [[0, 0], [0, 0]]
             for i in range(len(stages)):
                 stage, parity, late = stages[i]
                 index = chunks - 1 - (turn - late)
-                taps = stage in (TAP, SUM_TAP)
-                if taps:
-                    slot[parity][stage - TAP] = slot[parity][stage - TAP] + 1
-                if index >= 0 and index < chunks:
-                    for b in range(parity, len(streams), 2):
-                        stream = streams[b]
-                        if not taps:
-                            run_gradient_stage(stage, stream, index, call)
-                            continue
-                        count, every = W * len(stream["plan"]["cells"]), slots[stage - TAP]
-                        s = slot[parity][stage - TAP]
-                        for step in range(count * (s - 1) // every, count * s // every):
-                            convolve_again(stage, step, stream, index, call)
+                if index < 0 or index >= chunks:
+                    continue
+                for b in range(parity, len(streams), 2):
+                    if ranks[i] == 0:
+                        run_gradient_stage(stage, streams[b], index, call)
+                        continue
+                    count = len(split(W, AT_ONCE)) * len(streams[b]["plan"]["cells"])
+                    for step in range(count * (ranks[i] - 1) // slots, count * ranks[i] // slots):
+                        convolve_again(stage, step, streams[b], index, call)
         for stream in streams:
             store_state(dinitial_state, stream["dS"], stream["bundle"], call["parts"])
             store_weights(dweight, stream, W)

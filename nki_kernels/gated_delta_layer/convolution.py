@@ -1,4 +1,4 @@
-"""Computes the gradients of a layer's convolution, of those of its results u, chunk by chunk from the last one.
+"""Computes the gradients of a layer's convolution from those of its results u, chunk by chunk.
 
     dx_t = sum_j w_j du_{t + W - 1 - j}        dw_j = sum_t du_t x_{t - W + 1 + j}        W taps
 
@@ -19,6 +19,8 @@ width, at most one bank of PSUM; the last one may have columns that are no chann
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK
 from delta_trn.nki_kernels.tiles import copy_scaled, multiply_on_gpsimd, psum, sbuf
+
+AT_ONCE = 2  # taps in one instruction
 
 
 def outline(bundle, H, K, V):
@@ -121,52 +123,57 @@ def load_masks(position, start, tokens, counts_sb, W):
     return keep_sb, counts
 
 
-def load_tap(x, prefix, continued, plan, cell, n, start, tokens, back):
-    """Loads what a tap read of a cell, x `back` tokens before each token: [tokens, width]."""
+def load_taps(x, prefix, continued, plan, cell, taps, n, start, tokens, W):
+    """Loads what taps read of a cell, x of W - 1 - j tokens before each token: [tokens, taps, width]."""
     low, high = cell
-    out_sb = sbuf((tokens, high - low), x.dtype)
-    before = min(back, tokens) if start == 0 else 0
-    if high > plan["channels"] or (before > 0 and not continued):
+    first_tap, stop_tap = taps
+    out_sb = sbuf((tokens, stop_tap - first_tap, high - low), x.dtype)
+    if high > plan["channels"] or (start == 0 and not continued):
         nisa.memset(dst=out_sb, value=0.0)
-    for span in find_channels(plan, low, high):
-        first, last, channel = span
-        stop = channel + last - first
-        if before > 0 and continued:
-            rows = prefix.shape[1]
-            nisa.dma_copy(
-                dst=out_sb[0:before, first - low : last - low],
-                src=prefix[n, rows - back : rows - back + before, channel:stop],
-            )
-        if before < tokens:
-            nisa.dma_copy(
-                dst=out_sb[before:tokens, first - low : last - low],
-                src=x[n, start - back + before : start - back + tokens, channel:stop],
-            )
+    for j in range(first_tap, stop_tap):
+        i, back = j - first_tap, W - 1 - j
+        before = min(back, tokens) if start == 0 else 0
+        for span in find_channels(plan, low, high):
+            first, last, channel = span
+            stop = channel + last - first
+            if before > 0 and continued:
+                nisa.dma_copy(
+                    dst=out_sb[0:before, i, first - low : last - low],
+                    src=prefix[n, j : j + before, channel:stop],
+                )
+            if before < tokens:
+                nisa.dma_copy(
+                    dst=out_sb[before:tokens, i, first - low : last - low],
+                    src=x[n, start - back + before : start - back + tokens, channel:stop],
+                )
     return out_sb
 
 
-def multiply_tap(chunk, stream, cell, j, call):
-    """Makes du times what tap j read of a cell, and w_j du, of which it keeps what leaves the chunk."""
+def multiply_taps(chunk, stream, cell, taps, call):
+    """Makes du times what taps read of a cell, and w_j du, of which it keeps what leaves the chunk."""
     x, W, plan = call["x"], call["W"], stream["plan"]
     low, high = cell
-    back, tokens = W - 1 - j, chunk["tokens"]
-    n, start = stream["bundle"]["n"], chunk["start"]
-    x_sb = load_tap(x, call["prefix"], call["continued"], plan, cell, n, start, tokens, back)
-    own = chunk["du"][0:tokens, low:high]
-    weight = stream["weights"][0:tokens, j, low:high]
-    read_sb, given_sb = sbuf((tokens, high - low)), sbuf((tokens, high - low))
+    first, stop = taps
+    n, start, tokens = stream["bundle"]["n"], chunk["start"], chunk["tokens"]
+    x_sb = load_taps(x, call["prefix"], call["continued"], plan, cell, taps, n, start, tokens, W)
+    read_sb, given_sb = sbuf(x_sb.shape), sbuf(x_sb.shape)
+    own = chunk["du"].ap(pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low)
     multiply_on_gpsimd(read_sb, own, x_sb)
     if call["packed"]:
-        nisa.scalar_tensor_tensor(
-            dst=given_sb, data=own, op0=nl.multiply, operand0=chunk["keep"][:, j : j + 1], op1=nl.multiply,
-            operand1=weight,
-        )  # fmt: skip
+        for j in range(first, stop):
+            nisa.scalar_tensor_tensor(
+                dst=given_sb[:, j - first, :], data=chunk["du"][0:tokens, low:high], op0=nl.multiply,
+                operand0=chunk["keep"][:, j : j + 1], op1=nl.multiply,
+                operand1=stream["weights"][0:tokens, j, low:high],
+            )  # fmt: skip
     else:
-        multiply_on_gpsimd(given_sb, own, weight)
-    leaving = min(back, tokens)
-    if leaving > 0:
-        row = find_row(j, W)
-        nisa.dma_copy(dst=chunk["leaving"][row : row + leaving, low:high], src=given_sb[0:leaving, :])
+        multiply_on_gpsimd(given_sb, own, stream["weights"][0:tokens, first:stop, low:high])
+    for j in range(first, stop):
+        leaving, row = min(W - 1 - j, tokens), find_row(j, W)
+        if leaving > 0:
+            nisa.dma_copy(
+                dst=chunk["leaving"][row : row + leaving, low:high], src=given_sb[0:leaving, j - first, :]
+            )
     return read_sb, given_sb
 
 
@@ -178,29 +185,33 @@ def allocate_leaving(chunk, plan, W):
     return out_sb
 
 
-def sum_tap(chunk, stream, c, j, products, call):
-    """Adds a tap of cell c to dw and to dx; stores dx after the last tap."""
+def sum_taps(chunk, stream, c, taps, products, call):
+    """Adds taps of cell c to dw and to dx; stores dx after the last tap."""
     read_sb, given_sb = products
     W, plan, tokens = call["W"], stream["plan"], chunk["tokens"]
-    back, i, n = W - 1 - j, c * W + j, W * len(plan["cells"])
-    counts_sb = chunk["counts"][j] if call["packed"] else stream["counts"]
-    nisa.nc_matmul(
-        dst=stream["dweight"], stationary=counts_sb[0:tokens, n - i : 2 * n - i], moving=read_sb,
-        is_stationary_onezero=True,
-    )  # fmt: skip
-    if j == 0:
-        chunk["dx"] = psum(given_sb.shape)
-    C = call["shifts"]["identity"].shape[0]
-    shifted = call["shifts"]["identity"][0:tokens, C + back : C + back + tokens]
-    nisa.nc_matmul(dst=chunk["dx"], stationary=shifted, moving=given_sb, is_stationary_onezero=True)
-    if j == W - 1:
-        low, high = plan["cells"][c]
+    low, high = plan["cells"][c]
+    first, stop = taps
+    n, C = W * len(plan["cells"]), call["shifts"]["identity"].shape[0]
+    if first == 0:
+        chunk["dx"] = psum((tokens, high - low))
+    for j in range(first, stop):
+        i, shift = n - c * W - j, C + W - 1 - j
+        counts_sb = chunk["counts"][j] if call["packed"] else stream["counts"]
+        nisa.nc_matmul(
+            dst=stream["dweight"], stationary=counts_sb[0:tokens, i : i + n], moving=read_sb[:, j - first, :],
+            is_stationary_onezero=True,
+        )  # fmt: skip
+        nisa.nc_matmul(
+            dst=chunk["dx"], stationary=call["shifts"]["identity"][0:tokens, shift : shift + tokens],
+            moving=given_sb[:, j - first, :], is_stationary_onezero=True,
+        )  # fmt: skip
+    if stop == W:
         if len(chunk["arriving"]) > 0:
             nisa.nc_matmul(
-                dst=chunk["dx"], stationary=call["shifts"]["crossing"], moving=chunk["arriving"][0][:, low:high],
-                is_stationary_onezero=True,
+                dst=chunk["dx"], stationary=call["shifts"]["crossing"],
+                moving=chunk["arriving"][0][:, low:high], is_stationary_onezero=True,
             )  # fmt: skip
-        dx_sb = sbuf(given_sb.shape, call["dx"].dtype)
+        dx_sb = sbuf((tokens, high - low), call["dx"].dtype)
         copy_scaled(dx_sb, chunk["dx"])
         store_channels(call["dx"], dx_sb, stream, c, chunk["start"])
 

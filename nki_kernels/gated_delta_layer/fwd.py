@@ -62,7 +62,6 @@ from delta_trn.nki_kernels.short_convolution import (
 from delta_trn.nki_kernels.tiles import (
     build_constants,
     build_norm,
-    copy_scaled,
     load_tokens,
     multiply_on_gpsimd,
     normals,
@@ -232,9 +231,7 @@ def activate(cell, stream, call):
     z, C, K = cell["z"], call["C"], call["K"]
     if call["save"] == 2:
         first = cell["c0"] + cell["a0"]
-        nisa.dma_copy(
-            dst=call["u"][cell["b"], first : first + z.shape[0], cell["t0"] : cell["t1"]], src=z
-        )
+        nisa.dma_copy(dst=call["u"][cell["b"], first : first + z.shape[0], cell["t0"] : cell["t1"]], src=z)
     if not call["whole"] or cell["side"] == 2:
         y_t_sb = sbuf(z.shape, call["x"].dtype)
         nisa.activation(dst=y_t_sb, op=nl.silu, data=z)
@@ -278,7 +275,7 @@ def list_transposed(sides, stream, index, tokens, call):
 
 
 def collect_rows(out_sb, views, eye, op=nl.copy):
-    """Sets out [rows, channels] = op(x) of views x [channels, tokens]; what fills a bank leaves PSUM at once."""
+    """Sets out [rows, channels] to op(x) of views x [channels, tokens]; a bank of PSUM is read at once."""
     low, first = 0, 0
     while first < len(views):
         stop, width, tokens = first, 0, views[first].shape[1]

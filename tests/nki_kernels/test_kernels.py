@@ -7,6 +7,7 @@ from delta_trn.backends.nki_runtime_adapter import to_tensor
 from delta_trn.nki_kernels import (
     cross_entropy,
     delta_residual,
+    gated_delta_layer,
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
     gated_delta_rule_step,
@@ -22,6 +23,7 @@ RULE = {"B": 1, "T": 40, "H": 1, "HV": 2, "K": 48, "V": 96, "C": 32, "dtype": "b
 RESIDUAL = {"M": 3, "D": 96, "dtype": "bfloat16"}
 NORM = {"M": 300, "V": 96, "dtype": "bfloat16"}
 READOUT = {"N": 130, "d": 140, "V": 600}
+LAYER = {"T": 40, "H": 3, "K": 32, "V": 48, "C": 32, "lanes": 3, "width": 2}
 CONVOLUTION = {"T": 130, "C": 48, "dtype": "bfloat16"}
 EXAMPLES = [
     gated_delta_rule_fwd.example(**RULE, every=1),
@@ -33,6 +35,8 @@ EXAMPLES = [
     gated_rms_norm.example(**NORM, backward=1),
     short_convolution.example(**CONVOLUTION),
     short_convolution.example(**CONVOLUTION, backward=1),
+    gated_delta_layer.example(**LAYER, save=2),
+    gated_delta_layer.example(**LAYER, backward=1),
     cross_entropy.example(**READOUT),
     cross_entropy.example(**READOUT, backward=0),
     (precision_probe.product, precision_probe.operands()),

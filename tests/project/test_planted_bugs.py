@@ -51,9 +51,18 @@ def layer_passes(case, backend="chunked"):
     return all(verdict.passed for verdict in verdicts)
 
 
-def mixer_passes():
-    case = mixer_cases.BY_NAME["mixer_short"]
-    return all(verdict.passed for verdict in mixer_cases.verdicts(case, torch.float32, "nki-simulator"))
+def mixer_passes(*names):
+    """By default a case whose gradients one kernel computes, and one whose gradients take three kernels."""
+    cases = [mixer_cases.BY_NAME[name] for name in names or ("mixer_short", "mixer_one_key")]
+    return all(
+        verdict.passed
+        for case in cases
+        for verdict in mixer_cases.verdicts(case, torch.float32, "nki-simulator")
+    )
+
+
+def mixer_gradients_pass():
+    return mixer_passes("mixer_129", "mixer_packed_empty")
 
 
 def residual_passes():
@@ -150,6 +159,7 @@ CHECKS = {
     "nki": lambda: judged("nki-simulator", WHOLE),
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,
+    "nki, layer's gradients": mixer_gradients_pass,
     "convolution": lambda: layer_passes("conv_packed"),
     "norm": lambda: layer_passes("gated_norm_tiny"),
     "sum": lambda: layer_passes("sum_one"),

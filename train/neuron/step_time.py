@@ -39,7 +39,7 @@ ELEMENTWISE_BYTES = 112
 OPTIMIZER_BYTES = 44
 KERNELS = {
     "gated_delta_rule": "scan", "short_convolution": "convolution", "gated_rms_norm": "gated norm",
-    "delta_residual": "delta residual", "gated_delta_layer": "layer, forward",
+    "delta_residual": "delta residual", "gated_delta_layer": "layer",
 }  # fmt: skip
 WEIGHT_BYTES, CAST_BYTES = 12, 8  # of the readout's weight: per call or part, and per micro-batch
 _VOCABULARY = 64  # the readout is estimated apart
@@ -156,7 +156,7 @@ def _kernel_seconds(settings: str, bf16: bool) -> dict[str, dict[str, float]]:
         total = seconds.setdefault(name, dict.fromkeys(times, 0.0))
         for reading, time in times.items():
             total[reading] += time
-    if not {"scan", "fused"} & set(seconds):
+    if not {"scan", "layer", "fused"} & set(seconds):
         c = model.config
         raise BackendRefusal(
             f"the NKI kernels do not take keys of {c.head_dim_k} with values of {c.head_dim_v}; "

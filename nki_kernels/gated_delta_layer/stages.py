@@ -1,0 +1,100 @@
+"""Lists the stages of `gated_delta_layer_bwd` in the order in which they are issued."""
+
+from delta_trn.nki_kernels.gated_delta_rule_bwd import (
+    ALONG,
+    APPLY,
+    CROSS,
+    DECAY,
+    FACTORS,
+    KEYS,
+    LOAD,
+    MULTIPLY,
+    MULTIPLY_PAIRS,
+    NORM,
+    PAIRS,
+    READ,
+    RESIDUAL,
+    SCALE,
+    SHORTEN,
+    SOLVE,
+    SPREAD,
+    STATE,
+    STATES,
+    STRENGTH,
+    SUBSTITUTE,
+    SUM,
+    TERMS,
+    TRANSPOSE,
+    TRANSPOSE_KEYS,
+    TRANSPOSE_PAIRS,
+)
+from delta_trn.nki_kernels.gated_delta_rule_fwd import EVEN, ODD
+
+# Stages besides those of the rule
+KEPT = 30  # the state that a chunk meets
+ROWS = 31  # r and h of the norm
+GATE = 32  # SiLU(z), SiLU'(z)
+PRODUCTS = 33  # dw of the norm, and what is left for dO
+REST = 34  # dO / r
+SLOPE = 35  # SiLU'(u)
+DU = 36
+TAPS = 37  # the convolution's products of elements for some taps of a cell
+SUM_TAPS = 38  # sums of these
+SHUT = 39  # dz
+MERGE = 40  # EVEN, CORNERS and UPDATE of all levels, nine stages
+TRANSPOSE_STATES = 49  # of S and dS; TRANSPOSE is of the rest
+
+
+def list_gradient_stages():
+    """Lists what is issued in one turn: (stage, bundles of which parity, by how many chunks it is behind).
+
+    Each engine runs its instructions in order, so the order decides how long engines wait. Simulated
+    annealing found this one, by the cost model; results/2026-11-24_simulated_layer says how.
+    """
+    return (
+        (SHUT, ODD, 1), (SUM_TAPS, EVEN, 2), (TAPS, EVEN, 2), (TRANSPOSE_KEYS, ODD, 1), (DU, ODD, 2),
+        (APPLY, EVEN, 1), (MULTIPLY, ODD, 1), (SOLVE, EVEN, 1), (STATE, ODD, 2), (SUM_TAPS, EVEN, 2),
+        (READ, EVEN, 1), (SPREAD, ODD, 1), (TAPS, EVEN, 2), (TRANSPOSE, EVEN, 1), (SUBSTITUTE, ODD, 1),
+        (TRANSPOSE_STATES, EVEN, 1), (SUM_TAPS, EVEN, 2), (STATES, EVEN, 1), (MULTIPLY_PAIRS, EVEN, 1),
+        (MERGE, ODD, 1), (LOAD, ODD, 0), (TAPS, ODD, 2), (PAIRS, EVEN, 1), (MERGE + 1, ODD, 1),
+        (SUM_TAPS, ODD, 2), (STRENGTH, ODD, 2), (TRANSPOSE_PAIRS, EVEN, 1), (TERMS, EVEN, 1),
+        (MERGE + 2, ODD, 1), (RESIDUAL, ODD, 1), (GATE, EVEN, 0), (ROWS, EVEN, 0), (CROSS, EVEN, 1),
+        (LOAD, EVEN, 0), (KEYS, EVEN, 1), (PRODUCTS, EVEN, 0), (MERGE + 3, ODD, 1), (SLOPE, EVEN, 1),
+        (SUM, EVEN, 1), (TAPS, ODD, 2), (FACTORS, ODD, 0), (MERGE + 4, ODD, 1), (ALONG, EVEN, 1),
+        (DECAY, ODD, 2), (MERGE + 5, ODD, 1), (SUM_TAPS, ODD, 2), (MERGE + 6, ODD, 1), (FACTORS, EVEN, 0),
+        (TAPS, ODD, 2), (STATE, EVEN, 1), (MERGE + 7, ODD, 1), (NORM, EVEN, 1), (REST, EVEN, 0),
+        (TAPS, ODD, 2), (SHORTEN, EVEN, 0), (SUM_TAPS, ODD, 2), (SCALE, EVEN, 0), (MERGE + 8, ODD, 1),
+        (SHUT, EVEN, 0), (TAPS, ODD, 2), (DU, EVEN, 1), (SUM_TAPS, ODD, 2), (TRANSPOSE_KEYS, EVEN, 0),
+        (STRENGTH, EVEN, 1), (APPLY, ODD, 1), (MULTIPLY, EVEN, 0), (SUM_TAPS, ODD, 2), (SOLVE, ODD, 1),
+        (SPREAD, EVEN, 0), (READ, ODD, 1), (TAPS, ODD, 2), (SUBSTITUTE, EVEN, 0), (TRANSPOSE, ODD, 1),
+        (TRANSPOSE_STATES, ODD, 1), (MULTIPLY_PAIRS, ODD, 1), (KEPT, EVEN, 0), (SUM_TAPS, ODD, 2),
+        (TAPS, EVEN, 1), (PAIRS, ODD, 1), (MERGE, EVEN, 0), (STATES, ODD, 1), (TRANSPOSE_PAIRS, ODD, 1),
+        (MERGE + 1, EVEN, 0), (ROWS, ODD, 0), (TAPS, EVEN, 1), (KEYS, ODD, 1), (TERMS, ODD, 1),
+        (DECAY, EVEN, 1), (GATE, ODD, 0), (MERGE + 2, EVEN, 0), (CROSS, ODD, 1), (SUM_TAPS, EVEN, 1),
+        (TAPS, EVEN, 1), (SUM_TAPS, EVEN, 1), (MERGE + 3, EVEN, 0), (MERGE + 4, EVEN, 0),
+        (RESIDUAL, EVEN, 0), (SUM, ODD, 1), (ALONG, ODD, 1), (MERGE + 5, EVEN, 0), (NORM, ODD, 1),
+        (MERGE + 6, EVEN, 0), (PRODUCTS, ODD, 0), (KEPT, ODD, 0), (SHORTEN, ODD, 0), (MERGE + 7, EVEN, 0),
+        (REST, ODD, 0), (SUM_TAPS, EVEN, 1), (SLOPE, ODD, 1), (TAPS, EVEN, 1), (SCALE, ODD, 0),
+        (MERGE + 8, EVEN, 0),
+    )  # fmt: skip
+
+
+def rank_taps(stages):
+    """Finds which share of a chunk's taps each entry of `list_gradient_stages` stands for.
+
+    Returns a number for each entry, from 1 on for those of the convolution and 0 for the others; the shares
+    of TAPS, as many as of SUM_TAPS, for each parity; and by how many turns the last stage is behind.
+    """
+    ranks, slots, behind = [], 0, 0
+    for i in range(len(stages)):
+        stage, parity, late = stages[i]
+        behind = max(behind, late)
+        rank = 0
+        for j in range(len(stages)):
+            other = stages[j]
+            same = stage in (TAPS, SUM_TAPS) and other[0] == stage and other[1] == parity
+            if same and (other[2] < late or (other[2] == late and j <= i)):
+                rank = rank + 1
+        slots = max(slots, rank)
+        ranks.append(rank)
+    return ranks, slots, behind
