@@ -202,7 +202,7 @@ def scale_again(chunks, bundle, scale, constants):
         loaded = chunks[i]
         chunks[i] = scale_chunk(loaded, bundle, scale, table)
         chunks[i]["inverse_beta"] = loaded["inverse_beta"]
-        chunks[i]["share"], chunks[i]["do"] = loaded["share"], loaded["do"]
+        chunks[i]["share"] = loaded["share"]
         chunks[i]["dv_scale"] = multiply_elements(chunks[i]["value_scale"], loaded["share"])
 
 
@@ -455,9 +455,11 @@ def gated_delta_rule_bwd(
                             else:
                                 shorten_vectors(chunk["qk"], chunk["shortening"])
                     elif stage == SCALE:
+                        do_tiles = list_tiles(solved, "do", (0, len(solved)))
                         scale_again(solved, bundle, scale, constants)
-                        for chunk in solved:
-                            chunk["do"] = scale_lanes(chunk["do"], chunk["read_scale"], q.dtype)
+                        for j in range(len(solved)):
+                            scales_sb = solved[j]["read_scale"]
+                            solved[j]["do"] = scale_lanes(do_tiles[j], scales_sb, q.dtype)
                     elif stage in (TRANSPOSE_KEYS, MULTIPLY):
                         multiply_again(stage, solved, bundle, parts, blocks, constants)
                     elif stage >= SPREAD and stage <= UPDATE:

@@ -129,22 +129,19 @@ def load_channels(u, n, first, width, start, tokens):
     return views
 
 
-def load_u(chunk, plan, bundle, call):
+def load_u(own, plan, bundle, call):
     """Loads u of a chunk: lists of views [channels, tokens] of q and k, and of v."""
     sides = []
     for segment in plan["segments"]:
         low, high, channel = segment
-        sides.append(
-            load_channels(call["u"], bundle["n"], channel, high - low, chunk["start"], chunk["tokens"])
-        )
+        sides.append(load_channels(call["u"], bundle["n"], channel, high - low, own["start"], own["tokens"]))
     return sides[0] + sides[1], sides[2]
 
 
-def load_gradient_chunk(stream, index, call):
-    """Runs LOAD: all that a chunk's gradients take, q, k and v made of u."""
-    bundle, start = stream["bundle"], index * call["C"]
-    tokens = min(call["C"], call["g"].shape[1] - start)
-    table = take_corners(call["constants"], pad_to_rows(tokens))
+def load_gradient_chunk(own, stream, call):
+    """Runs LOAD: what the rule's gradients take of a chunk, but the state; q, k and v are made of u."""
+    bundle, start, tokens = stream["bundle"], own["start"], own["tokens"]
+    table = take_corners(call["constants"], own["rows"])
     rows, K, V, eye = table["rows"], call["K"], call["V"], table["eye"]
     heads, lanes = bundle["key_heads"], bundle["lanes"]
     qk_sb, v_sb = sbuf((rows, 2, heads, K), table["products"]), sbuf((rows, lanes, V), table["products"])
@@ -156,7 +153,7 @@ def load_gradient_chunk(stream, index, call):
         "g": load_lanes(call["g"], bundle, start, tokens, rows),
         "beta": load_lanes(call["beta"], bundle, start, tokens, rows),
     }  # fmt: skip
-    keys, values = load_u(chunk, stream["plan"], bundle, call)
+    keys, values = load_u(own, stream["plan"], bundle, call)
     collect_rows(qk_sb.reshape((rows, 2 * heads * K)), keys, eye, nl.silu)
     collect_rows(v_sb.reshape((rows, lanes * V)), values, eye, nl.silu)
     chunk["inverse_norms"] = invert_key_norms(qk_sb, True, table)
@@ -166,61 +163,61 @@ def load_gradient_chunk(stream, index, call):
     return chunk
 
 
-def differentiate_rows(stage, chunk, bundle, call):
+def differentiate_rows(stage, own, bundle, call):
     """Runs a stage of the norm: ROWS, GATE, PRODUCTS, SHUT or REST."""
-    start, tokens, rows = chunk["start"], chunk["tokens"], chunk["qk"].shape[0]
+    start, tokens, rows = own["start"], own["tokens"], own["rows"]
     if stage == ROWS:
         o_sb = load_lanes(call["o"], bundle, start, tokens, rows, call["o"].dtype)
-        chunk["r"] = invert_rms(o_sb, call["norm"])
-        chunk["h"] = sbuf(o_sb.shape)
-        normalize_rows(chunk["h"], o_sb, chunk["r"])
+        own["r"] = invert_rms(o_sb, call["norm"])
+        own["h"] = sbuf(o_sb.shape)
+        normalize_rows(own["h"], o_sb, own["r"])
     elif stage == GATE:
         z_sb = load_lanes(call["z"], bundle, start, tokens, rows, call["z"].dtype)
-        chunk["m"], chunk["slope"] = sbuf(z_sb.shape), sbuf(z_sb.shape)
-        nisa.activation(dst=chunk["m"], op=nl.silu, data=z_sb)
-        nisa.activation(dst=chunk["slope"], op=nl.silu_dx, data=z_sb)
+        own["m"], own["slope"] = sbuf(z_sb.shape), sbuf(z_sb.shape)
+        nisa.activation(dst=own["m"], op=nl.silu, data=z_sb)
+        nisa.activation(dst=own["slope"], op=nl.silu_dx, data=z_sb)
     elif stage == PRODUCTS:
         dy_sb = load_lanes(call["dy"], bundle, start, tokens, rows, call["dy"].dtype)
         shape = dy_sb.shape
         m_sb, h_sb, gain, mh_sb = (
-            chunk["m"],
-            chunk["h"],
+            own["m"],
+            own["h"],
             repeat_row(call["gain"], rows, bundle["lanes"]),
             sbuf(shape),
         )
-        multiply_on_gpsimd(chunk["slope"], dy_sb, chunk["slope"])
+        multiply_on_gpsimd(own["slope"], dy_sb, own["slope"])
         multiply_on_gpsimd(m_sb, dy_sb, m_sb)
         multiply_on_gpsimd(mh_sb, m_sb, h_sb)
         add_columns([(0, shape[2], call["dgain_sum"])], call["ones_column"], mh_sb)
         multiply_on_gpsimd(mh_sb, mh_sb, gain)
-        chunk["nh"] = mh_sb
+        own["nh"] = mh_sb
         multiply_on_gpsimd(m_sb, m_sb, gain)
     elif stage == SHUT:
-        hw_sb, dz_sb = sbuf(chunk["h"].shape), sbuf(chunk["h"].shape, call["dz"].dtype)
-        multiply_on_gpsimd(hw_sb, chunk["h"], repeat_row(call["gain"], rows, bundle["lanes"]))
-        multiply_on_gpsimd(dz_sb, chunk["slope"], hw_sb)
+        hw_sb, dz_sb = sbuf(own["h"].shape), sbuf(own["h"].shape, call["dz"].dtype)
+        multiply_on_gpsimd(hw_sb, own["h"], repeat_row(call["gain"], rows, bundle["lanes"]))
+        multiply_on_gpsimd(dz_sb, own["slope"], hw_sb)
         store_lanes(call["dz"], dz_sb, bundle, start, tokens)
     else:
-        chunk["do"] = sbuf(chunk["h"].shape)
-        normalize_rows(chunk["do"], chunk["h"], project(chunk["nh"]))
+        own["do"] = sbuf(own["h"].shape)
+        normalize_rows(own["do"], own["h"], project(own["nh"]))
         nisa.tensor_tensor(
-            dst=chunk["do"], data1=chunk["do"], data2=chunk["m"], op=nl.add, engine=nisa.engine.gpsimd
+            dst=own["do"], data1=own["do"], data2=own["m"], op=nl.add, engine=nisa.engine.gpsimd
         )
 
 
-def compute_slopes(chunk, stream, call):
+def compute_slopes(own, stream, call):
     """Runs SLOPE: SiLU'(u) of the bundle's channels, [rows, columns], in `du`."""
-    plan, rows, tokens = stream["plan"], chunk["qk"].shape[0], chunk["tokens"]
-    chunk["du"] = sbuf((rows, plan["columns"]))
+    plan, rows, tokens = stream["plan"], own["rows"], own["tokens"]
+    own["du"] = sbuf((rows, plan["columns"]))
     if tokens < rows or plan["columns"] > plan["channels"]:
-        nisa.memset(dst=chunk["du"], value=0.0)
-    keys, values = load_u(chunk, plan, stream["bundle"], call)
-    collect_rows(chunk["du"], keys + values, call["constants"]["eye"], nl.silu_dx)
+        nisa.memset(dst=own["du"], value=0.0)
+    keys, values = load_u(own, plan, stream["bundle"], call)
+    collect_rows(own["du"], keys + values, call["constants"]["eye"], nl.silu_dx)
 
 
-def multiply_slopes(chunk, stream, call):
+def multiply_slopes(chunk, own, stream, call):
     """Runs DU: multiplies SiLU'(u) by the gradients of q, k and v."""
-    du_sb, heads, first = chunk["du"], stream["bundle"]["key_heads"], 0
+    du_sb, heads, first = own["du"], stream["bundle"]["key_heads"], 0
     K, lanes, V, plan = call["K"], stream["bundle"]["lanes"], call["V"], stream["plan"]
     gradient_sb = sbuf((du_sb.shape[0], plan["channels"]))
     for tile in chunk["dqk"]:
@@ -238,36 +235,35 @@ def multiply_slopes(chunk, stream, call):
         copy_scaled(
             gradient_sb[:, low : low + V], chunk["dR"][:, lane, :], chunk["dv_scale"][:, lane : lane + 1]
         )
-    own = du_sb[:, 0 : plan["channels"]]
-    multiply_on_gpsimd(own, own, gradient_sb)
+    channels = du_sb[:, 0 : plan["channels"]]
+    multiply_on_gpsimd(channels, channels, gradient_sb)
 
 
 def run_gradient_stage(stage, stream, index, call):
-    """Runs a stage of a chunk's gradients."""
+    """Runs a stage of a chunk's gradients.
+
+    A chunk has two dicts: `chunk` is the rule's, and `own` has what norm and convolution make, some of whose
+    stages may come before LOAD.
+    """
     bundle, parts, constants, V = stream["bundle"], call["parts"], call["constants"], call["V"]
-    products = constants["products"]
+    products, own, chunk = constants["products"], stream["own"][index], stream["chunks"][index]
     if stage == LOAD:
-        stream["chunks"][index] = load_gradient_chunk(stream, index, call)
-        return
-    if stage == KEPT:
-        stream["kept"][index] = load_kept_state(
+        stream["chunks"][index] = load_gradient_chunk(own, stream, call)
+    elif stage == KEPT:
+        own["kept"] = load_kept_state(
             call["initial_state"], call["states"], index, bundle, parts, V, call["has_state"]
         )
-        return
-    chunk = stream["chunks"][index]
-    if stage == FACTORS:
+    elif stage == FACTORS:
         chunk["shortening"] = divide_norms(chunk["inverse_norms"])
     elif stage == SHORTEN:
         shorten_vectors(chunk["qk"], chunk["shortening"])
     elif stage in (ROWS, GATE, PRODUCTS, SHUT, REST):
-        differentiate_rows(stage, chunk, bundle, call)
+        differentiate_rows(stage, own, bundle, call)
     elif stage == SCALE:
         scaled = [chunk]
         scale_again(scaled, bundle, call["scale"], constants)
-        for name in ("h", "slope"):
-            scaled[0][name] = chunk[name]
         scaled[0]["do"] = scale_lanes(
-            chunk["do"], multiply_elements(scaled[0]["read_scale"], chunk["r"]), products
+            own["do"], multiply_elements(scaled[0]["read_scale"], own["r"]), products
         )
         stream["chunks"][index] = scaled[0]
     elif stage in (TRANSPOSE_KEYS, MULTIPLY):
@@ -286,7 +282,7 @@ def run_gradient_stage(stage, stream, index, call):
     elif stage == APPLY:
         apply_inverse(chunk, bundle, parts, False, constants)
     elif stage == RESIDUAL:
-        solve_residual(chunk, stream["kept"][index], bundle, products)
+        solve_residual(chunk, own["kept"], bundle, products)
     elif stage == SOLVE:
         solve_state(chunk, parts, False, constants)
     elif stage == READ:
@@ -294,9 +290,9 @@ def run_gradient_stage(stage, stream, index, call):
     elif stage == STATE:
         stream["dS"] = differentiate_state(chunk, parts)
     elif stage == SLOPE:
-        compute_slopes(chunk, stream, call)
+        compute_slopes(own, stream, call)
     elif stage == DU:
-        multiply_slopes(chunk, stream, call)
+        multiply_slopes(chunk, own, stream, call)
     else:
         differentiate_chunk(
             stage, chunk, bundle, call["gradients"], parts, call["value_parts"], True, constants
@@ -305,36 +301,37 @@ def run_gradient_stage(stage, stream, index, call):
 
 def convolve_again(stage, step, stream, index, call):
     """Runs TAPS or SUM_TAPS of a chunk: of cell and taps number `step`."""
-    chunk, W = stream["chunks"][index], call["W"]
+    own, W = stream["own"][index], call["W"]
     spans = split(W, AT_ONCE)
     c = step // len(spans)
     taps = spans[step - c * len(spans)]
     if stage == TAPS:
         if step == 0:
-            chunk["leaving"] = allocate_leaving(chunk, stream["plan"], W)
-            chunk["arriving"] = stream["leaving"]
-            stream["leaving"] = [chunk["leaving"]]
-            chunk["products"] = []
+            own["leaving"] = allocate_leaving(own, stream["plan"], W)
+            own["arriving"] = stream["leaving"]
+            stream["leaving"] = [own["leaving"]]
+            own["products"] = []
             if call["packed"]:
                 keep_sb, counts = load_masks(
-                    call["position"], chunk["start"], chunk["tokens"], stream["counts"], W
+                    call["position"], own["start"], own["tokens"], stream["counts"], W
                 )
-                chunk["keep"], chunk["counts"] = keep_sb, counts
-        chunk["products"].append(multiply_taps(chunk, stream, stream["plan"]["cells"][c], taps, call))
+                own["keep"], own["counts"] = keep_sb, counts
+        own["products"].append(multiply_taps(own, stream, stream["plan"]["cells"][c], taps, call))
     else:
-        sum_taps(chunk, stream, c, taps, chunk["products"][step], call)
+        sum_taps(own, stream, c, taps, own["products"][step], call)
 
 
-def open_stream(bundle, count, largest, call):
+def open_stream(bundle, largest, call):
     """Builds the dict of what a bundle has besides its chunks."""
     plan = outline(bundle, call["H"], call["K"], call["V"])
     W, cells = call["W"], len(plan["cells"])
-    chunks, kept = [], []
-    for _ in range(count):
-        chunks.append(0)
-        kept.append(0)
+    chunks, own = [], []
+    for span in split(call["x"].shape[1], call["C"]):
+        start, stop = span
+        chunks.append({})
+        own.append({"start": start, "tokens": stop - start, "rows": pad_to_rows(stop - start)})
     return {
-        "bundle": bundle, "plan": plan, "chunks": chunks, "kept": kept, "leaving": [],
+        "bundle": bundle, "plan": plan, "chunks": chunks, "own": own, "leaving": [],
         "dS": load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"]),
         "space": allocate_workspace(largest, bundle["lanes"]),
         "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, W, largest),
@@ -401,7 +398,7 @@ def gated_delta_layer_bwd(
     for wave in list_waves(N, H, HV, width, lanes, 2):  # of PSUM's 8 banks, each bundle has one for dweight
         streams = []
         for bundle in wave:
-            streams.append(open_stream(bundle, chunks, largest, call))
+            streams.append(open_stream(bundle, largest, call))
         for turn in range(chunks + behind):
             for i in range(len(stages)):
                 stage, parity, late = stages[i]

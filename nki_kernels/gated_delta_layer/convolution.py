@@ -149,71 +149,71 @@ def load_taps(x, prefix, continued, plan, cell, taps, n, start, tokens, W):
     return out_sb
 
 
-def multiply_taps(chunk, stream, cell, taps, call):
+def multiply_taps(own, stream, cell, taps, call):
     """Makes du times what taps read of a cell, and w_j du, of which it keeps what leaves the chunk."""
     x, W, plan = call["x"], call["W"], stream["plan"]
     low, high = cell
     first, stop = taps
-    n, start, tokens = stream["bundle"]["n"], chunk["start"], chunk["tokens"]
+    n, start, tokens = stream["bundle"]["n"], own["start"], own["tokens"]
     x_sb = load_taps(x, call["prefix"], call["continued"], plan, cell, taps, n, start, tokens, W)
     read_sb, given_sb = sbuf(x_sb.shape), sbuf(x_sb.shape)
-    own = chunk["du"].ap(pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low)
-    multiply_on_gpsimd(read_sb, own, x_sb)
+    du = own["du"].ap(pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low)
+    multiply_on_gpsimd(read_sb, du, x_sb)
     if call["packed"]:
         for j in range(first, stop):
             nisa.scalar_tensor_tensor(
-                dst=given_sb[:, j - first, :], data=chunk["du"][0:tokens, low:high], op0=nl.multiply,
-                operand0=chunk["keep"][:, j : j + 1], op1=nl.multiply,
+                dst=given_sb[:, j - first, :], data=own["du"][0:tokens, low:high], op0=nl.multiply,
+                operand0=own["keep"][:, j : j + 1], op1=nl.multiply,
                 operand1=stream["weights"][0:tokens, j, low:high],
             )  # fmt: skip
     else:
-        multiply_on_gpsimd(given_sb, own, stream["weights"][0:tokens, first:stop, low:high])
+        multiply_on_gpsimd(given_sb, du, stream["weights"][0:tokens, first:stop, low:high])
     for j in range(first, stop):
         leaving, row = min(W - 1 - j, tokens), find_row(j, W)
         if leaving > 0:
             nisa.dma_copy(
-                dst=chunk["leaving"][row : row + leaving, low:high], src=given_sb[0:leaving, j - first, :]
+                dst=own["leaving"][row : row + leaving, low:high], src=given_sb[0:leaving, j - first, :]
             )
     return read_sb, given_sb
 
 
-def allocate_leaving(chunk, plan, W):
+def allocate_leaving(own, plan, W):
     """Allocates what waits for the chunk before: [W (W - 1) / 2, columns]."""
     out_sb = sbuf((max(1, W * (W - 1) // 2), plan["columns"]))
-    if chunk["tokens"] < W - 1:
+    if own["tokens"] < W - 1:
         nisa.memset(dst=out_sb, value=0.0)
     return out_sb
 
 
-def sum_taps(chunk, stream, c, taps, products, call):
+def sum_taps(own, stream, c, taps, products, call):
     """Adds taps of cell c to dw and to dx; stores dx after the last tap."""
     read_sb, given_sb = products
-    W, plan, tokens = call["W"], stream["plan"], chunk["tokens"]
+    W, plan, tokens = call["W"], stream["plan"], own["tokens"]
     low, high = plan["cells"][c]
     first, stop = taps
     n, C = W * len(plan["cells"]), call["shifts"]["identity"].shape[0]
     if first == 0:
-        chunk["dx"] = psum((tokens, high - low))
+        own["dx"] = psum((tokens, high - low))
     for j in range(first, stop):
         i, shift = n - c * W - j, C + W - 1 - j
-        counts_sb = chunk["counts"][j] if call["packed"] else stream["counts"]
+        counts_sb = own["counts"][j] if call["packed"] else stream["counts"]
         nisa.nc_matmul(
             dst=stream["dweight"], stationary=counts_sb[0:tokens, i : i + n], moving=read_sb[:, j - first, :],
             is_stationary_onezero=True,
         )  # fmt: skip
         nisa.nc_matmul(
-            dst=chunk["dx"], stationary=call["shifts"]["identity"][0:tokens, shift : shift + tokens],
+            dst=own["dx"], stationary=call["shifts"]["identity"][0:tokens, shift : shift + tokens],
             moving=given_sb[:, j - first, :], is_stationary_onezero=True,
         )  # fmt: skip
     if stop == W:
-        if len(chunk["arriving"]) > 0:
+        if len(own["arriving"]) > 0:
             nisa.nc_matmul(
-                dst=chunk["dx"], stationary=call["shifts"]["crossing"],
-                moving=chunk["arriving"][0][:, low:high], is_stationary_onezero=True,
+                dst=own["dx"], stationary=call["shifts"]["crossing"],
+                moving=own["arriving"][0][:, low:high], is_stationary_onezero=True,
             )  # fmt: skip
         dx_sb = sbuf((tokens, high - low), call["dx"].dtype)
-        copy_scaled(dx_sb, chunk["dx"])
-        store_channels(call["dx"], dx_sb, stream, c, chunk["start"])
+        copy_scaled(dx_sb, own["dx"])
+        store_channels(call["dx"], dx_sb, stream, c, own["start"])
 
 
 def store_channels(dst, x_sb, stream, c, start):

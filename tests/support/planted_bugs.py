@@ -102,7 +102,7 @@ BUGS = (
     Bug("nki: the layer keeps q for k", f"{NKI_LAYER}.fwd:load_layer",
         "src=qk_sb[0:tokens, 1, :, :]", "src=qk_sb[0:tokens, 0, :, :]", "nki, layer"),
     Bug("nki: what leaves a chunk of the layer is lost", f"{NKI_LAYER}.convolution:sum_taps",
-        'len(chunk["arriving"]) > 0', 'len(chunk["arriving"]) > 1', "nki, layer's gradients"),
+        'len(own["arriving"]) > 0', 'len(own["arriving"]) > 1', "nki, layer's gradients"),
     Bug("nki: a packed token gives to the sequence before", f"{NKI_LAYER}.convolution:multiply_taps",
         'if call["packed"]:', "if False:", "nki, layer's gradients"),
     Bug("layers: taps of the convolution's gradient are shifted", f"{LAYERS}:short_convolution_backward",
