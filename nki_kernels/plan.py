@@ -56,11 +56,6 @@ def count_sequences(T: int, HV: int) -> int:
     return max(1, min(most, LONG_LANES // HV) if T > LONG else most)
 
 
-def fits_layer_gradients(plan: Plan, H: int, K: int, V: int, HV: int) -> bool:
-    """Returns whether one kernel computes the gradients of a layer that forward cuts like `plan`."""
-    return plan.width >= HV // H and V <= BANK
-
-
 def stretches(T: int) -> int:
     """Returns in how many stretches backward solves T tokens; each but the first needs a kept state."""
     return -(-T // (CHUNK * EVERY))

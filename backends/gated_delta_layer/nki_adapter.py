@@ -2,8 +2,8 @@
 
 A kernel call takes as many sequences as `plan.count_sequences` says; a sequence that is too long for one call
 is not computed at once (`Capability.limits`). Training keeps what backward reads: the convolution's results
-before SiLU and o, in the dtype of x, and the state before each chunk. Where `plan.fits_layer_gradients` says
-no, backward is the kernels of the three parts, and training keeps q, k, v, o, and the states those read.
+before SiLU and o, in the dtype of x, and the state before each chunk. Where more value heads share a key head
+than a bundle holds, backward is the kernels of the three parts, and training keeps q, k, v, o, and states.
 """
 
 from __future__ import annotations
@@ -146,10 +146,8 @@ def _cut(call: Layer) -> list[tuple[slice, plan.Plan]]:
 
 def _is_one_kernel(call: Layer) -> bool:
     """Returns whether backward is one kernel, too."""
-    return call.scale >= rule.TINY and all(
-        plan.fits_layer_gradients(sizes, call.heads, call.K, call.gate.shape[3], call.gate.shape[2])
-        for _, sizes in _cut(call)
-    )
+    group = call.gate.shape[2] // call.heads  # of value heads that share a key head: bundles hold it whole
+    return not 0.0 < call.scale < rule.TINY and all(group <= sizes.width for _, sizes in _cut(call))
 
 
 def _kernel_options(call: Layer, rows: slice) -> tuple[Tensor | bool, ...]:

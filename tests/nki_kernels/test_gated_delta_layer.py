@@ -16,7 +16,7 @@ from delta_trn.backends.gated_delta_layer import nki_adapter
 from delta_trn.backends.parity import mixer_cases
 from delta_trn.backends.parity.mixer_cases import BY_NAME, CASES
 from delta_trn.nki_kernels import plan
-from delta_trn.nki_kernels.gated_delta_layer import example
+from delta_trn.nki_kernels.gated_delta_layer import bwd, fwd
 from delta_trn.nki_kernels.simulator.core.machine import Machine
 from delta_trn.nki_kernels.simulator.kernel import record
 from tests.support import tiny_models
@@ -66,8 +66,8 @@ def arguments(case, dtype):
     return {**mixer_cases.inputs(case, dtype).tensors, **case.options()}
 
 
-def called_kernels(monkeypatch, case):
-    """Returns the names of the kernels that a call of the adapter for a whole layer runs."""
+def called_kernels(monkeypatch, case, *, gradients=False):
+    """Returns the names of the kernels that the adapter for a whole layer runs, with gradients or without."""
     called, run = [], nki_adapter.run
 
     def watch(kernel, *arguments):
@@ -75,14 +75,34 @@ def called_kernels(monkeypatch, case):
         return run(kernel, *arguments)
 
     monkeypatch.setattr(nki_adapter, "run", watch)
-    with torch.no_grad(), default_backend("nki-simulator"):
-        gated_delta_layer(**arguments(case, torch.bfloat16))
+    x = arguments(case, torch.bfloat16)
+    x["x"].requires_grad_(gradients)
+    with default_backend("nki-simulator"):
+        y, _ = gated_delta_layer(**x)
+        if gradients:
+            y.sum().backward()
     return called
 
 
 @pytest.mark.parametrize("name", ["mixer_ragged", "mixer_packed", "mixer_carry"])
 def test_one_kernel_computes_the_layer(name, monkeypatch):
     assert called_kernels(monkeypatch, BY_NAME[name]) == ["gated_delta_layer_fwd"]
+
+
+@pytest.mark.parametrize("name", ["mixer_ragged", "mixer_packed", "mixer_carry", "mixer_groups"])
+def test_one_kernel_computes_the_gradients(name, monkeypatch):
+    expected = ["gated_delta_layer_fwd", "gated_delta_layer_bwd"]
+    assert called_kernels(monkeypatch, BY_NAME[name], gradients=True) == expected
+
+
+def test_gradients_of_a_group_that_no_bundle_holds_take_the_kernels_of_the_parts(monkeypatch):
+    called = called_kernels(monkeypatch, BY_NAME["mixer_one_key"], gradients=True)
+    assert called == ["gated_delta_layer_fwd"]
+
+
+def test_backward_takes_as_many_calls_as_forward(monkeypatch):
+    called = called_kernels(monkeypatch, BY_NAME["mixer_many"], gradients=True)
+    assert called.count("gated_delta_layer_bwd") == called.count("gated_delta_layer_fwd") > 1
 
 
 def test_a_layer_that_is_too_large_and_check_mode_take_the_kernels_of_the_parts(monkeypatch):
@@ -153,6 +173,7 @@ def test_one_call_takes_fewer_long_sequences():
         ("bfloat16", 1, 1024, 6, 6, 128, 144, True),
         ("bfloat16", 1, 1536, 5, 5, 128, 256, False),
         ("bfloat16", 5, 1536, 1, 1, 128, 256, False),
+        ("bfloat16", 1, 1024, 3, 6, 128, 256, False),
         ("bfloat16", 1, 1536, 5, 5, 128, 144, True),
         ("float32", 1, 1024, 8, 8, 64, 128, False),
         ("float32", 1, 1024, 8, 8, 64, 96, True),
@@ -161,7 +182,8 @@ def test_one_call_takes_fewer_long_sequences():
     ],
 )
 def test_the_largest_layers_fit_sbuf(dtype, B, T, H, HV, K, V, packed):
-    assert measure_sbuf(dtype, B, T, H, HV, K, V, packed) <= 176 * 1024
+    for backward in (False, True):
+        assert measure_sbuf(dtype, B, T, H, HV, K, V, packed, backward=backward) <= 176 * 1024
 
 
 @pytest.mark.slow
@@ -172,12 +194,14 @@ def test_six_lanes_of_a_long_sequence_do_not_fit_sbuf(B, H, monkeypatch):
     assert measure_sbuf("bfloat16", B, 1280, H, H, 128, 256, False) > 176 * 1024
 
 
-def measure_sbuf(dtype, B, T, H, HV, K, V, packed):
-    """Returns the kernel's peak of SBUF per partition in bytes, in training."""
+def measure_sbuf(dtype, B, T, H, HV, K, V, packed, *, backward=False):
+    """Returns a kernel's peak of SBUF per partition in bytes, in training."""
     how = plan.choose(B, H, HV, K, V, plan.LAYER_LANES if dtype == "float32" else 8)
-    kernel, arguments = example(
-        B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype, lanes=how.lanes, width=how.width, save=1
-    )
+    kernel, arguments = (bwd if backward else fwd).example(
+        B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype, lanes=how.lanes, width=how.width,
+        **({} if backward else {"save": 2}),
+    )  # fmt: skip
     if packed:
-        arguments = (*arguments[:6], np.arange(T, dtype=np.int32), True, *arguments[8:])
+        at = 9 if backward else 6  # of `position`
+        arguments = (*arguments[:at], np.arange(T, dtype=np.int32), True, *arguments[at + 2 :])
     return record(kernel, *arguments, trace=False).sbuf_peak
