@@ -127,6 +127,19 @@ def transpose_state(S, parts, value_parts, table):
     return tiles
 
 
+def transpose_gradients(chunk, value_parts, table):
+    """Adds transposes of dO, U and dR, tiles per part of V."""
+    chunk["do_t"] = transpose(chunk["do"], value_parts, table)
+    chunk["U_t"] = transpose(chunk["U"], value_parts, table)
+    chunk["dR_t"] = transpose(chunk["dR_rounded"], value_parts, table)
+
+
+def transpose_states(chunk, parts, value_parts, table):
+    """Adds transposes of S and dS, tiles per part of V."""
+    chunk["S_t"] = transpose_state(chunk["S_rounded"], parts, value_parts, table)
+    chunk["dS_t"] = transpose_state(chunk["dS_rounded"], parts, value_parts, table)
+
+
 def transpose_writes(T_sb, chunk, parts, dtype):
     """Computes W^T = (diag(lambda) K)^T T, a tile [f, lanes, rows] per part of K."""
     tiles = []

@@ -39,8 +39,9 @@ from delta_trn.nki_kernels.chunk_gradients import (
     sum_along,
     sum_crossing_pairs,
     sum_decay_gradient,
+    transpose_gradients,
     transpose_pair_gradients,
-    transpose_state,
+    transpose_states,
     transpose_writes,
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
@@ -195,15 +196,21 @@ def load_again(inputs, do, bundle, spans, l2norm, constants):
     return chunks
 
 
-def scale_again(chunks, bundle, scale, constants):
-    """Runs SCALE, all but dO: puts chunks with gates and what they scale in place of loaded ones."""
+def scale_again(chunks, scales, bundle, scale, constants):
+    """Runs SCALE: puts chunks with their gates and what they scale in place of loaded ones.
+
+    scales has for each chunk what multiplies dO [rows, lanes], besides its read_scale; or it is ().
+    """
     for i in range(len(chunks)):
-        table = take_corners(constants, pad_to_rows(chunks[i]["tokens"]))
-        loaded = chunks[i]
-        chunks[i] = scale_chunk(loaded, bundle, scale, table)
-        chunks[i]["inverse_beta"] = loaded["inverse_beta"]
-        chunks[i]["share"] = loaded["share"]
-        chunks[i]["dv_scale"] = multiply_elements(chunks[i]["value_scale"], loaded["share"])
+        loaded, table = chunks[i], take_corners(constants, pad_to_rows(chunks[i]["tokens"]))
+        chunk = scale_chunk(loaded, bundle, scale, table)
+        chunk["inverse_beta"], chunk["share"] = loaded["inverse_beta"], loaded["share"]
+        chunk["dv_scale"] = multiply_elements(chunk["value_scale"], loaded["share"])
+        columns = chunk["read_scale"]
+        if len(scales) > 0:
+            columns = multiply_elements(columns, scales[i])
+        chunk["do"] = scale_lanes(loaded["do"], columns, table["products"])
+        chunks[i] = chunk
 
 
 def multiply_again(stage, chunks, bundle, parts, blocks, constants):
@@ -310,26 +317,12 @@ def differentiate_state(chunk, parts):
     return decay_and_add(chunk["dS"], chunk["carry"], pairs, parts)
 
 
-def transpose_gradients(chunk, value_parts, constants):
-    """Adds transposes of dO, U and dR, tiles per part of V."""
-    table = take_corners(constants, pad_to_rows(chunk["tokens"]))
-    chunk["do_t"] = transpose(chunk["do"], value_parts, table)
-    chunk["U_t"] = transpose(chunk["U"], value_parts, table)
-    chunk["dR_t"] = transpose(chunk["dR_rounded"], value_parts, table)
-
-
-def transpose_states(chunk, parts, value_parts, constants):
-    """Adds transposes of S and dS, tiles per part of V."""
-    chunk["S_t"] = transpose_state(chunk["S_rounded"], parts, value_parts, constants)
-    chunk["dS_t"] = transpose_state(chunk["dS_rounded"], parts, value_parts, constants)
-
-
 def differentiate_chunk(stage, chunk, bundle, gradients, parts, value_parts, l2norm, constants):
     """Runs a stage of a chunk's gradients, from TRANSPOSE on."""
     table = take_corners(constants, pad_to_rows(chunk["tokens"]))
     if stage == TRANSPOSE:
-        transpose_gradients(chunk, value_parts, constants)
-        transpose_states(chunk, parts, value_parts, constants)
+        transpose_gradients(chunk, value_parts, table)
+        transpose_states(chunk, parts, value_parts, table)
     elif stage == MULTIPLY_PAIRS:
         multiply_pair_gradients(chunk, bundle)
     elif stage == PAIRS:
@@ -455,11 +448,7 @@ def gated_delta_rule_bwd(
                             else:
                                 shorten_vectors(chunk["qk"], chunk["shortening"])
                     elif stage == SCALE:
-                        do_tiles = list_tiles(solved, "do", (0, len(solved)))
-                        scale_again(solved, bundle, scale, constants)
-                        for j in range(len(solved)):
-                            scales_sb = solved[j]["read_scale"]
-                            solved[j]["do"] = scale_lanes(do_tiles[j], scales_sb, q.dtype)
+                        scale_again(solved, (), bundle, scale, constants)
                     elif stage in (TRANSPOSE_KEYS, MULTIPLY):
                         multiply_again(stage, solved, bundle, parts, blocks, constants)
                     elif stage >= SPREAD and stage <= UPDATE:

@@ -11,11 +11,15 @@ on chip: dO leaves the norm for the rule, and dq, dk and dv leave PSUM as du = d
 from delta_trn.nki_kernels.chunk import (
     invert_key_norms,
     load_lanes,
-    scale_lanes,
     store_lanes,
     sum_decays,
 )
-from delta_trn.nki_kernels.chunk_gradients import divide_norms, shorten_vectors
+from delta_trn.nki_kernels.chunk_gradients import (
+    divide_norms,
+    shorten_vectors,
+    transpose_gradients,
+    transpose_states,
+)
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     AT_ONCE,
     allocate_leaving,
@@ -72,8 +76,6 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     scale_again,
     solve_residual,
     solve_state,
-    transpose_gradients,
-    transpose_states,
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.gated_rms_norm import (
@@ -92,7 +94,6 @@ from delta_trn.nki_kernels.tiles import (
     build_constants,
     build_norm,
     copy_scaled,
-    multiply_elements,
     multiply_on_gpsimd,
     normals,
     psum,
@@ -260,18 +261,16 @@ def run_gradient_stage(stage, stream, index, call):
     elif stage in (ROWS, GATE, PRODUCTS, SHUT, REST):
         differentiate_rows(stage, own, bundle, call)
     elif stage == SCALE:
+        chunk["do"] = own["do"]
         scaled = [chunk]
-        scale_again(scaled, bundle, call["scale"], constants)
-        scaled[0]["do"] = scale_lanes(
-            own["do"], multiply_elements(scaled[0]["read_scale"], own["r"]), products
-        )
+        scale_again(scaled, (own["r"],), bundle, call["scale"], constants)
         stream["chunks"][index] = scaled[0]
     elif stage in (TRANSPOSE_KEYS, MULTIPLY):
         multiply_again(stage, [chunk], bundle, parts, call["blocks"], constants)
     elif stage in (SPREAD, SUBSTITUTE):
         invert_step([chunk], stage, 0, [stream["space"]], call["blocks"], constants)
     elif stage == TRANSPOSE:
-        transpose_gradients(chunk, call["value_parts"], constants)
+        transpose_gradients(chunk, call["value_parts"], take_corners(constants, own["rows"]))
     elif stage == TRANSPOSE_STATES:
         transpose_states(chunk, parts, call["value_parts"], constants)
     elif stage >= MERGE:
