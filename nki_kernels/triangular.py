@@ -18,8 +18,9 @@ All of this is forward substitution, so nothing grows that the result does not h
 .999 a power series over the chunk loses every digit, this method none.
 
 Yet what a merge rounds is relative to T's largest numbers. Substitution rounds each number of T by itself,
-and where keys are equal and beta is 1.6, T falls off as 0.6^(i - j). There T is off by eighty times as much as
-by substitution of all rows. Where products are float32, `refine` takes that away: T + T (I - (I + L) T).
+and where keys are equal and beta is 1.6, T falls off as 0.6^(i - j). There T is off by eighty times as
+much as by substitution of all rows. Where products are float32, `refine` takes that away: it adds
+T (I - (I + L) T).
 
 Why both: a merge has three products of lanes that share nothing, and costs the Tensor engine the same at
 s = 1 as at s = 64. Substitution costs it a third of one merge, and the Vector engine 15 short steps.
