@@ -2,8 +2,9 @@
 
 A kernel call takes as many sequences as `plan.count_sequences` says; a sequence that is too long for one call
 is not computed at once (`Capability.limits`). Training keeps what backward reads: the convolution's results
-before SiLU and o, in the dtype of x, and the state before each chunk. Where more value heads share a key head
-than a bundle holds, backward is the kernels of the three parts, and training keeps q, k, v, o, and states.
+before SiLU and the state before each chunk, in float32, and o in the dtype of x. Where more value heads share a
+key head than a bundle holds, backward is the kernels of the three parts, and training keeps q, k, v, o, and
+states.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def saved_shapes(call: Layer) -> Shapes:
     """Returns the shapes of u and o, or of q, k, v and o, and of the states before stretches."""
     (B, T, channels), (HV, V), dtype = call.x.shape, call.gate.shape[2:], call.x.dtype
     if _is_one_kernel(call):
-        shapes: Shapes = [((B, channels, T), dtype), ((B, T, HV, V), dtype)]
+        shapes: Shapes = [((B, channels, T), torch.float32), ((B, T, HV, V), dtype)]
         many = -(-T // plan.CHUNK) - 1
     else:
         shapes = [((B, T, call.heads, call.K), dtype)] * 2 + [((B, T, HV, V), dtype)] * 2

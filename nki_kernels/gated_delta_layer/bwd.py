@@ -2,10 +2,11 @@
 
     u = conv(x)    q, k, v = SiLU(u)    o = gated_delta_rule(q, k, v, g, beta)    y = RMSNorm(o) w SiLU(z)
 
-Forward leaves u as [channels, tokens], o, and the state before each chunk but the first. Chunks are taken
-from the last one to the first. `nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` and
-`nki_kernels.gated_delta_layer.convolution` have the equations of the stages. What one hands to the next stays
-on chip: dO leaves the norm for the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
+Forward leaves u as [channels, tokens], o, and the state before each chunk but the first. u is float32, since
+SiLU'(u) may be near 0. Chunks are taken from the last one to the first. The equations of the stages are in
+`nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` and
+`nki_kernels.gated_delta_layer.convolution`. What one hands to the next stays on chip: dO leaves the norm for
+the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 """
 
 from delta_trn.nki_kernels.chunk import (
@@ -92,6 +93,7 @@ from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows
 from delta_trn.nki_kernels.short_convolution import check
 from delta_trn.nki_kernels.tiles import (
     build_constants,
+    build_identity,
     build_norm,
     copy_scaled,
     multiply_on_gpsimd,
@@ -143,7 +145,7 @@ def load_gradient_chunk(own, stream, call):
     """Runs LOAD: what the rule's gradients take of a chunk, but the state; q, k and v are made of u."""
     bundle, start, tokens = stream["bundle"], own["start"], own["tokens"]
     table = take_corners(call["constants"], own["rows"])
-    rows, K, V, eye = table["rows"], call["K"], call["V"], table["eye"]
+    rows, K, V, eye = table["rows"], call["K"], call["V"], call["eye"]
     heads, lanes = bundle["key_heads"], bundle["lanes"]
     qk_sb, v_sb = sbuf((rows, 2, heads, K), table["products"]), sbuf((rows, lanes, V), table["products"])
     if tokens < rows:
@@ -213,7 +215,7 @@ def compute_slopes(own, stream, call):
     if tokens < rows or plan["columns"] > plan["channels"]:
         nisa.memset(dst=own["du"], value=0.0)
     keys, values = load_u(own, plan, stream["bundle"], call)
-    collect_rows(own["du"], keys + values, call["constants"]["eye"], nl.silu_dx)
+    collect_rows(own["du"], keys + values, call["eye"], nl.silu_dx)
 
 
 def multiply_slopes(chunk, own, stream, call):
@@ -389,6 +391,7 @@ def gated_delta_layer_bwd(
         "H": H, "K": K, "V": V, "W": W, "C": C, "scale": scale, "parts": split_evenly(K),
         "value_parts": split_evenly(V), "dx": dx, "dz": dz, "gradients": (dx, dx, dx, dg, dbeta),
         "gain": load_everywhere(gain), "norm": build_norm(eps), "dgain_sum": psum((1, V)),
+        "eye": build_identity(PARTITIONS, nl.float32),
         "ones_column": ones_column_sb, "constants": constants, "blocks": build_block_constants(largest),
         "shifts": build_shifts(max(largest, W - 1), W),
     }  # fmt: skip
@@ -431,9 +434,9 @@ def example(
     HV = HV or H
     _, _, _, g, beta, z = rule_inputs(B, T, H, HV, K, V, dtype)
     channels = 2 * H * K + HV * V
-    x, u, dy, o = normals(dtype, (B, T, channels), (B, channels, T), z.shape, z.shape)
+    x, dy, o = normals(dtype, (B, T, channels), z.shape, z.shape)
     kept = -(-T // C) - 1
-    weight_t, gain = normals("float32", (W, channels), (V,))
+    u, weight_t, gain = normals("float32", (B, channels, T), (W, channels), (V,))
     states = normals("float32", (B, kept, K, HV, V))[0] * K**-0.5 if kept else beta
     return gated_delta_layer_bwd, (
         dy, x, weight_t, u, o, g, beta, z, gain, x, False, x, False, beta, False, beta, False, states, K,

@@ -199,7 +199,7 @@ def convolve(stage, i, cells, streams, call):
     if stage == WINDOW:
         open_window(cell, stream, call)
     elif stage == TAPS:
-        cell["z"] = sbuf(cell["slices"][0].shape, call["x"].dtype)
+        cell["z"] = sbuf(cell["slices"][0].shape)
         sum_taps(cell["z"], [cell["slices"]], stream["taps"][cell["group"]], ON_VECTOR, 2)
     else:
         activate(cell, stream, call)
@@ -338,7 +338,7 @@ def normalize(stage, chunk, stream, call):
     """Runs OUTPUT, or a stage of the gated norm."""
     bundle, start, tokens = stream["bundle"], chunk["start"], chunk["tokens"]
     if stage == OUTPUT:
-        chunk["o"] = compute_output(chunk, call["y"].dtype if call["save"] > 0 else nl.float32)
+        chunk["o"] = compute_output(chunk, call["y"].dtype)
         if call["save"] > 0:
             store_lanes(call["o"], chunk["o"], bundle, start, tokens)
     elif stage == SQUARES:
@@ -381,7 +381,7 @@ def gated_delta_layer_fwd(
         y               [N, T, HV, V] in x's dtype
         final_state     [N, HV, K, V] float32
         q, k, v, o      as the rule takes and leaves them, in x's dtype; only if save is 1
-        u, o            u = conv(x) [N, channels, T] in x's dtype; only if save is 2
+        u, o            u = conv(x) [N, channels, T] float32, o in x's dtype; only if save is 2
         states          as of `gated_delta_rule_fwd`, only if there are any
     """
     N, T, channels = x.shape
@@ -404,7 +404,7 @@ def gated_delta_layer_fwd(
         v = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
         saved = (q, k, v)
     if save == 2:
-        u = nl.ndarray((N, channels, T), dtype=x.dtype, buffer=nl.shared_hbm)
+        u = nl.ndarray((N, channels, T), dtype=nl.float32, buffer=nl.shared_hbm)
     if save > 0:
         o = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))

@@ -149,6 +149,46 @@ def test_the_model_computes_its_mixer_by_one_operation(monkeypatch):
         torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-6)
 
 
+def test_a_layer_computes_the_same_bits_in_training_and_in_evaluation():
+    x = arguments(BY_NAME["mixer_ragged"], torch.bfloat16)
+    with default_backend("nki-simulator"):
+        with torch.no_grad():
+            y, _ = gated_delta_layer(**x)
+        x["x"].requires_grad_()
+        z, _ = gated_delta_layer(**x)
+    assert torch.equal(y, z.detach())
+
+
+def slope_of_silu(u):
+    u = u.double()
+    return u.sigmoid() * (1 + u * (1 - u.sigmoid()))
+
+
+def test_gradients_keep_their_digits_where_the_slope_of_silu_is_near_0():
+    """One token, whose u is within 0.004 of the place where SiLU' is 0: bfloat16 would round it as far."""
+    H, K, V, W = 2, 16, 24, 4
+    channels = 2 * H * K + H * V
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.zeros(channels, W)
+    weight[:, -1] = -1.2784645 + 0.001 * torch.randn(channels, generator=rng)
+    x = {
+        "x": torch.ones(1, 1, channels, dtype=torch.bfloat16), "weight": weight, "a": torch.zeros(1, 1, H),
+        "b": torch.zeros(1, 1, H), "gate": torch.ones(1, 1, H, V, dtype=torch.bfloat16),
+        "gain": torch.rand(V, generator=rng), "A_log": torch.zeros(H),
+    }  # fmt: skip
+    results = []
+    for backend, dtype in (("nki-simulator", None), ("recurrent", torch.float64)):
+        own = {name: value.clone() if dtype is None else value.to(dtype) for name, value in x.items()}
+        own["weight"].requires_grad_()
+        with default_backend(backend, allow=["chunked"]):
+            y, _ = gated_delta_layer(**own, K=K, eps=1e-6)
+        (y.double() * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
+        results.append(own["weight"].grad[2 * H * K :, -1].double())
+    assert (results[0] / results[1] - 1).abs().median() < 2**-7
+    exact, rounded = (slope_of_silu(u[2 * H * K :, -1]) for u in (weight, weight.bfloat16()))
+    assert (rounded / exact - 1).abs().median() > 2**-2
+
+
 @pytest.mark.parametrize(("HV", "T", "at_once"), [(6, 1024, True), (6, 1025, False), (5, 1025, True)])
 def test_long_sequences_take_one_kernel_only_with_few_value_heads(HV, T, at_once):
     """The limits are the sizes of `test_the_largest_layers_fit_sbuf`."""
