@@ -2,8 +2,8 @@
 
 A kernel call takes as many sequences as `plan.count_sequences` says; a sequence that is too long for one call
 is not computed at once (`Capability.limits`). Training keeps what backward reads: the convolution's results
-before SiLU and the state before each chunk, in float32, and o in the dtype of x. Where more value heads share a
-key head than a bundle holds, backward is the kernels of the three parts, and training keeps q, k, v, o, and
+before SiLU and the state before each chunk, in float32, and o in the dtype of x. Where more value heads share
+a key head than a bundle holds, backward is the kernels of the three parts, and training keeps q, k, v, o, and
 states.
 """
 
