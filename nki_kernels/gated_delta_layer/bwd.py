@@ -89,7 +89,15 @@ from delta_trn.nki_kernels.gated_rms_norm import (
 )
 from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split, split_evenly
+from delta_trn.nki_kernels.plan import (
+    BANK,
+    PARTITIONS,
+    count_slots,
+    list_waves,
+    pad_to_rows,
+    split,
+    split_evenly,
+)
 from delta_trn.nki_kernels.short_convolution import check
 from delta_trn.nki_kernels.tiles import (
     build_constants,
@@ -167,7 +175,11 @@ def load_gradient_chunk(own, stream, call):
 
 
 def differentiate_rows(stage, own, bundle, call):
-    """Runs a stage of the norm: ROWS, GATE, PRODUCTS, SHUT or REST."""
+    """Runs a stage of the norm: ROWS, GATE, PRODUCTS, SHUT or REST.
+
+    Of h, dy, SiLU(z) and SiLU'(z), PRODUCTS makes m = dy SiLU(z), n = m w and n h, in the letters of
+    `nki_kernels.gated_rms_norm`, and leaves n in `m`, n h in `nh`, and dy SiLU'(z) in `slope`.
+    """
     start, tokens, rows = own["start"], own["tokens"], own["rows"]
     if stage == ROWS:
         o_sb = load_lanes(call["o"], bundle, start, tokens, rows, call["o"].dtype)
@@ -181,17 +193,11 @@ def differentiate_rows(stage, own, bundle, call):
         nisa.activation(dst=own["slope"], op=nl.silu_dx, data=z_sb)
     elif stage == PRODUCTS:
         dy_sb = load_lanes(call["dy"], bundle, start, tokens, rows, call["dy"].dtype)
-        shape = dy_sb.shape
-        m_sb, h_sb, gain, mh_sb = (
-            own["m"],
-            own["h"],
-            repeat_row(call["gain"], rows, bundle["lanes"]),
-            sbuf(shape),
-        )
+        m_sb, mh_sb, gain = own["m"], sbuf(dy_sb.shape), repeat_row(call["gain"], rows, bundle["lanes"])
         multiply_on_gpsimd(own["slope"], dy_sb, own["slope"])
         multiply_on_gpsimd(m_sb, dy_sb, m_sb)
-        multiply_on_gpsimd(mh_sb, m_sb, h_sb)
-        add_columns([(0, shape[2], call["dgain_sum"])], call["ones_column"], mh_sb)
+        multiply_on_gpsimd(mh_sb, m_sb, own["h"])
+        add_columns([(0, call["V"], call["dgain_sum"])], call["ones_column"], mh_sb)
         multiply_on_gpsimd(mh_sb, mh_sb, gain)
         own["nh"] = mh_sb
         multiply_on_gpsimd(m_sb, m_sb, gain)
@@ -366,6 +372,7 @@ def gated_delta_layer_bwd(
     W, H = weight_t.shape[0], (channels - HV * V) // (2 * K)
     check(N, W, packed, continued)
     check_eps(eps)
+    assert count_slots(H, HV, width) == H, f"{HV // H} value heads per key head exceed a bundle of {width}"
     assert V <= BANK, f"V={V} exceeds {BANK}: dgain is summed in one bank of PSUM"
     chunks = (T + C - 1) // C
     dx = nl.ndarray((N, T, channels), dtype=x.dtype, buffer=nl.shared_hbm)

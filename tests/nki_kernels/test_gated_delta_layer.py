@@ -245,3 +245,9 @@ def measure_sbuf(dtype, B, T, H, HV, K, V, packed, *, backward=False):
         at = 9 if backward else 6  # of `position`
         arguments = (*arguments[:at], np.arange(T, dtype=np.int32), True, *arguments[at + 2 :])
     return record(kernel, *arguments, trace=False).sbuf_peak
+
+
+def test_a_group_that_no_bundle_holds_is_refused_by_the_kernel():
+    kernel, arguments = bwd.example(T=8, H=1, HV=5, K=16, V=24, lanes=4, width=4)
+    with pytest.raises(AssertionError, match="5 value heads per key head exceed a bundle of 4"):
+        record(kernel, *arguments, trace=False)
