@@ -70,6 +70,14 @@ from delta_trn.nki_kernels.triangular import (
 )
 
 
+def build_gradient_constants(C, products):
+    """Builds what `build_constants` does, and minus_identity, [C, C] of dtype products."""
+    constants = build_constants(C, products)
+    constants["minus_identity"] = sbuf((C, C), products)
+    copy_scaled(constants["minus_identity"], constants["identity"], -1.0)
+    return constants
+
+
 def load_kept_state(initial_state, states, stretch, bundle, parts, V, has_state):
     """Loads a bundle's state at the start of a stretch, a tile [f, lanes, V] per part of K."""
     if stretch == 0:
@@ -407,9 +415,7 @@ def gated_delta_rule_bwd(
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     gradients = (dq, dk, dv, dg, dbeta)
     largest = min(C, pad_to_rows(T))
-    constants = build_constants(largest, q.dtype)
-    constants["minus_identity"] = sbuf((largest, largest), q.dtype)
-    copy_scaled(constants["minus_identity"], constants["identity"], -1.0)
+    constants = build_gradient_constants(largest, q.dtype)
     blocks = build_block_constants(largest)
     for wave in list_waves(N, H, HV, width, lanes):
         work = list_work(chunks, every)

@@ -142,6 +142,18 @@ def list_bundles(N, H, HV, width):
     return every
 
 
+def list_sides(bundle, H, K, V):
+    """Lists the channels of a bundle's q, k and v in a layer, where those of all heads lie side by side.
+
+    Returns [(first channel, channels)].
+    """
+    first, heads = bundle["key_first"], bundle["key_heads"]
+    return [
+        (first * K, heads * K), ((H + first) * K, heads * K),
+        (2 * H * K + bundle["first"] * V, bundle["lanes"] * V),
+    ]  # fmt: skip
+
+
 def count_slots(H, HV, width):
     """Returns how many heads the gradients of q and k have: H, or a multiple where groups are divided."""
     every = list_bundles(1, H, HV, width)

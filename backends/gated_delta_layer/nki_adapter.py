@@ -29,7 +29,7 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
     Raises BackendRefusal for an eps that the Scalar engine's rsqrt does not take.
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
-    whole = _is_one_kernel(call)
+    whole, g = _is_one_kernel(call), _split_decays(call)
     parts: list[tuple[Tensor, ...]] = []
     for rows, sizes in _cut(call):
         parts.append(
@@ -37,7 +37,7 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
                 gated_delta_layer_fwd,
                 call.x[rows],
                 call.weight,
-                _split_decays(call)[rows],
+                g[rows],
                 call.beta[rows],
                 call.gate[rows],
                 call.gain,
@@ -61,24 +61,26 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     if not _is_one_kernel(call):
         return _backward_of_parts(dy, dstate, call, saved)
     u, o, *states = saved
+    g, weight_t = _split_decays(call), call.weight.float().t().contiguous()
     parts: list[tuple[Tensor, ...]] = []
     for rows, sizes in _cut(call):
+        options = _kernel_options(call, rows)
         parts.append(
             run(
                 gated_delta_layer_bwd,
                 dy[rows],
                 call.x[rows],
-                call.weight.float().t().contiguous(),
+                weight_t,
                 u[rows],
                 o[rows],
-                _split_decays(call)[rows],
+                g[rows],
                 call.beta[rows],
                 call.gate[rows],
                 call.gain,
-                *_kernel_options(call, rows)[:4],
+                *options[:4],
                 call.gain if dstate is None else dstate[rows],
                 dstate is not None,
-                *_kernel_options(call, rows)[4:],
+                *options[4:],
                 states[0][rows] if states else call.gain,
                 call.K,
                 call.scale,
@@ -101,9 +103,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     )
 
 
-def _backward_of_parts(
-    dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
-) -> Gradients:  # fmt: skip
+def _backward_of_parts(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]) -> Gradients:
     """Returns the gradients: of the norm, then of the rule, then of the convolution."""
     q, k, v, o, *states = saved
     do, dgate, dgain = layers.gated_rms_norm_backward(dy, GatedNorm(o, call.gate, call.gain, call.eps), [])
@@ -146,7 +146,7 @@ def _cut(call: Layer) -> list[tuple[slice, plan.Plan]]:
 
 
 def _is_one_kernel(call: Layer) -> bool:
-    """Returns whether backward is one kernel, too."""
+    """Returns whether one kernel computes the gradients, and not those of the three parts."""
     group = call.gate.shape[2] // call.heads  # of value heads that share a key head: bundles hold it whole
     return not 0.0 < call.scale < rule.TINY and all(group <= sizes.width for _, sizes in _cut(call))
 

@@ -37,13 +37,13 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
 from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
 from delta_trn.nki_kernels.gated_delta_layer.stages import (
     DU,
+    DZ,
     GATE,
     KEPT,
     MERGE,
     PRODUCTS,
     REST,
     ROWS,
-    SHUT,
     SLOPE,
     TAPS,
     TRANSPOSE_STATES,
@@ -67,6 +67,7 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     TRANSPOSE,
     TRANSPOSE_KEYS,
     apply_inverse,
+    build_gradient_constants,
     differentiate_chunk,
     differentiate_residual,
     differentiate_state,
@@ -100,7 +101,6 @@ from delta_trn.nki_kernels.plan import (
 )
 from delta_trn.nki_kernels.short_convolution import check
 from delta_trn.nki_kernels.tiles import (
-    build_constants,
     build_identity,
     build_norm,
     copy_scaled,
@@ -175,7 +175,7 @@ def load_gradient_chunk(own, stream, call):
 
 
 def differentiate_rows(stage, own, bundle, call):
-    """Runs a stage of the norm: ROWS, GATE, PRODUCTS, SHUT or REST.
+    """Runs a stage of the norm: ROWS, GATE, PRODUCTS, DZ or REST.
 
     Of h, dy, SiLU(z) and SiLU'(z), PRODUCTS makes m = dy SiLU(z), n = m w and n h, in the letters of
     `nki_kernels.gated_rms_norm`, and leaves n in `m`, n h in `nh`, and dy SiLU'(z) in `slope`.
@@ -201,7 +201,7 @@ def differentiate_rows(stage, own, bundle, call):
         multiply_on_gpsimd(mh_sb, mh_sb, gain)
         own["nh"] = mh_sb
         multiply_on_gpsimd(m_sb, m_sb, gain)
-    elif stage == SHUT:
+    elif stage == DZ:
         hw_sb, dz_sb = sbuf(own["h"].shape), sbuf(own["h"].shape, call["dz"].dtype)
         multiply_on_gpsimd(hw_sb, own["h"], repeat_row(call["gain"], rows, bundle["lanes"]))
         multiply_on_gpsimd(dz_sb, own["slope"], hw_sb)
@@ -266,7 +266,7 @@ def run_gradient_stage(stage, stream, index, call):
         chunk["shortening"] = divide_norms(chunk["inverse_norms"])
     elif stage == SHORTEN:
         shorten_vectors(chunk["qk"], chunk["shortening"])
-    elif stage in (ROWS, GATE, PRODUCTS, SHUT, REST):
+    elif stage in (ROWS, GATE, PRODUCTS, DZ, REST):
         differentiate_rows(stage, own, bundle, call)
     elif stage == SCALE:
         chunk["do"] = own["do"]
@@ -386,9 +386,7 @@ def gated_delta_layer_bwd(
     if continued:
         dprefix = nl.ndarray((N, W - 1, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
-    constants = build_constants(largest, x.dtype)
-    constants["minus_identity"] = sbuf((largest, largest), x.dtype)
-    copy_scaled(constants["minus_identity"], constants["identity"], -1.0)
+    constants = build_gradient_constants(largest, x.dtype)
     ones_column_sb = sbuf((PARTITIONS, 1))
     nisa.memset(dst=ones_column_sb, value=1.0)
     call = {

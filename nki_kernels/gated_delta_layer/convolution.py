@@ -14,10 +14,11 @@ width, at most one bank of PSUM; the last one may have columns that are no chann
     segments    [(first column, column behind the last, channel)] of q, k and v
     cells       [(first column, column behind the last)]
     columns     of all cells
+    channels    of q, k and v
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK
+from delta_trn.nki_kernels.plan import BANK, list_sides
 from delta_trn.nki_kernels.tiles import copy_scaled, multiply_on_gpsimd, psum, sbuf
 
 AT_ONCE = 2  # taps in one instruction
@@ -25,21 +26,17 @@ AT_ONCE = 2  # taps in one instruction
 
 def outline(bundle, H, K, V):
     """Lists a bundle's segments and cells."""
-    first, heads = bundle["key_first"], bundle["key_heads"]
-    keys, values = heads * K, bundle["lanes"] * V
-    channels = 2 * keys + values
+    segments, channels = [], 0
+    for side in list_sides(bundle, H, K, V):
+        first, width = side
+        segments.append((channels, channels + width, first))
+        channels = channels + width
     count = (channels + BANK - 1) // BANK
     width = (channels + count - 1) // count
     cells = []
     for i in range(count):
         cells.append((i * width, (i + 1) * width))
-    return {
-        "segments": [
-            (0, keys, first * K), (keys, 2 * keys, (H + first) * K),
-            (2 * keys, channels, 2 * H * K + bundle["first"] * V),
-        ],
-        "cells": cells, "columns": count * width, "channels": channels,
-    }  # fmt: skip
+    return {"segments": segments, "cells": cells, "columns": count * width, "channels": channels}
 
 
 def find_channels(plan, low, high):

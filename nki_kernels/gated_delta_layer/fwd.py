@@ -48,7 +48,15 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import (
 from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.gated_rms_norm import invert_rms, load_everywhere, normalize_rows, repeat_row
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split, split_evenly
+from delta_trn.nki_kernels.plan import (
+    BANK,
+    PARTITIONS,
+    list_sides,
+    list_waves,
+    pad_to_rows,
+    split,
+    split_evenly,
+)
 from delta_trn.nki_kernels.short_convolution import (
     ON_VECTOR,
     build_masks,
@@ -141,9 +149,7 @@ def list_cells(wave, T, call, stages):
         t0, t1 = spans[s]
         for b in range(len(wave)):
             bundle = wave[b]
-            first, heads = bundle["key_first"], bundle["key_heads"]
-            sides = [(first * K, heads * K), ((H + first) * K, heads * K)]
-            sides.append((2 * H * K + bundle["first"] * V, bundle["lanes"] * V))
+            sides = list_sides(bundle, H, K, V)
             group, banks = 0, []
             for side in range(3):
                 low, width = sides[side]

@@ -37,10 +37,10 @@ GATE = 32  # SiLU(z), SiLU'(z)
 PRODUCTS = 33  # dw of the norm, and what is left for dO
 REST = 34  # dO / r
 SLOPE = 35  # SiLU'(u)
-DU = 36
+DU = 36  # the gradient of u
 TAPS = 37  # the convolution's products of elements for some taps of a cell
 SUM_TAPS = 38  # sums of these
-SHUT = 39  # dz
+DZ = 39  # the gradient of z
 MERGE = 40  # EVEN, CORNERS and UPDATE of all levels, nine stages
 TRANSPOSE_STATES = 49  # of S and dS; TRANSPOSE is of the rest
 
@@ -57,7 +57,7 @@ def list_gradient_stages():
         (MERGE + 1, ODD, 1), (ROWS, EVEN, 0), (CROSS, EVEN, 1), (MERGE + 2, ODD, 1), (MERGE + 3, ODD, 1),
         (TERMS, EVEN, 1), (GATE, EVEN, 0), (MERGE + 4, ODD, 1), (LOAD, EVEN, 0), (SUM_TAPS, ODD, 2),
         (PRODUCTS, EVEN, 0), (FACTORS, EVEN, 0), (LOAD, ODD, 0), (SUM, EVEN, 1), (KEYS, EVEN, 1),
-        (KEPT, ODD, 1), (TAPS, ODD, 2), (SHUT, EVEN, 0), (MERGE + 5, ODD, 1), (ALONG, EVEN, 1),
+        (KEPT, ODD, 1), (TAPS, ODD, 2), (DZ, EVEN, 0), (MERGE + 5, ODD, 1), (ALONG, EVEN, 1),
         (TAPS, ODD, 2), (SUM_TAPS, ODD, 2), (MERGE + 6, ODD, 1), (STATE, EVEN, 1), (MERGE + 7, ODD, 1),
         (RESIDUAL, ODD, 1), (TAPS, ODD, 2), (NORM, EVEN, 1), (REST, EVEN, 0), (SUM_TAPS, ODD, 2),
         (SHORTEN, EVEN, 0), (SCALE, EVEN, 0), (MERGE + 8, ODD, 1), (FACTORS, ODD, 0), (TAPS, ODD, 2),
@@ -71,7 +71,7 @@ def list_gradient_stages():
         (MERGE + 3, EVEN, 0), (TAPS, EVEN, 1), (STATE, ODD, 1), (MERGE + 4, EVEN, 0), (RESIDUAL, EVEN, 0),
         (SUM, ODD, 1), (ALONG, ODD, 1), (MERGE + 5, EVEN, 0), (SUM_TAPS, EVEN, 1), (MERGE + 6, EVEN, 0),
         (PRODUCTS, ODD, 0), (SHORTEN, ODD, 0), (MERGE + 7, EVEN, 0), (REST, ODD, 0), (SLOPE, EVEN, 0),
-        (SLOPE, ODD, 1), (TAPS, EVEN, 1), (SCALE, ODD, 0), (MERGE + 8, EVEN, 0), (SHUT, ODD, 0),
+        (SLOPE, ODD, 1), (TAPS, EVEN, 1), (SCALE, ODD, 0), (MERGE + 8, EVEN, 0), (DZ, ODD, 0),
         (TAPS, EVEN, 1), (SUM_TAPS, EVEN, 1), (TRANSPOSE_KEYS, ODD, 0), (APPLY, EVEN, 0),
         (STRENGTH, ODD, 1), (MULTIPLY, ODD, 0), (SUM_TAPS, EVEN, 1), (NORM, ODD, 1), (TAPS, EVEN, 1),
         (SOLVE, EVEN, 0), (DU, ODD, 1), (SPREAD, ODD, 0), (SUBSTITUTE, ODD, 0), (TAPS, ODD, 1),
