@@ -39,6 +39,10 @@ def _residual(file: str) -> str:
     return f"delta_trn.backends.delta_residual.{file}"
 
 
+def _layer(file: str) -> str:
+    return f"delta_trn.backends.gated_delta_layer.{file}"
+
+
 def _layers(file: str) -> str:
     return f"delta_trn.backends.layers.{file}"
 
@@ -47,6 +51,10 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Capabi
     """Returns the rows of the NKI kernels, which run on a device and in the simulator alike."""
     on = NEURON_FLOATS, devices, automatic
     heads = {"K": 256, "V": 512}
+    layer = {
+        "K bytes": 256, "V bytes": 512, "packed V bytes": 384, "packed K V bytes": 36864, "W": 4,
+        "chunks": 64, "tokens of many heads": 1024,
+    }  # fmt: skip
     return {
         "gated_delta_rule": Capability(_rule("nki_adapter"), *on, heads, PSUM_BANK),
         "gated_delta_rule_step": Capability(_rule("nki_adapter"), *on, heads, PSUM_BANK),
@@ -59,18 +67,14 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Capabi
         "linear_cross_entropy": Capability(
             _layers("nki_adapter"), *on, {"d": 1024, "vocabulary": 2**24}, READOUT
         ),
-        "gated_delta_layer": Capability(
-            "delta_trn.backends.gated_delta_layer.nki_adapter",
-            *on,
-            {
-                "K bytes": 256,
-                "V bytes": 512,
-                "packed V bytes": 384,
-                "packed K V bytes": 36864,
-                "W": 4,
-                "chunks": 64,
-                "tokens of many heads": 1024,
-            },
+        "gated_delta_layer": Capability(_layer("nki_adapter"), *on, layer, ONE_CALL),
+        # in float32 a product takes four passes, and the Tensor engine does not wait
+        "projected_delta_layer": Capability(
+            _layer("nki_adapter"),
+            frozenset({torch.bfloat16}),
+            devices,
+            automatic,
+            {**layer, "d": 1024},
             ONE_CALL,
         ),
     }

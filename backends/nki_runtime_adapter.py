@@ -33,6 +33,7 @@ from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
 from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
+from delta_trn.nki_kernels.gated_delta_layer.projected import projected_delta_layer_fwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
@@ -243,6 +244,19 @@ def _layer_forward(
     )  # fmt: skip
 
 
+def _projected_forward(
+    hidden: Tensor, projection: Tensor, gate_projection: Tensor, weight: Tensor, g: Tensor, beta: Tensor,
+    gain: Tensor, position: Tensor, packed: bool, K: int, scale: float, eps: float, save: bool, every: int,
+    C: int, lanes: int, width: int,
+) -> list[Tensor]:  # fmt: skip
+    return _as_list(
+        projected_delta_layer_fwd(
+            hidden, projection, gate_projection, weight, g, beta, gain, position, packed, K, scale, eps, save,
+            every, C, lanes, width,
+        )
+    )  # fmt: skip
+
+
 def _layer_backward(
     dy: Tensor, x: Tensor, weight_t: Tensor, u: Tensor, o: Tensor, g: Tensor, beta: Tensor, z: Tensor,
     gain: Tensor, position: Tensor, packed: bool, prefix: Tensor, continued: bool, dstate: Tensor,
@@ -271,6 +285,7 @@ LAUNCHERS = (
     (cross_entropy_bwd, _cross_entropy_backward),
     (gated_delta_layer_fwd, _layer_forward),
     (gated_delta_layer_bwd, _layer_backward),
+    (projected_delta_layer_fwd, _projected_forward),
 )
 
 

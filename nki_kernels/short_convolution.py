@@ -270,13 +270,19 @@ def load_window(x_sb, prefix, continued, cell, windows, W, eye):
     C, count = cell["a1"] - cell["a0"], cell["t1"] - cell["t0"]
     window_sb = sbuf((C, W - 1 + count), x_sb.dtype)
     copy_scaled(window_sb[:, W - 1 : W - 1 + count], transpose_tokens(x_sb, cell, eye))
-    if W == 1:
-        return window_sb
+    if W > 1:
+        begin_window(window_sb, prefix, continued, cell, windows, W, eye)
+    return window_sb
+
+
+def begin_window(window_sb, prefix, continued, cell, windows, W, eye):
+    """Sets the first W - 1 columns of a cell's window to x of the tokens before it."""
+    C = window_sb.shape[0]
     if cell["t0"] > 0:
         copy_tail(window_sb, windows[len(windows) - cell["parts"]], W - 1)
     elif continued:
         start = cell["c0"] + cell["a0"]
-        prefix_sb = load(prefix[cell["b"], :, start : start + C], x_sb.dtype)
+        prefix_sb = load(prefix[cell["b"], :, start : start + C], window_sb.dtype)
         prefix_ps = psum((C, W - 1))
         nisa.nc_matmul(
             dst=prefix_ps, stationary=prefix_sb, moving=eye[0 : W - 1, 0 : W - 1], is_moving_onezero=True
@@ -284,7 +290,6 @@ def load_window(x_sb, prefix, continued, cell, windows, W, eye):
         nisa.tensor_copy(dst=window_sb[:, 0 : W - 1], src=prefix_ps)
     else:
         nisa.memset(dst=window_sb[:, 0 : W - 1], value=0.0)
-    return window_sb
 
 
 def copy_tail(dst, before, count):

@@ -380,8 +380,6 @@ def transpose_tokens(x_sb, cell, eye):
 def transpose_back(dst, y_t_sb, cell, eye):
     """Transposes y [C, tokens] to the cell's channels of dst [128, blocks, channels] in SBUF."""
     C, count = y_t_sb.shape
-    whole = count // PARTITIONS
-    rest = count - whole * PARTITIONS
     out_ps = psum((dst.shape[0], dst.shape[1], C))
     for span in split(count, PARTITIONS):
         start, stop = span
@@ -389,11 +387,17 @@ def transpose_back(dst, y_t_sb, cell, eye):
             dst=out_ps[0 : stop - start, start // PARTITIONS, :], stationary=y_t_sb[:, start:stop],
             moving=eye[0:C, 0:C], is_moving_onezero=True,
         )  # fmt: skip
-    a0, a1 = cell["a0"], cell["a1"]
+    copy_blocks(dst, cell["a0"], cell["a1"], out_ps, count)
+
+
+def copy_blocks(dst, low, high, src, count):
+    """Sets channels low .. high of dst [128, blocks, channels] to src; there are `count` tokens."""
+    whole = count // PARTITIONS
+    rest = count - whole * PARTITIONS
     if whole > 0:
-        copy_scaled(dst[:, 0:whole, a0:a1], out_ps[:, 0:whole, :])
+        copy_scaled(dst[:, 0:whole, low:high], src[:, 0:whole, :])
     if rest > 0:
-        copy_scaled(dst[0:rest, whole, a0:a1], out_ps[0:rest, whole, :])
+        copy_scaled(dst[0:rest, whole, low:high], src[0:rest, whole, :])
 
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

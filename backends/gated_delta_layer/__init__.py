@@ -73,9 +73,10 @@ def gated_delta_layer(
     H = key_heads(x, HV, V, K)
     factor: float = K**-0.5 if scale is None else scale
     tensors = (x, weight, a, b, gate, gain, A_log, dt_bias, prefix, initial_state)
-    chosen = _choose(
-        tensors, weight.shape[1], HV, K, V, bounds=cu_seqlens is not None, position=position is not None,
-        states=initial_state is not None or output_final_state, backend=backend,
+    chosen = choose(
+        "gated_delta_layer", tensors, weight, HV, K, V, bounds=cu_seqlens is not None,
+        position=position is not None, states=initial_state is not None or output_final_state,
+        backend=backend,
     )  # fmt: skip
     if chosen is not None:
         name, save = chosen
@@ -114,16 +115,17 @@ def is_one_operation(
     It is the backend that runs the rule. In check mode none does, since each part checks what it is given.
     bounds, position and states say whether the call has cu_seqlens, position, and initial or final states.
     """
-    chosen = _choose(
-        (x, weight), weight.shape[1], HV, K, V, bounds=bounds, position=position, states=states,
+    chosen = choose(
+        "gated_delta_layer", (x, weight), weight, HV, K, V, bounds=bounds, position=position, states=states,
         backend=backend,
     )  # fmt: skip
     return chosen is not None
 
 
-def _choose(
+def choose(
+    op: str,
     tensors: tuple[Tensor | None, ...],
-    W: int,
+    weight: Tensor,
     HV: int,
     K: int,
     V: int,
@@ -133,22 +135,27 @@ def _choose(
     states: bool,
     backend: str | None,
 ) -> tuple[str, bool] | None:
-    """Returns what `Operator.choose` does for the rule, or None if its backend runs the parts; x is first."""
+    """Returns what `Operator.choose` does for the rule, or None if its backend does not run all of `op`.
+
+    The first tensor is [B, T, channels or d], of the dtype in which the call computes.
+    """
     x = tensors[0]
     assert x is not None
+    channels, W = weight.shape
     if x.numel() == 0 or W == 1 or (bounds and (states or not position)):
         return None
-    sizes = {"H": key_heads(x, HV, V, K), "HV": HV, "K": K, "V": V}
+    H = (channels - HV * V) // (2 * K)
+    sizes = {"H": H, "HV": HV, "K": K, "V": V}
     name, gradients = RULE.choose(tensors, sizes, backend, packed=bounds)
     size, packed_size = x.element_size(), x.element_size() * position  # masks of packed sequences lie in SBUF
     more = {
         "W": W, "tokens of many heads": x.shape[1] * (HV >= MANY), "chunks": HV * -(-x.shape[1] // CHUNK),
         "K bytes": K * size, "V bytes": V * size, "packed V bytes": V * packed_size,
-        "packed K V bytes": K * V * packed_size,
+        "packed K V bytes": K * V * packed_size, "group": HV // H, "d": x.shape[2],
     }  # fmt: skip
     constants = tuple((word, index(value)) for word, value in {**sizes, **more}.items())
     device = "cpu" if x.is_meta else x.device.type
-    if not registry.runs("gated_delta_layer", name, device, x.dtype, constants, bounds, gradients):
+    if not registry.runs(op, name, device, x.dtype, constants, bounds, gradients):
         return None
     return name, gradients
 

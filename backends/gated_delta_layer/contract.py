@@ -4,6 +4,9 @@
     backward(dy, dstate, call, saved) -> Gradients
     saved_shapes(call) -> shape and dtype of each tensor in `saved`
 
+and, with the layer's projections, projected_forward, projected_backward and projected_saved_shapes, which
+have no states.
+
 Shapes and equations are in `backends.gated_delta_layer`.
 """
 
@@ -12,7 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, named as in `backends.gated_delta_rule`, and its dtype."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -36,8 +52,13 @@ class Layer:
     @property
     def heads(self) -> int:
         """H, the number of query and key heads."""
-        HV, V = self.gate.shape[2:]
-        return key_heads(self.x, HV, V, self.K)
+        return self.sizes.H
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of a call."""
+        (B, T), (HV, V) = self.x.shape[:2], self.gate.shape[2:]
+        return Sizes(B, T, key_heads(self.x, HV, V, self.K), HV, self.K, V, self.x.dtype)
 
 
 def key_heads(x: Tensor, HV: int, V: int, K: int) -> int:
@@ -56,3 +77,46 @@ class Gradients(NamedTuple):
     gain: Tensor
     prefix: Tensor | None = None
     initial_state: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ProjectedLayer:
+    """One call of `projected_delta_layer`; g and beta are gates, not projections."""
+
+    hidden: Tensor
+    projection: Tensor
+    gate_projection: Tensor
+    weight: Tensor
+    g: Tensor
+    beta: Tensor
+    gain: Tensor
+    position: Tensor | None = None
+    K: int = 1
+    scale: float = 1.0
+    eps: float = 1e-6
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of a call."""
+        (B, T, HV), V = self.beta.shape, self.gain.shape[0]
+        H = (self.weight.shape[0] - HV * V) // (2 * self.K)
+        return Sizes(B, T, H, HV, self.K, V, self.hidden.dtype)
+
+    def layer(self, x: Tensor, gate: Tensor) -> Layer:
+        """Returns the same call behind its projections."""
+        return Layer(
+            x, self.weight, self.g, self.beta, gate, self.gain, None, self.position, K=self.K,
+            scale=self.scale, eps=self.eps,
+        )  # fmt: skip
+
+
+class ProjectedGradients(NamedTuple):
+    """The gradients of a `ProjectedLayer`'s tensors."""
+
+    hidden: Tensor
+    projection: Tensor
+    gate_projection: Tensor
+    weight: Tensor
+    g: Tensor
+    beta: Tensor
+    gain: Tensor

@@ -10,9 +10,16 @@ states.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_layer.contract import Gradients, Layer
+from delta_trn.backends.gated_delta_layer.contract import (
+    Gradients,
+    Layer,
+    ProjectedGradients,
+    ProjectedLayer,
+    Sizes,
+)
 from delta_trn.backends.gated_delta_rule import nki_adapter as rule
 from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Shapes
 from delta_trn.backends.layers import nki_adapter as layers
@@ -21,6 +28,7 @@ from delta_trn.backends.nki_runtime_adapter import require_within_rsqrt, run
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
+from delta_trn.nki_kernels.gated_delta_layer.projected import projected_delta_layer_fwd
 
 
 def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -31,7 +39,7 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
     whole, g = _is_one_kernel(call), _split_decays(call)
     parts: list[tuple[Tensor, ...]] = []
-    for rows, sizes in _cut(call):
+    for rows, how in _cut(call.sizes):
         parts.append(
             run(
                 gated_delta_layer_fwd,
@@ -46,10 +54,10 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
                 call.scale,
                 call.eps,
                 (2 if whole else 1) if save else 0,
-                (1 if whole else sizes.every) if save else 0,
-                sizes.C,
-                sizes.lanes,
-                sizes.width,
+                (1 if whole else how.every) if save else 0,
+                how.C,
+                how.lanes,
+                how.width,
             )
         )
     y, final_state, *saved = _join(parts)
@@ -63,7 +71,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     u, o, *states = saved
     g, weight_t = _split_decays(call), call.weight.float().t().contiguous()
     parts: list[tuple[Tensor, ...]] = []
-    for rows, sizes in _cut(call):
+    for rows, how in _cut(call.sizes):
         options = _kernel_options(call, rows)
         parts.append(
             run(
@@ -85,9 +93,9 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
                 call.K,
                 call.scale,
                 call.eps,
-                sizes.C,
-                sizes.lanes,
-                sizes.width,
+                how.C,
+                how.lanes,
+                how.width,
             )
         )
     dx, dweight, dg, dbeta, dgate, dgain, dstate0, *dprefix = _join(parts)
@@ -101,6 +109,76 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
         dprefix[0] if dprefix else None,
         dstate0 if call.initial_state is not None else None,
     )
+
+
+def projected_forward(call: ProjectedLayer, *, save: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns y and what backward takes, where it follows: what `forward` saves, and x and the gate."""
+    if not _is_one_kernel(call):
+        x, gate = F.linear(call.hidden, call.projection), F.linear(call.hidden, call.gate_projection)
+        gate = gate.unflatten(-1, (call.sizes.HV, call.sizes.V))
+        y, _, saved = forward(call.layer(x, gate), save=save)
+        return y, [*saved, x, gate] if save else []
+    require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
+    g, gate_t = _split_decays(call), call.gate_projection.t().contiguous()
+    parts: list[tuple[Tensor, ...]] = []
+    for rows, how in _cut(call.sizes):
+        outputs = run(
+            projected_delta_layer_fwd,
+            call.hidden[rows],
+            _weight_cells(call.projection, call.sizes, how.width),
+            gate_t,
+            call.weight,
+            g[rows],
+            call.beta[rows],
+            call.gain,
+            call.weight if call.position is None else call.position.to(torch.int32),
+            call.position is not None,
+            call.K,
+            call.scale,
+            call.eps,
+            save,
+            int(save),
+            how.C,
+            how.lanes,
+            how.width,
+        )
+        parts.append(outputs if save else (outputs,))
+    y, *saved = _join(parts)
+    return y, saved
+
+
+def projected_backward(dy: Tensor, call: ProjectedLayer, saved: list[Tensor]) -> ProjectedGradients:
+    """Returns the gradients: those of x and the gate by `backward`, and PyTorch's products of these."""
+    *saved, x, gate = saved
+    d = backward(dy, None, call.layer(x, gate), saved)
+    dgate = d.gate.flatten(2)
+    hidden = call.hidden.flatten(0, 1)
+    return ProjectedGradients(
+        d.x @ call.projection + dgate @ call.gate_projection,
+        d.x.flatten(0, 1).t() @ hidden,
+        dgate.flatten(0, 1).t() @ hidden,
+        d.weight,
+        d.g,
+        d.beta,
+        d.gain,
+    )
+
+
+def projected_saved_shapes(call: ProjectedLayer) -> Shapes:
+    """Returns the shapes of what `saved_shapes` says, and of x and the gate."""
+    B, T, _, HV, _, V, dtype = call.sizes
+    x, gate = ((B, T, call.weight.shape[0]), dtype), ((B, T, HV, V), dtype)
+    meta = [call.hidden.new_empty(shape, dtype=dtype, device="meta") for shape, dtype in (x, gate)]
+    return [*saved_shapes(call.layer(*meta)), x, gate]
+
+
+def _weight_cells(weight: Tensor, sizes: Sizes, width: int) -> Tensor:
+    """Returns W [channels, d] as the kernel takes it, [cells, 128, d / 128, 128]; short cells are padded."""
+    _, _, H, HV, K, V, _ = sizes
+    spans = plan.list_weight_cells(H, HV, K, V, width)
+    cells = [F.pad(weight[low:high], (0, 0, 0, plan.PARTITIONS - (high - low))) for low, high in spans]
+    every = torch.stack(cells).unflatten(2, (-1, plan.PARTITIONS))
+    return every.permute(0, 3, 2, 1).contiguous()
 
 
 def _backward_of_parts(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]) -> Gradients:
@@ -133,22 +211,23 @@ def saved_shapes(call: Layer) -> Shapes:
     return [*shapes, ((B, many, call.K, HV, V), torch.float32)] if many > 0 else shapes
 
 
-def _cut(call: Layer) -> list[tuple[slice, plan.Plan]]:
+def _cut(sizes: Sizes) -> list[tuple[slice, plan.Plan]]:
     """Returns the sequences of each kernel call, and how it cuts its work."""
-    (B, T), (HV, V) = call.x.shape[:2], call.gate.shape[2:]
+    B, T, H, HV, K, V, dtype = sizes
     together = plan.count_sequences(T, HV)
-    most = plan.LAYER_LANES if call.x.dtype == torch.float32 else 8
+    most = plan.LAYER_LANES if dtype == torch.float32 else 8
     calls = []
     for b in range(0, B, together):
         rows = slice(b, min(b + together, B))
-        calls.append((rows, plan.choose(rows.stop - b, call.heads, HV, call.K, V, most)))
+        calls.append((rows, plan.choose(rows.stop - b, H, HV, K, V, most)))
     return calls
 
 
-def _is_one_kernel(call: Layer) -> bool:
+def _is_one_kernel(call: Layer | ProjectedLayer) -> bool:
     """Returns whether one kernel computes the gradients, and not those of the three parts."""
-    group = call.gate.shape[2] // call.heads  # of value heads that share a key head: bundles hold it whole
-    return not 0.0 < call.scale < rule.TINY and all(group <= sizes.width for _, sizes in _cut(call))
+    sizes = call.sizes
+    group = sizes.HV // sizes.H  # of value heads that share a key head: bundles hold it whole
+    return not 0.0 < call.scale < rule.TINY and all(group <= how.width for _, how in _cut(sizes))
 
 
 def _kernel_options(call: Layer, rows: slice) -> tuple[Tensor | bool, ...]:
@@ -168,12 +247,12 @@ def _join(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
     return [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)]
 
 
-def _decays(call: Layer) -> Tensor:
+def _decays(call: Layer | ProjectedLayer) -> Tensor:
     """Returns g as the rule takes it: not below RESET, and RESET where a packed sequence begins."""
     g = call.g.clamp(min=RESET)
     return g if call.position is None else g.masked_fill((call.position == 0)[None, :, None], RESET)
 
 
-def _split_decays(call: Layer) -> Tensor:
+def _split_decays(call: Layer | ProjectedLayer) -> Tensor:
     """Returns `_decays` in two parts, as kernels take it."""
     return torch.stack(plan.split_decays(_decays(call)), -1)

@@ -21,21 +21,7 @@ from delta_trn.nki_kernels.chunk_gradients import (
     transpose_gradients,
     transpose_states,
 )
-from delta_trn.nki_kernels.gated_delta_layer.convolution import (
-    AT_ONCE,
-    allocate_leaving,
-    build_counts,
-    build_shifts,
-    load_masks,
-    load_weights,
-    multiply_taps,
-    outline,
-    store_prefix,
-    store_weights,
-    sum_taps,
-)
-from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
-from delta_trn.nki_kernels.gated_delta_layer.stages import (
+from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
     DU,
     DZ,
     GATE,
@@ -50,6 +36,20 @@ from delta_trn.nki_kernels.gated_delta_layer.stages import (
     list_gradient_stages,
     rank_taps,
 )
+from delta_trn.nki_kernels.gated_delta_layer.convolution import (
+    AT_ONCE,
+    allocate_leaving,
+    build_counts,
+    build_shifts,
+    load_masks,
+    load_weights,
+    multiply_taps,
+    outline,
+    store_prefix,
+    store_weights,
+    sum_taps,
+)
+from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
 from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     APPLY,
     EVEN,

@@ -12,34 +12,29 @@ computed in each turn of the rule as let the next turn find what it loads.
 """
 
 from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
+from delta_trn.nki_kernels.gated_delta_layer.cells import list_cells, plan_steps
+from delta_trn.nki_kernels.gated_delta_layer.fwd_stages import (
+    GAIN,
+    SILU,
+    SQUARES,
+    TAPS,
+    WINDOW,
+    list_layer_stages,
+)
+from delta_trn.nki_kernels.gated_delta_layer.projection import (
+    GATE_SIDE,
+    keep,
+    prepare,
+    project,
+    project_gate,
+)
 from delta_trn.nki_kernels.gated_delta_rule_fwd import (
     AHEAD,
     ALL,
-    COLUMNS,
-    DECAYS,
-    EVEN,
-    GATES,
     LOAD,
-    MATRIX_D,
-    MATRIX_L,
-    MATRIX_P,
-    MERGE,
-    MULTIPLY_PT,
-    MULTIPLY_W,
-    NORMS,
-    ODD,
     OUTPUT,
-    RESIDUAL,
-    SCALE_K,
-    SCALE_Q,
-    SCALE_V,
-    SOLVE,
-    SPREAD,
-    STATE,
-    TRANSPOSE_GAMMA_Q,
     TRANSPOSE_K,
     TRANSPOSE_Q,
-    WEIGHT,
     compute_output,
     load_state,
     run_stage,
@@ -51,14 +46,13 @@ from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import (
     BANK,
     PARTITIONS,
-    list_sides,
     list_waves,
     pad_to_rows,
-    split,
     split_evenly,
 )
 from delta_trn.nki_kernels.short_convolution import (
     ON_VECTOR,
+    begin_window,
     build_masks,
     check,
     copy_tail,
@@ -80,119 +74,8 @@ from delta_trn.nki_kernels.tiles import (
 )
 from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
 
-STRETCH = 512  # tokens, at most; half of it where masks of packed sequences need the space
-STAGES = 2  # steps by which a cell's last stage is behind its first
-
-# Stages besides those of the rule: of the norm, behind OUTPUT, and steps of the convolution
-SQUARES, GAIN, GATE, WINDOW, TAPS, SILU = 33, 34, 35, 36, 37, 38
+MORE_ON_VECTOR = 2  # taps of the convolution for the Vector engine, where the Tensor engine projects
 LAG = 1  # turns by which the norm may be behind the rule
-
-
-def list_layer_stages():
-    """Lists what is issued in one turn, as `list_stages` of the rule does, found in the same way.
-
-    A stage of the convolution stands for its share of the turn's steps, wherever its chunks are.
-    """
-    return (
-        (OUTPUT, ODD, -1), (MULTIPLY_W, EVEN, 0), (GATES, ODD, 4), (SOLVE + 2, ALL, 1), (WINDOW, ALL, 0),
-        (COLUMNS, EVEN, 2), (WINDOW, ALL, 0), (WINDOW, ALL, 0), (WINDOW, ALL, 0),
-        (TRANSPOSE_GAMMA_Q, EVEN, 1), (SILU, ALL, 0), (WINDOW, ALL, 0), (MATRIX_D, ODD, 4), (GATES, EVEN, 5),
-        (MATRIX_D, EVEN, 3), (MULTIPLY_W, ODD, 0), (WINDOW, ALL, 0), (TRANSPOSE_K, ODD, 4),
-        (TRANSPOSE_K, EVEN, 3), (GATE, EVEN, -1), (WINDOW, ALL, 0), (LOAD, ODD, 5), (MERGE, ALL, 1),
-        (WINDOW, ALL, 0), (WINDOW, ALL, 0), (OUTPUT, EVEN, 0), (LOAD, EVEN, 6), (MERGE + 1, ALL, 1),
-        (GAIN, ODD, -1), (WEIGHT, EVEN, 3), (TAPS, ALL, 0), (SCALE_K, EVEN, 4), (SCALE_Q, ODD, 4),
-        (TAPS, ALL, 0), (SQUARES, ODD, -1), (SILU, ALL, 0), (SCALE_Q, EVEN, 5), (MERGE + 2, ALL, 1),
-        (WINDOW, ALL, 0), (STATE, ODD, -1), (WINDOW, ALL, 0), (GAIN, EVEN, 0), (SCALE_V, EVEN, 1),
-        (MERGE + 3, ALL, 1), (WINDOW, ALL, 0), (DECAYS, ODD, 5), (WINDOW, ALL, 0), (DECAYS, EVEN, 6),
-        (WINDOW, ALL, 0), (MATRIX_P, ODD, 1), (NORMS, EVEN, 6), (TAPS, ALL, 0), (WEIGHT, ODD, 4),
-        (MERGE + 4, ALL, 1), (SILU, ALL, 0), (RESIDUAL, ODD, 0), (TAPS, ALL, 0), (SILU, ALL, 0),
-        (TAPS, ALL, 0), (MATRIX_L, ODD, 4), (NORMS, ODD, 5), (SCALE_K, ODD, 3), (MERGE + 5, ALL, 1),
-        (TAPS, ALL, 0), (STATE, EVEN, 0), (MATRIX_L, EVEN, 3), (COLUMNS, ODD, 3), (GATE, ODD, -1),
-        (MERGE + 6, ALL, 1), (SPREAD, ALL, 2), (MATRIX_P, EVEN, 1), (SILU, ALL, 0), (SCALE_V, ODD, 1),
-        (TAPS, ALL, 0), (MERGE + 7, ALL, 1), (RESIDUAL, EVEN, 1), (SILU, ALL, 0), (MERGE + 8, ALL, 1),
-        (TAPS, ALL, 0), (MULTIPLY_PT, EVEN, 1), (SOLVE, ALL, 2), (SILU, ALL, 0), (TAPS, ALL, 0),
-        (TRANSPOSE_Q, ODD, 2), (SILU, ALL, 0), (TAPS, ALL, 0), (TRANSPOSE_Q, EVEN, 2), (SOLVE + 1, ALL, 2),
-        (TAPS, ALL, 0), (SILU, ALL, 0), (TAPS, ALL, 0), (SILU, ALL, 0), (TAPS, ALL, 0), (SILU, ALL, 0),
-        (MULTIPLY_PT, ODD, 1), (SQUARES, EVEN, 0), (TRANSPOSE_GAMMA_Q, ODD, 2), (SILU, ALL, 0),
-        (TAPS, ALL, 0), (SILU, ALL, 0), (SILU, ALL, 0),
-    )  # fmt: skip
-
-
-def cut_stretches(T, C, longest):
-    """Cuts the tokens: the first stretch is short, so that the rule can begin."""
-    spans = []
-    start = 0
-    while start < T:
-        size = C if start == 0 else longest - start % longest
-        spans.append((start, min(start + size, T)))
-        start = start + size
-    return spans
-
-
-def list_cells(wave, T, call, stages):
-    """Lists the cells of a wave by stretch, bundle, and q (side 0), k (1) and v (2).
-
-    A cell is a dict of the numbers that `tiles.cut_cells` describes, and of these:
-
-    group       counts a bundle's cells of one stretch, of which there are `parts`
-    stream      the bundle's number in the wave
-    turn        the first turn that loads a chunk of the cell's tokens
-    """
-    cells, before = [], [0, 0]
-    for entry in stages:
-        stage, parity, ahead = entry
-        if stage == LOAD:
-            before[parity] = AHEAD - ahead
-    C, H, K, V = call["C"], call["H"], call["K"], call["V"]
-    spans = cut_stretches(T, C, STRETCH // 2 if call["packed"] else STRETCH)
-    for s in range(len(spans)):
-        t0, t1 = spans[s]
-        for b in range(len(wave)):
-            bundle = wave[b]
-            sides = list_sides(bundle, H, K, V)
-            group, banks = 0, []
-            for side in range(3):
-                low, width = sides[side]
-                for span in split(width, BANK):
-                    banks.append((side, low + span[0], low + span[1]))
-            count = 0
-            for bank in banks:
-                count = count + len(split(bank[2] - bank[1], PARTITIONS))
-            for bank in banks:
-                side, c0, c1 = bank
-                parts = split(c1 - c0, PARTITIONS)
-                for part in range(len(parts)):
-                    a0, a1 = parts[part]
-                    cells.append(
-                        {
-                            "b": bundle["n"], "t0": t0, "t1": t1, "c0": c0, "c1": c1, "part": part, "a0": a0,
-                            "a1": a1, "parts": count, "group": group, "stream": b, "side": side,
-                            "turn": t0 // C + before[b % 2],
-                        }
-                    )  # fmt: skip
-                    group = group + 1
-    return cells
-
-
-def plan_steps(cells, turns):
-    """Lists (first, step, stop) of each turn: steps first .. step come before it, and step .. stop in it.
-
-    What a turn loads is done before it. The steps that later turns need are spread evenly.
-    """
-    last = len(cells) + STAGES
-    plan = []
-    stop = 0
-    for turn in range(turns):
-        first, step, count = stop, stop, 0
-        for c in range(len(cells)):
-            if cells[c]["turn"] <= turn:
-                step = max(step, c + 1 + STAGES)
-        for i in range(step, last):
-            left = cells[max(0, i - STAGES)]["turn"] - turn
-            count = max(count, (i - step + left) // max(1, left))
-        stop = min(step + count, last)
-        plan.append((first, step, stop))
-    return plan
 
 
 def convolve(stage, i, cells, streams, call):
@@ -202,11 +85,23 @@ def convolve(stage, i, cells, streams, call):
         return
     cell = cells[j]
     stream = streams[cell["stream"]]
+    projects, own, eye = call["projects"], call["projection"], call["constants"]["eye"]
     if stage == WINDOW:
-        open_window(cell, stream, call)
+        if projects and j == 0:
+            prepare(cell, own, eye)
+        if cell["side"] == GATE_SIDE:
+            project_gate(cell, own)
+        else:
+            open_window(cell, stream, call)
+        if projects and j + 1 < len(cells):
+            prepare(cells[j + 1], own, eye)
+    elif cell["side"] == GATE_SIDE:
+        return
     elif stage == TAPS:
+        if projects and call["save"] > 0:
+            keep(cell["window"], call["W"] - 1, cell, stream, own["x"], eye)
         cell["z"] = sbuf(cell["slices"][0].shape)
-        sum_taps(cell["z"], [cell["slices"]], stream["taps"][cell["group"]], ON_VECTOR, 2)
+        sum_taps(cell["z"], [cell["slices"]], stream["taps"][cell["group"]], call["on_vector"], 2)
     else:
         activate(cell, stream, call)
 
@@ -215,14 +110,21 @@ def open_window(cell, stream, call):
     """Runs WINDOW: x of a cell, and of the tokens before it, as [channels, tokens]."""
     x, W, eye = call["x"], call["W"], call["constants"]["eye"]
     if cell["group"] == len(stream["taps"]):
-        stream["taps"].append(load_taps(call["weight"], cell, 2, W - ON_VECTOR, eye))
-    if cell["part"] == 0:
-        stream["x"] = load_tokens(x, cell)
+        stream["taps"].append(load_taps(call["weight"], cell, 2, max(1, W - call["on_vector"]), eye))
     if cell["group"] == 0:
         stream["keep"] = build_masks(call["position"], call["packed"], cell["t0"], cell["t1"], W)
-    window_sb = load_window(stream["x"], call["prefix"], call["continued"], cell, stream["tails"], W, eye)
+    if call["projects"]:
+        window_sb = sbuf((cell["a1"] - cell["a0"], W - 1 + cell["t1"] - cell["t0"]), x.dtype)
+        count = window_sb.shape[1] - (W - 1)
+        project(window_sb[:, W - 1 : W - 1 + count], cell)
+        begin_window(window_sb, call["prefix"], False, cell, stream["tails"], W, eye)
+        cell["window"] = window_sb
+    else:
+        if cell["part"] == 0:
+            stream["x"] = load_tokens(x, cell)
+        window_sb = load_window(stream["x"], call["prefix"], call["continued"], cell, stream["tails"], W, eye)
     tail_sb = window_sb
-    if cell["t1"] < x.shape[1]:
+    if cell["t1"] < call["y"].shape[1]:
         tail_sb = sbuf((window_sb.shape[0], W - 1), x.dtype)
         copy_tail(tail_sb, window_sb, W - 1)
     stream["tails"].append(tail_sb)
@@ -390,10 +292,34 @@ def gated_delta_layer_fwd(
         u, o            u = conv(x) [N, channels, T] float32, o in x's dtype; only if save is 2
         states          as of `gated_delta_rule_fwd`, only if there are any
     """
-    N, T, channels = x.shape
-    HV, V = z.shape[2], z.shape[3]
+    made = compute_layer(
+        x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, {}, K,
+        scale, eps, save, every, C, lanes, width,
+    )  # fmt: skip
+    y, final_state = made["y"], made["final_state"]
+    if save == 1:
+        q, k, v = made["saved"]
+        if made["kept"] > 0:
+            return y, final_state, q, k, v, made["o"], made["states"]
+        return y, final_state, q, k, v, made["o"]
+    if save == 2:
+        if made["kept"] > 0:
+            return y, final_state, made["u"], made["o"], made["states"]
+        return y, final_state, made["u"], made["o"]
+    return y, final_state
+
+
+def compute_layer(
+    x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, projection, K,
+    scale, eps, save, every, C, lanes, width,
+):  # fmt: skip
+    """Computes what `gated_delta_layer_fwd` returns, and returns it in a dict.
+
+    projection is what `projection.start` returns, and then x and z are made of it, or an empty dict.
+    """
+    N, T, HV, V = z.shape
+    channels, W = weight.shape
     H = (channels - HV * V) // (2 * K)
-    W = weight.shape[1]
     check(N, W, packed, continued)
     check_eps(eps)
     parts = split_evenly(K)
@@ -414,6 +340,7 @@ def gated_delta_layer_fwd(
     if save > 0:
         o = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
+    projects = len(projection) > 0
     call = {
         "x": x, "weight": weight, "g": g, "beta": beta, "z": z, "position": position, "packed": packed,
         "prefix": prefix, "continued": continued, "W": W, "H": H, "K": K, "V": V,
@@ -421,6 +348,8 @@ def gated_delta_layer_fwd(
         "constants": build_constants(largest, x.dtype),
         "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": True,
         "every": every, "C": C, "o": o, "y": y, "states": states, "whole": K % PARTITIONS == 0,
+        "final_state": final_state, "kept": kept, "projection": projection, "projects": projects,
+        "on_vector": MORE_ON_VECTOR if projects else ON_VECTOR,
     }  # fmt: skip
     stages = list_layer_stages()
     slots = [0, 0, 0]  # of a turn, for each stage of the convolution
@@ -451,22 +380,20 @@ def gated_delta_layer_fwd(
                 if stage >= WINDOW:
                     kind = stage - WINDOW
                     slot[kind] = slot[kind] + 1
-                    while done[kind] < (stop - step) * slot[kind] // slots[kind]:
+                    due = (stop - step) * slot[kind] // slots[kind]
+                    if kind > 0:  # a stage takes what the one before made a step earlier
+                        due = min(due, done[kind - 1] + 1)
+                    while done[kind] < due:
                         convolve(stage, step + done[kind], cells, groups[ALL], call)
                         done[kind] = done[kind] + 1
                 elif index >= 0 and index < chunks and len(groups[group]) > 0:
                     run_layer_stage(stage, groups[group], index, call)
+            for kind in range(3):
+                for i in range(step + done[kind], stop):
+                    convolve(WINDOW + kind, i, cells, groups[ALL], call)
         for stream in groups[ALL]:
             store_state(final_state, stream["S"], stream["bundle"], parts)
-    if save == 1:
-        if kept > 0:
-            return y, final_state, saved[0], saved[1], saved[2], o, states
-        return y, final_state, saved[0], saved[1], saved[2], o
-    if save == 2:
-        if kept > 0:
-            return y, final_state, u, o, states
-        return y, final_state, u, o
-    return y, final_state
+    return call
 
 
 def run_layer_stage(stage, streams, index, call):

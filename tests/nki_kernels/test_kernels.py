@@ -37,6 +37,8 @@ EXAMPLES = [
     short_convolution.example(**CONVOLUTION, backward=1),
     gated_delta_layer.example(**LAYER, save=2),
     gated_delta_layer.example(**LAYER, backward=1),
+    gated_delta_layer.example(**LAYER, save=1, d=128),
+    gated_delta_layer.example(**LAYER, d=128),
     cross_entropy.example(**READOUT),
     cross_entropy.example(**READOUT, backward=0),
     (precision_probe.product, precision_probe.operands()),

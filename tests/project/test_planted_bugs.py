@@ -51,18 +51,20 @@ def layer_passes(case, backend="chunked"):
     return all(verdict.passed for verdict in verdicts)
 
 
-def mixer_passes(*names):
+def mixer_passes(*names, dtype=torch.float32):
     """By default a case whose gradients one kernel computes, and one whose gradients take three kernels."""
     cases = [mixer_cases.BY_NAME[name] for name in names or ("mixer_short", "mixer_one_key")]
     return all(
-        verdict.passed
-        for case in cases
-        for verdict in mixer_cases.verdicts(case, torch.float32, "nki-simulator")
+        verdict.passed for case in cases for verdict in mixer_cases.verdicts(case, dtype, "nki-simulator")
     )
 
 
 def mixer_gradients_pass():
     return mixer_passes("mixer_129", "mixer_packed_empty")
+
+
+def projected_mixer_passes():
+    return mixer_passes("projected_ragged", dtype=torch.bfloat16)
 
 
 def residual_passes():
@@ -160,6 +162,7 @@ CHECKS = {
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,
     "nki, layer's gradients": mixer_gradients_pass,
+    "nki, projected layer": projected_mixer_passes,
     "convolution": lambda: layer_passes("conv_packed"),
     "norm": lambda: layer_passes("gated_norm_tiny"),
     "sum": lambda: layer_passes("sum_one"),

@@ -1,4 +1,4 @@
-"""Forty mistakes, each one line of this project's code, and how a line is replaced while a check runs.
+"""Mistakes, each one line of this project's code, and how a line is replaced while a check runs.
 
 A bug replaces the code of one function, in place: everybody who imported the function runs the mistake.
 """
@@ -105,6 +105,10 @@ BUGS = (
         'len(own["arriving"]) > 0', 'len(own["arriving"]) > 1', "nki, layer's gradients"),
     Bug("nki: a packed token gives to the sequence before", f"{NKI_LAYER}.convolution:multiply_taps",
         'if call["packed"]:', "if False:", "nki, layer's gradients"),
+    Bug("nki: a sequence takes the hidden states of the one before", f"{NKI_LAYER}.projection:prepare",
+        'own["stretch"] != (cell["b"], cell["t0"])', 'own["stretch"][0] < 0', "nki, projected layer"),
+    Bug("nki: a projection without its last 128 inputs", f"{NKI_LAYER}.projection:project",
+        "range(h_sb.shape[1])", "range(max(1, h_sb.shape[1] - 1))", "nki, projected layer"),
     Bug("layers: taps of the convolution's gradient are shifted", f"{LAYERS}:short_convolution_backward",
         "dz, position, W - 1 - j", "dz, position, j", "convolution"),
     Bug("layers: dx of the norm keeps its part along x", f"{LAYERS}:_norm_backward",

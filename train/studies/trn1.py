@@ -2,8 +2,9 @@
 
     python -m train.studies.trn1 [STAGE ...] [KEY=VALUE ...] [--recipe NAME] [--dry] [--json FILE]
 
-    layer   forward, backward and update of models of 1 and 3 layers: half of the difference is one layer
-    step    the whole model on 15 sequences, as on each of 32 cores
+    layer           forward, backward, update of models of 1 and 3 layers: half of the difference is a layer
+    projections     such a layer with its projections in its kernel, and by the compiler
+    step            the whole model on 15 sequences, as on each of 32 cores
 
 Keys of the configuration change the recipe; without any, model.width=512.
 
@@ -21,13 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from delta_trn.backends.registry import apart
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.overrides import apply, parse
 from delta_trn.train.studies.families import OURS
 from delta_trn.train.studies.throughput import Workload
 
 SEQUENCES = 15  # of each core of a trn1.32xlarge with 480 sequences a step
-STAGES = ("layer", "step")
+STAGES = ("layer", "projections", "step")
 
 
 def planned(recipe: str, changes: dict[str, str]) -> tuple[float, float]:
@@ -50,13 +52,41 @@ def measured(recipe: str, changes: dict[str, str], rounds: int = 7) -> float:
     return median([work(OURS) for _ in range(rounds + 2)][2:])
 
 
-def layer(recipe: str, changes: dict[str, str]) -> dict[str, Any]:
+def _depths(changes: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the changes that make models of one and of three layers, on one sequence."""
     one, three = (
         {**changes, "batch.sequences": "1", "batch.micro": "1", "model.layers": str(n)} for n in (1, 3)
     )
-    plans = [planned(recipe, each) for each in (one, three)]
+    return one, three
+
+
+def _measured_layer(recipe: str, changes: dict[str, str]) -> float:
+    one, three = (measured(recipe, each) for each in _depths(changes))
+    return (three - one) / 2
+
+
+def layer(recipe: str, changes: dict[str, str]) -> dict[str, Any]:
+    plans = [planned(recipe, each) for each in _depths(changes)]
     low, high = ((plans[1][i] - plans[0][i]) / 2 for i in range(2))
-    return _judged((measured(recipe, three) - measured(recipe, one)) / 2, low, high, "layer")
+    return _judged(_measured_layer(recipe, changes), low, high, "layer")
+
+
+def projections(recipe: str, changes: dict[str, str]) -> dict[str, Any]:
+    inside = _measured_layer(recipe, changes)
+    with apart("projected_delta_layer"):
+        outside = _measured_layer(recipe, changes)
+    return _compared(inside, outside)
+
+
+def _compared(inside: float, outside: float) -> dict[str, Any]:
+    if inside <= outside:
+        decides = "the layer's kernel is the faster place for its projections: leave them there"
+    else:
+        decides = (
+            "the compiler's products are faster: set the limit of d of projected_delta_layer to 0 in "
+            "backends/declarations.py"
+        )
+    return {"inside_s": inside, "outside_s": outside, "decides": decides}
 
 
 def step(recipe: str, changes: dict[str, str]) -> dict[str, Any]:
@@ -83,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "words", nargs="*", metavar="STAGE|KEY=VALUE", help=f"stages of {', '.join(STAGES)}; none: both"
+        "words", nargs="*", metavar="STAGE|KEY=VALUE", help=f"stages of {', '.join(STAGES)}; none: all"
     )
     parser.add_argument("--recipe", default="gdn_mup_adamw")
     parser.add_argument("--dry", action="store_true", help="the recipe `tiny` on the CPU")
@@ -98,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changes = {"device": "cpu"} if options.dry else {"device": "xla", "model.width": "512"}
     changes |= keys
     for name in stages:
-        result = {"layer": layer, "step": step}[name](recipe, changes)
+        result = {"layer": layer, "projections": projections, "step": step}[name](recipe, changes)
         if options.dry:
             result["decides"] = "nothing: a CPU's times"
         print(

@@ -19,7 +19,8 @@ from delta_trn.backends.parity.mixer_cases import MixerCase
 from delta_trn.backends.parity.random.cases import RandomCase
 
 Tensors = Mapping[str, Tensor]
-SHARED = ("A_log", "dt_bias", "weight", "gain")  # all rows have these in common
+# all rows have these in common
+SHARED = ("A_log", "dt_bias", "weight", "gain", "projection", "gate_projection")
 CHUNK = 64
 SAMPLES = 12
 
