@@ -121,7 +121,7 @@ def require_within_rsqrt(name: str, value: float, least: float) -> None:
     """Raises BackendRefusal for an epsilon for which the kernels' rsqrt would fail an assertion."""
     if value < least:
         raise BackendRefusal(
-            f"nki and nki-simulator need {name} >= {least:.3g}, where the Scalar engine's rsqrt becomes "
+            f"nki and nki-simulator need {name} >= {least:.3g}, where rsqrt becomes "
             f'exact; {name} is {value}: take a larger one, or backend="chunked"'
         )
 

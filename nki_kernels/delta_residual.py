@@ -42,7 +42,7 @@ RESIDENT = 8 * 1024  # numbers of X per partition, forward: 32 of 176 KiB, and a
 RESIDENT_BACKWARD = 5 * 1024  # of X, and of dX': 20 of 176 KiB each, and a bfloat16 copy
 BANKS = 4  # of PSUM's 8 for a block of a
 MOST_D = 12 * 1024
-LEAST_EPS = 2.0**-43  # its square is above 2^-87, from where on the Scalar engine's rsqrt is right
+LEAST_EPS = 2.0**-43  # its square is above 2^-87, from where on rsqrt is right
 
 
 @nki.jit
@@ -184,7 +184,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
 
 
 def check(D, k_eps):
-    """Refuses keys that fill SBUF, and an epsilon that the Scalar engine's rsqrt would get wrong."""
+    """Refuses keys that fill SBUF, and an epsilon that rsqrt would get wrong."""
     assert D <= MOST_D, f"D={D} exceeds {MOST_D}: keys stay on chip whole"
     if k_eps != 0:
         assert k_eps >= LEAST_EPS, f"k_eps={k_eps} is below {LEAST_EPS}, where rsqrt of its square is wrong"

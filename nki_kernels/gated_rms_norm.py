@@ -157,15 +157,19 @@ def load_inputs(x, dy, z, gated, cut, norm, x_sb, dy_sb, r, m, slope):
         return
     z_sb = load_rows(z, start, P, slots)
     gate_sb, slope_sb = sbuf(z_sb.shape), sbuf(z_sb.shape)
-    nisa.activation(dst=gate_sb, op=nl.silu, data=z_sb)
+    turned = len(m) % 2 == 1  # every other tile begins with the function whose table is still there
+    if not turned:
+        nisa.activation(dst=gate_sb, op=nl.silu, data=z_sb)
     nisa.activation(dst=slope_sb, op=nl.silu_dx, data=z_sb)
+    if turned:
+        nisa.activation(dst=gate_sb, op=nl.silu, data=z_sb)
     m.append(gate_sb)
     slope.append(slope_sb)
 
 
 def check(eps):
-    """Refuses an epsilon that the Scalar engine's rsqrt would get wrong."""
-    assert eps >= LEAST_RSQRT, f"eps={eps} is below {LEAST_RSQRT}, where the Scalar engine's rsqrt is wrong"
+    """Refuses an epsilon that rsqrt would get wrong."""
+    assert eps >= LEAST_RSQRT, f"eps={eps} is below {LEAST_RSQRT}, where rsqrt is wrong"
 
 
 def cut_rows(M, V, width):

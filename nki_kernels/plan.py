@@ -30,7 +30,8 @@ LANE_CHUNKS = 64  # chunks of one head per call of the rule: 9,000 instructions 
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
 ELEMENTS = 2**21  # of x per call of the norm
-LEAST_RSQRT = 2.0**-87  # the Scalar engine's rsqrt is right from here to 2^97
+# The Scalar engine's rsqrt is right from here to 2^97. No range is published for GpSimd's, which kernels use.
+LEAST_RSQRT = 2.0**-87
 
 
 @dataclass(frozen=True)

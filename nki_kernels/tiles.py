@@ -182,27 +182,27 @@ def multiply_rows(x, y):
 
 
 def build_norm(eps):
-    """Builds a dict that inverting norms takes, once per call.
+    """Returns what inverting norms takes, a dict of two numbers.
 
-    scale       s, a number: what `plan.choose_square_scale` returns
-    epsilon     s^2 eps [128, 1]
+    scale       s: what `plan.choose_square_scale` returns
+    epsilon     s^2 eps
     """
     s = choose_square_scale(eps)
-    epsilon_sb = sbuf((PARTITIONS, 1))
-    nisa.memset(dst=epsilon_sb, value=s * s * eps)
-    return {"scale": s, "epsilon": epsilon_sb}
+    return {"scale": s, "epsilon": s * s * eps}
 
 
 def invert_sums(dst, sums_sb, norm, factor=1.0):
-    """Sets dst = (factor sums + eps)^-1/2 / s on the Scalar engine, for any number of sums per partition."""
+    """Sets dst = (factor sums + eps)^-1/2 / s, for any number of sums per partition.
+
+    The root is GpSimd's, which is more exact there. On the Scalar engine it would evict the table of the
+    function before it, and that one has to be loaded again afterwards.
+    """
     s = norm["scale"]
-    nisa.activation(
-        dst=dst,
-        op=nl.rsqrt,
-        data=sums_sb,
-        scale=s * s * factor,
-        bias=norm["epsilon"][0 : sums_sb.shape[0], :],
-    )
+    nisa.tensor_scalar(
+        dst=dst, data=sums_sb, op0=nl.multiply, operand0=s * s * factor, op1=nl.add,
+        operand1=norm["epsilon"],
+    )  # fmt: skip
+    nisa.tensor_scalar(dst=dst, data=dst, op0=nl.rsqrt, operand0=0.0, engine=nisa.engine.gpsimd)
 
 
 def choose_factors(inverse_norms):

@@ -1,10 +1,10 @@
 """Runs a layer's mixer in one NKI kernel forward and in another one backward, where it fits.
 
 A kernel call takes as many sequences as `plan.count_sequences` says; a sequence that is too long for one call
-is not computed at once (`Capability.limits`). Training keeps what backward reads: the convolution's results
-before SiLU and the state before each chunk, in float32, and o in the dtype of x. Where more value heads share
-a key head than a bundle holds, backward is the kernels of the three parts, and training keeps q, k, v, o, and
-states.
+is not computed at once (`Capability.limits`). Training keeps what backward reads: q, k, v and o in the dtype
+of x, and in float32 the convolution's results before SiLU and the state before each chunk. Where more value
+heads share a key head than a bundle holds, backward is the kernels of the three parts, and training keeps q,
+k, v, o, and fewer states.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from delta_trn.nki_kernels.gated_delta_layer.projected import projected_delta_la
 def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns y, final_state, and what backward's kernel or kernels take, where it follows.
 
-    Raises BackendRefusal for an eps that the Scalar engine's rsqrt does not take.
+    Raises BackendRefusal for an eps that rsqrt does not take.
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
     whole, g = _is_one_kernel(call), _split_decays(call)
@@ -68,7 +68,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     """Returns the gradients, by one kernel where it holds the call, else those of the three parts."""
     if not _is_one_kernel(call):
         return _backward_of_parts(dy, dstate, call, saved)
-    u, o, *states = saved
+    q, k, v, o, u, *states = saved
     g, weight_t = _split_decays(call), call.weight.float().t().contiguous()
     parts: list[tuple[Tensor, ...]] = []
     for rows, how in _cut(call.sizes):
@@ -79,8 +79,11 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
                 dy[rows],
                 call.x[rows],
                 weight_t,
-                u[rows],
+                q[rows],
+                k[rows],
+                v[rows],
                 o[rows],
+                u[rows],
                 g[rows],
                 call.beta[rows],
                 call.gate[rows],
@@ -90,7 +93,6 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
                 dstate is not None,
                 *options[4:],
                 states[0][rows] if states else call.gain,
-                call.K,
                 call.scale,
                 call.eps,
                 how.C,
@@ -200,14 +202,13 @@ def _backward_of_parts(dy: Tensor, dstate: Tensor | None, call: Layer, saved: li
 
 
 def saved_shapes(call: Layer) -> Shapes:
-    """Returns the shapes of u and o, or of q, k, v and o, and of the states before stretches."""
+    """Returns the shapes of q, k, v and o, of u for one kernel, and of the kept states."""
     (B, T, channels), (HV, V), dtype = call.x.shape, call.gate.shape[2:], call.x.dtype
+    shapes: Shapes = [((B, T, call.heads, call.K), dtype)] * 2 + [((B, T, HV, V), dtype)] * 2
+    many = plan.stretches(T) - 1
     if _is_one_kernel(call):
-        shapes: Shapes = [((B, channels, T), torch.float32), ((B, T, HV, V), dtype)]
+        shapes.append(((B, channels, T), torch.float32))
         many = -(-T // plan.CHUNK) - 1
-    else:
-        shapes = [((B, T, call.heads, call.K), dtype)] * 2 + [((B, T, HV, V), dtype)] * 2
-        many = plan.stretches(T) - 1
     return [*shapes, ((B, many, call.K, HV, V), torch.float32)] if many > 0 else shapes
 
 

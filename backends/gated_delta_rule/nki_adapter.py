@@ -92,7 +92,7 @@ def saved_shapes(call: Rule) -> Shapes:
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns o, final_state and the states that backward starts from.
 
-    Raises BackendRefusal for lengths on the device, and for norms that the Scalar engine's rsqrt does not
+    Raises BackendRefusal for lengths on the device, and for norms that rsqrt does not
     take.
     """
     call = _prepare(call)

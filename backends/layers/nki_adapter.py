@@ -42,7 +42,7 @@ def short_convolution_backward(
 def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns y [..., N].
 
-    Raises BackendRefusal for an eps, or norms of rows, that the Scalar engine's rsqrt does not take.
+    Raises BackendRefusal for an eps, or norms of rows, that rsqrt does not take.
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
     require_norms_within_rsqrt({"x": call.x}, call.eps)

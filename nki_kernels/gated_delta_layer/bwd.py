@@ -2,19 +2,14 @@
 
     u = conv(x)    q, k, v = SiLU(u)    o = gated_delta_rule(q, k, v, g, beta)    y = RMSNorm(o) w SiLU(z)
 
-Forward leaves u as [channels, tokens], o, and the state before each chunk but the first. u is float32, since
-SiLU'(u) may be near 0. Chunks are taken from the last one to the first. The equations of the stages are in
-`nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` and
+Forward leaves q, k, v and o, u as [channels, tokens], and the state before each chunk but the first. u is
+float32, since SiLU'(u) may be near 0. Chunks are taken from the last one to the first. The equations of the
+stages are in `nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` and
 `nki_kernels.gated_delta_layer.convolution`. What one hands to the next stays on chip: dO leaves the norm for
 the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 """
 
-from delta_trn.nki_kernels.chunk import (
-    invert_key_norms,
-    load_lanes,
-    store_lanes,
-    sum_decays,
-)
+from delta_trn.nki_kernels.chunk import load_chunk, load_lanes, store_lanes
 from delta_trn.nki_kernels.chunk_gradients import (
     divide_norms,
     shorten_vectors,
@@ -140,40 +135,6 @@ def load_channels(u, n, first, width, start, tokens):
     return views
 
 
-def load_u(own, plan, bundle, call):
-    """Loads u of a chunk: lists of views [channels, tokens] of q and k, and of v."""
-    sides = []
-    for segment in plan["segments"]:
-        low, high, channel = segment
-        sides.append(load_channels(call["u"], bundle["n"], channel, high - low, own["start"], own["tokens"]))
-    return sides[0] + sides[1], sides[2]
-
-
-def load_gradient_chunk(own, stream, call):
-    """Runs LOAD: what the rule's gradients take of a chunk, but the state; q, k and v are made of u."""
-    bundle, start, tokens = stream["bundle"], own["start"], own["tokens"]
-    table = take_corners(call["constants"], own["rows"])
-    rows, K, V, eye = table["rows"], call["K"], call["V"], call["eye"]
-    heads, lanes = bundle["key_heads"], bundle["lanes"]
-    qk_sb, v_sb = sbuf((rows, 2, heads, K), table["products"]), sbuf((rows, lanes, V), table["products"])
-    if tokens < rows:
-        nisa.memset(dst=qk_sb, value=0.0)
-        nisa.memset(dst=v_sb, value=0.0)
-    chunk = {
-        "start": start, "tokens": tokens, "qk": qk_sb, "v": v_sb,
-        "g": load_lanes(call["g"], bundle, start, tokens, rows),
-        "beta": load_lanes(call["beta"], bundle, start, tokens, rows),
-    }  # fmt: skip
-    keys, values = load_u(own, stream["plan"], bundle, call)
-    collect_rows(qk_sb.reshape((rows, 2 * heads * K)), keys, eye, nl.silu)
-    collect_rows(v_sb.reshape((rows, lanes * V)), values, eye, nl.silu)
-    chunk["inverse_norms"] = invert_key_norms(qk_sb, True, table)
-    factors_sb, carry_factors_sb = sum_decays(chunk["g"], K, table)
-    chunk["factors"], chunk["carry_factors"] = factors_sb, carry_factors_sb
-    invert_beta(chunk)
-    return chunk
-
-
 def differentiate_rows(stage, own, bundle, call):
     """Runs a stage of the norm: ROWS, GATE, PRODUCTS, DZ or REST.
 
@@ -220,8 +181,13 @@ def compute_slopes(own, stream, call):
     own["du"] = sbuf((rows, plan["columns"]))
     if tokens < rows or plan["columns"] > plan["channels"]:
         nisa.memset(dst=own["du"], value=0.0)
-    keys, values = load_u(own, plan, stream["bundle"], call)
-    collect_rows(own["du"], keys + values, call["eye"], nl.silu_dx)
+    views = []
+    for segment in plan["segments"]:
+        low, high, channel = segment
+        views = views + load_channels(
+            call["u"], stream["bundle"]["n"], channel, high - low, own["start"], tokens
+        )
+    collect_rows(own["du"], views, call["eye"], nl.silu_dx)
 
 
 def multiply_slopes(chunk, own, stream, call):
@@ -257,7 +223,10 @@ def run_gradient_stage(stage, stream, index, call):
     bundle, parts, constants, V = stream["bundle"], call["parts"], call["constants"], call["V"]
     products, own, chunk = constants["products"], stream["own"][index], stream["chunks"][index]
     if stage == LOAD:
-        stream["chunks"][index] = load_gradient_chunk(own, stream, call)
+        table = take_corners(constants, own["rows"])
+        chunk = load_chunk(call["inputs"], bundle, own["start"], own["tokens"], True, table)
+        invert_beta(chunk)
+        stream["chunks"][index] = chunk
     elif stage == KEPT:
         own["kept"] = load_kept_state(
             call["initial_state"], call["states"], index, bundle, parts, V, call["has_state"]
@@ -348,15 +317,15 @@ def open_stream(bundle, largest, call):
 
 @nki.jit
 def gated_delta_layer_bwd(
-    dy, x, weight_t, u, o, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
-    initial_state, has_state, states, K, scale, eps, C, lanes, width,
+    dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
+    initial_state, has_state, states, scale, eps, C, lanes, width,
 ):  # fmt: skip
     """Computes the gradients of `gated_delta_layer_fwd`, called with every = 1 and the same C.
 
     Args:
         dy              like y
         weight_t        [W, channels] float32
-        u, o, states    as forward left them; states: any tensor if there is but one chunk
+        q, k, v, o, u, states   as forward left them; states: any tensor if there is but one chunk
         dstate          of the final state [N, HV, K, V] float32, read if `has_dstate`; else any tensor
         the others      as in forward; no group of value heads is larger than `width`
 
@@ -368,8 +337,7 @@ def gated_delta_layer_bwd(
         dprefix             like prefix, only if `continued`
     """
     N, T, channels = x.shape
-    HV, V = z.shape[2], z.shape[3]
-    W, H = weight_t.shape[0], (channels - HV * V) // (2 * K)
+    H, K, HV, V, W = q.shape[2], q.shape[3], z.shape[2], z.shape[3], weight_t.shape[0]
     check(N, W, packed, continued)
     check_eps(eps)
     assert count_slots(H, HV, width) == H, f"{HV // H} value heads per key head exceed a bundle of {width}"
@@ -390,7 +358,7 @@ def gated_delta_layer_bwd(
     ones_column_sb = sbuf((PARTITIONS, 1))
     nisa.memset(dst=ones_column_sb, value=1.0)
     call = {
-        "dy": dy, "x": x, "weight_t": weight_t, "u": u, "o": o, "g": g, "beta": beta, "z": z,
+        "dy": dy, "x": x, "weight_t": weight_t, "inputs": (q, k, v, g, beta), "o": o, "u": u, "z": z,
         "position": position, "packed": packed, "prefix": prefix, "continued": continued, "dstate": dstate,
         "has_dstate": has_dstate, "initial_state": initial_state, "has_state": has_state, "states": states,
         "H": H, "K": K, "V": V, "W": W, "C": C, "scale": scale, "parts": split_evenly(K),
@@ -439,11 +407,13 @@ def example(
     HV = HV or H
     _, _, _, g, beta, z = rule_inputs(B, T, H, HV, K, V, dtype)
     channels = 2 * H * K + HV * V
-    x, dy, o = normals(dtype, (B, T, channels), z.shape, z.shape)
+    x, dy, o, q, k, v = normals(
+        dtype, (B, T, channels), z.shape, z.shape, (B, T, H, K), (B, T, H, K), z.shape
+    )
     kept = -(-T // C) - 1
     u, weight_t, gain = normals("float32", (B, channels, T), (W, channels), (V,))
     states = normals("float32", (B, kept, K, HV, V))[0] * K**-0.5 if kept else beta
     return gated_delta_layer_bwd, (
-        dy, x, weight_t, u, o, g, beta, z, gain, x, False, x, False, beta, False, beta, False, states, K,
-        K**-0.5, 1e-5, C, lanes, width,
+        dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, x, False, x, False, beta, False, beta, False,
+        states, K**-0.5, 1e-5, C, lanes, width,
     )  # fmt: skip

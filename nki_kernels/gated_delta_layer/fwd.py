@@ -221,7 +221,7 @@ def load_layer(stream, index, call):
     collect_rows(
         v_sb.reshape((rows, bundle["lanes"] * V)), list_transposed((2,), stream, index, tokens, call), eye
     )
-    if call["save"] == 1:
+    if call["save"] > 0:
         q, k, v = call["saved"]
         n, first, heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
         nisa.dma_copy(
@@ -288,8 +288,8 @@ def gated_delta_layer_fwd(
     Returns:
         y               [N, T, HV, V] in x's dtype
         final_state     [N, HV, K, V] float32
-        q, k, v, o      as the rule takes and leaves them, in x's dtype; only if save is 1
-        u, o            u = conv(x) [N, channels, T] float32, o in x's dtype; only if save is 2
+        q, k, v, o      as the rule takes and leaves them, in x's dtype; only if save is not 0
+        u               conv(x) [N, channels, T] float32; only if save is 2
         states          as of `gated_delta_rule_fwd`, only if there are any
     """
     made = compute_layer(
@@ -297,15 +297,15 @@ def gated_delta_layer_fwd(
         scale, eps, save, every, C, lanes, width,
     )  # fmt: skip
     y, final_state = made["y"], made["final_state"]
+    q, k, v = made["saved"]
+    if save == 2:
+        if made["kept"] > 0:
+            return y, final_state, q, k, v, made["o"], made["u"], made["states"]
+        return y, final_state, q, k, v, made["o"], made["u"]
     if save == 1:
-        q, k, v = made["saved"]
         if made["kept"] > 0:
             return y, final_state, q, k, v, made["o"], made["states"]
         return y, final_state, q, k, v, made["o"]
-    if save == 2:
-        if made["kept"] > 0:
-            return y, final_state, made["u"], made["o"], made["states"]
-        return y, final_state, made["u"], made["o"]
     return y, final_state
 
 
@@ -330,15 +330,14 @@ def compute_layer(
     kept = (chunks - 1) // every if every > 0 else 0
     if kept > 0:
         states = nl.ndarray((N, kept, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm)
-    if save == 1:
+    if save > 0:
         q = nl.ndarray((N, T, H, K), dtype=x.dtype, buffer=nl.shared_hbm)
         k = nl.ndarray((N, T, H, K), dtype=x.dtype, buffer=nl.shared_hbm)
         v = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
+        o = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
         saved = (q, k, v)
     if save == 2:
         u = nl.ndarray((N, channels, T), dtype=nl.float32, buffer=nl.shared_hbm)
-    if save > 0:
-        o = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     projects = len(projection) > 0
     call = {

@@ -31,8 +31,8 @@ def projected_delta_layer_fwd(
 
     Returns:
         y               [N, T, HV, V] in hidden's dtype
-        u, o, states    as `gated_delta_layer_fwd` with save = 2, only with `save`
-        x, z            [N, T, channels] and [N, T, HV, V] in hidden's dtype, only with `save`
+        q, k, v, o, u, states   as `gated_delta_layer_fwd` with save = 2, only with `save`
+        x, z                    [N, T, channels] and [N, T, HV, V] in hidden's dtype, only with `save`
     """
     N, T, d = hidden.shape
     HV, V, channels = beta.shape[2], gain.shape[0], weight.shape[0]
@@ -51,9 +51,10 @@ def projected_delta_layer_fwd(
         2 if save else 0, every, C, lanes, width,
     )  # fmt: skip
     if save:
+        q, k, v = made["saved"]
         if made["kept"] > 0:
-            return made["y"], made["u"], made["o"], made["states"], x, z
-        return made["y"], made["u"], made["o"], x, z
+            return made["y"], q, k, v, made["o"], made["u"], made["states"], x, z
+        return made["y"], q, k, v, made["o"], made["u"], x, z
     return made["y"]
 
 

@@ -18,7 +18,8 @@ bandwidths from the architecture guides; latencies from both and from the perfor
 between dependent Vector instructions, 264 Scalar cycles per small dependent activation, 64 cycles to fill
 the Tensor engine's array, 60 to reach SBUF or PSUM). Three costs are inferred: a DMA descriptor costs at
 least 512 bytes of bandwidth; a float32 transposition on the Tensor engine costs four passes; elementwise
-work on GpSimd costs 150 cycles, and one more per element.
+work on GpSimd costs 150 cycles, and one more per element, or four for roots and powers (NKI's documentation
+has a root there four times as slow as the Scalar engine's).
 
 Four constants differ from the documentation, because published measurements do:
 
@@ -30,6 +31,9 @@ Four constants differ from the documentation, because published measurements do:
     Scalar      an instruction takes 55 cycles more than its elements
     reciprocal  3 cycles per element on the Vector engine, not 8
     scan        1 cycle per element on the Vector engine, not 2 as other instructions with two full inputs
+
+Beside its instructions, the Scalar engine loads tables of functions (`core.tables`): as soon as it is free,
+as the compiler moves loads forward, before the first instruction whose function the resident table lacks.
 """
 
 from bisect import bisect_right, insort
@@ -39,6 +43,7 @@ from dataclasses import dataclass
 
 from delta_trn.nki_kernels.simulator.core.machine import Engine, Operand, Record
 from delta_trn.nki_kernels.simulator.core.memory import HBM, PSUM, SBUF
+from delta_trn.nki_kernels.simulator.core.tables import LOAD_US, Tables
 from delta_trn.nki_kernels.simulator.core.targets import Target
 
 TENSOR_LATENCY = 64 + 60
@@ -49,6 +54,7 @@ DESCRIPTOR_BYTES = 512
 MIN_CYCLES = 64  # of any instruction
 SCALAR_OVERHEAD = 55  # cycles of each Scalar instruction beside its elements
 RECIPROCAL = 3  # cycles per element on the Vector engine
+SLOW = 4  # cycles per element of roots and powers on GpSimd
 SBUF_PORT = "vector+gpsimd on SBUF"
 PSUM_PORT = "vector+scalar on PSUM"
 
@@ -108,6 +114,8 @@ class Estimate:
     hbm_written: int
     multiply_adds: int
     critical: dict[str, tuple[int, float]]  # op -> count and time on the longest path
+    loads: int  # of the Scalar engine's tables
+    tables: tuple[str, ...]
     steps: tuple[Step, ...]
 
     @property
@@ -167,9 +175,14 @@ def _estimate(
     transfers: list[tuple[float, float]] = []
     read = written = macs = 0
     upper = 0.0
+    tables = Tables()
     for i, record in enumerate(trace):
         busy, latency = instruction_cost(record, target, reading)
         engine = record.engine.name
+        if record.engine is Engine.scalar and tables.load_for(record.flags.get("function", "copy")):
+            free[engine] += LOAD_US
+            busy_of[engine] += LOAD_US
+            upper += LOAD_US
         queues = (*_ports(record, target), _queue(record))
         start, longest, cause = max(free[q] for q in queues), 0.0, None
         for j in dependencies[i]:
@@ -213,6 +226,8 @@ def _estimate(
         hbm_written=written,
         multiply_adds=macs,
         critical=_critical(steps, causes, finish),
+        loads=tables.loads,
+        tables=tables.names(),
         steps=tuple(steps),
     )
 
@@ -234,7 +249,8 @@ def instruction_cost(record: Record, target: Target, reading: Reading = ISSUE) -
         cycles = max(MIN_CYCLES, F + SCALAR_OVERHEAD) + (MIN_CYCLES if flags.get("reduces") else 0)
         return cycles / target.scalar_ghz / 1e3, SCALAR_LATENCY / target.scalar_ghz / 1e3
     if record.engine is Engine.gpsimd:
-        return (150 + F) / target.gpsimd_ghz / 1e3, GPSIMD_LATENCY / target.gpsimd_ghz / 1e3
+        elements = SLOW * F if flags.get("slow") else F
+        return (150 + elements) / target.gpsimd_ghz / 1e3, GPSIMD_LATENCY / target.gpsimd_ghz / 1e3
     return _vector_cycles(record, F) / target.vector_ghz / 1e3, VECTOR_LATENCY / target.vector_ghz / 1e3
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.memory import HBM
+from delta_trn.nki_kernels.simulator.core.tables import LOAD_US
 from delta_trn.nki_kernels.simulator.cost import Estimate
 from delta_trn.nki_kernels.simulator.kernel import Run
 
@@ -58,7 +59,9 @@ def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
         f"HBM: {slow.hbm_read:,} bytes read, {slow.hbm_written:,} written. "
         f"Matmul: {slow.multiply_adds:,} multiply-adds. "
         f"Peak live SBUF: {run.sbuf_peak:,} of {target.sbuf:,} bytes per partition; "
-        f"PSUM: {run.psum_peak} of 8 banks.",
+        f"PSUM: {run.psum_peak} of 8 banks. "
+        f"The Scalar engine loads {slow.loads} tables ({', '.join(slow.tables) or 'none'}), "
+        f"{slow.loads * LOAD_US:.1f} us of its time.",
         "",
         "| instruction | count | | longest path | count | time, us |",
         "| --- | ---: | --- | --- | ---: | ---: |",

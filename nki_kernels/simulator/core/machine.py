@@ -33,6 +33,7 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     Storage,
 )
 from delta_trn.nki_kernels.simulator.core.releases import rules_of
+from delta_trn.nki_kernels.simulator.core.tables import MOST_SETS, Tables
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS, Target
 
 
@@ -121,6 +122,7 @@ class Machine:
         self.count = 0
         self.lives: list[Life] = []
         self.trace: list[Record] | None = [] if trace else None
+        self.tables = Tables()
         self.scalar_registers = np.zeros((PARTITIONS, 1), np.float32)
         self.vector_registers = np.zeros((PARTITIONS, 1), np.float32)
         self.rng = np.random.default_rng(0)
@@ -195,7 +197,7 @@ class Machine:
         return self._peak(SBUF)[0], self._peak(PSUM)[0]
 
     def check_capacity(self) -> None:
-        """Refuse a run whose live tiles do not fit into SBUF or PSUM."""
+        """Refuse a run whose live tiles do not fit into SBUF or PSUM, or that uses too many tables."""
         for buffer, limit, unit in (
             (SBUF, self.target.sbuf, "bytes per partition"),
             (PSUM, PSUM_BANKS, "banks of 2 KiB per partition"),
@@ -208,6 +210,11 @@ class Machine:
                     f"{buffer.value} capacity exceeded: {peak} {unit} live at instruction {index}, "
                     f"{self.target.name} has {limit}; {len(live)} tiles are live, the largest: {names}"
                 )
+        if len(sets := self.tables.names()) > MOST_SETS:
+            raise StrictError(
+                f"activation functions of {len(sets)} tables ({', '.join(sets)}), and a program may use "
+                f"{MOST_SETS} (NCC_INLA001); compute some functions from others, or on another engine"
+            )
 
     def _peak(self, buffer: MemoryRegion) -> tuple[int, int, list[Life]]:
         """Return the peak, the instruction where it is reached, and the tiles that are live there."""

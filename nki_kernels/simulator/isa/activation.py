@@ -6,7 +6,7 @@ from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
 from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
 from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import open_registers, read_registers
+from delta_trn.nki_kernels.simulator.isa.arithmetic import check_range, open_registers, read_registers
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 from delta_trn.nki_kernels.simulator.isa.operators import Operator, activation_function
 
@@ -61,8 +61,9 @@ def _activate(instruction, dst, op, data, bias, scale, reduce_op, reduce_res, re
         if run.target.generation == 2 and function.name == "reciprocal" and run.strict:
             raise StrictError("activation reciprocal takes no bias on gen2")
     if function.valid is not None and run.strict:
-        _check_range(run, function, values)
+        check_range(run, function, values)
     assert function.activation is not None
+    run.machine.tables.load_for(function.name)
     result = function.activation(values)
     ulps = run.machine.numerics.activation_ulps
     if ulps and function.name != "copy":
@@ -83,19 +84,6 @@ def _bias(run: Instruction, bias: object, P: int) -> object:
     run.has_columns("bias", bias, P)
     require(bias.dtype != "tfloat32", f"{run.op} bias dtype cannot be tfloat32")
     return to_float32(values).reshape(P, 1)
-
-
-def _check_range(run: Instruction, function: Operator, values: np.ndarray) -> None:
-    assert function.valid is not None
-    low, high = function.valid
-    magnitude = np.abs(values) if function.name == "reciprocal" else values
-    outside = (magnitude < np.float32(low)) | (magnitude > np.float32(high))
-    if outside.any():
-        where = [int(i) for i in np.argwhere(outside)[0]]
-        raise StrictError(
-            f"{run.op} {function!r} is valid for inputs in [{low:.3g}, {high:.3g}], got "
-            f"{values[tuple(where)]:.6g} at {where}; the Scalar engine returns wrong values there"
-        )
 
 
 def _reduce(run: Instruction, result: np.ndarray, P: int, reduce_op: object, reduce_cmd: object) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.core.errors import ConstraintError
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError
 from delta_trn.nki_kernels.simulator.core.machine import Instruction
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
@@ -75,3 +75,17 @@ def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np
         out = run.dst("reduce_res", reduce_res)
         run.has_columns("reduce_res", out, len(registers))
         run.write(out, registers)
+
+
+def check_range(run: Instruction, function: Operator, values: np.ndarray) -> None:
+    """Refuse inputs outside the range for which a function is documented, that of the Scalar engine."""
+    assert function.valid is not None
+    low, high = function.valid
+    magnitude = np.abs(values) if function.name == "reciprocal" else values
+    outside = (magnitude < np.float32(low)) | (magnitude > np.float32(high))
+    if outside.any():
+        where = [int(i) for i in np.argwhere(outside)[0]]
+        raise StrictError(
+            f"{run.op} {function!r} is valid for inputs in [{low:.3g}, {high:.3g}], got "
+            f"{values[tuple(where)]:.6g} at {where}; the Scalar engine returns wrong values there"
+        )

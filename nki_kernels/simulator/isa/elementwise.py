@@ -6,7 +6,7 @@ from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
 from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
 from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
 from delta_trn.nki_kernels.simulator.core.memory import ON_CHIP, PSUM, NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import VG, VSG, bits, combine, pick
+from delta_trn.nki_kernels.simulator.isa.arithmetic import VG, VSG, bits, check_range, combine, pick
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.operators import Operator, alu_operator
 
@@ -94,9 +94,11 @@ def tensor_scalar(
         if op is None:
             continue
         scalar = None if op.arity == 1 else run.scalar_operand(role, operand, P, bitvec=op.bitvec)
+        if op.valid is not None and run.strict:
+            check_range(run, op, values)
         values = combine(op, values, scalar, reverse)
     run.write_like(dst, values, data, "data")
-    return run.done()
+    return run.done(slow=slow)
 
 
 def scalar_tensor_tensor(

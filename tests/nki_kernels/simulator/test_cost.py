@@ -10,7 +10,10 @@ import pytest
 from delta_trn.nki_kernels import short_convolution
 from delta_trn.nki_kernels.simulator import TARGETS, nisa, nl, record
 from delta_trn.nki_kernels.simulator.__main__ import main
+from delta_trn.nki_kernels.simulator.core.errors import StrictError
+from delta_trn.nki_kernels.simulator.core.tables import EVERYWHERE, LOAD_US, owners
 from delta_trn.nki_kernels.simulator.cost import ISSUE, RATE, estimate, estimates, instruction_cost
+from delta_trn.nki_kernels.simulator.isa.operators import OPERATORS
 from tests.support.simulator_harness import F32, ones
 
 TRN1 = TARGETS["trn1"]
@@ -67,6 +70,71 @@ def test_the_two_readings_agree_at_512_columns_and_the_last_is_slower_at_fewer()
     fast, slow = estimates(traced(body)[0], TRN1)
     assert (fast.reading, slow.reading) == (RATE, ISSUE) and fast.lower < slow.lower
     assert isclose(slow.engines["tensor"] / fast.engines["tensor"], (64 + 512 / 6) / 64 * 6 / 7)
+
+
+def scalar_time(*functions, size=64):
+    """Returns for how long functions keep the Scalar engine busy, the tables that it loads, and how often."""
+
+    def body():
+        x = ones(128, size)
+        for function in functions:
+            nisa.activation(dst=ones(128, size), op=function, data=x)
+
+    costs = traced(body)[1]
+    return costs.engines["scalar"], costs.tables, costs.loads
+
+
+def test_each_change_of_function_loads_a_table():
+    """Grouped, the same functions load one table each; copies and squares are in every table."""
+    grouped, tables, few = scalar_time(nl.exp, nl.exp, nl.copy, nl.silu, nl.square, nl.silu)
+    in_turns, _, many = scalar_time(nl.exp, nl.silu, nl.copy, nl.exp, nl.square, nl.silu)
+    assert (few, many, tables) == (2, 4, ("exp", "silu"))
+    assert isclose(in_turns - grouped, 2 * LOAD_US)
+    assert scalar_time(nl.copy, nl.square, nl.abs)[1:] == ((), 0)
+
+
+def test_functions_of_one_set_load_it_once():
+    assert scalar_time(nl.exp, nl.tanh, nl.exp)[1:] == (("exp",), 1)
+    assert scalar_time(nl.silu, nl.tanh, nl.silu)[1:] == (("silu",), 1)
+    assert scalar_time(nl.log, nl.exp, nl.log)[1:] == (("log and exp",), 1)
+
+
+def test_a_table_is_loaded_while_the_engine_waits():
+    """The compiler moves a load forward: it costs no time where the next operand comes later."""
+
+    def body(function):
+        x, y = nl.ndarray((128, 8), F32, nl.shared_hbm), ones(128, 8)
+        nisa.activation(dst=ones(128, 8), op=nl.exp, data=y)
+        nisa.dma_copy(dst=x, src=y)
+        z = nl.ndarray((128, 8), F32, nl.sbuf)
+        nisa.dma_copy(dst=z, src=x)
+        nisa.activation(dst=ones(128, 8), op=function, data=z)
+
+    same, other = (traced(lambda f=f: body(f))[1] for f in (nl.exp, nl.silu))
+    assert (same.loads, other.loads) == (1, 2) and isclose(same.schedule, other.schedule)
+
+
+def test_every_function_of_the_scalar_engine_is_in_a_table():
+    functions = [op.name for op in OPERATORS if op.activation is not None and not op.composed]
+    assert {"exp", "silu", "rsqrt"} <= set(functions)
+    assert all(owners(name) or name in EVERYWHERE for name in functions)
+    with pytest.raises(ValueError, match="no set of tables has 'cosh'"):
+        owners("cosh")
+
+
+def test_a_program_of_more_than_eight_tables_is_refused():
+    functions = (nl.exp, nl.silu, nl.rsqrt, nl.sqrt, nl.log, nl.softplus, nl.sigmoid, nl.reciprocal, nl.mish)
+    assert scalar_time(*functions[:8])[2] == 8
+    with pytest.raises(StrictError, match=r"of 9 tables .*NCC_INLA001"):
+        scalar_time(*functions)
+
+
+def test_a_root_on_gpsimd_takes_four_cycles_per_element():
+    def body():
+        x = ones(128, 100)
+        nisa.tensor_scalar(dst=ones(128, 100), data=x, op0=nl.rsqrt, operand0=0.0, engine=nisa.engine.gpsimd)
+
+    assert isclose(busy(body, "tensor_scalar"), 150 + 400)
 
 
 def test_elementwise_instructions_take_their_cycles():
