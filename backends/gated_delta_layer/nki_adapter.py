@@ -105,7 +105,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
         dg.masked_fill(call.g <= RESET, 0.0),
         dbeta,
         dgate,
-        dgain.sum(0).to(call.gain.dtype),
+        dgain.unflatten(1, (-1, call.gain.shape[0])).sum((0, 1)).to(call.gain.dtype),
         dprefix[0] if dprefix else None,
         dstate0 if call.initial_state is not None else None,
     )

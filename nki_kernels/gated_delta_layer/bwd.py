@@ -46,7 +46,8 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     multiply_taps,
     outline,
     store_prefix,
-    store_weights,
+    store_sums,
+    sum_gain,
     sum_taps,
 )
 from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
@@ -80,18 +81,16 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     solve_state,
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
+from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.gated_rms_norm import (
-    add_columns,
     invert_rms,
     load_everywhere,
     normalize_rows,
     project,
     repeat_row,
 )
-from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import (
-    BANK,
     PARTITIONS,
     count_slots,
     list_waves,
@@ -174,13 +173,13 @@ def load_gradient_chunk(own, stream, call):
     return chunk
 
 
-def differentiate_rows(stage, own, bundle, call):
+def differentiate_rows(stage, own, stream, call):
     """Runs a stage of the norm: ROWS, GATE, PRODUCTS, DZ or REST.
 
     Of h, dy, SiLU(z) and SiLU'(z), PRODUCTS makes m = dy SiLU(z), n = m w and n h, in the letters of
     `nki_kernels.gated_rms_norm`, and leaves n in `m`, n h in `nh`, and dy SiLU'(z) in `slope`.
     """
-    start, tokens, rows = own["start"], own["tokens"], own["rows"]
+    bundle, start, tokens, rows = stream["bundle"], own["start"], own["tokens"], own["rows"]
     if stage == ROWS:
         o_sb = load_lanes(call["o"], bundle, start, tokens, rows, call["o"].dtype)
         own["r"] = invert_rms(o_sb, call["norm"])
@@ -193,13 +192,18 @@ def differentiate_rows(stage, own, bundle, call):
         nisa.activation(dst=own["slope"], op=nl.silu_dx, data=z_sb)
     elif stage == PRODUCTS:
         dy_sb = load_lanes(call["dy"], bundle, start, tokens, rows, call["dy"].dtype)
-        m_sb, mh_sb, gain = own["m"], sbuf(dy_sb.shape), repeat_row(call["gain"], rows, bundle["lanes"])
+        m_sb, gain, lanes = own["m"], repeat_row(call["gain"], rows, bundle["lanes"]), bundle["lanes"]
         multiply_on_gpsimd(own["slope"], dy_sb, own["slope"])
         multiply_on_gpsimd(m_sb, dy_sb, m_sb)
-        multiply_on_gpsimd(mh_sb, m_sb, own["h"])
-        add_columns([(0, call["V"], call["dgain_sum"])], call["ones_column"], mh_sb)
-        multiply_on_gpsimd(mh_sb, mh_sb, gain)
+        slots = max(lanes, (stream["sums"].shape[1] + call["V"] - 1) // call["V"])  # that fill a view of sums
+        mh_sb = sbuf((rows, slots, call["V"]))
         own["nh"] = mh_sb
+        if slots > lanes:
+            nisa.memset(dst=mh_sb[:, lanes:slots, :], value=0.0)
+            own["nh"] = sbuf(dy_sb.shape)
+        multiply_on_gpsimd(mh_sb[:, 0:lanes, :], m_sb, own["h"])
+        sum_gain(mh_sb, stream)
+        multiply_on_gpsimd(own["nh"], mh_sb[:, 0:lanes, :], gain)
         multiply_on_gpsimd(m_sb, m_sb, gain)
     elif stage == DZ:
         hw_sb, dz_sb = sbuf(own["h"].shape), sbuf(own["h"].shape, call["dz"].dtype)
@@ -267,7 +271,7 @@ def run_gradient_stage(stage, stream, index, call):
     elif stage == SHORTEN:
         shorten_vectors(chunk["qk"], chunk["shortening"])
     elif stage in (ROWS, GATE, PRODUCTS, DZ, REST):
-        differentiate_rows(stage, own, bundle, call)
+        differentiate_rows(stage, own, stream, call)
     elif stage == SCALE:
         chunk["do"] = own["do"]
         scaled = [chunk]
@@ -330,8 +334,7 @@ def convolve_again(stage, step, stream, index, call):
 
 def open_stream(bundle, largest, call):
     """Builds the dict of what a bundle has besides its chunks."""
-    plan = outline(bundle, call["H"], call["K"], call["V"])
-    W, cells = call["W"], len(plan["cells"])
+    plan = outline(bundle, call["H"], call["K"], call["V"], call["W"])
     chunks, own = [], []
     for span in split(call["x"].shape[1], call["C"]):
         start, stop = span
@@ -341,8 +344,8 @@ def open_stream(bundle, largest, call):
         "bundle": bundle, "plan": plan, "chunks": chunks, "own": own, "leaving": [],
         "dS": load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"]),
         "space": allocate_workspace(largest, bundle["lanes"]),
-        "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, W, largest),
-        "dweight": psum((cells * W, plan["columns"] // cells)),
+        "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, largest),
+        "sums": psum((plan["rows"], plan["cells"][0][1])),
     }  # fmt: skip
 
 
@@ -363,7 +366,7 @@ def gated_delta_layer_bwd(
     Returns:
         dx, dg, dbeta, dz   like their inputs
         dweight             [N, W, channels] float32, of each sequence
-        dgain               [1, V] float32
+        dgain               [N, HV V] float32, of each sequence and head
         dinitial_state      [N, HV, K, V] float32
         dprefix             like prefix, only if `continued`
     """
@@ -373,32 +376,28 @@ def gated_delta_layer_bwd(
     check(N, W, packed, continued)
     check_eps(eps)
     assert count_slots(H, HV, width) == H, f"{HV // H} value heads per key head exceed a bundle of {width}"
-    assert V <= BANK, f"V={V} exceeds {BANK}: dgain is summed in one bank of PSUM"
     chunks = (T + C - 1) // C
     dx = nl.ndarray((N, T, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((N, W, channels), dtype=nl.float32, buffer=nl.shared_hbm)
     dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
     dz = nl.ndarray((N, T, HV, V), dtype=z.dtype, buffer=nl.shared_hbm)
-    dgain = nl.ndarray((1, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    dgain = nl.ndarray((N, HV * V), dtype=nl.float32, buffer=nl.shared_hbm)
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     dprefix = dx
     if continued:
         dprefix = nl.ndarray((N, W - 1, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     constants = build_gradient_constants(largest, x.dtype)
-    ones_column_sb = sbuf((PARTITIONS, 1))
-    nisa.memset(dst=ones_column_sb, value=1.0)
     call = {
         "dy": dy, "x": x, "weight_t": weight_t, "u": u, "o": o, "g": g, "beta": beta, "z": z,
         "position": position, "packed": packed, "prefix": prefix, "continued": continued, "dstate": dstate,
         "has_dstate": has_dstate, "initial_state": initial_state, "has_state": has_state, "states": states,
         "H": H, "K": K, "V": V, "W": W, "C": C, "scale": scale, "parts": split_evenly(K),
         "value_parts": split_evenly(V), "dx": dx, "dz": dz, "gradients": (dx, dx, dx, dg, dbeta),
-        "gain": load_everywhere(gain), "norm": build_norm(eps), "dgain_sum": psum((1, V)),
-        "eye": build_identity(PARTITIONS, nl.float32),
-        "ones_column": ones_column_sb, "constants": constants, "blocks": build_block_constants(largest),
-        "shifts": build_shifts(max(largest, W - 1), W),
+        "gain": load_everywhere(gain), "norm": build_norm(eps),
+        "eye": build_identity(PARTITIONS, nl.float32), "constants": constants,
+        "blocks": build_block_constants(largest), "shifts": build_shifts(max(largest, W - 1), W),
     }  # fmt: skip
     stages = list_gradient_stages()
     ranks, slots, behind = rank_taps(stages)
@@ -421,12 +420,9 @@ def gated_delta_layer_bwd(
                         convolve_again(stage, step, streams[b], index, call)
         for stream in streams:
             store_state(dinitial_state, stream["dS"], stream["bundle"], call["parts"])
-            store_weights(dweight, stream, W)
+            store_sums(dweight, dgain, stream, W, V)
             if continued:
                 store_prefix(dprefix, stream["leaving"][0], stream, call)
-    dgain_sb = sbuf((1, V))
-    nisa.tensor_copy(dst=dgain_sb, src=call["dgain_sum"])
-    nisa.dma_copy(dst=dgain, src=dgain_sb)
     if continued:
         return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, dprefix
     return dx, dweight, dg, dbeta, dz, dgain, dinitial_state
