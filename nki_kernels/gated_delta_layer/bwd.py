@@ -25,6 +25,8 @@ from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
     DU,
     DZ,
     GATE,
+    HIDDEN,
+    HIDDEN_T,
     KEPT,
     MERGE,
     PRODUCTS,
@@ -34,7 +36,8 @@ from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
     TAPS,
     TRANSPOSE_STATES,
     list_gradient_stages,
-    rank_taps,
+    list_projected_stages,
+    rank_shares,
 )
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     AT_ONCE,
@@ -51,6 +54,14 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     sum_taps,
 )
 from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
+from delta_trn.nki_kernels.gated_delta_layer.projection_bwd import (
+    count_steps,
+    finish_chunk,
+    list_groups,
+    multiply_groups,
+    open_sequences,
+    transpose_groups,
+)
 from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     APPLY,
     EVEN,
@@ -91,6 +102,7 @@ from delta_trn.nki_kernels.gated_rms_norm import (
 )
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import (
+    BACKWARD_BUNDLES,
     PARTITIONS,
     count_slots,
     list_waves,
@@ -210,6 +222,7 @@ def differentiate_rows(stage, own, stream, call):
         multiply_on_gpsimd(hw_sb, own["h"], repeat_row(call["gain"], rows, bundle["lanes"]))
         multiply_on_gpsimd(dz_sb, own["slope"], hw_sb)
         store_lanes(call["dz"], dz_sb, bundle, start, tokens)
+        own["dz"] = dz_sb
     else:
         own["do"] = sbuf(own["h"].shape)
         normalize_rows(own["do"], own["h"], project(own["nh"]))
@@ -332,6 +345,17 @@ def convolve_again(stage, step, stream, index, call):
         sum_taps(own, stream, c, taps, own["products"][step], call)
 
 
+def run_share(stage, rank, shares, stream, index, call):
+    """Runs a share, number `rank` of all, of TAPS, SUM_TAPS or HIDDEN_T of a chunk."""
+    if stage == HIDDEN_T:
+        due = len(stream["groups"]) * rank // shares
+        transpose_groups(stream, index, due, call["constants"]["eye"])
+        return
+    count = len(split(call["W"], AT_ONCE)) * len(stream["plan"]["cells"])
+    for step in range(count * (rank - 1) // shares, count * rank // shares):
+        convolve_again(stage, step, stream, index, call)
+
+
 def open_stream(bundle, largest, call):
     """Builds the dict of what a bundle has besides its chunks."""
     plan = outline(bundle, call["H"], call["K"], call["V"], call["W"])
@@ -339,9 +363,15 @@ def open_stream(bundle, largest, call):
     for span in split(call["x"].shape[1], call["C"]):
         start, stop = span
         chunks.append({})
-        own.append({"start": start, "tokens": stop - start, "rows": pad_to_rows(stop - start)})
+        own.append(
+            {
+                "start": start, "tokens": stop - start, "rows": pad_to_rows(stop - start), "dx_cells": [],
+                "turned": [],
+            }
+        )  # fmt: skip
     return {
-        "bundle": bundle, "plan": plan, "chunks": chunks, "own": own, "leaving": [],
+        "bundle": bundle, "plan": plan, "groups": list_groups(plan, bundle, call["V"]), "chunks": chunks,
+        "own": own, "leaving": [],
         "dS": load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"]),
         "space": allocate_workspace(largest, bundle["lanes"]),
         "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, largest),
@@ -369,6 +399,24 @@ def gated_delta_layer_bwd(
         dgain               [N, HV V] float32, of each sequence and head
         dinitial_state      [N, HV, K, V] float32
         dprefix             like prefix, only if `continued`
+    """
+    made = compute_gradients(
+        dy, x, weight_t, u, o, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
+        initial_state, has_state, states, {}, K, scale, eps, C, lanes, width,
+    )  # fmt: skip
+    dx, dweight, dg, dbeta, dz = made["dx"], made["dweight"], made["dg"], made["dbeta"], made["dz"]
+    if continued:
+        return dx, dweight, dg, dbeta, dz, made["dgain"], made["dinitial_state"], made["dprefix"]
+    return dx, dweight, dg, dbeta, dz, made["dgain"], made["dinitial_state"]
+
+
+def compute_gradients(
+    dy, x, weight_t, u, o, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
+    initial_state, has_state, states, projection, K, scale, eps, C, lanes, width,
+):  # fmt: skip
+    """Computes what `gated_delta_layer_bwd` returns, and returns it in a dict.
+
+    projection is what `projection_bwd.start` returns, and then its `dhidden` is made, too, or an empty dict.
     """
     N, T, channels = x.shape
     HV, V = z.shape[2], z.shape[3]
@@ -398,34 +446,41 @@ def gated_delta_layer_bwd(
         "gain": load_everywhere(gain), "norm": build_norm(eps),
         "eye": build_identity(PARTITIONS, nl.float32), "constants": constants,
         "blocks": build_block_constants(largest), "shifts": build_shifts(max(largest, W - 1), W),
+        "projection": projection, "dweight": dweight, "dg": dg, "dbeta": dbeta, "dgain": dgain,
+        "dinitial_state": dinitial_state, "dprefix": dprefix,
     }  # fmt: skip
-    stages = list_gradient_stages()
-    ranks, slots, behind = rank_taps(stages)
-    for wave in list_waves(N, H, HV, width, lanes, 2):  # of PSUM's 8 banks, each bundle has one for dweight
+    projects = len(projection) > 0
+    stages = list_projected_stages() if projects else list_gradient_stages()
+    ranks, shares, behind = rank_shares(stages)
+    for wave in list_waves(N, H, HV, width, lanes, BACKWARD_BUNDLES):
         streams = []
         for bundle in wave:
             streams.append(open_stream(bundle, largest, call))
+        sequences = open_sequences(streams, projection) if projects else []
         for turn in range(chunks + behind):
             for i in range(len(stages)):
                 stage, parity, late = stages[i]
                 index = chunks - 1 - (turn - late)
                 if index < 0 or index >= chunks:
                     continue
+                if stage == HIDDEN:
+                    due = count_steps(sequences) * ranks[i] // shares[i]
+                    multiply_groups(sequences, index, due, projection)
+                    continue
                 for b in range(parity, len(streams), 2):
-                    if ranks[i] == 0:
+                    if ranks[i] > 0:
+                        run_share(stage, ranks[i], shares[i], streams[b], index, call)
+                    else:
                         run_gradient_stage(stage, streams[b], index, call)
-                        continue
-                    count = len(split(W, AT_ONCE)) * len(streams[b]["plan"]["cells"])
-                    for step in range(count * (ranks[i] - 1) // slots, count * ranks[i] // slots):
-                        convolve_again(stage, step, streams[b], index, call)
+            last = chunks - 1 - (turn - behind)
+            if projects and last >= 0 and last < chunks:
+                finish_chunk(streams, sequences, last, projection, constants["eye"])
         for stream in streams:
             store_state(dinitial_state, stream["dS"], stream["bundle"], call["parts"])
             store_sums(dweight, dgain, stream, W, V)
             if continued:
                 store_prefix(dprefix, stream["leaving"][0], stream, call)
-    if continued:
-        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, dprefix
-    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state
+    return call
 
 
 def example(

@@ -43,6 +43,9 @@ SUM_TAPS = 38  # sums of these
 DZ = 39  # the gradient of z
 MERGE = 40  # EVEN, CORNERS and UPDATE of all levels, nine stages
 TRANSPOSE_STATES = 49  # of S and dS; TRANSPOSE is of the rest
+HIDDEN_T = 50  # transposes dx and dz for the gradient of hidden states
+HIDDEN = 51  # products of these with weights, of all bundles at once
+SHARED = (TAPS, SUM_TAPS, HIDDEN_T, HIDDEN)  # an entry stands for a share of a chunk's
 
 
 def list_gradient_stages():
@@ -79,22 +82,35 @@ def list_gradient_stages():
     )  # fmt: skip
 
 
-def rank_taps(stages):
-    """Finds which share of a chunk's taps each entry of `list_gradient_stages` stands for.
+def list_projected_stages():
+    """Lists what `list_gradient_stages` does, where the gradient of hidden states is made, too."""
+    stages = []
+    for entry in list_gradient_stages():
+        stages.append(entry)
+        stage, parity, late = entry
+        if stage == SUM_TAPS and late == 1:
+            stages.append((HIDDEN_T, 1 - parity, 2))
+            stages.append((HIDDEN, EVEN, 2))
+    return tuple(stages)
 
-    Returns a number for each entry, from 1 on for those of the convolution and 0 for the others; the shares
-    of TAPS, as many as of SUM_TAPS, for each parity; and by how many turns the last stage is behind.
+
+def rank_shares(stages):
+    """Finds which share of a chunk's work each entry of a list of stages stands for.
+
+    Returns a number for each entry, from 1 on for those of SHARED and 0 for the others; how many shares its
+    stage has for its parity; and by how many turns the last stage is behind.
     """
-    ranks, slots, behind = [], 0, 0
+    ranks, shares, behind = [], [], 0
     for i in range(len(stages)):
         stage, parity, late = stages[i]
         behind = max(behind, late)
-        rank = 0
+        rank, count = 0, 0
         for j in range(len(stages)):
             other = stages[j]
-            same = stage in (TAPS, SUM_TAPS) and other[0] == stage and other[1] == parity
-            if same and (other[2] < late or (other[2] == late and j <= i)):
-                rank = rank + 1
-        slots = max(slots, rank)
+            if stage in SHARED and other[0] == stage and other[1] == parity:
+                count = count + 1
+                if other[2] < late or (other[2] == late and j <= i):
+                    rank = rank + 1
         ranks.append(rank)
-    return ranks, slots, behind
+        shares.append(count)
+    return ranks, shares, behind

@@ -236,6 +236,7 @@ def sum_taps(own, stream, c, taps, products, call):
         dx_sb = sbuf((tokens, high - low), call["dx"].dtype)
         copy_scaled(dx_sb, own["dx"])
         store_channels(call["dx"], dx_sb, stream, c, own["start"])
+        own["dx_cells"].append(dx_sb)
 
 
 def store_channels(dst, x_sb, stream, c, start):
