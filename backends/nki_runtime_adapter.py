@@ -34,6 +34,7 @@ from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_resid
 from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
 from delta_trn.nki_kernels.gated_delta_layer.projected import projected_delta_layer_fwd
+from delta_trn.nki_kernels.gated_delta_layer.projected_bwd import projected_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
@@ -271,6 +272,19 @@ def _layer_backward(
     )  # fmt: skip
 
 
+def _projected_backward(
+    dy: Tensor, projection: Tensor, gate_projection: Tensor, x: Tensor, weight_t: Tensor, u: Tensor,
+    o: Tensor, g: Tensor, beta: Tensor, z: Tensor, gain: Tensor, position: Tensor, packed: bool,
+    states: Tensor, K: int, scale: float, eps: float, C: int, lanes: int, width: int,
+) -> list[Tensor]:  # fmt: skip
+    return _as_list(
+        projected_delta_layer_bwd(
+            dy, projection, gate_projection, x, weight_t, u, o, g, beta, z, gain, position, packed, states, K,
+            scale, eps, C, lanes, width,
+        )
+    )  # fmt: skip
+
+
 LAUNCHERS = (
     (gated_delta_rule_fwd, _rule_forward),
     (gated_delta_rule_bwd, _rule_backward),
@@ -286,6 +300,7 @@ LAUNCHERS = (
     (gated_delta_layer_fwd, _layer_forward),
     (gated_delta_layer_bwd, _layer_backward),
     (projected_delta_layer_fwd, _projected_forward),
+    (projected_delta_layer_bwd, _projected_backward),
 )
 
 

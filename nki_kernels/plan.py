@@ -26,6 +26,7 @@ LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles li
 # A call of a whole layer takes at most LONG_LANES lanes of sequences of more than LONG tokens: more of the
 # convolution's results wait in SBUF then, and six lanes of 1,280 tokens do not fit.
 LONG, LONG_LANES = 1024, 5
+BACKWARD_BUNDLES = 2  # of a layer per wave backward: each has a bank of PSUM for sums over all tokens
 LANE_CHUNKS = 64  # chunks of one head per call of the rule: 9,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
@@ -187,3 +188,11 @@ def list_waves(N, H, HV, width, lanes, most=8):
         start, stop = span
         lists.append(every[start:stop])
     return lists
+
+
+def is_sequence_in_one_wave(N, H, HV, how):
+    """Returns whether backward has all bundles of a sequence in one wave, of two bundles at most."""
+    for wave in list_waves(N, H, HV, how.width, how.lanes, BACKWARD_BUNDLES):
+        if wave[0]["first"] > 0 or wave[-1]["first"] + wave[-1]["lanes"] < HV:
+            return False
+    return True

@@ -29,6 +29,7 @@ from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
 from delta_trn.nki_kernels.gated_delta_layer.projected import projected_delta_layer_fwd
+from delta_trn.nki_kernels.gated_delta_layer.projected_bwd import projected_delta_layer_bwd
 
 
 def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -68,7 +69,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     """Returns the gradients, by one kernel where it holds the call, else those of the three parts."""
     if not _is_one_kernel(call):
         return _backward_of_parts(dy, dstate, call, saved)
-    q, k, v, o, u, *states = saved
+    kept, states = saved[:5], saved[5:]  # q, k, v, o and u
     g, weight_t = _split_decays(call), call.weight.float().t().contiguous()
     parts: list[tuple[Tensor, ...]] = []
     for rows, how in _cut(call.sizes):
@@ -79,11 +80,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
                 dy[rows],
                 call.x[rows],
                 weight_t,
-                q[rows],
-                k[rows],
-                v[rows],
-                o[rows],
-                u[rows],
+                *(tensor[rows] for tensor in kept),
                 g[rows],
                 call.beta[rows],
                 call.gate[rows],
@@ -103,11 +100,9 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     dx, dweight, dg, dbeta, dgate, dgain, dstate0, *dprefix = _join(parts)
     return Gradients(
         dx,
-        dweight.sum(0).t().to(call.weight.dtype),
-        dg.masked_fill(call.g <= RESET, 0.0),
-        dbeta,
+        *_finish(call, dweight, dg, dbeta),
         dgate,
-        dgain.sum(0).to(call.gain.dtype),
+        _sum_gain(call, dgain),
         dprefix[0] if dprefix else None,
         dstate0 if call.initial_state is not None else None,
     )
@@ -150,20 +145,73 @@ def projected_forward(call: ProjectedLayer, *, save: bool) -> tuple[Tensor, list
 
 
 def projected_backward(dy: Tensor, call: ProjectedLayer, saved: list[Tensor]) -> ProjectedGradients:
-    """Returns the gradients: those of x and the gate by `backward`, and PyTorch's products of these."""
+    """Returns the gradients: that of the hidden states by the kernel, where it makes it, else by PyTorch.
+
+    Weights' gradients are sums over all tokens, and PyTorch's products of the gradients of x and the gate.
+    """
     *saved, x, gate = saved
-    d = backward(dy, None, call.layer(x, gate), saved)
-    dgate = d.gate.flatten(2)
+    if _is_hidden_differentiated(call):
+        dhidden, d = _backward_to_hidden(dy, call, x, gate, saved)
+    else:
+        d = backward(dy, None, call.layer(x, gate), saved)
+        dhidden = d.x @ call.projection + d.gate.flatten(2) @ call.gate_projection
     hidden = call.hidden.flatten(0, 1)
     return ProjectedGradients(
-        d.x @ call.projection + dgate @ call.gate_projection,
+        dhidden,
         d.x.flatten(0, 1).t() @ hidden,
-        dgate.flatten(0, 1).t() @ hidden,
+        d.gate.flatten(2).flatten(0, 1).t() @ hidden,
         d.weight,
         d.g,
         d.beta,
         d.gain,
     )
+
+
+def _backward_to_hidden(
+    dy: Tensor, call: ProjectedLayer, x: Tensor, gate: Tensor, saved: list[Tensor]
+) -> tuple[Tensor, Gradients]:
+    """Returns the gradients of the hidden states, and those of the layer behind its projections."""
+    kept, states = saved[:5], saved[5:]  # q, k, v, o and u
+    g, weight_t = _split_decays(call), call.weight.float().t().contiguous()
+    parts: list[tuple[Tensor, ...]] = []
+    for rows, how in _cut(call.sizes):
+        parts.append(
+            run(
+                projected_delta_layer_bwd,
+                dy[rows],
+                call.projection,
+                call.gate_projection,
+                x[rows],
+                weight_t,
+                *(tensor[rows] for tensor in kept),
+                g[rows],
+                call.beta[rows],
+                gate[rows],
+                call.gain,
+                call.weight if call.position is None else call.position.to(torch.int32),
+                call.position is not None,
+                states[0][rows] if states else call.gain,
+                call.scale,
+                call.eps,
+                how.C,
+                how.lanes,
+                how.width,
+            )
+        )
+    dhidden, dx, dweight, dg, dbeta, dgate, dgain = _join(parts)
+    return dhidden, Gradients(dx, *_finish(call, dweight, dg, dbeta), dgate, _sum_gain(call, dgain))
+
+
+def _finish(
+    call: Layer | ProjectedLayer, dweight: Tensor, dg: Tensor, dbeta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dweight, dg and dbeta as the operation does: dweight is a sum, and RESET is no variable."""
+    return dweight.sum(0).t().to(call.weight.dtype), dg.masked_fill(call.g <= RESET, 0.0), dbeta
+
+
+def _sum_gain(call: Layer | ProjectedLayer, dgain: Tensor) -> Tensor:
+    """Returns the gain's gradient: the sum of those of all sequences and heads, [N, HV V]."""
+    return dgain.unflatten(1, (-1, call.gain.shape[0])).sum((0, 1)).to(call.gain.dtype)
 
 
 def projected_saved_shapes(call: ProjectedLayer) -> Shapes:
@@ -229,6 +277,17 @@ def _is_one_kernel(call: Layer | ProjectedLayer) -> bool:
     sizes = call.sizes
     group = sizes.HV // sizes.H  # of value heads that share a key head: bundles hold it whole
     return not 0.0 < call.scale < rule.TINY and all(group <= how.width for _, how in _cut(sizes))
+
+
+def _is_hidden_differentiated(call: ProjectedLayer) -> bool:
+    """Returns whether backward's kernel makes the gradient of the hidden states, too."""
+    sizes = call.sizes
+    if sizes.dtype == torch.float32 or not _is_one_kernel(call):
+        return False
+    return all(
+        plan.is_sequence_in_one_wave(rows.stop - rows.start, sizes.H, sizes.HV, how)
+        for rows, how in _cut(sizes)
+    )
 
 
 def _kernel_options(call: Layer, rows: slice) -> tuple[Tensor | bool, ...]:

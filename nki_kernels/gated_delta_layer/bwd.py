@@ -20,6 +20,9 @@ from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
     DU,
     DZ,
     GATE,
+    GATE_SLOPE,
+    HIDDEN,
+    HIDDEN_T,
     KEPT,
     MERGE,
     PRODUCTS,
@@ -29,7 +32,8 @@ from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
     TAPS,
     TRANSPOSE_STATES,
     list_gradient_stages,
-    rank_taps,
+    list_projected_stages,
+    rank_shares,
 )
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     AT_ONCE,
@@ -41,10 +45,19 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     multiply_taps,
     outline,
     store_prefix,
-    store_weights,
+    store_sums,
+    sum_gain,
     sum_taps,
 )
 from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
+from delta_trn.nki_kernels.gated_delta_layer.projection_bwd import (
+    count_steps,
+    finish_chunk,
+    list_groups,
+    multiply_groups,
+    open_sequences,
+    transpose_groups,
+)
 from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     APPLY,
     EVEN,
@@ -75,18 +88,17 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     solve_state,
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
+from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.gated_rms_norm import (
-    add_columns,
     invert_rms,
     load_everywhere,
     normalize_rows,
     project,
     repeat_row,
 )
-from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import (
-    BANK,
+    BACKWARD_BUNDLES,
     PARTITIONS,
     count_slots,
     list_waves,
@@ -135,38 +147,46 @@ def load_channels(u, n, first, width, start, tokens):
     return views
 
 
-def differentiate_rows(stage, own, bundle, call):
-    """Runs a stage of the norm: ROWS, GATE, PRODUCTS, DZ or REST.
+def differentiate_rows(stage, own, stream, call):
+    """Runs a stage of the norm: ROWS, GATE, GATE_SLOPE, PRODUCTS, DZ or REST.
 
     Of h, dy, SiLU(z) and SiLU'(z), PRODUCTS makes m = dy SiLU(z), n = m w and n h, in the letters of
     `nki_kernels.gated_rms_norm`, and leaves n in `m`, n h in `nh`, and dy SiLU'(z) in `slope`.
     """
-    start, tokens, rows = own["start"], own["tokens"], own["rows"]
+    bundle, start, tokens, rows = stream["bundle"], own["start"], own["tokens"], own["rows"]
     if stage == ROWS:
         o_sb = load_lanes(call["o"], bundle, start, tokens, rows, call["o"].dtype)
         own["r"] = invert_rms(o_sb, call["norm"])
         own["h"] = sbuf(o_sb.shape)
         normalize_rows(own["h"], o_sb, own["r"])
     elif stage == GATE:
-        z_sb = load_lanes(call["z"], bundle, start, tokens, rows, call["z"].dtype)
-        own["m"], own["slope"] = sbuf(z_sb.shape), sbuf(z_sb.shape)
-        nisa.activation(dst=own["m"], op=nl.silu, data=z_sb)
-        nisa.activation(dst=own["slope"], op=nl.silu_dx, data=z_sb)
+        own["z"] = load_lanes(call["z"], bundle, start, tokens, rows, call["z"].dtype)
+        own["m"] = sbuf(own["z"].shape)
+        nisa.activation(dst=own["m"], op=nl.silu, data=own["z"])
+    elif stage == GATE_SLOPE:
+        own["slope"] = sbuf(own["z"].shape)
+        nisa.activation(dst=own["slope"], op=nl.silu_dx, data=own["z"])
     elif stage == PRODUCTS:
         dy_sb = load_lanes(call["dy"], bundle, start, tokens, rows, call["dy"].dtype)
-        m_sb, mh_sb, gain = own["m"], sbuf(dy_sb.shape), repeat_row(call["gain"], rows, bundle["lanes"])
+        m_sb, gain, lanes = own["m"], repeat_row(call["gain"], rows, bundle["lanes"]), bundle["lanes"]
         multiply_on_gpsimd(own["slope"], dy_sb, own["slope"])
         multiply_on_gpsimd(m_sb, dy_sb, m_sb)
-        multiply_on_gpsimd(mh_sb, m_sb, own["h"])
-        add_columns([(0, call["V"], call["dgain_sum"])], call["ones_column"], mh_sb)
-        multiply_on_gpsimd(mh_sb, mh_sb, gain)
+        slots = max(lanes, (stream["sums"].shape[1] + call["V"] - 1) // call["V"])  # that fill a view of sums
+        mh_sb = sbuf((rows, slots, call["V"]))
         own["nh"] = mh_sb
+        if slots > lanes:
+            nisa.memset(dst=mh_sb[:, lanes:slots, :], value=0.0)
+            own["nh"] = sbuf(dy_sb.shape)
+        multiply_on_gpsimd(mh_sb[:, 0:lanes, :], m_sb, own["h"])
+        sum_gain(mh_sb, stream)
+        multiply_on_gpsimd(own["nh"], mh_sb[:, 0:lanes, :], gain)
         multiply_on_gpsimd(m_sb, m_sb, gain)
     elif stage == DZ:
         hw_sb, dz_sb = sbuf(own["h"].shape), sbuf(own["h"].shape, call["dz"].dtype)
         multiply_on_gpsimd(hw_sb, own["h"], repeat_row(call["gain"], rows, bundle["lanes"]))
         multiply_on_gpsimd(dz_sb, own["slope"], hw_sb)
         store_lanes(call["dz"], dz_sb, bundle, start, tokens)
+        own["dz"] = dz_sb
     else:
         own["do"] = sbuf(own["h"].shape)
         normalize_rows(own["do"], own["h"], project(own["nh"]))
@@ -235,8 +255,8 @@ def run_gradient_stage(stage, stream, index, call):
         chunk["shortening"] = divide_norms(chunk["inverse_norms"])
     elif stage == SHORTEN:
         shorten_vectors(chunk["qk"], chunk["shortening"])
-    elif stage in (ROWS, GATE, PRODUCTS, DZ, REST):
-        differentiate_rows(stage, own, bundle, call)
+    elif stage in (ROWS, GATE, GATE_SLOPE, PRODUCTS, DZ, REST):
+        differentiate_rows(stage, own, stream, call)
     elif stage == SCALE:
         chunk["do"] = own["do"]
         scaled = [chunk]
@@ -297,21 +317,37 @@ def convolve_again(stage, step, stream, index, call):
         sum_taps(own, stream, c, taps, own["products"][step], call)
 
 
+def run_share(stage, rank, shares, stream, index, call):
+    """Runs a share, number `rank` of all, of TAPS, SUM_TAPS or HIDDEN_T of a chunk."""
+    if stage == HIDDEN_T:
+        due = len(stream["groups"]) * rank // shares
+        transpose_groups(stream, index, due, call["constants"]["eye"])
+        return
+    count = len(split(call["W"], AT_ONCE)) * len(stream["plan"]["cells"])
+    for step in range(count * (rank - 1) // shares, count * rank // shares):
+        convolve_again(stage, step, stream, index, call)
+
+
 def open_stream(bundle, largest, call):
     """Builds the dict of what a bundle has besides its chunks."""
-    plan = outline(bundle, call["H"], call["K"], call["V"])
-    W, cells = call["W"], len(plan["cells"])
+    plan = outline(bundle, call["H"], call["K"], call["V"], call["W"])
     chunks, own = [], []
     for span in split(call["x"].shape[1], call["C"]):
         start, stop = span
         chunks.append({})
-        own.append({"start": start, "tokens": stop - start, "rows": pad_to_rows(stop - start)})
+        own.append(
+            {
+                "start": start, "tokens": stop - start, "rows": pad_to_rows(stop - start), "dx_cells": [],
+                "turned": [],
+            }
+        )  # fmt: skip
     return {
-        "bundle": bundle, "plan": plan, "chunks": chunks, "own": own, "leaving": [],
+        "bundle": bundle, "plan": plan, "groups": list_groups(plan, bundle, call["V"]), "chunks": chunks,
+        "own": own, "leaving": [],
         "dS": load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"]),
         "space": allocate_workspace(largest, bundle["lanes"]),
-        "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, W, largest),
-        "dweight": psum((cells * W, plan["columns"] // cells)),
+        "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, largest),
+        "sums": psum((plan["rows"], plan["cells"][0][1])),
     }  # fmt: skip
 
 
@@ -332,72 +368,90 @@ def gated_delta_layer_bwd(
     Returns:
         dx, dg, dbeta, dz   like their inputs
         dweight             [N, W, channels] float32, of each sequence
-        dgain               [1, V] float32
+        dgain               [N, HV V] float32, of each sequence and head
         dinitial_state      [N, HV, K, V] float32
         dprefix             like prefix, only if `continued`
+    """
+    made = compute_gradients(
+        dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate,
+        has_dstate, initial_state, has_state, states, {}, scale, eps, C, lanes, width,
+    )  # fmt: skip
+    dx, dweight, dg, dbeta, dz = made["dx"], made["dweight"], made["dg"], made["dbeta"], made["dz"]
+    if continued:
+        return dx, dweight, dg, dbeta, dz, made["dgain"], made["dinitial_state"], made["dprefix"]
+    return dx, dweight, dg, dbeta, dz, made["dgain"], made["dinitial_state"]
+
+
+def compute_gradients(
+    dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
+    initial_state, has_state, states, projection, scale, eps, C, lanes, width,
+):  # fmt: skip
+    """Computes what `gated_delta_layer_bwd` returns, and returns it in a dict.
+
+    projection is what `projection_bwd.start` returns, and then its `dhidden` is made, too, or an empty dict.
     """
     N, T, channels = x.shape
     H, K, HV, V, W = q.shape[2], q.shape[3], z.shape[2], z.shape[3], weight_t.shape[0]
     check(N, W, packed, continued)
     check_eps(eps)
     assert count_slots(H, HV, width) == H, f"{HV // H} value heads per key head exceed a bundle of {width}"
-    assert V <= BANK, f"V={V} exceeds {BANK}: dgain is summed in one bank of PSUM"
     chunks = (T + C - 1) // C
     dx = nl.ndarray((N, T, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((N, W, channels), dtype=nl.float32, buffer=nl.shared_hbm)
     dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
     dz = nl.ndarray((N, T, HV, V), dtype=z.dtype, buffer=nl.shared_hbm)
-    dgain = nl.ndarray((1, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    dgain = nl.ndarray((N, HV * V), dtype=nl.float32, buffer=nl.shared_hbm)
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     dprefix = dx
     if continued:
         dprefix = nl.ndarray((N, W - 1, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     constants = build_gradient_constants(largest, x.dtype)
-    ones_column_sb = sbuf((PARTITIONS, 1))
-    nisa.memset(dst=ones_column_sb, value=1.0)
     call = {
         "dy": dy, "x": x, "weight_t": weight_t, "inputs": (q, k, v, g, beta), "o": o, "u": u, "z": z,
         "position": position, "packed": packed, "prefix": prefix, "continued": continued, "dstate": dstate,
         "has_dstate": has_dstate, "initial_state": initial_state, "has_state": has_state, "states": states,
         "H": H, "K": K, "V": V, "W": W, "C": C, "scale": scale, "parts": split_evenly(K),
         "value_parts": split_evenly(V), "dx": dx, "dz": dz, "gradients": (dx, dx, dx, dg, dbeta),
-        "gain": load_everywhere(gain), "norm": build_norm(eps), "dgain_sum": psum((1, V)),
-        "eye": build_identity(PARTITIONS, nl.float32),
-        "ones_column": ones_column_sb, "constants": constants, "blocks": build_block_constants(largest),
-        "shifts": build_shifts(max(largest, W - 1), W),
+        "gain": load_everywhere(gain), "norm": build_norm(eps),
+        "eye": build_identity(PARTITIONS, nl.float32), "constants": constants,
+        "blocks": build_block_constants(largest), "shifts": build_shifts(max(largest, W - 1), W),
+        "projection": projection, "dweight": dweight, "dg": dg, "dbeta": dbeta, "dgain": dgain,
+        "dinitial_state": dinitial_state, "dprefix": dprefix,
     }  # fmt: skip
-    stages = list_gradient_stages()
-    ranks, slots, behind = rank_taps(stages)
-    for wave in list_waves(N, H, HV, width, lanes, 2):  # of PSUM's 8 banks, each bundle has one for dweight
+    projects = len(projection) > 0
+    stages = list_projected_stages() if projects else list_gradient_stages()
+    ranks, shares, behind = rank_shares(stages)
+    for wave in list_waves(N, H, HV, width, lanes, BACKWARD_BUNDLES):
         streams = []
         for bundle in wave:
             streams.append(open_stream(bundle, largest, call))
+        sequences = open_sequences(streams, projection) if projects else []
         for turn in range(chunks + behind):
             for i in range(len(stages)):
                 stage, parity, late = stages[i]
                 index = chunks - 1 - (turn - late)
                 if index < 0 or index >= chunks:
                     continue
+                if stage == HIDDEN:
+                    due = count_steps(sequences) * ranks[i] // shares[i]
+                    multiply_groups(sequences, index, due, projection)
+                    continue
                 for b in range(parity, len(streams), 2):
-                    if ranks[i] == 0:
+                    if ranks[i] > 0:
+                        run_share(stage, ranks[i], shares[i], streams[b], index, call)
+                    else:
                         run_gradient_stage(stage, streams[b], index, call)
-                        continue
-                    count = len(split(W, AT_ONCE)) * len(streams[b]["plan"]["cells"])
-                    for step in range(count * (ranks[i] - 1) // slots, count * ranks[i] // slots):
-                        convolve_again(stage, step, streams[b], index, call)
+            last = chunks - 1 - (turn - behind)
+            if projects and last >= 0 and last < chunks:
+                finish_chunk(streams, sequences, last, projection, constants["eye"])
         for stream in streams:
             store_state(dinitial_state, stream["dS"], stream["bundle"], call["parts"])
-            store_weights(dweight, stream, W)
+            store_sums(dweight, dgain, stream, W, V)
             if continued:
                 store_prefix(dprefix, stream["leaving"][0], stream, call)
-    dgain_sb = sbuf((1, V))
-    nisa.tensor_copy(dst=dgain_sb, src=call["dgain_sum"])
-    nisa.dma_copy(dst=dgain, src=dgain_sb)
-    if continued:
-        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, dprefix
-    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state
+    return call
 
 
 def example(

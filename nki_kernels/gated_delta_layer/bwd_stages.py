@@ -33,7 +33,7 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import EVEN, ODD
 # Stages besides those of the rule
 KEPT = 30  # the state that a chunk meets
 ROWS = 31  # r and h of the norm
-GATE = 32  # SiLU(z), SiLU'(z)
+GATE = 32  # SiLU(z)
 PRODUCTS = 33  # dw of the norm, and what is left for dO
 REST = 34  # dO / r
 SLOPE = 35  # SiLU'(u)
@@ -43,6 +43,10 @@ SUM_TAPS = 38  # sums of these
 DZ = 39  # the gradient of z
 MERGE = 40  # EVEN, CORNERS and UPDATE of all levels, nine stages
 TRANSPOSE_STATES = 49  # of S and dS; TRANSPOSE is of the rest
+HIDDEN_T = 50  # transposes dx and dz for the gradient of hidden states
+GATE_SLOPE = 52  # SiLU'(z)
+HIDDEN = 51  # products of these with weights, of all bundles at once
+SHARED = (TAPS, SUM_TAPS, HIDDEN_T, HIDDEN)  # an entry stands for a share of a chunk's
 
 
 def list_gradient_stages():
@@ -55,7 +59,7 @@ def list_gradient_stages():
         (READ, EVEN, 1), (TRANSPOSE, EVEN, 1), (MULTIPLY_PAIRS, EVEN, 1), (PAIRS, EVEN, 1),
         (TRANSPOSE_STATES, EVEN, 1), (STATES, EVEN, 1), (MERGE, ODD, 1), (TRANSPOSE_PAIRS, EVEN, 1),
         (MERGE + 1, ODD, 1), (ROWS, EVEN, 0), (CROSS, EVEN, 1), (MERGE + 2, ODD, 1), (MERGE + 3, ODD, 1),
-        (TERMS, EVEN, 1), (GATE, EVEN, 0), (MERGE + 4, ODD, 1), (LOAD, EVEN, 0), (SUM_TAPS, ODD, 2),
+        (TERMS, EVEN, 1), (GATE, EVEN, 0), (GATE_SLOPE, EVEN, 0), (MERGE + 4, ODD, 1), (LOAD, EVEN, 0), (SUM_TAPS, ODD, 2),
         (PRODUCTS, EVEN, 0), (FACTORS, EVEN, 0), (LOAD, ODD, 0), (SUM, EVEN, 1), (KEYS, EVEN, 1),
         (KEPT, ODD, 1), (TAPS, ODD, 2), (DZ, EVEN, 0), (MERGE + 5, ODD, 1), (ALONG, EVEN, 1),
         (TAPS, ODD, 2), (SUM_TAPS, ODD, 2), (MERGE + 6, ODD, 1), (STATE, EVEN, 1), (MERGE + 7, ODD, 1),
@@ -67,7 +71,7 @@ def list_gradient_stages():
         (TRANSPOSE_STATES, ODD, 1), (MULTIPLY_PAIRS, ODD, 1), (SUM_TAPS, ODD, 2), (SUBSTITUTE, EVEN, 0),
         (MERGE, EVEN, 0), (TAPS, EVEN, 1), (PAIRS, ODD, 1), (STATES, ODD, 1), (TRANSPOSE_PAIRS, ODD, 1),
         (ROWS, ODD, 0), (TAPS, EVEN, 1), (SUM_TAPS, EVEN, 1), (MERGE + 1, EVEN, 0), (CROSS, ODD, 1),
-        (TERMS, ODD, 1), (KEYS, ODD, 1), (MERGE + 2, EVEN, 0), (GATE, ODD, 0), (SUM_TAPS, EVEN, 1),
+        (TERMS, ODD, 1), (KEYS, ODD, 1), (MERGE + 2, EVEN, 0), (GATE, ODD, 0), (GATE_SLOPE, ODD, 0), (SUM_TAPS, EVEN, 1),
         (MERGE + 3, EVEN, 0), (TAPS, EVEN, 1), (STATE, ODD, 1), (MERGE + 4, EVEN, 0), (RESIDUAL, EVEN, 0),
         (SUM, ODD, 1), (ALONG, ODD, 1), (MERGE + 5, EVEN, 0), (SUM_TAPS, EVEN, 1), (MERGE + 6, EVEN, 0),
         (PRODUCTS, ODD, 0), (SHORTEN, ODD, 0), (MERGE + 7, EVEN, 0), (REST, ODD, 0), (SLOPE, EVEN, 0),
@@ -79,22 +83,35 @@ def list_gradient_stages():
     )  # fmt: skip
 
 
-def rank_taps(stages):
-    """Finds which share of a chunk's taps each entry of `list_gradient_stages` stands for.
+def list_projected_stages():
+    """Lists what `list_gradient_stages` does, where the gradient of hidden states is made, too."""
+    stages = []
+    for entry in list_gradient_stages():
+        stages.append(entry)
+        stage, parity, late = entry
+        if stage == SUM_TAPS and late == 1:
+            stages.append((HIDDEN_T, 1 - parity, 2))
+            stages.append((HIDDEN, EVEN, 2))
+    return tuple(stages)
 
-    Returns a number for each entry, from 1 on for those of the convolution and 0 for the others; the shares
-    of TAPS, as many as of SUM_TAPS, for each parity; and by how many turns the last stage is behind.
+
+def rank_shares(stages):
+    """Finds which share of a chunk's work each entry of a list of stages stands for.
+
+    Returns a number for each entry, from 1 on for those of SHARED and 0 for the others; how many shares its
+    stage has for its parity; and by how many turns the last stage is behind.
     """
-    ranks, slots, behind = [], 0, 0
+    ranks, shares, behind = [], [], 0
     for i in range(len(stages)):
         stage, parity, late = stages[i]
         behind = max(behind, late)
-        rank = 0
+        rank, count = 0, 0
         for j in range(len(stages)):
             other = stages[j]
-            same = stage in (TAPS, SUM_TAPS) and other[0] == stage and other[1] == parity
-            if same and (other[2] < late or (other[2] == late and j <= i)):
-                rank = rank + 1
-        slots = max(slots, rank)
+            if stage in SHARED and other[0] == stage and other[1] == parity:
+                count = count + 1
+                if other[2] < late or (other[2] == late and j <= i):
+                    rank = rank + 1
         ranks.append(rank)
-    return ranks, slots, behind
+        shares.append(count)
+    return ranks, shares, behind

@@ -15,17 +15,20 @@ width, at most one bank of PSUM; the last one may have columns that are no chann
     cells       [(first column, column behind the last)]
     columns     of all cells
     channels    of q, k and v
+    gain        [(first column of a view, first column, column behind the last)] of z, where heads lie side by
+                side: views as wide as a cell, in whose columns the gradient of the norm's gain is summed
+    rows        of the sums in PSUM: a row for each tap of each cell, then one for each entry of `gain`
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, list_sides
-from delta_trn.nki_kernels.tiles import copy_scaled, multiply_on_gpsimd, psum, sbuf
+from delta_trn.nki_kernels.plan import BANK, list_sides, split
+from delta_trn.nki_kernels.tiles import copy_scaled, load, multiply_on_gpsimd, psum, sbuf
 
 AT_ONCE = 2  # taps in one instruction
 
 
-def outline(bundle, H, K, V):
-    """Lists a bundle's segments and cells."""
+def outline(bundle, H, K, V, W):
+    """Lists a bundle's segments and cells, and what else the dict above has."""
     segments, channels = [], 0
     for side in list_sides(bundle, H, K, V):
         first, width = side
@@ -36,7 +39,14 @@ def outline(bundle, H, K, V):
     cells = []
     for i in range(count):
         cells.append((i * width, (i + 1) * width))
-    return {"segments": segments, "cells": cells, "columns": count * width, "channels": channels}
+    gain, values = [], bundle["lanes"] * V
+    for span in split(values, width):
+        low, high = span
+        gain.append((max(0, min(low, values - width)), low, high))
+    return {
+        "segments": segments, "cells": cells, "columns": count * width, "channels": channels, "gain": gain,
+        "rows": count * W + len(gain),
+    }  # fmt: skip
 
 
 def find_channels(plan, low, high):
@@ -90,12 +100,12 @@ def load_weights(weight_t, plan, rows):
     return out_sb
 
 
-def build_counts(plan, W, C):
-    """Builds [C, 2 n]: 1 in column n, for n = W times the number of cells.
+def build_counts(plan, C):
+    """Builds [C, 2 n]: 1 in column n, for n = rows of the sums.
 
     n of its columns, from the one on that is n - i, sum tokens into row i of n.
     """
-    n = W * len(plan["cells"])
+    n = plan["rows"]
     out_sb = sbuf((C, 2 * n))
     nisa.memset(dst=out_sb, value=0.0)
     nisa.memset(dst=out_sb[:, n : n + 1], value=1.0)
@@ -147,7 +157,10 @@ def load_taps(x, prefix, continued, plan, cell, taps, n, start, tokens, W):
 
 
 def multiply_taps(own, stream, cell, taps, call):
-    """Makes du times what taps read of a cell, and w_j du, of which it keeps what leaves the chunk."""
+    """Makes du times what taps read of a cell, and w_j du, of which it keeps what leaves the chunk.
+
+    Returns both, and behind the last tap what arrives from the chunk behind.
+    """
     x, W, plan = call["x"], call["W"], stream["plan"]
     low, high = cell
     first, stop = taps
@@ -171,31 +184,43 @@ def multiply_taps(own, stream, cell, taps, call):
             nisa.dma_copy(
                 dst=own["leaving"][row : row + leaving, low:high], src=given_sb[0:leaving, j - first, :]
             )
-    return read_sb, given_sb
+    arriving = []
+    if stop == W and len(own["arriving"]) > 0:
+        arriving.append(load(own["arriving"][0][:, low:high], nl.float32))
+    return read_sb, given_sb, arriving
 
 
 def allocate_leaving(own, plan, W):
-    """Allocates what waits for the chunk before: [W (W - 1) / 2, columns]."""
-    out_sb = sbuf((max(1, W * (W - 1) // 2), plan["columns"]))
-    if own["tokens"] < W - 1:
-        nisa.memset(dst=out_sb, value=0.0)
-    return out_sb
+    """Allocates what waits for the chunk before, [W (W - 1) / 2, columns], in HBM: in SBUF, six rows take
+    as much as 128.
+
+    Where a chunk has fewer tokens than can leave one, the rest is 0.
+    """
+    columns, tokens = plan["columns"], own["tokens"]
+    out = nl.ndarray((W * (W - 1) // 2, columns), dtype=nl.float32, buffer=nl.private_hbm)
+    if tokens < W - 1:
+        zero_sb = sbuf((W - 1, columns))
+        nisa.memset(dst=zero_sb, value=0.0)
+        for j in range(W - 1 - tokens):
+            row, missing = find_row(j, W) + tokens, W - 1 - j - tokens
+            nisa.dma_copy(dst=out[row : row + missing, :], src=zero_sb[0:missing, :])
+    return out
 
 
 def sum_taps(own, stream, c, taps, products, call):
     """Adds taps of cell c to dw and to dx; stores dx after the last tap."""
-    read_sb, given_sb = products
+    read_sb, given_sb, arriving = products
     W, plan, tokens = call["W"], stream["plan"], own["tokens"]
     low, high = plan["cells"][c]
     first, stop = taps
-    n, C = W * len(plan["cells"]), call["shifts"]["identity"].shape[0]
+    n, C = plan["rows"], call["shifts"]["identity"].shape[0]
     if first == 0:
         own["dx"] = psum((tokens, high - low))
     for j in range(first, stop):
         i, shift = n - c * W - j, C + W - 1 - j
         counts_sb = own["counts"][j] if call["packed"] else stream["counts"]
         nisa.nc_matmul(
-            dst=stream["dweight"], stationary=counts_sb[0:tokens, i : i + n], moving=read_sb[:, j - first, :],
+            dst=stream["sums"], stationary=counts_sb[0:tokens, i : i + n], moving=read_sb[:, j - first, :],
             is_stationary_onezero=True,
         )  # fmt: skip
         nisa.nc_matmul(
@@ -203,14 +228,15 @@ def sum_taps(own, stream, c, taps, products, call):
             moving=given_sb[:, j - first, :], is_stationary_onezero=True,
         )  # fmt: skip
     if stop == W:
-        if len(own["arriving"]) > 0:
+        if len(arriving) > 0:
             nisa.nc_matmul(
-                dst=own["dx"], stationary=call["shifts"]["crossing"],
-                moving=own["arriving"][0][:, low:high], is_stationary_onezero=True,
+                dst=own["dx"], stationary=call["shifts"]["crossing"], moving=arriving[0],
+                is_stationary_onezero=True,
             )  # fmt: skip
         dx_sb = sbuf((tokens, high - low), call["dx"].dtype)
         copy_scaled(dx_sb, own["dx"])
         store_channels(call["dx"], dx_sb, stream, c, own["start"])
+        own["dx_cells"].append(dx_sb)
 
 
 def store_channels(dst, x_sb, stream, c, start):
@@ -225,7 +251,7 @@ def store_channels(dst, x_sb, stream, c, start):
         )
 
 
-def store_prefix(dprefix, leaving_sb, stream, call):
+def store_prefix(dprefix, leaving, stream, call):
     """Stores the gradient of the prefix: what leaves the first chunk."""
     crossing_sb, rows = call["shifts"]["crossing"], dprefix.shape[1]
     C = crossing_sb.shape[1]
@@ -234,18 +260,38 @@ def store_prefix(dprefix, leaving_sb, stream, call):
         low, high = cells[c]
         out_ps, out_sb = psum((rows, high - low)), sbuf((rows, high - low), dprefix.dtype)
         nisa.nc_matmul(
-            dst=out_ps, stationary=crossing_sb[:, C - rows : C], moving=leaving_sb[:, low:high],
-            is_stationary_onezero=True,
+            dst=out_ps, stationary=crossing_sb[:, C - rows : C],
+            moving=load(leaving[:, low:high], nl.float32), is_stationary_onezero=True,
         )  # fmt: skip
         copy_scaled(out_sb, out_ps)
         store_channels(dprefix, out_sb, stream, c, 0)
 
 
-def store_weights(dweight, stream, W):
-    """Stores the sums of a sequence, [cells W, width] in PSUM, in dweight [N, W, channels]."""
+def sum_gain(mh_sb, stream):
+    """Adds m h [tokens, heads, V], columns of z, to the sums: dw of the norm, for each head."""
+    tokens, plan, n = mh_sb.shape[0], stream["plan"], stream["plan"]["rows"]
+    columns_sb = mh_sb.reshape((tokens, mh_sb.shape[1] * mh_sb.shape[2]))
+    for p in range(len(plan["gain"])):
+        start, i = plan["gain"][p][0], len(plan["gain"]) - p
+        nisa.nc_matmul(
+            dst=stream["sums"], stationary=stream["counts"][0:tokens, i : i + n],
+            moving=columns_sb[:, start : start + stream["sums"].shape[1]], is_stationary_onezero=True,
+        )  # fmt: skip
+
+
+def store_sums(dweight, dgain, stream, W, V):
+    """Stores the sums of a bundle: in dweight [N, W, channels], and in dgain [N, HV V]."""
     plan, n = stream["plan"], stream["bundle"]["n"]
-    out_sb = sbuf(stream["dweight"].shape)
-    nisa.tensor_copy(dst=out_sb, src=stream["dweight"])
+    out_sb = sbuf(stream["sums"].shape)
+    nisa.tensor_copy(dst=out_sb, src=stream["sums"])
+    gain_first = stream["bundle"]["first"] * V
+    for p in range(len(plan["gain"])):
+        start, low, high = plan["gain"][p]
+        row = len(plan["cells"]) * W + p
+        nisa.dma_copy(
+            dst=dgain[n : n + 1, gain_first + low : gain_first + high],
+            src=out_sb[row : row + 1, low - start : high - start],
+        )
     for c in range(len(plan["cells"])):
         low, high = plan["cells"][c]
         for span in find_channels(plan, low, high):
