@@ -100,18 +100,18 @@ def list_stages():
     other reason, but that a stage comes after those that it needs.
     """
     return (
-        (MERGE + 3, ALL, 1), (MATRIX_L, ODD, 2), (SCALE_K, EVEN, 3), (MERGE + 4, ALL, 1),
-        (RESIDUAL, ODD, 0), (OUTPUT, EVEN, 0), (COLUMNS, ODD, 2), (SCALE_Q, ODD, 1), (MERGE + 5, ALL, 1),
-        (GATES, ODD, 3), (SPREAD, ALL, 2), (MATRIX_P, EVEN, 1), (MERGE + 6, ALL, 1), (SOLVE, ALL, 2),
-        (TRANSPOSE_Q, ODD, 3), (TRANSPOSE_GAMMA_Q, ODD, 1), (TRANSPOSE_GAMMA_Q, EVEN, 1),
-        (MERGE + 7, ALL, 1), (RESIDUAL, EVEN, 1), (LOAD, ODD, 5), (SOLVE + 1, ALL, 2), (MATRIX_D, EVEN, 3),
-        (MATRIX_D, ODD, 3), (LOAD, EVEN, 6), (NORMS, ODD, 4), (MERGE + 8, ALL, 1), (DECAYS, ODD, 4),
-        (TRANSPOSE_Q, EVEN, 4), (DECAYS, EVEN, 5), (MULTIPLY_W, ODD, 0), (SCALE_K, ODD, 1),
-        (OUTPUT, ODD, 0), (TRANSPOSE_K, EVEN, 5), (SOLVE + 2, ALL, 2), (MULTIPLY_W, EVEN, 1),
-        (MATRIX_P, ODD, 2), (STATE, ODD, 0), (GATES, EVEN, 4), (MULTIPLY_PT, EVEN, 1), (MERGE, ALL, 2),
-        (STATE, EVEN, 1), (WEIGHT, EVEN, 3), (NORMS, EVEN, 5), (MERGE + 1, ALL, 2), (MATRIX_L, EVEN, 3),
-        (MERGE + 2, ALL, 2), (WEIGHT, ODD, 3), (SCALE_V, EVEN, 3), (COLUMNS, EVEN, 3), (SCALE_Q, EVEN, 3),
-        (SCALE_V, ODD, 2), (MULTIPLY_PT, ODD, 1), (TRANSPOSE_K, ODD, 4),
+        (WEIGHT, EVEN, 3), (MERGE + 7, ALL, 0), (NORMS, EVEN, 4), (MATRIX_L, EVEN, 2), (MERGE + 2, ALL, 1),
+        (RESIDUAL, EVEN, 0), (COLUMNS, ODD, 2), (MERGE + 3, ALL, 1), (LOAD, EVEN, 5), (MERGE + 8, ALL, 0),
+        (SCALE_K, ODD, 1), (MERGE + 4, ALL, 1), (MULTIPLY_PT, EVEN, 0), (COLUMNS, EVEN, 2),
+        (SCALE_Q, ODD, 3), (MULTIPLY_W, ODD, 0), (MATRIX_L, ODD, 3), (MERGE + 5, ALL, 1), (GATES, ODD, 4),
+        (SCALE_K, EVEN, 2), (LOAD, ODD, 6), (MULTIPLY_PT, ODD, 0), (SPREAD, ALL, 2),
+        (TRANSPOSE_GAMMA_Q, ODD, 2), (SOLVE, ALL, 2), (TRANSPOSE_K, ODD, 4), (SCALE_V, EVEN, 1),
+        (SOLVE + 1, ALL, 2), (MULTIPLY_W, EVEN, 0), (TRANSPOSE_Q, ODD, 2), (TRANSPOSE_K, EVEN, 5),
+        (MATRIX_D, EVEN, 4), (OUTPUT, ODD, 0), (OUTPUT, EVEN, 0), (TRANSPOSE_Q, EVEN, 2),
+        (SOLVE + 2, ALL, 2), (MERGE + 6, ALL, 1), (TRANSPOSE_GAMMA_Q, EVEN, 2), (SCALE_V, ODD, 1),
+        (STATE, ODD, 0), (GATES, EVEN, 4), (NORMS, ODD, 5), (DECAYS, EVEN, 5), (MATRIX_D, ODD, 5),
+        (DECAYS, ODD, 6), (MERGE, ALL, 2), (STATE, EVEN, 0), (MATRIX_P, ODD, 2), (SCALE_Q, EVEN, 4),
+        (MERGE + 1, ALL, 2), (RESIDUAL, ODD, 1), (WEIGHT, ODD, 4), (MATRIX_P, EVEN, 1),
     )  # fmt: skip
 
 

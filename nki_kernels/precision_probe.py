@@ -1,4 +1,4 @@
-"""Measures how exact the Tensor engine's float32 products are; has the kernels that measure its rate.
+"""Measures how exact the Tensor engine's float32 products are; has kernels that measure rates.
 
     python -m delta_trn.nki_kernels.precision_probe
 
@@ -9,7 +9,8 @@ products to 1e-7, tfloat32 rounds them to 2^-11, bfloat16 to 1. Run it on a chip
 green there.
 
 `products` issues many products of one size: two counts differ in time by their products alone. `doubled`
-takes an argument that may be None. `make measure-trn1` times both.
+takes an argument that may be None. `functions` makes the Scalar engine load tables. `make measure-trn1`
+times them.
 """
 
 import numpy as np
@@ -85,6 +86,27 @@ def doubled(x, nothing=None):
     nisa.tensor_scalar(dst=x_sb, data=x_sb, op0=nl.multiply, operand0=2.0)
     out = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.shared_hbm)
     nisa.dma_copy(dst=out, src=x_sb)
+    return out
+
+
+@nki.jit
+def functions(x, count, in_turns):
+    """Applies exp(-y) and SiLU(y) `count` times each to x [128, N] float32, in turns or all of one first.
+
+    Each takes the result of the one before, so that nothing changes their order. In turns, 2 count - 2 more
+    tables are loaded than otherwise.
+    """
+    y_sb = load(x, nl.float32)
+    for i in range(2 * count):
+        out_sb = sbuf(x.shape)
+        is_exp = i % 2 == 0 if in_turns else i < count
+        if is_exp:
+            nisa.activation(dst=out_sb, op=nl.exp, data=y_sb, scale=-1.0)
+        else:
+            nisa.activation(dst=out_sb, op=nl.silu, data=y_sb)
+        y_sb = out_sb
+    out = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out, src=y_sb)
     return out
 
 

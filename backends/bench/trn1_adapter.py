@@ -4,6 +4,7 @@
 
     precision   how exact float32 products are: whether float32 parity can be green at all
     rate        cycles of a product of N = 64 to 512 columns: which reading of the cost model holds
+    tables      what loading a table of the Scalar engine costs: whether changes of function matter
     none        whether a None argument compiles a kernel again at each call
     kernel      forward and backward of one sequence: how far the model is from our own kernels
 
@@ -29,12 +30,14 @@ import torch
 from delta_trn.backends import machine
 from delta_trn.backends.nki_runtime_adapter import run, to_tensor
 from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, precision_probe
-from delta_trn.nki_kernels.precision_probe import doubled, products
+from delta_trn.nki_kernels.precision_probe import doubled, functions, products
 from delta_trn.nki_kernels.simulator import TARGETS, record
+from delta_trn.nki_kernels.simulator.core.tables import LOAD_US
 from delta_trn.nki_kernels.simulator.cost import READINGS, Reading, estimate
 
 Clock = Callable[..., float]  # clock(kernel, *arguments): microseconds
 COLUMNS = (64, 128, 256, 512)
+PAIRS = 1024  # of functions in turns: by the model, 2.6 ms of loading tables
 COUNTS = (512, 4608)  # the difference takes 0.1 to 3.5 ms, a launch varies by less than 0.1
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 SHAPE = {"B": 1, "H": 6, "K": 128, "V": 256, "dtype": "bfloat16"}
@@ -115,6 +118,24 @@ def rate(clock: Clock, dry: bool) -> dict[str, Any]:
     }
 
 
+def tables(clock: Clock, dry: bool) -> dict[str, Any]:
+    """Compares functions in turns with the same functions grouped: the difference is loads of tables.
+
+    Each function waits for the one before, by the model for 0.14 us, which a load hides.
+    """
+    x, pairs = np.zeros((128, 8), np.float32), 8 if dry else PAIRS
+    turns, grouped = (clock(functions, x, pairs, in_turns) for in_turns in (True, False))
+    load = (turns - grouped) / (2 * pairs - 2)
+    cheap = load < LOAD_US / 4
+    verdict = (
+        "loads hardly count: roots may go back to the Scalar engine (invert_sums in tiles.py)"
+        if cheap
+        else "loads count: keep functions grouped, and roots on GpSimd"
+    )
+    decides = f"LOAD_US is {load:.3f} to {load + 0.2:.3f} (simulator/core/tables.py has {LOAD_US}); {verdict}"
+    return {"load_us": load, "decides": decides}
+
+
 def none(clock: Clock, dry: bool) -> dict[str, Any]:
     """Compares the second call with a None with the second call with a tensor."""
     if dry:
@@ -180,7 +201,7 @@ def _modelled(reading: Reading) -> dict[str, float]:
     return json.loads(output.stdout.splitlines()[-1])["us"]
 
 
-STAGES = {"precision": precision, "rate": rate, "none": none, "kernel": kernel}
+STAGES = {"precision": precision, "rate": rate, "tables": tables, "none": none, "kernel": kernel}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """What holds for every NKI kernel: its source compiles under every release, later chips compute the same."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +43,7 @@ EXAMPLES = [
     cross_entropy.example(**READOUT),
     cross_entropy.example(**READOUT, backward=0),
     (precision_probe.product, precision_probe.operands()),
+    (precision_probe.functions, (np.ones((128, 8), np.float32), 2, True)),
 ]
 
 

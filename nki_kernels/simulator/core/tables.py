@@ -12,7 +12,7 @@ Sources, all public:
             (KevGomes1403/nki-moe-megakernel, round and decode profiles of August 2026). Nobody has published
             it for Trn1. AccelOpt's AdamW there alternates between sqrt and reciprocal, and its Scalar engine
             is busy for its instructions alone, so the compiler groups them or a load is shorter:
-            `make measure-trn1` measures it.
+            `make measure-trn1` measures it
 """
 
 LOAD_US = 1.283

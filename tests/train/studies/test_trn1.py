@@ -8,7 +8,9 @@ import torch
 from delta_trn.backends import is_projected
 from delta_trn.backends.bench import trn1_adapter as kernels
 from delta_trn.backends.registry import apart
-from delta_trn.nki_kernels.simulator.cost import ISSUE, RATE
+from delta_trn.nki_kernels.simulator import TARGETS
+from delta_trn.nki_kernels.simulator.core.tables import LOAD_US
+from delta_trn.nki_kernels.simulator.cost import ISSUE, RATE, SCALAR_LATENCY
 from delta_trn.train.studies import trn1 as steps
 
 
@@ -17,6 +19,17 @@ def test_the_rate_stage_names_the_reading_that_the_clock_follows(reading):
     result = kernels.rate(kernels.model_clock(reading), True)
     assert result["reading"] == reading.name and f"`{reading.name}`" in result["decides"]
     assert result["cycles_per_pass"]["float32"][64] == pytest.approx(reading.cycles(64, 1), rel=0.02)
+
+
+def test_the_tables_stage_finds_what_a_load_costs():
+    result = kernels.tables(kernels.model_clock(ISSUE), True)
+    hidden = SCALAR_LATENCY / TARGETS["trn1"].scalar_ghz / 1e3
+    assert (
+        result["load_us"] == pytest.approx(LOAD_US - hidden, rel=0.01)
+        and "keep functions grouped" in result["decides"]
+    )
+    free = kernels.tables(lambda kernel, x, count, in_turns: 100.0, True)
+    assert free["load_us"] == 0 and "go back to the Scalar engine" in free["decides"]
 
 
 def test_the_kernel_stages_run_dry_and_write_what_they_decide(tmp_path, capsys):
