@@ -32,8 +32,9 @@ def projected_delta_layer_bwd(
         dx, dweight, dg, dbeta, dz, dgain   as `gated_delta_layer_bwd` returns them
     """
     made = compute_gradients(
-        dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, weight_t, False, gain, False, gain,
-        False, states, start(projection, gate_projection, x.shape[0], x.shape[1]), scale, eps, C, lanes, width,
+        dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, weight_t, False, gain, False,
+        gain, False, states, start(projection, gate_projection, x.shape[0], x.shape[1]), scale, eps, C,
+        lanes, width,
     )  # fmt: skip
     return (
         made["projection"]["dhidden"], made["dx"], made["dweight"], made["dg"], made["dbeta"], made["dz"],
