@@ -86,5 +86,5 @@ def test_a_step_is_judged_by_the_plans_range(seconds, words):
 def test_without_a_chip_the_command_says_how_to_go_on():
     with pytest.raises(SystemExit, match="torch_xla is not installed"):
         kernels.main([])
-    with pytest.raises(SystemExit, match="'speed' is not one of precision, rate, none, kernel"):
+    with pytest.raises(SystemExit, match="'speed' is not one of precision, rate, tables, none, kernel"):
         kernels.main(["speed", "--dry", "rate"])
