@@ -184,8 +184,13 @@ def invert_key_norms(qk_sb, l2norm, table):
     """Returns ([rows, 2, key heads],), the reciprocal norms of q and k, or () unless `l2norm`."""
     if not l2norm:
         return ()
+    return invert_key_squares(sum_key_squares(qk_sb, table), table)
+
+
+def sum_key_squares(qk_sb, table):
+    """Returns the squared norms of q and k, [rows, 2, key heads]."""
     rows, _, heads, K = qk_sb.shape
-    squares_sb, inverse_norms_sb = sbuf((rows, 2, heads)), sbuf((rows, 2, heads))
+    squares_sb = sbuf((rows, 2, heads))
     unread_sb = sbuf((rows, K), table["products"])
     for side in range(2):
         for h in range(heads):
@@ -193,6 +198,12 @@ def invert_key_norms(qk_sb, l2norm, table):
                 dst=unread_sb, op=nl.square, data=qk_sb[:, side, h, :], reduce_op=nl.add,
                 reduce_res=squares_sb[:, side, h : h + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
             )  # fmt: skip
+    return squares_sb
+
+
+def invert_key_squares(squares_sb, table):
+    """Returns ([rows, 2, key heads],), the reciprocal norms of q and k."""
+    inverse_norms_sb = sbuf(squares_sb.shape)
     invert_sums(inverse_norms_sb, squares_sb, table["norm"])
     copy_scaled(inverse_norms_sb, inverse_norms_sb, table["norm"]["scale"])
     return (inverse_norms_sb,)

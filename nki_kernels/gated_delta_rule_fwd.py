@@ -13,7 +13,7 @@ from delta_trn.nki_kernels.chunk import (
     compute_residual,
     decay_and_add,
     find_key_head,
-    invert_key_norms,
+    invert_key_squares,
     load_keys,
     load_lanes,
     multiply_lanes,
@@ -27,6 +27,7 @@ from delta_trn.nki_kernels.chunk import (
     spread_decays,
     store_lanes,
     sum_decays,
+    sum_key_squares,
     transpose_side,
     weight_decays,
 )
@@ -61,7 +62,7 @@ from delta_trn.nki_kernels.triangular import (
 # The stages of a chunk, and what they make.
 LOAD = 0  # tiles of the inputs
 DECAYS = 1  # sums of g, and what D's products add
-NORMS = 2  # of q and k
+NORMS = 2  # of q and k, of KEY_SQUARES
 GATES = 3  # gamma, lambda, and all that has one number per token
 SCALE_K = 4  # lambda_k
 SCALE_V = 5  # beta_v
@@ -82,6 +83,7 @@ MULTIPLY_PT = 29  # PT_t
 RESIDUAL = 30  # R, and the state to HBM where it is to be kept
 OUTPUT = 31  # O
 STATE = 32  # the next state
+KEY_SQUARES = 33  # squared norms of q and k
 
 # The bundles that run a stage: every other one, or all side by side
 EVEN = 0
@@ -100,7 +102,7 @@ def list_stages():
     other reason, but that a stage comes after those that it needs.
     """
     return (
-        (WEIGHT, EVEN, 3), (MERGE + 7, ALL, 0), (NORMS, EVEN, 4), (MATRIX_L, EVEN, 2), (MERGE + 2, ALL, 1),
+        (WEIGHT, EVEN, 3), (MERGE + 7, ALL, 0), (KEY_SQUARES, EVEN, 4), (NORMS, EVEN, 4), (MATRIX_L, EVEN, 2), (MERGE + 2, ALL, 1),
         (RESIDUAL, EVEN, 0), (COLUMNS, ODD, 2), (MERGE + 3, ALL, 1), (LOAD, EVEN, 5), (MERGE + 8, ALL, 0),
         (SCALE_K, ODD, 1), (MERGE + 4, ALL, 1), (MULTIPLY_PT, EVEN, 0), (COLUMNS, EVEN, 2),
         (SCALE_Q, ODD, 3), (MULTIPLY_W, ODD, 0), (MATRIX_L, ODD, 3), (MERGE + 5, ALL, 1), (GATES, ODD, 4),
@@ -109,7 +111,7 @@ def list_stages():
         (SOLVE + 1, ALL, 2), (MULTIPLY_W, EVEN, 0), (TRANSPOSE_Q, ODD, 2), (TRANSPOSE_K, EVEN, 5),
         (MATRIX_D, EVEN, 4), (OUTPUT, ODD, 0), (OUTPUT, EVEN, 0), (TRANSPOSE_Q, EVEN, 2),
         (SOLVE + 2, ALL, 2), (MERGE + 6, ALL, 1), (TRANSPOSE_GAMMA_Q, EVEN, 2), (SCALE_V, ODD, 1),
-        (STATE, ODD, 0), (GATES, EVEN, 4), (NORMS, ODD, 5), (DECAYS, EVEN, 5), (MATRIX_D, ODD, 5),
+        (STATE, ODD, 0), (GATES, EVEN, 4), (KEY_SQUARES, ODD, 5), (NORMS, ODD, 5), (DECAYS, EVEN, 5), (MATRIX_D, ODD, 5),
         (DECAYS, ODD, 6), (MERGE, ALL, 2), (STATE, EVEN, 0), (MATRIX_P, ODD, 2), (SCALE_Q, EVEN, 4),
         (MERGE + 1, ALL, 2), (RESIDUAL, ODD, 1), (WEIGHT, ODD, 4), (MATRIX_P, EVEN, 1),
     )  # fmt: skip
@@ -194,8 +196,11 @@ def prepare(stage, chunk, bundle, call):
     if stage == DECAYS:
         chunk["sums"] = sum_decays(chunk["g"], chunk["qk"].shape[3], table)
         chunk["spread"] = spread_decays(chunk["g"], table)
+    elif stage == KEY_SQUARES:
+        if call["l2norm"]:
+            chunk["squares"] = sum_key_squares(chunk["qk"], table)
     elif stage == NORMS:
-        chunk["norms"] = invert_key_norms(chunk["qk"], call["l2norm"], table)
+        chunk["norms"] = invert_key_squares(chunk["squares"], table) if call["l2norm"] else ()
     elif stage == GATES:
         factors_sb, carry_factors_sb = chunk["sums"]
         gates = compute_gates(
@@ -320,7 +325,7 @@ def run_stage(stage, streams, index, call):
         invert(stage, chunks, streams, call)
     else:
         for i in range(len(streams)):
-            if stage < SPREAD:
+            if stage < SPREAD or stage == KEY_SQUARES:
                 prepare(stage, chunks[i], streams[i]["bundle"], call)
             else:
                 advance(stage, chunks[i], streams[i], index, call)

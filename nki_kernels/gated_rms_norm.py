@@ -223,9 +223,13 @@ def sum_slots(x_sb, op):
 
 def invert_rms(x_sb, norm):
     """Computes r = (mean(x^2) + eps)^-1/2 of every row, [P, slots]."""
-    P, slots, V = x_sb.shape
-    r_sb = sbuf((P, slots))
-    invert_sums(r_sb, sum_slots(x_sb, nl.square), norm, 1.0 / V)
+    return invert_squares(sum_slots(x_sb, nl.square), x_sb.shape[2], norm)
+
+
+def invert_squares(squares_sb, V, norm):
+    """Computes r of sums of V squares."""
+    r_sb = sbuf(squares_sb.shape)
+    invert_sums(r_sb, squares_sb, norm, 1.0 / V)
     nisa.tensor_scalar(dst=r_sb, data=r_sb, op0=nl.multiply, operand0=norm["scale"])
     return r_sb
 

@@ -9,14 +9,26 @@ stages are in `nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` a
 the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 """
 
-from delta_trn.nki_kernels.chunk import load_chunk, load_lanes, store_lanes
+from delta_trn.nki_kernels.chunk import (
+    invert_key_squares,
+    sum_decays,
+    sum_key_squares,
+)
 from delta_trn.nki_kernels.chunk_gradients import (
     divide_norms,
     shorten_vectors,
     transpose_gradients,
     transpose_states,
 )
+from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import (
+    compute_slopes,
+    differentiate_rows,
+    load_gradient_chunk,
+    load_u,
+    multiply_slopes,
+)
 from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
+    DECAYS,
     DU,
     DZ,
     GATE,
@@ -24,15 +36,22 @@ from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
     HIDDEN,
     HIDDEN_T,
     KEPT,
+    LOAD_ROWS,
+    LOAD_TAPS,
+    LOAD_U,
     MERGE,
+    NORMS,
     PRODUCTS,
     REST,
+    ROOT,
     ROWS,
     SLOPE,
+    SQUARES,
+    STORE_DX,
     TAPS,
     TRANSPOSE_STATES,
+    UNIT,
     list_gradient_stages,
-    list_projected_stages,
     rank_shares,
 )
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
@@ -41,21 +60,22 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     build_counts,
     build_shifts,
     load_masks,
+    load_taps,
     load_weights,
     multiply_taps,
     outline,
+    store_dx,
     store_prefix,
     store_sums,
-    sum_gain,
     sum_taps,
 )
-from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
 from delta_trn.nki_kernels.gated_delta_layer.projection_bwd import (
     count_steps,
     finish_chunk,
     list_groups,
     multiply_groups,
     open_sequences,
+    store_hidden,
     transpose_groups,
 )
 from delta_trn.nki_kernels.gated_delta_rule_bwd import (
@@ -90,13 +110,9 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.gated_rms_norm import (
-    invert_rms,
     load_everywhere,
-    normalize_rows,
-    project,
-    repeat_row,
 )
-from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.language import nki, nl
 from delta_trn.nki_kernels.plan import (
     BACKWARD_BUNDLES,
     PARTITIONS,
@@ -110,128 +126,12 @@ from delta_trn.nki_kernels.short_convolution import check
 from delta_trn.nki_kernels.tiles import (
     build_identity,
     build_norm,
-    copy_scaled,
-    multiply_on_gpsimd,
     normals,
     psum,
     rule_inputs,
-    sbuf,
     take_corners,
 )
 from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
-
-
-def load_channels(u, n, first, width, start, tokens):
-    """Loads channels first .. first + width of u [N, channels, T]: views [128 or fewer, tokens]."""
-    _, channels, T = u.shape
-    whole = width // PARTITIONS
-    rest = width - whole * PARTITIONS
-    views = []
-    if whole > 0:
-        tile_sb = sbuf((PARTITIONS, whole, tokens), u.dtype)
-        nisa.dma_copy(
-            dst=tile_sb,
-            src=u.ap(
-                pattern=[[T, PARTITIONS], [PARTITIONS * T, whole], [1, tokens]],
-                offset=(n * channels + first) * T + start,
-            ),
-        )
-        for i in range(whole):
-            views.append(tile_sb[:, i, :])
-    if rest > 0:
-        tile_sb = sbuf((rest, tokens), u.dtype)
-        nisa.dma_copy(
-            dst=tile_sb, src=u[n, first + whole * PARTITIONS : first + width, start : start + tokens]
-        )
-        views.append(tile_sb)
-    return views
-
-
-def differentiate_rows(stage, own, stream, call):
-    """Runs a stage of the norm: ROWS, GATE, GATE_SLOPE, PRODUCTS, DZ or REST.
-
-    Of h, dy, SiLU(z) and SiLU'(z), PRODUCTS makes m = dy SiLU(z), n = m w and n h, in the letters of
-    `nki_kernels.gated_rms_norm`, and leaves n in `m`, n h in `nh`, and dy SiLU'(z) in `slope`.
-    """
-    bundle, start, tokens, rows = stream["bundle"], own["start"], own["tokens"], own["rows"]
-    if stage == ROWS:
-        o_sb = load_lanes(call["o"], bundle, start, tokens, rows, call["o"].dtype)
-        own["r"] = invert_rms(o_sb, call["norm"])
-        own["h"] = sbuf(o_sb.shape)
-        normalize_rows(own["h"], o_sb, own["r"])
-    elif stage == GATE:
-        own["z"] = load_lanes(call["z"], bundle, start, tokens, rows, call["z"].dtype)
-        own["m"] = sbuf(own["z"].shape)
-        nisa.activation(dst=own["m"], op=nl.silu, data=own["z"])
-    elif stage == GATE_SLOPE:
-        own["slope"] = sbuf(own["z"].shape)
-        nisa.activation(dst=own["slope"], op=nl.silu_dx, data=own["z"])
-    elif stage == PRODUCTS:
-        dy_sb = load_lanes(call["dy"], bundle, start, tokens, rows, call["dy"].dtype)
-        m_sb, gain, lanes = own["m"], repeat_row(call["gain"], rows, bundle["lanes"]), bundle["lanes"]
-        multiply_on_gpsimd(own["slope"], dy_sb, own["slope"])
-        multiply_on_gpsimd(m_sb, dy_sb, m_sb)
-        slots = max(lanes, (stream["sums"].shape[1] + call["V"] - 1) // call["V"])  # that fill a view of sums
-        mh_sb = sbuf((rows, slots, call["V"]))
-        own["nh"] = mh_sb
-        if slots > lanes:
-            nisa.memset(dst=mh_sb[:, lanes:slots, :], value=0.0)
-            own["nh"] = sbuf(dy_sb.shape)
-        multiply_on_gpsimd(mh_sb[:, 0:lanes, :], m_sb, own["h"])
-        sum_gain(mh_sb, stream)
-        multiply_on_gpsimd(own["nh"], mh_sb[:, 0:lanes, :], gain)
-        multiply_on_gpsimd(m_sb, m_sb, gain)
-    elif stage == DZ:
-        hw_sb, dz_sb = sbuf(own["h"].shape), sbuf(own["h"].shape, call["dz"].dtype)
-        multiply_on_gpsimd(hw_sb, own["h"], repeat_row(call["gain"], rows, bundle["lanes"]))
-        multiply_on_gpsimd(dz_sb, own["slope"], hw_sb)
-        store_lanes(call["dz"], dz_sb, bundle, start, tokens)
-        own["dz"] = dz_sb
-    else:
-        own["do"] = sbuf(own["h"].shape)
-        normalize_rows(own["do"], own["h"], project(own["nh"]))
-        nisa.tensor_tensor(
-            dst=own["do"], data1=own["do"], data2=own["m"], op=nl.add, engine=nisa.engine.gpsimd
-        )
-
-
-def compute_slopes(own, stream, call):
-    """Runs SLOPE: SiLU'(u) of the bundle's channels, [rows, columns], in `du`."""
-    plan, rows, tokens = stream["plan"], own["rows"], own["tokens"]
-    own["du"] = sbuf((rows, plan["columns"]))
-    if tokens < rows or plan["columns"] > plan["channels"]:
-        nisa.memset(dst=own["du"], value=0.0)
-    views = []
-    for segment in plan["segments"]:
-        low, high, channel = segment
-        views = views + load_channels(
-            call["u"], stream["bundle"]["n"], channel, high - low, own["start"], tokens
-        )
-    collect_rows(own["du"], views, call["eye"], nl.silu_dx)
-
-
-def multiply_slopes(chunk, own, stream, call):
-    """Runs DU: multiplies SiLU'(u) by the gradients of q, k and v."""
-    du_sb, heads, first = own["du"], stream["bundle"]["key_heads"], 0
-    K, lanes, V, plan = call["K"], stream["bundle"]["lanes"], call["V"], stream["plan"]
-    gradient_sb = sbuf((du_sb.shape[0], plan["channels"]))
-    for tile in chunk["dqk"]:
-        last = first + tile.shape[2]
-        for side in range(2):
-            for h in range(first, last):
-                i = side * heads + h
-                copy_scaled(
-                    gradient_sb[:, i * K : (i + 1) * K], tile[:, side, h - first, :],
-                    chunk["shortening"][0][:, i : i + 1],
-                )  # fmt: skip
-        first = last
-    for lane in range(lanes):
-        low = 2 * heads * K + lane * V
-        copy_scaled(
-            gradient_sb[:, low : low + V], chunk["dR"][:, lane, :], chunk["dv_scale"][:, lane : lane + 1]
-        )
-    channels = du_sb[:, 0 : plan["channels"]]
-    multiply_on_gpsimd(channels, channels, gradient_sb)
 
 
 def run_gradient_stage(stage, stream, index, call):
@@ -242,11 +142,19 @@ def run_gradient_stage(stage, stream, index, call):
     """
     bundle, parts, constants, V = stream["bundle"], call["parts"], call["constants"], call["V"]
     products, own, chunk = constants["products"], stream["own"][index], stream["chunks"][index]
+    table = take_corners(constants, own["rows"])
     if stage == LOAD:
-        table = take_corners(constants, own["rows"])
-        chunk = load_chunk(call["inputs"], bundle, own["start"], own["tokens"], True, table)
+        stream["chunks"][index] = load_gradient_chunk(own, bundle, call, table)
+    elif stage == SQUARES:
+        chunk["squares"] = sum_key_squares(chunk["qk"], table)
+    elif stage == NORMS:
+        chunk["inverse_norms"] = invert_key_squares(chunk["squares"], table)
         invert_beta(chunk)
-        stream["chunks"][index] = chunk
+    elif stage == DECAYS:
+        factors_sb, carry_factors_sb = sum_decays(chunk["g"], call["K"], table)
+        chunk["factors"], chunk["carry_factors"] = factors_sb, carry_factors_sb
+    elif stage == LOAD_U:
+        load_u(own, stream, call)
     elif stage == KEPT:
         own["kept"] = load_kept_state(
             call["initial_state"], call["states"], index, bundle, parts, V, call["has_state"]
@@ -255,7 +163,7 @@ def run_gradient_stage(stage, stream, index, call):
         chunk["shortening"] = divide_norms(chunk["inverse_norms"])
     elif stage == SHORTEN:
         shorten_vectors(chunk["qk"], chunk["shortening"])
-    elif stage in (ROWS, GATE, GATE_SLOPE, PRODUCTS, DZ, REST):
+    elif stage in (LOAD_ROWS, ROWS, ROOT, UNIT, GATE, GATE_SLOPE, PRODUCTS, DZ, REST):
         differentiate_rows(stage, own, stream, call)
     elif stage == SCALE:
         chunk["do"] = own["do"]
@@ -267,7 +175,7 @@ def run_gradient_stage(stage, stream, index, call):
     elif stage in (SPREAD, SUBSTITUTE):
         invert_step([chunk], stage, 0, [stream["space"]], call["blocks"], constants)
     elif stage == TRANSPOSE:
-        transpose_gradients(chunk, call["value_parts"], take_corners(constants, own["rows"]))
+        transpose_gradients(chunk, call["value_parts"], table)
     elif stage == TRANSPOSE_STATES:
         transpose_states(chunk, parts, call["value_parts"], constants)
     elif stage >= MERGE:
@@ -296,34 +204,45 @@ def run_gradient_stage(stage, stream, index, call):
 
 
 def convolve_again(stage, step, stream, index, call):
-    """Runs TAPS or SUM_TAPS of a chunk: of cell and taps number `step`."""
+    """Runs LOAD_TAPS, TAPS or SUM_TAPS of a chunk: of cell and taps number `step`; or STORE_DX of a cell."""
     own, W = stream["own"][index], call["W"]
+    if stage == STORE_DX:
+        store_dx(own, stream, step, call["dx"])
+        return
     spans = split(W, AT_ONCE)
     c = step // len(spans)
-    taps = spans[step - c * len(spans)]
-    if stage == TAPS:
+    taps, cell = spans[step - c * len(spans)], stream["plan"]["cells"][c]
+    if stage == LOAD_TAPS:
+        own["taps"].append(
+            load_taps(
+                call["x"], call["prefix"], call["continued"], stream["plan"], cell, taps,
+                stream["bundle"]["n"], own["start"], own["tokens"], W,
+            )
+        )  # fmt: skip
+    elif stage == TAPS:
         if step == 0:
             own["leaving"] = allocate_leaving(own, stream["plan"], W)
             own["arriving"] = stream["leaving"]
             stream["leaving"] = [own["leaving"]]
-            own["products"] = []
             if call["packed"]:
                 keep_sb, counts = load_masks(
                     call["position"], own["start"], own["tokens"], stream["counts"], W
                 )
                 own["keep"], own["counts"] = keep_sb, counts
-        own["products"].append(multiply_taps(own, stream, stream["plan"]["cells"][c], taps, call))
+        own["products"].append(multiply_taps(own, stream, cell, taps, own["taps"][step], call))
     else:
         sum_taps(own, stream, c, taps, own["products"][step], call)
 
 
 def run_share(stage, rank, shares, stream, index, call):
-    """Runs a share, number `rank` of all, of TAPS, SUM_TAPS or HIDDEN_T of a chunk."""
+    """Runs a share, number `rank` of all, of a stage of SHARED of a chunk."""
     if stage == HIDDEN_T:
         due = len(stream["groups"]) * rank // shares
         transpose_groups(stream, index, due, call["constants"]["eye"])
         return
-    count = len(split(call["W"], AT_ONCE)) * len(stream["plan"]["cells"])
+    count = len(stream["plan"]["cells"])
+    if stage != STORE_DX:
+        count = count * len(split(call["W"], AT_ONCE))
     for step in range(count * (rank - 1) // shares, count * rank // shares):
         convolve_again(stage, step, stream, index, call)
 
@@ -337,8 +256,8 @@ def open_stream(bundle, largest, call):
         chunks.append({})
         own.append(
             {
-                "start": start, "tokens": stop - start, "rows": pad_to_rows(stop - start), "dx_cells": [],
-                "turned": [],
+                "start": start, "tokens": stop - start, "rows": pad_to_rows(stop - start), "taps": [],
+                "products": [], "dx_sums": [], "dx_cells": [], "turned": [],
             }
         )  # fmt: skip
     return {
@@ -421,7 +340,7 @@ def compute_gradients(
         "dinitial_state": dinitial_state, "dprefix": dprefix,
     }  # fmt: skip
     projects = len(projection) > 0
-    stages = list_projected_stages() if projects else list_gradient_stages()
+    stages = list_gradient_stages(projects)
     ranks, shares, behind = rank_shares(stages)
     for wave in list_waves(N, H, HV, width, lanes, BACKWARD_BUNDLES):
         streams = []
@@ -446,6 +365,8 @@ def compute_gradients(
             last = chunks - 1 - (turn - behind)
             if projects and last >= 0 and last < chunks:
                 finish_chunk(streams, sequences, last, projection, constants["eye"])
+        for sequence in sequences:
+            store_hidden(sequence, projection)
         for stream in streams:
             store_state(dinitial_state, stream["dS"], stream["bundle"], call["parts"])
             store_sums(dweight, dgain, stream, W, V)

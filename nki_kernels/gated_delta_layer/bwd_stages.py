@@ -30,9 +30,9 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import EVEN, ODD
 
-# Stages besides those of the rule
+# Stages besides those of the rule, whose LOAD does no more than its name says here
 KEPT = 30  # the state that a chunk meets
-ROWS = 31  # r and h of the norm
+ROWS = 31  # squares of the norm
 GATE = 32  # SiLU(z)
 PRODUCTS = 33  # dw of the norm, and what is left for dO
 REST = 34  # dO / r
@@ -44,55 +44,73 @@ DZ = 39  # the gradient of z
 MERGE = 40  # EVEN, CORNERS and UPDATE of all levels, nine stages
 TRANSPOSE_STATES = 49  # of S and dS; TRANSPOSE is of the rest
 HIDDEN_T = 50  # transposes dx and dz for the gradient of hidden states
-GATE_SLOPE = 52  # SiLU'(z)
 HIDDEN = 51  # products of these with weights, of all bundles at once
-SHARED = (TAPS, SUM_TAPS, HIDDEN_T, HIDDEN)  # an entry stands for a share of a chunk's
+GATE_SLOPE = 52  # SiLU'(z)
+LOAD_ROWS = 53  # o, z and dy
+LOAD_U = 54
+SQUARES = 55  # of q and k
+NORMS = 56  # of q and k, and 1 / beta
+DECAYS = 57  # sums of g
+ROOT = 58  # r of the norm
+UNIT = 59  # h of the norm
+LOAD_TAPS = 60  # what taps read of x
+STORE_DX = 61
+# an entry stands for a share of a chunk's
+SHARED = (LOAD_TAPS, TAPS, SUM_TAPS, STORE_DX, HIDDEN_T, HIDDEN)
 
 
-def list_gradient_stages():
+def list_gradient_stages(projects):
     """Lists what is issued in one turn: (stage, bundles of which parity, by how many chunks it is behind).
 
     Each engine runs its instructions in order, so the order decides how long engines wait. Simulated
-    annealing found this one, by the cost model; results/2026-11-24_simulated_layer says how.
+    annealing found this one, by the cost model; results/2026-11-24_simulated_layer says how. HIDDEN and
+    HIDDEN_T are left out unless the kernel `projects`.
     """
-    return (
-        (READ, EVEN, 1), (TRANSPOSE, EVEN, 1), (MULTIPLY_PAIRS, EVEN, 1), (PAIRS, EVEN, 1),
-        (TRANSPOSE_STATES, EVEN, 1), (STATES, EVEN, 1), (MERGE, ODD, 1), (TRANSPOSE_PAIRS, EVEN, 1),
-        (MERGE + 1, ODD, 1), (ROWS, EVEN, 0), (CROSS, EVEN, 1), (MERGE + 2, ODD, 1), (MERGE + 3, ODD, 1),
-        (TERMS, EVEN, 1), (GATE, EVEN, 0), (GATE_SLOPE, EVEN, 0), (MERGE + 4, ODD, 1), (LOAD, EVEN, 0), (SUM_TAPS, ODD, 2),
-        (PRODUCTS, EVEN, 0), (FACTORS, EVEN, 0), (LOAD, ODD, 0), (SUM, EVEN, 1), (KEYS, EVEN, 1),
-        (KEPT, ODD, 1), (TAPS, ODD, 2), (DZ, EVEN, 0), (MERGE + 5, ODD, 1), (ALONG, EVEN, 1),
-        (TAPS, ODD, 2), (SUM_TAPS, ODD, 2), (MERGE + 6, ODD, 1), (STATE, EVEN, 1), (MERGE + 7, ODD, 1),
-        (RESIDUAL, ODD, 1), (TAPS, ODD, 2), (NORM, EVEN, 1), (REST, EVEN, 0), (SUM_TAPS, ODD, 2),
-        (SHORTEN, EVEN, 0), (SCALE, EVEN, 0), (MERGE + 8, ODD, 1), (FACTORS, ODD, 0), (TAPS, ODD, 2),
-        (STRENGTH, EVEN, 1), (KEPT, EVEN, 0), (SUM_TAPS, ODD, 2), (DU, EVEN, 1), (TRANSPOSE_KEYS, EVEN, 0),
-        (APPLY, ODD, 1), (DECAY, EVEN, 1), (MULTIPLY, EVEN, 0), (SUM_TAPS, ODD, 2), (SOLVE, ODD, 1),
-        (SPREAD, EVEN, 0), (TAPS, ODD, 2), (DECAY, ODD, 2), (READ, ODD, 1), (TRANSPOSE, ODD, 1),
-        (TRANSPOSE_STATES, ODD, 1), (MULTIPLY_PAIRS, ODD, 1), (SUM_TAPS, ODD, 2), (SUBSTITUTE, EVEN, 0),
-        (MERGE, EVEN, 0), (TAPS, EVEN, 1), (PAIRS, ODD, 1), (STATES, ODD, 1), (TRANSPOSE_PAIRS, ODD, 1),
-        (ROWS, ODD, 0), (TAPS, EVEN, 1), (SUM_TAPS, EVEN, 1), (MERGE + 1, EVEN, 0), (CROSS, ODD, 1),
-        (TERMS, ODD, 1), (KEYS, ODD, 1), (MERGE + 2, EVEN, 0), (GATE, ODD, 0), (GATE_SLOPE, ODD, 0), (SUM_TAPS, EVEN, 1),
-        (MERGE + 3, EVEN, 0), (TAPS, EVEN, 1), (STATE, ODD, 1), (MERGE + 4, EVEN, 0), (RESIDUAL, EVEN, 0),
-        (SUM, ODD, 1), (ALONG, ODD, 1), (MERGE + 5, EVEN, 0), (SUM_TAPS, EVEN, 1), (MERGE + 6, EVEN, 0),
-        (PRODUCTS, ODD, 0), (SHORTEN, ODD, 0), (MERGE + 7, EVEN, 0), (REST, ODD, 0), (SLOPE, EVEN, 0),
-        (SLOPE, ODD, 1), (TAPS, EVEN, 1), (SCALE, ODD, 0), (MERGE + 8, EVEN, 0), (DZ, ODD, 0),
-        (TAPS, EVEN, 1), (SUM_TAPS, EVEN, 1), (TRANSPOSE_KEYS, ODD, 0), (APPLY, EVEN, 0),
-        (STRENGTH, ODD, 1), (MULTIPLY, ODD, 0), (SUM_TAPS, EVEN, 1), (NORM, ODD, 1), (TAPS, EVEN, 1),
-        (SOLVE, EVEN, 0), (DU, ODD, 1), (SPREAD, ODD, 0), (SUBSTITUTE, ODD, 0), (TAPS, ODD, 1),
-        (SUM_TAPS, EVEN, 1),
-    )  # fmt: skip
-
-
-def list_projected_stages():
-    """Lists what `list_gradient_stages` does, where the gradient of hidden states is made, too."""
     stages = []
-    for entry in list_gradient_stages():
-        stages.append(entry)
-        stage, parity, late = entry
-        if stage == SUM_TAPS and late == 1:
-            stages.append((HIDDEN_T, 1 - parity, 2))
-            stages.append((HIDDEN, EVEN, 2))
-    return tuple(stages)
+    for entry in list_all_stages():
+        if projects or (entry[0] != HIDDEN and entry[0] != HIDDEN_T):
+            stages.append(entry)
+    return stages
+
+
+def list_all_stages():
+    """Lists the stages of both kernels; those of HIDDEN have to be the farthest behind."""
+    return (
+        (DZ, ODD, 2), (HIDDEN, EVEN, 3), (MULTIPLY_PAIRS, EVEN, 2), (HIDDEN, EVEN, 3), (MERGE, ODD, 2),
+        (HIDDEN, EVEN, 3), (TRANSPOSE_STATES, EVEN, 2), (LOAD_TAPS, ODD, 3), (TAPS, ODD, 3),
+        (PAIRS, EVEN, 2), (MERGE + 1, ODD, 2), (LOAD_ROWS, EVEN, 1), (GATE, EVEN, 1), (SUM_TAPS, EVEN, 3),
+        (STORE_DX, EVEN, 3), (STORE_DX, EVEN, 3), (STORE_DX, EVEN, 3), (LOAD_TAPS, ODD, 3), (TAPS, ODD, 3),
+        (STATES, EVEN, 2), (HIDDEN_T, ODD, 3), (TRANSPOSE_PAIRS, EVEN, 2), (MERGE + 2, ODD, 2),
+        (ROWS, EVEN, 1), (ROOT, EVEN, 1), (HIDDEN, EVEN, 3), (UNIT, EVEN, 1), (CROSS, EVEN, 2),
+        (MERGE + 3, ODD, 2), (GATE_SLOPE, EVEN, 1), (TERMS, EVEN, 2), (SUM_TAPS, ODD, 3),
+        (MERGE + 4, ODD, 2), (KEYS, EVEN, 2), (LOAD_TAPS, ODD, 3), (TAPS, ODD, 3), (MERGE + 5, ODD, 2),
+        (KEPT, ODD, 2), (LOAD, EVEN, 1), (SQUARES, EVEN, 1), (NORMS, EVEN, 1), (DECAYS, EVEN, 1),
+        (HIDDEN_T, ODD, 2), (HIDDEN_T, ODD, 2), (MERGE + 6, ODD, 2), (HIDDEN, EVEN, 3), (PRODUCTS, EVEN, 1),
+        (FACTORS, EVEN, 1), (SUM, EVEN, 2), (ALONG, EVEN, 2), (REST, EVEN, 1), (SUM_TAPS, ODD, 3),
+        (DECAY, EVEN, 3), (MERGE + 7, ODD, 2), (STATE, EVEN, 2), (RESIDUAL, ODD, 2), (NORM, EVEN, 2),
+        (LOAD, ODD, 1), (SQUARES, ODD, 1), (NORMS, ODD, 1), (DECAYS, ODD, 1), (HIDDEN_T, ODD, 2),
+        (HIDDEN_T, ODD, 3), (LOAD_TAPS, ODD, 3), (TAPS, ODD, 3), (SUM_TAPS, ODD, 3), (SHORTEN, EVEN, 1),
+        (SCALE, EVEN, 1), (MERGE + 8, ODD, 2), (FACTORS, ODD, 1), (LOAD_TAPS, ODD, 3), (TAPS, ODD, 3),
+        (DU, EVEN, 2), (SUM_TAPS, ODD, 3), (TRANSPOSE_KEYS, EVEN, 1), (STRENGTH, EVEN, 2), (APPLY, ODD, 2),
+        (MULTIPLY, EVEN, 1), (SUM_TAPS, ODD, 3), (SOLVE, ODD, 2), (READ, ODD, 2), (LOAD_TAPS, ODD, 3),
+        (TAPS, ODD, 3), (SPREAD, EVEN, 1), (LOAD_TAPS, EVEN, 2), (TAPS, EVEN, 2), (LOAD_ROWS, ODD, 1),
+        (GATE, ODD, 1), (SUBSTITUTE, EVEN, 1), (TRANSPOSE, ODD, 2), (HIDDEN, EVEN, 3), (SUM_TAPS, ODD, 3),
+        (STORE_DX, ODD, 3), (STORE_DX, ODD, 3), (STORE_DX, ODD, 3), (MULTIPLY_PAIRS, ODD, 2),
+        (TRANSPOSE_STATES, ODD, 2), (MERGE, EVEN, 1), (PAIRS, ODD, 2), (STATES, ODD, 2),
+        (TRANSPOSE_PAIRS, ODD, 2), (MERGE + 1, EVEN, 1), (GATE_SLOPE, ODD, 1), (CROSS, ODD, 2),
+        (MERGE + 2, EVEN, 1), (LOAD_TAPS, EVEN, 2), (TAPS, EVEN, 2), (KEYS, ODD, 2), (MERGE + 3, EVEN, 1),
+        (TERMS, ODD, 2), (MERGE + 4, EVEN, 1), (KEPT, EVEN, 1), (SUM_TAPS, EVEN, 2), (ROWS, ODD, 1),
+        (ROOT, ODD, 1), (UNIT, ODD, 1), (LOAD_TAPS, EVEN, 2), (TAPS, EVEN, 2), (SUM_TAPS, EVEN, 2),
+        (SHORTEN, ODD, 1), (LOAD_TAPS, EVEN, 2), (TAPS, EVEN, 2), (MERGE + 5, EVEN, 1), (SUM, ODD, 2),
+        (STATE, ODD, 2), (SUM_TAPS, EVEN, 2), (MERGE + 6, EVEN, 1), (SUM_TAPS, EVEN, 2), (PRODUCTS, ODD, 1),
+        (MERGE + 7, EVEN, 1), (RESIDUAL, EVEN, 1), (REST, ODD, 1), (LOAD_U, EVEN, 1), (SLOPE, EVEN, 1),
+        (SCALE, ODD, 1), (HIDDEN, EVEN, 3), (MERGE + 8, EVEN, 1), (ALONG, ODD, 2), (LOAD_U, ODD, 2),
+        (SLOPE, ODD, 2), (DZ, EVEN, 1), (HIDDEN, EVEN, 3), (STRENGTH, ODD, 2), (LOAD_TAPS, EVEN, 2),
+        (TAPS, EVEN, 2), (TRANSPOSE_KEYS, ODD, 1), (APPLY, EVEN, 1), (HIDDEN, EVEN, 3), (DECAY, ODD, 2),
+        (MULTIPLY, ODD, 1), (SUM_TAPS, EVEN, 2), (HIDDEN_T, ODD, 1), (NORM, ODD, 2), (HIDDEN, EVEN, 3),
+        (LOAD_TAPS, EVEN, 2), (TAPS, EVEN, 2), (SOLVE, EVEN, 1), (DU, ODD, 2), (HIDDEN, EVEN, 3),
+        (SPREAD, ODD, 1), (READ, EVEN, 1), (HIDDEN, EVEN, 3), (SUBSTITUTE, ODD, 1), (TRANSPOSE, EVEN, 1),
+    )  # fmt: skip
 
 
 def rank_shares(stages):

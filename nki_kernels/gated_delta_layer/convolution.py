@@ -156,16 +156,14 @@ def load_taps(x, prefix, continued, plan, cell, taps, n, start, tokens, W):
     return out_sb
 
 
-def multiply_taps(own, stream, cell, taps, call):
+def multiply_taps(own, stream, cell, taps, x_sb, call):
     """Makes du times what taps read of a cell, and w_j du, of which it keeps what leaves the chunk.
 
     Returns both, and behind the last tap what arrives from the chunk behind.
     """
-    x, W, plan = call["x"], call["W"], stream["plan"]
+    W, plan, tokens = call["W"], stream["plan"], own["tokens"]
     low, high = cell
     first, stop = taps
-    n, start, tokens = stream["bundle"]["n"], own["start"], own["tokens"]
-    x_sb = load_taps(x, call["prefix"], call["continued"], plan, cell, taps, n, start, tokens, W)
     read_sb, given_sb = sbuf(x_sb.shape), sbuf(x_sb.shape)
     du = own["du"].ap(pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low)
     multiply_on_gpsimd(read_sb, du, x_sb)
@@ -208,14 +206,14 @@ def allocate_leaving(own, plan, W):
 
 
 def sum_taps(own, stream, c, taps, products, call):
-    """Adds taps of cell c to dw and to dx; stores dx after the last tap."""
+    """Adds taps of cell c to dw and to dx."""
     read_sb, given_sb, arriving = products
     W, plan, tokens = call["W"], stream["plan"], own["tokens"]
     low, high = plan["cells"][c]
     first, stop = taps
     n, C = plan["rows"], call["shifts"]["identity"].shape[0]
     if first == 0:
-        own["dx"] = psum((tokens, high - low))
+        own["dx_sums"].append(psum((tokens, high - low)))
     for j in range(first, stop):
         i, shift = n - c * W - j, C + W - 1 - j
         counts_sb = own["counts"][j] if call["packed"] else stream["counts"]
@@ -224,19 +222,23 @@ def sum_taps(own, stream, c, taps, products, call):
             is_stationary_onezero=True,
         )  # fmt: skip
         nisa.nc_matmul(
-            dst=own["dx"], stationary=call["shifts"]["identity"][0:tokens, shift : shift + tokens],
+            dst=own["dx_sums"][c], stationary=call["shifts"]["identity"][0:tokens, shift : shift + tokens],
             moving=given_sb[:, j - first, :], is_stationary_onezero=True,
         )  # fmt: skip
-    if stop == W:
-        if len(arriving) > 0:
-            nisa.nc_matmul(
-                dst=own["dx"], stationary=call["shifts"]["crossing"], moving=arriving[0],
-                is_stationary_onezero=True,
-            )  # fmt: skip
-        dx_sb = sbuf((tokens, high - low), call["dx"].dtype)
-        copy_scaled(dx_sb, own["dx"])
-        store_channels(call["dx"], dx_sb, stream, c, own["start"])
-        own["dx_cells"].append(dx_sb)
+    if stop == W and len(arriving) > 0:
+        nisa.nc_matmul(
+            dst=own["dx_sums"][c], stationary=call["shifts"]["crossing"], moving=arriving[0],
+            is_stationary_onezero=True,
+        )  # fmt: skip
+
+
+def store_dx(own, stream, c, dx):
+    """Stores dx of a cell, of which all taps have been summed."""
+    low, high = stream["plan"]["cells"][c]
+    dx_sb = sbuf((own["tokens"], high - low), dx.dtype)
+    copy_scaled(dx_sb, own["dx_sums"][c])
+    store_channels(dx, dx_sb, stream, c, own["start"])
+    own["dx_cells"].append(dx_sb)
 
 
 def store_channels(dst, x_sb, stream, c, start):

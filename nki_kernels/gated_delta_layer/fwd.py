@@ -15,9 +15,11 @@ from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
 from delta_trn.nki_kernels.gated_delta_layer.cells import list_cells, plan_steps
 from delta_trn.nki_kernels.gated_delta_layer.fwd_stages import (
     GAIN,
+    ROOT,
     SILU,
     SQUARES,
     TAPS,
+    UNIT,
     WINDOW,
     list_layer_stages,
 )
@@ -41,7 +43,13 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import (
     store_state,
 )
 from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
-from delta_trn.nki_kernels.gated_rms_norm import invert_rms, load_everywhere, normalize_rows, repeat_row
+from delta_trn.nki_kernels.gated_rms_norm import (
+    invert_squares,
+    load_everywhere,
+    normalize_rows,
+    repeat_row,
+    sum_slots,
+)
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import (
     BANK,
@@ -250,7 +258,10 @@ def normalize(stage, chunk, stream, call):
         if call["save"] > 0:
             store_lanes(call["o"], chunk["o"], bundle, start, tokens)
     elif stage == SQUARES:
-        chunk["r"] = invert_rms(chunk["o"], call["norm"])
+        chunk["o_squares"] = sum_slots(chunk["o"], nl.square)
+    elif stage == ROOT:
+        chunk["r"] = invert_squares(chunk["o_squares"], call["V"], call["norm"])
+    elif stage == UNIT:
         chunk["h"] = sbuf(chunk["o"].shape)
         normalize_rows(chunk["h"], chunk["o"], chunk["r"])
     elif stage == GAIN:

@@ -6,6 +6,7 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import (
     DECAYS,
     EVEN,
     GATES,
+    KEY_SQUARES,
     LOAD,
     MATRIX_D,
     MATRIX_L,
@@ -30,7 +31,7 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import (
 )
 
 # Stages besides those of the rule: of the norm, behind OUTPUT, and steps of the convolution
-SQUARES, GAIN, GATE, WINDOW, TAPS, SILU = 33, 34, 35, 36, 37, 38
+SQUARES, ROOT, UNIT, GAIN, GATE, WINDOW, TAPS, SILU = 34, 35, 36, 37, 38, 39, 40, 41
 
 
 def list_layer_stages():
@@ -51,13 +52,13 @@ def list_layer_stages():
         (WEIGHT, EVEN, 4), (SILU, ALL, 0), (TAPS, ALL, 0), (GAIN, EVEN, 0), (TAPS, ALL, 0),
         (RESIDUAL, ODD, 0), (MERGE + 2, ALL, 1), (SCALE_K, ODD, 1), (STATE, ODD, 0), (SCALE_V, ODD, 4),
         (SCALE_Q, EVEN, 2), (MERGE + 3, ALL, 1), (WINDOW, ALL, 0), (GATE, EVEN, -1), (TAPS, ALL, 0),
-        (MATRIX_P, EVEN, 1), (TAPS, ALL, 0), (MATRIX_L, ODD, 3), (MERGE + 4, ALL, 1), (NORMS, ODD, 5),
-        (WEIGHT, ODD, 4), (SQUARES, ODD, -1), (TAPS, ALL, 0), (WINDOW, ALL, 0), (WINDOW, ALL, 0),
-        (STATE, EVEN, 0), (SQUARES, EVEN, 0), (MERGE + 5, ALL, 1), (WINDOW, ALL, 0), (COLUMNS, ODD, 2),
+        (MATRIX_P, EVEN, 1), (TAPS, ALL, 0), (MATRIX_L, ODD, 3), (MERGE + 4, ALL, 1), (KEY_SQUARES, ODD, 5), (NORMS, ODD, 5),
+        (WEIGHT, ODD, 4), (SQUARES, ODD, -1), (ROOT, ODD, -1), (UNIT, ODD, -1), (TAPS, ALL, 0), (WINDOW, ALL, 0), (WINDOW, ALL, 0),
+        (STATE, EVEN, 0), (SQUARES, EVEN, 0), (ROOT, EVEN, 0), (UNIT, EVEN, 0), (MERGE + 5, ALL, 1), (WINDOW, ALL, 0), (COLUMNS, ODD, 2),
         (TRANSPOSE_GAMMA_Q, ODD, 2), (WINDOW, ALL, 0), (MERGE + 6, ALL, 1), (WINDOW, ALL, 0),
         (GATE, ODD, -1), (TAPS, ALL, 0), (TAPS, ALL, 0), (SILU, ALL, 0), (MERGE + 7, ALL, 1), (TAPS, ALL, 0),
         (SCALE_K, EVEN, 2), (TAPS, ALL, 0), (RESIDUAL, EVEN, 1), (MATRIX_L, EVEN, 3), (MERGE + 8, ALL, 1),
         (SILU, ALL, 0), (TAPS, ALL, 0), (SCALE_Q, ODD, 4), (MATRIX_P, ODD, 4), (GAIN, ODD, 0),
-        (NORMS, EVEN, 6), (SPREAD, ALL, 2), (TAPS, ALL, 0), (SILU, ALL, 0), (SILU, ALL, 0), (SILU, ALL, 0),
+        (KEY_SQUARES, EVEN, 6), (NORMS, EVEN, 6), (SPREAD, ALL, 2), (TAPS, ALL, 0), (SILU, ALL, 0), (SILU, ALL, 0), (SILU, ALL, 0),
         (WINDOW, ALL, 0),
     )  # fmt: skip

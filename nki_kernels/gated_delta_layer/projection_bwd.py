@@ -26,6 +26,7 @@ and a sequence's dict has
     done        how many steps of the chunk at hand are done
     weights     tiles that are loaded ahead, of the step that comes next
     sum         of the part at hand
+    finished    [(sum, first token, part of dh)] that are not stored yet
 """
 
 from delta_trn.nki_kernels.gated_delta_layer.convolution import find_channels
@@ -63,7 +64,9 @@ def open_sequences(streams, projection):
     parts = split(projection["weight"].shape[1], BANK)
     for stream in streams:
         if len(sequences) == 0 or sequences[len(sequences) - 1]["n"] != stream["bundle"]["n"]:
-            sequences.append({"n": stream["bundle"]["n"], "streams": [], "done": 0, "weights": []})
+            sequences.append(
+                {"n": stream["bundle"]["n"], "streams": [], "done": 0, "weights": [], "finished": []}
+            )
         sequences[len(sequences) - 1]["streams"].append(stream)
     for sequence in sequences:
         sequence["steps"] = []
@@ -172,11 +175,21 @@ def multiply_group(sequence, index, projection):
         rows = blocks[i][1] - blocks[i][0]
         nisa.nc_matmul(dst=sequence["sum"], stationary=turned_sb[0:rows, i, :], moving=w_sb[0:rows, i, :])
     sequence["done"] = done + 1
+    store_hidden(sequence, projection)
     if done + 1 == len(steps) or steps[done + 1][0] != part:
+        sequence["finished"].append((sequence["sum"], own["start"], part))
+
+
+def store_hidden(sequence, projection):
+    """Stores the parts of dh that were finished: a step later, so that no engine waits for their sums."""
+    while len(sequence["finished"]) > 0:
+        sum_ps, t0, part = sequence["finished"][0]
+        first, stop = part
+        tokens = sum_ps.shape[0]
         out_sb = sbuf((tokens, stop - first), projection["dhidden"].dtype)
-        copy_scaled(out_sb, sequence["sum"])
-        t0 = own["start"]
+        copy_scaled(out_sb, sum_ps)
         nisa.dma_copy(dst=projection["dhidden"][sequence["n"], t0 : t0 + tokens, first:stop], src=out_sb)
+        sequence["finished"] = sequence["finished"][1:]
 
 
 def count_steps(sequences):
