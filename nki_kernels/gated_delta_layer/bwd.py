@@ -45,6 +45,7 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     build_counts,
     build_shifts,
     load_masks,
+    load_u,
     load_weights,
     multiply_taps,
     outline,
@@ -123,41 +124,6 @@ from delta_trn.nki_kernels.tiles import (
     take_corners,
 )
 from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
-
-
-def load_channels(u, n, first, width, start, tokens):
-    """Loads channels first .. first + width of u [N, channels, T]: views [128 or fewer, tokens]."""
-    _, channels, T = u.shape
-    whole = width // PARTITIONS
-    rest = width - whole * PARTITIONS
-    views = []
-    if whole > 0:
-        tile_sb = sbuf((PARTITIONS, whole, tokens), u.dtype)
-        nisa.dma_copy(
-            dst=tile_sb,
-            src=u.ap(
-                pattern=[[T, PARTITIONS], [PARTITIONS * T, whole], [1, tokens]],
-                offset=(n * channels + first) * T + start,
-            ),
-        )
-        for i in range(whole):
-            views.append(tile_sb[:, i, :])
-    if rest > 0:
-        tile_sb = sbuf((rest, tokens), u.dtype)
-        nisa.dma_copy(
-            dst=tile_sb, src=u[n, first + whole * PARTITIONS : first + width, start : start + tokens]
-        )
-        views.append(tile_sb)
-    return views
-
-
-def load_u(own, plan, bundle, call):
-    """Loads u of a chunk: lists of views [channels, tokens] of q and k, and of v."""
-    sides = []
-    for segment in plan["segments"]:
-        low, high, channel = segment
-        sides.append(load_channels(call["u"], bundle["n"], channel, high - low, own["start"], own["tokens"]))
-    return sides[0] + sides[1], sides[2]
 
 
 def load_gradient_chunk(own, stream, call):

@@ -83,15 +83,44 @@ def list_gradient_stages():
 
 
 def list_projected_stages():
-    """Lists what `list_gradient_stages` does, where the gradient of hidden states is made, too."""
-    stages = []
-    for entry in list_gradient_stages():
-        stages.append(entry)
-        stage, parity, late = entry
-        if stage == SUM_TAPS and late == 1:
-            stages.append((HIDDEN_T, 1 - parity, 2))
-            stages.append((HIDDEN, EVEN, 2))
-    return tuple(stages)
+    """Lists what `list_gradient_stages` does, where the gradient of hidden states is made, too.
+
+    The other stages have the same order: a search placed shares of HIDDEN_T and HIDDEN between them.
+    """
+    return (
+        (HIDDEN, EVEN, 2), (HIDDEN, EVEN, 2), (READ, EVEN, 1), (HIDDEN, EVEN, 2), (TRANSPOSE, EVEN, 1),
+        (MULTIPLY_PAIRS, EVEN, 1), (PAIRS, EVEN, 1), (TRANSPOSE_STATES, EVEN, 1), (STATES, EVEN, 1),
+        (MERGE, ODD, 1), (TRANSPOSE_PAIRS, EVEN, 1), (MERGE + 1, ODD, 1), (HIDDEN, EVEN, 2),
+        (ROWS, EVEN, 0), (CROSS, EVEN, 1), (MERGE + 2, ODD, 1), (MERGE + 3, ODD, 1), (TERMS, EVEN, 1),
+        (GATE, EVEN, 0), (MERGE + 4, ODD, 1), (LOAD, EVEN, 0), (HIDDEN_T, EVEN, 1), (SUM_TAPS, ODD, 2),
+        (PRODUCTS, EVEN, 0), (FACTORS, EVEN, 0), (LOAD, ODD, 0), (SUM, EVEN, 1), (HIDDEN, EVEN, 2),
+        (KEYS, EVEN, 1), (KEPT, ODD, 1), (TAPS, ODD, 2), (DZ, EVEN, 0), (MERGE + 5, ODD, 1),
+        (HIDDEN, EVEN, 2), (ALONG, EVEN, 1), (HIDDEN_T, ODD, 2), (HIDDEN_T, ODD, 2), (HIDDEN_T, ODD, 2),
+        (HIDDEN_T, EVEN, 2), (TAPS, ODD, 2), (SUM_TAPS, ODD, 2), (MERGE + 6, ODD, 1), (STATE, EVEN, 1),
+        (MERGE + 7, ODD, 1), (RESIDUAL, ODD, 1), (TAPS, ODD, 2), (NORM, EVEN, 1), (REST, EVEN, 0),
+        (SUM_TAPS, ODD, 2), (SHORTEN, EVEN, 0), (SCALE, EVEN, 0), (MERGE + 8, ODD, 1), (HIDDEN, EVEN, 2),
+        (FACTORS, ODD, 0), (HIDDEN, EVEN, 2), (TAPS, ODD, 2), (STRENGTH, EVEN, 1), (KEPT, EVEN, 0),
+        (HIDDEN, EVEN, 2), (SUM_TAPS, ODD, 2), (HIDDEN_T, EVEN, 1), (HIDDEN_T, EVEN, 2), (DU, EVEN, 1),
+        (HIDDEN_T, ODD, 2), (HIDDEN_T, ODD, 2), (TRANSPOSE_KEYS, EVEN, 0), (APPLY, ODD, 1),
+        (DECAY, EVEN, 1), (MULTIPLY, EVEN, 0), (SUM_TAPS, ODD, 2), (SOLVE, ODD, 1), (SPREAD, EVEN, 0),
+        (HIDDEN, EVEN, 2), (TAPS, ODD, 2), (DECAY, ODD, 2), (READ, ODD, 1), (TRANSPOSE, ODD, 1),
+        (HIDDEN, EVEN, 2), (TRANSPOSE_STATES, ODD, 1), (HIDDEN, EVEN, 2), (MULTIPLY_PAIRS, ODD, 1),
+        (HIDDEN, EVEN, 2), (SUM_TAPS, ODD, 2), (HIDDEN, EVEN, 2), (SUBSTITUTE, EVEN, 0), (MERGE, EVEN, 0),
+        (HIDDEN, EVEN, 2), (TAPS, EVEN, 1), (PAIRS, ODD, 1), (STATES, ODD, 1), (HIDDEN, EVEN, 2),
+        (TRANSPOSE_PAIRS, ODD, 1), (HIDDEN_T, ODD, 2), (ROWS, ODD, 0), (TAPS, EVEN, 1), (SUM_TAPS, EVEN, 1),
+        (MERGE + 1, EVEN, 0), (CROSS, ODD, 1), (TERMS, ODD, 1), (KEYS, ODD, 1), (MERGE + 2, EVEN, 0),
+        (GATE, ODD, 0), (SUM_TAPS, EVEN, 1), (MERGE + 3, EVEN, 0), (HIDDEN, EVEN, 2), (TAPS, EVEN, 1),
+        (HIDDEN, EVEN, 2), (STATE, ODD, 1), (HIDDEN, EVEN, 2), (MERGE + 4, EVEN, 0), (RESIDUAL, EVEN, 0),
+        (HIDDEN, EVEN, 2), (HIDDEN, EVEN, 2), (SUM, ODD, 1), (ALONG, ODD, 1), (HIDDEN, EVEN, 2),
+        (MERGE + 5, EVEN, 0), (HIDDEN, EVEN, 2), (SUM_TAPS, EVEN, 1), (HIDDEN, EVEN, 2),
+        (MERGE + 6, EVEN, 0), (PRODUCTS, ODD, 0), (SHORTEN, ODD, 0), (MERGE + 7, EVEN, 0), (REST, ODD, 0),
+        (SLOPE, EVEN, 0), (SLOPE, ODD, 1), (HIDDEN, EVEN, 2), (TAPS, EVEN, 1), (SCALE, ODD, 0),
+        (HIDDEN, EVEN, 2), (MERGE + 8, EVEN, 0), (DZ, ODD, 0), (TAPS, EVEN, 1), (SUM_TAPS, EVEN, 1),
+        (TRANSPOSE_KEYS, ODD, 0), (APPLY, EVEN, 0), (STRENGTH, ODD, 1), (HIDDEN, EVEN, 2),
+        (MULTIPLY, ODD, 0), (SUM_TAPS, EVEN, 1), (NORM, ODD, 1), (TAPS, EVEN, 1), (SOLVE, EVEN, 0),
+        (DU, ODD, 1), (SPREAD, ODD, 0), (SUBSTITUTE, ODD, 0), (TAPS, ODD, 1), (SUM_TAPS, EVEN, 1),
+        (HIDDEN_T, EVEN, 1), (HIDDEN, EVEN, 2),
+    )  # fmt: skip
 
 
 def rank_shares(stages):

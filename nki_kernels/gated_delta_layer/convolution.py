@@ -21,7 +21,7 @@ width, at most one bank of PSUM; the last one may have columns that are no chann
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, list_sides, split
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_sides, split
 from delta_trn.nki_kernels.tiles import copy_scaled, load, multiply_on_gpsimd, psum, sbuf
 
 AT_ONCE = 2  # taps in one instruction
@@ -110,6 +110,41 @@ def build_counts(plan, C):
     nisa.memset(dst=out_sb, value=0.0)
     nisa.memset(dst=out_sb[:, n : n + 1], value=1.0)
     return out_sb
+
+
+def load_channels(u, n, first, width, start, tokens):
+    """Loads channels first .. first + width of u [N, channels, T]: views [128 or fewer, tokens]."""
+    _, channels, T = u.shape
+    whole = width // PARTITIONS
+    rest = width - whole * PARTITIONS
+    views = []
+    if whole > 0:
+        tile_sb = sbuf((PARTITIONS, whole, tokens), u.dtype)
+        nisa.dma_copy(
+            dst=tile_sb,
+            src=u.ap(
+                pattern=[[T, PARTITIONS], [PARTITIONS * T, whole], [1, tokens]],
+                offset=(n * channels + first) * T + start,
+            ),
+        )
+        for i in range(whole):
+            views.append(tile_sb[:, i, :])
+    if rest > 0:
+        tile_sb = sbuf((rest, tokens), u.dtype)
+        nisa.dma_copy(
+            dst=tile_sb, src=u[n, first + whole * PARTITIONS : first + width, start : start + tokens]
+        )
+        views.append(tile_sb)
+    return views
+
+
+def load_u(own, plan, bundle, call):
+    """Loads u of a chunk: lists of views [channels, tokens] of q and k, and of v."""
+    sides = []
+    for segment in plan["segments"]:
+        low, high, channel = segment
+        sides.append(load_channels(call["u"], bundle["n"], channel, high - low, own["start"], own["tokens"]))
+    return sides[0] + sides[1], sides[2]
 
 
 def load_masks(position, start, tokens, counts_sb, W):
