@@ -40,6 +40,7 @@ EXAMPLES = [
     gated_delta_layer.example(**LAYER, backward=1),
     gated_delta_layer.example(**LAYER, save=1, d=128),
     gated_delta_layer.example(**LAYER, d=128),
+    gated_delta_layer.example(**LAYER, d=128, backward=1),
     cross_entropy.example(**READOUT),
     cross_entropy.example(**READOUT, backward=0),
     (precision_probe.product, precision_probe.operands()),

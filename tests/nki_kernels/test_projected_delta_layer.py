@@ -16,10 +16,10 @@ from delta_trn.backends import (
 )
 from delta_trn.backends.gated_delta_layer import nki_adapter
 from delta_trn.backends.parity import mixer_cases
-from delta_trn.backends.parity.mixer_cases import BY_NAME, CASES
+from delta_trn.backends.parity.mixer_cases import BY_NAME, CASES, MixerCase
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.nki_kernels import plan
-from delta_trn.nki_kernels.gated_delta_layer import projected
+from delta_trn.nki_kernels.gated_delta_layer import bwd, projected, projected_bwd
 from delta_trn.nki_kernels.simulator.kernel import record
 from tests.support import tiny_models
 from tests.support.nki_judge import assert_passed
@@ -79,14 +79,87 @@ def called_kernels(monkeypatch, x, *, gradients=False):
     return called
 
 
-def test_one_kernel_projects_and_one_computes_the_gradients_behind_projections(monkeypatch):
-    expected = ["projected_delta_layer_fwd", "gated_delta_layer_bwd"]
-    assert called_kernels(monkeypatch, arguments("projected_one"), gradients=True) == expected
+KERNELS = ["projected_delta_layer_fwd", "projected_delta_layer_bwd"]
+
+
+def test_one_kernel_projects_and_one_computes_the_gradients_of_hidden_states(monkeypatch):
+    assert called_kernels(monkeypatch, arguments("projected_one"), gradients=True) == KERNELS
 
 
 def test_many_sequences_take_several_calls(monkeypatch):
-    called = called_kernels(monkeypatch, arguments("projected_many"))
-    assert set(called) == {"projected_delta_layer_fwd"} and len(called) > 1
+    called = called_kernels(monkeypatch, arguments("projected_many"), gradients=True)
+    assert [called.count(name) for name in KERNELS] == [len(called) // 2] * 2 and len(called) > 2
+
+
+def test_a_sequence_of_two_waves_has_its_hidden_states_gradient_by_pytorch(monkeypatch):
+    """Nine heads are three bundles, and a sum over channels in PSUM is of one wave, which holds two."""
+    case = MixerCase("nine_heads", 1, 20, 9, 16, 8, "three bundles", d=128)
+    x = {**mixer_cases.inputs(case, torch.bfloat16).tensors, **case.options()}
+    called = called_kernels(monkeypatch, x, gradients=True)
+    assert called == ["projected_delta_layer_fwd", "gated_delta_layer_bwd"]
+    assert_passed(mixer_cases.verdicts(case, torch.bfloat16, "nki-simulator"))
+
+
+def gradients(x, dy):
+    """Returns the gradients of a call's floating-point tensors, by name."""
+    leaves = {
+        name: y.clone().requires_grad_()
+        for name, y in x.items()
+        if isinstance(y, torch.Tensor) and y.is_floating_point()
+    }
+    with default_backend("nki-simulator", allow=["chunked"]):
+        y = projected_delta_layer(**{**x, **leaves})
+    return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "projected_one",  # eight sequences of one token, two in a wave
+        "projected_ragged",  # two sequences in one wave
+        "projected_odd",  # two bundles of different size, and cells that straddle q, k and v
+        "projected_v256",  # two bundles, and a wide z
+        "projected_packed_resets",
+        pytest.param("projected_600", marks=pytest.mark.slow),
+        pytest.param("projected_groups", marks=pytest.mark.slow),
+        pytest.param("projected_packed", marks=pytest.mark.slow),
+        pytest.param("projected_two_taps", marks=pytest.mark.slow),
+    ],
+)
+def test_the_gradient_of_hidden_states_is_pytorchs_but_for_rounding(name, monkeypatch):
+    """PyTorch rounds the products of x and of the gate before it adds them, the kernel rounds their sum."""
+    x = arguments(name)
+    dy = mixer_cases.inputs(BY_NAME[name], torch.bfloat16).douts["y"]
+    inside = gradients(x, dy)
+    monkeypatch.setattr(nki_adapter, "_is_hidden_differentiated", lambda _: False)
+    outside = gradients(x, dy)
+    for key, grad in inside.items():
+        if key == "hidden":
+            difference = (grad.double() - outside[key].double()).norm()
+            assert 0 < difference < 2**-8 * outside[key].double().norm()
+        else:
+            assert torch.equal(grad, outside[key]), key
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "H", "HV", "K", "V", "d"),
+    [(2, 70, 1, 1, 16, 24, 128), (1, 131, 3, 3, 50, 70, 640), (1, 300, 2, 4, 32, 48, 1024)],
+)
+def test_the_kernels_gradient_of_hidden_states_is_a_product_of_dx_and_dz(B, T, H, HV, K, V, d):
+    """Of what it stores, with parts of dh that are no whole bank; the other results are those of `bwd`."""
+    sizes = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V}
+    how = plan.choose(B, H, HV, K, V)
+    kernel, given = projected_bwd.example(**sizes, d=d, lanes=how.lanes, width=how.width)
+    dhidden, *rest = record(kernel, *given, trace=False).outputs
+    kernel, same = bwd.example(**sizes, lanes=how.lanes, width=how.width)
+    alone = record(kernel, *same, trace=False).outputs
+    for x, y in zip(rest, alone[:6], strict=True):
+        np.testing.assert_array_equal(x, y)
+    dx, dz = rest[0].astype(np.float64), rest[4].reshape(B, T, -1).astype(np.float64)
+    expected = dx @ given[1].astype(np.float64) + dz @ given[2].astype(np.float64)
+    np.testing.assert_allclose(
+        dhidden.astype(np.float64), expected, rtol=2**-8, atol=1e-4 * np.abs(expected).max()
+    )
 
 
 def test_a_group_that_no_bundle_holds_is_projected_by_pytorch(monkeypatch):
@@ -207,25 +280,40 @@ def test_a_cache_keeps_what_was_projected():
     assert (whole[:, 11].float() - last[:, 0].float()).norm() <= 0.02 * scale
 
 
+LARGEST = [
+    (1, 1024, 6, 6, 128, 256, False),
+    (1, 1024, 6, 6, 96, 192, True),
+    (1, 1024, 8, 8, 64, 128, True),
+    (1, 1024, 6, 6, 128, 144, True),
+    (1, 1536, 5, 5, 128, 256, False),
+    (5, 1536, 1, 1, 128, 256, False),
+    (1, 1024, 3, 6, 128, 256, False),
+    (1, 1536, 5, 5, 128, 144, True),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("B", "T", "H", "HV", "K", "V", "packed"),
-    [
-        (1, 1024, 6, 6, 128, 256, False),
-        (1, 1024, 6, 6, 96, 192, True),
-        (1, 1024, 8, 8, 64, 128, True),
-        (1, 1024, 6, 6, 128, 144, True),
-        (1, 1536, 5, 5, 128, 256, False),
-        (5, 1536, 1, 1, 128, 256, False),
-        (1, 1024, 3, 6, 128, 256, False),
-        (1, 1536, 5, 5, 128, 144, True),
-    ],
-)
+@pytest.mark.parametrize(("B", "T", "H", "HV", "K", "V", "packed"), LARGEST)
 def test_the_largest_projected_layers_fit_sbuf(B, T, H, HV, K, V, packed):
     how = plan.choose(B, H, HV, K, V)
-    kernel, given = projected.example(
-        B=B, T=T, H=H, HV=HV, K=K, V=V, save=1, lanes=how.lanes, width=how.width
-    )
+    sizes = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V, "lanes": how.lanes, "width": how.width}
+    kernel, given = projected.example(**sizes, save=1)
     if packed:
         given = (*given[:7], np.arange(T, dtype=np.int32), True, *given[9:])
     assert record(kernel, *given, trace=False).sbuf_peak <= 176 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("B", "T", "H", "HV", "K", "V", "packed"),
+    [*(sizes for sizes in LARGEST if sizes[2] == sizes[3]), (1, 1536, 1, 4, 128, 256, False)],
+)
+def test_gradients_of_the_largest_projected_layers_fit_sbuf_and_psum(B, T, H, HV, K, V, packed):
+    how = plan.choose(B, H, HV, K, V)
+    assert plan.is_sequence_in_one_wave(B, H, HV, how)
+    sizes = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V, "lanes": how.lanes, "width": how.width}
+    kernel, given = projected_bwd.example(**sizes)  # d is 1024, the most
+    if packed:
+        given = (*given[:11], np.arange(T, dtype=np.int32), True, *given[13:])
+    run = record(kernel, *given, trace=False)
+    assert run.sbuf_peak <= 176 * 1024 and run.psum_peak <= 8
