@@ -16,7 +16,9 @@ from delta_trn.nki_kernels import (
     precision_probe,
     short_convolution,
 )
+from delta_trn.nki_kernels.simulator import TARGETS
 from delta_trn.nki_kernels.simulator.core.releases import RELEASES
+from delta_trn.nki_kernels.simulator.cost import estimate
 from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support.nki_judge import record_run, run
 
@@ -67,3 +69,27 @@ def test_later_generations_compute_the_same(kernel, arguments, target):
     first, later = run(kernel, *arguments), run(kernel, *arguments, target=target)
     pairs = zip(first, later, strict=True) if isinstance(first, tuple) else [(first, later)]
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("example", "tables", "most"),
+    [
+        (gated_delta_rule_fwd.example(T=512, dtype="bfloat16"), {"exp"}, 1),
+        (gated_delta_rule_bwd.example(T=512, dtype="bfloat16"), {"exp"}, 1),
+        (gated_delta_rule_step.example(H=2, HV=4, K=96, V=192), {"exp"}, 1),
+        (delta_residual.example(**RESIDUAL), set(), 0),
+        (gated_delta_layer.example(**LAYER | {"T": 512, "C": 128}, save=2), {"exp", "silu"}, 22),
+        (
+            gated_delta_layer.example(**LAYER | {"T": 512, "C": 128}, backward=1),
+            {"exp", "silu", "silu_dx"},
+            44,
+        ),
+    ],
+    ids=lambda value: value[0].__name__ if isinstance(value, tuple) else "",
+)
+def test_kernels_change_tables_seldom(example, tables, most):
+    """Roots are GpSimd's: the rule loads the table of exp once, and a layer few more than its turns need."""
+    kernel, arguments = example
+    trace = record_run(kernel, *arguments).trace
+    costs = estimate(trace, TARGETS["trn1"])
+    assert set(costs.tables) == tables and costs.loads <= most
