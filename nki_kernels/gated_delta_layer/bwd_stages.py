@@ -44,7 +44,7 @@ DZ = 39  # the gradient of z
 MERGE = 40  # EVEN, CORNERS and UPDATE of all levels, nine stages
 TRANSPOSE_STATES = 49  # of S and dS; TRANSPOSE is of the rest
 HIDDEN_T = 50  # transposes dx and dz for the gradient of hidden states
-HIDDEN = 51  # products of these with weights, of all bundles at once
+HIDDEN = 51  # products of these with weights, of all bundles at once; its parity means nothing
 SHARED = (TAPS, SUM_TAPS, HIDDEN_T, HIDDEN)  # an entry stands for a share of a chunk's
 
 
@@ -85,7 +85,9 @@ def list_gradient_stages():
 def list_projected_stages():
     """Lists what `list_gradient_stages` does, where the gradient of hidden states is made, too.
 
-    The other stages have the same order: a search placed shares of HIDDEN_T and HIDDEN between them.
+    A search by the cost model placed HIDDEN_T and HIDDEN, and left the others as they were. Wherever they
+    stand, they wait for what they take, and the rest comes at the end of the turn in which a chunk's last
+    stages are issued: so every entry of HIDDEN is as many chunks behind as these.
     """
     return (
         (HIDDEN, EVEN, 2), (HIDDEN, EVEN, 2), (READ, EVEN, 1), (HIDDEN, EVEN, 2), (TRANSPOSE, EVEN, 1),
