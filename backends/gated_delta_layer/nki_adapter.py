@@ -5,6 +5,9 @@ is not computed at once (`Capability.limits`). Training keeps what backward read
 of x, and in float32 the convolution's results before SiLU and the state before each chunk. Where more value
 heads share a key head than a bundle holds, backward is the kernels of the three parts, and training keeps q,
 k, v, o, and fewer states.
+
+With projections, both kernels make their products of hidden states' width: x and the gate forward, and the
+gradient of the hidden states backward, where one wave of it holds a sequence. Other products are PyTorch's.
 """
 
 from __future__ import annotations

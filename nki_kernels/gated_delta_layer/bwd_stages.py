@@ -44,7 +44,7 @@ DZ = 39  # the gradient of z
 MERGE = 40  # EVEN, CORNERS and UPDATE of all levels, nine stages
 TRANSPOSE_STATES = 49  # of S and dS; TRANSPOSE is of the rest
 HIDDEN_T = 50  # transposes dx and dz for the gradient of hidden states
-HIDDEN = 51  # products of these with weights, of all bundles at once
+HIDDEN = 51  # products of these with weights, of all bundles at once; its parity means nothing
 GATE_SLOPE = 52  # SiLU'(z)
 LOAD_ROWS = 53  # o, z and dy
 LOAD_U = 54
@@ -74,7 +74,11 @@ def list_gradient_stages(projects):
 
 
 def list_all_stages():
-    """Lists the stages of both kernels; those of HIDDEN have to be the farthest behind."""
+    """Lists the stages of both kernels.
+
+    Wherever HIDDEN_T and HIDDEN stand, they wait for what they take, and the rest comes at the end of the
+    turn in which a chunk's last stages are issued: so every entry of HIDDEN is as many chunks behind as these.
+    """
     return (
         (HIDDEN, EVEN, 3), (HIDDEN, EVEN, 3), (LOAD_TAPS, ODD, 3), (LOAD_TAPS, ODD, 3), (DU, ODD, 3),
         (STRENGTH, ODD, 3), (HIDDEN_T, ODD, 3), (STORE_DX, EVEN, 3), (TRANSPOSE_STATES, EVEN, 2),

@@ -19,7 +19,7 @@ from delta_trn.backends.parity import mixer_cases
 from delta_trn.backends.parity.mixer_cases import BY_NAME, CASES, MixerCase
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.nki_kernels import plan
-from delta_trn.nki_kernels.gated_delta_layer import bwd, projected, projected_bwd
+from delta_trn.nki_kernels.gated_delta_layer import bwd, bwd_stages, projected, projected_bwd
 from delta_trn.nki_kernels.simulator.kernel import record
 from tests.support import tiny_models
 from tests.support.nki_judge import assert_passed
@@ -98,6 +98,15 @@ def test_a_sequence_of_two_waves_has_its_hidden_states_gradient_by_pytorch(monke
     called = called_kernels(monkeypatch, x, gradients=True)
     assert called == ["projected_delta_layer_fwd", "gated_delta_layer_bwd"]
     assert_passed(mixer_cases.verdicts(case, torch.bfloat16, "nki-simulator"))
+
+
+def test_products_for_hidden_states_are_of_one_chunk_in_a_turn():
+    """Its sum in PSUM, and the weights that are loaded ahead, are finished with the chunk that comes last."""
+    stages = bwd_stages.list_gradient_stages(True)
+    behind = bwd_stages.rank_shares(stages)[2]
+    assert {late for stage, _, late in stages if stage == bwd_stages.HIDDEN} == {behind}
+    others = [entry for entry in stages if entry[0] not in (bwd_stages.HIDDEN_T, bwd_stages.HIDDEN)]
+    assert others == bwd_stages.list_gradient_stages(False)
 
 
 def gradients(x, dy):
@@ -306,7 +315,11 @@ def test_the_largest_projected_layers_fit_sbuf(B, T, H, HV, K, V, packed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("B", "T", "H", "HV", "K", "V", "packed"),
-    [*(sizes for sizes in LARGEST if sizes[2] == sizes[3]), (1, 1536, 1, 4, 128, 256, False)],
+    [
+        *(sizes for sizes in LARGEST if sizes[2] == sizes[3]),
+        (2, 1024, 3, 3, 128, 256, False),
+        (1, 1536, 1, 4, 128, 256, False),
+    ],
 )
 def test_gradients_of_the_largest_projected_layers_fit_sbuf_and_psum(B, T, H, HV, K, V, packed):
     how = plan.choose(B, H, HV, K, V)
@@ -314,6 +327,6 @@ def test_gradients_of_the_largest_projected_layers_fit_sbuf_and_psum(B, T, H, HV
     sizes = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V, "lanes": how.lanes, "width": how.width}
     kernel, given = projected_bwd.example(**sizes)  # d is 1024, the most
     if packed:
-        given = (*given[:11], np.arange(T, dtype=np.int32), True, *given[13:])
+        given = (*given[:14], np.arange(T, dtype=np.int32), True, *given[16:])
     run = record(kernel, *given, trace=False)
     assert run.sbuf_peak <= 176 * 1024 and run.psum_peak <= 8
