@@ -22,6 +22,8 @@ and a sequence's dict has
 
     n           its number
     streams     of its bundles
+    alone       whether the wave has no other, and so SBUF for weights of the next chunk, and PSUM for sums
+                that are stored later
     steps       [(part of dh, stream, group)]
     done        how many steps of the chunk at hand are done
     weights     tiles that are loaded ahead, of the step that comes next
@@ -69,6 +71,7 @@ def open_sequences(streams, projection):
             )
         sequences[len(sequences) - 1]["streams"].append(stream)
     for sequence in sequences:
+        sequence["alone"] = len(sequences) == 1
         sequence["steps"] = []
         for part in parts:
             for of_x in (False, True):
@@ -166,7 +169,7 @@ def multiply_group(sequence, index, projection):
         sequence["weights"].append(load_group(steps[done], projection))
     w_sb = sequence["weights"][0]
     sequence["weights"] = []
-    if done + 1 < len(steps) or index > 0:
+    if done + 1 < len(steps) or (index > 0 and sequence["alone"]):
         sequence["weights"].append(load_group(steps[(done + 1) % len(steps)], projection))
     if done == 0 or steps[done - 1][0] != part:
         sequence["sum"] = psum((tokens, stop - first))
@@ -178,6 +181,8 @@ def multiply_group(sequence, index, projection):
     store_hidden(sequence, projection)
     if done + 1 == len(steps) or steps[done + 1][0] != part:
         sequence["finished"].append((sequence["sum"], own["start"], part))
+        if not sequence["alone"]:
+            store_hidden(sequence, projection)
 
 
 def store_hidden(sequence, projection):
