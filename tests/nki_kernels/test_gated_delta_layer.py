@@ -243,7 +243,7 @@ def measure_sbuf(dtype, B, T, H, HV, K, V, packed, *, backward=False):
         **({} if backward else {"save": 2}),
     )  # fmt: skip
     if packed:
-        at = 9 if backward else 6  # of `position`
+        at = 12 if backward else 6  # of `position`
         arguments = (*arguments[:at], np.arange(T, dtype=np.int32), True, *arguments[at + 2 :])
     return record(kernel, *arguments, trace=False).sbuf_peak
 
