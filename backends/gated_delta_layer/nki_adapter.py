@@ -113,8 +113,8 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
 def projected_forward(call: ProjectedLayer, *, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns y and what backward takes, where it follows.
 
-    One kernel saves what `forward` saves, x and the gate, and g in two words, beta, and slopes. By parts it is
-    what `forward` saves, x and the gate.
+    That is what `forward` saves, x and the gate, and, where the kernel makes them, g in two words, beta, and
+    slopes.
     """
     if not _is_one_kernel(call):
         x, gate = F.linear(call.hidden, call.projection), F.linear(call.hidden, call.gate_projection)
@@ -248,7 +248,7 @@ def _projected(
 
 
 def _sum_gates(call: ProjectedLayer, dgates: Tensor, db: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of a, b, A_log and dt_bias from those of a and b and a token's share of A_log's."""
+    """Returns the gradients of a, b, A_log and dt_bias; dgates has those of a, and the terms of A_log's."""
     total = dgates.sum((0, 1))
     ddt_bias = None if call.dt_bias is None else total[:, 0].to(call.dt_bias.dtype)
     return dgates[..., 0].to(call.a.dtype), db.to(call.b.dtype), total[:, 1].to(call.A_log.dtype), ddt_bias

@@ -404,8 +404,8 @@ def compute_gradients(
 ):  # fmt: skip
     """Computes what `gated_delta_layer_bwd` returns, and returns it in a dict.
 
-    projection is what `projection_bwd.start` returns, and then its `dhidden` is made, too, dbeta is that of b,
-    and dg is those of a and A_log, as `gates` has them; or it is an empty dict.
+    projection is what `projection_bwd.start` returns, or an empty dict. With it, its `dhidden` is made, too,
+    `dbeta` is that of b, and `dg` has those of a and A_log, as `gates.store_decay_gradients` says.
     """
     N, T, channels = x.shape
     H, K, HV, V, W = q.shape[2], q.shape[3], z.shape[2], z.shape[3], weight_t.shape[0]
@@ -435,8 +435,8 @@ def compute_gradients(
         "gain": load_everywhere(gain), "norm": build_norm(eps),
         "eye": build_identity(PARTITIONS, nl.float32), "constants": constants,
         "blocks": build_block_constants(largest), "shifts": build_shifts(max(largest, W - 1), W),
-        "projection": projection, "projects": projects, "dweight": dweight, "dg": dg, "dbeta": dbeta, "dgain": dgain,
-        "dinitial_state": dinitial_state, "dprefix": dprefix,
+        "projection": projection, "projects": projects, "dweight": dweight, "dg": dg, "dbeta": dbeta,
+        "dgain": dgain, "dinitial_state": dinitial_state, "dprefix": dprefix,
     }  # fmt: skip
     stages = list_projected_stages() if projects else list_gradient_stages()
     ranks, shares, behind = rank_shares(stages)

@@ -227,5 +227,5 @@ def test_the_largest_projected_layers_fit_sbuf(B, T, H, HV, K, V, packed):
         B=B, T=T, H=H, HV=HV, K=K, V=V, save=1, lanes=how.lanes, width=how.width
     )
     if packed:
-        given = (*given[:7], np.arange(T, dtype=np.int32), True, *given[9:])
+        given = (*given[:10], np.arange(T, dtype=np.int32), True, *given[12:])
     assert record(kernel, *given, trace=False).sbuf_peak <= 176 * 1024

@@ -109,6 +109,8 @@ BUGS = (
         'own["stretch"] != (cell["b"], cell["t0"])', 'own["stretch"][0] < 0', "nki, projected layer"),
     Bug("nki: a projection without its last 128 inputs", f"{NKI_LAYER}.projection:project",
         "range(h_sb.shape[1])", "range(max(1, h_sb.shape[1] - 1))", "nki, projected layer"),
+    Bug("nki: the layer's gates have no bias", f"{NKI_LAYER}.gates:evaluate_exponentials",
+        'if own["biased"]:', "if False:", "nki, projected layer"),
     Bug("layers: taps of the convolution's gradient are shifted", f"{LAYERS}:short_convolution_backward",
         "dz, position, W - 1 - j", "dz, position, j", "convolution"),
     Bug("layers: dx of the norm keeps its part along x", f"{LAYERS}:_norm_backward",
