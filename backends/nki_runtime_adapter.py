@@ -246,14 +246,14 @@ def _layer_forward(
 
 
 def _projected_forward(
-    hidden: Tensor, projection: Tensor, gate_projection: Tensor, weight: Tensor, g: Tensor, beta: Tensor,
-    gain: Tensor, position: Tensor, packed: bool, K: int, scale: float, eps: float, save: bool, every: int,
-    C: int, lanes: int, width: int,
+    hidden: Tensor, projection: Tensor, gate_projection: Tensor, weight: Tensor, a: Tensor, b: Tensor,
+    A_log: Tensor, dt_bias: Tensor, biased: bool, gain: Tensor, position: Tensor, packed: bool, K: int,
+    scale: float, eps: float, beta_max: float, save: bool, every: int, C: int, lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(
         projected_delta_layer_fwd(
-            hidden, projection, gate_projection, weight, g, beta, gain, position, packed, K, scale, eps, save,
-            every, C, lanes, width,
+            hidden, projection, gate_projection, weight, a, b, A_log, dt_bias, biased, gain, position, packed,
+            K, scale, eps, beta_max, save, every, C, lanes, width,
         )
     )  # fmt: skip
 
@@ -273,14 +273,15 @@ def _layer_backward(
 
 
 def _projected_backward(
-    dy: Tensor, projection: Tensor, gate_projection: Tensor, x: Tensor, weight_t: Tensor, u: Tensor,
-    o: Tensor, g: Tensor, beta: Tensor, z: Tensor, gain: Tensor, position: Tensor, packed: bool,
-    states: Tensor, K: int, scale: float, eps: float, C: int, lanes: int, width: int,
+    dy: Tensor, projection: Tensor, gate_projection: Tensor, x: Tensor, weight_t: Tensor, q: Tensor,
+    k: Tensor, v: Tensor, o: Tensor, u: Tensor, g: Tensor, beta: Tensor, slopes: Tensor, z: Tensor,
+    gain: Tensor, position: Tensor, packed: bool, states: Tensor, scale: float, eps: float, C: int,
+    lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(
         projected_delta_layer_bwd(
-            dy, projection, gate_projection, x, weight_t, u, o, g, beta, z, gain, position, packed, states, K,
-            scale, eps, C, lanes, width,
+            dy, projection, gate_projection, x, weight_t, q, k, v, o, u, g, beta, slopes, z, gain, position,
+            packed, states, scale, eps, C, lanes, width,
         )
     )  # fmt: skip
 

@@ -81,42 +81,47 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class ProjectedLayer:
-    """One call of `projected_delta_layer`; g and beta are gates, not projections."""
+    """One call of `projected_delta_layer`; a and b are the gates' projections."""
 
     hidden: Tensor
     projection: Tensor
     gate_projection: Tensor
     weight: Tensor
-    g: Tensor
-    beta: Tensor
+    a: Tensor
+    b: Tensor
     gain: Tensor
+    A_log: Tensor
+    dt_bias: Tensor | None = None
     position: Tensor | None = None
     K: int = 1
     scale: float = 1.0
     eps: float = 1e-6
+    beta_max: float = 1.0
 
     @property
     def sizes(self) -> Sizes:
         """The sizes of a call."""
-        (B, T, HV), V = self.beta.shape, self.gain.shape[0]
+        (B, T, HV), V = self.a.shape, self.gain.shape[0]
         H = (self.weight.shape[0] - HV * V) // (2 * self.K)
         return Sizes(B, T, H, HV, self.K, V, self.hidden.dtype)
 
-    def layer(self, x: Tensor, gate: Tensor) -> Layer:
-        """Returns the same call behind its projections."""
+    def layer(self, x: Tensor, g: Tensor, beta: Tensor, gate: Tensor) -> Layer:
+        """Returns the same call behind its projections and gates."""
         return Layer(
-            x, self.weight, self.g, self.beta, gate, self.gain, None, self.position, K=self.K,
+            x, self.weight, g, beta, gate, self.gain, None, self.position, K=self.K,
             scale=self.scale, eps=self.eps,
         )  # fmt: skip
 
 
 class ProjectedGradients(NamedTuple):
-    """The gradients of a `ProjectedLayer`'s tensors."""
+    """The gradients of a `ProjectedLayer`'s tensors; None where a tensor is absent."""
 
     hidden: Tensor
     projection: Tensor
     gate_projection: Tensor
     weight: Tensor
-    g: Tensor
-    beta: Tensor
+    a: Tensor
+    b: Tensor
     gain: Tensor
+    A_log: Tensor
+    dt_bias: Tensor | None = None

@@ -24,7 +24,7 @@ from delta_trn.backends.gated_delta_layer.contract import (
     Sizes,
 )
 from delta_trn.backends.gated_delta_rule import nki_adapter as rule
-from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Shapes
+from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Shapes, make_gates
 from delta_trn.backends.layers import nki_adapter as layers
 from delta_trn.backends.layers.contract import Convolution, GatedNorm
 from delta_trn.backends.nki_runtime_adapter import require_within_rsqrt, run
@@ -103,7 +103,9 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     dx, dweight, dg, dbeta, dgate, dgain, dstate0, *dprefix = _join(parts)
     return Gradients(
         dx,
-        *_finish(call, dweight, dg, dbeta),
+        _sum_weight(call, dweight),
+        dg.masked_fill(call.g <= RESET, 0.0),  # which is no variable
+        dbeta,
         dgate,
         _sum_gain(call, dgain),
         dprefix[0] if dprefix else None,
@@ -112,14 +114,19 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
 
 
 def projected_forward(call: ProjectedLayer, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns y and what backward takes, where it follows: what `forward` saves, and x and the gate."""
+    """Returns y and what backward takes, where it follows.
+
+    That is what `forward` saves, x and the gate, and, where the kernel makes them, g in two words, beta, and
+    slopes.
+    """
     if not _is_one_kernel(call):
         x, gate = F.linear(call.hidden, call.projection), F.linear(call.hidden, call.gate_projection)
         gate = gate.unflatten(-1, (call.sizes.HV, call.sizes.V))
-        y, _, saved = forward(call.layer(x, gate), save=save)
+        g, beta = make_gates(call.a, call.b, call.A_log, call.dt_bias, call.beta_max)
+        y, _, saved = forward(call.layer(x, g, beta, gate), save=save)
         return y, [*saved, x, gate] if save else []
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
-    g, gate_t = _split_decays(call), call.gate_projection.t().contiguous()
+    a, b, gate_t = call.a.float(), call.b.float(), call.gate_projection.t().contiguous()
     parts: list[tuple[Tensor, ...]] = []
     for rows, how in _cut(call.sizes):
         outputs = run(
@@ -128,14 +135,18 @@ def projected_forward(call: ProjectedLayer, *, save: bool) -> tuple[Tensor, list
             _weight_cells(call.projection, call.sizes, how.width),
             gate_t,
             call.weight,
-            g[rows],
-            call.beta[rows],
+            a[rows],
+            b[rows],
+            call.A_log,
+            call.A_log if call.dt_bias is None else call.dt_bias,
+            call.dt_bias is not None,
             call.gain,
             call.weight if call.position is None else call.position.to(torch.int32),
             call.position is not None,
             call.K,
             call.scale,
             call.eps,
+            call.beta_max,
             save,
             int(save),
             how.C,
@@ -148,34 +159,45 @@ def projected_forward(call: ProjectedLayer, *, save: bool) -> tuple[Tensor, list
 
 
 def projected_backward(dy: Tensor, call: ProjectedLayer, saved: list[Tensor]) -> ProjectedGradients:
-    """Returns the gradients: that of the hidden states by the kernel, where it makes it, else by PyTorch.
+    """Returns the gradients: those of hidden states and gates by the kernel, where it makes them.
 
-    Weights' gradients are sums over all tokens, and PyTorch's products of the gradients of x and the gate.
+    Elsewhere PyTorch makes the first ones, and the others of the slopes that forward's kernel left, or, where
+    PyTorch made the gates, with autograd. Weights' gradients are sums over all tokens, and PyTorch's products
+    of the gradients of x and the gate.
     """
-    *saved, x, gate = saved
     if _is_hidden_differentiated(call):
-        dhidden, d = _backward_to_hidden(dy, call, x, gate, saved)
+        return _backward_to_hidden(dy, call, saved)
+    if _is_one_kernel(call):
+        *saved, x, gate, words, beta, slopes = saved
+        d = backward(dy, None, call.layer(x, words.sum(-1), beta, gate), saved)
+        gates = _sum_gates(call, d.g[..., None] * slopes[..., :2], d.beta * slopes[..., 2])
     else:
-        d = backward(dy, None, call.layer(x, gate), saved)
-        dhidden = d.x @ call.projection + d.gate.flatten(2) @ call.gate_projection
-    hidden = call.hidden.flatten(0, 1)
-    return ProjectedGradients(
-        dhidden,
-        d.x.flatten(0, 1).t() @ hidden,
-        d.gate.flatten(2).flatten(0, 1).t() @ hidden,
-        d.weight,
-        d.g,
-        d.beta,
-        d.gain,
-    )
+        *saved, x, gate = saved
+        d, gates = _backward_to_gates(dy, call, x, gate, saved)
+    dhidden = d.x @ call.projection + d.gate.flatten(2) @ call.gate_projection
+    return _projected(call, dhidden, d.x, d.gate, d.weight, d.gain, gates)
 
 
-def _backward_to_hidden(
+def _backward_to_gates(
     dy: Tensor, call: ProjectedLayer, x: Tensor, gate: Tensor, saved: list[Tensor]
-) -> tuple[Tensor, Gradients]:
-    """Returns the gradients of the hidden states, and those of the layer behind its projections."""
+) -> tuple[Gradients, tuple[Tensor | None, ...]]:
+    """Returns the gradients behind projections and gates, and those of a, b, A_log and dt_bias by PyTorch."""
+    tensors = (call.a, call.b, call.A_log, call.dt_bias)
+    with torch.enable_grad():
+        a, b, A_log, dt_bias = (None if y is None else y.detach().requires_grad_() for y in tensors)
+        assert a is not None and b is not None
+        g, beta = make_gates(a, b, A_log, dt_bias, call.beta_max)
+    d = backward(dy, None, call.layer(x, g.detach(), beta.detach(), gate), saved)
+    leaves = [y for y in (a, b, A_log, dt_bias) if y is not None]
+    gates = torch.autograd.grad([g, beta], leaves, [d.g, d.beta])
+    return d, (*gates, None)[:4]
+
+
+def _backward_to_hidden(dy: Tensor, call: ProjectedLayer, saved: list[Tensor]) -> ProjectedGradients:
+    """Returns the gradients by the kernel that makes those of the hidden states."""
+    *saved, x, gate, g, beta, slopes = saved
     kept, states = saved[:5], saved[5:]  # q, k, v, o and u
-    g, weight_t = _split_decays(call), call.weight.float().t().contiguous()
+    weight_t = call.weight.float().t().contiguous()
     parts: list[tuple[Tensor, ...]] = []
     for rows, how in _cut(call.sizes):
         parts.append(
@@ -186,10 +208,7 @@ def _backward_to_hidden(
                 call.gate_projection,
                 x[rows],
                 weight_t,
-                *(tensor[rows] for tensor in kept),
-                g[rows],
-                call.beta[rows],
-                gate[rows],
+                *(tensor[rows] for tensor in (*kept, g, beta, slopes, gate)),
                 call.gain,
                 call.weight if call.position is None else call.position.to(torch.int32),
                 call.position is not None,
@@ -201,15 +220,46 @@ def _backward_to_hidden(
                 how.width,
             )
         )
-    dhidden, dx, dweight, dg, dbeta, dgate, dgain = _join(parts)
-    return dhidden, Gradients(dx, *_finish(call, dweight, dg, dbeta), dgate, _sum_gain(call, dgain))
+    dhidden, dx, dweight, dgates, db, dgate, dgain = _join(parts)
+    gates = _sum_gates(call, dgates, db)
+    return _projected(call, dhidden, dx, dgate, _sum_weight(call, dweight), _sum_gain(call, dgain), gates)
 
 
-def _finish(
-    call: Layer | ProjectedLayer, dweight: Tensor, dg: Tensor, dbeta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dweight, dg and dbeta as the operation does: dweight is a sum, and RESET is no variable."""
-    return dweight.sum(0).t().to(call.weight.dtype), dg.masked_fill(call.g <= RESET, 0.0), dbeta
+def _projected(
+    call: ProjectedLayer,
+    dhidden: Tensor,
+    dx: Tensor,
+    dgate: Tensor,
+    dweight: Tensor,
+    dgain: Tensor,
+    gates: tuple[Tensor | None, ...],
+) -> ProjectedGradients:
+    """Returns all gradients; gates has those of a, b, A_log and dt_bias."""
+    hidden, (da, db, dA_log, ddt_bias) = call.hidden.flatten(0, 1), gates
+    assert da is not None and db is not None and dA_log is not None
+    return ProjectedGradients(
+        dhidden,
+        dx.flatten(0, 1).t() @ hidden,
+        dgate.flatten(2).flatten(0, 1).t() @ hidden,
+        dweight,
+        da,
+        db,
+        dgain,
+        dA_log,
+        ddt_bias,
+    )
+
+
+def _sum_gates(call: ProjectedLayer, dgates: Tensor, db: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of a, b, A_log and dt_bias; dgates has those of a, and the terms of A_log's."""
+    total = dgates.sum((0, 1))
+    ddt_bias = None if call.dt_bias is None else total[:, 0].to(call.dt_bias.dtype)
+    return dgates[..., 0].to(call.a.dtype), db.to(call.b.dtype), total[:, 1].to(call.A_log.dtype), ddt_bias
+
+
+def _sum_weight(call: Layer | ProjectedLayer, dweight: Tensor) -> Tensor:
+    """Returns the taps' gradient: the sum of those of all sequences, [N, W, channels]."""
+    return dweight.sum(0).t().to(call.weight.dtype)
 
 
 def _sum_gain(call: Layer | ProjectedLayer, dgain: Tensor) -> Tensor:
@@ -218,11 +268,14 @@ def _sum_gain(call: Layer | ProjectedLayer, dgain: Tensor) -> Tensor:
 
 
 def projected_saved_shapes(call: ProjectedLayer) -> Shapes:
-    """Returns the shapes of what `saved_shapes` says, and of x and the gate."""
+    """Returns the shapes of what `projected_forward` saves."""
     B, T, _, HV, _, V, dtype = call.sizes
     x, gate = ((B, T, call.weight.shape[0]), dtype), ((B, T, HV, V), dtype)
     meta = [call.hidden.new_empty(shape, dtype=dtype, device="meta") for shape, dtype in (x, gate)]
-    return [*saved_shapes(call.layer(*meta)), x, gate]
+    shapes: Shapes = [*saved_shapes(call.layer(meta[0], call.a, call.b, meta[1])), x, gate]
+    if not _is_one_kernel(call):
+        return shapes
+    return [*shapes, *(((B, T, HV, *words), torch.float32) for words in ((2,), (), (3,)))]
 
 
 def _weight_cells(weight: Tensor, sizes: Sizes, width: int) -> Tensor:
@@ -310,12 +363,12 @@ def _join(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
     return [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)]
 
 
-def _decays(call: Layer | ProjectedLayer) -> Tensor:
+def _decays(call: Layer) -> Tensor:
     """Returns g as the rule takes it: not below RESET, and RESET where a packed sequence begins."""
     g = call.g.clamp(min=RESET)
     return g if call.position is None else g.masked_fill((call.position == 0)[None, :, None], RESET)
 
 
-def _split_decays(call: Layer | ProjectedLayer) -> Tensor:
+def _split_decays(call: Layer) -> Tensor:
     """Returns `_decays` in two parts, as kernels take it."""
     return torch.stack(plan.split_decays(_decays(call)), -1)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from delta_trn.backends.gated_delta_layer import choose, gated_delta_layer
 from delta_trn.backends.gated_delta_layer.contract import ProjectedGradients, ProjectedLayer
-from delta_trn.backends.gated_delta_rule.contract import make_gates
 from delta_trn.backends.operator import Operator
 
 ROWS = 128  # of a product: d is a multiple of them
@@ -69,11 +68,9 @@ def projected_delta_layer(
         )  # fmt: skip
         return y
     name, save = chosen
-    with torch.autocast(device, enabled=False):
-        g, beta = make_gates(a, b, A_log, dt_bias, beta_max)
     call = ProjectedLayer(
-        hidden, projection, gate_projection, weight, g, beta, gain, position, K=K,
-        scale=K**-0.5 if scale is None else scale, eps=eps,
+        hidden, projection, gate_projection, weight, a, b, gain, A_log, dt_bias, position, K=K,
+        scale=K**-0.5 if scale is None else scale, eps=eps, beta_max=beta_max,
     )  # fmt: skip
     return OPERATOR(call, save=save, backend=name)[0]
 
@@ -123,7 +120,7 @@ OPERATOR = Operator(
     "projected_delta_layer",
     ProjectedLayer,
     prefix="projected_",
-    fakes=lambda call: (call.hidden.new_empty((*call.beta.shape, call.gain.shape[0])),),
+    fakes=lambda call: (call.hidden.new_empty((*call.b.shape, call.gain.shape[0])),),
     outputs=("y",),
     gradients=[(name,) for name in ProjectedGradients._fields],
 )

@@ -49,7 +49,8 @@ class MixerCase:
     b           the gate's projection for every token; None: normal. At 20 the derivative of a sigmoid is 0 in
                 float32, in the baseline as in a backend, so other cases judge db
     reflect     beta_max is 2
-    decay       plain, none, strong (g = -20), or reset: one token in eight forgets everything
+    decay       plain, none, faint (g = -1e-35), strong (g = -20), or reset: one token in eight forgets
+                everything
     lengths     packed sequences, given by position and, with `bounds`, by cu_seqlens, else by resets
     before      there are a prefix and an initial state
     loss        the outputs that the gradient comes from; with final_state, it is asked for
@@ -71,7 +72,7 @@ class MixerCase:
     keys: Literal["random", "equal", "near", "zero"] = "random"
     b: float | None = None
     reflect: bool = False
-    decay: Literal["plain", "none", "strong", "reset"] = "plain"
+    decay: Literal["plain", "none", "faint", "strong", "reset"] = "plain"
     lengths: tuple[int, ...] | None = None
     bounds: bool = True
     before: bool = False
@@ -179,6 +180,14 @@ CASES: tuple[MixerCase, ...] = (
               lengths=(0, 1, 127, 2, 140)),
     MixerCase("projected_packed_resets", 1, 139, 2, 16, 24, "packed by resets alone, as the models pack",
               d=128, lengths=(1, 63, 64, 2, 9), bounds=False),
+    MixerCase("projected_free", 1, 70, 2, 16,  24, "nothing decays, and beta is 2", d=128, b=20.0,
+              reflect=True, decay="none"),
+    MixerCase("projected_faint", 1, 70, 2, 16, 24, "softplus of -80, and beta of 2e-9", d=128, b=-20.0,
+              decay="faint"),
+    MixerCase("projected_forget", 1, 70, 2, 16, 24, "g = -20 for every token", d=128, decay="strong"),
+    MixerCase("projected_reset", 1, 140, 2, 16, 24, "decays of exactly 0", d=128, decay="reset"),
+    MixerCase("projected_gates", 1, 70, 2, 16, 24, "packed, the gates' projections in x's dtype, no bias",
+              d=128, lengths=(9, 61), short=True, bias=False),
 )
 # fmt: on
 
@@ -219,8 +228,8 @@ def inputs(case: MixerCase, dtype: torch.dtype) -> Inputs:
     elif case.keys == "zero":
         keys[:, np.arange(before + T) // 8 % 2 == 0] = 0.0
     a = normal(B, T, HV) - 2
-    if case.decay in ("none", "strong"):
-        a = 0 * a + (20.0 if case.decay == "strong" else -45.0)
+    if case.decay in ("none", "faint", "strong"):
+        a = 0 * a + {"none": -45.0, "faint": -80.0, "strong": 20.0}[case.decay]
     elif case.decay == "reset":
         a = np.where(rng.random(a.shape) < 0.125, RESET, a - 2)
     tensors = {

@@ -9,14 +9,12 @@ stages are in `nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` a
 the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 """
 
-from delta_trn.nki_kernels.chunk import (
-    invert_key_squares,
-    sum_decays,
-    sum_key_squares,
-)
+from delta_trn.nki_kernels.chunk import invert_key_squares, load_lanes, sum_decays, sum_key_squares
 from delta_trn.nki_kernels.chunk_gradients import (
     divide_norms,
+    scale_sums,
     shorten_vectors,
+    sum_decay_gradient,
     transpose_gradients,
     transpose_states,
 )
@@ -69,6 +67,7 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     store_sums,
     sum_taps,
 )
+from delta_trn.nki_kernels.gated_delta_layer.gates import store_decay_gradients, store_strength_gradient
 from delta_trn.nki_kernels.gated_delta_layer.projection_bwd import (
     count_steps,
     finish_chunk,
@@ -80,6 +79,7 @@ from delta_trn.nki_kernels.gated_delta_layer.projection_bwd import (
 )
 from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     APPLY,
+    DECAY,
     EVEN,
     FACTORS,
     LOAD,
@@ -91,6 +91,7 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     SOLVE,
     SPREAD,
     STATE,
+    STRENGTH,
     SUBSTITUTE,
     TRANSPOSE,
     TRANSPOSE_KEYS,
@@ -145,6 +146,9 @@ def run_gradient_stage(stage, stream, index, call):
     table = take_corners(constants, own["rows"])
     if stage == LOAD:
         stream["chunks"][index] = load_gradient_chunk(own, bundle, call, table)
+        if call["projects"]:
+            slopes = call["projection"]["slopes"]
+            own["slopes"] = load_lanes(slopes, bundle, own["start"], own["tokens"], own["rows"])
     elif stage == SQUARES:
         chunk["squares"] = sum_key_squares(chunk["qk"], table)
     elif stage == NORMS:
@@ -197,6 +201,14 @@ def run_gradient_stage(stage, stream, index, call):
         compute_slopes(own, stream, call)
     elif stage == DU:
         multiply_slopes(chunk, own, stream, call)
+    elif call["projects"] and stage == STRENGTH:
+        scale_sums(chunk)
+        store_strength_gradient(
+            call["dbeta"], chunk["dbeta"], own["slopes"], bundle, own["start"], own["tokens"]
+        )
+    elif call["projects"] and stage == DECAY:
+        dg_sb = sum_decay_gradient(chunk, bundle, parts, take_corners(constants, own["rows"]))
+        store_decay_gradients(call["dg"], dg_sb, own["slopes"], bundle, own["start"], own["tokens"])
     else:
         differentiate_chunk(
             stage, chunk, bundle, call["gradients"], parts, call["value_parts"], True, constants
@@ -307,7 +319,8 @@ def compute_gradients(
 ):  # fmt: skip
     """Computes what `gated_delta_layer_bwd` returns, and returns it in a dict.
 
-    projection is what `projection_bwd.start` returns, and then its `dhidden` is made, too, or an empty dict.
+    projection is what `projection_bwd.start` returns, or an empty dict. With it, its `dhidden` is made, too,
+    `dbeta` is that of b, and `dg` has those of a and A_log, as `gates.store_decay_gradients` says.
     """
     N, T, channels = x.shape
     H, K, HV, V, W = q.shape[2], q.shape[3], z.shape[2], z.shape[3], weight_t.shape[0]
@@ -317,7 +330,8 @@ def compute_gradients(
     chunks = (T + C - 1) // C
     dx = nl.ndarray((N, T, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((N, W, channels), dtype=nl.float32, buffer=nl.shared_hbm)
-    dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
+    projects = len(projection) > 0
+    dg = nl.ndarray((N, T, HV, 2) if projects else (N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
     dz = nl.ndarray((N, T, HV, V), dtype=z.dtype, buffer=nl.shared_hbm)
     dgain = nl.ndarray((N, HV * V), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -336,10 +350,9 @@ def compute_gradients(
         "gain": load_everywhere(gain), "norm": build_norm(eps),
         "eye": build_identity(PARTITIONS, nl.float32), "constants": constants,
         "blocks": build_block_constants(largest), "shifts": build_shifts(max(largest, W - 1), W),
-        "projection": projection, "dweight": dweight, "dg": dg, "dbeta": dbeta, "dgain": dgain,
-        "dinitial_state": dinitial_state, "dprefix": dprefix,
+        "projection": projection, "projects": projects, "dweight": dweight, "dg": dg, "dbeta": dbeta,
+        "dgain": dgain, "dinitial_state": dinitial_state, "dprefix": dprefix,
     }  # fmt: skip
-    projects = len(projection) > 0
     stages = list_gradient_stages(projects)
     ranks, shares, behind = rank_shares(stages)
     for wave in list_waves(N, H, HV, width, lanes, BACKWARD_BUNDLES):

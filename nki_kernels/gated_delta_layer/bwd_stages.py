@@ -77,7 +77,7 @@ def list_all_stages():
     """Lists the stages of both kernels.
 
     Wherever HIDDEN_T and HIDDEN stand, they wait for what they take, and the rest comes at the end of the
-    turn in which a chunk's last stages are issued: so every entry of HIDDEN is as many chunks behind as these.
+    turn in which a chunk's last stages are issued: so every entry of HIDDEN is as far behind as these.
     """
     return (
         (HIDDEN, EVEN, 3), (HIDDEN, EVEN, 3), (LOAD_TAPS, ODD, 3), (HIDDEN, EVEN, 3), (HIDDEN, EVEN, 3),

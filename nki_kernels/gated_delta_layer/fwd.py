@@ -23,6 +23,7 @@ from delta_trn.nki_kernels.gated_delta_layer.fwd_stages import (
     WINDOW,
     list_layer_stages,
 )
+from delta_trn.nki_kernels.gated_delta_layer.gates import load_gates, make_gates
 from delta_trn.nki_kernels.gated_delta_layer.projection import (
     GATE_SIDE,
     keep,
@@ -351,6 +352,8 @@ def compute_layer(
         u = nl.ndarray((N, channels, T), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     projects = len(projection) > 0
+    if projects:
+        load_gates(projection["gates"])
     call = {
         "x": x, "weight": weight, "g": g, "beta": beta, "z": z, "position": position, "packed": packed,
         "prefix": prefix, "continued": continued, "W": W, "H": H, "K": K, "V": V,
@@ -361,6 +364,8 @@ def compute_layer(
         "final_state": final_state, "kept": kept, "projection": projection, "projects": projects,
         "on_vector": MORE_ON_VECTOR if projects else ON_VECTOR,
     }  # fmt: skip
+    if projects:
+        make_gates(projection["gates"])
     stages = list_layer_stages()
     slots = [0, 0, 0]  # of a turn, for each stage of the convolution
     for i in range(len(stages)):

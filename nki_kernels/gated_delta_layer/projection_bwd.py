@@ -10,6 +10,7 @@ makes a dict of
 
     weight      W [channels, d]
     gate        W_z [HV V, d]
+    slopes      as `gates` has them
     dhidden     [N, T, d] in HBM
 
 `list_groups` makes dicts of
@@ -37,10 +38,10 @@ from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import copy_blocks, copy_scaled, psum, sbuf
 
 
-def start(weight, gate, N, T):
+def start(weight, gate, slopes, N, T):
     """Makes the dict that this module's functions take as `projection`, once per call."""
     dhidden = nl.ndarray((N, T, weight.shape[1]), dtype=weight.dtype, buffer=nl.shared_hbm)
-    return {"weight": weight, "gate": gate, "dhidden": dhidden}
+    return {"weight": weight, "gate": gate, "slopes": slopes, "dhidden": dhidden}
 
 
 def list_groups(plan, bundle, V):

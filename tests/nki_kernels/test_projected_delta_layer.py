@@ -308,7 +308,7 @@ def test_the_largest_projected_layers_fit_sbuf(B, T, H, HV, K, V, packed):
     sizes = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V, "lanes": how.lanes, "width": how.width}
     kernel, given = projected.example(**sizes, save=1)
     if packed:
-        given = (*given[:7], np.arange(T, dtype=np.int32), True, *given[9:])
+        given = (*given[:10], np.arange(T, dtype=np.int32), True, *given[12:])
     assert record(kernel, *given, trace=False).sbuf_peak <= 176 * 1024
 
 
@@ -327,6 +327,6 @@ def test_gradients_of_the_largest_projected_layers_fit_sbuf_and_psum(B, T, H, HV
     sizes = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V, "lanes": how.lanes, "width": how.width}
     kernel, given = projected_bwd.example(**sizes)  # d is 1024, the most
     if packed:
-        given = (*given[:14], np.arange(T, dtype=np.int32), True, *given[16:])
+        given = (*given[:15], np.arange(T, dtype=np.int32), True, *given[17:])
     run = record(kernel, *given, trace=False)
     assert run.sbuf_peak <= 176 * 1024 and run.psum_peak <= 8

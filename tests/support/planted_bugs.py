@@ -113,6 +113,8 @@ BUGS = (
         "range(len(blocks))", "range(max(1, len(blocks) - 1))", "nki, projected layer's gradients"),
     Bug("nki: dh of one sequence is summed over another's", f"{NKI_LAYER}.projection_bwd:open_sequences",
         '!= stream["bundle"]["n"]', "< 0", "nki, projected layer"),
+    Bug("nki: the layer's gates have no bias", f"{NKI_LAYER}.gates:evaluate_exponentials",
+        'if own["biased"]:', "if False:", "nki, projected layer"),
     Bug("layers: taps of the convolution's gradient are shifted", f"{LAYERS}:short_convolution_backward",
         "dz, position, W - 1 - j", "dz, position, j", "convolution"),
     Bug("layers: dx of the norm keeps its part along x", f"{LAYERS}:_norm_backward",
