@@ -308,7 +308,8 @@ def _backward_of_parts(dy: Tensor, dstate: Tensor | None, call: Layer, saved: li
 def saved_shapes(call: Layer) -> Shapes:
     """Returns the shapes of q, k, v and o, of u for one kernel, and of the kept states."""
     (B, T, channels), (HV, V), dtype = call.x.shape, call.gate.shape[2:], call.x.dtype
-    shapes: Shapes = [((B, T, call.heads, call.K), dtype)] * 2 + [((B, T, HV, V), dtype)] * 2
+    key, value = ((B, T, call.heads, call.K), dtype), ((B, T, HV, V), dtype)
+    shapes: Shapes = [key, key, value, value]
     many = plan.stretches(T) - 1
     if _is_one_kernel(call):
         shapes.append(((B, channels, T), torch.float32))
