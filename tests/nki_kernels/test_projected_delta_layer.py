@@ -80,7 +80,7 @@ def called_kernels(monkeypatch, x, *, gradients=False):
 
 
 def test_one_kernel_projects_and_one_computes_the_gradients_behind_projections(monkeypatch):
-    expected = ["projected_delta_layer_fwd", "gated_delta_layer_bwd"]
+    expected = ["projected_delta_layer_fwd", "projected_delta_layer_bwd"]
     assert called_kernels(monkeypatch, arguments("projected_one"), gradients=True) == expected
 
 
