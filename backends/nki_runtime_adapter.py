@@ -259,15 +259,15 @@ def _projected_forward(
 
 
 def _layer_backward(
-    dy: Tensor, x: Tensor, weight_t: Tensor, u: Tensor, o: Tensor, g: Tensor, beta: Tensor, z: Tensor,
-    gain: Tensor, position: Tensor, packed: bool, prefix: Tensor, continued: bool, dstate: Tensor,
-    has_dstate: bool, initial_state: Tensor, has_state: bool, states: Tensor, K: int, scale: float,
-    eps: float, C: int, lanes: int, width: int,
+    dy: Tensor, x: Tensor, weight_t: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, u: Tensor,
+    g: Tensor, beta: Tensor, z: Tensor, gain: Tensor, position: Tensor, packed: bool, prefix: Tensor,
+    continued: bool, dstate: Tensor, has_dstate: bool, initial_state: Tensor, has_state: bool,
+    states: Tensor, scale: float, eps: float, C: int, lanes: int, width: int,
 ) -> list[Tensor]:  # fmt: skip
     return _as_list(
         gated_delta_layer_bwd(
-            dy, x, weight_t, u, o, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
-            initial_state, has_state, states, K, scale, eps, C, lanes, width,
+            dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate,
+            has_dstate, initial_state, has_state, states, scale, eps, C, lanes, width,
         )
     )  # fmt: skip
 

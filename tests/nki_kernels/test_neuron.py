@@ -2,6 +2,7 @@
 the kernels, with a stand-in for torch_neuronx that registers a plain PyTorch operator."""
 
 import subprocess
+import inspect
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -89,6 +90,14 @@ def test_every_kernel_has_a_schema_and_an_unknown_function_is_refused(neuron):
     assert names == [f"nki{launcher.__name__}" for _, launcher in nki_runtime_adapter.LAUNCHERS]
     with pytest.raises(LookupError, match="has no launcher; add one to"):
         nki_runtime_adapter.launch(len, (torch.ones(1),))
+
+
+@pytest.mark.parametrize(("kernel", "launcher"), nki_runtime_adapter.LAUNCHERS, ids=lambda f: f.__name__)
+def test_a_launcher_takes_and_hands_on_what_its_kernel_takes(kernel, launcher, monkeypatch):
+    names = list(inspect.signature(kernel.function).parameters)
+    assert list(inspect.signature(launcher).parameters) == names
+    monkeypatch.setattr(nki_runtime_adapter, kernel.__name__, lambda *given: given)
+    assert launcher(*names) == names
 
 
 def test_the_refusal_on_neuron_tensors_names_the_missing_packages(monkeypatch):
