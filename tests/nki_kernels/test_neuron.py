@@ -1,8 +1,8 @@
 """The path to TorchNeuron's tensors (Trn2, Trn3). No such machine was at hand: what is tested is what reaches
 the kernels, with a stand-in for torch_neuronx that registers a plain PyTorch operator."""
 
-import subprocess
 import inspect
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
