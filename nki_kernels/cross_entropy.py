@@ -207,9 +207,7 @@ def compute_dlogits(x_t_sb, w_t_sb, span, block, low_sb, goal_sb, places_sb, dty
     z_ps = multiply_parts(x_t_sb, w_t_sb, span)
     p_sb, dz_sb, place_sb = sbuf((P, words)), sbuf((P, words), dtype), sbuf((P, 1))
     nisa.activation(dst=p_sb, op=nl.exp, data=z_ps, bias=low_sb)
-    nisa.tensor_scalar(
-        dst=place_sb, data=goal_sb, op0=nl.subtract, operand0=float(first), engine=nisa.engine.gpsimd
-    )
+    nisa.tensor_scalar(dst=place_sb, data=goal_sb, op0=nl.subtract, operand0=float(first))
     nisa.scalar_tensor_tensor(
         dst=dz_sb, data=places_sb[0:P, 0:words], op0=nl.equal, operand0=place_sb, op1=nl.subtract,
         operand1=p_sb, reverse1=True,

@@ -130,7 +130,7 @@ def evaluate_exponentials(own):
     nisa.tensor_scalar(dst=rate_sb, data=rate_sb, op0=nl.minimum, operand0=MOST_LOG)
     nisa.activation(dst=y_sb, op=nl.exp, data=y_sb)
     nisa.activation(dst=rate_sb, op=nl.exp, data=rate_sb)
-    nisa.tensor_scalar(dst=rate_sb, data=rate_sb, op0=nl.multiply, operand0=-1.0, engine=nisa.engine.gpsimd)
+    nisa.tensor_scalar(dst=rate_sb, data=rate_sb, op0=nl.multiply, operand0=-1.0)
 
 
 def compute_strengths(own):
@@ -151,9 +151,7 @@ def compute_strengths(own):
 def scale_strengths(view, own):
     """Multiplies by beta_max, where it is not 1."""
     if own["beta_max"] != 1.0:
-        nisa.tensor_scalar(
-            dst=view, data=view, op0=nl.multiply, operand0=own["beta_max"], engine=nisa.engine.gpsimd
-        )
+        nisa.tensor_scalar(dst=view, data=view, op0=nl.multiply, operand0=own["beta_max"])
 
 
 def compute_softplus(own):
@@ -204,16 +202,13 @@ def store_words(own):
     g_sb, HV = own["decay"], own["HV"]
     words_sb, scaled_sb = sbuf((own["rows"], own["slots"], HV, 2)), sbuf(g_sb.shape)
     near, rest = words_sb[:, :, :, 0], words_sb[:, :, :, 1]
-    gpsimd = nisa.engine.gpsimd
     nisa.tensor_scalar(
-        dst=scaled_sb, data=g_sb, op0=nl.multiply, operand0=256.0, op1=nl.add, operand1=TO_INTEGER,
-        engine=gpsimd,
-    )  # fmt: skip
+        dst=scaled_sb, data=g_sb, op0=nl.multiply, operand0=256.0, op1=nl.add, operand1=TO_INTEGER
+    )
     nisa.tensor_scalar(
-        dst=near, data=scaled_sb, op0=nl.subtract, operand0=TO_INTEGER, op1=nl.multiply, operand1=1 / 256.0,
-        engine=gpsimd,
-    )  # fmt: skip
-    nisa.tensor_tensor(dst=rest, data1=g_sb, data2=near, op=nl.subtract, engine=gpsimd)
+        dst=near, data=scaled_sb, op0=nl.subtract, operand0=TO_INTEGER, op1=nl.multiply, operand1=1 / 256.0
+    )
+    nisa.tensor_tensor(dst=rest, data1=g_sb, data2=near, op=nl.subtract, engine=nisa.engine.gpsimd)
     move(own["g"], words_sb, 0, HV * 2, True, own)
 
 
@@ -223,7 +218,7 @@ def store_slopes(own):
     slopes_sb, varies_sb, product_sb = (
         sbuf((own["rows"], own["slots"], HV, 3)), sbuf(g_sb.shape), sbuf(g_sb.shape)
     )  # fmt: skip
-    nisa.tensor_scalar(dst=varies_sb, data=g_sb, op0=nl.greater, operand0=RESET, engine=nisa.engine.gpsimd)
+    nisa.tensor_scalar(dst=varies_sb, data=g_sb, op0=nl.greater, operand0=RESET)
     multiply_on_gpsimd(product_sb, own["s"][:, 0], repeat_row(own["rate"], own["rows"], own["slots"]))
     multiply_on_gpsimd(slopes_sb[:, :, :, 0], product_sb, varies_sb)
     multiply_on_gpsimd(slopes_sb[:, :, :, 1], g_sb, varies_sb)

@@ -70,6 +70,11 @@ def tensor_scalar(
     slow = first.name in ON_GPSIMD or (second is not None and second.name in ON_GPSIMD)
     chosen = pick("tensor_scalar", engine, engines.gpsimd if slow else engines.vector, VSG)
     run = Instruction("tensor_scalar", chosen)
+    if chosen is engines.gpsimd and not slow and run.strict:
+        raise StrictError(
+            f"tensor_scalar runs on GpSimd for rsqrt and power alone, got {first!r}: leave out the engine, "
+            "or use tensor_tensor"
+        )
     if second is not None and first.bitvec != second.bitvec:
         raise ConstraintError(
             f"tensor_scalar op0 {first!r} and op1 {second!r} must both be bitvec or both arithmetic"

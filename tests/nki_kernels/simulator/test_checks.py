@@ -194,6 +194,11 @@ def power_on_psum():
     nisa.tensor_scalar(dst=sbuf(4, 4), data=product(4, 4), op0=nl.power, operand0=2.0)
 
 
+@CASES.refuses("runs on GpSimd for rsqrt and power alone, got", StrictError)
+def a_sum_on_gpsimd():
+    nisa.tensor_scalar(dst=sbuf(4, 4), data=ones(4, 4), op0=nl.add, operand0=1.0, engine=nisa.engine.gpsimd)
+
+
 @CASES.refuses("engine must be one of vector, gpsimd, got scalar")
 def tensor_tensor_on_the_scalar_engine():
     nisa.tensor_tensor(
