@@ -102,18 +102,18 @@ def list_stages():
     other reason, but that a stage comes after those that it needs.
     """
     return (
-        (WEIGHT, ODD, 3), (SCALE_Q, EVEN, 2), (SCALE_K, ODD, 2), (NORMS, EVEN, 3), (MERGE + 1, ALL, 1),
-        (LOAD, ODD, 5), (MATRIX_L, EVEN, 2), (RESIDUAL, ODD, 0), (MATRIX_L, ODD, 3), (TRANSPOSE_Q, ODD, 3),
-        (TRANSPOSE_GAMMA_Q, EVEN, 2), (TRANSPOSE_GAMMA_Q, ODD, 3), (COLUMNS, EVEN, 2), (MERGE + 2, ALL, 1),
-        (MATRIX_P, ODD, 0), (TRANSPOSE_K, EVEN, 5), (MULTIPLY_W, EVEN, 0), (SPREAD, ALL, 2), (NORMS, ODD, 4),
-        (GATES, EVEN, 3), (MULTIPLY_W, ODD, 0), (SOLVE, ALL, 2), (MERGE + 3, ALL, 1), (STATE, EVEN, 0),
-        (SCALE_V, EVEN, 1), (SCALE_V, ODD, 2), (MERGE + 4, ALL, 1), (MULTIPLY_PT, ODD, 0),
-        (SOLVE + 1, ALL, 2), (MERGE + 5, ALL, 1), (MULTIPLY_PT, EVEN, 0), (DECAYS, ODD, 5),
-        (DECAYS, EVEN, 4), (KEY_SQUARES, ODD, 5), (OUTPUT, ODD, 0), (MERGE + 6, ALL, 1), (GATES, ODD, 4),
-        (SOLVE + 2, ALL, 2), (MATRIX_D, ODD, 4), (MATRIX_D, EVEN, 4), (OUTPUT, EVEN, 0),
-        (TRANSPOSE_K, ODD, 5), (STATE, ODD, 0), (RESIDUAL, EVEN, 1), (MERGE + 7, ALL, 1),
-        (MATRIX_P, EVEN, 1), (SCALE_Q, ODD, 4), (TRANSPOSE_Q, EVEN, 3), (LOAD, EVEN, 6), (COLUMNS, ODD, 3),
-        (MERGE, ALL, 2), (SCALE_K, EVEN, 3), (MERGE + 8, ALL, 1), (KEY_SQUARES, EVEN, 5), (WEIGHT, EVEN, 3),
+        (COLUMNS, ODD, 2), (SCALE_Q, ODD, 3), (LOAD, ODD, 6), (TRANSPOSE_Q, ODD, 5), (MERGE, ALL, 1),
+        (MERGE + 8, ALL, 0), (MATRIX_L, EVEN, 2), (KEY_SQUARES, EVEN, 4), (WEIGHT, ODD, 3),
+        (MERGE + 1, ALL, 1), (MULTIPLY_PT, EVEN, 0), (TRANSPOSE_GAMMA_Q, EVEN, 2), (NORMS, ODD, 4),
+        (COLUMNS, EVEN, 2), (MERGE + 2, ALL, 1), (RESIDUAL, ODD, 0), (MATRIX_P, ODD, 0), (GATES, EVEN, 3),
+        (SPREAD, ALL, 2), (TRANSPOSE_K, ODD, 5), (MERGE + 3, ALL, 1), (NORMS, EVEN, 4),
+        (MULTIPLY_W, EVEN, 0), (GATES, ODD, 4), (SOLVE, ALL, 2), (MATRIX_D, EVEN, 3), (OUTPUT, EVEN, 0),
+        (MATRIX_D, ODD, 4), (KEY_SQUARES, ODD, 5), (SCALE_V, ODD, 1), (MATRIX_L, ODD, 3), (SCALE_K, ODD, 2),
+        (MERGE + 4, ALL, 1), (SOLVE + 1, ALL, 2), (TRANSPOSE_K, EVEN, 3), (SCALE_V, EVEN, 3),
+        (MULTIPLY_W, ODD, 0), (MERGE + 5, ALL, 1), (DECAYS, EVEN, 4), (DECAYS, ODD, 5), (SCALE_K, EVEN, 2),
+        (STATE, EVEN, 0), (MULTIPLY_PT, ODD, 0), (SOLVE + 2, ALL, 2), (MERGE + 6, ALL, 1), (OUTPUT, ODD, 0),
+        (TRANSPOSE_GAMMA_Q, ODD, 3), (MATRIX_P, EVEN, 1), (MERGE + 7, ALL, 1), (SCALE_Q, EVEN, 3),
+        (RESIDUAL, EVEN, 1), (WEIGHT, EVEN, 3), (STATE, ODD, 0), (TRANSPOSE_Q, EVEN, 3), (LOAD, EVEN, 5),
     )  # fmt: skip
 
 
