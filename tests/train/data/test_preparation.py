@@ -14,6 +14,7 @@ import pytest
 from delta_trn.train.data import open_dataset, preparation
 from delta_trn.train.data.entropies import documents
 from delta_trn.train.data.shards import HEADER_BYTES, ShardWriter, check_shard, map_tokens
+from delta_trn.train.files import hold_folder
 from delta_trn.train.settings.errors import DataError, DiskFull, SettingsDiffer, SourceError
 from tests.support.corpus import prepare_text, write_jsonl
 from tests.support.tiny_run import in_child, killed_before
@@ -323,14 +324,21 @@ prepare_text(sys.argv[1], sys.argv[2], tokenizer="bytebpe", vocab_size=300, shar
 """
 
 
-def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed, capfd):
+def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed):
+    """Both are let go together, by a third that held the folder until both had met it."""
     source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
     command = [sys.executable, "-c", SCRIPT, str(source), str(out)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    assert [process.wait(60) for process in processes] == [0, 0]
+    out.mkdir()
+    with hold_folder(out):
+        processes = [
+            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
+        ]
+        for process in processes:
+            assert any(f"(pid {os.getpid()})" in line for line in process.stderr), "it did not wait"
+    ends = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ends
     assert files(out) == undisturbed
-    assert "waiting for the process that holds" in capfd.readouterr().err
 
 
 # -- a disk that is full -----------------------------------------------------------------------------------
