@@ -335,7 +335,7 @@ def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed):
             subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
         ]
         for process in processes:
-            assert any(f"(pid {os.getpid()})" in line for line in process.stderr), "it did not wait"
+            assert any(f"(pid {os.getpid()})" in line for line in process.stderr or ()), "it did not wait"
     ends = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ends
     assert files(out) == undisturbed
