@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -95,15 +95,17 @@ def hold_folder(folder: Path, refuse: Callable[[str], Exception] | None = None) 
     is_new = not folder.exists()
     lock, holder = FileLock(folder / ".lock"), folder / ".lock.pid"
     with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            pid = holder.read_text().strip() if holder.exists() else "unknown"
-            if refuse is not None:
-                raise refuse(pid) from None
-            print(f"waiting for the process that holds {folder} (pid {pid})", file=sys.stderr)
-            lock.acquire()
+        while not lock.is_locked:
+            folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # its holder took the empty folder away; make it again
+                try:
+                    lock.acquire(blocking=False)
+                except Timeout:
+                    pid = holder.read_text().strip() if holder.exists() else "unknown"
+                    if refuse is not None:
+                        raise refuse(pid) from None
+                    print(f"waiting for the process that holds {folder} (pid {pid})", file=sys.stderr)
+                    lock.acquire()
     try:
         with disk_errors(folder):
             holder.write_text(f"{os.getpid()}\n")
@@ -112,5 +114,6 @@ def hold_folder(folder: Path, refuse: Callable[[str], Exception] | None = None) 
         holder.unlink(missing_ok=True)
         if is_new and os.listdir(folder) == [".lock"]:  # a mistyped name leaves no folder behind
             (folder / ".lock").unlink()
-            folder.rmdir()
+            with suppress(OSError):  # whoever waits may have made its own lock file there just now
+                folder.rmdir()
         lock.release()

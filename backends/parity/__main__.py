@@ -271,20 +271,19 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     dtypes = [getattr(torch, options.dtype)] if options.dtype else DTYPES
     verdicts: list[Verdict] = []
     refused: dict[str, str] = {}
-    lines = []
-    for subject in subjects(options.backend):
-        machine_facts = facts(torch.device(subject.device))
-        if subject.nki is not None:
-            machine_facts["nki"] = subject.nki
-        for key, cases in subject.cases(options.case, slow=options.slow, whole=options.whole).items():
-            cases = [case for case in cases if not options.op or case.op in options.op]
-            progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
-            judged = list(measure(subject, GRIDS[key], progress, refused, dtypes))
-            lines += [row(verdict, machine_facts) for verdict in judged]
-            verdicts += judged
+    # Line by line as cases are judged: whoever is stopped keeps what was judged before.
+    with open(options.json or os.devnull, "w") as lines:
+        for subject in subjects(options.backend):
+            machine_facts = facts(torch.device(subject.device))
+            if subject.nki is not None:
+                machine_facts["nki"] = subject.nki
+            for key, cases in subject.cases(options.case, slow=options.slow, whole=options.whole).items():
+                cases = [case for case in cases if not options.op or case.op in options.op]
+                progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
+                for verdict in measure(subject, GRIDS[key], progress, refused, dtypes):
+                    verdicts.append(verdict)
+                    print(json.dumps(row(verdict, machine_facts)), file=lines, flush=True)
     report(console, verdicts, refused)
-    if options.json:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return _status(verdicts)
 
 

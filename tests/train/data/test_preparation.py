@@ -341,6 +341,30 @@ def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed):
     assert files(out) == undisturbed
 
 
+def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_path):
+    """The holder leaves no empty folder behind; those who wait for it then make it again, one after another."""
+    out, inside = tmp_path / "out", tmp_path / "inside"
+    script = f"""
+import os, sys, time
+from pathlib import Path
+from delta_trn.train.files import hold_folder
+with hold_folder(Path({str(out)!r})):
+    os.mkdir({str(inside)!r})  # an error, if another process is inside
+    time.sleep(0.1)
+    os.rmdir({str(inside)!r})
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with hold_folder(out):
+        processes = [
+            subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
+        for process in processes:
+            assert any(f"(pid {os.getpid()})" in line for line in process.stderr or ()), "it did not wait"
+    ends = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], ends
+
+
 # -- a disk that is full -----------------------------------------------------------------------------------
 
 
