@@ -15,14 +15,8 @@ from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
     UNIT,
 )
 from delta_trn.nki_kernels.gated_delta_layer.convolution import sum_gain
-from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows
-from delta_trn.nki_kernels.gated_rms_norm import (
-    invert_squares,
-    normalize_rows,
-    project,
-    repeat_row,
-    sum_slots,
-)
+from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows, normalize
+from delta_trn.nki_kernels.gated_rms_norm import normalize_rows, project, repeat_row
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.tiles import copy_scaled, multiply_on_gpsimd, sbuf
@@ -64,13 +58,8 @@ def differentiate_rows(stage, own, stream, call):
     if stage == LOAD_ROWS:
         for name in ("o", "z", "dy"):
             own[name] = load_lanes(call[name], bundle, start, tokens, rows, call[name].dtype)
-    elif stage == ROWS:
-        own["squares"] = sum_slots(own["o"], nl.square)
-    elif stage == ROOT:
-        own["r"] = invert_squares(own["squares"], call["V"], call["norm"])
-    elif stage == UNIT:
-        own["h"] = sbuf(own["o"].shape)
-        normalize_rows(own["h"], own["o"], own["r"])
+    elif stage in (ROWS, ROOT, UNIT):
+        normalize(stage, own, call)
     elif stage == GATE:
         own["m"] = sbuf(own["z"].shape)
         nisa.activation(dst=own["m"], op=nl.silu, data=own["z"])

@@ -1,5 +1,6 @@
 """Lists the stages of `gated_delta_layer_bwd` in the order in which they are issued."""
 
+from delta_trn.nki_kernels.gated_delta_layer.fwd_stages import ROOT, ROWS, UNIT
 from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     ALONG,
     APPLY,
@@ -30,14 +31,12 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import EVEN, ODD
 
-# Stages besides those of the rule, whose LOAD does no more than its name says here
+# Stages besides those of the rule, whose LOAD does no more than its name says here, and the norm's, which
+# forward has too
 KEPT = 30  # the state that a chunk meets
-ROWS = 31  # squares of the norm
-GATE = 32  # SiLU(z)
-PRODUCTS = 33  # dw of the norm, and what is left for dO
-REST = 34  # dO / r
-SLOPE = 35  # SiLU'(u)
-DU = 36  # the gradient of u
+REST = 31  # dO / r
+SLOPE = 32  # SiLU'(u)
+DU = 33  # the gradient of u
 TAPS = 37  # the convolution's products of elements for some taps of a cell
 SUM_TAPS = 38  # sums of these
 DZ = 39  # the gradient of z
@@ -51,8 +50,8 @@ LOAD_U = 54
 SQUARES = 55  # of q and k
 NORMS = 56  # of q and k, and 1 / beta
 DECAYS = 57  # sums of g
-ROOT = 58  # r of the norm
-UNIT = 59  # h of the norm
+GATE = 58  # SiLU(z)
+PRODUCTS = 59  # dw of the norm, and what is left for dO
 LOAD_TAPS = 60  # what taps read of x
 STORE_DX = 61
 # an entry stands for a share of a chunk's

@@ -16,8 +16,8 @@ from delta_trn.nki_kernels.gated_delta_layer.cells import list_cells, plan_steps
 from delta_trn.nki_kernels.gated_delta_layer.fwd_stages import (
     GAIN,
     ROOT,
+    ROWS,
     SILU,
-    SQUARES,
     TAPS,
     UNIT,
     WINDOW,
@@ -251,20 +251,26 @@ def load_layer(stream, index, call):
     return chunk
 
 
-def normalize(stage, chunk, stream, call):
+def normalize(stage, own, call):
+    """Runs ROWS, ROOT or UNIT of the norm: o has its squares summed, their roots inverted, h = o r made."""
+    if stage == ROWS:
+        own["o_squares"] = sum_slots(own["o"], nl.square)
+    elif stage == ROOT:
+        own["r"] = invert_squares(own["o_squares"], call["V"], call["norm"])
+    else:
+        own["h"] = sbuf(own["o"].shape)
+        normalize_rows(own["h"], own["o"], own["r"])
+
+
+def finish(stage, chunk, stream, call):
     """Runs OUTPUT, or a stage of the gated norm."""
     bundle, start, tokens = stream["bundle"], chunk["start"], chunk["tokens"]
     if stage == OUTPUT:
         chunk["o"] = compute_output(chunk, call["y"].dtype)
         if call["save"] > 0:
             store_lanes(call["o"], chunk["o"], bundle, start, tokens)
-    elif stage == SQUARES:
-        chunk["o_squares"] = sum_slots(chunk["o"], nl.square)
-    elif stage == ROOT:
-        chunk["r"] = invert_squares(chunk["o_squares"], call["V"], call["norm"])
-    elif stage == UNIT:
-        chunk["h"] = sbuf(chunk["o"].shape)
-        normalize_rows(chunk["h"], chunk["o"], chunk["r"])
+    elif stage in (ROWS, ROOT, UNIT):
+        normalize(stage, chunk, call)
     elif stage == GAIN:
         z_sb = load_lanes(call["z"], bundle, start, tokens, chunk["v"].shape[0], call["z"].dtype)
         chunk["gate"] = sbuf(z_sb.shape)
@@ -416,9 +422,9 @@ def run_layer_stage(stage, streams, index, call):
     if stage == LOAD:
         for stream in streams:
             stream["chunks"].append(load_layer(stream, index, call))
-    elif stage == OUTPUT or stage >= SQUARES:
+    elif stage == OUTPUT or stage >= ROWS:
         for stream in streams:
-            normalize(stage, stream["chunks"][index], stream, call)
+            finish(stage, stream["chunks"][index], stream, call)
     elif not call["whole"] or stage not in (TRANSPOSE_K, TRANSPOSE_Q):
         run_stage(stage, streams, index, call)
 

@@ -30,8 +30,10 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import (
     WEIGHT,
 )
 
-# Stages besides those of the rule: of the norm, behind OUTPUT, and steps of the convolution
-SQUARES, ROOT, UNIT, GAIN, GATE, WINDOW, TAPS, SILU = 34, 35, 36, 37, 38, 39, 40, 41
+# Stages besides those of the rule
+ROWS, ROOT, UNIT = 34, 35, 36  # of the norm, behind OUTPUT: squares, r and h, in backward too
+GAIN, GATE = 37, 38  # of the norm
+WINDOW, TAPS, SILU = 39, 40, 41  # steps of the convolution
 
 
 def list_layer_stages():
@@ -47,7 +49,7 @@ def list_layer_stages():
         (TAPS, ALL, 0), (DECAYS, EVEN, 4), (WINDOW, ALL, 0), (WINDOW, ALL, 0), (MULTIPLY_W, EVEN, 0),
         (TAPS, ALL, 0), (LOAD, ODD, 5), (TRANSPOSE_Q, ODD, 2), (MULTIPLY_W, ODD, 0), (SOLVE + 2, ALL, 1),
         (OUTPUT, EVEN, 0), (ROOT, ODD, -1), (COLUMNS, ODD, 2), (LOAD, EVEN, 5), (DECAYS, ODD, 5),
-        (MERGE, ALL, 1), (STATE, EVEN, 0), (TAPS, ALL, 0), (SCALE_Q, EVEN, 2), (SQUARES, EVEN, 0),
+        (MERGE, ALL, 1), (STATE, EVEN, 0), (TAPS, ALL, 0), (SCALE_Q, EVEN, 2), (ROWS, EVEN, 0),
         (MERGE + 1, ALL, 1), (MATRIX_L, EVEN, 3), (RESIDUAL, EVEN, 1), (MERGE + 2, ALL, 1),
         (COLUMNS, EVEN, 2), (MATRIX_D, EVEN, 4), (MATRIX_D, ODD, 5), (TRANSPOSE_GAMMA_Q, EVEN, 1),
         (WINDOW, ALL, 0), (TAPS, ALL, 0), (SILU, ALL, 0), (ROOT, EVEN, 0), (WINDOW, ALL, 0),
@@ -59,7 +61,7 @@ def list_layer_stages():
         (TAPS, ALL, 0), (SCALE_V, EVEN, 3), (SILU, ALL, 0), (TAPS, ALL, 0), (KEY_SQUARES, EVEN, 5),
         (GATE, ODD, -1), (OUTPUT, ODD, 0), (SILU, ALL, 0), (WINDOW, ALL, 0), (TAPS, ALL, 0), (TAPS, ALL, 0),
         (SILU, ALL, 0), (SCALE_Q, ODD, 2), (TAPS, ALL, 0), (MERGE + 7, ALL, 1), (KEY_SQUARES, ODD, 5),
-        (WEIGHT, EVEN, 4), (SCALE_K, EVEN, 1), (SQUARES, ODD, 0), (SILU, ALL, 0), (MATRIX_P, EVEN, 1),
+        (WEIGHT, EVEN, 4), (SCALE_K, EVEN, 1), (ROWS, ODD, 0), (SILU, ALL, 0), (MATRIX_P, EVEN, 1),
         (SILU, ALL, 0), (MERGE + 8, ALL, 1), (WEIGHT, ODD, 4), (SCALE_V, ODD, 1), (SILU, ALL, 0),
         (TAPS, ALL, 0), (SILU, ALL, 0), (SILU, ALL, 0),
     )  # fmt: skip
