@@ -92,12 +92,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
                 call.gain if dstate is None else dstate[rows],
                 dstate is not None,
                 *options[4:],
-                states[0][rows] if states else call.gain,
-                call.scale,
-                call.eps,
-                how.C,
-                how.lanes,
-                how.width,
+                *_backward_options(call, states, rows, how),
             )
         )
     dx, dweight, dg, dbeta, dgate, dgain, dstate0, *dprefix = _join(parts)
@@ -141,8 +136,7 @@ def projected_forward(call: ProjectedLayer, *, save: bool) -> tuple[Tensor, list
             call.A_log if call.dt_bias is None else call.dt_bias,
             call.dt_bias is not None,
             call.gain,
-            call.weight if call.position is None else call.position.to(torch.int32),
-            call.position is not None,
+            *_position(call),
             call.K,
             call.scale,
             call.eps,
@@ -210,14 +204,8 @@ def _backward_to_hidden(dy: Tensor, call: ProjectedLayer, saved: list[Tensor]) -
                 weight_t,
                 *(tensor[rows] for tensor in (*kept, g, beta, slopes, gate)),
                 call.gain,
-                call.weight if call.position is None else call.position.to(torch.int32),
-                call.position is not None,
-                states[0][rows] if states else call.gain,
-                call.scale,
-                call.eps,
-                how.C,
-                how.lanes,
-                how.width,
+                *_position(call),
+                *_backward_options(call, states, rows, how),
             )
         )
     dhidden, dx, dweight, dgates, db, dgate, dgain = _join(parts)
@@ -347,16 +335,29 @@ def _is_hidden_differentiated(call: ProjectedLayer) -> bool:
     )
 
 
+def _position(call: Layer | ProjectedLayer) -> tuple[Tensor, bool]:
+    """Returns the kernels' position, or any tensor, and packed."""
+    position = call.position
+    return (call.weight, False) if position is None else (position.to(torch.int32), True)
+
+
 def _kernel_options(call: Layer, rows: slice) -> tuple[Tensor | bool, ...]:
     """Returns the kernels' position, packed, prefix, continued, initial_state and has_state."""
     return (
-        call.weight if call.position is None else call.position.to(torch.int32),
-        call.position is not None,
+        *_position(call),
         call.weight if call.prefix is None else call.prefix[rows],
         call.prefix is not None,
         call.gain if call.initial_state is None else call.initial_state[rows],
         call.initial_state is not None,
     )
+
+
+def _backward_options(
+    call: Layer | ProjectedLayer, states: list[Tensor], rows: slice, how: plan.Plan
+) -> tuple[Tensor | float, ...]:
+    """Returns the last arguments of both backward kernels: states, scale, eps, C, lanes and width."""
+    kept = states[0][rows] if states else call.gain
+    return kept, call.scale, call.eps, how.C, how.lanes, how.width
 
 
 def _join(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:

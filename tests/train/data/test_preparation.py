@@ -342,7 +342,7 @@ def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed):
 
 
 def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_path):
-    """The holder leaves no empty folder behind; those who wait for it then make it again, one after another."""
+    """The holder leaves no empty folder behind; those who wait then make it again, one after another."""
     out, inside = tmp_path / "out", tmp_path / "inside"
     script = f"""
 import os, sys, time
@@ -356,7 +356,9 @@ with hold_folder(Path({str(out)!r})):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with hold_folder(out):
         processes = [
-            subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True
+            )
             for _ in range(3)
         ]
         for process in processes:
