@@ -62,6 +62,7 @@ class Grid:
 
 GRIDS: Mapping[str, Grid] = {
     "rule": Grid(rule_cases.BY_NAME, rule.verdicts),
+    "step": Grid(rule_cases.STEPS, rule.step_verdicts),
     "residual": Grid(residual_cases.BY_NAME, residual_cases.verdicts),
     "layers": Grid(layer_cases.BY_NAME, layer_cases.verdicts),
     "mixer": Grid(mixer_cases.BY_NAME, mixer_cases.verdicts),
@@ -271,9 +272,10 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     dtypes = [getattr(torch, options.dtype)] if options.dtype else DTYPES
     verdicts: list[Verdict] = []
     refused: dict[str, str] = {}
+    chosen = subjects(options.backend)
     # Line by line as cases are judged: whoever is stopped keeps what was judged before.
     with open(options.json or os.devnull, "w") as lines:
-        for subject in subjects(options.backend):
+        for subject in chosen:
             machine_facts = facts(torch.device(subject.device))
             if subject.nki is not None:
                 machine_facts["nki"] = subject.nki

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.checks import dtype_name
-from delta_trn.backends.gated_delta_rule import gated_delta_rule_step
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule, rule_cases
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, error
@@ -166,31 +164,13 @@ def _decode(page: Certificate) -> Check:
         for dtype in filter(FULL.__contains__, dtypes(page.backend, "gated_delta_rule_step")):
             x = rule_cases.inputs(case, dtype).to(page.device)
             expected = rule.reference(case, dtype, "cuda" if page.device == "cuda" else "cpu")
-            with torch.no_grad():
-                results = _token_by_token(page, x)
+            results = rule.decode(x, page.backend, max(1, case.T - STEPS[page.emulated]))
             for verdict in expected.verdicts(page.backend, results, ("o", "final_state")):
                 worst = max(worst, verdict.ratio)
                 failures += [] if verdict.passed else [str(verdict)]
     tokens = f"the last {STEPS[page.emulated]} tokens of {len(DECODED)} cases"
     answer = f"{tokens}, at most {worst:.2f} of what is allowed"
     return Check("decoding is training's pass", "; ".join(failures) or answer, not failures)
-
-
-def _token_by_token(page: Certificate, x: rule_cases.Inputs) -> dict[str, Tensor]:
-    start = max(1, x.case.T - STEPS[page.emulated])
-    head = {name: y[:, :start] for name, y in x.tensors().items() if name in ("q", "k", "v", "g", "beta")}
-    options = dict(x.arguments(), scale=x.case.scale, backend=page.backend)
-    options.pop("cu_seqlens")
-    o, state = rule.gated_delta_rule(
-        **head, initial_state=x.initial_state, output_final_state=True, **options
-    )
-    assert state is not None
-    outputs = [o]
-    for t in range(start, x.case.T):
-        token = (y[:, t] for y in (x.q, x.k, x.v, x.g, x.beta))
-        o, state = gated_delta_rule_step(*token, state=state, **options)
-        outputs.append(o[:, None])
-    return {"o": torch.cat(outputs, 1), "final_state": state}
 
 
 def _random(page: Certificate, cases: int, seed: int) -> Check:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_rule import gated_delta_rule, recurrent
+from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step, recurrent
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule
 from delta_trn.backends.parity import baseline
 from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
@@ -71,6 +71,26 @@ def outcome(x: Inputs, backend: str, operation: Callable[..., Any] = gated_delta
     )
     assert final_state is not None
     return _with_gradients(x, leaves, o, final_state)
+
+
+def decode(x: Inputs, backend: str, prefilled: int = 0) -> dict[str, Tensor]:
+    """Computes o and final_state by the operation for one token, token by token behind those `prefilled`."""
+    options = dict(x.arguments(), scale=x.case.scale, backend=backend)
+    if options.pop("cu_seqlens") is not None:
+        raise ValueError(f"case {x.case.name} is packed; decoding takes one token of each sequence")
+    tensors, outputs, state = (x.q, x.k, x.v, x.g, x.beta), [], x.initial_state
+    with torch.no_grad():
+        if prefilled:
+            head = (y[:, :prefilled] for y in tensors)
+            o, state = gated_delta_rule(*head, initial_state=state, output_final_state=True, **options)
+            outputs.append(o)
+        if state is None:
+            full = torch.promote_types(x.q.dtype, torch.float32)
+            state = torch.zeros(len(x.q), *x.v.shape[2:3], x.case.K, x.case.V, dtype=full, device=x.q.device)
+        for t in range(prefilled, x.case.T):
+            o, state = gated_delta_rule_step(*(y[:, t] for y in tensors), state=state, **options)
+            outputs.append(o[:, None])
+    return {"o": torch.cat(outputs, 1), "final_state": state}
 
 
 def judge_outcome(x: Inputs) -> dict[str, Tensor]:
@@ -178,6 +198,8 @@ def reference_for(x: Inputs) -> RuleReference:
     """Computes what any inputs are judged by, on a device that has float64."""
     case, dtype = x.case, x.q.dtype
     judge = judge_outcome(x)
+    if case.op == "gated_delta_rule_step":  # has no gradients of its own, and float16 may not hold them
+        judge = {name: judge[name] for name in ("o", "final_state")}
     # no product has g as a factor, nor q and k before they are normalized: -3.4e38 would hide any error
     none = ("g", "q", "k") if case.normalized_inside else ("g",)
     floats = (
@@ -222,3 +244,9 @@ def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") 
             part = outcome(expected.inputs.to(device), backend)
             results |= {name: part[name] for name in shared}
     return expected.verdicts(backend, results)
+
+
+def step_verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
+    """Decodes a case of STEPS token by token on a backend, and judges o and the final state."""
+    expected = reference(case, dtype, "cuda" if device.startswith("cuda") else "cpu")
+    return expected.verdicts(backend, decode(inputs(case, dtype).to(device), backend))

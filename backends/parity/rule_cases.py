@@ -268,10 +268,26 @@ CASES: tuple[Case, ...] = (
 )
 # fmt: on
 
+# Decoding: some tokens of these cases, one after the other through the operation for a token. They have one
+# head of each size and every hard input that a token can meet.
+DECODED = (
+    "one", "one_fresh", "no_decay", "forget", "mixed", "heavy", "collide", "reflect", "overshoot", "near_1",
+    "near_2", "wide_v", "wide_k", "odd", "k96", "k192", "k256", "gva_2", "gva_8", "reset", "reset_wide",
+    "norm", "gates", "gates_wide", "norm_tiny", "norm_huge", "norm_zero", "norm_zero_large", "norm_huge_weak",
+    "scale_up", "values_tiny", "values_large",
+)  # fmt: skip
+TOKENS = 8
+
 # the fields of Inputs that all sequences share
 PER_HEAD = ("A_log", "dt_bias")
 
 BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}
+STEPS: Mapping[str, Case] = {
+    f"decode_{case.name}": replace(
+        case, name=f"decode_{case.name}", T=min(case.T, TOKENS), loss=BOTH, op="gated_delta_rule_step"
+    )
+    for case in map(BY_NAME.__getitem__, DECODED)
+}
 
 
 def select(

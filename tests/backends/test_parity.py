@@ -22,6 +22,7 @@ from delta_trn.backends.parity.rule import (
     TENSORS,
     reference,
     reference_for,
+    step_verdicts,
     terms,
     verdicts,
 )
@@ -32,6 +33,7 @@ from delta_trn.backends.parity.rule_cases import (
     DECAYS,
     PER_HEAD,
     SMALL,
+    STEPS,
     inputs,
     select,
 )
@@ -57,6 +59,9 @@ EMULATED = {
 OTHER_DTYPES = ("one_fresh", "seam_65", "forget", "mixed", "reflect", "gva_2", "packed_empty", "gates_wide",
                 "reset", "reset_packed", "norm_tiny", "norm_huge", "norm_zero", "norm_zero_large",
                 "norm_huge_weak", "scale_up")  # fmt: skip
+# Of decoding, emulators have these by default.
+DECODED = ("decode_one", "decode_odd", "decode_collide", "decode_gva_2", "decode_reset", "decode_gates",
+           "decode_norm_zero_large")  # fmt: skip
 
 
 def pytest_generate_tests(metafunc):
@@ -68,9 +73,12 @@ def pytest_generate_tests(metafunc):
         return
     rows = []
     subjects = parity.subjects(metafunc.config.getoption("--backend") or None)
-    for case, dtype, subject in product(select(), DTYPES, subjects):
+    decoding = metafunc.function is test_decoding_agrees_with_the_judge
+    for case, dtype, subject in product(STEPS.values() if decoding else select(), DTYPES, subjects):
         quick, slow = EMULATED[subject.backend] if subject.emulated else (ALL, [])
-        if dtype in subject.dtypes() and case.name in (*quick, *slow):
+        if decoding:
+            quick, slow = DECODED if subject.emulated else STEPS, STEPS
+        if dtype in subject.dtypes(case.op) and case.name in (*quick, *slow):
             usual = dtype in (torch.float32, torch.bfloat16) or case.name in OTHER_DTYPES
             marks = [] if usual and case.name in quick else [pytest.mark.slow]
             name = f"{subject.backend}-{case.name}-{dtype_name(dtype)}"
@@ -89,6 +97,27 @@ def test_backend_agrees_with_the_judge(subject, case, dtype, poison):
     assert [verdict.tensor for verdict in judged] == tensors_of(case)
     failures = [str(verdict) for verdict in parity.worst_first(judged) if not verdict.passed]
     assert not failures, "\n".join(failures)
+
+
+def test_decoding_agrees_with_the_judge(subject, case, dtype, poison):
+    """Decodes the case token by token."""
+    judged = step_verdicts(case, dtype, subject.backend, subject.device)
+    assert [verdict.tensor for verdict in judged] == ["o", "final_state"]
+    failures = [str(verdict) for verdict in judged if not verdict.passed]
+    assert not failures, "\n".join(failures)
+
+
+def test_a_fault_of_decoding_turns_parity_red(monkeypatch):
+    """The state is handed from token to token in bfloat16."""
+    step, case = chunked.step, STEPS["decode_no_decay"]
+
+    def rounded(call):
+        o, state = step(call)
+        return o, state.bfloat16().to(state.dtype)
+
+    assert all(verdict.passed for verdict in step_verdicts(case, torch.float32, "chunked"))
+    monkeypatch.setattr(chunked, "step", rounded)
+    assert not any(verdict.passed for verdict in step_verdicts(case, torch.float32, "chunked"))
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
@@ -326,6 +355,20 @@ def test_the_parity_command_reports_and_writes_rows(tmp_path, capsys):
     assert parity.main(["table", str(file)]) == 0
     table = capsys.readouterr().out
     assert "`chunked`" in table and "2 cases pass" in table and "`triton`, not yet run" in table
+
+
+def test_the_parity_command_keeps_what_was_judged_before_it_was_stopped(tmp_path, monkeypatch):
+    def stopped(case, *rest):
+        if case.name == "ragged":
+            raise KeyboardInterrupt
+        return verdicts(case, *rest)
+
+    monkeypatch.setattr(parity, "GRIDS", {"rule": parity.Grid(BY_NAME, stopped)})
+    file = tmp_path / "parity.jsonl"
+    command = ["--backend", "chunked", "--case", "one", "--case", "ragged", "--dtype", "float32"]
+    with pytest.raises(KeyboardInterrupt):
+        parity.main([*command, "--json", str(file)])
+    assert {json.loads(line)["case"] for line in file.read_text().splitlines()} == {"one"}
 
 
 def test_the_parity_command_fails_on_a_planted_fault(monkeypatch, capsys, tmp_path, without_cpu_kernel):
