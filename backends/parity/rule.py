@@ -78,17 +78,19 @@ def decode(x: Inputs, backend: str, prefilled: int = 0) -> dict[str, Tensor]:
     options = dict(x.arguments(), scale=x.case.scale, backend=backend)
     if options.pop("cu_seqlens") is not None:
         raise ValueError(f"case {x.case.name} is packed; decoding takes one token of each sequence")
-    tensors, outputs, state = (x.q, x.k, x.v, x.g, x.beta), [], x.initial_state
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta}
+    outputs, state = [], x.initial_state
     with torch.no_grad():
         if prefilled:
-            head = (y[:, :prefilled] for y in tensors)
-            o, state = gated_delta_rule(*head, initial_state=state, output_final_state=True, **options)
+            head = {name: y[:, :prefilled] for name, y in tensors.items()}
+            o, state = gated_delta_rule(**head, initial_state=state, output_final_state=True, **options)
             outputs.append(o)
         if state is None:
             full = torch.promote_types(x.q.dtype, torch.float32)
             state = torch.zeros(len(x.q), *x.v.shape[2:3], x.case.K, x.case.V, dtype=full, device=x.q.device)
         for t in range(prefilled, x.case.T):
-            o, state = gated_delta_rule_step(*(y[:, t] for y in tensors), state=state, **options)
+            token = {name: y[:, t] for name, y in tensors.items()}
+            o, state = gated_delta_rule_step(**token, state=state, **options)
             outputs.append(o[:, None])
     return {"o": torch.cat(outputs, 1), "final_state": state}
 

@@ -87,5 +87,6 @@ def check_range(run: Instruction, function: Operator, values: np.ndarray) -> Non
         where = [int(i) for i in np.argwhere(outside)[0]]
         raise StrictError(
             f"{run.op} {function!r} is valid for inputs in [{low:.3g}, {high:.3g}], got "
-            f"{values[tuple(where)]:.6g} at {where}; the Scalar engine returns wrong values there"
+            f"{values[tuple(where)]:.6g} at {where}; the Scalar engine returns wrong values outside it, and "
+            "no wider range is documented for another engine"
         )
