@@ -41,7 +41,7 @@ from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.tiles import multiply_on_gpsimd, sbuf
 
 RESET = -1024.0  # that of `backends.gated_delta_rule.contract`
-MOST_LOG = 80.0  # of A_log: exp(80) softplus(x) is below RESET unless softplus(x) is less than 2e-32
+MOST_LOG = 88.7  # of A_log: the exponential of 88.73 is infinite, and infinity times 0 is no number
 ABSENT = -1e20  # a and b of a token that does not exist: its gates and slopes are 0
 TO_INTEGER = 1.5 * 2.0**23  # added to a number between -2^22 and 2^22, it rounds it to the nearest integer
 TERMS = 6  # of q

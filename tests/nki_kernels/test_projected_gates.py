@@ -84,6 +84,14 @@ def test_far_from_zero_gates_are_0_or_reset_and_nothing_is_infinite():
     )
 
 
+def test_a_rate_near_the_end_of_float32_is_exact():
+    a, A_log = torch.tensor([-85.0, -84.0, -86.0]).view(1, -1, 1).repeat(1, 1, 2), torch.tensor([85.0, 88.5])
+    words, _, slopes = make(a, a, A_log)
+    g, _, exact_slopes = expect(a, a, A_log, None, 1.0)
+    assert (g > gates.RESET).all()
+    assert errors(words.sum(-1), g).max() < MEASURED and errors(slopes, exact_slopes).max() < MEASURED
+
+
 def has_the_words_of_plan():
     """Returns whether both words of g are `plan.split_decays` of it, ties of the first one included."""
     ties = torch.arange(20, 60, 1 / 512).view(1, -1, 2)  # g = -x there, and every second x is half way
