@@ -133,10 +133,10 @@ def measure(
     subject: Subject,
     grid: Grid,
     cases: Iterable[Any],
-    refused: dict[str, str],
+    refused: dict[tuple[str, torch.dtype], str],
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> Iterator[Verdict]:
-    """Judges one backend; `refused` gets the cases outside its declared limits, with the reason."""
+    """Judges one backend; `refused` gets what is outside its declared limits, with the reason."""
     for case in cases:
         for dtype in subject.dtypes(case.op):
             if dtype not in dtypes:
@@ -144,7 +144,7 @@ def measure(
             try:
                 yield from grid.verdicts(case, dtype, subject.backend, subject.device)
             except BackendRefusal as refusal:
-                refused[case.name] = str(refusal)
+                refused[case.name, dtype] = str(refusal)
 
 
 def row(verdict: Verdict, machine_facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,9 @@ def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: (verdict.passed, -verdict.ratio))
 
 
-def report(console: Console, verdicts: Sequence[Verdict], refused: Mapping[str, str]) -> None:
+def report(
+    console: Console, verdicts: Sequence[Verdict], refused: Mapping[tuple[str, torch.dtype], str]
+) -> None:
     """Prints the worst SHOWN rows and every failure, then one line per backend and dtype."""
     failures = sum(not verdict.passed for verdict in verdicts)
     table = Table(title=f"error against the float64 judge, worst first; allowed: {FACTOR:g} x the baseline's")
@@ -181,8 +183,8 @@ def report(console: Console, verdicts: Sequence[Verdict], refused: Mapping[str, 
         style = None if v.passed else "bold red"
         table.add_row(v.backend, v.case, dtype_name(v.dtype), v.tensor, *numbers, ratio, style=style)
     console.print(table)
-    for name, reason in refused.items():
-        console.print(f"case {name} refused: {reason}", highlight=False)
+    for (name, dtype), reason in refused.items():
+        console.print(f"case {name} refused in {dtype_name(dtype)}: {reason}", highlight=False)
     for backend, dtype in dict.fromkeys((v.backend, v.dtype) for v in verdicts):
         group = [v for v in verdicts if (v.backend, v.dtype) == (backend, dtype)]
         failed, cases = sum(not v.passed for v in group), len({v.case for v in group})
@@ -271,7 +273,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         find(name, known)
     dtypes = [getattr(torch, options.dtype)] if options.dtype else DTYPES
     verdicts: list[Verdict] = []
-    refused: dict[str, str] = {}
+    refused: dict[tuple[str, torch.dtype], str] = {}
     chosen = subjects(options.backend)
     # Line by line as cases are judged: whoever is stopped keeps what was judged before.
     with open(options.json or os.devnull, "w") as lines:

@@ -416,7 +416,8 @@ def test_a_case_outside_a_backends_limits_is_reported_not_failed(monkeypatch):
     cases = [BY_NAME["one_fresh"], BY_NAME["one"]]
     judged = list(parity.measure(subject, parity.GRIDS["rule"], cases, refused))
     assert {verdict.case for verdict in judged} == {"one_fresh"}
-    assert "K=32 is above 16" in refused["one"]
+    assert [name for name, _ in refused] == ["one"] * len(DTYPES)
+    assert all("K=32 is above 16" in reason for reason in refused.values())
 
 
 @pytest.fixture
