@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from delta_trn.train.settings.errors import DiskFull
 
+HOLDER = ".lock.pid"  # the process that holds a folder
 ADVICE = "what is there is whole: free some space or choose another folder, and run the same command again"
 
 # EFBIG is what a file-size limit (ulimit -f, some network mounts) says instead of ENOSPC.
@@ -93,19 +94,12 @@ def hold_folder(folder: Path, refuse: Callable[[str], Exception] | None = None) 
     If another process holds it, raises what `refuse` returns for that process's id; without `refuse`, waits.
     """
     is_new = not folder.exists()
-    lock, holder = FileLock(folder / ".lock"), folder / ".lock.pid"
+    lock, holder = FileLock(folder / ".lock"), folder / HOLDER
     with disk_errors(folder):
         while not lock.is_locked:
             folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # its holder took the empty folder away; make it again
-                try:
-                    lock.acquire(blocking=False)
-                except Timeout:
-                    pid = holder.read_text().strip() if holder.exists() else "unknown"
-                    if refuse is not None:
-                        raise refuse(pid) from None
-                    print(f"waiting for the process that holds {folder} (pid {pid})", file=sys.stderr)
-                    lock.acquire()
+                _acquire(lock, folder, refuse)
     try:
         with disk_errors(folder):
             holder.write_text(f"{os.getpid()}\n")
@@ -117,3 +111,15 @@ def hold_folder(folder: Path, refuse: Callable[[str], Exception] | None = None) 
             with suppress(OSError):  # whoever waits may have made its own lock file there just now
                 folder.rmdir()
         lock.release()
+
+
+def _acquire(lock: FileLock, folder: Path, refuse: Callable[[str], Exception] | None) -> None:
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        holder = folder / HOLDER
+        pid = holder.read_text().strip() if holder.exists() else "unknown"
+        if refuse is not None:
+            raise refuse(pid) from None
+        print(f"waiting for the process that holds {folder} (pid {pid})", file=sys.stderr)
+        lock.acquire()

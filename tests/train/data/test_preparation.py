@@ -324,47 +324,47 @@ prepare_text(sys.argv[1], sys.argv[2], tokenizer="bytebpe", vocab_size=300, shar
 """
 
 
-def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed):
-    """Both are let go together, by a third that held the folder until both had met it."""
-    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
-    command = [sys.executable, "-c", SCRIPT, str(source), str(out)]
+def run_at_once(out, count, script, *arguments):
+    """Runs processes that hold the folder `out`, let go together: it is held until all have met it.
+
+    Returns their exit statuses, and what they print to stderr behind that.
+    """
+    command = [sys.executable, "-c", script, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    out.mkdir()
     with hold_folder(out):
         processes = [
-            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
+            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+            for _ in range(count)
         ]
         for process in processes:
             assert any(f"(pid {os.getpid()})" in line for line in process.stderr or ()), "it did not wait"
     ends = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], ends
+    return [process.returncode for process in processes], ends
+
+
+def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed):
+    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
+    out.mkdir()
+    statuses, ends = run_at_once(out, 2, SCRIPT, source, out)
+    assert statuses == [0, 0], ends
     assert files(out) == undisturbed
 
 
 def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_path):
     """The holder leaves no empty folder behind; those who wait then make it again, one after another."""
-    out, inside = tmp_path / "out", tmp_path / "inside"
-    script = f"""
+    script = """
 import os, sys, time
 from pathlib import Path
 from delta_trn.train.files import hold_folder
-with hold_folder(Path({str(out)!r})):
-    os.mkdir({str(inside)!r})  # an error, if another process is inside
+out, inside = map(Path, sys.argv[1:])
+with hold_folder(out):
+    inside.mkdir()  # an error, if another process is inside
     time.sleep(0.1)
-    os.rmdir({str(inside)!r})
+    inside.rmdir()
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with hold_folder(out):
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True
-            )
-            for _ in range(3)
-        ]
-        for process in processes:
-            assert any(f"(pid {os.getpid()})" in line for line in process.stderr or ()), "it did not wait"
-    ends = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], ends
+    out = tmp_path / "out"
+    statuses, ends = run_at_once(out, 3, script, out, tmp_path / "inside")
+    assert statuses == [0, 0, 0], ends
 
 
 # -- a disk that is full -----------------------------------------------------------------------------------
