@@ -41,17 +41,20 @@ from delta_trn.backends.registry import BACKENDS, BackendRefusal
 from tests.support.faults import FAULTS
 
 SMALL_ONES = [case.name for case in select(tags=SMALL)]
-ALL = [case.name for case in select()]
+ALL = [*(case.name for case in select()), *STEPS]
+# Of decoding, emulators have these by default.
+DECODED = ["decode_one", "decode_odd", "decode_collide", "decode_gva_2", "decode_reset", "decode_gates",
+           "decode_norm_zero_large"]  # fmt: skip
 # Of an emulator: the cases of the default suite, seconds each, and those that are slow, minutes each. NKI's
 # simulator has one case by default for each thing that can go wrong.
 EMULATED = {
-    "triton": (SMALL_ONES, ALL),
+    "triton": ([*SMALL_ONES, *DECODED], ALL),
     "nki-simulator": (
         ["one", "one_fresh", "two", "ragged", "seam_129", "no_decay", "forget", "mixed", "collide", "reflect",
          "erased", "k256_short", "gva_2", "gva_8", "odd", "packed", "packed_empty", "reset", "reset_packed",
-         "final_only", "norm", "norm_tiny", "norm_huge", "norm_zero", "scale_up", "values_tiny"],
+         "final_only", "norm", "norm_tiny", "norm_huge", "norm_zero", "scale_up", "values_tiny", *DECODED],
         [*SMALL_ONES, "wide_v", "wide_k", "k96", "k192", "k256", "heavy", "near_1", "near_2", "packed_gva",
-         "long_free"],
+         "long_free", *STEPS],
     ),
 }  # fmt: skip
 # To PyTorch's backends float16 is bfloat16 with a narrower range, and float64 is float32 with more digits. By
@@ -59,9 +62,6 @@ EMULATED = {
 OTHER_DTYPES = ("one_fresh", "seam_65", "forget", "mixed", "reflect", "gva_2", "packed_empty", "gates_wide",
                 "reset", "reset_packed", "norm_tiny", "norm_huge", "norm_zero", "norm_zero_large",
                 "norm_huge_weak", "scale_up")  # fmt: skip
-# Of decoding, emulators have these by default.
-DECODED = ("decode_one", "decode_odd", "decode_collide", "decode_gva_2", "decode_reset", "decode_gates",
-           "decode_norm_zero_large")  # fmt: skip
 
 
 def pytest_generate_tests(metafunc):
@@ -73,11 +73,9 @@ def pytest_generate_tests(metafunc):
         return
     rows = []
     subjects = parity.subjects(metafunc.config.getoption("--backend") or None)
-    decoding = metafunc.function is test_decoding_agrees_with_the_judge
-    for case, dtype, subject in product(STEPS.values() if decoding else select(), DTYPES, subjects):
+    grid = STEPS.values() if metafunc.function is test_decoding_agrees_with_the_judge else select()
+    for case, dtype, subject in product(grid, DTYPES, subjects):
         quick, slow = EMULATED[subject.backend] if subject.emulated else (ALL, [])
-        if decoding:
-            quick, slow = DECODED if subject.emulated else STEPS, STEPS
         if dtype in subject.dtypes(case.op) and case.name in (*quick, *slow):
             usual = dtype in (torch.float32, torch.bfloat16) or case.name in OTHER_DTYPES
             marks = [] if usual and case.name in quick else [pytest.mark.slow]
