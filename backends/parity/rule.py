@@ -113,7 +113,7 @@ def literal_outcome(x: Inputs) -> dict[str, Tensor]:
     results = {"o": o, "final_state": final_state}
     for name, source in GRADIENTS.items():
         gradient = getattr(gradients, source)
-        if gradient is not None:
+        if gradient is not None and x.case.loss:
             results[name] = gradient
     return results
 
@@ -169,11 +169,13 @@ def _leaves(x: Inputs) -> dict[str, Tensor]:
 def _with_gradients(
     x: Inputs, leaves: Mapping[str, Tensor], o: Tensor, final_state: Tensor
 ) -> dict[str, Tensor]:
+    results = {"o": o.detach(), "final_state": final_state.detach()}
     pairs = [(y, dy.expand_as(y)) for y, dy in ((o, x.do), (final_state, x.dstate)) if dy is not None]
+    if not pairs:
+        return results
     outputs, douts = zip(*pairs, strict=True)
     grads = torch.autograd.grad(outputs, list(leaves.values()), douts, materialize_grads=True)
     names = {source: name for name, source in GRADIENTS.items()}
-    results = {"o": o.detach(), "final_state": final_state.detach()}
     return results | {names[name]: grad for name, grad in zip(leaves, grads, strict=True)}
 
 
@@ -200,8 +202,6 @@ def reference_for(x: Inputs) -> RuleReference:
     """Computes what any inputs are judged by, on a device that has float64."""
     case, dtype = x.case, x.q.dtype
     judge = judge_outcome(x)
-    if case.op == "gated_delta_rule_step":  # has no gradients of its own, and float16 may not hold them
-        judge = {name: judge[name] for name in ("o", "final_state")}
     # no product has g as a factor, nor q and k before they are normalized: -3.4e38 would hide any error
     none = ("g", "q", "k") if case.normalized_inside else ("g",)
     floats = (

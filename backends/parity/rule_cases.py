@@ -57,7 +57,7 @@ class Case:
     norm        unit: q and k are unit vectors; else the operation normalizes vectors of such norms
     lengths     packed sequences; T is their sum
     state       there is an initial state, and it gets a gradient
-    loss        the outputs that the gradient comes from
+    loss        the outputs that the gradient comes from; (): there are no gradients
     tags        small: for interpreters and simulators; slow: not in default tests; bench, bench-cpu: timed;
                 step: timed as one token of generation
     """
@@ -284,7 +284,7 @@ PER_HEAD = ("A_log", "dt_bias")
 BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}
 STEPS: Mapping[str, Case] = {
     f"decode_{case.name}": replace(
-        case, name=f"decode_{case.name}", T=min(case.T, TOKENS), loss=BOTH, op="gated_delta_rule_step"
+        case, name=f"decode_{case.name}", T=min(case.T, TOKENS), loss=(), op="gated_delta_rule_step"
     )
     for case in map(BY_NAME.__getitem__, DECODED)
 }
