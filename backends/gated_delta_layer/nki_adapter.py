@@ -69,7 +69,7 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
 
 
 def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]) -> Gradients:
-    """Returns the gradients, by one kernel where it holds the call, else those of the three parts."""
+    """Returns the gradients: by one kernel where it takes the call, else by those of the three parts."""
     if not _is_one_kernel(call):
         return _backward_of_parts(dy, dstate, call, saved)
     kept, states = saved[:5], saved[5:]  # q, k, v, o and u
@@ -239,7 +239,10 @@ def _projected(
 
 
 def _sum_gates(call: ProjectedLayer, dgates: Tensor, db: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of a, b, A_log and dt_bias; dgates has those of a, and the terms of A_log's."""
+    """Returns the gradients of a, b, A_log and dt_bias.
+
+    dgates has the gradient of a, and what each token adds to that of A_log.
+    """
     total = dgates.sum((0, 1))
     ddt_bias = None if call.dt_bias is None else total[:, 0].to(call.dt_bias.dtype)
     return dgates[..., 0].to(call.a.dtype), db.to(call.b.dtype), total[:, 1].to(call.A_log.dtype), ddt_bias
@@ -336,7 +339,7 @@ def _is_hidden_differentiated(call: ProjectedLayer) -> bool:
 
 
 def _position(call: Layer | ProjectedLayer) -> tuple[Tensor, bool]:
-    """Returns the kernels' position, or any tensor, and packed."""
+    """Returns the kernels' arguments position and packed; position is any tensor where nothing is packed."""
     position = call.position
     return (call.weight, False) if position is None else (position.to(torch.int32), True)
 

@@ -268,8 +268,8 @@ CASES: tuple[Case, ...] = (
 )
 # fmt: on
 
-# Decoding: some tokens of these cases, one after the other through the operation for a token. They have one
-# head of each size and every hard input that a token can meet.
+# Some tokens of these cases are decoded, too: one after the other, by the operation for one token. Among them
+# are heads of all sizes, and every hard input that one token can meet.
 DECODED = (
     "one", "one_fresh", "no_decay", "forget", "mixed", "heavy", "collide", "reflect", "overshoot", "near_1",
     "near_2", "wide_v", "wide_k", "odd", "k96", "k192", "k256", "gva_2", "gva_8", "reset", "reset_wide",

@@ -31,8 +31,8 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import EVEN, ODD
 
-# Stages besides those of the rule, whose LOAD does no more than its name says here, and the norm's, which
-# forward has too
+# Stages besides those of the rule, whose LOAD does no more here than its name says, and besides the norm's
+# ROWS, ROOT and UNIT, which forward has too
 KEPT = 30  # the state that a chunk meets
 REST = 31  # dO / r
 SLOPE = 32  # SiLU'(u)

@@ -252,7 +252,7 @@ def load_layer(stream, index, call):
 
 
 def normalize(stage, own, call):
-    """Runs ROWS, ROOT or UNIT of the norm: o has its squares summed, their roots inverted, h = o r made."""
+    """Runs a stage of the norm: ROWS sums the squares of o, ROOT makes r of the sums, UNIT makes h = o r."""
     if stage == ROWS:
         own["o_squares"] = sum_slots(own["o"], nl.square)
     elif stage == ROOT:

@@ -198,7 +198,7 @@ def compute_decays(own):
 
 
 def store_words(own):
-    """Stores g in two words: the multiple of 2^-8 next to it, and the rest."""
+    """Stores g in two words: the multiple of 2^-8 nearest to it, and the rest."""
     g_sb, HV = own["decay"], own["HV"]
     words_sb, scaled_sb = sbuf((own["rows"], own["slots"], HV, 2)), sbuf(g_sb.shape)
     near, rest = words_sb[:, :, :, 0], words_sb[:, :, :, 1]

@@ -42,7 +42,7 @@ from tests.support.faults import FAULTS
 
 SMALL_ONES = [case.name for case in select(tags=SMALL)]
 ALL = [*(case.name for case in select()), *STEPS]
-# Of decoding, emulators have these by default.
+# Emulators run these cases of decoding by default.
 DECODED = ["decode_one", "decode_odd", "decode_collide", "decode_gva_2", "decode_reset", "decode_gates",
            "decode_norm_zero_large"]  # fmt: skip
 # Of an emulator: the cases of the default suite, seconds each, and those that are slow, minutes each. NKI's
