@@ -31,8 +31,6 @@ EVAL   := .venv-lm-eval
 NEURON := .venv-neuron
 # the environment of AWS's image; it is read and not changed
 AWS    ?= /opt/aws_neuronx_venv_pytorch_2_9
-LINKS  := $(VENV)/links/delta_trn
-FOLDERS := backends models nki_kernels triton_kernels train
 OUT    ?= runs/measured
 FUZZ_MINUTES ?= 60
 TRITON ?= 3.9.0
@@ -100,10 +98,6 @@ compile: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	mkdir -p $(LINKS)
-	for name in $(FOLDERS) $$(cd delta_trn && ls *.py | sed 's|^|delta_trn/|'); do \
-		ln -sfn ../../../$$name $(LINKS)/$$(basename $$name); \
-	done
 	$(RUN) -m pyright
 
 # All three run, also where one finds something.

@@ -22,14 +22,8 @@ models are registered with `AutoModelForCausalLM` when transformers is loaded.
 """
 
 from importlib import import_module
-from pathlib import Path
 
 from delta_trn import registration
-
-# A checkout keeps its packages beside this folder, an installed wheel inside of it.
-_HERE = Path(__file__).resolve().parent
-if not (_HERE / "backends").is_dir():
-    __path__.append(str(_HERE.parent))
 
 _BACKENDS = (
     *(
