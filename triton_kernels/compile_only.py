@@ -82,7 +82,8 @@ class Row:
     """What the compiler allotted to a variant.
 
     stack is in bytes per thread; unfenced and unordered must be 0, and transposed as well unless
-    launch.TRANSPOSES. Triton 3.6.0 puts no fence between an asynchronous copy and a product, in any kernel: there it is no error.
+    launch.TRANSPOSES. Triton 3.6.0 puts no fence between an asynchronous copy and a product, in any kernel:
+    there it is no error.
     """
 
     kernel: str

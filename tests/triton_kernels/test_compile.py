@@ -138,7 +138,7 @@ print(compile_only.unordered(ptx), [compile_only.unordered(ptx[:a] + ptx[b:]) fo
 
 
 def test_the_goals_logit_is_read_before_any_warp_writes_its_gradient(tmp_path):
-    """Without the barrier between the two, another warp could write dz over z[goal]: a wrong loss, silently."""
+    """Without the barrier between them another warp could write dz over z[goal]: a wrong loss, silently."""
     result = compiler("-c", UNORDERED, cache=tmp_path / "cache", check=True)
     assert result.stdout == "0 1\n"
 
