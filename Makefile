@@ -19,7 +19,7 @@
 #   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
 #   make neuron     on a Trn1: an environment of our own over AWS's, which stays as it is
-#   make test-transformers  the patched models of the newest transformers, beside the installed one
+#   make test-transformers  our models and patched ones with the newest transformers, beside the installed one
 
 PYTHON ?= python3
 VENV   := .venv
@@ -89,7 +89,8 @@ compile-triton: $(READY)
 
 test-transformers: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) transformers
-	PYTHONPATH=$(NEWEST) $(RUN) -m pytest -rs tests/models/ecosystem/test_patching.py
+	PYTHONPATH=$(NEWEST) $(RUN) -m pytest -rs tests/models/ecosystem/test_patching.py \
+		tests/models/ecosystem/test_classification.py tests/models/test_generation.py tests/train/test_generate.py
 
 compile: $(READY)
 	$(RUN) -m triton_kernels.compile_only

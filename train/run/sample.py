@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_trn.backends import machine
+from delta_trn.models.cache import CACHE_NAME
 from delta_trn.train.checkpoints.contents import load_weights
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import TextTokenizer, load_tokenizer
@@ -110,8 +111,8 @@ def token_by_token(
         streamer.put(drawn)
     processors, cache, given = _processors(sampling), None, ids
     for _ in range(sampling.tokens):
-        output: Any = cast(Any, model)(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        output: Any = cast(Any, model)(given, **{CACHE_NAME: cache}, use_cache=True, logits_to_keep=1)
+        cache = getattr(output, CACHE_NAME)
         machine.synchronize(
             device, wait=False
         )  # with the states, or the next graph would have this one in it
