@@ -1,4 +1,4 @@
-"""Mixes prepared folders by tokens, and shuffles their documents: of one folder too, which is then shuffled."""
+"""Mixes prepared folders by tokens and shuffles their documents: of one folder alone, too."""
 
 import math
 from collections.abc import Sequence
@@ -109,10 +109,8 @@ def _write(datasets: list[TokenDataset], place: Path, settings: dict[str, Any], 
                 if most is not None and sum(taken) >= most:
                     break
                 if documents % 1000 == 0:
-                    shares = (
-                        [sum(taken) / most] if most else [x / y for x, y in zip(taken, sizes, strict=True)]
-                    )
-                    bar.advance(min(1.0, max(shares)), f"{sum(taken):,} tokens")
+                    done = max(x / y for x, y in zip(taken, sizes, strict=True))
+                    bar.advance(min(1.0, sum(taken) / most if most else done), f"{sum(taken):,} tokens")
             counts[split] = SplitMeta(tokens=sum(taken), bytes=round(size), documents=documents, shards=())
         shards = writers.finish()
     for file in FILES:

@@ -1,7 +1,7 @@
 """Text to shards, in a folder that has a meta.json once it is complete.
 
-A preparation writes below .unfinished, and moves everything to its place at the end, meta.json last. One that was
-killed left no more than that folder, which the next one takes away.
+A preparation writes below .unfinished, and moves everything to its place at the end, meta.json last. One that
+is killed leaves no more than that folder, which the next one takes away.
 """
 
 import hashlib
@@ -127,7 +127,7 @@ class _Preparation:
                 self.bar.begin("held-out text")
                 everything = self.held_out.documents(self.skipped)
                 self._tokenize(self.held_out, everything, Encoder(tokenizer, dtype, None), writers, None)
-            self.bar.begin("tokenizing")
+            self.bar.begin("tokenizing", 0.0)
             documents = self._documents(self.skipped)
             self._tokenize(
                 self.source, documents, Encoder(tokenizer, dtype, holdout), writers, data.max_tokens
@@ -146,7 +146,7 @@ class _Preparation:
         writers: ShardWriters,
         most: int | None,
     ) -> None:
-        """Writes the documents until there are `most` tokens. Documents are read ahead of those that count."""
+        """Writes the documents until there are `most` tokens. More may have been read."""
         read = size = 0
         began, before = time.monotonic(), sum(writers.tokens.values())
         for rows in encoded(documents, encode, self.data.workers or usable_cores()):

@@ -1,8 +1,8 @@
 """Documents of one file, and rows of datasets, as text.
 
 Files of rows and datasets are read by the library `datasets`, streamed: nothing is copied to its cache.
-Text files are read here, because its builder for them turns "\\r\\n" into "\\n". Lines of .jsonl are parsed here:
-its own parser refuses files whose other fields differ from row to row, and takes dates for times.
+Text files are read here, because its builder for them turns "\\r\\n" into "\\n". Lines of .jsonl are parsed
+here: its own parser refuses files whose other fields differ from row to row, and takes dates for times.
 """
 
 import io
