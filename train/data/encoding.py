@@ -10,6 +10,7 @@ from delta_trn.train.data.holdout import HoldOut
 from delta_trn.train.data.readers import quiet_datasets
 from delta_trn.train.data.shards import DTYPES, Split
 from delta_trn.train.data.tokenizer import TextTokenizer
+from delta_trn.train.settings.errors import DataError
 
 BLOCK_CHARACTERS = 2**23  # of a process: what is read before it is tokenized
 WORTH_A_WORKER = 2**22  # characters: below, starting a process would take longer than its work
@@ -59,15 +60,23 @@ def encoded(documents: Iterator[str], encode: Encoder, workers: int) -> Iterator
     features = datasets.Features({name: datasets.Value(dtype) for name, dtype in columns.items()})
     for block in _blocks(documents, workers * BLOCK_CHARACTERS):
         processes = min(workers, -(-sum(map(len, block)) // WORTH_A_WORKER), len(block))
-        with one_thread():
-            rows = datasets.Dataset.from_dict({"text": block}).map(
-                encode,
-                batched=True,
-                batch_size=BATCH_DOCUMENTS,
-                num_proc=processes if processes > 1 else None,
-                remove_columns=["text"],
-                features=features,
-            )
+        try:
+            with one_thread():
+                rows = datasets.Dataset.from_dict({"text": block}).map(
+                    encode,
+                    batched=True,
+                    batch_size=BATCH_DOCUMENTS,
+                    num_proc=processes if processes > 1 else None,
+                    remove_columns=["text"],
+                    features=features,
+                )
+        except RuntimeError as error:
+            if "abruptly died" not in str(error):
+                raise
+            raise DataError(
+                "a process that tokenizes ended by itself, as when memory runs out; run the same command "
+                "again, or give fewer data.workers"
+            ) from error
         for start in range(0, len(rows), BATCH_DOCUMENTS):
             yield rows.select(range(start, min(start + BATCH_DOCUMENTS, len(rows)))).to_list()
 

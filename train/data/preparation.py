@@ -93,7 +93,7 @@ def unfinished(folder: Path) -> Iterator[Path]:
         sync(folder)  # so that what a power cut leaves has no meta.json without all before it
         os.replace(path, folder / path.name)
     sync(folder)
-    place.rmdir()
+    shutil.rmtree(place, ignore_errors=True)
 
 
 class _Preparation:

@@ -74,7 +74,7 @@ def read_text(path: Path, section: int) -> Iterator[str]:
     """Reads a text file: one document between two separators, or several where that is long.
 
     A document ends at the first blank line after `section` characters, or at the first line's end after twice
-    as many. Of a line longer than that, each part up to its last space counts as a line.
+    as many. A line longer than that is cut before a space, if it has any.
     """
     lines: list[str] = []
     length, separated = 0, False
@@ -84,7 +84,7 @@ def read_text(path: Path, section: int) -> Iterator[str]:
         return text.strip("\r\n") if separated else text  # a separator stands on a line of its own
 
     with damage_named(path), open_text(path) as file:
-        for line in _lines(file, 2 * section):
+        for line, is_whole in _lines(file, 2 * section):
             *ends, rest = line.split(SEPARATOR)
             for end in ends:
                 separated = True
@@ -93,37 +93,35 @@ def read_text(path: Path, section: int) -> Iterator[str]:
                 lines, length = [], 0
             lines.append(rest)
             length += len(rest)
-            if length >= section and (not rest.strip() or length >= 2 * section):
+            if length >= section and (not is_whole or not rest.strip() or length >= 2 * section):
                 yield document()
                 lines, length = [], 0
     if lines:
         yield document()
 
 
-def _lines(file: io.TextIOWrapper, limit: int) -> Iterator[str]:
-    """Yields lines, and parts of those longer than `limit`. A part ends before a space: no word is cut."""
+def _lines(file: io.TextIOWrapper, limit: int) -> Iterator[tuple[str, bool]]:
+    """Yields lines and True, and of one that is longer than `limit` parts and False."""
     kept = ""
     while part := file.readline(limit):
         line = kept + part
         is_whole = len(part) < limit or part[-1] in "\r\n"
         cut = len(line) if is_whole else line.rfind(" ", 1)
         cut = cut if cut > 0 else len(line)
-        yield line[:cut]
+        yield line[:cut], is_whole
         kept = line[cut:]
     if kept:
-        yield kept
+        yield kept, False
 
 
 def read_rows(path: Path, text_field: str) -> Iterator[str]:
-    """Reads one field of every row of a .jsonl, .csv, .tsv or .parquet file; no other is decoded."""
+    """Reads one field of every row of a .jsonl, .csv, .tsv or .parquet file."""
     builder, options = ROWS[unpacked_name(path).suffix]
-    if builder == "parquet":
-        options = {"columns": [text_field]}
-    elif builder == "csv":
+    if builder == "csv":
         options = {**options, "usecols": [text_field], "features": _text_alone(text_field)}
     with damage_named(path):
         try:
-            rows = stream(builder, data_files=_literal(path), split="train", **options)
+            rows = stream(text_field, builder, data_files=_literal(path), split="train", **options)
             yield from read_dataset(_parsed(rows, path) if builder == "text" else rows, text_field, str(path))
         except (ValueError, UnicodeDecodeError) as error:
             raise SourceError(
@@ -156,12 +154,19 @@ def _parsed(lines: Iterable[Any], path: Path) -> Iterator[Any]:
             ) from error
 
 
-def stream(*names: Any, **options: Any) -> Any:
-    """Returns a `datasets.IterableDataset`. The library prints nothing, and keeps nothing on this machine."""
+def stream(text_field: str, *names: Any, **options: Any) -> Any:
+    """Returns a `datasets.IterableDataset`. The library prints nothing, and keeps nothing on this machine.
+
+    Of parquet, which most datasets are, no column but the text is fetched and decoded.
+    """
     datasets = quiet_datasets()
     _teach_zstd()
     with tempfile.TemporaryDirectory() as cache:  # it locks what it opens there
-        return datasets.load_dataset(*names, streaming=True, cache_dir=cache, **options)
+        options = {**options, "streaming": True, "cache_dir": cache}
+        rows = datasets.load_dataset(*names, **options)
+        if rows.info.builder_name == "parquet" and text_field in (rows.column_names or ()):
+            return datasets.load_dataset(*names, columns=[text_field], **options)
+        return rows
 
 
 def quiet_datasets() -> Any:

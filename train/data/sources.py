@@ -41,6 +41,7 @@ from delta_trn.train.settings.schema import NAMED_SOURCES, DataSection
 SECTION = 2**14  # characters: a file that is the whole source still makes documents to hold out
 SECTION_IN_FOLDER = 2**20
 WHOLE_FILE = 2**30  # a module is one document
+HUB_SECONDS = 10.0  # in which the Hub answers, if it does
 UNPACKING = 3  # bytes of text in a byte of a packed file, about; it decides how much time seems to be left
 # hashing 256 MiB takes a quarter of a second; above it 64 blocks of 1 MiB and the size stand for the file
 WHOLE_HASH_LIMIT, HASH_BLOCK, HASH_BLOCKS = 2**28, 2**20, 64
@@ -267,31 +268,36 @@ class HubSource:
 
     @cached_property
     def _rows(self) -> Any:
-        """The stream of rows. Of parquet, which most datasets are, no column but the text is fetched."""
-        from datasets.exceptions import DatasetNotFoundError
+        """The stream of rows, opened once."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-        where = {"split": self.split, "revision": self.revision}
-        try:
-            rows = stream(self.dataset, self.subset, **where)
-            if rows.info.builder_name == "parquet" and self.text_field in (rows.column_names or ()):
-                return stream(self.dataset, self.subset, columns=[self.text_field], **where)
-            return rows
-        except DatasetNotFoundError as error:
+        try:  # `datasets` itself would try for most of a minute
+            HfApi().dataset_info(self.dataset, revision=self.revision, timeout=HUB_SECONDS)
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             raise SourceError(
                 f"the Hub has no dataset {self.dataset!r} at revision {self.revision or 'main'}, and there "
                 "is no such path here; check the name, or log in with `hf auth login` where it is gated"
             ) from error
+        except Exception as error:  # requests, httpx, OfflineModeIsEnabled: it varies by the client's version
+            raise self._unreachable(error) from error
+        where = {"split": self.split, "revision": self.revision}
+        try:
+            return stream(self.text_field, self.dataset, self.subset, **where)
         except ValueError as error:  # an unknown subset or split: its message lists the known ones
             raise SourceError(
                 f"dataset {self.dataset!r} has no subset {self.subset!r} with split {self.split!r}: {error}"
             ) from error
         except OSError as error:
-            offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-            raise SourceError(
-                f"cannot reach dataset {self.dataset!r} on the Hugging Face Hub{offline} "
-                f"({type(error).__name__}), and there is no such path here; download it where there is a "
-                "network, and pass the local folder, .parquet, .jsonl or .txt file instead of the name"
-            ) from error
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: BaseException) -> SourceError:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        return SourceError(
+            f"cannot reach dataset {self.dataset!r} on the Hugging Face Hub{offline} "
+            f"({type(error).__name__}), and there is no such path here; download it where there is a "
+            "network, and pass the local folder, .parquet, .jsonl or .txt file instead of the name"
+        )
 
 
 def _long_lines(content: bytes) -> list[bytes]:
