@@ -90,15 +90,6 @@ def mixer_gradients_pass():
     return mixer_passes("mixer_129", "mixer_packed_empty")
 
 
-def projected_mixer_passes():
-    return mixer_passes("projected_ragged", dtype=torch.bfloat16)
-
-
-def projected_gradients_pass():
-    """Groups of columns are 320 channels of x and 128 of z."""
-    return mixer_passes("projected_k128", dtype=torch.bfloat16)
-
-
 def residual_passes(case="residual_odd", backend="chunked"):
     verdicts = residual_cases.verdicts(residual_cases.BY_NAME[case], torch.float32, backend)
     return all(verdict.passed for verdict in verdicts)
@@ -211,8 +202,6 @@ CHECKS = {
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,
     "nki, layer's gradients": mixer_gradients_pass,
-    "nki, projected layer": projected_mixer_passes,
-    "nki, projected layer's gradients": projected_gradients_pass,
     "convolution": lambda: layer_passes("conv_packed"),
     "norm": lambda: layer_passes("gated_norm_tiny"),
     "sum": lambda: layer_passes("sum_one"),
