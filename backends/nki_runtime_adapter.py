@@ -33,8 +33,6 @@ from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
 from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
-from delta_trn.nki_kernels.gated_delta_layer.projected import projected_delta_layer_fwd
-from delta_trn.nki_kernels.gated_delta_layer.projected_bwd import projected_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
@@ -245,19 +243,6 @@ def _layer_forward(
     )  # fmt: skip
 
 
-def _projected_forward(
-    hidden: Tensor, projection: Tensor, gate_projection: Tensor, weight: Tensor, a: Tensor, b: Tensor,
-    A_log: Tensor, dt_bias: Tensor, biased: bool, gain: Tensor, position: Tensor, packed: bool, K: int,
-    scale: float, eps: float, beta_max: float, save: bool, every: int, C: int, lanes: int, width: int,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(
-        projected_delta_layer_fwd(
-            hidden, projection, gate_projection, weight, a, b, A_log, dt_bias, biased, gain, position, packed,
-            K, scale, eps, beta_max, save, every, C, lanes, width,
-        )
-    )  # fmt: skip
-
-
 def _layer_backward(
     dy: Tensor, x: Tensor, weight_t: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, u: Tensor,
     g: Tensor, beta: Tensor, z: Tensor, gain: Tensor, position: Tensor, packed: bool, prefix: Tensor,
@@ -268,20 +253,6 @@ def _layer_backward(
         gated_delta_layer_bwd(
             dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate,
             has_dstate, initial_state, has_state, states, scale, eps, C, lanes, width,
-        )
-    )  # fmt: skip
-
-
-def _projected_backward(
-    dy: Tensor, projection: Tensor, gate_projection: Tensor, x: Tensor, weight_t: Tensor, q: Tensor,
-    k: Tensor, v: Tensor, o: Tensor, u: Tensor, g: Tensor, beta: Tensor, slopes: Tensor, z: Tensor,
-    gain: Tensor, position: Tensor, packed: bool, states: Tensor, scale: float, eps: float, C: int,
-    lanes: int, width: int,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(
-        projected_delta_layer_bwd(
-            dy, projection, gate_projection, x, weight_t, q, k, v, o, u, g, beta, slopes, z, gain, position,
-            packed, states, scale, eps, C, lanes, width,
         )
     )  # fmt: skip
 
@@ -300,8 +271,6 @@ LAUNCHERS = (
     (cross_entropy_bwd, _cross_entropy_backward),
     (gated_delta_layer_fwd, _layer_forward),
     (gated_delta_layer_bwd, _layer_backward),
-    (projected_delta_layer_fwd, _projected_forward),
-    (projected_delta_layer_bwd, _projected_backward),
 )
 
 

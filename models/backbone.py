@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from delta_trn.models.attention import Attention
-from delta_trn.models.cache import DeltaCache, LayerCache
+from delta_trn.models.cache import CACHE_NAME, DeltaCache, LayerCache, take_cache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.layers import MLPS, NORMS, Dropout, Embedding
@@ -79,7 +79,7 @@ class DeltaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 - instance variables to transformers
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     # In bfloat16 they would not move: one step of that dtype is 0.4% of a value, and their updates are less.
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
     _is_stateful = True  # a state cannot be rolled back, so there is no assisted decoding
@@ -168,6 +168,7 @@ class DeltaModel(DeltaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         bounds = packed_bounds(others, attention_mask)
+        past = take_cache(past_key_values, others)
         if unknown := sorted(set(others) - IGNORED):
             raise TypeError(f"forward() got unknown arguments: {', '.join(unknown)}; leave them out")
         if output_hidden_states is None:
@@ -177,7 +178,7 @@ class DeltaModel(DeltaPreTrainedModel):
         if cu_seqlens is None and bounds is not None:
             # rows of packed sequences are one row of more sequences
             x, cu_seqlens, attention_mask = x.reshape(1, B * T, -1), bounds, None
-        cache = self._cache(x.shape[0], past_key_values, use_cache, attention_mask, cu_seqlens)
+        cache = self._cache(x.shape[0], past, use_cache, attention_mask, cu_seqlens)
         streams: list[Tensor] | None = [] if output_hidden_states else None
         hidden = self.hidden(
             x, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache, streams=streams
@@ -186,7 +187,7 @@ class DeltaModel(DeltaPreTrainedModel):
             streams = [y.reshape(B, T, -1) for y in streams]
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden.reshape(B, T, -1),  # type: ignore[arg-type]
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             hidden_states=None if streams is None else tuple(streams),  # type: ignore[arg-type]
         )
         return output, cu_seqlens

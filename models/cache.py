@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+# The field of a model's output that has the cache: transformers renamed it in version 5.24.
+CACHE_NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 @dataclass
@@ -79,6 +84,11 @@ class DeltaCache(Cache):
         return False  # transformers compiles generation over caches of fixed length only
 
     @property
+    def is_linear(self) -> list[bool]:
+        """Says False for each layer: to transformers, a cache of linear layers does not know its length."""
+        return [False] * len(self)
+
+    @property
     def is_croppable(self) -> bool:
         return False
 
@@ -111,3 +121,15 @@ class DeltaCache(Cache):
             for slot in fields(layer):
                 if (x := getattr(layer, slot.name)) is not None:
                     setattr(layer, slot.name, change(x))
+
+
+def take_cache(past_key_values: Any, options: dict[str, Any]) -> Any:
+    """Takes a cache under its other names out of `options`; returns it, or `past_key_values`.
+
+    Raises ValueError for two different caches.
+    """
+    caches = [past_key_values, options.pop("cache", None), options.pop("cache_params", None)]
+    given = [cache for cache in caches if cache is not None]
+    if any(cache is not given[0] for cache in given):
+        raise ValueError("cache and past_key_values are two names of one argument: give one of them")
+    return given[0] if given else None

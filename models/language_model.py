@@ -13,7 +13,7 @@ from transformers.utils.generic import can_return_tuple
 
 from delta_trn.backends import linear_cross_entropy as cross_entropy_of_readout
 from delta_trn.models.backbone import DeltaModel, DeltaPreTrainedModel, retag
-from delta_trn.models.cache import DeltaCache
+from delta_trn.models.cache import CACHE_NAME, DeltaCache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.layers import Linear, at_least_float32
 from delta_trn.models.mup import TABLES, Role
@@ -58,7 +58,8 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
             input_ids       [B, T] int64; or inputs_embeds [B, T, d]
             attention_mask  [B, past + T] or [B, T], 0 at padding, which may lie anywhere and changes nothing
             labels          [B, T]: position t is scored against label t + 1; -100 is ignored
-            past_key_values what an earlier call with use_cache=True returned; it is updated in place
+            past_key_values what an earlier call with use_cache=True returned; it is updated in place. From
+                            version 5.24 on, transformers calls it `cache`: both names are taken
             use_cache       None: as the configuration says, and not while training
             cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without padding or cache
             logits_to_keep  compute only the last n positions, or those of an index tensor; 0: all
@@ -87,7 +88,7 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,
-            past_key_values=encoded.past_key_values,
+            **{CACHE_NAME: getattr(encoded, CACHE_NAME)},
             hidden_states=encoded.hidden_states,
         )
 

@@ -44,8 +44,8 @@ from delta_trn.triton_kernels import (
     segments,
     short_convolution,
 )
-from delta_trn.triton_kernels.estimate.sass import disassemble, parse, unfenced
 from delta_trn.triton_kernels.launch import TRANSPOSES
+from delta_trn.triton_kernels.sass import disassemble, parse, unfenced
 from delta_trn.triton_kernels.variants import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -81,8 +81,9 @@ SIZES = (
 class Row:
     """What the compiler allotted to a variant.
 
-    stack is in bytes per thread; unfenced must be 0, and transposed as well unless launch.TRANSPOSES. Triton
-    3.6.0 puts no fence between an asynchronous copy and a product, in any kernel: there it is no error.
+    stack is in bytes per thread; unfenced and unordered must be 0, and transposed as well unless
+    launch.TRANSPOSES. Triton 3.6.0 puts no fence between an asynchronous copy and a product, in any kernel:
+    there it is no error.
     """
 
     kernel: str
@@ -98,6 +99,7 @@ class Row:
     hgmma: int
     unfenced: int
     transposed: int
+    unordered: int
 
     def broken(self) -> list[tuple[str, bool]]:
         """Returns the bounds that this row exceeds, in words, and whether that is an error of ours."""
@@ -110,6 +112,8 @@ class Row:
         if self.unfenced:
             excess = f"{self.unfenced} matrix instructions may read shared memory too early"
             excesses.append((excess, TRANSPOSES))
+        if self.unordered:
+            excesses.append((f"{self.unordered} reads of memory that another warp may have written", True))
         if self.transposed and not TRANSPOSES:
             excesses.append((f"{self.transposed} transposes of a product's result", True))
         return excesses
@@ -154,8 +158,39 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant) -> Row:
         compiled.metadata.shared, len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
         # upright tiles are operands that the kernel itself stored
         unfenced(parse(disassemble(cubin)), stores=variant.values.get("UPRIGHT", False)),
-        transposed_products(compiled.asm["ttir"]),
+        transposed_products(compiled.asm["ttir"]), unordered(compiled.asm["ptx"]),
     )  # fmt: skip
+
+
+def unordered(ptx: str) -> int:
+    """Counts the reads of an argument's memory that no barrier separates from writes to it elsewhere.
+
+    A thread may write over what it has read itself, at the same address. A read at another address may be of
+    what a second warp writes: between the two stands a barrier, or the read's value depends on which warp is
+    first. The order of instructions in the text stands for the order in time, so a loop's second turn is not
+    looked at.
+    """
+    arguments: dict[str, set[str]] = {}  # by the register that holds an address
+    for line in ptx.splitlines() * 2:  # twice, for registers of a loop
+        if loaded := re.match(r"\s*ld\.param\.b64\s+(%rd\d+), \[(\w+)\]", line):
+            arguments.setdefault(loaded[1], set()).add(loaded[2])
+        elif computed := re.match(
+            r"\s*(?:@!?%p\d+\s+)?(?:add|sub|mad|mov|cvta|selp)\.[\w.]+\s+(%rd\d+), (.*);", line
+        ):
+            for register in re.findall(r"%rd\d+", computed[2]):
+                arguments.setdefault(computed[1], set()).update(arguments.get(register, ()))
+    count = 0
+    for part in re.split(r"\bbar\.sync\b", ptx):
+        reads: set[tuple[str, str]] = set()
+        writes: set[tuple[str, str]] = set()
+        for access, address in re.findall(
+            r"\b(ld|st|red|atom|cp\.async)\.\S*global\S*\s[^\[]*\[\s*(%rd\d+)", part
+        ):
+            places = {(argument, address) for argument in arguments.get(address, ())}
+            (reads if access in ("ld", "cp.async") else writes).update(places)
+        written = {argument for argument, _ in writes}
+        count += sum(argument in written for argument, _ in reads - writes)
+    return count
 
 
 def transposed_products(ttir: str) -> int:

@@ -51,6 +51,8 @@ def softmax_kernel(
     b_goal = tl.load(p_z + i_goal, mask=(i_goal >= 0) & (i_goal < V), other=float("nan")).to(tl.float32)
     tl.store(loss + i_m, (total - b_goal) * counts)
     if GRADIENT:
+        # z[goal] is read by every warp and written by one: without a barrier, the loss could be made of dz
+        tl.debug_barrier()
         for i_v in range(0, V, BV):
             o_v = i_v + tl.arange(0, BV)
             b_z = tl.load(p_z + o_v, mask=o_v < V, other=0.0).to(tl.float32)

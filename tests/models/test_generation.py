@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, TextStreamer
 
-from delta_trn.models import DeltaCache, DeltaConfig, DeltaForCausalLM
-from tests.support.tiny_models import VARIANTS, VOCABULARY, assert_same, model, tokens
+from delta_trn.models import (
+    DeltaCache,
+    DeltaConfig,
+    DeltaForCausalLM,
+    DeltaForSequenceClassification,
+    DeltaModel,
+)
+from tests.support.tiny_models import VARIANTS, VOCABULARY, assert_same, config, model, tokens
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -216,6 +222,30 @@ class TestCache:
     def test_cropping_a_cache_is_refused(self):
         with pytest.raises(NotImplementedError, match="cannot forget its last tokens; keep a copy"):
             DeltaCache(2).crop(-1)
+
+    @pytest.mark.parametrize("name", ["cache", "cache_params"])
+    def test_a_cache_is_taken_under_each_name_that_transformers_gives_it(self, name: str):
+        """transformers 5.24 renamed past_key_values to cache."""
+        m, _, cache = self.fill_cache("hybrid")
+        ids = tokens(3, 2, seed=5)
+        with torch.no_grad():
+            expected = m(ids, past_key_values=copy.deepcopy(cache), use_cache=True).logits
+            assert torch.equal(m(ids, **{name: copy.deepcopy(cache)}, use_cache=True).logits, expected)
+            backbone = DeltaModel(m.config).to(torch.float64).eval()
+            labels = config(num_labels=3, pad_token_id=0, **VARIANTS["hybrid"])
+            classifier = DeltaForSequenceClassification(labels).to(torch.float64).eval()
+            for other in (backbone, classifier):
+                moved = copy.deepcopy(cache)
+                other(ids, **{name: moved}, use_cache=True)
+                assert moved.get_seq_length() == 11, f"{type(other).__name__} left the cache as it was"
+
+    def test_the_cache_says_that_it_knows_its_length(self):
+        """From 5.24 on, generate() reads all tokens again if all layers of a cache call themselves linear."""
+        assert not all(DeltaCache(2).is_linear)
+
+    def test_two_caches_are_refused(self):
+        with pytest.raises(ValueError, match="two names of one argument: give one of them"):
+            model()(tokens(1, 2), past_key_values=DeltaCache(3), cache=DeltaCache(3))
 
     def test_another_models_cache_is_refused(self):
         with pytest.raises(ValueError, match="past_key_values is a DynamicCache; pass a DeltaCache"):

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 
 from delta_trn.backends.nki_runtime_adapter import count_instructions, estimate_kernels
-from delta_trn.backends.registry import apart
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.neuron import step_time
 from delta_trn.train.neuron.instructions import extrapolate, run_readout
@@ -96,30 +95,6 @@ def test_a_step_on_trn1_adds_up_from_its_layers_and_sequences():
         assert four[name].high == pytest.approx(4 * one[name].high)
         assert deeper[name].high == pytest.approx(2 * one[name].high)
     assert one["layer"].high == c.model.layers * step_time.kernel_seconds(c)["layer"]["issue"]
-
-
-def test_projections_in_a_layers_kernel_are_no_products_of_the_compiler():
-    changes = {
-        "model__width": "128",
-        "model__base_width": "128",
-        "precision": "bf16",
-        "batch__sequences": "8",
-    }
-    c = config(**changes)
-    inside = {part.name: part for part in step_time.parts(c, plan.size_of(c), 8)}
-    with apart("projected_delta_layer"):
-        step_time._kernel_seconds.cache_clear()
-        outside = {part.name: part for part in step_time.parts(c, plan.size_of(c), 8)}
-    step_time._kernel_seconds.cache_clear()
-    assert set(inside) - set(outside) == {"layer with projections", "its gradients", "weights"}
-    model = DeltaForCausalLM(model_config(c, rows=64))
-    maps = [
-        m for name, m in model.named_modules() if name.endswith((".q_proj", ".k_proj", ".v_proj", ".g_proj"))
-    ]
-    numbers = sum(m.weight.numel() for m in maps)
-    saved = 2 * 2 * numbers * c.batch.length / step_time.MATMULS[1]  # forward, and dh backward
-    assert outside["matmuls"].high - inside["matmuls"].high == pytest.approx(saved)
-    assert inside["weights"].high == pytest.approx(8 * numbers / step_time.HBM)
 
 
 def test_a_readout_that_the_kernel_does_not_take_is_estimated_as_pytorchs():

@@ -4,11 +4,9 @@ A part's range is that of what nobody has measured:
 
     kernels        the traces of one layer on one sequence, in program order, under either reading of the
                    Tensor engine's rate (nki_kernels/simulator/cost.py)
-    matmuls        of the blocks, without those that a layer's kernels make, its projections and the
-                   gradient of their input: from the best published product, 79 TFLOP/s in bfloat16
+    matmuls        of the blocks: from the best published product, 79 TFLOP/s in bfloat16
                    (4096x8192x8192), to 45 TFLOP/s, an estimate of what the compiler reaches; a quarter of it
                    in float32
-    weights        that such a kernel takes cast and transposed: 8 bytes per number and micro-batch
     readout        its kernel, products included, by a line through two small vocabularies; 12 bytes per
                    number of its weight and call, which scale dweight and add it up; 8 per number and
                    micro-batch, which cast the weight and transpose it. Where PyTorch computes it
@@ -40,11 +38,9 @@ MATMULS = (79e12, 45e12)  # bfloat16 FLOP/s
 LOGIT_PASSES = (4.0, 6.5)
 ELEMENTWISE_BYTES = 112
 OPTIMIZER_BYTES = 44
-PROJECTED = ("layer with projections", "its gradients")  # each makes one product of projections' weights
 KERNELS = {
     "gated_delta_rule": "scan", "short_convolution": "convolution", "gated_rms_norm": "gated norm",
     "delta_residual": "delta residual", "gated_delta_layer": "layer",
-    "projected_delta_layer_fwd": PROJECTED[0], "projected_delta_layer_bwd": PROJECTED[1],
 }  # fmt: skip
 WEIGHT_BYTES, CAST_BYTES = 12, 8  # of the readout's weight: per call or part, and per micro-batch
 _VOCABULARY = 64  # the readout is estimated apart
@@ -75,31 +71,16 @@ def parts(config: RunConfig, size: Size, cores: int) -> list[Part]:
     elementwise = ELEMENTWISE_BYTES * size.width * tokens * size.layers / HBM
     matmuls, readout = products(config, size, sequences)
     kernels = kernel_seconds(config)
-    one, moved = _projections(config, tokens) if PROJECTED[0] in kernels else (0.0, 0.0)
-    made = one * sum(name in kernels for name in PROJECTED)
-    weights = moved * layers * -(-sequences // micro) / HBM
-    low, high = (layers * made / rate for rate in MATMULS)
     return [
-        Part(matmuls.name, matmuls.low - low, matmuls.high - high),
+        matmuls,
         *(
             Part(name, layers * sequences * times["rate"], layers * sequences * times["issue"])
             for name, times in kernels.items()
         ),
-        *([Part("weights", weights, weights)] if weights else []),
         readout,
         Part("elementwise", elementwise, elementwise),
         Part("optimizer, all-reduce", update, update),
     ]
-
-
-def _projections(config: RunConfig, tokens: int) -> tuple[float, float]:
-    """Returns FLOPs of a layer's projections to q, k, v and the gate, and bytes that move their weights.
-
-    The gradient of the hidden states takes as many FLOPs, and weights as they lie.
-    """
-    c = model_config(config, rows=_VOCABULARY)
-    numbers = c.hidden_size * (2 * c.num_heads * c.head_dim_k + 2 * c.num_v_heads * c.head_dim_v)
-    return 2.0 * numbers * tokens, CAST_BYTES * numbers
 
 
 def products(config: RunConfig, size: Size, sequences: int) -> tuple[Part, Part]:
@@ -177,7 +158,7 @@ def _kernel_seconds(settings: str, bf16: bool) -> dict[str, dict[str, float]]:
         total = seconds.setdefault(name, dict.fromkeys(times, 0.0))
         for reading, time in times.items():
             total[reading] += time
-    if not {"scan", "layer", PROJECTED[0], "fused"} & set(seconds):
+    if not {"scan", "layer", "fused"} & set(seconds):
         c = model.config
         raise BackendRefusal(
             f"the NKI kernels do not take keys of {c.head_dim_k} with values of {c.head_dim_v}; "

@@ -3,7 +3,6 @@
     python -m train.studies.trn1 [STAGE ...] [KEY=VALUE ...] [--recipe NAME] [--dry] [--json FILE]
 
     layer           forward, backward, update of models of 1 and 3 layers: half of the difference is a layer
-    projections     such a layer with its projections in its kernel, and by the compiler
     step            the whole model on 15 sequences, as on each of 32 cores
 
 Keys of the configuration change the recipe; without any, model.width=512.
@@ -22,14 +21,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from delta_trn.backends.registry import apart
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.overrides import apply, parse
 from delta_trn.train.studies.families import OURS
 from delta_trn.train.studies.throughput import Workload
 
 SEQUENCES = 15  # of each core of a trn1.32xlarge with 480 sequences a step
-STAGES = ("layer", "projections", "step")
+STAGES = ("layer", "step")
 
 
 def planned(recipe: str, changes: dict[str, str]) -> tuple[float, float]:
@@ -71,24 +69,6 @@ def layer(recipe: str, changes: dict[str, str]) -> dict[str, Any]:
     return _judged(_measured_layer(recipe, changes), low, high, "layer")
 
 
-def projections(recipe: str, changes: dict[str, str]) -> dict[str, Any]:
-    inside = _measured_layer(recipe, changes)
-    with apart("projected_delta_layer"):
-        outside = _measured_layer(recipe, changes)
-    return _compared(inside, outside)
-
-
-def _compared(inside: float, outside: float) -> dict[str, Any]:
-    if inside <= outside:
-        decides = "the layer's kernel is the faster place for its projections: leave them there"
-    else:
-        decides = (
-            "the compiler's products are faster: set the limit of d of projected_delta_layer to 0 in "
-            "backends/declarations.py"
-        )
-    return {"inside_s": inside, "outside_s": outside, "decides": decides}
-
-
 def step(recipe: str, changes: dict[str, str]) -> dict[str, Any]:
     whole = {**changes, "batch.sequences": str(SEQUENCES), "batch.micro": "1"}
     return _judged(measured(recipe, whole), *planned(recipe, whole), "step")
@@ -128,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changes = {"device": "cpu"} if options.dry else {"device": "xla", "model.width": "512"}
     changes |= keys
     for name in stages:
-        result = {"layer": layer, "projections": projections, "step": step}[name](recipe, changes)
+        result = {"layer": layer, "step": step}[name](recipe, changes)
         if options.dry:
             result["decides"] = "nothing: a CPU's times"
         print(
