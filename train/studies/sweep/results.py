@@ -1,10 +1,9 @@
-"""sweep.jsonl: one line per finished run of a sweep, appended and never changed. It may be gzipped.
+"""sweep.jsonl: one line per finished run of a sweep, appended and never changed.
 
 A line says where it belongs: arm, parametrization, optimizer, width, rate and seed. So lines can be read
 whatever recipes and settings have become since.
 """
 
-import gzip
 import json
 import math
 import os
@@ -35,10 +34,7 @@ class Results:
 
     def read(self) -> dict[Place, Result]:
         """Maps the place of each run to its result, the first if there are several."""
-        packed = self.path.with_name("sweep.jsonl.gz")
         text = self.path.read_bytes() if self.path.exists() else b""
-        if packed.exists():
-            text = gzip.decompress(packed.read_bytes()) + text
         results: dict[Place, Result] = {}
         for line in text.splitlines(keepends=True):
             result = _parse(line)
