@@ -19,8 +19,7 @@ from typing import Any
 
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.overrides import apply, parse
-from delta_trn.train.studies.families import OURS
-from delta_trn.train.studies.throughput import Workload
+from delta_trn.train.studies.throughput import OURS, Workload
 
 SEQUENCES = 15  # of each core of a trn1.32xlarge with 480 sequences a step
 STAGES = ("layer", "step")
