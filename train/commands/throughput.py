@@ -97,7 +97,7 @@ def _time_families(given: argparse.Namespace) -> None:
         raise ConfigError(f"--family={given.family}: expected all, {', '.join(FAMILIES)}")
     sizes = {key: whole_number(key, keys[key]) for key in ("width", "layers", "sequences", "length")}
     for name in FAMILIES if given.family == "all" else [given.family]:
-        workload = Family(name, **sizes, device=keys["device"], backend=keys["backend"] or None)
+        workload = Family(name, sizes, keys["device"], keys["backend"] or None)
         found = measure(workload, (THEIRS,), given.rounds)
         print(f"{name}, transformers {__version__}: " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
         _report(found, given.json, {"family": name, "transformers": __version__, **sizes}, workload.device)

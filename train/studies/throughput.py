@@ -102,9 +102,7 @@ class Contest:
             begun = time.perf_counter()
             self.advance(contender)
             machine.synchronize(self.device)
-            seconds = time.perf_counter() - begun
-        self.model.zero_grad()
-        return seconds
+            return time.perf_counter() - begun
 
     def operations(self, contender: str) -> contextlib.AbstractContextManager[object]:
         """Within it, the model's operations are the contender's."""
@@ -170,35 +168,22 @@ class Workload(Contest):
 
 
 class Family(Contest):
-    """A random model of one of transformers' families: forward and backward, as it is and with our operations.
+    """A random model of one of transformers' families: its forward and its backward pass.
 
-        width, layers       three of four layers are Gated DeltaNet, with 128 channels in a head
-        sequences, length   of the batch of random tokens
-
-    Raises ConfigError if the installed transformers lacks the family.
+    Of `layers`, three in four are Gated DeltaNet, with 128 channels in a head. Raises ConfigError if the installed transformers lacks the family.
     """
 
     precision = "float32"
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        width: int,
-        layers: int,
-        sequences: int,
-        length: int,
-        device: str,
-        backend: str | None,
-    ) -> None:
+    def __init__(self, name: str, sizes: Mapping[str, int], device: str, backend: str | None) -> None:
         configuration, model, settings = FAMILIES[name]
         if not hasattr(transformers, model):
             raise ConfigError(f"transformers {transformers.__version__} has no {name}")
         torch.manual_seed(0)
-        config = getattr(transformers, configuration)(**_sizes(width, layers), **settings)
+        config = getattr(transformers, configuration)(**_sizes(sizes["width"], sizes["layers"]), **settings)
         self.model = getattr(transformers, model)(config).to(device).train()
         self.device, self.backend = torch.device(device), backend
-        self.ids = torch.randint(4, config.vocab_size, (sequences, length)).to(device)
+        self.ids = torch.randint(4, config.vocab_size, (sizes["sequences"], sizes["length"])).to(device)
         self.tokens = self.ids.numel()
 
     @contextlib.contextmanager
@@ -212,11 +197,15 @@ class Family(Contest):
             yield
 
     def advance(self, contender: str) -> None:
-        self.model(self.ids, labels=self.ids, use_cache=False).loss.backward()
+        self.model.zero_grad()
+        self._loss().backward()
 
     def loss_of(self, contender: str) -> float:
         with self.operations(contender), torch.no_grad():
-            return float(self.model(self.ids, labels=self.ids, use_cache=False).loss)
+            return float(self._loss())
+
+    def _loss(self) -> torch.Tensor:
+        return self.model(self.ids, labels=self.ids, use_cache=False).loss
 
 
 def _sizes(width: int, layers: int) -> dict[str, object]:

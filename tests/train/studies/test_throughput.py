@@ -136,7 +136,7 @@ class TestFamilies:
 
     def test_ours_are_the_patched_ones(self):
         names = ("width", "layers", "sequences", "length")
-        workload = Family("qwen3_5", **dict.fromkeys(names, 4), device="cpu", backend=None)
+        workload = Family("qwen3_5", dict.fromkeys(names, 4), "cpu", None)
         linear = workload.model.model.layers[0].linear_attn
         before = linear.forward
         with workload.operations(THEIRS):
