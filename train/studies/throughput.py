@@ -170,7 +170,8 @@ class Workload(Contest):
 class Family(Contest):
     """A random model of one of transformers' families: its forward and its backward pass.
 
-    Of `layers`, three in four are Gated DeltaNet, with 128 channels in a head. Raises ConfigError if the installed transformers lacks the family.
+    Of `layers`, three in four are Gated DeltaNet, with 128 channels in a head. Raises ConfigError if the
+    installed transformers lacks the family.
     """
 
     precision = "float32"
