@@ -33,7 +33,7 @@ SAME = 2**-22  # vector instructions and the scalar code after them differ in an
 
 
 # An emulator takes float16 as it takes bfloat16: one case of each operation is judged in it. In Triton's
-# interpreter the others have float32 or bfloat16, by turns; those about NKI's cells, 10 to 20 s each, are slow.
+# interpreter the others have float32 or bfloat16, by turns; those about NKI's cells, 10 s each, are slow.
 HALF = ("conv_ragged", "norm_head", "sum_odd", "loss_ragged")
 CELLS = ("conv_cells", "conv_packed_cells")
 

@@ -58,7 +58,7 @@ EMULATED = {
     ),
 }  # fmt: skip
 # To PyTorch's backends every other dtype is float32 with casts, or with more digits: they are judged there on
-# seams, ends, groups, packing, gates and extreme norms, and the judge itself in float64 on two cases. What two
+# seams, ends, groups, packing, gates and extreme norms, and the judge itself in float64 on two. What two
 # cases are about, for which the judge takes 10 s each, tests/backends/cpu_kernel tests, too.
 LONG = ("packed_many", "packed_wide")
 CAST = ("seam_65", "forget", "mixed", "gva_2", "packed_empty", "gates_wide", "reset_packed",
