@@ -286,8 +286,8 @@ def peak_bytes(run) -> int:
 def test_chunks_take_less_time_and_memory_than_transformers():
     """Compares forward and backward at B=8 T=512 H=6 K=32 V=64 in float32.
 
-    How much less time depends on the CPU; the bench prints the ratio. What counts is processors' time, to which
-    other processes hardly add, and of that the shortest of twenty turns; a busy host gets up to sixty.
+    How much less time depends on the CPU; the bench prints the ratio. What counts is processors' time, to
+    which other processes hardly add, and of that the shortest of twenty turns; a busy host gets up to sixty.
     """
     theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     runs = (
