@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_trn.backends import machine
-from delta_trn.train.parallel.rendezvous import join, leaders_word
+from delta_trn.train.parallel.rendezvous import join, leaders_word, wait_for_all
 from delta_trn.train.settings.errors import ProcessLost
 from delta_trn.train.settings.schema import RunConfig
 
@@ -47,7 +47,7 @@ class Team:
                             the context groups' processes too: each has its own tokens.
     context                 [data, context, tensor]; None where sequences are whole
     files                   group for writing files, on any thread, while other collectives go on
-    patient                 group for `leader_first` and `require_on_all`
+    patient                 group for `leader_first`
     hosts                   group for values in the hosts' memory, where the default group has only XLA's
     """
 
@@ -123,8 +123,8 @@ class Team:
         """
         if self.world > 1:
             try:
-                dist.monitored_barrier(self.patient, timedelta(seconds=SECONDS_TO_AGREE))
-            except RuntimeError:
+                wait_for_all(timedelta(seconds=SECONDS_TO_AGREE))
+            except (RuntimeError, TimeoutError):
                 raise error from None
 
     @contextlib.contextmanager
