@@ -3,7 +3,6 @@
 gated_delta_rule, gated_delta_rule_step     the operations over time
 delta_residual                              the operation over depth
 gated_delta_layer                           what a layer computes between its projections
-projected_delta_layer                       the same, with those before it
 log_decay, write_strength                   the gates of Gated DeltaNet alone, which the rule makes too
 short_convolution, gated_rms_norm, add_rms_norm, linear_cross_entropy       a layer's small operations
 default_backend, checking                   which backend runs; whether data is checked
@@ -14,7 +13,6 @@ from delta_trn.backends import declarations as _declarations  # noqa: F401 - reg
 from delta_trn.backends.checks import checking
 from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.gated_delta_layer import gated_delta_layer, is_one_operation
-from delta_trn.backends.gated_delta_layer.projected import is_projected, projected_delta_layer
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule.contract import log_decay, write_strength
 from delta_trn.backends.layers import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
@@ -34,10 +32,8 @@ __all__ = [
     "gated_delta_rule_step",
     "gated_rms_norm",
     "is_one_operation",
-    "is_projected",
     "linear_cross_entropy",
     "log_decay",
-    "projected_delta_layer",
     "short_convolution",
     "write_strength",
 ]

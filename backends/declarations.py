@@ -68,15 +68,6 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Capabi
             _layers("nki_adapter"), *on, {"d": 1024, "vocabulary": 2**24}, READOUT
         ),
         "gated_delta_layer": Capability(_layer("nki_adapter"), *on, layer, ONE_CALL),
-        # in float32 a product takes four passes, and the Tensor engine does not wait
-        "projected_delta_layer": Capability(
-            _layer("nki_adapter"),
-            frozenset({torch.bfloat16}),
-            devices,
-            automatic,
-            {**layer, "d": 1024},
-            ONE_CALL,
-        ),
     }
 
 

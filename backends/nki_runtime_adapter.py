@@ -33,20 +33,15 @@ from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
 from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
-from delta_trn.nki_kernels.gated_delta_layer.projected import projected_delta_layer_fwd
-from delta_trn.nki_kernels.gated_delta_layer.projected_bwd import projected_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.language import RUNTIME, nki
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
-from delta_trn.nki_kernels.simulator.cost import estimates
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
-_watchers: list[
-    tuple[Callable[[Any, simulator.Run], None], bool]
-] = []  # with trace or not; the last one watches
+_counts: list[list[int]] = []  # instructions of kernels, while somebody counts them
 
 
 def run(kernel: Any, *args: Any) -> Any:
@@ -67,11 +62,10 @@ def simulate(kernel: Any, *args: Any) -> Any:
     target = os.environ.get(TARGET)
     os.environ[TARGET] = target or "trn1"
     try:
-        if not _watchers:
+        if not _counts:
             return nki.simulate(kernel)(*args)
-        watch, trace = _watchers[-1]
-        run = simulator.record(kernel, *args, trace=trace)
-        watch(kernel, run)
+        run = simulator.record(kernel, *args, trace=False)
+        _counts[-1].append(run.instructions)
         return run.outputs
     finally:
         if target is None:
@@ -79,43 +73,18 @@ def simulate(kernel: Any, *args: Any) -> Any:
 
 
 def count_instructions(work: Callable[[], object]) -> int:
-    """Returns how many instructions the kernels that `work` calls on the CPU have, by our simulator."""
-    counts: list[int] = []
-    _watch_kernels(work, lambda kernel, run: counts.append(run.instructions), trace=False)
-    return sum(counts)
+    """Returns how many instructions the kernels that `work` calls on the CPU have, by our simulator.
 
-
-def estimate_kernels(work: Callable[[], object]) -> list[tuple[str, dict[str, float]]]:
-    """Returns the name of each kernel that `work` runs on the CPU, and its seconds on one core of Trn1.
-
-    The seconds are those of the simulator's cost model in program order, under each of its readings of the
-    Tensor engine's rate. The slower reading comes last.
-    """
-    kernels: list[tuple[str, dict[str, float]]] = []
-
-    def add(kernel: Any, run: simulator.Run) -> None:
-        readings = estimates(run.trace, run.target)
-        kernels.append((kernel.__name__, {e.reading.name: e.schedule * 1e-6 for e in readings}))
-
-    _watch_kernels(work, add, trace=True)
-    return kernels
-
-
-def _watch_kernels(
-    work: Callable[[], object], watch: Callable[[Any, simulator.Run], None], *, trace: bool
-) -> None:
-    """Calls watch(kernel, run) for each kernel that `work` runs on the CPU in our simulator.
-
-    `run` has the instructions' trace only with trace=True. Raises BackendRefusal where AWS's nki is
-    installed, whose simulator counts nothing.
+    Raises BackendRefusal where AWS's nki is installed, whose simulator counts nothing.
     """
     if RUNTIME != "simulator":
         raise BackendRefusal("AWS's nki is installed here, and its simulator counts no instructions")
-    _watchers.append((watch, trace))
+    _counts.append([])
     try:
         work()
     finally:
-        _watchers.pop()
+        counts = _counts.pop()
+    return sum(counts)
 
 
 def require_within_rsqrt(name: str, value: float, least: float) -> None:
@@ -245,19 +214,6 @@ def _layer_forward(
     )  # fmt: skip
 
 
-def _projected_forward(
-    hidden: Tensor, projection: Tensor, gate_projection: Tensor, weight: Tensor, a: Tensor, b: Tensor,
-    A_log: Tensor, dt_bias: Tensor, biased: bool, gain: Tensor, position: Tensor, packed: bool, K: int,
-    scale: float, eps: float, beta_max: float, save: bool, every: int, C: int, lanes: int, width: int,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(
-        projected_delta_layer_fwd(
-            hidden, projection, gate_projection, weight, a, b, A_log, dt_bias, biased, gain, position, packed,
-            K, scale, eps, beta_max, save, every, C, lanes, width,
-        )
-    )  # fmt: skip
-
-
 def _layer_backward(
     dy: Tensor, x: Tensor, weight_t: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, u: Tensor,
     g: Tensor, beta: Tensor, z: Tensor, gain: Tensor, position: Tensor, packed: bool, prefix: Tensor,
@@ -268,20 +224,6 @@ def _layer_backward(
         gated_delta_layer_bwd(
             dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate,
             has_dstate, initial_state, has_state, states, scale, eps, C, lanes, width,
-        )
-    )  # fmt: skip
-
-
-def _projected_backward(
-    dy: Tensor, projection: Tensor, gate_projection: Tensor, x: Tensor, weight_t: Tensor, q: Tensor,
-    k: Tensor, v: Tensor, o: Tensor, u: Tensor, g: Tensor, beta: Tensor, slopes: Tensor, z: Tensor,
-    gain: Tensor, position: Tensor, packed: bool, states: Tensor, scale: float, eps: float, C: int,
-    lanes: int, width: int,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(
-        projected_delta_layer_bwd(
-            dy, projection, gate_projection, x, weight_t, q, k, v, o, u, g, beta, slopes, z, gain, position,
-            packed, states, scale, eps, C, lanes, width,
         )
     )  # fmt: skip
 
@@ -300,8 +242,6 @@ LAUNCHERS = (
     (cross_entropy_bwd, _cross_entropy_backward),
     (gated_delta_layer_fwd, _layer_forward),
     (gated_delta_layer_bwd, _layer_backward),
-    (projected_delta_layer_fwd, _projected_forward),
-    (projected_delta_layer_bwd, _projected_backward),
 )
 
 

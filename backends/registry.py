@@ -7,8 +7,7 @@ another unless the caller allows it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -21,7 +20,7 @@ from delta_trn.backends.checks import dtype_name, is_checking
 # The operations of this repository; an `Operator` of another name adds itself.
 OPERATIONS: list[str] = [
     "gated_delta_rule", "gated_delta_rule_step", "delta_residual", "short_convolution", "gated_rms_norm",
-    "add_rms_norm", "linear_cross_entropy", "gated_delta_layer", "projected_delta_layer",
+    "add_rms_norm", "linear_cross_entropy", "gated_delta_layer",
 ]  # fmt: skip
 
 
@@ -294,20 +293,7 @@ def runs(
     In check mode none does: each part checks what it is given.
     """
     call = Call(op, device, dtype, dict(sizes), packed, gradients)
-    return op not in _apart and not is_checking() and not _known(name).refusals(call)
-
-
-_apart: list[str] = []
-
-
-@contextmanager
-def apart(op: str) -> Iterator[None]:
-    """Runs a block in which every backend computes such an operation by its parts, to compare the two."""
-    _apart.append(op)
-    try:
-        yield
-    finally:
-        _apart.remove(op)
+    return not is_checking() and not _known(name).refusals(call)
 
 
 @torch.compiler.assume_constant_result

@@ -14,9 +14,7 @@ from delta_trn.backends import (
     gated_delta_rule,
     gated_delta_rule_step,
     is_one_operation,
-    is_projected,
     log_decay,
-    projected_delta_layer,
     write_strength,
 )
 from delta_trn.models.cache import LayerCache
@@ -116,40 +114,12 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
-        if self._is_projected(x, sequences, cache):
-            return self.o_proj(self._project_and_mix(x, sequences).flatten(-2))
         qkv = joint(x, self.q_proj, self.k_proj, self.v_proj)
         if self._is_one_operation(qkv, sequences, cache):
             y = self._mix_at_once(x, qkv, sequences, cache)
         else:
             y = self._mix(x, self.conv(qkv, sequences, cache), sequences, cache)
         return self.o_proj(y.flatten(-2))
-
-    def _is_projected(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> bool:
-        """Returns whether a backend computes at once all that stands before the output projection.
-
-        A cache keeps what was projected, a map that PEFT has wrapped computes more than its weight says, and
-        a hook wants to see its input or output.
-        """
-        maps = (self.q_proj, self.k_proj, self.v_proj, self.g_proj)
-        plain = all(type(m) is Linear and not (m._forward_hooks or m._forward_pre_hooks) for m in maps)
-        if cache is not None or sequences.real is not None or not plain or not self._is_plain(x, sequences):
-            return False
-        return is_projected(
-            x, self.conv.weight, self.sizes[2] // self.V, self.K, self.V,
-            bounds=sequences.cu_seqlens is not None, position=sequences.is_packed,
-        )  # fmt: skip
-
-    def _project_and_mix(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """Returns y [B, T, HV, V] of hidden states, by one operation."""
-        a, b = self._gate_inputs(x, sequences)
-        return projected_delta_layer(
-            x, torch.cat([m.weight for m in (self.q_proj, self.k_proj, self.v_proj)]), self.g_proj.weight,
-            self.conv.weight, a, b, self.o_norm.weight, K=self.K, A_log=self.A_log, dt_bias=self.dt_bias,
-            beta_max=self.beta_max, scale=self.scale, eps=self.o_norm.eps,
-            position=sequences.position.flatten() if sequences.is_packed else None,
-            cu_seqlens=sequences.cu_seqlens,
-        )  # fmt: skip
 
     def _is_plain(self, x: Tensor, sequences: Sequences) -> bool:
         """Returns whether nothing stands or looks between the parts of the mixer that one operation holds."""

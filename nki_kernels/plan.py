@@ -156,22 +156,6 @@ def list_sides(bundle, H, K, V):
     ]  # fmt: skip
 
 
-def list_weight_cells(H, HV, K, V, width):
-    """Lists the channels of a layer's x that a product makes at once: [(first, stop)], at most 128 each.
-
-    They are those of a bundle's q, k and v, bundle behind bundle.
-    """
-    cells = []
-    for bundle in list_bundles(1, H, HV, width):
-        for side in list_sides(bundle, H, K, V):
-            first, channels = side
-            for bank in split(channels, BANK):
-                for part in split(bank[1] - bank[0], PARTITIONS):
-                    low = first + bank[0]
-                    cells.append((low + part[0], low + part[1]))
-    return cells
-
-
 def count_slots(H, HV, width):
     """Returns how many heads the gradients of q and k have: H, or a multiple where groups are divided."""
     every = list_bundles(1, H, HV, width)
@@ -188,11 +172,3 @@ def list_waves(N, H, HV, width, lanes, most=8):
         start, stop = span
         lists.append(every[start:stop])
     return lists
-
-
-def is_sequence_in_one_wave(N, H, HV, how):
-    """Returns whether backward has all bundles of a sequence in one wave, of two bundles at most."""
-    for wave in list_waves(N, H, HV, how.width, how.lanes, BACKWARD_BUNDLES):
-        if wave[0]["first"] > 0 or wave[-1]["first"] + wave[-1]["lanes"] < HV:
-            return False
-    return True

@@ -4,9 +4,6 @@
     backward(dy, dstate, call, saved) -> Gradients
     saved_shapes(call) -> shape and dtype of each tensor in `saved`
 
-and, with the layer's projections, projected_forward, projected_backward and projected_saved_shapes, which
-have no states.
-
 Shapes and equations are in `backends.gated_delta_layer`.
 """
 
@@ -77,51 +74,3 @@ class Gradients(NamedTuple):
     gain: Tensor
     prefix: Tensor | None = None
     initial_state: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ProjectedLayer:
-    """One call of `projected_delta_layer`; a and b are the gates' projections."""
-
-    hidden: Tensor
-    projection: Tensor
-    gate_projection: Tensor
-    weight: Tensor
-    a: Tensor
-    b: Tensor
-    gain: Tensor
-    A_log: Tensor
-    dt_bias: Tensor | None = None
-    position: Tensor | None = None
-    K: int = 1
-    scale: float = 1.0
-    eps: float = 1e-6
-    beta_max: float = 1.0
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of a call."""
-        (B, T, HV), V = self.a.shape, self.gain.shape[0]
-        H = (self.weight.shape[0] - HV * V) // (2 * self.K)
-        return Sizes(B, T, H, HV, self.K, V, self.hidden.dtype)
-
-    def layer(self, x: Tensor, g: Tensor, beta: Tensor, gate: Tensor) -> Layer:
-        """Returns the same call behind its projections and gates."""
-        return Layer(
-            x, self.weight, g, beta, gate, self.gain, None, self.position, K=self.K,
-            scale=self.scale, eps=self.eps,
-        )  # fmt: skip
-
-
-class ProjectedGradients(NamedTuple):
-    """The gradients of a `ProjectedLayer`'s tensors; None where a tensor is absent."""
-
-    hidden: Tensor
-    projection: Tensor
-    gate_projection: Tensor
-    weight: Tensor
-    a: Tensor
-    b: Tensor
-    gain: Tensor
-    A_log: Tensor
-    dt_bias: Tensor | None = None

@@ -5,34 +5,22 @@ is not computed at once (`Capability.limits`). Training keeps what backward read
 of x, and in float32 the convolution's results before SiLU and the state before each chunk. Where more value
 heads share a key head than a bundle holds, backward is the kernels of the three parts, and training keeps q,
 k, v, o, and fewer states.
-
-With projections, both kernels make their products of hidden states' width: x and the gate forward, and the
-gradient of the hidden states backward, where one wave of it holds a sequence. Other products are PyTorch's.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_layer.contract import (
-    Gradients,
-    Layer,
-    ProjectedGradients,
-    ProjectedLayer,
-    Sizes,
-)
+from delta_trn.backends.gated_delta_layer.contract import Gradients, Layer, Sizes
 from delta_trn.backends.gated_delta_rule import nki_adapter as rule
-from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Shapes, make_gates
+from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Shapes
 from delta_trn.backends.layers import nki_adapter as layers
 from delta_trn.backends.layers.contract import Convolution, GatedNorm
 from delta_trn.backends.nki_runtime_adapter import require_within_rsqrt, run
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
 from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
-from delta_trn.nki_kernels.gated_delta_layer.projected import projected_delta_layer_fwd
-from delta_trn.nki_kernels.gated_delta_layer.projected_bwd import projected_delta_layer_bwd
 
 
 def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -108,174 +96,14 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     )
 
 
-def projected_forward(call: ProjectedLayer, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns y and what backward takes, where it follows.
-
-    That is what `forward` saves, x and the gate, and, where the kernel makes them, g in two words, beta, and
-    slopes.
-    """
-    if not _is_one_kernel(call):
-        x, gate = F.linear(call.hidden, call.projection), F.linear(call.hidden, call.gate_projection)
-        gate = gate.unflatten(-1, (call.sizes.HV, call.sizes.V))
-        g, beta = make_gates(call.a, call.b, call.A_log, call.dt_bias, call.beta_max)
-        y, _, saved = forward(call.layer(x, g, beta, gate), save=save)
-        return y, [*saved, x, gate] if save else []
-    require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
-    a, b, gate_t = call.a.float(), call.b.float(), call.gate_projection.t().contiguous()
-    parts: list[tuple[Tensor, ...]] = []
-    for rows, how in _cut(call.sizes):
-        outputs = run(
-            projected_delta_layer_fwd,
-            call.hidden[rows],
-            _weight_cells(call.projection, call.sizes, how.width),
-            gate_t,
-            call.weight,
-            a[rows],
-            b[rows],
-            call.A_log,
-            call.A_log if call.dt_bias is None else call.dt_bias,
-            call.dt_bias is not None,
-            call.gain,
-            *_position(call),
-            call.K,
-            call.scale,
-            call.eps,
-            call.beta_max,
-            save,
-            int(save),
-            how.C,
-            how.lanes,
-            how.width,
-        )
-        parts.append(outputs if save else (outputs,))
-    y, *saved = _join(parts)
-    return y, saved
-
-
-def projected_backward(dy: Tensor, call: ProjectedLayer, saved: list[Tensor]) -> ProjectedGradients:
-    """Returns the gradients: those of hidden states and gates by the kernel, where it makes them.
-
-    Elsewhere PyTorch makes the first ones, and the others of the slopes that forward's kernel left, or, where
-    PyTorch made the gates, with autograd. Weights' gradients are sums over all tokens, and PyTorch's products
-    of the gradients of x and the gate.
-    """
-    if _is_hidden_differentiated(call):
-        return _backward_to_hidden(dy, call, saved)
-    if _is_one_kernel(call):
-        *saved, x, gate, words, beta, slopes = saved
-        d = backward(dy, None, call.layer(x, words.sum(-1), beta, gate), saved)
-        gates = _sum_gates(call, d.g[..., None] * slopes[..., :2], d.beta * slopes[..., 2])
-    else:
-        *saved, x, gate = saved
-        d, gates = _backward_to_gates(dy, call, x, gate, saved)
-    dhidden = d.x @ call.projection + d.gate.flatten(2) @ call.gate_projection
-    return _projected(call, dhidden, d.x, d.gate, d.weight, d.gain, gates)
-
-
-def _backward_to_gates(
-    dy: Tensor, call: ProjectedLayer, x: Tensor, gate: Tensor, saved: list[Tensor]
-) -> tuple[Gradients, tuple[Tensor | None, ...]]:
-    """Returns the gradients behind projections and gates, and those of a, b, A_log and dt_bias by PyTorch."""
-    tensors = (call.a, call.b, call.A_log, call.dt_bias)
-    with torch.enable_grad():
-        a, b, A_log, dt_bias = (None if y is None else y.detach().requires_grad_() for y in tensors)
-        assert a is not None and b is not None
-        g, beta = make_gates(a, b, A_log, dt_bias, call.beta_max)
-    d = backward(dy, None, call.layer(x, g.detach(), beta.detach(), gate), saved)
-    leaves = [y for y in (a, b, A_log, dt_bias) if y is not None]
-    gates = torch.autograd.grad([g, beta], leaves, [d.g, d.beta])
-    return d, (*gates, None)[:4]
-
-
-def _backward_to_hidden(dy: Tensor, call: ProjectedLayer, saved: list[Tensor]) -> ProjectedGradients:
-    """Returns the gradients by the kernel that makes those of the hidden states."""
-    *saved, x, gate, g, beta, slopes = saved
-    kept, states = saved[:5], saved[5:]  # q, k, v, o and u
-    weight_t = call.weight.float().t().contiguous()
-    parts: list[tuple[Tensor, ...]] = []
-    for rows, how in _cut(call.sizes):
-        parts.append(
-            run(
-                projected_delta_layer_bwd,
-                dy[rows],
-                call.projection,
-                call.gate_projection,
-                x[rows],
-                weight_t,
-                *(tensor[rows] for tensor in (*kept, g, beta, slopes, gate)),
-                call.gain,
-                *_position(call),
-                *_backward_options(call, states, rows, how),
-            )
-        )
-    dhidden, dx, dweight, dgates, db, dgate, dgain = _join(parts)
-    gates = _sum_gates(call, dgates, db)
-    return _projected(call, dhidden, dx, dgate, _sum_weight(call, dweight), _sum_gain(call, dgain), gates)
-
-
-def _projected(
-    call: ProjectedLayer,
-    dhidden: Tensor,
-    dx: Tensor,
-    dgate: Tensor,
-    dweight: Tensor,
-    dgain: Tensor,
-    gates: tuple[Tensor | None, ...],
-) -> ProjectedGradients:
-    """Returns all gradients; gates has those of a, b, A_log and dt_bias."""
-    hidden, (da, db, dA_log, ddt_bias) = call.hidden.flatten(0, 1), gates
-    assert da is not None and db is not None and dA_log is not None
-    return ProjectedGradients(
-        dhidden,
-        dx.flatten(0, 1).t() @ hidden,
-        dgate.flatten(2).flatten(0, 1).t() @ hidden,
-        dweight,
-        da,
-        db,
-        dgain,
-        dA_log,
-        ddt_bias,
-    )
-
-
-def _sum_gates(call: ProjectedLayer, dgates: Tensor, db: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of a, b, A_log and dt_bias.
-
-    dgates has the gradient of a, and what each token adds to that of A_log.
-    """
-    total = dgates.sum((0, 1))
-    ddt_bias = None if call.dt_bias is None else total[:, 0].to(call.dt_bias.dtype)
-    return dgates[..., 0].to(call.a.dtype), db.to(call.b.dtype), total[:, 1].to(call.A_log.dtype), ddt_bias
-
-
-def _sum_weight(call: Layer | ProjectedLayer, dweight: Tensor) -> Tensor:
+def _sum_weight(call: Layer, dweight: Tensor) -> Tensor:
     """Returns the taps' gradient: the sum of those of all sequences, [N, W, channels]."""
     return dweight.sum(0).t().to(call.weight.dtype)
 
 
-def _sum_gain(call: Layer | ProjectedLayer, dgain: Tensor) -> Tensor:
+def _sum_gain(call: Layer, dgain: Tensor) -> Tensor:
     """Returns the gain's gradient: the sum of those of all sequences and heads, [N, HV V]."""
     return dgain.unflatten(1, (-1, call.gain.shape[0])).sum((0, 1)).to(call.gain.dtype)
-
-
-def projected_saved_shapes(call: ProjectedLayer) -> Shapes:
-    """Returns the shapes of what `projected_forward` saves."""
-    B, T, _, HV, _, V, dtype = call.sizes
-    x, gate = ((B, T, call.weight.shape[0]), dtype), ((B, T, HV, V), dtype)
-    meta = [call.hidden.new_empty(shape, dtype=dtype, device="meta") for shape, dtype in (x, gate)]
-    shapes: Shapes = [*saved_shapes(call.layer(meta[0], call.a, call.b, meta[1])), x, gate]
-    if not _is_one_kernel(call):
-        return shapes
-    return [*shapes, *(((B, T, HV, *words), torch.float32) for words in ((2,), (), (3,)))]
-
-
-def _weight_cells(weight: Tensor, sizes: Sizes, width: int) -> Tensor:
-    """Returns W [channels, d] as the kernel takes it, [cells, 128, d / 128, 128]; short cells are padded."""
-    _, _, H, HV, K, V, _ = sizes
-    spans = plan.list_weight_cells(H, HV, K, V, width)
-    cells = [F.pad(weight[low:high], (0, 0, 0, plan.PARTITIONS - (high - low))) for low, high in spans]
-    every = torch.stack(cells).unflatten(2, (-1, plan.PARTITIONS))
-    return every.permute(0, 3, 2, 1).contiguous()
 
 
 def _backward_of_parts(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]) -> Gradients:
@@ -320,25 +148,14 @@ def _cut(sizes: Sizes) -> list[tuple[slice, plan.Plan]]:
     return calls
 
 
-def _is_one_kernel(call: Layer | ProjectedLayer) -> bool:
+def _is_one_kernel(call: Layer) -> bool:
     """Returns whether one kernel computes the gradients, and not those of the three parts."""
     sizes = call.sizes
     group = sizes.HV // sizes.H  # of value heads that share a key head: bundles hold it whole
     return not 0.0 < call.scale < rule.TINY and all(group <= how.width for _, how in _cut(sizes))
 
 
-def _is_hidden_differentiated(call: ProjectedLayer) -> bool:
-    """Returns whether backward's kernel makes the gradient of the hidden states, too."""
-    sizes = call.sizes
-    if sizes.dtype == torch.float32 or not _is_one_kernel(call):
-        return False
-    return all(
-        plan.is_sequence_in_one_wave(rows.stop - rows.start, sizes.H, sizes.HV, how)
-        for rows, how in _cut(sizes)
-    )
-
-
-def _position(call: Layer | ProjectedLayer) -> tuple[Tensor, bool]:
+def _position(call: Layer) -> tuple[Tensor, bool]:
     """Returns the kernels' arguments position and packed; position is any tensor where nothing is packed."""
     position = call.position
     return (call.weight, False) if position is None else (position.to(torch.int32), True)
@@ -356,7 +173,7 @@ def _kernel_options(call: Layer, rows: slice) -> tuple[Tensor | bool, ...]:
 
 
 def _backward_options(
-    call: Layer | ProjectedLayer, states: list[Tensor], rows: slice, how: plan.Plan
+    call: Layer, states: list[Tensor], rows: slice, how: plan.Plan
 ) -> tuple[Tensor | float, ...]:
     """Returns the last arguments of both backward kernels: states, scale, eps, C, lanes and width."""
     kept = states[0][rows] if states else call.gain

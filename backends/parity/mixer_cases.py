@@ -1,8 +1,8 @@
-"""The cases of `gated_delta_layer` and `projected_delta_layer`, judged by their formulas in float64.
+"""The cases of `gated_delta_layer`, judged by its formulas in float64.
 
-    judge       the projections, if any, then the convolution and the gated norm of `layer_cases`, and between
-                them the rule as one triangular system (`dense`)
-    samples     the same projections, convolution and norm, and the rule by `baseline`, at the case's
+    judge       the convolution and the gated norm of `layer_cases`, and between them the rule as one
+                triangular system (`dense`)
+    samples     the same convolution and norm, and the rule by `baseline`, at the case's
                 precision: once rounded to the nearest with chunks of 64, and SAMPLES times for each of CHUNKS
                 with rounding errors drawn at random. What one part hands to the next, and its gradient, is
                 rounded to the dtype, as if the parts had been called one after the other
@@ -18,13 +18,13 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from delta_trn.backends import gated_delta_layer, is_one_operation, is_projected, projected_delta_layer
+from delta_trn.backends import gated_delta_layer, is_one_operation
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.parity import dense, layer_cases
 from delta_trn.backends.parity.baseline import CHUNK, Noise, Rounding
@@ -35,7 +35,6 @@ from delta_trn.backends.registry import BACKENDS, BackendRefusal
 CHUNKS, SAMPLES = (16, 32, 64, 128), 3
 RESET = 1e20  # of a: its decay is exactly 0
 SHARED = ("dgain", "dA_log", "ddt_bias")  # with the weights' gradients, these are sums over all tokens
-WEIGHTS = ("dweight", "dprojection", "dgate_projection")
 
 Tensors = Mapping[str, Tensor]
 
@@ -49,7 +48,7 @@ class MixerCase:
     b           the gate's projection for every token; None: normal. At 20 the derivative of a sigmoid is 0 in
                 float32, in the baseline as in a backend, so other cases judge db
     reflect     beta_max is 2
-    decay       plain, none, faint (g = -1e-35), strong (g = -20), or reset: one token in eight forgets
+    decay       plain, none, strong (g = -20), or reset: one token in eight forgets
                 everything
     lengths     packed sequences, given by position and, with `bounds`, by cu_seqlens, else by resets
     before      there are a prefix and an initial state
@@ -57,7 +56,6 @@ class MixerCase:
     size        of x
     short       a and b have the dtype of x
     bias        there is a dt_bias
-    d           the width of hidden states, which are projected; 0: x and the gate are given
     """
 
     name: str
@@ -72,7 +70,7 @@ class MixerCase:
     keys: Literal["random", "equal", "near", "zero"] = "random"
     b: float | None = None
     reflect: bool = False
-    decay: Literal["plain", "none", "faint", "strong", "reset"] = "plain"
+    decay: Literal["plain", "none", "strong", "reset"] = "plain"
     lengths: tuple[int, ...] | None = None
     bounds: bool = True
     before: bool = False
@@ -81,11 +79,7 @@ class MixerCase:
     scale: float | None = None
     short: bool = False
     bias: bool = True
-    d: int = 0
-
-    @property
-    def op(self) -> str:
-        return "projected_delta_layer" if self.d else "gated_delta_layer"
+    op: ClassVar[str] = "gated_delta_layer"
 
     @property
     def value_heads(self) -> int:
@@ -97,9 +91,9 @@ class MixerCase:
 
     def options(self) -> dict[str, Any]:
         """Returns the operation's arguments that are no tensors."""
-        states = {} if self.d else {"output_final_state": "final_state" in self.loss}
         return {
-            "K": self.K, "beta_max": 2.0 if self.reflect else 1.0, "scale": self.scale, "eps": EPS, **states
+            "K": self.K, "beta_max": 2.0 if self.reflect else 1.0, "scale": self.scale, "eps": EPS,
+            "output_final_state": "final_state" in self.loss,
         }  # fmt: skip
 
 
@@ -165,29 +159,6 @@ CASES: tuple[MixerCase, ...] = (
     MixerCase("mixer_scale",   1, 40,  2, 16,  24, "a scale of 1, as the models use it, and no dt_bias",
               scale=1.0, bias=False),
     MixerCase("mixer_gates",   1, 70,  2, 16,  24, "projections of the gates in the dtype of x", short=True),
-    MixerCase("projected_one", 8, 1,   2, 16,  24, "one token of eight sequences", d=128),
-    MixerCase("projected_many", 33, 3, 2, 16,  8,  "more sequences than a kernel call takes", d=128),
-    MixerCase("projected_ragged", 2, 70, 2, 16, 24, "no tile fits evenly", d=256, reflect=True),
-    MixerCase("projected_600", 1, 600, 1, 16,  24, "two stretches of tokens, the second one ragged", d=256),
-    MixerCase("projected_groups", 1, 140, 2, 16, 24, "three value heads share a key", HV=6, d=128),
-    MixerCase("projected_one_key", 1, 70, 1, 32, 24, "more value heads share a key than a bundle holds", HV=5,
-              d=128),
-    MixerCase("projected_odd", 1, 131, 3, 50,  70, "no size is a power of two or a multiple of 8", d=128),
-    MixerCase("projected_k128", 1, 130, 2, 128, 64, "cells of weights that are full", d=384, scale=1.0),
-    MixerCase("projected_v256", 1, 66, 3, 64,  256, "the widest values of a kernel, and two bundles", d=128),
-    MixerCase("projected_two_taps", 2, 70, 2, 16, 24, "the fewest taps", W=2, d=128, bias=False),
-    MixerCase("projected_packed", 1, 270, 2, 16, 24, "two stretches of packed tokens", d=128,
-              lengths=(0, 1, 127, 2, 140)),
-    MixerCase("projected_packed_resets", 1, 139, 2, 16, 24, "packed by resets alone, as the models pack",
-              d=128, lengths=(1, 63, 64, 2, 9), bounds=False),
-    MixerCase("projected_free", 1, 70, 2, 16,  24, "nothing decays, and beta is 2", d=128, b=20.0,
-              reflect=True, decay="none"),
-    MixerCase("projected_faint", 1, 70, 2, 16, 24, "softplus of -80, and beta of 2e-9", d=128, b=-20.0,
-              decay="faint"),
-    MixerCase("projected_forget", 1, 70, 2, 16, 24, "g = -20 for every token", d=128, decay="strong"),
-    MixerCase("projected_reset", 1, 140, 2, 16, 24, "decays of exactly 0", d=128, decay="reset"),
-    MixerCase("projected_gates", 1, 70, 2, 16, 24, "packed, the gates' projections in x's dtype, no bias",
-              d=128, lengths=(9, 61), short=True, bias=False),
 )
 # fmt: on
 
@@ -228,8 +199,8 @@ def inputs(case: MixerCase, dtype: torch.dtype) -> Inputs:
     elif case.keys == "zero":
         keys[:, np.arange(before + T) // 8 % 2 == 0] = 0.0
     a = normal(B, T, HV) - 2
-    if case.decay in ("none", "faint", "strong"):
-        a = 0 * a + {"none": -45.0, "faint": -80.0, "strong": 20.0}[case.decay]
+    if case.decay in ("none", "strong"):
+        a = 0 * a + {"none": -45.0, "strong": 20.0}[case.decay]
     elif case.decay == "reset":
         a = np.where(rng.random(a.shape) < 0.125, RESET, a - 2)
     tensors = {
@@ -241,12 +212,6 @@ def inputs(case: MixerCase, dtype: torch.dtype) -> Inputs:
         "gain": tensor(1 + 0.3 * normal(V)),
         "A_log": tensor(0.3 * normal(HV)),
     }
-    if case.d:
-        del tensors["x"], tensors["gate"]
-        size = case.d**-0.5
-        tensors["hidden"] = tensor(normal(B, T, case.d), dtype)
-        tensors["projection"] = tensor(size * normal(channels, case.d), dtype)
-        tensors["gate_projection"] = tensor(size * normal(HV * V, case.d), dtype)
     if case.b is not None:
         tensors["b"].fill_(case.b)
     if case.bias:
@@ -296,9 +261,9 @@ def verdicts(case: MixerCase, dtype: torch.dtype, backend: str, device: str = "c
     for sample in samples(x):
         for name, spread in spreads.items():
             spread.add([sample[name]])
-    terms = STEPS + case.K + case.V + case.d
+    terms = STEPS + case.K + case.V
     one = Reference(case.op, case.name, dtype, judge, spreads, terms + min(case.T, CHUNK), dtype)
-    summed = [name for name in judge if name in SHARED or name.startswith(WEIGHTS)]
+    summed = [name for name in judge if name in SHARED or name.startswith("dweight")]
     alone = [name for name in judge if name not in summed]
     every = replace(one, terms=terms + case.B * case.T)
     return one.verdicts(backend, results, alone) + every.verdicts(backend, results, summed)
@@ -321,7 +286,7 @@ def _outcome(x: Inputs, compute: Callable[[MixerCase, Tensors], Tensors]) -> dic
 
 def split(case: MixerCase, name: str, y: Tensor) -> dict[str, Tensor]:
     """Returns a result by its name, the gradient of the convolution's channels as those of q, k and v."""
-    axis = {"dx": 2, "dprefix": 2, "dweight": 0, "dprojection": 0}.get(name)
+    axis = {"dx": 2, "dprefix": 2, "dweight": 0}.get(name)
     if axis is None:
         return {name: y}
     return {f"{name}_{part}": x for part, x in _channels(case, y, axis).items()}
@@ -336,8 +301,6 @@ def _channels(case: MixerCase, x: Tensor, axis: int) -> dict[str, Tensor]:
 
 def formula(case: MixerCase, x: Tensors, form: dense.Form, rounding: Rounding) -> dict[str, Tensor]:
     """Returns the outputs by the formulas of the parts."""
-    if case.d:
-        x = {**x, **_project(case, x, rounding)}
     dtype = x["x"].dtype
     convolution = LayerCase(case.name, "short_convolution", (), case.reason, lengths=case.lengths)
     (qkv,) = layer_cases.formula(convolution, _only(x, "x", "weight", "prefix"), rounding)
@@ -355,28 +318,14 @@ def formula(case: MixerCase, x: Tensors, form: dense.Form, rounding: Rounding) -
     return outputs if "final_state" in case.loss else _only(outputs, "y")
 
 
-def _project(case: MixerCase, x: Tensors, rounding: Rounding) -> dict[str, Tensor]:
-    """Returns x and the gate of hidden states."""
-    dtype = x["hidden"].dtype
-    full = torch.promote_types(dtype, torch.float32)
-    hidden = rounding(x["hidden"].to(full))
-    made, gate = (rounding(hidden @ x[name].to(full).t()) for name in ("projection", "gate_projection"))
-    return {"x": made.to(dtype), "gate": gate.to(dtype).unflatten(2, (case.value_heads, case.V))}
-
-
 def _run(case: MixerCase, x: Tensors, backend: str) -> dict[str, Tensor]:
     """Calls the public operation."""
-    first, sizes = x["hidden" if case.d else "x"], (x["weight"], case.value_heads, case.K, case.V)
-    packing = {"bounds": "cu_seqlens" in x, "position": "position" in x}
-    if case.d:
-        whole = is_projected(first, *sizes, **packing, backend=backend)
-    else:
-        states = case.before or "final_state" in case.loss
-        whole = is_one_operation(first, *sizes, **packing, states=states, backend=backend)
+    whole = is_one_operation(
+        x["x"], x["weight"], case.value_heads, case.K, case.V, bounds="cu_seqlens" in x,
+        position="position" in x, states=case.before or "final_state" in case.loss, backend=backend,
+    )  # fmt: skip
     if case.op in BACKENDS[backend].capabilities and not whole:
-        raise BackendRefusal(f"{backend} computes it by its parts, in {dtype_name(first.dtype)}")
-    if case.d:
-        return {"y": projected_delta_layer(**x, **case.options(), backend=backend)}
+        raise BackendRefusal(f"{backend} computes it by its parts, in {dtype_name(x['x'].dtype)}")
     y, final_state = gated_delta_layer(**x, **case.options(), backend=backend)
     return {"y": y} if final_state is None else {"y": y, "final_state": final_state}
 
@@ -387,10 +336,10 @@ def _only(x: Tensors, *names: str) -> dict[str, Tensor]:
 
 def parts(case: MixerCase, name: str) -> Tensor | None:
     """Returns the number of the sequence and head of each index of a tensor's first axes."""
-    if name in ("dgain", "dgate_projection"):
+    if name == "dgain":
         return None
     heads = torch.arange(case.H if name[-2:] in ("_q", "_k") else case.value_heads)
-    if name in SHARED or name.startswith(WEIGHTS):
+    if name in SHARED or name.startswith("dweight"):
         return heads
     if name in ("final_state", "dinitial_state"):
         sequence = torch.arange(case.sequences)
@@ -400,4 +349,4 @@ def parts(case: MixerCase, name: str) -> Tensor | None:
     else:
         tokens = case.W - 1 if name.startswith("dprefix") else case.T
         sequence = torch.arange(case.B)[:, None].expand(case.B, tokens)
-    return sequence if name == "dhidden" else sequence[..., None] * len(heads) + heads
+    return sequence[..., None] * len(heads) + heads

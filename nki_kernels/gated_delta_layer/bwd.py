@@ -9,12 +9,10 @@ stages are in `nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` a
 the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 """
 
-from delta_trn.nki_kernels.chunk import invert_key_squares, load_lanes, sum_decays, sum_key_squares
+from delta_trn.nki_kernels.chunk import invert_key_squares, sum_decays, sum_key_squares
 from delta_trn.nki_kernels.chunk_gradients import (
     divide_norms,
-    scale_sums,
     shorten_vectors,
-    sum_decay_gradient,
     transpose_gradients,
     transpose_states,
 )
@@ -31,8 +29,6 @@ from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
     DZ,
     GATE,
     GATE_SLOPE,
-    HIDDEN,
-    HIDDEN_T,
     KEPT,
     LOAD_ROWS,
     LOAD_TAPS,
@@ -67,19 +63,8 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     store_sums,
     sum_taps,
 )
-from delta_trn.nki_kernels.gated_delta_layer.gates import store_decay_gradients, store_strength_gradient
-from delta_trn.nki_kernels.gated_delta_layer.projection_bwd import (
-    count_steps,
-    finish_chunk,
-    list_groups,
-    multiply_groups,
-    open_sequences,
-    store_hidden,
-    transpose_groups,
-)
 from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     APPLY,
-    DECAY,
     EVEN,
     FACTORS,
     LOAD,
@@ -91,7 +76,6 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     SOLVE,
     SPREAD,
     STATE,
-    STRENGTH,
     SUBSTITUTE,
     TRANSPOSE,
     TRANSPOSE_KEYS,
@@ -146,9 +130,6 @@ def run_gradient_stage(stage, stream, index, call):
     table = take_corners(constants, own["rows"])
     if stage == LOAD:
         stream["chunks"][index] = load_gradient_chunk(own, bundle, call, table)
-        if call["projects"]:
-            slopes = call["projection"]["slopes"]
-            own["slopes"] = load_lanes(slopes, bundle, own["start"], own["tokens"], own["rows"])
     elif stage == SQUARES:
         chunk["squares"] = sum_key_squares(chunk["qk"], table)
     elif stage == NORMS:
@@ -201,14 +182,6 @@ def run_gradient_stage(stage, stream, index, call):
         compute_slopes(own, stream, call)
     elif stage == DU:
         multiply_slopes(chunk, own, stream, call)
-    elif call["projects"] and stage == STRENGTH:
-        scale_sums(chunk)
-        store_strength_gradient(
-            call["dbeta"], chunk["dbeta"], own["slopes"], bundle, own["start"], own["tokens"]
-        )
-    elif call["projects"] and stage == DECAY:
-        dg_sb = sum_decay_gradient(chunk, bundle, parts, take_corners(constants, own["rows"]))
-        store_decay_gradients(call["dg"], dg_sb, own["slopes"], bundle, own["start"], own["tokens"])
     else:
         differentiate_chunk(
             stage, chunk, bundle, call["gradients"], parts, call["value_parts"], True, constants
@@ -248,10 +221,6 @@ def convolve_again(stage, step, stream, index, call):
 
 def run_share(stage, rank, shares, stream, index, call):
     """Runs a share, number `rank` of all, of a stage of SHARED of a chunk."""
-    if stage == HIDDEN_T:
-        due = len(stream["groups"]) * rank // shares
-        transpose_groups(stream, index, due, call["constants"]["eye"])
-        return
     count = len(stream["plan"]["cells"])
     if stage != STORE_DX:
         count = count * len(split(call["W"], AT_ONCE))
@@ -269,12 +238,11 @@ def open_stream(bundle, largest, call):
         own.append(
             {
                 "start": start, "tokens": stop - start, "rows": pad_to_rows(stop - start), "taps": [],
-                "products": [], "dx_sums": [], "dx_cells": [], "turned": [],
+                "products": [], "dx_sums": [], "dx_cells": [],
             }
         )  # fmt: skip
     return {
-        "bundle": bundle, "plan": plan, "groups": list_groups(plan, bundle, call["V"]), "chunks": chunks,
-        "own": own, "leaving": [],
+        "bundle": bundle, "plan": plan, "chunks": chunks, "own": own, "leaving": [],
         "dS": load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"]),
         "space": allocate_workspace(largest, bundle["lanes"]),
         "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, largest),
@@ -305,7 +273,7 @@ def gated_delta_layer_bwd(
     """
     made = compute_gradients(
         dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate,
-        has_dstate, initial_state, has_state, states, {}, scale, eps, C, lanes, width,
+        has_dstate, initial_state, has_state, states, scale, eps, C, lanes, width,
     )  # fmt: skip
     dx, dweight, dg, dbeta, dz = made["dx"], made["dweight"], made["dg"], made["dbeta"], made["dz"]
     if continued:
@@ -315,13 +283,9 @@ def gated_delta_layer_bwd(
 
 def compute_gradients(
     dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
-    initial_state, has_state, states, projection, scale, eps, C, lanes, width,
+    initial_state, has_state, states, scale, eps, C, lanes, width,
 ):  # fmt: skip
-    """Computes what `gated_delta_layer_bwd` returns, and returns it in a dict.
-
-    projection is what `projection_bwd.start` returns, or an empty dict. With it, its `dhidden` is made, too,
-    `dbeta` is that of b, and `dg` has those of a and A_log, as `gates.store_decay_gradients` says.
-    """
+    """Computes what `gated_delta_layer_bwd` returns, and returns it in a dict."""
     N, T, channels = x.shape
     H, K, HV, V, W = q.shape[2], q.shape[3], z.shape[2], z.shape[3], weight_t.shape[0]
     check(N, W, packed, continued)
@@ -330,8 +294,7 @@ def compute_gradients(
     chunks = (T + C - 1) // C
     dx = nl.ndarray((N, T, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((N, W, channels), dtype=nl.float32, buffer=nl.shared_hbm)
-    projects = len(projection) > 0
-    dg = nl.ndarray((N, T, HV, 2) if projects else (N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
+    dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
     dz = nl.ndarray((N, T, HV, V), dtype=z.dtype, buffer=nl.shared_hbm)
     dgain = nl.ndarray((N, HV * V), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -350,36 +313,26 @@ def compute_gradients(
         "gain": load_everywhere(gain), "norm": build_norm(eps),
         "eye": build_identity(PARTITIONS, nl.float32), "constants": constants,
         "blocks": build_block_constants(largest), "shifts": build_shifts(max(largest, W - 1), W),
-        "projection": projection, "projects": projects, "dweight": dweight, "dg": dg, "dbeta": dbeta,
-        "dgain": dgain, "dinitial_state": dinitial_state, "dprefix": dprefix,
+        "dweight": dweight, "dg": dg, "dbeta": dbeta, "dgain": dgain, "dinitial_state": dinitial_state,
+        "dprefix": dprefix,
     }  # fmt: skip
-    stages = list_gradient_stages(projects)
+    stages = list_gradient_stages()
     ranks, shares, behind = rank_shares(stages)
     for wave in list_waves(N, H, HV, width, lanes, BACKWARD_BUNDLES):
         streams = []
         for bundle in wave:
             streams.append(open_stream(bundle, largest, call))
-        sequences = open_sequences(streams, projection) if projects else []
         for turn in range(chunks + behind):
             for i in range(len(stages)):
                 stage, parity, late = stages[i]
                 index = chunks - 1 - (turn - late)
                 if index < 0 or index >= chunks:
                     continue
-                if stage == HIDDEN:
-                    due = count_steps(sequences) * ranks[i] // shares[i]
-                    multiply_groups(sequences, index, due, projection)
-                    continue
                 for b in range(parity, len(streams), 2):
                     if ranks[i] > 0:
                         run_share(stage, ranks[i], shares[i], streams[b], index, call)
                     else:
                         run_gradient_stage(stage, streams[b], index, call)
-            last = chunks - 1 - (turn - behind)
-            if projects and last >= 0 and last < chunks:
-                finish_chunk(streams, sequences, last, projection, constants["eye"])
-        for sequence in sequences:
-            store_hidden(sequence, projection)
         for stream in streams:
             store_state(dinitial_state, stream["dS"], stream["bundle"], call["parts"])
             store_sums(dweight, dgain, stream, W, V)

@@ -1,6 +1,5 @@
 """Lists the cells of a layer's convolution, and in which turn of the rule each is computed."""
 
-from delta_trn.nki_kernels.gated_delta_layer.projection import list_gate_cells
 from delta_trn.nki_kernels.gated_delta_rule_fwd import AHEAD, LOAD
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_sides, split
 
@@ -35,7 +34,7 @@ def list_cells(wave, T, call, stages):
             before[parity] = AHEAD - ahead
     C, H, K, V = call["C"], call["H"], call["K"], call["V"]
     longest = STRETCH // 2 if call["packed"] else STRETCH
-    spans = cut_stretches(T, longest if call["projects"] else C, longest)
+    spans = cut_stretches(T, C, longest)
     for s in range(len(spans)):
         t0, t1 = spans[s]
         for b in range(len(wave)):
@@ -62,12 +61,6 @@ def list_cells(wave, T, call, stages):
                         }
                     )  # fmt: skip
                     group = group + 1
-            last = b + 1 == len(wave) or wave[b + 1]["n"] != bundle["n"]
-            if call["projects"] and last:  # all of a sequence's cells, while its hidden states are at hand
-                for other in range(len(wave)):
-                    if wave[other]["n"] == bundle["n"]:
-                        for cell in list_gate_cells(wave[other], V, t0, t1, other, t0 // C + AHEAD):
-                            cells.append(cell)
     return cells
 
 

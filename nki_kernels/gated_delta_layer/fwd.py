@@ -23,14 +23,6 @@ from delta_trn.nki_kernels.gated_delta_layer.fwd_stages import (
     WINDOW,
     list_layer_stages,
 )
-from delta_trn.nki_kernels.gated_delta_layer.gates import load_gates, make_gates
-from delta_trn.nki_kernels.gated_delta_layer.projection import (
-    GATE_SIDE,
-    keep,
-    prepare,
-    project,
-    project_gate,
-)
 from delta_trn.nki_kernels.gated_delta_rule_fwd import (
     AHEAD,
     ALL,
@@ -61,7 +53,6 @@ from delta_trn.nki_kernels.plan import (
 )
 from delta_trn.nki_kernels.short_convolution import (
     ON_VECTOR,
-    begin_window,
     build_masks,
     check,
     copy_tail,
@@ -83,7 +74,6 @@ from delta_trn.nki_kernels.tiles import (
 )
 from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
 
-MORE_ON_VECTOR = 2  # taps of the convolution for the Vector engine, where the Tensor engine projects
 LAG = 1  # turns by which the norm may be behind the rule
 
 
@@ -94,23 +84,11 @@ def convolve(stage, i, cells, streams, call):
         return
     cell = cells[j]
     stream = streams[cell["stream"]]
-    projects, own, eye = call["projects"], call["projection"], call["constants"]["eye"]
     if stage == WINDOW:
-        if projects and j == 0:
-            prepare(cell, own, eye)
-        if cell["side"] == GATE_SIDE:
-            project_gate(cell, own)
-        else:
-            open_window(cell, stream, call)
-        if projects and j + 1 < len(cells):
-            prepare(cells[j + 1], own, eye)
-    elif cell["side"] == GATE_SIDE:
-        return
+        open_window(cell, stream, call)
     elif stage == TAPS:
-        if projects and call["save"] > 0:
-            keep(cell["window"], call["W"] - 1, cell, stream, own["x"], eye)
         cell["z"] = sbuf(cell["slices"][0].shape)
-        sum_taps(cell["z"], [cell["slices"]], stream["taps"][cell["group"]], call["on_vector"], 2)
+        sum_taps(cell["z"], [cell["slices"]], stream["taps"][cell["group"]], ON_VECTOR, 2)
     else:
         activate(cell, stream, call)
 
@@ -119,19 +97,12 @@ def open_window(cell, stream, call):
     """Runs WINDOW: x of a cell, and of the tokens before it, as [channels, tokens]."""
     x, W, eye = call["x"], call["W"], call["constants"]["eye"]
     if cell["group"] == len(stream["taps"]):
-        stream["taps"].append(load_taps(call["weight"], cell, 2, max(1, W - call["on_vector"]), eye))
+        stream["taps"].append(load_taps(call["weight"], cell, 2, max(1, W - ON_VECTOR), eye))
     if cell["group"] == 0:
         stream["keep"] = build_masks(call["position"], call["packed"], cell["t0"], cell["t1"], W)
-    if call["projects"]:
-        window_sb = sbuf((cell["a1"] - cell["a0"], W - 1 + cell["t1"] - cell["t0"]), x.dtype)
-        count = window_sb.shape[1] - (W - 1)
-        project(window_sb[:, W - 1 : W - 1 + count], cell)
-        begin_window(window_sb, call["prefix"], False, cell, stream["tails"], W, eye)
-        cell["window"] = window_sb
-    else:
-        if cell["part"] == 0:
-            stream["x"] = load_tokens(x, cell)
-        window_sb = load_window(stream["x"], call["prefix"], call["continued"], cell, stream["tails"], W, eye)
+    if cell["part"] == 0:
+        stream["x"] = load_tokens(x, cell)
+    window_sb = load_window(stream["x"], call["prefix"], call["continued"], cell, stream["tails"], W, eye)
     tail_sb = window_sb
     if cell["t1"] < call["y"].shape[1]:
         tail_sb = sbuf((window_sb.shape[0], W - 1), x.dtype)
@@ -311,8 +282,8 @@ def gated_delta_layer_fwd(
         states          as of `gated_delta_rule_fwd`, only if there are any
     """
     made = compute_layer(
-        x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, {}, K,
-        scale, eps, save, every, C, lanes, width,
+        x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K, scale,
+        eps, save, every, C, lanes, width,
     )  # fmt: skip
     y, final_state = made["y"], made["final_state"]
     q, k, v = made["saved"]
@@ -328,13 +299,10 @@ def gated_delta_layer_fwd(
 
 
 def compute_layer(
-    x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, projection, K,
-    scale, eps, save, every, C, lanes, width,
+    x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K, scale,
+    eps, save, every, C, lanes, width,
 ):  # fmt: skip
-    """Computes what `gated_delta_layer_fwd` returns, and returns it in a dict.
-
-    projection is what `projection.start` returns, and then x and z are made of it, or an empty dict.
-    """
+    """Computes what `gated_delta_layer_fwd` returns, and returns it in a dict."""
     N, T, HV, V = z.shape
     channels, W = weight.shape
     H = (channels - HV * V) // (2 * K)
@@ -357,9 +325,6 @@ def compute_layer(
     if save == 2:
         u = nl.ndarray((N, channels, T), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
-    projects = len(projection) > 0
-    if projects:
-        load_gates(projection["gates"])
     call = {
         "x": x, "weight": weight, "g": g, "beta": beta, "z": z, "position": position, "packed": packed,
         "prefix": prefix, "continued": continued, "W": W, "H": H, "K": K, "V": V,
@@ -367,11 +332,8 @@ def compute_layer(
         "constants": build_constants(largest, x.dtype),
         "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": True,
         "every": every, "C": C, "o": o, "y": y, "states": states, "whole": K % PARTITIONS == 0,
-        "final_state": final_state, "kept": kept, "projection": projection, "projects": projects,
-        "on_vector": MORE_ON_VECTOR if projects else ON_VECTOR,
+        "final_state": final_state, "kept": kept,
     }  # fmt: skip
-    if projects:
-        make_gates(projection["gates"])
     stages = list_layer_stages()
     slots = [0, 0, 0]  # of a turn, for each stage of the convolution
     for i in range(len(stages)):

@@ -41,7 +41,6 @@ def pairs():
     return [
         pytest.param(case, *pair, id=f"{case.name}-{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * slow)
         for case in CASES
-        if not case.d
         for i, pair in enumerate(RELEASES)
         for slow in [i > 1 or case.name not in (*QUICK, *ALWAYS_PARTS)]
     ]

@@ -1,7 +1,7 @@
-"""Makes token shards, mixes them, looks at them, and measures how fast they are made.
+"""Makes token shards, mixes them, and looks at them.
 
 delta-trn data prepare SOURCE [key=value ...]        delta-trn data mix DIR=WEIGHT ... data.folder=DIR [...]
-delta-trn data info DIR [...]                        delta-trn data bench [--megabytes N] [data.workers=N]
+delta-trn data info DIR [...]
 """
 
 import argparse
@@ -18,11 +18,9 @@ from delta_trn.train.data.entropies import baselines, documents
 from delta_trn.train.data.mixture import mix
 from delta_trn.train.data.preparation import prepare
 from delta_trn.train.data.readers import SEPARATOR
-from delta_trn.train.data.workers import usable_cores
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments
 from delta_trn.train.settings.schema import DataSection, RunConfig, flatten, meaning
-from delta_trn.train.studies.preparation import measure
 
 PREPARE = """Tokenize the text of SOURCE into shards. Killed, the same command continues.
 
@@ -30,19 +28,18 @@ Of a folder every file below it is read that is UTF-8 (.txt, .md, .py, any name)
 .tsv and .parquet by their text field, each other file as one document, cut at {separator} and when it is
 long. All but .parquet may be packed as .gz, .zst, .bz2 or .xz."""
 
-# the keys of `data mix` and `data bench`, with what they mean there
+# the keys of `data mix`, with what they mean there
 MIX = {
     "data.folder": "folder to write",
     "data.seed": "of the order (0)",
     "data.max_tokens": "training tokens that are enough (none: all)",
     "data.shard_tokens": "tokens in a shard (100000000)",
 }
-BENCH = {"data.workers": "processes that tokenize (one a core)"}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one `data` command. Returns 0 when it is done, 130 when it was interrupted."""
-    actions = {"prepare": _prepare, "mix": _mix, "info": _info, "bench": _bench}
+    actions = {"prepare": _prepare, "mix": _mix, "info": _info}
     if arguments and arguments[0] in actions:
         return actions[arguments[0]](arguments[1:])
     parser = argparse.ArgumentParser(prog="delta-trn data", description="Make and look at token shards.")
@@ -143,33 +140,6 @@ def _mix(arguments: Sequence[str]) -> int:
     )
     _print(open_dataset(out))
     return 0
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    parser = _parser(
-        "bench",
-        "Prepare generated text with one process of one thread, and with several: speed, memory.",
-        BENCH,
-    )
-    parser.add_argument("--megabytes", type=int, default=20, metavar="N", help="of text (20)")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change: those below")
-    asked = read_arguments(parser, arguments, section="data")
-    workers = _changed("bench", parse(asked.changes), BENCH).workers or usable_cores()
-    if asked.megabytes < 1:
-        raise UsageError(f"--megabytes={asked.megabytes}: expected at least 1")
-    table = Table(title=f"{asked.megabytes} MB of generated text, byte-pair encoding of 4096 ids")
-    for column in ("workers", "seconds", "MB/s", "CPU seconds", "peak memory MB", "speed"):
-        table.add_column(column, justify="right")
-    rows = measure(asked.megabytes, (1, workers))
-    for row in rows:
-        table.add_row(
-            str(row.workers), f"{row.seconds:.1f}", f"{asked.megabytes / row.seconds:.2f}",
-            f"{row.cpu_seconds:.1f}", f"{row.peak_bytes / 1e6:.0f}", f"{rows[0].seconds / row.seconds:.2f}",
-        )  # fmt: skip
-    Console().print(table)
-    same = len({row.sha256 for row in rows}) == 1
-    print("the same bytes from all" if same else "DIFFERENT BYTES")
-    return 0 if same else 1
 
 
 def _info(arguments: Sequence[str]) -> int:

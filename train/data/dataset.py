@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from delta_trn.train.data.hashes import verified_hashes
 from delta_trn.train.data.shards import (
     HEADER_BYTES,
     HEADER_INTS,
@@ -186,9 +185,9 @@ class TokenDataset:
 
 
 def open_dataset(path: str | Path) -> TokenDataset:
-    """Opens a folder that `prepare` made. Checks every shard's header, size and, the first time, hash.
+    """Opens a folder that `prepare` made, and checks every shard's header and size; no token is read.
 
-    Raises ShardError if meta.json or a shard is missing or damaged, or a split is empty.
+    Raises ShardError if meta.json or a shard is missing or cut short, or a split is empty.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
@@ -208,20 +207,7 @@ def open_dataset(path: str | Path) -> TokenDataset:
                 f"{directory / 'meta.json'} counts {meta.splits[split].tokens} tokens in {split!r}, its "
                 f"shards {total}; prepare the data again"
             )
-    return TokenDataset(directory, _with_hashes(meta, directory))
-
-
-def _with_hashes(meta: Meta, directory: Path) -> Meta:
-    """Returns meta.json's content with the hash of every shard, all of them verified."""
-    shards = [shard for split in meta.splits.values() for shard in split.shards]
-    hashes = verified_hashes(directory, shards)
-    splits = {
-        name: split.model_copy(
-            update={"shards": tuple(replace(shard, sha256=hashes[shard.file]) for shard in split.shards)}
-        )
-        for name, split in meta.splits.items()
-    }
-    return meta.model_copy(update={"splits": splits})
+    return TokenDataset(directory, meta)
 
 
 def _require_inside(directory: Path, file: str) -> None:

@@ -99,11 +99,11 @@ def map_tokens(path: Path, dtype: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard as meta.json lists it. `sha256` is None in a meta.json that others have written."""
+    """A finished shard as meta.json lists it, with the hash of the whole file."""
 
     file: str
     tokens: int
-    sha256: str | None = None
+    sha256: str
 
 
 class ShardWriter:

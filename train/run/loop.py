@@ -89,7 +89,6 @@ class _Loop:
             run.sharding,
             micro=run.layout.micro,
             clip=c.optimizer.clip,
-            by_targets=c.data.loader == "conversations",
         )
         self.crops = held_out_crops(c, run.dataset, run.layout)
         wanted = trackers_of(c, run.origin, run.folder, run.state.step) if run.team.leads else {}
@@ -103,11 +102,6 @@ class _Loop:
     def until_the_end(self, stop: StopRequest) -> Outcome:
         c, state = self.run.config, self.run.state
         last, reason = state.step == c.steps, None
-        if c.evaluation.first and not state.step:
-            if (found := self._evaluate(stop)) is not None:
-                self._report_evaluation(found, better=False)
-            state.owes = False  # there is no checkpoint of step 0: what a signal ended here is not made again
-            self.clock = time.monotonic()
         while state.step < c.steps or state.owes:
             if not state.owes:
                 self._one_step()
@@ -269,7 +263,7 @@ class _Loop:
         def draw() -> str:
             # float32, but where processes send each other weights in bf16
             with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.sharding.sends_bf16):
-                return s.prompt + tokenizer.turn + continue_text(run.model, tokenizer, s.prompt, sampling)
+                return s.prompt + continue_text(run.model, tokenizer, s.prompt, sampling)
 
         # divided models compute it together, and draw the same; one process writes it down
         text = self._attempt("sample", draw, together=run.sharding.is_divided)

@@ -67,11 +67,9 @@ PROPERTIES: Mapping[str, Mapping[str, float]] = {
     "add_rms_norm": {"judge": 3, "again": 1, "rows": 2, "wanted": 1},
     "linear_cross_entropy": {"judge": 3, "again": 1, "wanted": 1},
     "gated_delta_layer": {"judge": 4, "again": 1, "rows": 2, "wanted": 1, "alone": 2, "cut": 2},
-    "projected_delta_layer": {"judge": 4, "again": 1, "rows": 2, "wanted": 1, "alone": 2},
 }
-# Layers, and those with projections, are drawn by streams of their own, so that other cases kept their names
+# Layers are drawn by a stream of their own, so that other cases kept their names
 LAYERS, STREAM = 0.04, 9
-PROJECTED, PROJECTED_STREAM = 0.3, 10
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,7 @@ def draw(seed: int, index: int, backend: str, device: str = "cpu") -> RandomCase
     capabilities = BACKENDS[backend].capabilities
     op = rng.pick({name: weight for name, weight in OPERATIONS.items() if name in capabilities})
     if "gated_delta_rule" in capabilities and Uniforms(seed, index, STREAM).chance(LAYERS):
-        projected = Uniforms(seed, index, PROJECTED_STREAM).chance(PROJECTED)
-        op = "projected_delta_layer" if projected else "gated_delta_layer"
+        op = "gated_delta_layer"
     able = capabilities.get(op, capabilities["gated_delta_rule"])  # one without the layer computes its parts
     dtype = rng.pick({x: weight for x, weight in DTYPES.items() if x in able.dtypes})
     small = device in BACKENDS[backend].emulated
@@ -380,8 +377,7 @@ def _draw_mixer(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: st
     wide = rng.chance(0.1)  # more than a kernel takes at once
     s.K, s.V = max(2, s.K if wide else min(s.K, 128)), max(2, s.V if wide else min(s.V, 256))
     packed = s.lengths is not None
-    projected = op == "projected_delta_layer"
-    handed = check == "cut" or (not packed and rng.chance(0.4) and not projected)
+    handed = check == "cut" or (not packed and rng.chance(0.4))
     kinds = {
         "keys": {"random": 6, "equal": 1, "near": 1, "zero": 1}, "b": {None: 6, 12.0: 1, 6.0: 1, -4.0: 1},
         "decay": {"plain": 6, "none": 1, "strong": 0.5, "reset": 2}, "W": {4: 8, 2: 1, 3: 1, 1: 0.3, 5: 0.3},
@@ -396,13 +392,12 @@ def _draw_mixer(rng: Uniforms, name: str, op: str, dtype: torch.dtype, check: st
     case = MixerCase(
         name, s.B, s.T, s.H, s.K, s.V, "", s.HV, **drawn, reflect=rng.chance(0.4),
         lengths=tuple(s.lengths) if s.lengths is not None else None, bounds=rng.chance(0.5),
-        before=not packed and rng.chance(0.4) and not projected, loss=BOTH if handed else ("y",),
+        before=not packed and rng.chance(0.4), loss=BOTH if handed else ("y",),
         short=rng.chance(0.3) and dtype != torch.float16, bias=rng.chance(0.7),
-        d=rng.pick({128: 4, 256: 2, 384: 1, 72: 0.5}) if projected else 0,
     )  # fmt: skip
     x = mixer_cases.inputs(case, dtype)
     words += s.words + ["reflect"] * case.reflect + ["before"] * case.before
-    terms = layer_cases.STEPS + s.K + s.V + s.B * s.T + case.d
+    terms = layer_cases.STEPS + s.K + s.V + s.B * s.T
     return _Parts(x.tensors, x.douts, case.options(), words, terms, layer=case)
 
 
@@ -440,5 +435,4 @@ _DRAWS: Mapping[str, Callable[[Uniforms, str, str, torch.dtype, str, bool], _Par
     "add_rms_norm": _draw_layer,
     "linear_cross_entropy": _draw_layer,
     "gated_delta_layer": _draw_mixer,
-    "projected_delta_layer": _draw_mixer,
 }

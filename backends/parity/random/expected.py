@@ -20,7 +20,7 @@ from delta_trn.backends.parity.random.cases import RandomCase
 
 Tensors = Mapping[str, Tensor]
 # all rows have these in common
-SHARED = ("A_log", "dt_bias", "weight", "gain", "projection", "gate_projection")
+SHARED = ("A_log", "dt_bias", "weight", "gain")
 CHUNK = 64
 SAMPLES = 12
 

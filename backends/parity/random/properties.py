@@ -34,7 +34,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from delta_trn.backends import gated_delta_layer, layers, projected_delta_layer
+from delta_trn.backends import gated_delta_layer, layers
 from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.parity.judge import FACTOR, Reference, Spread, Verdict, absolute, chance_factor
@@ -94,7 +94,7 @@ class Criterion:
             name: Spread(y, parts(case, name, y), absolute(dtype_of(case, name), largest, case.terms))
             for name, y in exact.items()
         }
-        rounded = case.dtype if case.op.startswith(("gated_delta_", "projected_")) else None
+        rounded = case.dtype if case.op.startswith("gated_delta_") else None
         self.reference = Reference(case.op, case.name, case.dtype, exact, spreads, case.terms, rounded)
         self.add_sample()
 
@@ -164,8 +164,6 @@ def run(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
         y, final_state = (gated_delta_rule if rule else gated_delta_layer)(**x, **options)  # type: ignore[arg-type]
         outputs = {"o" if rule else "y": y}
         return outputs if final_state is None else {**outputs, "final_state": final_state}
-    if case.op == "projected_delta_layer":
-        return {"y": projected_delta_layer(**x, **options)}  # type: ignore[arg-type]
     if case.op == "gated_delta_rule_step":
         return dict(zip(("o", "state"), gated_delta_rule_step(**x, **options), strict=True))  # type: ignore[arg-type]
     if case.op == "delta_residual":
@@ -189,8 +187,6 @@ def _require_forms(case: RandomCase, results: Tensors) -> None:
             shape = (n, v.shape[-2], case.options["K"] if "gate" in x else x["q"].shape[-1], v.shape[-1])
         elif name == "loss":
             shape = ()
-        elif case.op == "projected_delta_layer" and name == "y":
-            shape = (*x["a"].shape, *x["gain"].shape)
         elif name[0] == "d" and name[1:] in x:
             shape = x[name[1:]].shape
         else:

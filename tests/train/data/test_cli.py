@@ -144,13 +144,9 @@ def test_data_mix_takes_keys_of_the_configuration_between_the_folders(source, tm
         (("mix", "a=1", "data.folder=x", "steps=3"), "steps changes nothing in `data mix`, whose keys are"),
         (("mix", "a=b", "data.folder=x"), "a=b: expected DIR or DIR=WEIGHT, such as data/a=0.7, or one of"),
         (("mix", "a=1", "data.folder=x", "data.max_tokens=0"), "data.max_tokens=0: expected at least 1"),
-        (("bench", "--workers", 2), "keys have no dashes: data.workers=2"),
-        (("bench", "data.workers=0"), "data.workers=0: expected at least 1"),
-        (("bench", "--megabytes", 0), "--megabytes=0: expected at least 1"),
-        (("bench", "data.seed=1"), "data.seed changes nothing in `data bench`, whose keys are data.workers"),
     ],
 )
-def test_data_mix_and_bench_refuse_what_is_no_key_of_theirs(capsys, words, expected):
+def test_data_mix_refuses_what_is_no_key_of_it(capsys, words, expected):
     assert data(*words) == 2
     assert expected in capsys.readouterr().err
 

@@ -142,12 +142,6 @@ ON_OPENING = [
         r"counts 1 tokens in 'train', its shards \d+",
     ),
     (
-        "a flipped bit",
-        lambda f: flip(f / TRAIN),
-        r"train_000001\.bin changed since it was prepared: its sha256 is \w{64}, expected \w{64}; copy it "
-        "again, or prepare the data again",
-    ),
-    (
         "a shard outside",
         lambda f: name_shard(f, outside(f)),
         r"names the shard '../x.bin', which lies outside",

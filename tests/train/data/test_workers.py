@@ -11,7 +11,6 @@ import pytest
 
 from delta_trn.train.data import preparation, workers
 from delta_trn.train.settings.errors import DataError
-from delta_trn.train.studies.preparation import measure
 from tests.support.corpus import prepare_text, write_jsonl
 
 
@@ -119,11 +118,3 @@ def test_an_error_in_reading_is_raised_after_the_batches_that_were_read():
     assert [next(results), next(results)] == [(["a"], 0), (["b"], 1)]
     with pytest.raises(OSError, match="network went away"):
         next(results)
-
-
-@pytest.mark.slow
-def test_two_workers_are_faster_than_one_in_less_than_a_gigabyte():
-    one, two = measure(50, (1, 2))
-    assert one.sha256 == two.sha256
-    assert 0 < two.peak_bytes < 10**9
-    assert one.seconds / two.seconds > 1.5  # 1.8 and more for 1 GB on a quiet machine

@@ -3,11 +3,8 @@
 import json
 
 import pytest
-import torch
 
-from delta_trn.backends import is_projected
 from delta_trn.backends.bench import trn1_adapter as kernels
-from delta_trn.backends.registry import apart
 from delta_trn.nki_kernels.simulator import TARGETS
 from delta_trn.nki_kernels.simulator.core.tables import LOAD_US
 from delta_trn.nki_kernels.simulator.cost import ISSUE, RATE, SCALAR_LATENCY
@@ -53,34 +50,8 @@ def test_the_layer_and_the_step_run_dry(tmp_path):
     lines = tmp_path / "trn1.jsonl"
     assert steps.main(["--dry", "--json", str(lines)]) == 0
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert [row["stage"] for row in rows] == ["layer", "projections", "step"]
-    planned = (rows[0]["planned"], rows[2]["planned"])
-    assert all(0 < low <= high for low, high in planned) and rows[2]["seconds"] > 0
-    assert {"inside_s", "outside_s"} <= set(rows[1])
-
-
-def test_projections_stay_where_they_are_faster():
-    assert "leave them there" in steps._compared(1.0, 1.1)["decides"]
-    assert "limit of d" in steps._compared(1.1, 1.0)["decides"]
-
-
-def test_an_operation_can_be_taken_apart_for_a_block():
-    hidden, weight = torch.zeros(1, 8, 128, dtype=torch.bfloat16), torch.zeros(112, 4)
-
-    def projected():
-        return is_projected(hidden, weight, 2, 16, 24, backend="nki-simulator")
-
-    assert projected()
-    with apart("projected_delta_layer"):
-        assert not projected()
-    assert projected()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(2.0, "slower than planned"), (0.1, "faster than planned"), (1.1, "holds")]
-)
-def test_a_step_is_judged_by_the_plans_range(seconds, words):
-    assert words in steps._judged(seconds, 0.8, 1.2, "step")["decides"]
+    assert [row["stage"] for row in rows] == ["layer", "step"]
+    assert rows[1]["seconds"] > 0
 
 
 def test_without_a_chip_the_command_says_how_to_go_on():
