@@ -1,4 +1,4 @@
-"""What an earlier version wrote is read: `earlier_run` is a run of commit e89a490, stopped at step 3.
+"""What an earlier version wrote is read: this folder has a run of commit e89a490, stopped at step 3.
 
 The names of its weights have no `model.` before the backbone's, and its configuration has keys that are gone.
 It was made by `delta-trn run tiny` with model.tie_word_embeddings=false, one layer of each mixer, and
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from delta_trn.models import DeltaModel
 from tests.support.tiny_run import ONE_SUM, read_metrics, train
 
-EARLIER = Path(__file__).parent / "earlier_run"
+EARLIER = Path(__file__).parent
 CHECKPOINT = EARLIER / "run" / "checkpoints" / "step-00000003"
 # of this checkpoint, as e89a490 computed them: the logits of the ids 65 to 68 after 65, 66, ... 74
 LOGITS = [-0.0036137362476438284, -0.033180441707372665, -0.021428346633911133, -0.026302438229322433]
@@ -24,7 +24,8 @@ LOGITS = [-0.0036137362476438284, -0.033180441707372665, -0.021428346633911133, 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    return shutil.copytree(EARLIER, tmp_path / "earlier") / "run"
+    shutil.copytree(EARLIER / "data", tmp_path / "data")
+    return shutil.copytree(EARLIER / "run", tmp_path / "run")
 
 
 def losses(run: Path) -> list[float]:
