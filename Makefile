@@ -13,7 +13,7 @@
 #   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
 #   make compile    compile every configuration of the Triton kernels for sm_90, with bounds on what each needs and
 #                   on the estimated time of those that matter most (no GPU, 17 minutes)
-#   make compile-triton TRITON=3.6.0  a part of it with another Triton, beside the installed one
+#   make compile-triton TRITON=3.9.0  a part of it with another Triton, beside the installed one
 #   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)
 #   make test-trl   TRL and PEFT on our models and patched ones: the script of docs/fine-tuning.md (10 MB beside .venv)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
