@@ -54,7 +54,7 @@ def _make_and_report(arguments: list[str], log: str) -> None:
         peak = machine.peak_memory(device) - before
         named = dict(sharding.model.named_parameters())
         weights = {name: sharding.whole(name, p).clone() for name, p in named.items()} if peak < 2**25 else {}
-        tied = sharding.model.lm_head.weight is sharding.model.embed.weight
+        tied = sharding.model.lm_head.weight is sharding.model.model.embed.weight
         torch.save({"peak": peak, "weights": weights, "tied": tied}, f"{log}.pt")
     sys.stdout.flush()
     os._exit(0)
