@@ -114,7 +114,7 @@ class DataSection(Section):
     max_documents: CountOrNone = None
     """how many documents of the source are read; none: all"""
     max_tokens: CountOrNone = None
-    """how many tokens are enough: no further document is read; none: no limit"""
+    """how many tokens are enough: no further document is written; none: no limit"""
     seed: int = 0
     """seed of the choice of held-out documents"""
     loader: Literal["random_crop", "stream"] = "random_crop"
