@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from delta_trn.backends.bench.peers import PEERS
-from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.checks import BackendRefusal, dtype_name
+from delta_trn.backends.dispatch import BACKENDS, OPERATIONS
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule, rule_cases
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict, error
 from delta_trn.backends.parity.random import fuzz
 from delta_trn.backends.parity.rule_cases import SMALL, TIMED, Case
-from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
 
 # the cases of the rule on a backend that is not emulated, besides the small ones
 HARD = ("mixed", "heavy", "near_1", "near_2", "reflect_random", "odd", "k256", "packed_gva", "carry")
@@ -89,7 +89,7 @@ def certify(backend: str, device: str, emulated: bool, cases: int | None, seed: 
 
 def dtypes(backend: str, op: str) -> list[torch.dtype]:
     """Returns the dtypes in which a backend has an operation; none if it lacks it."""
-    capability = BACKENDS[backend].capabilities.get(op)
+    capability = BACKENDS[backend].rows.get(op)
     return [dtype for dtype in DTYPES if capability is not None and dtype in capability.dtypes]
 
 
@@ -159,7 +159,7 @@ def _decode(page: Certificate) -> Check:
     failures, worst = [], 0.0
     for name in DECODED:
         case = rule_cases.BY_NAME[name]
-        if "gated_delta_rule_step" not in BACKENDS[page.backend].capabilities:
+        if "gated_delta_rule_step" not in BACKENDS[page.backend].rows:
             return Check("decoding is training's pass", "the backend has no step", True)
         for dtype in filter(FULL.__contains__, dtypes(page.backend, "gated_delta_rule_step")):
             x = rule_cases.inputs(case, dtype).to(page.device)
@@ -186,15 +186,13 @@ def _random(page: Certificate, cases: int, seed: int) -> Check:
 def _limits(page: Certificate) -> None:
     """Adds what the backend declares that it cannot do."""
     for op in OPERATIONS:
-        capability = BACKENDS[page.backend].capabilities.get(op)
+        capability = BACKENDS[page.backend].rows.get(op)
         if capability is None:
             page.refused[f"`{op}`"] = "not implemented"
             continue
         lacking = [dtype_name(dtype) for dtype in DTYPES if dtype not in capability.dtypes]
-        limits = [f"{name} above {limit}" for name, limit in capability.limits.items()]
-        forms = [f"forms other than {', '.join(sorted(capability.forms))}"] if capability.forms else []
-        if lacking or limits or forms:
-            page.refused[f"`{op}`"] = ", ".join([*lacking, *limits, *forms])
+        if lacking:
+            page.refused[f"`{op}`"] = ", ".join(lacking)
 
 
 def markdown(page: Certificate, command: str) -> str:

@@ -12,19 +12,19 @@ from delta_trn.backends import (
     add_rms_norm,
     default_backend,
     delta_residual,
+    dispatch,
     gated_delta_rule,
     gated_delta_rule_step,
     gated_rms_norm,
     linear_cross_entropy,
-    registry,
     short_convolution,
 )
+from delta_trn.backends.dispatch import adapter
 from delta_trn.backends.gated_delta_rule import OPERATOR, STEP_OPERATOR
 from delta_trn.backends.operator import Operator
-from delta_trn.backends.registry import adapter
 
 BACKENDS = ["chunked", "recurrent"]
-RUNNABLE = [name for name, backend in registry.BACKENDS.items() if not backend.unavailable("cpu")]
+RUNNABLE = [name for name, backend in dispatch.BACKENDS.items() if not backend.unavailable("cpu")]
 
 # T = 5 suffices: parity crosses chunks and segments, and gradcheck calls the rule once per element
 VARIANTS = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
-from delta_trn.backends.registry import BACKENDS
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import scaled_parameters

@@ -38,18 +38,20 @@ LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
 
 # fmt: off
 BUGS = (
-    Bug("chunked: o is not scaled", f"{RULE}.chunked:forward",
-        "v.new_empty(v.shape), call.scale)", "v.new_empty(v.shape), 1.0)", "chunked"),
-    Bug("chunked: erasures decay with the wrong sign", f"{RULE}.chunked:backward",
-        "read.addcmul_(undone, beta_i, value=-1)", "read.addcmul_(undone, beta_i, value=1)", "chunked"),
-    Bug("chunked: dbeta without later erasures", f"{RULE}.chunked:backward",
-        ".sub_(undone.sum(-1))", "", "chunked"),
-    Bug("chunked: dk without the transposed pairs", f"{RULE}.chunked:backward",
-        "dkk + dkk.mT", "dkk", "chunked"),
-    Bug("chunked: dg without the state carried through", f"{RULE}.chunked:log_decay_gradient",
-        ".add_(carried[:, None])", "", "chunked"),
-    Bug("chunked: dk of one value head of a group", f"{RULE}.chunked:_sum_group",
-        "x.sum(2)", "x[:, :, 0]", "chunked"),
+    Bug("chunked: o is not scaled", f"{RULE}.chunked:compute",
+        "call.scale * rows.join(outputs)", "rows.join(outputs)", "chunked"),
+    Bug("chunked: erasures do not decay", f"{RULE}.chunked:compute_chunk",
+        "(k @ k.mT * D)", "(k @ k.mT)", "chunked"),
+    Bug("chunked: dL has the wrong sign", f"{RULE}.chunked:Solve.backward",
+        "-(dR @ U.mT)", "(dR @ U.mT)", "chunked"),
+    Bug("chunked: dR by the inverse, not by its transpose", f"{RULE}.chunked:Solve.backward",
+        "T.mT @ dU", "T @ dU", "chunked"),
+    Bug("chunked: the carried state does not decay", f"{RULE}.chunked:compute_chunk",
+        "gam[..., -1:, :] * S", "S", "chunked"),
+    Bug("chunked: value heads take the keys in turns", f"{RULE}.chunked:compute",
+        "repeat_interleave(groups, 2)", "repeat(1, 1, groups, 1)", "chunked"),
+    Bug("chunked: a packed token lies a place too late", f"{RULE}.chunked:Rows.of",
+        "tokens - bounds[row])", "tokens - bounds[row - 1])", "chunked"),
     Bug("gates: sigmoid of beta in bfloat16", f"{RULE}.contract:write_strength",
         "_full(z).sigmoid()", "z.bfloat16().sigmoid().to(_full(z).dtype)", "gates"),
     Bug("gates: no bias", f"{RULE}.contract:log_decay",
@@ -151,7 +153,7 @@ def function_of(bug: Bug) -> FunctionType:
     """Returns the function itself, below Triton's decorator."""
     module, _, name = bug.place.partition(":")
     thing: Any = reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
-    return getattr(thing, "fn", thing)
+    return getattr(thing, "fn", getattr(thing, "__func__", thing))
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parts(config: "RunConfig", size: "Size", cores: int) -> "tuple[list[Part], str]":
     """Returns the step's parts, or none and why the kernels do not take the model."""
-    from delta_trn.backends.registry import BackendRefusal
+    from delta_trn.backends.checks import BackendRefusal
     from delta_trn.train.neuron.step_time import parts
 
     try:

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.layers.pytorch import count_tokens
-from delta_trn.backends.registry import BackendRefusal
 from delta_trn.train.neuron.instructions import extrapolate, run_readout
 from delta_trn.train.parallel.layout import micro_batch
 from delta_trn.train.parallel.plan import WORKERS, Size, collective_bytes

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.mixer_cases import BOTH, MixerCase
@@ -40,7 +41,6 @@ from delta_trn.backends.parity.random.sizes import (
     draw_time,
 )
 from delta_trn.backends.parity.residual_cases import ResidualCase
-from delta_trn.backends.registry import BACKENDS
 
 Array = np.ndarray
 
@@ -113,12 +113,11 @@ class RandomCase:
 def draw(seed: int, index: int, backend: str, device: str = "cpu") -> RandomCase:
     """Draws case SEED:INDEX from the operations and dtypes of a backend; small where `device` is emulated."""
     rng = Uniforms(seed, index)
-    capabilities = BACKENDS[backend].capabilities
-    op = rng.pick({name: weight for name, weight in OPERATIONS.items() if name in capabilities})
-    if "gated_delta_rule" in capabilities and Uniforms(seed, index, STREAM).chance(LAYERS):
+    rows = BACKENDS[backend].rows
+    op = rng.pick({name: weight for name, weight in OPERATIONS.items() if name in rows})
+    if "gated_delta_layer" in rows and Uniforms(seed, index, STREAM).chance(LAYERS):
         op = "gated_delta_layer"
-    able = capabilities.get(op, capabilities["gated_delta_rule"])  # one without the layer computes its parts
-    dtype = rng.pick({x: weight for x, weight in DTYPES.items() if x in able.dtypes})
+    dtype = rng.pick({x: weight for x, weight in DTYPES.items() if x in rows[op].dtypes})
     small = device in BACKENDS[backend].emulated
     check = rng.pick(PROPERTIES[op])
     parts = _DRAWS[op](rng, f"{seed}:{index}", op, dtype, check, small)

@@ -38,8 +38,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.parity.random import cases, properties, sizes
-from delta_trn.backends.registry import BackendRefusal
 
 PIECE = {False: 50, True: 2}  # cases in a piece of work; of an emulated backend
 FORMAT = "delta-trn fuzz 1"
