@@ -43,11 +43,6 @@ COMMANDS: dict[str, Command] = {
         "RECIPE widths=... lrs=... [key=value ...]",
         "the best learning rate of every width, and how far it moves",
     ),
-    "evidence": (
-        "delta_trn.train.commands.evidence",
-        "[STAGE ...] [--plan] [key=value ...]",
-        "the sweeps that muP's evidence needs, in stages with budgets",
-    ),
     "coord-check": (
         "delta_trn.train.commands.coord_check",
         "RECIPE|--module PKG:F [widths=64,128,...]",

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule import chunked
 
-
 _compute_chunk, _decays = chunked.compute_chunk, chunked.decays
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from delta_trn.triton_kernels.estimate.estimates import Estimator
-from delta_trn.triton_kernels.estimate.work import ITEM, SHAPES, launches
 from delta_trn.triton_kernels.launch import Tile, adjusted, config
+from tools.estimate.estimates import Estimator
+from tools.estimate.work import ITEM, SHAPES, launches
 
 # kernel -> columns, warps, stages, most registers and upright to try; one that does not cut the columns has 0
 KERNELS = {

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends.gated_delta_rule import triton_adapter
-from delta_trn.triton_kernels.estimate import __main__ as command
-from delta_trn.triton_kernels.estimate import calibration, layers, machine, peer, simulate, work
-from delta_trn.triton_kernels.estimate.estimates import PARALLEL, SERIAL, factor
-from delta_trn.triton_kernels.estimate.sass import Code, Instruction, followed, loops, parse, unfenced
+from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops, parse, unfenced
+from tools.estimate import __main__ as command
+from tools.estimate import calibration, layers, machine, peer, simulate, work
+from tools.estimate.estimates import PARALLEL, SERIAL, factor
 
 NONE = 7
 # two instructions of a compiled kernel and a loop, as nvdisasm prints them
@@ -240,7 +240,7 @@ def test_the_gradients_of_pairs_are_two_launches_and_one_sum():
         assert sums == [1] * (shape.HV > shape.H)
 
 
-# the short ones; `python -m triton_kernels.estimate.calibration` compares all
+# the short ones; `python -m tools.estimate.calibration` compares all
 ROWS = [
     *(((2, 8), lengths) for lengths in ((1, 8192), (8, 1024))),
     ((16, 64), (1, 2048)),

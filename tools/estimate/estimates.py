@@ -12,11 +12,11 @@ from functools import lru_cache
 import triton
 
 from delta_trn.triton_kernels.compile_only import HOPPER, SHARED_BYTES, resources, source
-from delta_trn.triton_kernels.estimate import machine
-from delta_trn.triton_kernels.estimate.sass import Code, disassemble, parse
-from delta_trn.triton_kernels.estimate.simulate import Simulation, Work, run
-from delta_trn.triton_kernels.estimate.work import Launch
+from delta_trn.triton_kernels.sass import Code, disassemble, parse
 from delta_trn.triton_kernels.variants import Variant
+from tools.estimate import machine
+from tools.estimate.simulate import Simulation, Work, run
+from tools.estimate.work import Launch
 
 # measured over simulated: kernels that are parallel over chunks, or held up by memory; and serial chains
 PARALLEL, SERIAL = 1.10, 0.87

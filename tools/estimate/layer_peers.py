@@ -15,7 +15,8 @@ from typing import Any
 from triton import Config
 
 from delta_trn.triton_kernels.chunks import PROCESSORS
-from delta_trn.triton_kernels.estimate.layers import (
+from delta_trn.triton_kernels.launch import power_of_two
+from tools.estimate.layers import (
     CHANNELS,
     HEADS,
     SEQUENCES,
@@ -29,10 +30,9 @@ from delta_trn.triton_kernels.estimate.layers import (
     W,
     state,
 )
-from delta_trn.triton_kernels.estimate.peer import load, unwrap, variant_of
-from delta_trn.triton_kernels.estimate.simulate import Work
-from delta_trn.triton_kernels.estimate.work import ITEM, Launch
-from delta_trn.triton_kernels.launch import power_of_two
+from tools.estimate.peer import load, unwrap, variant_of
+from tools.estimate.simulate import Work
+from tools.estimate.work import ITEM, Launch
 
 # integers that are multiples of 16 here
 MULTIPLES = (

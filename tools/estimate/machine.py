@@ -15,7 +15,7 @@ Sources, by line of MACHINE and `cost`:
 import re
 from dataclasses import dataclass
 
-from delta_trn.triton_kernels.estimate.sass import Code, Instruction
+from delta_trn.triton_kernels.sass import Code, Instruction
 
 CLOCK = 1.755e9
 PROCESSORS = 132

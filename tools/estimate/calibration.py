@@ -1,7 +1,7 @@
 """Holds the model against published times of an H200.
 
-    python -m triton_kernels.estimate.calibration            compares, from the recorded machine code
-    python -m triton_kernels.estimate.calibration --record   records it: needs fla-core 0.5.1, triton 3.5.1
+    python -m tools.estimate.calibration            compares, from the recorded machine code
+    python -m tools.estimate.calibration --record   records it: needs fla-core 0.5.1, triton 3.5.1
 
 MEASURED are rows of FlashQLA's benchmark (https://github.com/QwenLM/FlashQLA, MIT,
 benchmark/benchmark_results_H200.txt, read 2026-11-22): the forward of flash-linear-attention 0.5.1 on an
@@ -25,10 +25,10 @@ from dataclasses import replace
 from math import exp, log, sqrt
 from pathlib import Path
 
-from delta_trn.triton_kernels.estimate import peer
-from delta_trn.triton_kernels.estimate.estimates import Estimator, compile_code, moved, of_code
-from delta_trn.triton_kernels.estimate.sass import Code, Instruction
-from delta_trn.triton_kernels.estimate.work import Launch, Shape
+from delta_trn.triton_kernels.sass import Code, Instruction
+from tools.estimate import peer
+from tools.estimate.estimates import Estimator, compile_code, moved, of_code
+from tools.estimate.work import Launch, Shape
 
 DATA = Path(__file__).with_name("calibration.json.gz")
 SIZE = 128
@@ -140,7 +140,7 @@ def spread(ratios: list[float]) -> tuple[float, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Prints estimated over measured for every row, or records the machine code."""
     parser = argparse.ArgumentParser(
-        prog="python -m triton_kernels.estimate.calibration",
+        prog="python -m tools.estimate.calibration",
         description="hold the model against published times of an H200",
     )
     parser.add_argument(

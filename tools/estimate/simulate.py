@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from delta_trn.triton_kernels.estimate import machine
-from delta_trn.triton_kernels.estimate.sass import Code, Instruction, followed, loops
+from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops
+from tools.estimate import machine
 
 SOURCE = Path(__file__).with_name("simulate.cpp")
 # programs simulated of a kernel whose programs are all alike and short; more are extrapolated

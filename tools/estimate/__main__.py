@@ -1,9 +1,9 @@
 """Estimates what every kernel of the gated delta rule and of a layer takes on an H200, without one.
 
-    python -m triton_kernels.estimate [SHAPE ...] [--peer fla] [--json FILE] [--jobs N]
-    python -m triton_kernels.estimate --check       fails where a kernel has become slower than recorded
-    python -m triton_kernels.estimate --record      records the estimates that --check compares with
-    python -m triton_kernels.estimate --launches scan [SHAPE ...]       tries other launches of a kernel
+    python -m tools.estimate [SHAPE ...] [--peer fla] [--json FILE] [--jobs N]
+    python -m tools.estimate --check       fails where a kernel has become slower than recorded
+    python -m tools.estimate --record      records the estimates that --check compares with
+    python -m tools.estimate --launches scan [SHAPE ...]       tries other launches of a kernel
 
 Every number is an estimate: kernels are compiled for sm_90 and their machine code runs on a model of one SM
 (`machine` has its numbers and their sources, `calibration` how it compares with published times). A row has
@@ -25,10 +25,10 @@ from pathlib import Path
 import triton
 from triton import knobs
 
-from delta_trn.triton_kernels.estimate import choices, layer_peers, layers, peer
-from delta_trn.triton_kernels.estimate.estimates import UNCERTAINTY, Estimate, Estimator
-from delta_trn.triton_kernels.estimate.simulate import CannotSimulate, simulator
-from delta_trn.triton_kernels.estimate.work import SHAPES, launches
+from tools.estimate import choices, layer_peers, layers, peer
+from tools.estimate.estimates import UNCERTAINTY, Estimate, Estimator
+from tools.estimate.simulate import CannotSimulate, simulator
+from tools.estimate.work import SHAPES, launches
 
 RECORDED = Path(__file__).with_name("recorded.json")
 # a kernel may become this much slower, and this much faster without a new record
@@ -141,7 +141,7 @@ def slower(rows: list[Row], recorded: dict) -> list[str]:
             complaints.append(
                 f"{x.shape} {x.kernel}: {x.microseconds:.1f} us estimated, {before:.1f} recorded: "
                 f"{x.microseconds / before - 1:.1%} slower, at most {SLOWER:.0%} passes unnoticed. If it is "
-                "meant, run python -m triton_kernels.estimate --record"
+                "meant, run python -m tools.estimate --record"
             )
     return complaints
 
@@ -170,7 +170,7 @@ def check(rows: list[Row]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the estimates that the command line selects; returns 1 where a kernel has become slower."""
     parser = argparse.ArgumentParser(
-        prog="python -m triton_kernels.estimate", description="estimate the kernels on an H200, without one"
+        prog="python -m tools.estimate", description="estimate the kernels on an H200, without one"
     )
     names = (*SHAPES, *layers.NAMES)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(names)} (default: all)")

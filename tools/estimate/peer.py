@@ -19,10 +19,10 @@ from typing import Any
 from triton import Config
 from triton.runtime.jit import JITFunction
 
-from delta_trn.triton_kernels.estimate.simulate import Work
-from delta_trn.triton_kernels.estimate.work import ITEM, Launch, Shape
 from delta_trn.triton_kernels.launch import Tile, power_of_two
 from delta_trn.triton_kernels.variants import Variant
+from tools.estimate.simulate import Work
+from tools.estimate.work import ITEM, Launch, Shape
 
 C = 64
 TYPES = {

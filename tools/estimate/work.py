@@ -18,9 +18,9 @@ from delta_trn.triton_kernels import (
     segments,
 )
 from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
-from delta_trn.triton_kernels.estimate.simulate import Work
 from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
 from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair
+from tools.estimate.simulate import Work
 
 # what forward may keep for backward on an H200, by KEPT_BYTES of backends/gated_delta_rule/triton_adapter.py
 KEPT_BYTES = 143771 * 2**20 // 128

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from delta_trn.triton_kernels import cross_entropy, gated_delta_rule_step, rms_norm, short_convolution
-from delta_trn.triton_kernels.estimate.simulate import Work
-from delta_trn.triton_kernels.estimate.work import ITEM, Launch
 from delta_trn.triton_kernels.variants import Variant
+from tools.estimate.simulate import Work
+from tools.estimate.work import ITEM, Launch
 
 B, T, H, K, V, W = 30, 1024, 6, 128, 256, 4
 D, TARGETS, VOCABULARY = 1024, 1024, 32768
