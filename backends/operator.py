@@ -280,7 +280,9 @@ class Operator:
     def _backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         douts, call, saved, backend = self._parts(arguments)
         absent = next(x for x in douts if x is not None)
-        return tuple(_present(x, absent) for x in self.differentiate(douts, call, saved, backend))
+        with _autograd_again():
+            gradients = self.differentiate(douts, call, saved, backend)
+        return tuple(_present(x, absent) for x in gradients)
 
     def _fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         douts, call, saved, _ = self._parts(arguments)
@@ -321,6 +323,14 @@ class Operator:
             None if absent else x for x, absent in zip(self.spread(gradients), ctx.absent, strict=True)
         ]
         return *present, *[None] * (len(ctx.options) + 2)
+
+
+def _autograd_again() -> contextlib.AbstractContextManager[None]:
+    """Lets an adapter's backward use autograd, which dispatch leaves out inside a custom operator."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _present(x: Tensor | None, like: Tensor) -> Tensor:

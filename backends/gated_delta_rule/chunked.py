@@ -10,7 +10,7 @@ tokens of one value head, in the notation of `backends.gated_delta_rule`, S is t
     P = (Q K^T) . D         O = scale (diag(gam) Q S + P U)         S' = gam_C S + K^T diag(lam) U
 
 `scale` multiplies O, so that a tiny one makes no other product underflow, forward or backward. lam multiplies
-U and not K: its gradient is then <K dS', U>, in which equal keys have equal rows, whose roundings cancel where
+U and not K: its gradient is then <K dS', U>, where equal keys have equal rows, whose roundings cancel where
 their writes do. Sums are float32, float64 for float64 inputs; those of g are float64.
 """
 
@@ -112,7 +112,7 @@ def compute(call: Rule) -> tuple[Tensor, Tensor]:
 def compute_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns O of a chunk before it is scaled, and S', from rows [N, HV, C, ...], g [N, HV, C] in float64."""
+    """Returns O of a chunk, not scaled, and S', of rows [N, HV, C, ...] and g [N, HV, C] in float64."""
     D, gam, lam = decays(g, S.dtype)
     L = beta * (k @ k.mT * D).tril(-1)
     U = Solve.apply(L, beta * (v - gam * (k @ S)))
@@ -161,7 +161,7 @@ def _keys(x: Tensor, dtype: torch.dtype, normalize: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """Gives every sequence a row of its own, of N rows of T tokens; `places` are None where it has one already.
+    """Gives each of N sequences a row of T tokens of its own; `places` is None where it has one already.
 
     places      the row and the column of each packed token
     """
@@ -181,10 +181,14 @@ class Rows:
         return cls(call.sequences, int(bounds.diff().max()), (row, tokens - bounds[row]))
 
     def split(self, x: Tensor, C: int) -> tuple[Tensor, ...]:
-        """Returns the chunks [N, HV, C, ...] of x [B, T, HV, ...]; places without a token are 0."""
+        """Returns the chunks [N, HV, C, ...] of x [B, T, HV, ...]; places without a token are 0.
+
+        They are contiguous, since PyTorch's exponentials of other tensors end in other bits.
+        """
         if self.places is not None:
             x = x.new_zeros((self.N, self.T, *x.shape[2:])).index_put(self.places, x[0])
-        return pad(x, (0, 0, 0, 0, 0, -self.T % C)).transpose(1, 2).split(C, 2)
+        x = pad(x, (0, 0, 0, 0, 0, -self.T % C)).unflatten(1, (-1, C))
+        return x.permute(1, 0, 3, 2, 4).contiguous().unbind()
 
     def join(self, chunks: list[Tensor]) -> Tensor:
         """Returns [B, T, HV, ...] of chunks [N, HV, C, ...]."""
