@@ -48,11 +48,6 @@ COMMANDS: dict[str, Command] = {
         "RECIPE|--module PKG:F [widths=64,128,...]",
         "whether what a model computes and learns depends on its width",
     ),
-    "plan": (
-        "delta_trn.train.commands.plan",
-        "RECIPE [key=value ...]",
-        "memory, FLOPs and bytes sent on 1 to 1024 workers, computed",
-    ),
     "throughput": (
         "delta_trn.train.commands.throughput",
         "RECIPE|--family all [--peer fla] [key=value ...]",

@@ -154,12 +154,12 @@ def test_a_stray_variable_changes_no_other_recipe_and_says_what_it_changes_here(
     monkeypatch.setenv("WANDB_API_KEY", "a secret")
     before = {name: make().optimizer.lr for name, make in RECIPES.items()}
     assert [name for name, lr in before.items() if lr == 0.123] == ["ddl_lm_tinystories"]
-    assert main(["plan", "ddl_lm_tinystories"]) == 0
+    assert main(["parameters", "ddl_lm_tinystories"]) == 0
     assert main(["parameters", "ddl_lm_tinystories", "--json"]) == 0
     output = capsys.readouterr()
     assert output.err.count("variables  LR=0.123 WANDB_API_KEY from the environment\n") == 2
     assert "a secret" not in output.out + output.err
-    assert main(["plan", "tiny"]) == 0
+    assert main(["parameters", "tiny"]) == 0
     assert "variables" not in capsys.readouterr().err
 
 
