@@ -36,8 +36,7 @@ EPILOG = """keys of its own
 
 and any key=value of `run`, such as batch.length=128. Without training=recipe one small batch is trained on
 over and over at a constant rate, with no clipping or weight decay unless given, and mixers begin at full size
-(model.mixer_output_init=1): from 0 they pass no gradient on at first. Slopes in brackets are those of the 99%
-quantile of a change; they are not judged.
+(model.mixer_output_init=1): from 0 they pass no gradient on at first.
 Exit status 1: a tensor fails under the recipe's own parametrization.
 
 keys of --module, for any torch.nn.Module: FUNCTION(width) makes the model, the smallest width is muP's base
@@ -260,7 +259,7 @@ def _read(
     """Takes every reading, and prints a line for each configuration on the way."""
     from delta_trn.train.data import make_loader
     from delta_trn.train.run.setup import load_dataset, set_up_process, with_data
-    from delta_trn.train.studies.coordinates.check import readings
+    from delta_trn.train.studies.coordinates.ours import readings
 
     rows = []
     for config in configs:
