@@ -141,7 +141,7 @@ def _draw_tensor(axes: Any, steps: dict[int, dict[int, list[float]]], v: Verdict
 
 def write(folder: Path, head: dict[str, Any], readings: Sequence[Reading]) -> list[Path]:
     """Writes coordinates.json, coordinates.md and a picture per optimizer. Returns the pictures."""
-    readings = [_restored(_plain(asdict(r))) for r in readings]  # as `write_again` has them
+    readings = [restored(_plain(asdict(r))) for r in readings]  # as `write_again` has them
     judged = slopes(readings)
     rows = verdicts(judged)
     folder.mkdir(parents=True, exist_ok=True)
@@ -156,10 +156,10 @@ def write_again(folder: Path) -> list[Path]:
     head = json.loads((folder / "coordinates.json").read_text())
     rows = head.pop("readings")
     del head["slopes"], head["tensors"]
-    return write(folder, head, [_restored(row) for row in rows])
+    return write(folder, head, [restored(row) for row in rows])
 
 
-def _restored(row: dict[str, Any]) -> Reading:
+def restored(row: dict[str, Any]) -> Reading:
     """Returns a reading as JSON has it; readings of old also had quantiles."""
     values = {f.name: math.nan if row[f.name] is None else row[f.name] for f in fields(Reading)}
     return Reading(**values)
