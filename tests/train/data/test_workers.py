@@ -67,7 +67,7 @@ def test_a_killed_preparation_leaves_no_worker_and_goes_on_with_another_number(s
         time.sleep(0.001)
     left = children(process.pid) if process.poll() is None else []
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
+    process.wait(timeout=200)
     assert left, "it was killed while workers were at work"
     until = time.monotonic() + 30
     while any(_is_running(pid) for pid in left):
