@@ -160,7 +160,7 @@ def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[li
 
     handles = []
     block: Any
-    for i, block in enumerate(model.blocks):
+    for i, block in enumerate(model.model.blocks):
         handles.append(block.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} stream", inputs[0])))
         handles.append(block.mlp.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} mlp", out)))
         for place, write in ((2 * i, block.mixer_write), (2 * i + 1, block.mlp_write)):
@@ -192,16 +192,16 @@ def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[li
             i: MixerView(
                 block.mixer, *(parts[f"{i} {name}"] for name in ("x", "sequences", "qkv", "o", "y", "out"))
             )
-            for i, block in enumerate(model.blocks)
+            for i, block in enumerate(model.model.blocks)
             if isinstance(block.mixer, GatedDeltaNet)
         }
-        stream = [parts[f"{i} stream"] for i in range(len(model.blocks))]
-        mlps = [parts[f"{i} mlp"] for i in range(len(model.blocks))]
+        stream = [parts[f"{i} stream"] for i in range(len(model.model.blocks))]
+        mlps = [parts[f"{i} mlp"] for i in range(len(model.model.blocks))]
         views.append(ModelView([*stream, parts["end"]], out, mixers, mlps, dict(writes)))
         parts.clear()
         writes.clear()
 
-    handles.append(model.norm.register_forward_hook(leave))
+    handles.append(model.model.norm.register_forward_hook(leave))
     try:
         yield views
     finally:
@@ -295,7 +295,8 @@ class Probes:
 
     def _logit_std(self, view: ModelView) -> float:
         hidden = view.hidden[:1].float()  # one sequence: all logits of a batch may not fit
-        logits = F.linear(hidden, self.model.lm_head.weight.float()) * self.model.logits_multiplier
+        head = self.model.lm_head
+        logits = F.linear(hidden, head.weight.float()) * head.multiplier
         return float(logits.std(-1).mean())
 
 
@@ -390,7 +391,7 @@ def recall(S: Tensor, k: Tensor) -> float:
 
 def group_of(name: str) -> str:
     """Returns which of GROUPS a parameter belongs to."""
-    parts = name.split(".")
+    parts = name.removeprefix("model.").split(".")
     if parts[0] in ("embed", "lm_head"):
         return "embedding"
     if "a_proj" in parts or "b_proj" in parts:
