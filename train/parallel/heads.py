@@ -35,10 +35,10 @@ def divide_heads(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]
     are neighbors.
     """
     moved = {}
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(model.model.blocks):
         parallelize_module(block.mlp, mesh, SWIGLU)  # type: ignore[arg-type]
         if isinstance(block.mixer, GatedDeltaNet):
-            moved[f"blocks.{index}.mixer.conv.weight"] = channels(block.mixer.sizes, mesh.size())
+            moved[f"model.blocks.{index}.mixer.conv.weight"] = channels(block.mixer.sizes, mesh.size())
             parallelize_module(block.mixer, mesh, HeadParallel())
         else:
             parallelize_module(block.mixer, mesh, ATTENTION)  # type: ignore[arg-type]
