@@ -41,7 +41,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
 SEAMS = (1, 2, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 321)
 HEADS = (16, 32, 64, 1, 2, 3, 60, 96, 128, 192, 256)
 # most multiply-adds of a case, and most elements of packed states; emulators take a thousand times as long
-WORK, STATES = {False: 2e7, True: 3e6}, {False: 2e5, True: 4e4}
+WORK, STATES = {False: 2e7, True: 1.5e6}, {False: 2e5, True: 2e4}
 
 
 @dataclass(frozen=True)
