@@ -194,7 +194,7 @@ def draw_sizes(d: Draw, check: str, small: bool) -> dict[str, Any]:
             B -= 1
         elif HV > 4:
             H, HV = 1, min(group, 4)
-        elif T > 70 and max(K, V) <= 64:
+        elif T > 100 and max(K, V) <= 64:
             T = 64 + T // 4
         elif max(K, V) > 40:
             K, V = (n if n <= 40 else n // 2 for n in (K, V))
