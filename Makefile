@@ -8,9 +8,8 @@
 #   make measure-trn1  on a Trn1: the first hour, stage by stage, each with what it decides;
 #                   DRY=1 runs every stage without a chip; writes its lines to OUT
 #   make test-slow  the checks that take hours
-#   make fuzz       100,000 random cases on chunked, then on the simulator and in Triton's interpreter for
-#                   FUZZ_MINUTES each; killed, it goes on where it was
-#   make certificate  one page for each backend of this machine: why its numbers can be trusted
+#   make fuzz       new random cases on chunked, the simulator and in Triton's interpreter: FUZZ (3000) and FUZZ_SLOW
+#                   (50) of each of 37 properties; what was red before comes first
 #   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
 #   make compile    compile every configuration of the Triton kernels for sm_90, with bounds on what each needs and
 #                   on the estimated time of those that matter most (no GPU, 17 minutes)
@@ -33,13 +32,14 @@ NEURON := .venv-neuron
 # the environment of AWS's image; it is read and not changed
 AWS    ?= /opt/aws_neuronx_venv_pytorch_2_9
 OUT    ?= runs/measured
-FUZZ_MINUTES ?= 60
+FUZZ ?= 3000
+FUZZ_SLOW ?= 50
 TRITON ?= 3.9.0
 # Triton on a CPU needs its interpreter; on a GPU it must not be in it
 INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
 .PHONY: train test test-slow test-cpus test-lm-eval test-trl test-xla test-transformers compile lint bench measure measure-trn1 \
-	compile-triton fuzz certificate neuron
+	compile-triton fuzz neuron
 
 train: $(READY)
 	$(RUN) -m train run quickstart $(ARGS)
@@ -109,13 +109,10 @@ lint: $(READY)
 # All three run, also where one finds something.
 fuzz: $(READY)
 	status=0; for backend in chunked nki-simulator triton; do \
-		if [ $$backend != chunked ]; then minutes="--minutes $(FUZZ_MINUTES)"; fi; \
-		$(INTERPRET) $(RUN) -m backends.parity fuzz --backend $$backend --cases 100000 $$minutes \
-			--state runs/fuzz/$$backend.jsonl $(ARGS) || status=1; \
+		cases=$(FUZZ_SLOW); if [ $$backend = chunked ]; then cases=$(FUZZ); fi; \
+		$(INTERPRET) $(RUN) -m pytest -n 2 --timeout=0 tests/backends/test_properties.py -k test_every_property \
+			--backend $$backend --fuzz $$cases $(ARGS) || status=1; \
 	done; exit $$status
-
-certificate: $(READY)
-	$(INTERPRET) $(RUN) -m backends.parity certificate $(ARGS)
 
 bench: $(READY)
 	$(RUN) -m backends.bench $(ARGS)
@@ -137,8 +134,7 @@ measure: $(READY)
 # With DRY=1 in .venv, without a chip.
 measure-trn1: $(if $(DRY),$(READY),$(NEURON)/.ready)
 	mkdir -p $(OUT)
-	$(if $(DRY),$(RUN),$(NEURON)/bin/python) -m backends.bench.trn1_adapter $(if $(DRY),--dry issue) --json $(OUT)/trn1.jsonl
-	$(if $(DRY),$(RUN),$(NEURON)/bin/python) -m train.studies.trn1 $(if $(DRY),--dry) --json $(OUT)/trn1.jsonl
+	$(if $(DRY),$(RUN),$(NEURON)/bin/python) -m tools.first_hour_trn1 $(if $(DRY),--dry issue) --json $(OUT)/trn1.jsonl
 
 # torch comes first and alone: a CUDA build brings the triton that it was built with. A CPU build brings none, and
 # then 3.7.1 is installed, which belongs to torch 2.13.

@@ -10,23 +10,21 @@ import pytest
 import torch
 
 from delta_trn.backends import BackendRefusal, default_backend, gated_delta_rule, nki_runtime_adapter
-from delta_trn.backends.declarations import nki_missing
+from delta_trn.backends.dispatch import Call, choose, nki_missing
 from delta_trn.backends.gated_delta_rule import nki_adapter
 from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.parity.judge import FACTOR, error, floor
 from delta_trn.backends.parity.rule import outcome, reference_for, terms, verdicts
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
-from delta_trn.backends.registry import Call, choose
 from delta_trn.nki_kernels import (
     chunk_gradients,
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
     plan,
-    precision_probe,
     tiles,
 )
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.simulator import Numerics, StrictError
+from delta_trn.nki_kernels.simulator import StrictError
 from delta_trn.nki_kernels.simulator.cost import estimates
 from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support import tiny_models
@@ -423,14 +421,6 @@ def test_bfloat16_tensors_become_arrays_and_back_unchanged():
     x = torch.randn(3, 5).to(torch.bfloat16)
     assert torch.equal(nki_runtime_adapter.to_tensor(nki_runtime_adapter.to_array(x)), x)
     assert (nki_runtime_adapter.to_array(x).astype(np.float32) == x.float().numpy()).all()
-
-
-@pytest.mark.parametrize("precision", ["float32", "tfloat32", "bfloat16"])
-def test_the_precision_probe_names_the_precision_of_products(precision):
-    results = record_run(
-        precision_probe.product, *precision_probe.operands(), numerics=Numerics(matmul=precision)
-    ).outputs
-    assert precision_probe.verdict(results)[0] == precision
 
 
 def test_tensors_off_the_host_reach_the_kernel_dense_and_unconverted():

@@ -15,8 +15,10 @@ from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
 from delta_trn.backends.machine import ROOT
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.judge import error
-from delta_trn.backends.parity.random import fuzz
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
+from tests.support.fuzz import checks
+from tests.support.fuzz.cases import random_cases
+from tests.support.fuzz.run import fuzz
 
 SOURCE = Path(chunked_kernel.__file__).with_suffix(".cpp")
 WHOLE = Case(
@@ -44,10 +46,10 @@ def script(folder, line):
     return shlex.quote(str(path))
 
 
-def test_fuzzed_cases_pass_in_pytorch_where_there_is_no_kernel(without_cpu_kernel):
-    plan = fuzz.Plan("chunked", "cpu", 20261123, 40)
-    failures = fuzz.run_piece(plan, 0, 40).failures
-    assert not failures, "\n".join(failures)
+@pytest.mark.parametrize("check", ["judge", "alone", "cut"])
+def test_fuzzed_cases_pass_in_pytorch_where_there_is_no_kernel(check, without_cpu_kernel):
+    """Ten cases of each property, the same every time."""
+    fuzz(random_cases("chunked", "gated_delta_rule", check), lambda case: checks.check(case, "chunked"), 10)
 
 
 @needs_kernel
@@ -95,8 +97,8 @@ def test_long_sums_err_at_most_half_as_much_as_one_term_after_the_other():
 @needs_kernel
 def test_float64_is_computed_in_pytorch_and_the_rest_by_the_kernel(monkeypatch):
     ran = []
-    original = chunked_kernel._run
-    monkeypatch.setattr(chunked_kernel, "_run", lambda name, *rest: ran.append(name) or original(name, *rest))
+    original = chunked_kernel._function
+    monkeypatch.setattr(chunked_kernel, "_function", lambda name: ran.append(name) or original(name))
     rule.outcome(inputs(WHOLE, torch.float64), "chunked")
     assert not ran
     rule.outcome(inputs(WHOLE, torch.bfloat16), "chunked")
@@ -148,7 +150,7 @@ def test_without_a_kernel_pytorch_computes_and_describe_says_why(variable, value
     x = inputs(WHOLE, torch.float32)
     assert rule.outcome(x, "chunked")["o"].isfinite().all()
     *_, saved = chunked.forward(chunked.Rule(x.q, x.k, x.v, x.g, x.beta), save=True)
-    assert len(saved) == 13
+    assert saved == chunked.saved_shapes(chunked.Rule(x.q, x.k, x.v, x.g, x.beta)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,411 @@
+"""Probes measure what goes on inside a model while it trains, at every evaluation on one held-out batch.
+
+Sizes are root mean squares. Gradients are of the loss summed over tokens, so that they do not depend on the
+number of tokens: those of the mean, as in training, shrink with the batch. The last column says how each
+grows with width d under muP; K is the key size (arXiv:2606.04048):
+
+    of a layer          layers/I/NAME, I the first, middle and last layer with a token mixer
+    q k v               after convolution and SiLU, before normalization           1
+    o  y  out           S^T q; normalized and gated; what the layer adds           d^-1/2 to 1; 1; 1
+    hidden              the block's input                                          1
+    beta_mean _std      write strength, as a share of the largest                  1
+    beta_strong         share of beta above half the largest                       1
+    alpha_mean          decay                                                      1
+    memory              tokens that the median head remembers, 1 / (1 - mean alpha)
+    gate_decay_std      standard deviation of W_a x, without its bias              1
+    gate_beta_std       standard deviation of W_b x                                1
+    state               entries after the last token, times sqrt(K)                1
+    Sk/T                |S k| sqrt(K) / |S| of the state after T tokens and the next token's unit k: 1 for a
+                        random direction k, sqrt(K) if the state holds only k
+    qk/T                mean cosine of q and k at token T;  qk_mean, qk_abs: its mean and mean size over all
+    grad_q grad_k grad_v grad_hidden grad_y    gradients of the same tensors       1/d
+    grad_o              gradient of S^T q                                          1/d to d^-1/2
+
+    of a group          groups/NAME/..., NAME one of GROUPS
+    weight  grad        Frobenius norms of the parameters and of their gradient
+    lr                  mean learning rate, weighted by parameters, factors included
+    update              Frobenius norm of the last step's change, decay included; fraction: update over weight
+
+    of a write          depth/I/NAME, of Deep Delta Learning's residuals, I from 0 to 2 L - 1 with depth
+    beta_05 _50 _95     quantiles of beta over tokens, and beta_mean
+    identity            share of tokens with beta below 1/2: the stream stays
+    projection          from 1/2 to 3/2: what the stream holds along k is replaced
+    reflection          above 3/2: what the stream holds along k changes its sign
+    along  value        root mean squares of |k^T X|, k of norm 1, and of |v|
+    determinant         mean of det(I - beta k k^T)^DV = (1 - beta)^DV; 1 where nothing is erased
+    negative            share of tokens for which it is below 0: an odd number of reflections
+
+    logit_std           mean over tokens of the standard deviation over the vocabulary
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+
+from delta_trn.backends import gated_delta_rule
+from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.residual import DeepDelta, LatentUpdate, WriteOnly
+from delta_trn.train.data import Batch
+from delta_trn.train.run.evaluate import held_out_crops, is_due
+from delta_trn.train.run.step import loss_function
+
+if TYPE_CHECKING:
+    from delta_trn.models import DeltaForCausalLM
+    from delta_trn.train.run.setup import Run
+    from delta_trn.train.run.step import Loss
+
+GROUPS = ("embedding", "main_proj", "gate_proj", "scalar", "conv", "norm", "mlp", "residual")
+PLACES = 8  # qk/T and Sk/T divide the sequence into so many parts
+COUNTED = 2**20  # torch.quantile takes 2^24 numbers at most, and sorts them
+L2_EPSILON = 1e-6  # as in the operation's own normalization of q and k
+
+
+@dataclass
+class MixerView:
+    """One Gated DeltaNet layer in one forward pass.
+
+    x       [B, T, d]         input
+    qkv     [B, T, channels]  after convolution and SiLU, before normalization
+    o       [B, T, HV, V]     output of the delta rule, with its scale, before its norm
+    y       [B, T, HV V]      input of the output projection: normalized and gated
+    out     [B, T, d]         what the layer adds to the residual stream
+    """
+
+    mixer: GatedDeltaNet
+    x: Tensor
+    sequences: Any
+    qkv: Tensor
+    o: Tensor
+    y: Tensor
+    out: Tensor
+
+    def split(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k [B, T, H, K] and v [B, T, HV, V], before normalization."""
+        sizes = (self.mixer.K, self.mixer.K, self.mixer.V)
+        parts = self.qkv.split(self.mixer.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True))
+        return q, k, v
+
+    def gate_inputs(self) -> tuple[Tensor, Tensor]:
+        """Returns W_a x + dt_bias and W_b x, [B, T, HV]: the inputs of softplus and of beta's sigmoid."""
+        a, b = self.mixer.a_proj.weight, self.mixer.b_proj.weight
+        x = self.x.to(a.dtype)
+        return x @ a.T + self.mixer.dt_bias, x @ b.T
+
+    def gates(self) -> tuple[Tensor, Tensor]:
+        """Returns g = log(alpha) and beta, [B, T, HV]."""
+        return self.mixer.gates(self.x, self.sequences)
+
+    def state(self, tokens: int | None = None) -> Tensor:
+        """Returns the state [B, HV, K, V] after the first `tokens`, or after all."""
+        q, k, v = (x[:, :tokens] for x in self.split())
+        g, beta = (x[:, :tokens] for x in self.gates())
+        _, state = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        assert state is not None
+        return state
+
+
+@dataclass
+class ModelView:
+    """One forward pass; `stream` is the residual stream before each block, and then after the last.
+
+    mlps    [B, T, d] of each block, what its MLP computes
+    writes  place in depth -> a write of Deep Delta Learning's residuals
+    """
+
+    stream: list[Tensor]
+    hidden: Tensor
+    mixers: dict[int, MixerView]
+    mlps: list[Tensor]
+    writes: dict[int, WriteView]
+
+
+@dataclass
+class WriteView:
+    """One write of Deep Delta Learning's residuals: what it got, and the stream after it."""
+
+    write: DeepDelta | LatentUpdate
+    inputs: tuple[Tensor, ...]
+    out: Tensor
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns X [..., D, DV], k [..., D] of norm 1, v [..., DV] and beta [...]."""
+        X, k, v, beta = self.write.operands(*self.inputs)
+        return X, k * (k.square().sum(-1, keepdim=True) + self.write.k_eps**2).rsqrt(), v, beta
+
+
+@contextlib.contextmanager
+def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[list[ModelView]]:
+    """Within `with`, every forward pass of the model adds a view to the list.
+
+    With `gradients` the viewed tensors keep theirs: backward fills `.grad` of x, qkv, o, y, out and stream.
+    """
+    views: list[ModelView] = []
+    parts: dict[str, Any] = {}
+    writes: dict[int, WriteView] = {}
+
+    def see(name: str, tensor: Any) -> None:
+        if gradients and tensor.requires_grad:
+            tensor.retain_grad()
+        parts[name] = tensor
+
+    handles = []
+    block: Any
+    for i, block in enumerate(model.model.blocks):
+        handles.append(block.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} stream", inputs[0])))
+        handles.append(block.mlp.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} mlp", out)))
+        for place, write in ((2 * i, block.mixer_write), (2 * i + 1, block.mlp_write)):
+            if isinstance(write, (DeepDelta, LatentUpdate)):
+
+                def written(module: Any, inputs: Any, out: Any, place: int = place) -> None:
+                    writes[place] = WriteView(module, inputs, out)
+
+                handles.append(write.register_forward_hook(written))
+        mixer = block.mixer
+        if not isinstance(mixer, GatedDeltaNet):
+            continue
+
+        def enter(_: Any, inputs: Any, i: int = i) -> None:
+            see(f"{i} x", inputs[0])
+            parts[f"{i} sequences"] = inputs[1]
+
+        handles += [
+            mixer.register_forward_pre_hook(enter),
+            mixer.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} out", out)),
+            mixer.conv.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} qkv", out)),
+            mixer.o_norm.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} o", inputs[0])),
+            mixer.o_proj.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} y", inputs[0])),
+        ]
+
+    def leave(_: Any, inputs: Any, out: Tensor) -> None:
+        see("end", inputs[0])
+        mixers = {
+            i: MixerView(
+                block.mixer, *(parts[f"{i} {name}"] for name in ("x", "sequences", "qkv", "o", "y", "out"))
+            )
+            for i, block in enumerate(model.model.blocks)
+            if isinstance(block.mixer, GatedDeltaNet)
+        }
+        stream = [parts[f"{i} stream"] for i in range(len(model.model.blocks))]
+        mlps = [parts[f"{i} mlp"] for i in range(len(model.model.blocks))]
+        views.append(ModelView([*stream, parts["end"]], out, mixers, mlps, dict(writes)))
+        parts.clear()
+        writes.clear()
+
+    handles.append(model.model.norm.register_forward_hook(leave))
+    try:
+        yield views
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Returns x / sqrt(sum x^2 + 1e-6) over the last dimension, as the operation computes it."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON)
+
+
+def rms(x: Tensor) -> float:
+    """Returns sqrt(mean x^2), computed in float64."""
+    return float(x.detach().double().square().mean().sqrt())
+
+
+class Probes:
+    """Measures and leaves training alone: weights, their gradients and random numbers stay as they are."""
+
+    def __init__(
+        self,
+        model: DeltaForCausalLM,
+        optimizer: Optimizer,
+        loss: Loss,
+        batch: Batch,
+        device: torch.device,
+    ):
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.batch = batch.each(lambda x: x.to(device))
+        self._before: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Copies the weights, to see what the coming step changes. Needed only before an evaluation."""
+        self._before = {name: p.detach().clone() for name, p, _ in self._parameters()}
+
+    def measure(self) -> dict[str, float]:
+        """Returns every probe by its name."""
+        training = self.model.training
+        kept = {name: p.grad for name, p, _ in self._parameters()}
+        self.model.eval()
+        try:
+            for _, p, _ in self._parameters():
+                p.grad = None
+            with observed(self.model, gradients=True) as views:
+                # the sum over tokens, not their mean
+                (self.loss(*self.batch) * self.batch.targets.numel()).backward()
+            with torch.no_grad():
+                values = {"logit_std": self._logit_std(views[0])} | self._groups()
+                for i, write in views[0].writes.items():
+                    of_write = write_probes(*write.operands(), erases=not isinstance(write.write, WriteOnly))
+                    values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
+                layers = sorted(views[0].mixers)
+                for i in sorted({layers[0], layers[len(layers) // 2], layers[-1]} if layers else ()):
+                    of_layer = layer_probes(views[0].mixers[i], views[0].stream[i])
+                    values |= {f"layers/{i}/{name}": value for name, value in of_layer.items()}
+        finally:
+            self.model.train(training)
+            for name, p, _ in self._parameters():
+                p.grad = kept[name]
+            self._before = {}
+        return {name: float(f"{value:.6g}") for name, value in values.items()}
+
+    def _parameters(self) -> list[tuple[str, torch.nn.Parameter, float]]:
+        """Lists the name, the parameter and the current learning rate of all parameters."""
+        return [
+            (name, p, group["lr"])
+            for group in self.optimizer.param_groups
+            for name, p in zip(group["names"], group["params"], strict=True)
+        ]
+
+    def _groups(self) -> dict[str, float]:
+        squares: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for name, p, lr in self._parameters():
+            into = squares[group_of(name)]
+            into["count"] += p.numel()
+            into["lr"] += lr * p.numel()
+            into["weight"] += _square(p)
+            into["grad"] += 0.0 if p.grad is None else _square(p.grad)
+            if name in self._before:
+                into["update"] += _square(p - self._before[name])
+        values = {}
+        for group, sums in squares.items():
+            count = sums.pop("count")
+            of_group = {"lr": sums.pop("lr") / count} | {key: value**0.5 for key, value in sums.items()}
+            if "update" in of_group and of_group["weight"]:
+                of_group["fraction"] = of_group["update"] / of_group["weight"]
+            values |= {f"groups/{group}/{key}": value for key, value in of_group.items()}
+        return values
+
+    def _logit_std(self, view: ModelView) -> float:
+        hidden = view.hidden[:1].float()  # one sequence: all logits of a batch may not fit
+        head = self.model.lm_head
+        logits = F.linear(hidden, head.weight.float()) * head.multiplier
+        return float(logits.std(-1).mean())
+
+
+class ProbeObserver:
+    """Measures the probes of a run of one process at every evaluation (see `train.run.loop.Observer`)."""
+
+    def __init__(self, run: Run):
+        self.config = run.config
+        plain = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
+        (batch,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
+        self.probes = Probes(run.model, run.optimizer, plain, batch, run.device)
+
+    def before_step(self, step: int) -> None:
+        if is_due(self.config, step):
+            self.probes.before_step()
+
+    def after_evaluation(self) -> dict[str, float]:
+        return self.probes.measure()
+
+
+def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:
+    """Measures one layer; `stream` is its block's input."""
+    q, k, v = view.split()
+    T = q.shape[1]
+    g, beta = view.gates()
+    beta = beta / view.mixer.beta_max
+    alpha = g.exp()
+    za, zb = view.gate_inputs()
+    cosine = (normalized(q) * normalized(k)).sum(-1)
+    forgets = -torch.expm1(g).mean((0, 1))  # 1 - alpha without its cancellation
+    probes = {
+        **{name: rms(x) for name, x in {"q": q, "k": k, "v": v, "y": view.y, "out": view.out}.items()},
+        "o": rms(view.o) / view.mixer.scale,
+        "hidden": rms(stream),
+        "beta_mean": float(beta.mean()),
+        "beta_std": float(beta.std()),
+        "beta_strong": float((beta > 0.5).float().mean()),
+        "alpha_mean": float(alpha.mean()),
+        "memory": float((1 / forgets.clamp_min(1e-12)).median()),
+        "gate_decay_std": float((za - view.mixer.dt_bias).std()),
+        "gate_beta_std": float(zb.std()),
+        "state": rms(view.state()) * view.mixer.K**0.5,
+        "qk_mean": float(cosine.mean()),
+        "qk_abs": float(cosine.abs().mean()),
+    }
+    for i in range(PLACES + 1):
+        t = min(i * T // PLACES, T - 1)
+        probes[f"qk/{t}"] = float(cosine[:, t].mean())
+        if 0 < i < PLACES:
+            probes[f"Sk/{t}"] = recall(view.state(t), k[:, t])
+    if view.qkv.grad is not None:
+        q, k, v = view.qkv.grad.split(view.mixer.sizes, dim=-1)
+        gradients = {"q": q, "k": k, "v": v, "y": view.y.grad, "hidden": stream.grad}
+        # of S^T q, which o is a multiple of
+        gradients["o"] = None if view.o.grad is None else view.o.grad * view.mixer.scale
+        probes |= {f"grad_{name}": rms(x) for name, x in gradients.items() if x is not None}
+    return probes
+
+
+def write_probes(X: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, erases: bool = True) -> dict[str, float]:
+    """Measures one write: X [..., D, DV], k [..., D] of norm 1, v [..., DV], beta [...]."""
+    X, k, v, beta = (x.float() for x in (X, k, v, beta))
+    along = torch.einsum("...d,...dv->...v", k, X).norm(dim=-1)
+    determinant = (1 - beta) ** X.shape[-1] if erases else torch.ones_like(beta)
+    quantiles = torch.quantile(beta.flatten()[:COUNTED], beta.new_tensor([0.05, 0.5, 0.95]))
+    low, middle, high = quantiles.tolist()
+    return {
+        "beta_mean": float(beta.mean()),
+        "beta_05": low,
+        "beta_50": middle,
+        "beta_95": high,
+        "identity": float((beta < 0.5).float().mean()),
+        "projection": float(((beta >= 0.5) & (beta <= 1.5)).float().mean()),
+        "reflection": float((beta > 1.5).float().mean()),
+        "along": float(along.square().mean().sqrt()),
+        "value": float(v.norm(dim=-1).square().mean().sqrt()),
+        "determinant": float(determinant.mean()),
+        "negative": float((determinant < 0).float().mean()),
+    }
+
+
+def recall(S: Tensor, k: Tensor) -> float:
+    """Returns |S^T k| sqrt(K) / |S|_F for unit k, as the root mean square over sequences and heads.
+
+    S [B, HV, K, V]; k [B, H, K] of any length. Averaged over all directions of k it is 1, whatever S is.
+    """
+    k = normalized(k.float()).repeat_interleave(S.shape[1] // k.shape[1], dim=1)
+    values = torch.einsum("bhkv,bhk->bhv", S.float(), k)
+    share = values.square().sum(-1) / S.float().square().sum((-2, -1)).clamp_min(1e-30)
+    return float((share.mean() * S.shape[2]).sqrt())
+
+
+def group_of(name: str) -> str:
+    """Returns which of GROUPS a parameter belongs to."""
+    parts = name.removeprefix("model.").split(".")
+    if parts[0] in ("embed", "lm_head"):
+        return "embedding"
+    if "a_proj" in parts or "b_proj" in parts:
+        return "gate_proj"
+    if parts[-1] in ("A_log", "dt_bias"):
+        return "scalar"
+    if "conv" in parts:
+        return "conv"
+    if any(part == "norm" or part.endswith("_norm") for part in parts):
+        return "norm"
+    if "mlp" in parts:
+        return "mlp"
+    return "main_proj" if "mixer" in parts else "residual"
+
+
+def _square(x: Tensor) -> float:
+    return float(x.detach().double().square().sum())
