@@ -9,16 +9,15 @@ default_backend, checking                   which backend runs; whether data is 
 describe, BackendRefusal                    what runs here, and why the rest does not
 """
 
-from delta_trn.backends import declarations as _declarations  # noqa: F401 - registers the backends
-from delta_trn.backends.checks import checking
+from delta_trn.backends.checks import BackendRefusal, checking
 from delta_trn.backends.delta_residual import delta_residual
-from delta_trn.backends.gated_delta_layer import gated_delta_layer, is_one_operation
+from delta_trn.backends.dispatch import Availability, default_backend
+from delta_trn.backends.dispatch import describe as _describe
+from delta_trn.backends.gated_delta_layer import find_layer_backend, gated_delta_layer
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule.contract import log_decay, write_strength
 from delta_trn.backends.layers import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
 from delta_trn.backends.machine import platforms
-from delta_trn.backends.registry import BackendRefusal, Row, default_backend
-from delta_trn.backends.registry import describe as _describe
 
 __all__ = [
     "BackendRefusal",
@@ -27,11 +26,11 @@ __all__ = [
     "default_backend",
     "delta_residual",
     "describe",
+    "find_layer_backend",
     "gated_delta_layer",
     "gated_delta_rule",
     "gated_delta_rule_step",
     "gated_rms_norm",
-    "is_one_operation",
     "linear_cross_entropy",
     "log_decay",
     "short_convolution",
@@ -39,6 +38,6 @@ __all__ = [
 ]
 
 
-def describe() -> list[Row]:
-    """Returns a row per operation and backend: on which of this machine's devices it runs, and why not."""
+def describe() -> list[Availability]:
+    """Returns for each operation and backend on which of this machine's devices it runs, and why not."""
     return _describe(platforms())

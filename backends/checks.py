@@ -12,6 +12,11 @@ from contextvars import ContextVar, Token
 
 from torch import Tensor, dtype, finfo, float32, float64
 
+
+class BackendRefusal(RuntimeError):
+    """No backend, or not the one asked for, can run a call; the message names every reason."""
+
+
 _CHECKING: ContextVar[bool] = ContextVar("checking", default=False)
 
 

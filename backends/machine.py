@@ -297,10 +297,18 @@ def multiplies_bfloat16_faster(device: torch.device) -> bool:
     return device.type == "cpu" and "amx_bf16" in cpu_flags()
 
 
+@cache
+def compute_capability(device: str, place: int | None = None) -> tuple[int, int] | None:
+    """Returns the compute capability of a CUDA device, such as (9, 0); None where there is none."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(place)
+
+
 def supports_bfloat16(device: torch.device) -> bool:
     """Returns whether the hardware multiplies in bfloat16, so that training in it pays."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return (compute_capability("cuda", device.index) or (0, 0)) >= (8, 0)
     if device.type in ("xla", "neuron"):
         return True
     flags = cpu_flags()

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from delta_trn.backends.checks import is_checking
-from delta_trn.backends.registry import BackendRefusal
+from delta_trn.backends.checks import BackendRefusal, is_checking
 from delta_trn.nki_kernels import plan, simulator
 from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd

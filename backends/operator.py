@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import fields
 from operator import attrgetter, index
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import machine
-from delta_trn.backends.registry import OPERATIONS, adapter, chosen_name, selection
+from delta_trn.backends.dispatch import OPERATIONS, adapter, chosen_name, selection
 
 # "delta_trn", or another name for each copy of this file that an exported model brings along
 LIBRARY = re.sub(r"\W", "_", __name__.removesuffix(".backends.operator"), flags=re.ASCII)
@@ -112,36 +112,47 @@ class Operator:
             OPERATIONS.append(name)
 
     def choose(
-        self,
-        tensors: Sequence[Tensor | None],
-        sizes: Mapping[str, int],
-        backend: str | None,
-        *,
-        packed: bool = False,
-        form: str = "",
+        self, tensors: Sequence[Tensor | None], sizes: Mapping[str, int], backend: str | None, *options: str
     ) -> tuple[str, bool]:
         """Returns the name of the backend for a call, and whether the call's gradients are wanted.
 
         Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
         Raises TypeError inside torch.func's transforms.
         """
+        name = self._chosen(tensors, sizes, backend, options, required=True)
+        assert name is not None
+        return name, gradients_wanted(*tensors)
+
+    def find(
+        self, tensors: Sequence[Tensor | None], sizes: Mapping[str, int], backend: str | None, *options: str
+    ) -> str | None:
+        """Returns what `choose` does; None where no backend runs the call, or only one that is allowed to."""
+        return self._chosen(tensors, sizes, backend, options, required=False)
+
+    def _chosen(
+        self,
+        tensors: Sequence[Tensor | None],
+        sizes: Mapping[str, int],
+        backend: str | None,
+        options: tuple[str, ...],
+        *,
+        required: bool,
+    ) -> str | None:
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise TypeError(
                 f"{self.name} was called inside torch.vmap or another transform of torch.func, which do not "
                 "know its kernels; make the mapped dimension part of the batch, and use torch.autograd for "
                 "gradients"
             )
-        gradients = gradients_wanted(*tensors)
         x, default = tensors[0], selection()
         assert x is not None
         device = "cpu" if x.is_meta else x.device.type
         # index(): sizes are constants of a compiled graph, even of one with dynamic shapes
         constants = tuple([(name, index(size)) for name, size in sizes.items()])
-        name = chosen_name(
-            self.name, device, x.dtype, constants, packed, gradients, form, backend, default.name,
-            default.allow,
+        return chosen_name(
+            self.name, device, x.device.index, x.dtype, constants, options, gradients_wanted(*tensors),
+            backend, default.name, default.allow, required,
         )  # fmt: skip
-        return name, gradients
 
     def __call__(self, call: Any, *, save: bool, backend: str) -> tuple[Any, ...]:
         """Returns the outputs, tensors or None as `outputs` says; differentiable where `save`."""
@@ -171,14 +182,23 @@ class Operator:
 
     def compute(self, call: Any, save: bool, backend: str) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
         """Returns the outputs and what the adapter saves for backward."""
-        self.values(call)
-        function = getattr(adapter(backend, self.name), self.forward_name)
-        x = self.first(call)
-        with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x), self.products():
+        function = self.find_function(call, backend)
+        with self.settings(self.first(call)):
             if not self.gradients:
                 return function(call), []
             *outputs, saved = function(call, save=save)
         return tuple(outputs), saved
+
+    def find_function(self, call: Any, backend: str) -> Callable[..., Any]:
+        """Returns the adapter's forward; in check mode looks at the call's data first."""
+        self.values(call)
+        return getattr(adapter(backend, self.name), self.forward_name)
+
+    @contextlib.contextmanager
+    def settings(self, x: Tensor) -> Iterator[None]:
+        """Sets what adapters expect: no autocast, the CUDA device of x, exact products."""
+        with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x), self.products():
+            yield
 
     def differentiate(
         self, douts: Sequence[Tensor | None], call: Any, saved: list[Tensor], backend: str
@@ -190,8 +210,7 @@ class Operator:
             douts = [first.zero_(), *douts[1:]]
         function = getattr(adapter(backend, self.name), f"{self.prefix}backward")
         assert douts[0] is not None
-        device = torch.cuda.device_of(douts[0])
-        with torch.autocast(douts[0].device.type, enabled=False), device, self.products():
+        with self.settings(douts[0]):
             return tuple(function(*douts, call, saved))
 
     def kept(
@@ -261,7 +280,9 @@ class Operator:
     def _backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         douts, call, saved, backend = self._parts(arguments)
         absent = next(x for x in douts if x is not None)
-        return tuple(_present(x, absent) for x in self.differentiate(douts, call, saved, backend))
+        with _autograd_again():
+            gradients = self.differentiate(douts, call, saved, backend)
+        return tuple(_present(x, absent) for x in gradients)
 
     def _fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         douts, call, saved, _ = self._parts(arguments)
@@ -304,6 +325,14 @@ class Operator:
         return *present, *[None] * (len(ctx.options) + 2)
 
 
+def _autograd_again() -> contextlib.AbstractContextManager[None]:
+    """Lets an adapter's backward use autograd, which dispatch leaves out inside a custom operator."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
 def _present(x: Tensor | None, like: Tensor) -> Tensor:
     """Returns what a custom operator may return: a dense tensor, an empty one in place of None."""
     return like.new_empty(0) if x is None else x.contiguous()
@@ -312,13 +341,16 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, backend: str, *flat: Any) -> tuple[Tensor | None, ...]:
-        outputs, saved = operator.compute(operator.call(*flat), True, backend)
+        call = operator.call(*flat)
+        function = operator.find_function(call, backend)
+        with operator.settings(operator.first(call)):
+            *outputs, saved = function(call, save=True)
         ctx.operator, ctx.backend, ctx.options = operator, backend, flat[len(operator.tensors) :]
         # autograd may run backward in a thread of its own, where no context variable is set
         ctx.context = copy_context()
         ctx.save_for_backward(*operator.kept(flat, outputs, saved))
         ctx.set_materialize_grads(operator.complete)
-        return outputs
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]

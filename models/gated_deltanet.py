@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from delta_trn.backends import (
+    find_layer_backend,
     gated_delta_layer,
     gated_delta_rule,
     gated_delta_rule_step,
-    is_one_operation,
     log_decay,
     write_strength,
 )
@@ -115,30 +115,27 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
         qkv = joint(x, self.q_proj, self.k_proj, self.v_proj)
-        if self._is_one_operation(qkv, sequences, cache):
-            y = self._mix_at_once(x, qkv, sequences, cache)
-        else:
+        backend = self._find_kernel(qkv, sequences, cache)
+        if backend is None:
             y = self._mix(x, self.conv(qkv, sequences, cache), sequences, cache)
+        else:
+            y = self._mix_in_one_kernel(x, qkv, sequences, cache, backend)
         return self.o_proj(y.flatten(-2))
 
-    def _is_plain(self, x: Tensor, sequences: Sequences) -> bool:
-        """Returns whether nothing stands or looks between the parts of the mixer that one operation holds."""
-        watched = self.conv._forward_hooks or self.o_norm._forward_pre_hooks  # by a study
+    def _find_kernel(self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> str | None:
+        """Returns the backend that computes all between the projections in one kernel; None: `_mix` does."""
         changed = self.scan is not gated_delta_rule or self.D is not None or self.bound
-        return not (changed or watched or (x.shape[0] > 1 and sequences.is_packed))
-
-    def _is_one_operation(self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> bool:
-        """Returns whether a backend computes at once all that stands between the projections."""
+        watched = self.conv._forward_hooks or self.o_norm._forward_pre_hooks  # by a study
         token = cache is not None and cache.state is not None and qkv.shape[1] == 1
-        if token or not self._is_plain(qkv, sequences):
-            return False
-        return is_one_operation(
-            qkv, self.conv.weight, self.sizes[2] // self.V, self.K, self.V, states=cache is not None,
-            bounds=sequences.cu_seqlens is not None, position=sequences.is_packed,
-        )  # fmt: skip
+        if changed or watched or token or (sequences.is_packed and qkv.shape[0] > 1):
+            return None
+        HV = self.sizes[2] // self.V
+        return find_layer_backend(qkv, self.conv.weight, HV, self.K, self.V, packed=sequences.is_packed)
 
-    def _mix_at_once(self, x: Tensor, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
-        """Returns y [B, T, HV, V] of what was projected, by one operation."""
+    def _mix_in_one_kernel(
+        self, x: Tensor, qkv: Tensor, sequences: Sequences, cache: LayerCache | None, backend: str
+    ) -> Tensor:
+        """Returns y [B, T, HV, V] of what was projected."""
         a, b = self._gate_inputs(x, sequences)
         gate = self.g_proj(x).unflatten(-1, (-1, self.V))
         state = None if cache is None else cache.state
@@ -147,14 +144,14 @@ class GatedDeltaNet(nn.Module):
             qkv, self.conv.weight, a, b, gate, self.o_norm.weight, K=self.K, A_log=self.A_log,
             dt_bias=self.dt_bias, beta_max=self.beta_max, scale=self.scale, eps=self.o_norm.eps,
             prefix=prefix, position=sequences.position.flatten() if sequences.is_packed else None,
-            cu_seqlens=sequences.cu_seqlens, initial_state=state, output_final_state=cache is not None,
+            initial_state=state, output_final_state=cache is not None, backend=backend,
         )  # fmt: skip
         if cache is not None:
             cache.state = state
         return y
 
     def _mix(self, x: Tensor, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
-        """Returns the same of what was convolved, by an operation for each part."""
+        """Returns the same of what was convolved: the rule, then the norm, each on its own backend."""
         q, k, v = consecutive_parts(qkv, self.sizes)
         q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
         v = v.unflatten(-1, (-1, self.V))

@@ -13,9 +13,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from delta_trn.backends import machine
+from delta_trn.backends.dispatch import default_backend
 from delta_trn.backends.gated_delta_rule import chunked_kernel
 from delta_trn.backends.layers import cpu_kernel
-from delta_trn.backends.registry import default_backend
 
 
 def pytest_addoption(parser):

@@ -35,14 +35,13 @@ from delta_trn.backends.bench.figures import PASSES, passes
 from delta_trn.backends.bench.peers import PEERS, Run
 from delta_trn.backends.bench.roofline import Ceilings, Work, ceilings, work
 from delta_trn.backends.bench.timing import Spread, interleaved, modes, ratios
-from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.checks import BackendRefusal, dtype_name
 from delta_trn.backends.gated_delta_rule import gated_delta_rule
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import Subject, subjects
 from delta_trn.backends.parity.page import NOT_RUN
 from delta_trn.backends.parity.rule import GRADIENTS, verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, Inputs, inputs, select
-from delta_trn.backends.registry import BackendRefusal
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,12 @@ import torch
 
 from delta_trn.backends.bench.__main__ import contender, pass_call
 from delta_trn.backends.bench.timing import Spread, interleaved
-from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.checks import BackendRefusal, dtype_name
 from delta_trn.backends.gated_delta_rule.triton_adapter import Config, Tile, adjusted, config
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import Subject, subjects
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import Case, inputs, select
-from delta_trn.backends.registry import BackendRefusal
 
 # kernel -> the pass that it belongs to
 KERNELS = {"prepare": "forward", "scan": "forward", "reverse": "backward", "gradients": "backward"}

@@ -1,10 +1,10 @@
 """Runs a layer's mixer in one NKI kernel forward and in another one backward, where it fits.
 
-A kernel call takes as many sequences as `plan.count_sequences` says; a sequence that is too long for one call
-is not computed at once (`Capability.limits`). Training keeps what backward reads: q, k, v and o in the dtype
-of x, and in float32 the convolution's results before SiLU and the state before each chunk. Where more value
-heads share a key head than a bundle holds, backward is the kernels of the three parts, and training keeps q,
-k, v, o, and fewer states.
+A kernel call takes as many sequences as `plan.count_sequences` says; `limits.nki` refuses a sequence that is
+too long for one call. Training keeps what backward reads: q, k, v and o in the dtype of x, and in float32 the
+convolution's results before SiLU and the state before each chunk. Where more value heads share a key head
+than a bundle holds, backward is the kernels of the three parts, and training keeps q, k, v, o, and fewer
+states.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from delta_trn.backends import registry
+from delta_trn.backends import dispatch
 from delta_trn.backends.gated_delta_rule import checks
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Step, make_call_gates, state_dtype
 from delta_trn.backends.operator import Operator, gradients_wanted
@@ -93,9 +93,8 @@ def gated_delta_rule(
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule
-        >>> x = torch.ones(1, 2, 1, 1)                          # two tokens, one head of size 1
-        >>> g, beta = torch.full((1, 2, 1), 0.5).log(), torch.ones(1, 2, 1)
-        >>> o, state = gated_delta_rule(x, x, 2 * x, g, beta, output_final_state=True)
+        >>> x, beta = torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1)       # two tokens, one head of size 1
+        >>> o, state = gated_delta_rule(x, x, 2 * x, (beta / 2).log(), beta, output_final_state=True)
         >>> o.flatten().tolist(), state.item()
         ([2.0, 2.0], 2.0)
     """
@@ -104,25 +103,18 @@ def gated_delta_rule(
     beta_max = checks.gate_arguments(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
     )
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    name, save = OPERATOR.choose(tensors, _sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
     call = Rule(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
-        scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale),
-        beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state,
+        *tensors, None if cu_seqlens is None else cu_seqlens.long(),
+        scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale), beta_max=beta_max,
+        l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state,
     )  # fmt: skip
-    o, final_state = _run(call, backend)
+    made = call if _makes_gates(name) else make_call_gates(call)
+    o, final_state = OPERATOR(made, save=save, backend=name)
     if not output_final_state or final_state is None:
         return o, None
     return o, final_state.mT.contiguous() if state_v_first else final_state
-
-
-def _run(call: Rule, backend: str | None) -> tuple[Tensor, Tensor | None]:
-    tensors = (call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state)
-    packed = call.cu_seqlens is not None
-    name, save = OPERATOR.choose(tensors, _sizes(call.q, call.v), backend, packed=packed)
-    if not registry.makes_gates(OPERATOR.name, name):
-        call = make_call_gates(call)
-    return OPERATOR(call, save=save, backend=name)
 
 
 def gated_delta_rule_step(
@@ -187,10 +179,16 @@ def gated_delta_rule_step(
         scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale),
         beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    if not registry.makes_gates(STEP_OPERATOR.name, name):
+    if not _makes_gates(name):
         call = make_call_gates(call)
     o, state = STEP_OPERATOR(call, save=False, backend=name)
     return o, state
+
+
+@torch.compiler.assume_constant_result
+def _makes_gates(backend: str) -> bool:
+    """Returns whether a backend's kernels make g and beta of projections; for the others PyTorch does."""
+    return getattr(dispatch.adapter(backend), "MAKES_GATES", False)
 
 
 def _first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | None:

@@ -6,7 +6,8 @@ each token finds missing [B, T, HV, V], and each chunk's first state.
 
 from __future__ import annotations
 
-from ctypes import c_double, c_int64
+from collections.abc import Callable
+from ctypes import Array, c_double, c_int64
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import compiler
-from delta_trn.backends.gated_delta_rule.chunk_layout import capacity
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 
 # `struct Call` of chunked_kernel.cpp: the tensors' addresses, strides of some, then numbers, each in 8 bytes
@@ -43,7 +43,8 @@ def library() -> compiler.Library:
 def saved_shapes(call: Rule, C: int) -> Shapes:
     """Returns the shapes of E and of the chunks' first states."""
     (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
-    chunks = capacity(B, T, C, call.cu_seqlens)
+    bounds = call.cu_seqlens  # whose data is not looked at: each sequence may end in a chunk of its own
+    chunks = B * (-(-T // C)) if bounds is None else T // C + bounds.shape[0] - 1
     return [((B, T, HV, V), torch.float32), ((chunks, HV, K, V), torch.float32)]
 
 
@@ -54,7 +55,8 @@ def forward(call: Rule, C: int, *, save: bool) -> tuple[Tensor, Tensor | None, l
     if call.output_final_state:
         final_state = o.new_empty((call.sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3]))
     outputs = {"o": o, "E": E, "states": states, "final_state": final_state}
-    _run("forward", call, call.initial_state, C, outputs)
+    numbers = _pack(call, call.initial_state, C, outputs)
+    _function("forward")(numbers, c_double(call.scale))
     return o.to(call.v.dtype), final_state, [] if E is None or states is None else [E, states]
 
 
@@ -68,7 +70,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor],
     tensors = {"E": E, "states": states, "d_o": _rows(do), "dinitial_state": dinitial}
     tensors |= {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta}
     tensors["dfinal_state"] = None if dstate is None else dstate.contiguous()
-    _run("backward", call, call.initial_state, C, tensors)
+    numbers = _pack(call, call.initial_state, C, tensors)
+    _function("backward")(numbers, c_double(call.scale))
     if H != HV:
         dq, dk = (x.unflatten(2, (H, HV // H)).sum(3) for x in (dq, dk))
     like = ((dq, call.q), (dk, call.k), (dv, call.v), (dg, call.g), (dbeta, call.beta))
@@ -79,14 +82,20 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     """Does what an adapter's `step` does."""
     state = call.state.new_empty(call.state.shape)
     o = state.new_empty(call.v.shape)
-    _run("step", call, call.state, 1, {"o": o, "final_state": state})
+    tensors: dict[str, Tensor | None] = {"o": o, "final_state": state}
+    numbers = _pack(call, call.state, 1, tensors)
+    _function("step")(numbers, c_double(call.scale))
     return o.to(call.v.dtype), state
 
 
-def _run(
-    name: str, call: Rule | Step, initial_state: Tensor | None, C: int, tensors: dict[str, Tensor | None]
-) -> None:
-    """Calls `gated_delta_rule_NAME` of the kernel with the call's tensors in float32, and `tensors`."""
+def _function(name: str) -> Callable[..., None]:
+    return getattr(library().functions, f"gated_delta_rule_{name}")
+
+
+def _pack(
+    call: Rule | Step, initial_state: Tensor | None, C: int, tensors: dict[str, Tensor | None]
+) -> Array[c_int64]:
+    """Returns the kernel's `Call`; adds the call's tensors in float32 to `tensors`, which keep them alive."""
     q, k, v, g, beta = _rows(call.q), _rows(call.k), _rows(call.v), call.g.float(), call.beta.float()
     tensors |= {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     if initial_state is not None:
@@ -104,7 +113,7 @@ def _run(
         fields += strides[:3] if times or x is None else (strides[0], 0, strides[1])
     fields += (N, times[0] if times else 1, H, v.shape[-2], K, v.shape[-1], C)
     fields += (call.l2norm, torch.get_num_threads())
-    getattr(library().functions, f"gated_delta_rule_{name}")(Arguments(*fields), c_double(call.scale))
+    return Arguments(*fields)
 
 
 def _rows(x: Tensor) -> Tensor:

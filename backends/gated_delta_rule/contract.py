@@ -1,7 +1,7 @@
 """The contract between the gated delta rule and a backend: a call, its gradients, and four functions.
 
-To add a backend, write a module with the functions of `Adapter` and declare it in
-`backends.declarations`. The grid of `backends.parity` and its judge then apply to it.
+To add a backend, write a module with the functions of `Adapter` and add a row to the table of
+`backends.dispatch`. The grid of `backends.parity` and its judge then apply to it.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ class Gradients(NamedTuple):
 class Adapter(Protocol):
     """A backend of the gated delta rule: a module with these four functions.
 
-    Arguments have been checked, autocast is off, and autograd records nothing here. Only a backend that
-    declares `Capability(gates=True)` ever sees `A_log` or `beta_max`; for the others PyTorch makes g and beta
-    before the call. A backend that declares `packed=False` never sees `cu_seqlens`.
+    Arguments have been checked, autocast is off, and autograd records nothing here. Only a module that says
+    `MAKES_GATES = True` ever sees `A_log` or `beta_max`; for the others PyTorch makes g and beta before.
     """
 
     def forward(self, call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.gated_delta_rule.contract import L2NORM_EPS, RESET, Gradients, Rule, Shapes, Step
 from delta_trn.backends.nki_runtime_adapter import require_norms_within_rsqrt, run
-from delta_trn.backends.registry import BackendRefusal
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 
+MAKES_GATES = True  # of a layer's projections
 # sqrt(2048) is 45: near the least memory at the longest case of the default suite, 32 + 64 states
 SEGMENT = 64
 

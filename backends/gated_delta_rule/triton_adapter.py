@@ -33,6 +33,7 @@ from delta_trn.triton_kernels.launch import Tile as Tile
 from delta_trn.triton_kernels.launch import adds_pairs, config
 from delta_trn.triton_kernels.launch import adjusted as adjusted
 
+MAKES_GATES = True  # of a layer's projections, in the kernels
 # Whether forward keeps S and U (the states at chunk starts and what each chunk writes) for backward. True
 # spends (2 K / C + 2) V bytes of bfloat16 per token and value head and spares backward one scan; False
 # recomputes them; "auto" keeps them up to KEPT_BYTES per call.

@@ -46,7 +46,7 @@ def short_convolution(
     checks.convolution(x, weight, prefix, position, activation)
     name, save = CONVOLUTION.choose(
         (x, weight, prefix), {"C": x.shape[-1], "W": weight.shape[-1]}, backend,
-        form=activation, packed=position is not None,
+        activation, *(() if position is None else ("packed",)),
     )  # fmt: skip
     (y,) = CONVOLUTION(Convolution(x, weight, prefix, position, activation), save=save, backend=name)
     return y
@@ -67,8 +67,9 @@ def gated_rms_norm(
     `gated_delta_rule` does.
     """
     checks.norm(x, {"gate": gate}, weight, eps)
-    form = "plain" if gate is None else "gated"
-    name, save = NORM.choose((x, gate, weight), {"N": x.shape[-1]}, backend, form=form)
+    name, save = NORM.choose(
+        (x, gate, weight), {"N": x.shape[-1]}, backend, "plain" if gate is None else "gated"
+    )
     (y,) = NORM(GatedNorm(x, gate, weight, eps), save=save, backend=name)
     return y
 

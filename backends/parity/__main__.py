@@ -29,7 +29,8 @@ from rich.progress import track
 from rich.table import Table
 
 from delta_trn.backends import machine
-from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.checks import BackendRefusal, dtype_name
+from delta_trn.backends.dispatch import BACKENDS, OPERATIONS
 from delta_trn.backends.machine import ROOT, facts
 from delta_trn.backends.parity import (
     goldens,
@@ -42,7 +43,6 @@ from delta_trn.backends.parity import (
 )
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
-from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
 
 SHOWN = 20
 RELEASE = "DELTA_TRN_NKI"  # the environment variable that the simulator reads
@@ -78,8 +78,8 @@ class Subject:
 
     def dtypes(self, op: str = "gated_delta_rule") -> list[torch.dtype]:
         """Returns the dtypes of the grid in which the backend has the operation; none if it lacks it."""
-        capability = BACKENDS[self.backend].capabilities.get(op)
-        return [dtype for dtype in DTYPES if capability is not None and dtype in capability.dtypes]
+        row = BACKENDS[self.backend].rows.get(op)
+        return [dtype for dtype in DTYPES if row is not None and dtype in row.dtypes]
 
     @property
     def nki(self) -> str | None:
@@ -107,12 +107,10 @@ def subjects(names: Sequence[str] | None = None) -> list[Subject]:
         if name not in BACKENDS:
             raise BackendRefusal(f"no backend is named {name!r}; registered: {', '.join(BACKENDS)}")
         backend = BACKENDS[name]
-        capability = backend.capabilities.get("gated_delta_rule")
+        row = backend.rows.get("gated_delta_rule")
         reasons = []
         for device in machine.platforms():
-            outside = capability is None or (
-                capability.devices is not None and device not in capability.devices
-            )
+            outside = row is None or (row.devices is not None and device not in row.devices)
             reason = f"does not run on {device}" if outside else backend.unavailable(device)
             if reason is None:
                 chosen.append(Subject(name, device))

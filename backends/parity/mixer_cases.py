@@ -8,8 +8,7 @@
                 rounded to the dtype, as if the parts had been called one after the other
 
 The convolution's channels are judged as three tensors, q, k and v, because their gradients differ in size;
-each sequence and head is a part. A backend that has the operation but computes a call by its parts has
-refused it: the parts have cases of their own. Inputs are the same on every machine, as in `rule_cases`.
+each sequence and head is a part. Inputs are the same on every machine, as in `rule_cases`.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from delta_trn.backends import gated_delta_layer, is_one_operation
-from delta_trn.backends.checks import dtype_name
+from delta_trn.backends import gated_delta_layer
 from delta_trn.backends.parity import dense, layer_cases
 from delta_trn.backends.parity.baseline import CHUNK, Noise, Rounding
 from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 from delta_trn.backends.parity.layer_cases import EPS, STEPS, LayerCase
-from delta_trn.backends.registry import BACKENDS, BackendRefusal
 
 CHUNKS, SAMPLES = (16, 32, 64, 128), 3
 RESET = 1e20  # of a: its decay is exactly 0
@@ -127,8 +124,6 @@ CASES: tuple[MixerCase, ...] = (
               lengths=(0, 1, 2, 0, 3, 123, 10, 0), HV=4),
     MixerCase("mixer_packed_resets", 1, 139, 2, 16, 24, "packed by resets alone, as the models pack",
               lengths=(1, 63, 64, 2, 9), bounds=False, loss=BOTH),
-    MixerCase("mixer_packed_states", 1, 20, 2, 16, 24, "states of packed sequences, which no kernel takes",
-              lengths=(9, 11), loss=BOTH),
     MixerCase("mixer_final",   2, 100, 2, 16,  24, "the gradient comes from the final state alone",
               before=True, loss=("final_state",)),
     MixerCase("mixer_carry",   2, 135, 2, 32,  32, "prefix and initial state, gradients of both",
@@ -245,10 +240,7 @@ def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
 
 
 def outcome(x: Inputs, backend: str) -> dict[str, Tensor]:
-    """Computes the same by the public operation, which runs the parts where the backend lacks it.
-
-    Raises BackendRefusal where the backend has the operation and runs the parts.
-    """
+    """Computes the same by the public operation. Raises BackendRefusal where no kernel takes the case."""
     return _outcome(x, partial(_run, backend=backend))
 
 
@@ -320,12 +312,7 @@ def formula(case: MixerCase, x: Tensors, form: dense.Form, rounding: Rounding) -
 
 def _run(case: MixerCase, x: Tensors, backend: str) -> dict[str, Tensor]:
     """Calls the public operation."""
-    whole = is_one_operation(
-        x["x"], x["weight"], case.value_heads, case.K, case.V, bounds="cu_seqlens" in x,
-        position="position" in x, states=case.before or "final_state" in case.loss, backend=backend,
-    )  # fmt: skip
-    if case.op in BACKENDS[backend].capabilities and not whole:
-        raise BackendRefusal(f"{backend} computes it by its parts, in {dtype_name(x['x'].dtype)}")
+    x = {name: y for name, y in x.items() if name != "cu_seqlens"}  # `position` says the same
     y, final_state = gated_delta_layer(**x, **case.options(), backend=backend)
     return {"y": y} if final_state is None else {"y": y, "final_state": final_state}
 

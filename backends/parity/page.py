@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.dispatch import BACKENDS, OPERATIONS
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
-from delta_trn.backends.registry import BACKENDS, OPERATIONS
 
 NOT_RUN = "not yet run"
 

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from delta_trn.backends.registry import BackendRefusal, Call, choose
+from delta_trn.backends.checks import BackendRefusal
+from delta_trn.backends.dispatch import Call, choose
+from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
 from delta_trn.models.ecosystem.operations import replacements
 from delta_trn.models.sequence import packed_bounds
@@ -192,11 +194,12 @@ def _choose_kernels(layer: Any, backend: str | None) -> dict[str, str]:
     sizes = {"short_convolution": convolution}
     kernels = {}
     for op in OPERATIONS:
-        form = ("silu" if fused else "linear") if op == "short_convolution" else ""
+        options = ("silu" if fused else "linear",) if op == "short_convolution" else ()
         gradients = torch.is_grad_enabled() and op != "gated_delta_rule_step"
         call = Call(
-            op, weight.device.type, weight.dtype, sizes.get(op, heads), gradients=gradients, form=form
-        )
+            op, weight.device.type, weight.dtype, sizes.get(op, heads), options, gradients,
+            compute_capability(weight.device.type, weight.device.index),
+        )  # fmt: skip
         kernels[op] = choose(call, backend).name
     return kernels
 

@@ -6,7 +6,7 @@ imports, and copied as they are, but for import statements: `delta_trn.backends.
 `.backends_layers_pytorch`. These are made anew:
 
     backends                public names, each from the file that defines it
-    backends_declarations   one backend, PyTorch's, on every device; kernels stay in the package
+    the table of backends_dispatch      one backend, PyTorch's, on every device; kernels stay in the package
     models_settings         names and defaults, without pydantic: a saved configuration was checked already
     files that use `backends.compiler`      their kernels take no call: remote code compiles nothing
 """
@@ -21,10 +21,10 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from delta_trn.backends.declarations import TABLE
+from delta_trn.backends.dispatch import TABLE
 from delta_trn.models.settings import CONFIG_NAMES, CompleteSettings
 
-ENTRY = "delta_trn.models.language_model"
+ENTRY, DISPATCH = "delta_trn.models.language_model", "delta_trn.backends.dispatch"
 BACKEND = "chunked"
 CLASSES = {
     "AutoConfig": "DeltaConfig",
@@ -53,7 +53,7 @@ def remote_code() -> dict[str, str]:
     homes = _public_names()
     files: dict[str, str] = {}
     public: set[str] = set()
-    waiting = [ENTRY, *(capability.adapter for capability in TABLE[BACKEND].values())]
+    waiting = [ENTRY, *(row.adapter for row in TABLE[BACKEND].values())]
     while waiting:
         module = waiting.pop()
         if _flat(module) in files:
@@ -63,12 +63,13 @@ def remote_code() -> dict[str, str]:
             files[_flat(module)] = header.format("written by its export") + _no_kernel(source)
             continue
         text, needed, names = _with_relative_imports(source, homes)
+        if module == DISPATCH:
+            text = _with_one_backend(text)
         files[_flat(module)] = header.format(module) + text
         public |= names
         waiting += [*needed - {"delta_trn.models.settings"}, *(homes[name] for name in names)]
     anew = {
         "backends": _backends({name: homes[name] for name in sorted(public)}),
-        "backends_declarations": _declarations(),
         "models_settings": _settings(),
     }
     return files | {name: header.format("written by its export") + text for name, text in anew.items()}
@@ -161,39 +162,31 @@ def _backends(homes: dict[str, str]) -> str:
     lines = [
         '"""The operations that the models call."""',
         "",
-        "from .backends_declarations import REGISTERED",
+        *(f"from .{_flat(module)} import __name__ as _{_flat(module)}" for module in _adapters()),
     ]
     return "\n".join([*lines, *(f"from .{_flat(home)} import {name}" for name, home in homes.items()), ""])
 
 
-def _declarations() -> str:
-    rows = TABLE[BACKEND]
-    modules = sorted({capability.adapter for capability in rows.values()})
-    capabilities = [
-        f'        "{op}": Capability(adapter={_flat(row.adapter)}, dtypes=DTYPES, automatic=None),'
-        for op, row in rows.items()
-    ]
-    dtypes = sorted({str(dtype) for row in rows.values() for dtype in row.dtypes})
-    return "\n".join(
-        [
-            '"""The backend that came along: PyTorch, on every device. The package delta-trn has kernels."""',
-            "",
-            "import torch",
-            "",
-            *(f"from .{_flat(module)} import __name__ as {_flat(module)}" for module in modules),
-            "from .backends_registry import Backend, Capability, register",
-            "",
-            f"DTYPES = frozenset({{{', '.join(dtypes)}}})",
-            "REGISTERED = Backend(",
-            f'    "{BACKEND}",',
-            "    {",
-            *capabilities,
-            "    },",
-            ")",
-            "register(REGISTERED)",
-            "",
-        ]
+def _adapters() -> list[str]:
+    return sorted({row.adapter for row in TABLE[BACKEND].values()})
+
+
+def _with_one_backend(text: str) -> str:
+    """Returns dispatch's text with a table of one backend, whose adapters lie beside it."""
+    (table,) = (
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TABLE"
     )
+    dtypes = {op: f"{{{', '.join(sorted(map(str, row.dtypes)))}}}" for op, row in TABLE[BACKEND].items()}
+    package = '__name__.removesuffix("backends_dispatch")'
+    rows = [
+        f'        "{op}": Row({package} + "{_flat(row.adapter)}", frozenset({dtypes[op]}), automatic=None),'
+        for op, row in TABLE[BACKEND].items()
+    ]
+    own = ["TABLE: Mapping[str, Mapping[str, Row]] = {", f'    "{BACKEND}": {{', *rows, "    }", "}"]
+    lines = text.splitlines()
+    return "\n".join([*lines[: table.lineno - 1], *own, *lines[table.end_lineno :], ""])
 
 
 def _settings() -> str:

@@ -6,20 +6,18 @@ from torch import Tensor
 
 from delta_trn.backends import BackendRefusal, checking
 from delta_trn.backends.delta_residual import delta_residual
+from delta_trn.backends.dispatch import BACKENDS, Call
 from delta_trn.backends.parity import judge, residual_cases
-from delta_trn.backends.registry import BACKENDS, Call
 
 M, D, DV = 5, 24, 3
 RUNNABLE = [
     name
     for name, backend in BACKENDS.items()
-    if "delta_residual" in backend.capabilities
+    if "delta_residual" in backend.rows
     and not backend.unavailable("cpu")
     and not backend.refusals(Call("delta_residual", "cpu", torch.float32, {"D": D, "DV": DV}, gradients=True))
 ]
-IN_FLOAT64 = [
-    name for name in RUNNABLE if torch.float64 in BACKENDS[name].capabilities["delta_residual"].dtypes
-]
+IN_FLOAT64 = [name for name in RUNNABLE if torch.float64 in BACKENDS[name].rows["delta_residual"].dtypes]
 
 
 def precision(backend: str) -> tuple[torch.dtype, float]:
@@ -105,7 +103,7 @@ def test_columns_of_the_state_do_not_mix(backend):
         (backend, dtype)
         for backend in RUNNABLE
         for dtype in judge.DTYPES
-        if dtype in BACKENDS[backend].capabilities["delta_residual"].dtypes
+        if dtype in BACKENDS[backend].rows["delta_residual"].dtypes
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from delta_trn.backends import (
     gated_delta_rule_step,
 )
 from delta_trn.backends.checks import is_checking
-from delta_trn.backends.registry import adapter
+from delta_trn.backends.dispatch import adapter
 
 B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5
 

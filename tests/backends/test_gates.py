@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import softplus
 
 from delta_trn.backends import checking, gated_delta_rule, gated_delta_rule_step, log_decay, write_strength
+from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule import contract
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.judge import error
 from delta_trn.backends.parity.rule_cases import Case, inputs
-from delta_trn.backends.registry import BACKENDS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_KERNELS = pytest.param(

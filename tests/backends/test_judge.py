@@ -60,7 +60,7 @@ def test_the_judge_and_the_baseline_share_no_line_with_what_they_judge():
         }
     parity = {f"delta_trn.backends.parity.{name}" for name in ("baseline", "judge", "layer_cases")}
     used = {name.rpartition(".")[0] for name in imports_of(mixer_cases)}
-    others = {f"delta_trn.backends{name}" for name in ("", ".checks", ".parity", ".registry")}
+    others = {f"delta_trn.backends{name}" for name in ("", ".checks", ".parity", ".dispatch")}
     assert used <= parity | others
 
 

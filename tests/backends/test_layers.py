@@ -19,12 +19,12 @@ from delta_trn.backends import (
     linear_cross_entropy,
     short_convolution,
 )
+from delta_trn.backends.dispatch import BACKENDS, Call, choose
 from delta_trn.backends.layers import CONVOLUTION, CROSS_ENTROPY, NORM, SUM_NORM
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, SumNorm
 from delta_trn.backends.parity import layer_cases
 from delta_trn.backends.parity.judge import DTYPES, error
 from delta_trn.backends.parity.layer_cases import BY_NAME, CASES, EPS
-from delta_trn.backends.registry import BACKENDS, Call, choose
 from delta_trn.triton_kernels import cross_entropy, rms_norm
 from delta_trn.triton_kernels import short_convolution as convolution_kernels
 from tests.support.tiny_models import model, tokens
@@ -52,13 +52,10 @@ def is_quick(backend, case, dtype):
 
 def runs(backend, case, dtype):
     """Returns whether the backend declares the case and runs on CPU tensors here."""
-    capability = BACKENDS[backend].capabilities.get(case.op)
-    if capability is None or BACKENDS[backend].unavailable("cpu"):
+    if case.op not in BACKENDS[backend].rows or BACKENDS[backend].unavailable("cpu"):
         return False
-    form = {"short_convolution": ("silu", "linear"), "gated_rms_norm": ("gated", "plain")}.get(
-        case.op, ("", "")
-    )
-    call = Call(case.op, "cpu", dtype, {"W": 4}, gradients=True, form=form[case.plain])
+    options = ("linear",) if case.op == "short_convolution" and case.plain else ()
+    call = Call(case.op, "cpu", dtype, {"W": 4}, options, gradients=True)
     return not BACKENDS[backend].refusals(call)
 
 
@@ -232,7 +229,7 @@ def test_a_second_derivative_of_the_convolution_is_refused():
 
 
 def norm_call(N=64):
-    return Call("gated_rms_norm", "cpu", torch.float32, {"N": N}, form="gated")
+    return Call("gated_rms_norm", "cpu", torch.float32, {"N": N})
 
 
 def test_a_default_backend_refuses_an_operation_that_it_lacks_unless_another_is_allowed():

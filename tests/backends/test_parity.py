@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.checks import BackendRefusal, dtype_name
+from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.backends.gated_delta_rule.contract import make_gates
 from delta_trn.backends.parity import __main__ as parity
@@ -35,7 +36,6 @@ from delta_trn.backends.parity.rule_cases import (
     inputs,
     select,
 )
-from delta_trn.backends.registry import BACKENDS, BackendRefusal
 from tests.support.faults import FAULTS
 
 SMALL_ONES = [case.name for case in select(tags=SMALL)]
@@ -426,10 +426,12 @@ def test_a_backend_that_cannot_run_here_is_refused_when_named(monkeypatch):
 
 
 def test_a_case_outside_a_backends_limits_is_reported_not_failed(monkeypatch):
-    capability = replace(BACKENDS["chunked"].capabilities["gated_delta_rule"], limits={"K": 16})
-    monkeypatch.setitem(
-        BACKENDS, "chunked", replace(BACKENDS["chunked"], capabilities={"gated_delta_rule": capability})
-    )
+    def refuses(call):
+        if call["K"] > 16:
+            yield f"K={call['K']} is above 16"
+
+    row = replace(BACKENDS["chunked"].rows["gated_delta_rule"], refuses=refuses)
+    monkeypatch.setitem(BACKENDS, "chunked", replace(BACKENDS["chunked"], rows={"gated_delta_rule": row}))
     refused = {}
     subject = parity.Subject("chunked", "cpu")
     cases = [BY_NAME["one_fresh"], BY_NAME["one"]]

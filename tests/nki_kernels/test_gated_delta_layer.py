@@ -8,13 +8,15 @@ from delta_trn.backends import (
     BackendRefusal,
     checking,
     default_backend,
+    find_layer_backend,
     gated_delta_layer,
-    is_one_operation,
-    registry,
 )
 from delta_trn.backends.gated_delta_layer import nki_adapter
-from delta_trn.backends.parity import mixer_cases
-from delta_trn.backends.parity.mixer_cases import BY_NAME, CASES
+from delta_trn.backends.parity import dense, mixer_cases
+from delta_trn.backends.parity.baseline import Rounding
+from delta_trn.backends.parity.layer_cases import EPS
+from delta_trn.backends.parity.mixer_cases import BY_NAME, CASES, MixerCase
+from delta_trn.models import gated_deltanet
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_layer import bwd, fwd
 from delta_trn.nki_kernels.simulator.core.machine import Machine
@@ -32,8 +34,8 @@ QUICK = (
     "mixer_one", "mixer_short", "mixer_ragged", "mixer_129", "mixer_groups", "mixer_odd", "mixer_k128",
     "mixer_packed_empty", "mixer_packed_resets", "mixer_near_2", "mixer_zero_keys", "mixer_reset",
 )  # fmt: skip
-PARTS = {torch.float32: ("mixer_k128", "mixer_v256"), torch.bfloat16: ()}  # whose kernels are the parts'
-ALWAYS_PARTS = ("mixer_k136", "mixer_taps", "mixer_packed_states")
+REFUSED = {torch.float32: ("mixer_k128", "mixer_v256"), torch.bfloat16: ()}
+ALWAYS_REFUSED = ("mixer_k136", "mixer_taps")
 
 
 def pairs():
@@ -42,28 +44,24 @@ def pairs():
         pytest.param(case, *pair, id=f"{case.name}-{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * slow)
         for case in CASES
         for i, pair in enumerate(RELEASES)
-        for slow in [i > 1 or case.name not in (*QUICK, *ALWAYS_PARTS)]
+        for slow in [i > 1 or case.name not in (*QUICK, *ALWAYS_REFUSED)]
     ]
 
 
 @pytest.mark.parametrize(("case", "dtype", "release"), pairs())
 def test_the_layer_agrees_with_the_judge(case, dtype, release, monkeypatch):
     monkeypatch.setenv("DELTA_TRN_NKI", release)
-    if case.name in (*ALWAYS_PARTS, *PARTS[dtype]):
-        with pytest.raises(BackendRefusal, match="by its parts"):
+    if case.name in (*ALWAYS_REFUSED, *REFUSED[dtype]):
+        with pytest.raises(BackendRefusal, match=r"nki-simulator +[KVW]=\d+ is "):
             mixer_cases.verdicts(case, dtype, "nki-simulator")
     else:
         assert_passed(mixer_cases.verdicts(case, dtype, "nki-simulator"))
 
 
-@pytest.mark.parametrize("name", ["mixer_packed_states", "mixer_taps", "mixer_carry"])
-def test_a_layer_computed_by_its_parts_agrees_with_the_judge(name):
-    assert_passed(mixer_cases.verdicts(BY_NAME[name], torch.float32, "chunked"))
-
-
 def arguments(case, dtype):
     """Returns all arguments of a call of `gated_delta_layer`, by name."""
-    return {**mixer_cases.inputs(case, dtype).tensors, **case.options()}
+    tensors = mixer_cases.inputs(case, dtype).tensors
+    return {**{name: x for name, x in tensors.items() if name != "cu_seqlens"}, **case.options()}
 
 
 def called_kernels(monkeypatch, case, *, gradients=False):
@@ -105,10 +103,10 @@ def test_backward_takes_as_many_calls_as_forward(monkeypatch):
     assert called.count("gated_delta_layer_bwd") == called.count("gated_delta_layer_fwd") > 1
 
 
-def test_a_layer_that_is_too_large_and_check_mode_take_the_kernels_of_the_parts(monkeypatch):
-    assert not called_kernels(monkeypatch, BY_NAME["mixer_k136"])
-    with checking():
-        assert not called_kernels(monkeypatch, BY_NAME["mixer_ragged"])
+def test_check_mode_refuses_the_layer_so_that_each_part_is_looked_at():
+    x = arguments(BY_NAME["mixer_ragged"], torch.bfloat16)
+    with checking(), pytest.raises(BackendRefusal, match="check mode looks at what each of the three parts"):
+        gated_delta_layer(**x, backend="nki-simulator")
 
 
 @pytest.mark.parametrize(
@@ -126,20 +124,19 @@ def test_packed_sequences_take_one_kernel_only_where_its_masks_fit_sbuf(dtype, K
     H = 6
     x = torch.zeros(1, 8, 2 * H * K + H * V, dtype=dtype)
     for packed in (True, False):
-        one = is_one_operation(
-            x, torch.zeros(x.shape[2], 4), H, K, V, bounds=packed, position=packed, states=False,
-            backend="nki-simulator",
-        )  # fmt: skip
-        assert one is (fits or not packed)
+        weight = torch.zeros(x.shape[2], 4)
+        found = find_layer_backend(x, weight, H, K, V, packed=packed, backend="nki-simulator")
+        assert (found is not None) is (fits or not packed)
 
 
 def test_the_model_computes_its_mixer_by_one_operation(monkeypatch):
     """Its loss and gradients are those of the parts, which float32 rounding may tell apart."""
     model = tiny_models.model(dtype=torch.float32, num_hidden_layers=1)
     tokens = tiny_models.tokens(1, 40)
-    runs, results = registry.runs, []
+    results = []
     for off in (False, True):
-        monkeypatch.setattr(registry, "runs", (lambda *_: False) if off else runs)
+        if off:
+            monkeypatch.setattr(gated_deltanet, "find_layer_backend", lambda *_, **__: None)
         model.zero_grad()
         with default_backend("nki-simulator", allow=["chunked"]):
             loss = model.loss(tokens, tokens)
@@ -176,12 +173,15 @@ def test_gradients_keep_their_digits_where_the_slope_of_silu_is_near_0():
         "b": torch.zeros(1, 1, H), "gate": torch.ones(1, 1, H, V, dtype=torch.bfloat16),
         "gain": torch.rand(V, generator=rng), "A_log": torch.zeros(H),
     }  # fmt: skip
+    case, exact = MixerCase("slope", 1, 1, H, K, V, ""), Rounding(torch.float64)
     results = []
-    for backend, dtype in (("nki-simulator", None), ("recurrent", torch.float64)):
-        own = {name: value.clone() if dtype is None else value.to(dtype) for name, value in x.items()}
+    for judged in (True, False):
+        own = {name: value.clone() if judged else value.double() for name, value in x.items()}
         own["weight"].requires_grad_()
-        with default_backend(backend, allow=["chunked"]):
-            y, _ = gated_delta_layer(**own, K=K, eps=1e-6)
+        if judged:
+            y, _ = gated_delta_layer(**own, K=K, eps=EPS, backend="nki-simulator")
+        else:
+            y = mixer_cases.formula(case, own, dense.substitution, exact)["y"]
         (y.double() * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
         results.append(own["weight"].grad[2 * H * K :, -1].double())
     assert (results[0] / results[1] - 1).abs().median() < 2**-7
@@ -194,7 +194,8 @@ def test_long_sequences_take_one_kernel_only_with_few_value_heads(HV, T, at_once
     """The limits are the sizes of `test_the_largest_layers_fit_sbuf`."""
     x = torch.zeros(1, T, HV * 512, dtype=torch.bfloat16)
     weight = torch.zeros(x.shape[2], 4)
-    assert is_one_operation(x, weight, HV, 128, 256, backend="nki-simulator") is at_once
+    found = find_layer_backend(x, weight, HV, 128, 256, backend="nki-simulator")
+    assert (found is not None) is at_once
 
 
 def test_one_call_takes_fewer_long_sequences():

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from delta_trn.backends import BackendRefusal, default_backend, gated_delta_rule, nki_runtime_adapter
-from delta_trn.backends.declarations import nki_missing
+from delta_trn.backends.dispatch import Call, choose, nki_missing
 from delta_trn.backends.gated_delta_rule import nki_adapter
 from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.parity.judge import FACTOR, error, floor
 from delta_trn.backends.parity.rule import outcome, reference_for, terms, verdicts
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
-from delta_trn.backends.registry import Call, choose
 from delta_trn.nki_kernels import (
     chunk_gradients,
     gated_delta_rule_bwd,

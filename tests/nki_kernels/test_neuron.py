@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from delta_trn.backends import BackendRefusal, declarations, delta_residual, nki_runtime_adapter
+from delta_trn.backends import BackendRefusal, delta_residual, dispatch, nki_runtime_adapter
 from delta_trn.backends.delta_residual import nki_adapter as residual_adapter
+from delta_trn.backends.dispatch import Call, choose
 from delta_trn.backends.gated_delta_rule import nki_adapter as rule_adapter
 from delta_trn.backends.parity.rule import outcome
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
-from delta_trn.backends.registry import Call, choose
 
 ADAPTERS = (rule_adapter, residual_adapter)
 simulated = nki_runtime_adapter.run
@@ -118,7 +118,7 @@ def test_nki_is_the_default_on_neuron_tensors_where_it_runs(registered, monkeypa
 
 THIRD_WAY = """
 import numpy as np
-from delta_trn.backends.registry import Call, choose
+from delta_trn.backends.dispatch import Call, choose
 from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.nki_kernels.language import RUNTIME
@@ -166,14 +166,14 @@ def test_parity_holds_on_the_simulator_of_an_installed_nki(tmp_path):
 
 def test_an_nki_without_a_simulator_is_refused(monkeypatch):
     call = Call("gated_delta_rule", "cpu", torch.float32)
-    monkeypatch.setattr(declarations, "find_spec", lambda name: ModuleSpec(name, None))
-    monkeypatch.setattr(declarations, "_placeholder", lambda: None)
-    monkeypatch.setattr(declarations.metadata, "version", lambda name: "0.2.0+1")
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(dispatch, "_placeholder", lambda: None)
+    monkeypatch.setattr(dispatch.metadata, "version", lambda name: "0.2.0+1")
     with pytest.raises(
         BackendRefusal, match=r"nki 0\.2\.0\+1 has no simulator: install 0\.3 or newer, or none"
     ):
         choose(call, "nki-simulator")
-    monkeypatch.setattr(declarations.metadata, "version", lambda name: "0.10rc1")
+    monkeypatch.setattr(dispatch.metadata, "version", lambda name: "0.10rc1")
     assert choose(call, "nki-simulator").name == "nki-simulator"
 
 
@@ -186,11 +186,11 @@ def test_the_placeholder_of_the_public_index_is_refused_by_name(backend, tmp_pat
     (package / "__init__.py").write_text('raise ImportError("WRONG PACKAGE")\n')
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(
-        declarations, "find_spec", lambda name: find_spec("torch" if name == "torch_xla" else name)
+        dispatch, "find_spec", lambda name: find_spec("torch" if name == "torch_xla" else name)
     )
     call = Call("gated_delta_rule", "cpu" if backend == "nki-simulator" else "xla", torch.float32)
     with pytest.raises(BackendRefusal, match=r"nki that is installed is a placeholder .*: pip uninstall nki"):
         choose(call, backend)
     (package / "isa.py").write_text("")
-    monkeypatch.setattr(declarations.metadata, "version", lambda name: "0.7.0")
+    monkeypatch.setattr(dispatch.metadata, "version", lambda name: "0.7.0")
     assert choose(call, backend).name == backend

@@ -161,14 +161,14 @@ def test_imports_point_one_way(package):
     ("path", "source", "complaint"),
     [
         ("models/layers.py", "import delta_trn.train.recipes", "models may import"),
-        ("models/layers.py", "import backends.registry", "say delta_trn.backends.registry"),
+        ("models/layers.py", "import backends.dispatch", "say delta_trn.backends.dispatch"),
         ("models/layers.py", "from .mup import Tag", "imports are absolute"),
         (
             "backends/checks.py",
             "def f():\n    from delta_trn.models import DeltaConfig",
             "backends may import",
         ),
-        ("triton_kernels/tiles.py", "from delta_trn.backends.registry import Call", "none of our packages"),
+        ("triton_kernels/tiles.py", "from delta_trn.backends.dispatch import Call", "none of our packages"),
         ("triton_kernels/tiles.py", "import torch", "kernel packages are leaves"),
         ("nki_kernels/tiles.py", "import torch.nn", "kernel packages are leaves"),
         ("backends/checks.py", "import torch_xla.core.xla_model as xm", "torch_xla is imported only in"),
@@ -201,7 +201,7 @@ def test_a_wrong_import_is_found(path, source, complaint):
     [
         (
             "backends/layers/triton_adapter.py",
-            "from delta_trn.triton_kernels import tiles\nfrom delta_trn.backends.registry import Call",
+            "from delta_trn.triton_kernels import tiles\nfrom delta_trn.backends.dispatch import Call",
         ),
         (
             "triton_kernels/tiles.py",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from delta_trn.__main__ import main
-from delta_trn.backends import registry
+from delta_trn.backends import dispatch
 from delta_trn.backends.bench import figures
 from delta_trn.models.mup import markdown_table
 
@@ -78,17 +78,17 @@ def run(words: list[str]) -> tuple[int, str]:
 
 
 @pytest.fixture
-def registry_as_before():
+def backends_as_before():
     """Removes the backends and operations that a page adds."""
-    backends, operations = dict(registry.BACKENDS), list(registry.OPERATIONS)
+    backends, operations = dict(dispatch.BACKENDS), list(dispatch.OPERATIONS)
     yield
-    registry.BACKENDS.clear()
-    registry.BACKENDS.update(backends)
-    registry.OPERATIONS[:] = operations
+    dispatch.BACKENDS.clear()
+    dispatch.BACKENDS.update(backends)
+    dispatch.OPERATIONS[:] = operations
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, registry_as_before, capsys):
+def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, backends_as_before, capsys):
     """In the order of the page, in one folder. The next test has the blocks that need more than a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from delta_trn.backends.gated_delta_rule import chunked, triton_time_adapter
+from delta_trn.backends.dispatch import BACKENDS
+from delta_trn.backends.gated_delta_rule import triton_time_adapter
 from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, STEPS, Case, inputs
-from delta_trn.backends.registry import BACKENDS
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import scaled_parameters
@@ -179,9 +179,8 @@ CHECKS = {
     "gates": lambda: judged("chunked", replace(WHOLE, gates="plain")),
     "gates in float64": lambda: judged("chunked", BY_NAME["gates_wide"], torch.float64),
     "chunked, packed": lambda: judged("chunked", PACKED),
-    "chunked, bfloat16": lambda: judged("chunked", BY_NAME["norm"], torch.bfloat16),
     "chunked, float64": lambda: judged("chunked", WHOLE, torch.float64),
-    "chunked, many rows": lambda: judged_with(chunked, "BLOCK", 2048, lambda: judged("chunked", WHOLE)),
+    "chunked's decoding": lambda: decoding_passes("chunked", HEADS),
     "triton": lambda: judged("triton", WHOLE),
     "triton's segments": lambda: judged_with(
         triton_time_adapter, "SEGMENT", 1, lambda: judged("triton", SEGMENTS)

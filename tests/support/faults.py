@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from delta_trn.backends.gated_delta_rule import chunked
 
-def _state_in_bfloat16(A: Tensor, states: Tensor, steps: list[tuple[slice, slice, slice]]) -> None:
+_compute_chunk, _decays = chunked.compute_chunk, chunked.decays
+
+
+def _state_in_bfloat16(*tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Hands the state from chunk to chunk in the training dtype."""
-    for rows, first, last in steps:
-        states[first] = states[first].bfloat16().to(states.dtype)
-        states[last].baddbmm_(A[rows], states[first])
+    *rows, S = tensors
+    return _compute_chunk(*rows, S.bfloat16().to(S.dtype))
 
 
 def _neumann_inverse(L: Tensor) -> Tensor:
@@ -31,25 +34,25 @@ def _neumann_inverse(L: Tensor) -> Tensor:
     return inverse
 
 
-def _masked_after_exp(g: Tensor, dtype: torch.dtype) -> Tensor:
+def _masked_after_exp(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Takes exp of the whole square in float32 and then masks it, which multiplies infinity by 0."""
+    _, gam, lam = _decays(g, dtype)
     C, b = g.shape[-1], g.cumsum(-1).to(dtype)
-    return (b[:, :, None] - b[:, None, :]).exp() * torch.ones(C, C, dtype=b.dtype, device=b.device).tril()
+    return (b[..., :, None] - b[..., None, :]).exp() * torch.ones(C, C, dtype=dtype).tril(), gam, lam
 
 
-def _pairs_that_cancel(pairs: Tensor, reads: Tensor, written: Tensor, carried: Tensor) -> Tensor:
-    """Subtracts column sums of pairs from row sums, which leaves 1e-7 where a decay of -100 leaves 0."""
-    inside = pairs.sum(-1) - pairs.sum(-2) + reads
-    before = torch.nn.functional.pad(written[:, :-1].cumsum(-1), (1, 0))
-    return inside.flip(-1).cumsum(-1).flip(-1) + before + carried[:, None]
+def _pairs_that_cancel(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Takes differences of sums in float32, so that dg is column sums of pairs from their row sums."""
+    _, gam, lam = _decays(g, dtype)
+    b = g.to(dtype).cumsum(-1)
+    return (b[..., :, None] - b[..., None, :]).tril().exp().tril(), gam, lam
 
 
-def _cancelling_decay_gradient(pairs: Tensor, reads: Tensor, written: Tensor, carried: Tensor) -> Tensor:
+def _writes_that_cancel(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Subtracts later tokens' writes from <dS', S'> of the last state: a small difference of large sums."""
-    inside = pairs.sum(-1) - pairs.sum(-2) + reads
-    behind = inside.flip(-1).cumsum(-1).flip(-1)
-    total = carried + written.sum(-1)
-    return behind + total[:, None] - written.flip(-1).cumsum(-1).flip(-1)
+    D, gam, _ = _decays(g, dtype)
+    b = g.to(dtype).cumsum(-1)
+    return D, gam, (b[..., -1:] - b).exp()[..., None]
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,17 @@ class Fault:
     """Names the function of `chunked` that `mistake` replaces, and where parity must see it."""
 
     function: str
-    mistake: Callable[..., Tensor | tuple[Tensor, ...] | None]
+    mistake: Callable[..., Tensor | tuple[Tensor, ...]]
     case: str
     tensor: str
 
 
 FAULTS = {
-    "state in bfloat16": Fault("_scan", _state_in_bfloat16, "carry", "o"),
-    "state in bfloat16, long": Fault("_scan", _state_in_bfloat16, "long_free", "final_state"),
+    "state in bfloat16": Fault("compute_chunk", _state_in_bfloat16, "carry", "o"),
+    "state in bfloat16, long": Fault("compute_chunk", _state_in_bfloat16, "long_free", "final_state"),
     "power series inverse": Fault("triangular_inverse", _neumann_inverse, "collide", "o"),
     "power series inverse, near": Fault("triangular_inverse", _neumann_inverse, "near_1", "dk"),
-    "masked after exp": Fault("decay_matrix", _masked_after_exp, "forget", "o"),
-    "cancelling decay gradient, strong": Fault(
-        "log_decay_gradient", _cancelling_decay_gradient, "forget", "dg"
-    ),
-    "pairs that cancel": Fault("log_decay_gradient", _pairs_that_cancel, "gates_wide", "dA_log"),
+    "masked after exp": Fault("decays", _masked_after_exp, "forget", "o"),
+    "writes that cancel": Fault("decays", _writes_that_cancel, "forget", "dg"),
+    "pairs that cancel": Fault("decays", _pairs_that_cancel, "gates_wide", "dA_log"),
 }

@@ -39,18 +39,20 @@ LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
 
 # fmt: off
 BUGS = (
-    Bug("chunked: o is not scaled", f"{RULE}.chunked:forward",
-        "v.new_empty(v.shape), call.scale)", "v.new_empty(v.shape), 1.0)", "chunked"),
-    Bug("chunked: erasures decay with the wrong sign", f"{RULE}.chunked:backward",
-        "read.addcmul_(undone, beta_i, value=-1)", "read.addcmul_(undone, beta_i, value=1)", "chunked"),
-    Bug("chunked: dbeta without later erasures", f"{RULE}.chunked:backward",
-        ".sub_(undone.sum(-1))", "", "chunked"),
-    Bug("chunked: dk without the transposed pairs", f"{RULE}.chunked:backward",
-        "dkk + dkk.mT", "dkk", "chunked"),
-    Bug("chunked: dg without the state carried through", f"{RULE}.chunked:log_decay_gradient",
-        ".add_(carried[:, None])", "", "chunked"),
-    Bug("chunked: dk of one value head of a group", f"{RULE}.chunked:_sum_group",
-        "x.sum(2)", "x[:, :, 0]", "chunked"),
+    Bug("chunked: o is not scaled", f"{RULE}.chunked:compute",
+        "call.scale * rows.join(outputs)", "rows.join(outputs)", "chunked"),
+    Bug("chunked: erasures do not decay", f"{RULE}.chunked:compute_chunk",
+        "(k @ k.mT * D)", "(k @ k.mT)", "chunked"),
+    Bug("chunked: dL has the wrong sign", f"{RULE}.chunked:Solve.backward",
+        "-(dR @ U.mT)", "(dR @ U.mT)", "chunked"),
+    Bug("chunked: dR by the inverse, not by its transpose", f"{RULE}.chunked:Solve.backward",
+        "T.mT @ dU", "T @ dU", "chunked"),
+    Bug("chunked: the carried state does not decay", f"{RULE}.chunked:compute_chunk",
+        "gam[..., -1:, :] * S", "S", "chunked"),
+    Bug("chunked: value heads take the keys in turns", f"{RULE}.chunked:compute",
+        "repeat_interleave(groups, 2)", "repeat(1, 1, groups, 1)", "chunked"),
+    Bug("chunked: a packed token lies a place too late", f"{RULE}.chunked:Rows.of",
+        "tokens - bounds[row])", "(tokens - bounds[row]).roll(1))", "chunked, packed"),
     Bug("gates: sigmoid of beta in bfloat16", f"{RULE}.contract:write_strength",
         "_full(z).sigmoid()", "z.bfloat16().sigmoid().to(_full(z).dtype)", "gates"),
     Bug("gates: no bias", f"{RULE}.contract:log_decay",
@@ -145,20 +147,18 @@ BUGS = (
     Bug("resume: the CPU's generator goes on where it is", "train.checkpoints.contents:set_random_states",
         'torch.set_rng_state(states["cpu"])', 'states["cpu"]', "generator"),
     # second turns of loops, tails, seams, groups, and what one dtype alone computes
-    Bug("chunked: initial states of packed sequences change places", f"{RULE}.chunk_layout:Layout.sorted",
-        "states[self.order]", "states", "chunked, packed"),
-    Bug("chunked: final states come in the layout's order", f"{RULE}.chunk_layout:Layout.in_call_order",
-        "states[self.order.argsort()]", "states[self.order]", "chunked, packed"),
-    Bug("chunked: gradients of final states change places", f"{RULE}.chunk_layout:Layout.put_lasts",
-        "values = values[self.order]", "values = values", "chunked, packed"),
-    Bug("chunked: a wider dO is not scaled", f"{RULE}.chunk_layout:_copy",
-        "out.copy_(x).mul_(factor)", "out.copy_(x)", "chunked, bfloat16"),
-    Bug("chunked: an o that is rounded is not scaled", f"{RULE}.chunk_layout:_copy",
-        "out.copy_(x * factor)", "out.copy_(x)", "chunked, bfloat16"),
-    Bug("chunked: float64 decays from a token to itself", f"{RULE}.chunked:decay_matrix",
+    Bug("chunked: a packed token reads the result before its own", f"{RULE}.chunked:Rows.join",
+        "x[self.places][None]", "x[self.places].roll(1, 0)[None]", "chunked, packed"),
+    Bug("chunked: float64 decays from a token to itself", f"{RULE}.chunked:decays",
         ".tril(-1).cumsum(-2)", ".tril().cumsum(-2)", "chunked, float64"),
-    Bug("chunked: a second block of rows begins where the first did", f"{RULE}.chunked:_blocks",
-        "yield slice(start,", "yield slice(rows.start,", "chunked, many rows"),
+    Bug("chunked: a write decays by its own token's decay", f"{RULE}.chunked:decays",
+        "g[..., 1:], (0, 1)", "g, (0, 0)", "chunked"),
+    Bug("chunked: the final state's gradient is lost", f"{RULE}.chunked:backward",
+        "if dstate is None", "if True", "chunked"),
+    Bug("chunked: decoded value heads take the keys in turns", f"{RULE}.chunked:step",
+        "repeat_interleave(groups, 1)", "repeat(1, groups, 1)", "chunked's decoding"),
+    Bug("chunked: a decoded token's state does not decay", f"{RULE}.chunked:step",
+        'call.state * call.g.to(dtype).exp()[..., None, None]', "call.state", "chunked's decoding"),
     Bug("triton: a chain of segments reads the first 32 of K", TRITON_SEGMENTS,
         "range(0, tl.cdiv(K, BK))", "range(0, 1)", "triton's segments"),
     Bug("triton: the chain of gradients is not transposed", TRITON_SEGMENTS,
@@ -195,10 +195,12 @@ BUGS = (
 
 
 def function_of(bug: Bug) -> FunctionType:
-    """Returns the function itself, below the decorator of Triton or of the NKI simulator."""
+    """Returns the function itself, below the decorator of Triton, of the NKI simulator, or of a class."""
     module, _, name = bug.place.partition(":")
     thing: Any = reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
-    return getattr(thing, "fn", getattr(thing, "function", thing))
+    for hidden in ("fn", "function", "__func__"):
+        thing = getattr(thing, hidden, thing)
+    return thing
 
 
 @contextmanager

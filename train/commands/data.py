@@ -56,7 +56,7 @@ def _prepare(arguments: Sequence[str]) -> int:
     parser.add_argument("source", metavar="SOURCE", help=meaning("data.source"))
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
-    asked = read_arguments(parser, [_renamed(x) for x in arguments], section="data")
+    asked = read_arguments(parser, arguments, section="data")
     began = time.monotonic()
     data = _changed("prepare", parse(asked.changes), keys, {"data.source": asked.source})
     try:
@@ -91,11 +91,6 @@ def _changed(
     return data
 
 
-def _renamed(word: str) -> str:
-    """Returns the option that read_arguments refuses with its key's name: --out was data.folder."""
-    return word.replace("--out", "--folder", 1) if word.partition("=")[0] == "--out" else word
-
-
 def _mix(arguments: Sequence[str]) -> int:
     parser = _parser(
         "mix",
@@ -113,7 +108,7 @@ def _mix(arguments: Sequence[str]) -> int:
         help="what a source without further documents does: ends the mixture (stop), or starts again",
     )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print no progress")
-    asked = read_arguments(parser, [_renamed(word) for word in arguments], section="data")
+    asked = read_arguments(parser, arguments, section="data")
     words, known = asked.parts, {key for key, _ in flatten(RunConfig())}
     settings = [word for word in words if word.partition("=")[0] in known and not Path(word).exists()]
     data = _changed("mix", parse(settings), MIX)

@@ -50,8 +50,8 @@ class Encoder:
         return "val" if self.holdout is None else self.holdout.split_of(text)
 
 
-def encoded(documents: Iterator[str], encode: Encoder, workers: int) -> Iterator[list[dict[str, Any]]]:
-    """Yields what `encode` makes of the documents, in their order, some at a time.
+def encoded(documents: Iterator[str], encode: Encoder, workers: int) -> Iterator[Iterator[dict[str, Any]]]:
+    """Yields what `encode` makes of the documents, in their order, block by block.
 
     A block of documents is read, and divided among at most `workers` processes by `Dataset.map`.
     """
@@ -77,8 +77,12 @@ def encoded(documents: Iterator[str], encode: Encoder, workers: int) -> Iterator
                 "a process that tokenizes ended by itself, as when memory runs out; run the same command "
                 "again, or give fewer data.workers"
             ) from error
-        for start in range(0, len(rows), BATCH_DOCUMENTS):
-            yield rows.select(range(start, min(start + BATCH_DOCUMENTS, len(rows)))).to_list()
+        yield _rows(rows)
+
+
+def _rows(table: Any) -> Iterator[dict[str, Any]]:
+    for start in range(0, len(table), BATCH_DOCUMENTS):
+        yield from table.select(range(start, min(start + BATCH_DOCUMENTS, len(table)))).to_list()
 
 
 def _blocks(documents: Iterator[str], characters: int) -> Iterator[list[str]]:

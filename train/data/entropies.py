@@ -114,7 +114,7 @@ def leading_text(dataset: TokenDataset, split: Split, limit: int) -> bytes:
     size = 0
     pending = documents(dataset, split)
     while size < limit and (batch := list(islice(pending, 256))):
-        for text in dataset.tokenizer.decode_documents(batch):
+        for text in map(dataset.tokenizer.decode, batch):
             if size >= limit:
                 break
             parts.append(text.encode())

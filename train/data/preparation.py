@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -96,22 +97,18 @@ def unfinished(folder: Path) -> Iterator[Path]:
     shutil.rmtree(place, ignore_errors=True)
 
 
+@dataclass
 class _Preparation:
     """One preparation, all of whose files go to `place`."""
 
-    def __init__(
-        self,
-        place: Path,
-        data: DataSection,
-        settings: dict[str, Any],
-        source: Source,
-        held_out: Source | None,
-        bar: Bar,
-    ):
-        self.place, self.data, self.settings, self.bar = place, data, settings, bar
-        self.source, self.held_out = source, held_out
-        self.counts: dict[Split, Counter[str]] = {split: Counter() for split in FIRST_SHARD}
-        self.skipped: Counter[str] = Counter()
+    place: Path
+    data: DataSection
+    settings: dict[str, Any]
+    source: Source
+    held_out: Source | None
+    bar: Bar
+    counts: dict[Split, Counter[str]] = field(default_factory=lambda: {s: Counter() for s in FIRST_SHARD})
+    skipped: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> None:
         data = self.data

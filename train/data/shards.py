@@ -74,12 +74,6 @@ def check_shard(path: Path, dtype: str, tokens: int | None = None) -> int:
     size, expected = path.stat().st_size, HEADER_BYTES + count * item
     if size == expected:
         return count
-    for other, other_dtype in DTYPES.items():
-        if count and size == HEADER_BYTES + count * other_dtype.itemsize:
-            raise ShardError(
-                f"{path} holds {other_dtype.itemsize} bytes per token ({other}), meta.json says {dtype}; "
-                "this shard and this meta.json are of different preparations: prepare the data again"
-            )
     what = "truncated" if size < expected else "too long"
     raise ShardError(
         f"{path} is {what}: {size} bytes, but {count} tokens of {dtype} after the header make {expected}; "

@@ -35,13 +35,13 @@ from delta_trn.train.data.readers import (
     stream,
     unpacked_name,
 )
+from delta_trn.train.data.tokenizer import HUB_SECONDS
 from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import NAMED_SOURCES, DataSection
 
 SECTION = 2**14  # characters: a file that is the whole source still makes documents to hold out
 SECTION_IN_FOLDER = 2**20
 WHOLE_FILE = 2**30  # a module is one document
-HUB_SECONDS = 10.0  # in which the Hub answers, if it does
 UNPACKING = 3  # bytes of text in a byte of a packed file, about; it decides how much time seems to be left
 # hashing 256 MiB takes a quarter of a second; above it 64 blocks of 1 MiB and the size stand for the file
 WHOLE_HASH_LIMIT, HASH_BLOCK, HASH_BLOCKS = 2**28, 2**20, 64

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from delta_trn.backends import linear_cross_entropy
-from delta_trn.backends.registry import BackendRefusal
+from delta_trn.backends.checks import BackendRefusal
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.settings.schema import RunConfig
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from delta_trn.backends import machine
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.train.neuron import reduction
-from delta_trn.train.parallel.head_order import Holder, channels
+from delta_trn.train.parallel.heads import Holder, channels
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import ConfigError

@@ -1,6 +1,7 @@
 """Makes the model of a run, and chooses the device and the backend that compute it."""
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -114,7 +115,8 @@ def choose_backend(
     Raises BackendRefusal, with every reason, if none can or if the one that was asked for cannot.
     """
     from delta_trn.backends import default_backend
-    from delta_trn.backends.registry import Call, choose
+    from delta_trn.backends.dispatch import Call, choose
+    from delta_trn.backends.machine import compute_capability
 
     named = None if config.backend == "auto" else config.backend
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -124,12 +126,14 @@ def choose_backend(
         "K": configuration.head_dim_k,
         "V": configuration.head_dim_v,
     }
+    capability = compute_capability(device.type, device.index)
+    call = Call("delta_residual", device.type, torch.float32, gradients=True, capability=capability)
     with default_backend(named):
-        chosen = choose(Call("gated_delta_rule", device.type, dtype, heads, gradients=True))
+        chosen = choose(replace(call, op="gated_delta_rule", dtype=dtype, sizes=heads))
     if configuration.residual in ("ddl", "ddl_lm"):
         # The residual stream is float32 also where products are in bf16.
         sizes = {"D": configuration.hidden_size, "DV": configuration.ddl_value_channels}
-        choose(Call("delta_residual", device.type, torch.float32, sizes, gradients=True), chosen.name)
+        choose(replace(call, sizes=sizes), chosen.name)
     # Few backends have kernels for all of a layer's small operations; PyTorch computes the others.
     default_backend(chosen.name, allow=["chunked"])
     return chosen.name

@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen tree, every key documented where it is declared, nothing outside it.
 
-A key is a dotted path such as `optimizer.lr`. `delta-trn run RECIPE --keys` prints all. Importing this
+A key is a dotted path such as `optimizer.lr`. `delta-trn run RECIPE --all-keys` prints all. Importing this
 costs a tenth of a second, so that a mistyped key is reported before torch is loaded.
 """
 
@@ -114,7 +114,7 @@ class DataSection(Section):
     max_documents: CountOrNone = None
     """how many documents of the source are read; none: all"""
     max_tokens: CountOrNone = None
-    """how many tokens are enough: no further document is read; none: no limit"""
+    """how many tokens are enough: no further document is written; none: no limit"""
     seed: int = 0
     """seed of the choice of held-out documents"""
     loader: Literal["random_crop", "stream"] = "random_crop"

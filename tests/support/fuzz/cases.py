@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from delta_trn.backends.checks import dtype_name
+from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule_cases
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.mixer_cases import MixerCase
 from delta_trn.backends.parity.residual_cases import ResidualCase
 from delta_trn.backends.parity.rule_cases import BOTH, DECAYS, Case
-from delta_trn.backends.registry import BACKENDS
 
 # what a case of an operation is checked for besides the judge; see `checks`
 CHECKS: Mapping[str, tuple[str, ...]] = {
@@ -41,7 +41,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
 SEAMS = (1, 2, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 321)
 HEADS = (16, 32, 64, 1, 2, 3, 60, 96, 128, 192, 256)
 # most multiply-adds of a case, and most elements of packed states; emulators take a thousand times as long
-WORK, STATES = {False: 2e7, True: 3e6}, {False: 2e5, True: 4e4}
+WORK, STATES = {False: 2e7, True: 1.5e6}, {False: 2e5, True: 2e4}
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def draw_sizes(d: Draw, check: str, small: bool) -> dict[str, Any]:
             B -= 1
         elif HV > 4:
             H, HV = 1, min(group, 4)
-        elif T > 70 and max(K, V) <= 64:
+        elif T > 100 and max(K, V) <= 64:
             T = 64 + T // 4
         elif max(K, V) > 40:
             K, V = (n if n <= 40 else n // 2 for n in (K, V))
@@ -343,9 +343,7 @@ def with_strides(style: str, x: Tensor) -> Tensor:
 @st.composite
 def random_cases(draw: st.DrawFn, backend: str, op: str, check: str, device: str = "cpu") -> RandomCase:
     """Draws a case in a dtype of the backend; a small one where `device` is emulated."""
-    d, capabilities = Draw(draw), BACKENDS[backend].capabilities
-    # a backend without the layer computes it by its parts
-    dtypes = capabilities.get(op, capabilities["gated_delta_rule"]).dtypes
+    d, dtypes = Draw(draw), BACKENDS[backend].rows[op].dtypes
     dtype = d.pick(*(x for x in (torch.float32, torch.bfloat16, torch.float16, torch.float64) if x in dtypes))
     seed = f"{op} {d.integer(0, 10**6)}"
     small = device in BACKENDS[backend].emulated

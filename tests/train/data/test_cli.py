@@ -88,7 +88,6 @@ def test_an_interrupted_preparation_says_that_nothing_is_left(source, monkeypatc
     ("words", "expected"),
     [
         (("--vocabulary", 300), "has no option --vocabulary; keys have no dashes: vocabulary=300"),
-        (("--out", "x"), "keys have no dashes: data.folder=x"),
         (("--seed=3",), "keys have no dashes: data.seed=3"),
         (("--val-fraction", 0.1), "keys have no dashes: data.val_fraction=0.1"),
         (("data.vocabulary=300",), "unknown key 'data.vocabulary'; the nearest known: data.vocab_size"),
@@ -102,7 +101,7 @@ def test_data_prepare_refuses_other_options_and_keys_with_the_right_spelling(sou
 
 def test_preparation_prints_lines_of_progress_without_a_terminal(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("delta_trn.train.watch.display.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr(encoding, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(encoding, "BLOCK_CHARACTERS", 200)
     assert data("prepare", source, f"data.folder={tmp_path / 'out'}", *BODY, "data.tokenizer=bytes") == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith(" left")]
     assert len(lines) > 3 and "tokens, " in lines[0] and "/s" in lines[0]
@@ -137,7 +136,6 @@ def test_data_mix_takes_keys_of_the_configuration_between_the_folders(source, tm
     ("words", "expected"),
     [
         (("mix", "a=1"), "data mix needs the folder to write: data.folder=DIR"),
-        (("mix", "a=1", "--out", "x"), "keys have no dashes: data.folder=x"),
         (("mix", "a=1", "data.folder=x", "--seed=3"), "keys have no dashes: data.seed=3"),
         (("mix", "a=1", "data.folder=x", "steps=3"), "steps changes nothing in `data mix`, whose keys are"),
         (("mix", "a=b", "data.folder=x"), "a=b: expected DIR or DIR=WEIGHT, such as data/a=0.7, or one of"),

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from delta_trn.train.__main__ import main
-from delta_trn.train.parallel.head_order import channels
+from delta_trn.train.parallel.heads import channels
 from delta_trn.train.parallel.layout import require_divisible
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import ConfigError
@@ -310,6 +310,7 @@ class TestDivides:
             (3, {}, "batch.sequences=4 cannot be shared by 3"),
             (2, {"batch.micro": "4"}, None),
             (2, {"batch.sequences": "12", "batch.micro": "4"}, "batch.micro=4 does not divide the 6"),
+            (2, {"log.probes": "true"}, "looks into the model of one process, and this run has 2"),
             (2, {"distribution.tensor": "4"}, "start a multiple of 4"),
             (4, {"distribution.tensor": "4"}, "does not divide model.heads=2"),
             (4, {"distribution.tensor": "2"}, "use distribution.mode=fsdp"),

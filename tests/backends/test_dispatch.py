@@ -1,4 +1,4 @@
-"""The registry chooses a backend by shapes and devices, gives reasons, and never falls back in silence."""
+"""Dispatch chooses a backend by sizes and devices, gives reasons, and never falls back in silence."""
 
 import subprocess
 import sys
@@ -9,22 +9,30 @@ import pytest
 import torch
 
 from delta_trn import backends
-from delta_trn.backends import BackendRefusal, default_backend, registry
+from delta_trn.backends import BackendRefusal, default_backend, dispatch, find_layer_backend, machine
 from delta_trn.backends import __main__ as command
+from delta_trn.backends.dispatch import BACKENDS, Backend, Call, Row, choose, register
 from delta_trn.backends.machine import ROOT
-from delta_trn.backends.registry import BACKENDS, Backend, Call, Capability, choose, register
 
 CALL = Call("gated_delta_rule", "cpu", torch.float32, {"H": 2, "HV": 2, "K": 64, "V": 64}, gradients=True)
+
+
+def small_heads(call):
+    for name in ("K", "V"):
+        if call[name] > 32:
+            yield f"{name}={call[name]} is above 32"
+    if "packed" in call.options:
+        yield "does not take packed sequences"
 
 
 @pytest.fixture
 def add_backend(monkeypatch):
     """Returns a function that registers a backend for the duration of a test."""
-    monkeypatch.setattr(registry, "BACKENDS", dict(BACKENDS))
+    monkeypatch.setattr(dispatch, "BACKENDS", dict(BACKENDS))
 
     def add(name, **declared):
-        capability = Capability(f"backends.{name}", frozenset({torch.float32}), **declared)
-        registry.register(Backend(name, {"gated_delta_rule": capability}))
+        row = Row(f"backends.{name}", frozenset({torch.float32}), **declared)
+        dispatch.register(Backend(name, {"gated_delta_rule": row}))
 
     return add
 
@@ -35,7 +43,7 @@ def test_cpu_tensors_take_chunked_and_recurrent_runs_only_by_name():
 
 
 def test_cuda_tensors_run_on_triton():
-    if registry.BACKENDS["triton"].unavailable("cuda"):
+    if dispatch.BACKENDS["triton"].unavailable("cuda"):
         pytest.skip("triton is not installed, so nothing is chosen on cuda")
     assert choose(replace(CALL, device="cuda")).name == "triton"
 
@@ -119,10 +127,8 @@ def test_default_backend_refuses_an_unknown_name(arguments, message):
 @pytest.mark.parametrize(
     ("declared", "call", "reason"),
     [
-        ({"limits": {"K": 128}}, {"sizes": {"K": 256}}, "K=256 is above 128"),
-        ({"limits": {"V": 256}}, {"sizes": {"V": 512}}, "V=512 is above 256"),
-        ({"packed": False}, {"packed": True}, "does not take packed sequences"),
-        ({"gradients": False}, {}, r"has no backward; call it under torch.no_grad\(\)"),
+        ({"refuses": small_heads}, {"sizes": {"K": 256}}, "K=256 is above 32"),
+        ({"refuses": small_heads}, {"options": ("packed",)}, "does not take packed sequences"),
         ({}, {"dtype": torch.float64}, "computes float32; tensors are float64"),
         ({"devices": frozenset({"cuda"})}, {}, "runs on cuda; tensors are on cpu"),
         ({}, {"op": "gated_delta_rule_step"}, "does not implement gated_delta_rule_step"),
@@ -135,7 +141,7 @@ def test_a_refusal_names_the_limit_that_a_call_exceeds(add_backend, declared, ca
 
 
 def test_a_refusal_lists_every_reason(add_backend):
-    add_backend("limited", limits={"K": 32, "V": 32}, devices=frozenset({"cuda"}))
+    add_backend("limited", refuses=small_heads, devices=frozenset({"cuda"}))
     with pytest.raises(BackendRefusal) as refusal:
         choose(CALL, "limited")
     assert [line.split("  ")[-1] for line in str(refusal.value).splitlines()[1:]] == [
@@ -146,8 +152,25 @@ def test_a_refusal_lists_every_reason(add_backend):
 
 
 def test_a_call_at_a_backends_limits_is_accepted(add_backend):
-    add_backend("limited", limits={"K": 64, "V": 64})
-    assert choose(CALL, "limited").name == "limited"
+    add_backend("limited", refuses=small_heads)
+    assert choose(replace(CALL, sizes={"K": 32, "V": 32}), "limited").name == "limited"
+
+
+def test_triton_refuses_bfloat16_on_a_gpu_that_does_not_multiply_it():
+    old = replace(CALL, device="cuda", dtype=torch.bfloat16, capability=(7, 5))
+    with pytest.raises(BackendRefusal, match=r"bfloat16 needs compute capability 8\.0; this GPU has 7\.5"):
+        choose(old, "triton")
+    for call in (replace(old, dtype=torch.float16), replace(old, capability=(8, 0))):
+        assert not any("capability" in reason for reason in BACKENDS["triton"].refusals(call))
+
+
+def test_a_kernel_of_a_whole_layer_is_not_found_on_a_backend_that_is_merely_allowed():
+    x, weight = torch.zeros(1, 8, 112), torch.zeros(112, 4)
+    with default_backend("chunked", allow=["nki-simulator"]):
+        assert find_layer_backend(x, weight, 2, 16, 24) is None
+    with default_backend("nki-simulator", allow=["chunked"]):
+        assert find_layer_backend(x, weight, 2, 16, 24) == "nki-simulator"
+        assert find_layer_backend(x, torch.zeros(112, 5), 2, 16, 24) is None
 
 
 def test_a_refusal_names_a_missing_package(monkeypatch):
@@ -166,13 +189,13 @@ def test_registering_a_used_name_or_an_unknown_operation_is_refused():
     ):
         register(BACKENDS["chunked"])
     with pytest.raises(ValueError, match=r"declares \['softmax'\]; operations are"):
-        register(Backend("new", {"softmax": Capability("backends.new", frozenset())}))
+        register(Backend("new", {"softmax": Row("backends.new", frozenset())}))
     assert "new" not in BACKENDS
 
 
 def test_describe_lists_what_runs_on_a_device_and_why_the_rest_does_not():
-    rows = {(row.op, row.backend): row for row in registry.describe(["cpu", "xla"])}
-    assert set(rows) == {(op, name) for op in registry.OPERATIONS for name in BACKENDS}
+    rows = {(row.op, row.backend): row for row in dispatch.describe(["cpu", "xla"])}
+    assert set(rows) == {(op, name) for op in dispatch.OPERATIONS for name in BACKENDS}
     chunked = rows["gated_delta_rule", "chunked"]
     assert chunked.automatic == ("cpu",)
     assert chunked.named == ("cpu", "xla")
@@ -183,12 +206,20 @@ def test_describe_lists_what_runs_on_a_device_and_why_the_rest_does_not():
 
 
 def test_the_command_prints_every_backend_and_every_reason(capsys):
-    assert command.main([]) == 0
+    assert command.main(["--all"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert output.startswith("devices here: ")
-    assert all(name in output for name in (*BACKENDS, *registry.OPERATIONS))
+    assert all(name in output for name in (*BACKENDS, *dispatch.OPERATIONS))
     reasons = [reason for row in backends.describe() for reason in row.reasons]
     assert all(reason.split(": ")[0] in output for reason in reasons)
+
+
+def test_the_command_prints_one_short_row_per_operation_unless_it_is_asked_for_more(capsys):
+    assert command.main([]) == 0
+    output = capsys.readouterr().out
+    (row,) = (line for line in output.splitlines() if " gated_delta_rule " in line)
+    assert [cell.strip() for cell in row.split("│")][2] == "chunked" or machine.platforms()[0] != "cpu"
+    assert "tensors are on" not in output and "delta-trn backends --all" in output
 
 
 def test_adapters_are_imported_at_their_first_call():
