@@ -401,6 +401,13 @@ def triton_missing(device: str) -> str | None:
         return "needs the triton package: pip install triton"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "runs on CPU tensors only in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
+    version = metadata.version("triton")
+    if device == "cuda" and tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 7, 1):
+        return (
+            f"Triton {version} leaves out fences that Hopper needs between copies and products, and results "
+            "can be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install "
+            "--no-deps triton==3.7.1"
+        )
     return None
 
 

@@ -234,3 +234,14 @@ def test_adapters_are_imported_at_their_first_call():
         "assert rule + 'recurrent' in sys.modules and kernels not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("3.4.0", True), ("3.7.0+cu130", True), ("3.7.1", False), ("3.10.0", False)]
+)
+def test_a_triton_without_fences_on_hopper_is_refused_there(version, refused, monkeypatch):
+    pytest.importorskip("triton", reason="the triton extra is not installed")
+    monkeypatch.setattr(dispatch.metadata, "version", lambda name: version)
+    reason = dispatch.triton_missing("cuda")
+    assert (reason is not None) == refused
+    assert not refused or (f"Triton {version} leaves out fences" in reason and "triton==3.7.1" in reason)
