@@ -295,7 +295,8 @@ def compute_decays(spread, table):
 def weight_decays(D_t_sb, diagonals_sb, table):
     """Computes D^T diag(columns) from what `build_diagonals` returns, [rows, lanes, rows].
 
-    The free axis has no scale of its own: ones times the diagonal matrix put the columns on all partitions.
+    An instruction cannot scale along the free axis. So the columns are copied to all partitions first, by a
+    product of ones with diag(columns).
     """
     rows, lanes, _ = D_t_sb.shape
     out_sb = sbuf((rows, lanes, rows))
