@@ -94,7 +94,7 @@ test-transformers: $(READY)
 
 compile: $(READY)
 	$(RUN) -m triton_kernels.compile_only
-	$(RUN) -m triton_kernels.estimate --check
+	$(RUN) -m tools.estimate --check
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -16,8 +16,7 @@
     chunks                   how the time axis is cut
     variants                 what every module declares for compile_only
     compile_only             compiles every kernel in every configuration for sm_90, which needs no GPU
-    estimate                 estimates what the kernels of the gated delta rule take on an H200, without one;
-                             its `sass` reads machine code
+    sass                     reads machine code, for compile_only's bounds and for `tools.estimate`
 
 Importing this package imports nothing else.
 """

@@ -44,8 +44,8 @@ from delta_trn.triton_kernels import (
     segments,
     short_convolution,
 )
-from delta_trn.triton_kernels.estimate.sass import disassemble, parse, unfenced
 from delta_trn.triton_kernels.launch import TRANSPOSES
+from delta_trn.triton_kernels.sass import disassemble, parse, unfenced
 from delta_trn.triton_kernels.variants import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)

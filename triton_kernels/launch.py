@@ -1,7 +1,7 @@
 """How every kernel is launched: tile extents, warps and pipeline stages, as one table.
 
 No GPU was at hand, so nothing was timed. In 16 bits, the kernels of the gated delta rule have the launches
-that `python -m triton_kernels.estimate --launches KERNEL` puts first, among those within the bounds of
+that `python -m tools.estimate --launches KERNEL` puts first, among those within the bounds of
 `compile_only`; the other rows were chosen from registers, stack and shared memory alone. Nothing is tuned at
 run time, so equal inputs take equal code paths and give equal bits.
 """

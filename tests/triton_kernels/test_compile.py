@@ -100,7 +100,7 @@ UNFENCED = """
 from dataclasses import replace
 import triton
 from delta_trn.triton_kernels import compile_only, gated_delta_rule_fwd, gated_delta_rule_reverse
-from delta_trn.triton_kernels.estimate.sass import disassemble, parse, unfenced
+from delta_trn.triton_kernels.sass import disassemble, parse, unfenced
 
 modules = gated_delta_rule_fwd, gated_delta_rule_reverse
 first = {f"{v.kernel} {K}": v for K in (64, 256) for m in modules for v in m.variants(K, 128, 2, True)}

@@ -78,7 +78,7 @@ def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np
 
 
 def check_range(run: Instruction, function: Operator, values: np.ndarray) -> None:
-    """Refuse inputs outside the range that is documented for a function: the Scalar engine's, the only one."""
+    """Refuse inputs outside the only range that is documented for a function, the Scalar engine's."""
     assert function.valid is not None
     low, high = function.valid
     magnitude = np.abs(values) if function.name == "reciprocal" else values

@@ -1,0 +1,229 @@
+"""What the estimate knows of an H200: its rates, its latencies, and what each instruction costs.
+
+Sources, by line of MACHINE and `cost`:
+
+    clock, processors, bytes per second    NVIDIA's H200 data sheet: 1.98 GHz boost and 4.8 TB/s; 1.755 GHz is
+                                           what it holds under load, 4.3 TB/s what a copy reaches
+    latencies, pipes, shared memory        arXiv:2402.13499 and arXiv:2501.12084, which measured Hopper;
+                                           arXiv:1804.06826 for what is as it was on Volta
+    wgmma                                  N / 2 cycles for m64nNk16 in 16 bits: 990 TFLOP/s at 1.755 GHz
+    barrier, queues, start of a program    plausible values
+
+`calibration` holds the whole against measurements. None of the numbers here was fitted to them.
+"""
+
+import re
+from dataclasses import dataclass
+
+from delta_trn.triton_kernels.sass import Code, Instruction
+
+CLOCK = 1.755e9
+PROCESSORS = 132
+MEMORY_BYTES = 4.3e12  # per second, all processors
+L2_BYTES = 6.5e12
+LAUNCH_SECONDS = 2.5e-6  # of a kernel after another, as in a CUDA graph
+
+# cycles, bytes per cycle, bytes
+MACHINE = {
+    "memory_latency": 650.0,
+    "l2_latency": 280.0,
+    "program_start": 400.0,
+    "stagger": 37.0,  # between programs that start together
+    "barrier": 18.0,
+    "wgmma_drain": 30.0,
+    "wgmma_queue": 64.0,  # how far issue may run ahead of the tensor cores
+    "shared_queue": 48.0,  # and of the shared-memory pipe
+    "l1_port": 64.0,
+    "burst": 49152.0,  # what may be underway beyond the steady rate
+    "commit": 2.0,
+    "branch": 10.0,
+}
+REGISTERS = 65536  # of an SM
+SHARED_BYTES = 233472
+WARPS = 64
+PROGRAMS = 32
+RESERVED = 1024  # shared memory that every program occupies besides its own
+L1_BYTES = 256 * 1024
+# the parts of L1 that can be set aside as shared memory
+CARVEOUTS = tuple(1024 * kilobytes for kilobytes in (0, 8, 16, 32, 64, 100, 132, 164, 196, 228))
+
+# why a warp waited, in the order of simulate.cpp
+CAUSES = (
+    "arithmetic", "shared memory", "global loads", "asynchronous copies", "special functions",
+    "matrix products", "barriers", "constants", "operand reads", "fences", "busy units",
+)  # fmt: skip
+_PIPES = {name: float(i) for i, name in enumerate(("alu", "fma", "heavy", "fp64", "special", "uniform"))}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an instruction occupies.
+
+    kind        the case of simulate.cpp
+    interval    cycles for which its unit takes no other
+    latency     cycles to its result
+    reads       cycles until its operands have been read
+    size        bytes to or from memory
+    waves       cycles of the shared-memory pipe
+    argument    by kind: the pipe, 1 for L2 instead of memory, groups that may stay open, 1 for always
+    cause       why one waits for it, an index of CAUSES
+    """
+
+    kind: str
+    interval: float = 1
+    latency: float = 2
+    reads: float = 0
+    size: float = 0
+    waves: float = 0
+    argument: float = 0
+    cause: int = 0
+
+
+@dataclass(frozen=True)
+class Residence:
+    """How many programs run on an SM at once, and what limits them."""
+
+    programs: int
+    limit: str
+
+
+def residence(code: Code) -> Residence:
+    """Returns how many programs of `code` an SM holds; 0 where one does not fit."""
+    registers = -(-code.registers // 8) * 8 * 32 * code.warps
+    limits = {
+        "registers": REGISTERS // registers,
+        "shared memory": SHARED_BYTES // (code.shared + RESERVED),
+        "warps": WARPS // code.warps,
+        "programs": PROGRAMS,
+    }
+    limit = min(limits, key=limits.__getitem__)
+    return Residence(limits[limit], limit)
+
+
+def spilled_past_l1(code: Code, programs: int) -> float:
+    """Returns the share of the stack that the L1 left over by shared memory cannot hold."""
+    stack = code.stack * 32 * code.warps * programs
+    needed = (code.shared + RESERVED) * programs
+    carveout = next((size for size in CARVEOUTS if size >= needed), L1_BYTES)
+    left = max(0, L1_BYTES - carveout - 8 * 1024)
+    return max(0.0, 1 - left / stack) if stack else 0.0
+
+
+def _width(opcode: str) -> int:
+    """Returns the bytes that a load or store moves per thread."""
+    for modifier, width in ((".128", 16), (".64", 8), (".U16", 2), (".S16", 2), (".U8", 1), (".S8", 1)):
+        if modifier in opcode:
+            return width
+    return 4
+
+
+def _pipe(name: str, interval: float, latency: float, reads: float = 0, cause: int = 0) -> Cost:
+    return Cost("pipe", interval, latency, reads, argument=_PIPES[name], cause=cause)
+
+
+def _global(name: str, opcode: str, mask: float) -> Cost:
+    """Costs of global loads and stores. mask: the share of a tile that is not masked off.
+
+    Loads of two bytes are a token's g or beta, a stride apart; those of eight are row factors that many lanes
+    share.
+    """
+    width = _width(opcode)
+    size = 32 * width * (mask if width == 16 else 1)
+    waves = max(1.0, size / 128)
+    if name == "LDG":
+        size, waves = {16: (size, 4.0), 8: (32.0, 1.0), 4: (128.0, 1.0)}.get(width, (512.0, 8.0))
+        return Cost("load", 2, 0, 12, size, waves, cause=2)
+    if name == "STG":
+        return Cost("store", 2, 0, 14, size, waves)
+    return Cost("copy", 2, 0, 12, size, waves)
+
+
+def _wgmma(instruction: Instruction) -> Cost:
+    shape = re.search(r"64x(\d+)x\d+", instruction.opcode)
+    if shape is None:
+        raise ValueError(f"no shape in the opcode {instruction.opcode!r}")
+    columns = int(shape[1])
+    from_shared = instruction.operands.split(",")[1].strip().startswith("gdesc")
+    size = columns * 32 + (64 * 32 if from_shared else 0)
+    # four warps issue it, each for its quarter of the tensor cores and of the reads
+    return Cost(
+        "wgmma",
+        columns / 2,
+        reads=8,
+        waves=size / 128 / 4,
+        argument=float("gsb0" in instruction.operands),
+        cause=5,
+    )
+
+
+_TABLE = (
+    ("FFMA FMUL FADD HADD2 HFMA2 HMUL2", _pipe("fma", 2, 5)),
+    ("DADD DFMA DMUL", _pipe("fp64", 2, 12, 8)),
+    ("MUFU F2F F2I I2F POPC FLO", _pipe("special", 8, 24, 8, cause=4)),
+    ("ELECT VOTEU VOTE", _pipe("uniform", 1, 8)),
+    (
+        "ULDC UIADD3 UMOV UIMAD UISETP ULEA ULOP3 UPLOP3 UPRMT USEL USGXT USHF R2UR",
+        _pipe("uniform", 1, 12),
+    ),
+    ("NOP BSSY BSYNC BREAK WARPSYNC SYNCS UTMACMDFLUSH", Cost("plain")),
+    ("SHFL", Cost("shared", 2, 22, 8, waves=1, cause=1)),
+    ("LDGDEPBAR", Cost("commit", cause=3)),
+    ("BAR", Cost("barrier")),
+    ("HMMA", Cost("mma", 7, 33, cause=5)),
+    ("MEMBAR", Cost("plain", 1, 30, 30, cause=9)),
+    ("FENCE", Cost("plain", 1, 16, cause=9)),
+    ("S2R S2UR", Cost("plain", 1, 30, cause=7)),
+    ("LDC", Cost("plain", 1, 40, cause=7)),
+)
+_COSTS = {name: cost for names, cost in _TABLE for name in names.split()}
+
+
+def cost(instruction: Instruction, mask: float = 1.0) -> Cost:
+    """Returns what `instruction` costs, spilled registers in L1; anything unknown is integer arithmetic."""
+    name, opcode = instruction.name, instruction.opcode
+    if name in _COSTS:
+        return _COSTS[name]
+    if name in ("LDG", "STG", "LDGSTS"):
+        return _global(name, opcode, mask)
+    waves = max(1.0, _width(opcode) / 4)
+    match name:
+        case "IMAD":
+            wide = ("WIDE" in opcode or "HI" in opcode) and not any(
+                modifier in opcode for modifier in (".MOV", ".SHL", ".IADD")
+            )
+            return _pipe("heavy", 4 if wide else 2, 5)
+        case "LDS":
+            return (
+                Cost("plain")
+                if instruction.predicate == "@!PT"
+                else Cost("shared", 2, 23, 8, waves=waves, cause=1)
+            )
+        case "STS":
+            return Cost("shared", 2, 20, 8, waves=waves, cause=1)
+        case "LDSM" | "STSM":
+            return Cost("shared", 2, 25, 8, waves={"4": 4, "2": 2}.get(opcode[-1], 1), cause=1)
+        case "LDL" | "STL":
+            return Cost("shared", 2, 28, 8, size=max(32 * _width(opcode), 128), waves=waves, cause=1)
+        case "DEPBAR":
+            place = re.search(r"SB(\d), 0x([0-9a-f]+)", instruction.operands)
+            if place is None:
+                raise ValueError(f"cannot read DEPBAR {instruction.operands}")
+            return Cost("await_copies", argument=int(place[1]) * 256 + int(place[2], 16))
+        case "HGMMA":
+            return _wgmma(instruction)
+        case "WARPGROUP":
+            groups = re.search(r"0x([0-9a-f]+)", instruction.operands)
+            if "DEPBAR" in opcode and groups:
+                return Cost("await_wgmma", argument=int(groups[1], 16))
+            return Cost("plain")
+        case "EXIT":
+            return Cost("plain" if instruction.predicate else "exit")
+        case "BRA":
+            return Cost("branch")
+    return _pipe("alu", 2, 5, 4)
+
+
+def spill(instruction: Instruction, cost: Cost) -> Cost:
+    """Returns the cost of a spilled register that lies in L2 instead of L1."""
+    kind, reads = ("load", 12) if instruction.name == "LDL" else ("store", 14)
+    return Cost(kind, 2, 0, reads, cost.size, cost.waves, argument=1, cause=2)

@@ -1,0 +1,211 @@
+"""Runs a kernel's machine code on a model of one SM: `run` returns cycles, waits and how busy the units were.
+
+The model is simulate.cpp, compiled on first use with CXX, g++, c++ or clang++ into ~/.cache/delta-trn (or
+under XDG_CACHE_HOME). `backends.compiler` would do it, but kernel packages import none of our others.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops
+from tools.estimate import machine
+
+SOURCE = Path(__file__).with_name("simulate.cpp")
+# programs simulated of a kernel whose programs are all alike and short; more are extrapolated
+ENOUGH = 60
+
+
+class CannotSimulate(RuntimeError):
+    """There is no simulator on this machine; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a launch asks of the device.
+
+    programs    of the launch
+    products    turns of the kernel's loops with matrix products, in the order of the source
+    others      turns of its other loops
+    load_bytes  that must come from memory, each once
+    mask        the share of tiles that is not masked off
+    serial      whether a program is a long chain, so that every program is simulated
+    idle        whether every program takes the kernel's first early exit
+    """
+
+    programs: int
+    load_bytes: float
+    products: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
+    mask: float = 1.0
+    serial: bool = False
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What the busiest SM does.
+
+    resident    programs at once, and `limit`, what keeps more from running
+    issue, tensor, shared, memory   how busy the schedulers, tensor cores, shared memory and the SM's part of
+                the memory's bandwidth were, each at most 1
+    waits       cause -> share of the cycles in which warps waited
+    """
+
+    seconds: float
+    resident: int
+    limit: str
+    issue: float
+    tensor: float
+    shared: float
+    memory: float
+    waits: dict[str, float]
+
+
+def run(code: Code, work: Work) -> Simulation:
+    """Simulates the busiest SM of a launch. Raises ValueError for a program that no SM can hold."""
+    residence = machine.residence(code)
+    if not residence.programs:
+        raise ValueError(
+            f"one program exceeds an SM's {residence.limit}: {code.registers} registers, {code.shared} B"
+        )
+    if work.idle:
+        code = _until_first_exit(code)
+    turns = loop_trips(code.instructions, work)
+    here = -(-work.programs // machine.PROCESSORS)
+    simulated = here if work.serial else min(here, ENOUGH)
+    resident = min(residence.programs, simulated)
+    costs = _costs(code, resident, work.mask)
+    loaded = sum(
+        cost.size * times
+        for instruction, cost, times in zip(
+            code.instructions, costs, _repeats(code.instructions, turns), strict=True
+        )
+        if instruction.name in ("LDG", "LDGSTS")
+    )
+    from_memory = min(1.0, work.load_bytes / max(1.0, loaded * code.warps * work.programs))
+    # fewer programs than SMs share the bandwidth among fewer
+    share = max(1.0, here * machine.PROCESSORS / work.programs) / machine.PROCESSORS / machine.CLOCK
+    settings = machine.MACHINE | {
+        "warps": code.warps,
+        "programs": simulated,
+        "resident": resident,
+        "load_rate": min(60.0, share / max(from_memory / machine.MEMORY_BYTES, 1 / machine.L2_BYTES)),
+        "store_rate": min(60.0, share * machine.MEMORY_BYTES),
+    }
+    answer = _simulate(code.instructions, costs, turns, settings)
+    waited = sum(answer["waits"]) or 1
+    return Simulation(
+        answer["cycles"] / machine.CLOCK * here / simulated,
+        residence.programs,
+        residence.limit,
+        answer["issue"],
+        answer["tensor"],
+        answer["shared"],
+        answer["memory"],
+        {cause: cycles / waited for cause, cycles in zip(machine.CAUSES, answer["waits"], strict=True)},
+    )
+
+
+def loop_trips(instructions: tuple[Instruction, ...], work: Work) -> dict[int, int]:
+    """Returns the turns of every loop by the position of its last instruction.
+
+    The compiler unrolls loops altogether, those of fewest turns first; the others keep their order. Raises
+    ValueError where the machine code has more loops than the source.
+    """
+    turns: dict[int, int] = {}
+    for products, expected in ((True, work.products), (False, work.others)):
+        found = [
+            last for first, last in loops(instructions) if _multiplies(instructions[first:last]) == products
+        ]
+        if len(found) > len(expected):
+            kind = "with" if products else "without"
+            raise ValueError(
+                f"the machine code has {len(found)} loops {kind} matrix products, "
+                f"expected at most {len(expected)}"
+            )
+        kept = sorted(sorted(range(len(expected)), key=lambda i: -expected[i])[: len(found)])
+        turns |= {last: expected[i] for last, i in zip(found, kept, strict=True)}
+    return turns
+
+
+def _until_first_exit(code: Code) -> Code:
+    at = next(i for i, instruction in enumerate(code.instructions) if instruction.name == "EXIT")
+    taken = replace(code.instructions[at], predicate="")
+    return replace(code, instructions=(*code.instructions[:at], taken))
+
+
+def _multiplies(instructions: tuple[Instruction, ...]) -> bool:
+    return any(instruction.name in ("HGMMA", "HMMA") for instruction in instructions)
+
+
+def _costs(code: Code, resident: int, mask: float) -> list[machine.Cost]:
+    """Returns the cost of every instruction. Of spilled registers, an even part lies in L2."""
+    missing, due, costs = machine.spilled_past_l1(code, resident), 0.0, []
+    for instruction in code.instructions:
+        cost = machine.cost(instruction, mask)
+        if instruction.name in ("LDL", "STL"):
+            due += missing
+            if due >= 1:
+                due -= 1
+                cost = machine.spill(instruction, cost)
+        costs.append(cost)
+    return costs
+
+
+def _repeats(instructions: tuple[Instruction, ...], turns: dict[int, int]) -> list[int]:
+    """Returns how often each instruction runs."""
+    times = [1] * len(instructions)
+    for first, last in loops(instructions):
+        for i in range(first, last + 1):
+            times[i] *= turns[last]
+    return times
+
+
+def _simulate(instructions, costs, turns, settings) -> dict:
+    lines = [str(len(settings)), *(f"{name} {value}" for name, value in settings.items()), str(len(costs))]
+    for i, (x, cost) in enumerate(zip(instructions, costs, strict=True)):
+        target = -1 if x.target is None or x.target == i else x.target
+        if target > i:
+            cost = replace(cost, argument=float(followed(instructions, i)))
+        lines.append(
+            f"{cost.kind} {x.stall} {x.write} {x.read} {x.wait} {cost.interval} {cost.latency} {cost.reads} "
+            f"{cost.size} {cost.waves} {cost.argument:.0f} {cost.cause} {target} {turns.get(i, 1)}"
+        )
+    done = subprocess.run([simulator()], input="\n".join(lines) + "\n", capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the simulator failed: {done.stderr.strip()}")
+    return json.loads(done.stdout)
+
+
+@cache
+def simulator() -> Path:
+    """Returns the compiled simulator; raises CannotSimulate where there is no C++ compiler."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    command = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
+    if command is None:
+        raise CannotSimulate(
+            f"the estimate needs a C++ compiler, and there is no {' and no '.join(names)}; "
+            "install one, or name it in CXX"
+        )
+    words = [*shlex.split(command), "-std=c++17", "-O2", str(SOURCE), "-o"]
+    key = hashlib.sha256(SOURCE.read_bytes() + shlex.join(words[:-2]).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "delta-trn")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"simulate-{key}"
+    if not path.exists():
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        try:
+            done = subprocess.run([*words, str(unfinished)], capture_output=True, text=True)
+            if done.returncode:
+                raise CannotSimulate(f"{command} cannot compile {SOURCE}: {done.stderr.strip()[:500]}")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,228 @@
+"""What a call of the gated delta rule launches at each shape: kernels, their sizes, the bytes they must move.
+
+    paper_256 ... paper_2048    the widths of arXiv:2412.06464's models: 30 sequences of 1,024 tokens, 6 heads
+    qwen3_next_*                Qwen3-Next's layer: 16 heads of queries and keys, 32 of values
+
+All are in bfloat16, with gates made in the kernels, normalized queries and keys, and no initial or final
+state, as in training.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from delta_trn.triton_kernels import (
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    gated_delta_rule_refine,
+    gated_delta_rule_reverse,
+    segments,
+)
+from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
+from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
+from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair
+from tools.estimate.simulate import Work
+
+# what forward may keep for backward on an H200, by KEPT_BYTES of backends/gated_delta_rule/triton_adapter.py
+KEPT_BYTES = 143771 * 2**20 // 128
+ITEM = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a call; `tokens` per sequence."""
+
+    sequences: int
+    tokens: int
+    H: int
+    HV: int
+    K: int
+    V: int
+
+
+SHAPES = {
+    "paper_256": Shape(30, 1024, 6, 6, 32, 64),
+    "paper_512": Shape(30, 1024, 6, 6, 64, 128),
+    "paper_768": Shape(30, 1024, 6, 6, 96, 192),
+    "paper_1024": Shape(30, 1024, 6, 6, 128, 256),
+    "paper_2048": Shape(30, 1024, 6, 6, 256, 512),
+    "qwen3_next_1x8192": Shape(1, 8192, 16, 32, 128, 128),
+    "qwen3_next_4x8192": Shape(4, 8192, 16, 32, 128, 128),
+    "qwen3_next_1x32768": Shape(1, 32768, 16, 32, 128, 128),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel of a call.
+
+    variant None: `count` kernels of PyTorch's or of another project's, of which only the bytes count.
+    """
+
+    name: str
+    backward: bool
+    variant: Variant | None
+    work: Work
+    count: int = 1
+
+
+def keeps_states(shape: Shape) -> bool:
+    """Returns whether forward keeps S and U for backward."""
+    chunks = shape.sequences * -(-shape.tokens // 64)
+    return chunks * shape.HV * shape.V * (shape.K + 64) * ITEM <= KEPT_BYTES
+
+
+def launches(shape: Shape) -> Iterator[Launch]:
+    """Yields the launches of forward and backward in their order, as triton_adapter makes them."""
+    calls = _Calls(shape)
+    keeps = keeps_states(shape)
+    yield calls.prepare()
+    if calls.segments > 1:
+        yield calls.scan("scan of segments", "dense segments", writes=0)
+        yield calls.chain("chain", backward=False)
+    yield calls.scan("scan", "dense train" if keeps else "dense infer", writes=1)
+    if calls.segments > 1:
+        yield calls.reverse("reverse scan of segments", "dense segments")
+        yield calls.chain("reverse chain", backward=True)
+    if not keeps:
+        yield calls.scan("scan again", "dense recompute", writes=0, backward=True)
+    yield calls.reverse("reverse scan", "dense")
+    yield calls.refine()
+    yield from calls.gradients()
+    yield from calls.sums()
+
+
+class _Calls:
+    """Makes the launches of one shape."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        heads = shape.sequences * shape.HV
+        self.row = config(shape.K, shape.V, itemsize=ITEM, heads=heads)
+        # kernel -> what the options of its variants for this many heads end with
+        self.heads = {
+            kernel: next(x for x, tile in by_heads(name, shape.K, shape.V, ITEM).items() if tile == own)
+            for kernel, name, own in (
+                ("scan", "scan", self.row.scan),
+                ("reverse_scan", "reverse", self.row.reverse),
+            )
+        }
+        self.adds_pairs = adds_pairs(shape.H, shape.HV, shape.K, shape.V, ITEM)
+        self.C = self.row.C
+        self.per_sequence = -(-shape.tokens // self.C)
+        self.chunks = shape.sequences * self.per_sequence
+        self.span = self._chunks_per_segment() or self.per_sequence
+        self.segments = -(-self.per_sequence // self.span)
+        # bytes of one tensor
+        rows = shape.sequences * shape.tokens * ITEM
+        self.keys, self.values = rows * shape.H * shape.K, rows * shape.HV * shape.V
+        self.states = self.chunks * shape.HV * shape.K * shape.V * ITEM
+        self.T = self.P = self.chunks * shape.HV * self.C * self.C * ITEM
+        self.factor = self.chunks * shape.HV * self.C * 4  # one of the rows
+        self.mask = shape.K / power_of_two(shape.K)
+
+    def _chunks_per_segment(self) -> int:
+        """Returns how triton_time_adapter cuts sequences; 0: not at all."""
+        NV, NK = (-(-size // self.row.scan.columns) for size in (self.shape.V, self.shape.K))
+        programs = self.shape.sequences * self.shape.HV * NV
+        if 2 * programs > PROCESSORS or self.per_sequence < 8:
+            return 0
+        return chunks_per_segment(self.per_sequence, programs, (NV + NK) / NV, PROCESSORS)
+
+    def _variant(self, module, options: str, kernel: str, **values) -> Variant:
+        """Returns one of the variants that compile_only compiles, with this shape's heads."""
+        options += self.heads.get(kernel, "")
+        variant = next(
+            x
+            for x in module.variants(self.shape.K, self.shape.V, ITEM, False)
+            if (x.kernel, x.options) == (kernel, options)
+        )
+        heads = {"H": self.shape.H, "HV": self.shape.HV}
+        return replace(variant, values=variant.values | heads | values)
+
+    def _given(self, variant: Variant, *names: str) -> Variant:
+        """Returns the variant with tensors that it had as absent."""
+        return replace(variant, values={n: v for n, v in variant.values.items() if n not in names})
+
+    def _tiles(self, columns: int) -> int:
+        return -(-self.shape.V // columns)
+
+    def _serial(self, columns: int, tiles: int, load_bytes: float) -> Work:
+        full = self.shape.V / (self._tiles(columns) * columns)
+        programs = self.shape.sequences * self.segments * self.shape.HV * tiles
+        return Work(programs, load_bytes, (self.span,), mask=self.mask * full, serial=True)
+
+    def prepare(self) -> Launch:
+        variant = self._variant(gated_delta_rule_fwd, "dense, gates made", "prepare")
+        work = Work(self.chunks * self.shape.HV, 2 * self.keys + 2 * self.factor, mask=self.mask)
+        return Launch("prepare", False, variant, work)
+
+    def scan(self, name: str, options: str, *, writes: int, backward: bool = False) -> Launch:
+        """writes: how many of o it writes; reading q and P goes with it."""
+        columns = self.row.scan.columns
+        variant = self._variant(gated_delta_rule_fwd, options, "scan")
+        tiles = self._tiles(columns)
+        load_bytes = self.keys + self.values + self.T + 5 * self.factor
+        if name == "scan of segments":
+            variant = self._given(variant, "transition", "final_state")
+            tiles += -(-self.shape.K // columns)
+        elif self.segments > 1:
+            variant = self._given(variant, "initial_state")
+        if writes:
+            load_bytes += self.keys + self.P + self.factor
+        return Launch(name, backward, variant, self._serial(columns, tiles, load_bytes))
+
+    def reverse(self, name: str, options: str) -> Launch:
+        columns = self.row.reverse.columns
+        variant = self._variant(gated_delta_rule_reverse, options, "reverse_scan")
+        load_bytes = 2 * self.keys + self.values + self.T + self.P + 4 * self.factor
+        if options == "dense" and self.segments > 1:
+            variant = self._given(variant, "initial_state", "dstate", "carry")
+        return Launch(name, True, variant, self._serial(columns, self._tiles(columns), load_bytes))
+
+    def chain(self, name: str, *, backward: bool) -> Launch:
+        variant = self._variant(segments, "backward" if backward else "forward", "chain")
+        variant = replace(variant, values=variant.values | {"initial": None, "final": None, "offsets": None})
+        shape, tile = self.shape, variant.tile
+        programs = shape.sequences * shape.HV * self._tiles(tile.columns)
+        count = shape.sequences * self.segments * shape.HV
+        load_bytes = 4 * count * shape.K * (shape.K + shape.V)
+        work = Work(programs, load_bytes, others=(self.segments, -(-shape.K // tile.rows)), serial=True)
+        return Launch(name, backward, variant, work)
+
+    def refine(self) -> Launch:
+        """As launched for keys that are not alike, where every program reads its sums and ends."""
+        variant = self._variant(gated_delta_rule_refine, "dense", "refine")
+        heads = min(self.shape.HV, gated_delta_rule_refine.HEADS)
+        variant = replace(variant, values=variant.values | {"HEADS": power_of_two(heads, 1)})
+        programs = self.chunks * -(-self.shape.HV // heads)
+        return Launch("refine", True, variant, Work(programs, self.factor, idle=True))
+
+    def gradients(self) -> Iterator[Launch]:
+        variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients")
+        passes = self._tiles(self.row.gradients.columns)
+        load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
+        if self.segments > 1:
+            variant = self._given(variant, "carry")
+        loops = (3 if self.shape.K > 64 else 2) * (passes,)
+        work = Work(self.chunks * self.shape.HV, load_bytes, loops, mask=self.mask)
+        if self.adds_pairs:  # a launch for each value head of a pair; the second reads dq of the first
+            half = replace(work, programs=work.programs // 2, load_bytes=load_bytes / 2)
+            yield Launch("gradients", True, of_pair(variant, 0), half)
+            work = replace(half, load_bytes=half.load_bytes + 2 * self.keys)
+            yield Launch("gradients, second", True, of_pair(variant, 1), work)
+            return
+        if self.shape.HV > self.shape.H:  # dq and dk of value heads that share a key are summed in float32
+            variant = replace(variant, types=of_pair(variant, 0).types)
+        yield Launch("gradients", True, variant, work)
+
+    def sums(self) -> Iterator[Launch]:
+        """What PyTorch sums: the gradients of A_log and dt_bias; with grouped heads, those of q and k."""
+        shape = self.shape
+        yield Launch("sums of gates", True, None, Work(0, 16 * self.chunks * shape.HV), count=2)
+        if shape.HV > shape.H:
+            summed = self.keys * shape.HV // shape.H * 2
+            pair = shape.HV == 2 * shape.H  # summed and rounded by one kernel; else by two
+            tensors = 1 if self.adds_pairs else 2  # dk, and dq
+            moved = tensors * (summed + (self.keys if pair else 5 * self.keys))
+            count = tensors if pair else 2 * tensors
+            yield Launch("sums of grouped heads", True, None, Work(0, moved), count=count)
