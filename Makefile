@@ -17,6 +17,7 @@
 #                   on the estimated time of those that matter most (no GPU, 17 minutes)
 #   make compile-triton TRITON=3.6.0  a part of it with another Triton, beside the installed one
 #   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)
+#   make test-trl   TRL and PEFT on our models and patched ones: the script of docs/fine-tuning.md (10 MB beside .venv)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
 #   make neuron     on a Trn1: an environment of our own over AWS's, which stays as it is
 #   make test-transformers  our models and patched ones with the newest transformers, beside the installed one
@@ -28,6 +29,7 @@ READY  := $(VENV)/.ready
 XLA    := .venv-xla
 NEWEST := .venv/newest
 EVAL   := .venv-lm-eval
+TRL    := .venv-trl
 NEURON := .venv-neuron
 # the environment of AWS's image; it is read and not changed
 AWS    ?= /opt/aws_neuronx_venv_pytorch_2_9
@@ -37,7 +39,7 @@ TRITON ?= 3.9.0
 # Triton on a CPU needs its interpreter; on a GPU it must not be in it
 INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
-.PHONY: train evidence test test-slow test-cpus test-lm-eval test-xla test-transformers compile lint bench measure measure-trn1 \
+.PHONY: train evidence test test-slow test-cpus test-lm-eval test-trl test-xla test-transformers compile lint bench measure measure-trn1 \
 	compile-triton fuzz certificate neuron
 
 train: $(READY)
@@ -74,6 +76,9 @@ test-cpus: $(READY)
 
 test-lm-eval: $(EVAL)/.ready
 	OMP_NUM_THREADS=1 $(EVAL)/bin/python -m pytest tests/models/ecosystem/test_lm_eval.py --timeout=600
+
+test-trl: $(TRL)/.ready
+	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/models/ecosystem/test_trl.py --timeout=600
 
 # once as torch_xla is, and once without its functionalization, as torch-neuronx sets it up on Trn1
 test-xla: $(XLA)/.ready
@@ -168,11 +173,17 @@ $(NEURON)/.ready: pyproject.toml
 	$(NEURON)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEURON)/constraints.txt -e . pytest
 	touch $@
 
-# lm-eval brings 40 packages, so it has an environment of its own, which finds torch and the rest in .venv.
+# lm-eval brings 40 packages, so it has an environment of its own, which finds torch and the rest in .venv. So has trl.
 PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 $(EVAL)/.ready: $(READY) .ci/lm_eval.txt
 	test -x $(EVAL)/bin/python || $(PYTHON) -m venv $(EVAL)
 	$(RUN) -c '$(PACKAGES)' > $$($(EVAL)/bin/python -c '$(PACKAGES)')/venv.pth
 	$(EVAL)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c .ci/constraints.txt -c .ci/lm_eval.txt lm_eval==0.4.13
+	touch $@
+
+$(TRL)/.ready: $(READY) .ci/trl.txt
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(RUN) -c '$(PACKAGES)' > $$($(TRL)/bin/python -c '$(PACKAGES)')/venv.pth
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -r .ci/trl.txt
 	touch $@

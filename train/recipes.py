@@ -215,26 +215,11 @@ def ddl_lm_tinystories() -> RunConfig:
     return with_environment(run, os.environ)
 
 
-def finetune() -> RunConfig:
-    """fine-tunes the model in model.from=DIR on conversations, data.source=FILE.jsonl, whole or by LoRA"""
-    return RunConfig(
-        name="finetune",
-        epochs=1.0,
-        optimizer=OptimizerSection(lr=2e-5, beta2=0.95, weight_decay=0.0),
-        schedule=ScheduleSection(warmup=10),
-        batch=BatchSection(sequences=8, length=2048, micro=1),
-        data=DataSection(source="conversations.jsonl", loader="conversations"),
-        evaluation=EvaluationSection(every=100, sequences=64, first=True),
-        sample=SampleSection(tokens=128, prompt="Who are you?", temperature=0.0),
-        checkpoint=CheckpointSection(every=100),
-    )
-
-
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     recipe.__name__: recipe
     for recipe in (
         quickstart, gdn_mup_adamw, gdn_mup_sgd, ddl_lm_tinystories, ddl_small, ddl_medium, ddl_residuals,
-        transfer, tiny, finetune,
+        transfer, tiny,
     )
 }  # fmt: skip
 

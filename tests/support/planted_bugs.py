@@ -34,6 +34,7 @@ TRITON_BACK = "triton_kernels.gated_delta_rule_bwd"
 TRITON_REVERSE = "triton_kernels.gated_delta_rule_reverse"
 TRITON_CONVOLUTION = "triton_kernels.short_convolution"
 NKI_BACK, NKI_LAYER = "nki_kernels.chunk_gradients", "nki_kernels.gated_delta_layer"
+TRITON_SEGMENTS, NKI_STEP = "triton_kernels.segments:chain_kernel", "nki_kernels.gated_delta_rule_step"
 LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
 
 # fmt: off
@@ -143,15 +144,61 @@ BUGS = (
         "first = self._samples + self.rank * self.batch", "first = self._samples", "data order"),
     Bug("resume: the CPU's generator goes on where it is", "train.checkpoints.contents:set_random_states",
         'torch.set_rng_state(states["cpu"])', 'states["cpu"]', "generator"),
+    # second turns of loops, tails, seams, groups, and what one dtype alone computes
+    Bug("chunked: initial states of packed sequences change places", f"{RULE}.chunk_layout:Layout.sorted",
+        "states[self.order]", "states", "chunked, packed"),
+    Bug("chunked: final states come in the layout's order", f"{RULE}.chunk_layout:Layout.in_call_order",
+        "states[self.order.argsort()]", "states[self.order]", "chunked, packed"),
+    Bug("chunked: gradients of final states change places", f"{RULE}.chunk_layout:Layout.put_lasts",
+        "values = values[self.order]", "values = values", "chunked, packed"),
+    Bug("chunked: a wider dO is not scaled", f"{RULE}.chunk_layout:_copy",
+        "out.copy_(x).mul_(factor)", "out.copy_(x)", "chunked, bfloat16"),
+    Bug("chunked: an o that is rounded is not scaled", f"{RULE}.chunk_layout:_copy",
+        "out.copy_(x * factor)", "out.copy_(x)", "chunked, bfloat16"),
+    Bug("chunked: float64 decays from a token to itself", f"{RULE}.chunked:decay_matrix",
+        ".tril(-1).cumsum(-2)", ".tril().cumsum(-2)", "chunked, float64"),
+    Bug("chunked: a second block of rows begins where the first did", f"{RULE}.chunked:_blocks",
+        "yield slice(start,", "yield slice(rows.start,", "chunked, many rows"),
+    Bug("triton: a chain of segments reads the first 32 of K", TRITON_SEGMENTS,
+        "range(0, tl.cdiv(K, BK))", "range(0, 1)", "triton's segments"),
+    Bug("triton: the chain of gradients is not transposed", TRITON_SEGMENTS,
+        "o_k[:, None] + o_i[None, :] * K if REVERSE else ", "", "triton's segments"),
+    Bug("triton: the chain of gradients begins with the first segment", TRITON_SEGMENTS,
+        "count - 1 - r if REVERSE else r", "r", "triton's segments"),
+    Bug("triton: dq reads the last tile of V alone", f"{TRITON_BACK}:gradients_kernel",
+        "m_v[None, :], other=0.0)\n            b_dq = accumulate(b_dq,",
+        "m_v[None, :], other=0.0)\n            b_dq = accumulate(0 * b_dq,", "triton's wide heads"),
+    Bug("triton: dg's carry is of the last tile of V alone", f"{TRITON_BACK}:gradients_kernel",
+        "b_SdS += ", "b_SdS = ", "triton's wide heads"),
+    Bug("triton: dU keeps float16's unit", f"{TRITON_REVERSE}:reverse_scan_kernel",
+        "b_dU *= unit", "b_dU *= 1.0", "triton, float16"),
+    Bug("triton: a second tile of the vocabulary keeps the first one's maximum",
+        "triton_kernels.cross_entropy:softmax_kernel",
+        "b_sum = b_sum * tl.exp(b_max - b_base)", "b_sum = b_sum", "triton's vocabulary"),
+    Bug("triton: a tile of rows forgets dw of the one before", "triton_kernels.rms_norm:backward_kernel",
+        "b_dw += ", "b_dw = ", "triton's many rows"),
+    Bug("triton: a residual is projected on its last block of D",
+        "triton_kernels.delta_residual:forward_kernel", "b_p += ", "b_p = ", "triton's residual"),
+    Bug("triton: a decoded token reads the first key head",
+        "triton_kernels.gated_delta_rule_step:step_kernel", "(i_nh % HV) // (HV // H)", "0",
+        "triton's decoding"),
+    Bug("nki: a decoded token writes the first line of a partition", f"{NKI_STEP}:update_states",
+        "begin = i * heads * K + j", "begin = i * heads * K", "nki, decoding"),
+    Bug("nki: a second group of decoded heads is stored over the first", f"{NKI_STEP}:gated_delta_rule_step",
+        "new_lines, first * parts, heads", "new_lines, 0, heads", "nki, decoding"),
+    Bug("nki: a state's second 128 of K gets the first ones' writes", "nki_kernels.chunk:decay_and_add",
+        "x_sb[:, lane, start:stop]", "x_sb[:, lane, 0:stop - start]", "nki, K = 256"),
+    Bug("nki: dx of a second block of words replaces the first one's", "nki_kernels.cross_entropy:add_dx",
+        "if first:", "if True:", "nki, words"),
 )
 # fmt: on
 
 
 def function_of(bug: Bug) -> FunctionType:
-    """Returns the function itself, below Triton's decorator."""
+    """Returns the function itself, below the decorator of Triton or of the NKI simulator."""
     module, _, name = bug.place.partition(":")
     thing: Any = reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
-    return getattr(thing, "fn", thing)
+    return getattr(thing, "fn", getattr(thing, "function", thing))
 
 
 @contextmanager

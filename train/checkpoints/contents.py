@@ -46,12 +46,11 @@ from transformers.utils import logging as transformers_logging
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import CheckpointError, Diverged
-from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, validated
+from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, read_saved
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
     from delta_trn.train.data import TextTokenizer
-    from delta_trn.train.data.conversations import ChatTokenizer
 
 FORMAT = 1
 REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"
@@ -106,8 +105,7 @@ def snapshot(sharding: Sharding, optimizer: Optimizer, state: State, *, copy: bo
     slots |= {key: sharding.whole(key, x) for key, x in slots.items() if sharding.saved_whole(key)}
     # what all have whole, one writes
     shared = named | {key: x for key, x in slots.items() if not isinstance(x, DTensor)}
-    writers = 1 if sharding.leader_saves else sharding.team.world
-    owners = _assign({name: x.numel() for name, x in shared.items()}, writers)
+    owners = _assign({name: x.numel() for name, x in shared.items()}, sharding.team.world)
 
     def mine(name: str) -> bool:
         return owners.get(name, sharding.team.rank) == sharding.team.rank
@@ -141,16 +139,14 @@ def write(
     *,
     config: RunConfig,
     sharding: Sharding,
-    tokenizer: "TextTokenizer | ChatTokenizer",
+    tokenizer: "TextTokenizer",
 ) -> list[Path]:
     """Fills a folder, after `write_parts` in a team. Returns the files that this process wrote.
 
     No process waits for another.
     """
     team = sharding.team
-    alone = team.world == 1 or sharding.leader_saves
-    if alone and not team.leads:
-        return []
+    alone = team.world == 1
     if alone:
         with without_bars():
             sharding.save(folder, snapshot.weights)
@@ -245,7 +241,7 @@ def read_state(folder: Path) -> tuple[State, RunConfig]:
         (best[0], best[1]) if best else None,
         content.get("owes", False),
     )
-    return state, validated(content["config"], where=f"{path}: ")
+    return state, read_saved(content["config"], where=f"{path}: ")
 
 
 def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
@@ -261,10 +257,7 @@ def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
 
 def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
     """Puts weights, optimizer and generators into the saved state, however many processes saved it."""
-    if sharding.leader_saves:
-        sharding.load(folder)
-    else:
-        load_weights(folder, sharding)
+    load_weights(folder, sharding)
     saved = defaultdict(list)
     for key, (size, dtype) in _sizes(folder).items():
         name, slot, _ = key.rpartition("/")

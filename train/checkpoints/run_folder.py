@@ -15,7 +15,7 @@ from pathlib import Path
 from delta_trn.train.checkpoints.store import CheckpointStore
 from delta_trn.train.files import hold_folder, write_file
 from delta_trn.train.settings.errors import RunFolderError
-from delta_trn.train.settings.schema import RunConfig, validated
+from delta_trn.train.settings.schema import RunConfig, read_saved
 from delta_trn.train.watch.metrics import MetricsFile
 
 RUNS = Path("runs")
@@ -86,7 +86,7 @@ class RunFolder:
                 f"{self.config_path} cannot be read ({type(error).__name__}: {error}); every checkpoint's "
                 "state.json holds the same configuration"
             ) from None
-        return validated(tree, where=f"{self.config_path}: "), origin
+        return read_saved(tree, where=f"{self.config_path}: "), origin
 
     def write(self, config: RunConfig, origin: Origin) -> None:
         """Writes config.json: the configuration, `fingerprint`, and the origin under `run`."""
@@ -110,10 +110,6 @@ class RunFolder:
         """Appends a sample to samples.txt. The file is replaced, so that a kill leaves no half sample."""
         before = self.samples_path.read_text(encoding="utf-8") if self.samples_path.exists() else ""
         write_file(self.samples_path, f"{before}{_SAMPLE.format(step)}\n{text}\n\n")
-
-    def first_sample(self) -> str:
-        """Returns the oldest text of samples.txt; empty if there is none."""
-        return next(self._samples(), "")
 
     def last_sample(self) -> str:
         """Returns the newest text of samples.txt; empty if there is none."""

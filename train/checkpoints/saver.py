@@ -60,7 +60,7 @@ def _write(run: Run, snapshot: Snapshot) -> None:
     team.agreed(lambda: contents.require_finite(snapshot, rank=team.rank))
     with store.writing(step, leads=team.leads) as folder:
         team.leader_does(lambda: store.begin(step))
-        if team.world > 1 and not run.sharding.leader_saves:
+        if team.world > 1:
             contents.write_parts(folder, snapshot, team)  # which raises on all what it raises on one
         parts = team.agreed(
             lambda: describe(

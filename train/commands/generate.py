@@ -40,10 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     drawn = asked.sample.model_dump(exclude={"prompt"})
     sampling = Sampling(**drawn, repetition_penalty=options.repetition_penalty, seed=asked.seed)
     folder = RunFolder(options.run_dir)
-    config, _ = folder.read()
+    folder.read()  # it raises where the folder is no run's
     path = chosen_checkpoint(folder, options.checkpoint)
-    model, tokenizer = load_for_generation(path, _device(asked.device), config.model.pretrained)
-    _write(options.prompt + tokenizer.turn)
+    model, tokenizer = load_for_generation(path, _device(asked.device))
+    _write(options.prompt)
     continue_text(model, tokenizer, options.prompt, sampling, stream=_write)
     print()
     return 0

@@ -55,12 +55,6 @@ def main(arguments: Sequence[str]) -> int:
     def tell(text: str) -> None:
         out.print(text, markup=False)
 
-    if config.model.pretrained is not None and "optimizer.lr" not in changes:
-        from delta_trn.train.run.pretrained import own_rate
-
-        rate = own_rate(Path(config.model.pretrained).expanduser())
-        config = apply(config, {"optimizer.lr": repr(rate)})
-
     if options.or_resume:
         if config.out is None:
             raise ConfigError("--or-resume needs out=DIR: without it every run gets a new folder")

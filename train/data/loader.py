@@ -28,7 +28,7 @@ from delta_trn.train.settings.errors import DataError, PositionMismatch, ShardEr
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["random_crop", "stream", "conversations"]
+Kind = Literal["random_crop", "stream"]
 IGNORED = -100  # a target that does not count
 
 

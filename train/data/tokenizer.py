@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -40,10 +39,7 @@ class TextTokenizer:
 
     vocab_size   rows of the embedding; ids from `size` on never occur
     size         number of ids, special ones included
-    turn         what stands between a prompt and its continuation, where they are shown
     """
-
-    turn: ClassVar[str] = ""
 
     tokenizer: Tokenizer
     vocab_size: int

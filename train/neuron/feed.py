@@ -19,7 +19,7 @@ from delta_trn.train.neuron import sharding
 
 
 def drops(model: Any) -> bool:
-    """Whether a model needs noise; a pretrained one may have dropout of its own."""
+    """Whether a model drops anything while it trains, and so needs noise."""
     return bool(getattr(model.config, "dropout", 0))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,21 +38,10 @@ class Sharding:
 
     rows        name -> order in which this model has a parameter's rows, where that is not the file's order
     sends_bf16  whether the matrices that a forward pass has are in bf16: it needs autocast
-    leader_saves    whether one process writes all weights, because each has them whole
-    may_lack_memory whether a parameter may be without an optimizer's memory, since no gradient reaches it
     """
 
-    leader_saves = False
-    may_lack_memory = False
-
-    def __init__(
-        self,
-        model: DeltaForCausalLM,
-        team: Team | None = None,
-        loss: Callable[..., Tensor] | None = None,
-    ):
+    def __init__(self, model: DeltaForCausalLM, team: Team | None = None):
         self.model, self.team = model, team or Team()
-        self._loss = loss  # None: the model's own
         self.rows: dict[str, Tensor] = {}
         self.sends_bf16 = False
         self._replicated: DistributedDataParallel | None = None
@@ -65,7 +54,7 @@ class Sharding:
         noise: Tensor | None = None,
     ) -> Tensor:
         """Returns the mean cross-entropy of this process's tokens; arguments are the fields of a Batch."""
-        compute = self._replicated or self._loss or self.model.loss
+        compute = self._replicated or self.model.loss
         return compute(inputs, targets, position_ids=position_ids, noise=noise)
 
     @contextlib.contextmanager
@@ -134,7 +123,7 @@ class Sharding:
             name, _, slot = key.rpartition("/")
             slots[name][slot] = value
         names = [name for name, _ in named_parameters(optimizer)]
-        odd = sorted(slots.keys() - set(names) if self.may_lack_memory else slots.keys() ^ set(names))
+        odd = sorted(slots.keys() ^ set(names))
         if tensors and odd:
             raise CheckpointError(
                 f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} first; "
@@ -161,10 +150,6 @@ class Sharding:
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes weights, those of `tensors`, and their configuration as transformers reads them."""
         self.model.save_pretrained(folder, state_dict=weights)
-
-    def load(self, folder: Path) -> None:
-        """Puts the weights back that `save` has written. Only where the leader saves them."""
-        raise NotImplementedError("checkpoints.contents.load_weights gives each process its part")
 
     def whole(self, name: str, x: Tensor) -> Tensor:
         """Returns a parameter or slot put together, rows in the file's order. All processes must call."""
@@ -198,23 +183,22 @@ class Sharding:
     def _order(self, name: str) -> Tensor | None:
         return self.rows.get(name.partition("/")[0])
 
-    def _replicate(self, group: ProcessGroup, **options: Any) -> None:
+    def _replicate(self, group: ProcessGroup) -> None:
         # every process has gradients' buckets in the same order, because all run the same graph
         self._replicated = DistributedDataParallel(
-            _Loss(self.model, self._loss), process_group=group, gradient_as_bucket_view=True, **options
+            _Loss(self.model), process_group=group, gradient_as_bucket_view=True
         )
 
 
 class _Loss(nn.Module):
     """DDP reduces what is computed in forward; the model's is for logits."""
 
-    def __init__(self, model: DeltaForCausalLM, loss: Callable[..., Tensor] | None):
+    def __init__(self, model: DeltaForCausalLM):
         super().__init__()
-        self.model, self.compute = model, loss
+        self.model = model
 
     def forward(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
-        compute: Callable[..., Tensor] = self.compute or self.model.loss
-        return compute(inputs, targets, **others)
+        return self.model.loss(inputs, targets, **others)
 
 
 def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

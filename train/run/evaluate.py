@@ -10,7 +10,6 @@ from torch import Tensor
 
 from delta_trn.backends import machine
 from delta_trn.train.data import Batch, TokenDataset, evaluation_batches, make_loader
-from delta_trn.train.data.packing import ConversationDataset
 from delta_trn.train.parallel.layout import Layout
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.schema import RunConfig
@@ -97,8 +96,6 @@ def held_out_crops(
 ) -> list[Batch]:
     """Returns the fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
     e, size = config.evaluation, crops_at_once(config, layout)
-    if isinstance(dataset, ConversationDataset):
-        return dataset.evaluation_batches(size=e.batch or layout.micro, at_most=e.sequences)[:at_most]
     batches = evaluation_batches(
         dataset,
         batch=size,

@@ -11,7 +11,7 @@ from delta_trn.train.checkpoints.run_folder import Origin, RunFolder
 from delta_trn.train.checkpoints.store import describe
 from delta_trn.train.files import disk_errors, hold_folder, sync
 from delta_trn.train.run.sample import chosen_checkpoint, load_for_generation
-from delta_trn.train.settings.errors import ConfigError, RunFolderError
+from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.watch.metrics import read as read_metrics
 
@@ -36,9 +36,7 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
     config, origin = folder.read()
     checkpoint = chosen_checkpoint(folder, which)
     state, _ = read_state(checkpoint)
-    model, tokenizer = load_for_generation(checkpoint, device("cpu"), config.model.pretrained)
-    if remote_code and not _is_ours(model):
-        raise ConfigError(f"{type(model).__name__} is in transformers: leave out --remote-code")
+    model, tokenizer = load_for_generation(checkpoint, device("cpu"))
     beside = to.with_name(f".{to.name}.tmp")
     with disk_errors(to), hold_folder(beside, lambda pid: _in_use(to, pid)):
         new = beside / "new"
@@ -46,7 +44,7 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
         new.mkdir()
         try:
             # nothing in the model limits it, and other tools ask for a limit
-            if _is_ours(model) and model.positions is None:
+            if model.positions is None:
                 model.config.max_position_embeddings = config.batch.length
             if remote_code:
                 from delta_trn.models.ecosystem.remote_code import write_remote_code
@@ -64,12 +62,6 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
             raise
     sync(to.parent)
     return sorted(to.iterdir())
-
-
-def _is_ours(model: Any) -> bool:
-    from delta_trn.models import DeltaForCausalLM
-
-    return isinstance(model, DeltaForCausalLM)
 
 
 def _in_use(to: Path, pid: str) -> RunFolderError:
@@ -100,8 +92,6 @@ def model_card(
     """Returns the text of README.md, with figures of the run's own files."""
     m, o, b = config.model, config.optimizer, config.batch
     parameters = sum(p.numel() for p in model.parameters())
-    fine_tuned = m.pretrained is not None
-    needs_us = _is_ours(model) and not remote_code
     rows = {
         "model": f"{_mixers(config)}, width {m.width}, {parameters:,} parameters",
         "text": f"{Path(config.data.source).name}, {config.data.tokenizer} tokenizer, "
@@ -111,13 +101,6 @@ def model_card(
         "arithmetic": f"{config.precision}, delta rule by the backend {config.backend}",
         "software": ", ".join(f"{name} {version}" for name, version in origin.versions.items()),
     }
-    if fine_tuned:
-        base = Path(str(m.pretrained)).name
-        rows["model"] = f"{type(model).__name__}, {parameters:,} parameters, fine-tuned from {base}"
-        rows["text"] = f"conversations of {Path(config.data.source).name}"
-        rows["optimizer"] = f"{o.name}, learning rate {o.lr:g}"
-        if r := config.lora.rank:
-            rows["optimizer"] += f", LoRA of rank {r}, merged"
     if measured is not None:
         bits = measured.get("bits_per_byte")
         per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -127,11 +110,9 @@ def model_card(
     return _CARD.format(
         name=config.name,
         table="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
-        purpose=_ANSWERS if fine_tuned else _CONTINUES,
-        needs=_NEEDS_PACKAGE if needs_us else _NEEDS_NOTHING if remote_code else _NEEDS_TRANSFORMERS,
-        first="import delta_trn  # registers the architecture with transformers\n" if needs_us else "",
+        needs=_NEEDS_NOTHING if remote_code else _NEEDS_PACKAGE,
+        first="" if remote_code else "import delta_trn  # registers the architecture with transformers\n",
         trust=", trust_remote_code=True" if remote_code else "",
-        prompts=_CHAT if fine_tuned else _TEXTS,
     )
 
 
@@ -142,19 +123,6 @@ def _mixers(config: RunConfig) -> str:
     return f"{mixers} layers" + ("" if config.model.residual == "additive" else f", {config.model.residual}")
 
 
-_CONTINUES = """\
-It continues text. It was not trained to follow instructions, and
-nobody has checked what it writes."""
-_ANSWERS = """\
-It answers in conversations, by its tokenizer's chat template,
-and nobody has checked what it writes."""
-_TEXTS = 'prompts = tokenizer(["Once", "The next day"], return_tensors="pt", padding=True)'
-_CHAT = """\
-chat = [{"role": "user", "content": "Who are you?"}]
-prompts = tokenizer.apply_chat_template(
-    chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-)"""
-_NEEDS_TRANSFORMERS = "It needs torch and transformers."
 _NEEDS_PACKAGE = "It needs the package delta-trn."
 _NEEDS_NOTHING = """\
 It needs torch and transformers. The model's code is in this folder: look at it before you trust it. It
@@ -169,7 +137,8 @@ tags: [gated-deltanet, delta-trn]
 
 # {name}
 
-A language model trained with delta-trn. {purpose}
+A language model trained with delta-trn. It continues text. It was not trained to follow instructions, and
+nobody has checked what it writes.
 
 | | |
 |---|---|
@@ -185,7 +154,7 @@ A language model trained with delta-trn. {purpose}
 folder = "."  # this folder, or its name on the Hub
 model = AutoModelForCausalLM.from_pretrained(folder{trust})
 tokenizer = AutoTokenizer.from_pretrained(folder{trust})
-{prompts}
+prompts = tokenizer(["Once", "The next day"], return_tensors="pt", padding=True)
 ids = model.generate(**prompts, max_new_tokens=32, do_sample=True, top_k=50)
 print(tokenizer.batch_decode(ids, skip_special_tokens=True))
 ```

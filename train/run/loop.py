@@ -86,7 +86,6 @@ class _Loop:
             run.sharding,
             micro=run.layout.micro,
             clip=c.optimizer.clip,
-            by_targets=c.data.loader == "conversations",
         )
         self.crops = held_out_crops(c, run.dataset, run.layout)
         leads = run.team.leads
@@ -100,10 +99,6 @@ class _Loop:
     def until_the_end(self, stop: StopRequest) -> Outcome:
         c, state = self.run.config, self.run.state
         last, reason = state.step == c.steps, None
-        if c.evaluation.first and not state.step:
-            self._evaluate(stop)
-            state.owes = False  # there is no checkpoint of step 0: what a signal ended here is not made again
-            self.clock = time.monotonic()
         while state.step < c.steps or state.owes:
             if not state.owes:
                 self._one_step()
@@ -263,7 +258,7 @@ class _Loop:
         # float32, but where processes send each other weights in bf16
         with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.sharding.sends_bf16):
             tokenizer = run.dataset.tokenizer
-            text = s.prompt + tokenizer.turn + continue_text(run.model, tokenizer, s.prompt, sampling)
+            text = s.prompt + continue_text(run.model, tokenizer, s.prompt, sampling)
         if run.team.leads:
             run.folder.add_sample(run.state.step, text)
 

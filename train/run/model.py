@@ -42,15 +42,6 @@ def vocabulary(config: RunConfig) -> int:
     return known
 
 
-def require_new_model(config: RunConfig) -> None:
-    """ConfigError if the configuration begins with a pretrained model, which has no settings here."""
-    if config.model.pretrained is not None:
-        raise ConfigError(
-            f"model.from={config.model.pretrained} is for `delta-trn run`; this command makes new models "
-            "from settings: leave it out"
-        )
-
-
 def model_config(
     config: RunConfig, *, rows: int, bos: int | None = None, eos: int | None = None, pad: int | None = None
 ) -> "DeltaConfig":
@@ -58,8 +49,7 @@ def model_config(
     from delta_trn.models import DeltaConfig
     from delta_trn.models.settings import CONFIG_NAMES
 
-    require_new_model(config)
-    settings = config.model.model_dump(exclude={"vocab_size", "from"})
+    settings = config.model.model_dump(exclude={"vocab_size"})
     try:
         return DeltaConfig(
             **{CONFIG_NAMES[name]: value for name, value in settings.items()},

@@ -8,23 +8,18 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from delta_trn.models.mup import TABLES, Role
-from delta_trn.models.parameters import ScaledParameter, Tag, scaled_parameters
+from delta_trn.models.mup import Role
+from delta_trn.models.parameters import ScaledParameter, scaled_parameters
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import model_config, vocabulary
 from delta_trn.train.run.muon import Muon
-from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import OptimizerSection, RunConfig
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
-
-
-ADAPTER_RATE = 10  # https://thinkingmachines.ai/blog/lora: about the ratio of the two best rates
 
 
 def learning_rate(config: RunConfig, finished: int) -> float:
@@ -56,11 +51,7 @@ def scaled(config: RunConfig) -> list[ScaledParameter]:
 
 def rows(model: DeltaForCausalLM, config: RunConfig) -> list[ScaledParameter]:
     """Returns what every parameter of this model gets in a run."""
-    from delta_trn.models import DeltaForCausalLM
-
     o = config.optimizer
-    if config.lora.rank or not isinstance(model, DeltaForCausalLM):
-        return _plain_rows(model, config)
     return scaled_parameters(
         model,
         optimizer=o.name,
@@ -69,45 +60,6 @@ def rows(model: DeltaForCausalLM, config: RunConfig) -> list[ScaledParameter]:
         independent_weight_decay=o.independent_weight_decay,
         memory=o.memory,
     )
-
-
-def _plain_rows(model: nn.Module, config: RunConfig) -> list[ScaledParameter]:
-    """Returns what each trained parameter gets in a model with adapters, or one that is not ours.
-
-    An adapter B A learns ADAPTER_RATE times as fast as its matrix would. Where the model has muP, A has the
-    factors of a matrix from the width to a constant size, and B, which reads a constant size, has none.
-    Weight decay is for matrices.
-    """
-    o, configuration = config.optimizer, getattr(model, "config", None)
-    if o.name == "muon":
-        raise ConfigError(
-            "optimizer.name=muon knows the matrices of our own models, trained whole; give adamw or sgd"
-        )
-    m = getattr(configuration, "width_ratio", 1.0)
-    rule = TABLES[getattr(configuration, "parametrization", "sp")][Role.GATE]
-    found = []
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        reads_width = ".lora_A." in name
-        tag = Tag(Role.GATE if reads_width else Role.CONSTANT)
-        factor = m ** rule.lr(o.name) if reads_width else 1.0
-        found.append(
-            ScaledParameter(
-                name=name,
-                shape=tuple(p.shape),
-                role=tag.role,
-                tag=tag,
-                init_std=None,
-                multiplier=1.0,
-                lr=o.lr * factor * (ADAPTER_RATE if config.lora.rank else 1),
-                weight_decay=o.weight_decay if p.dim() > 1 else 0.0,
-                epsilon=m**rule.epsilon if reads_width else 1.0,
-                clip=m**rule.lr_sgd if reads_width else 1.0,
-                parameter=p,
-            )
-        )
-    return found
 
 
 def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:

@@ -14,7 +14,6 @@ from delta_trn.models.cache import CACHE_NAME
 from delta_trn.train.checkpoints.contents import load_weights
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import TextTokenizer, load_tokenizer
-from delta_trn.train.data.conversations import ChatTokenizer, load_chat_tokenizer
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import CheckpointError, ConfigError
 
@@ -49,7 +48,7 @@ class Sampling:
 
 def continue_text(
     model: "DeltaForCausalLM",
-    tokenizer: TextTokenizer | ChatTokenizer,
+    tokenizer: TextTokenizer,
     prompt: str,
     sampling: Sampling,
     stream: Callable[[str], None] | None = None,
@@ -97,7 +96,7 @@ def token_by_token(
     model: "DeltaForCausalLM",
     ids: Tensor,
     sampling: Sampling,
-    eos: int | list[int] | None,
+    eos: int,
     streamer: "TextStream | None" = None,
 ) -> Tensor:
     """Continues ids [1, T] to [1, T + new] on the CPU, as transformers' generate does, but in fixed shapes.
@@ -106,7 +105,6 @@ def token_by_token(
     compiled anew for each length. With attention layers they still grow, by their past.
     """
     device, drawn = ids.device, ids.cpu()
-    ends = eos if isinstance(eos, list) else [eos]
     if streamer:
         streamer.put(drawn)
     processors, cache, given = _processors(sampling), None, ids
@@ -124,7 +122,7 @@ def token_by_token(
         drawn, given = torch.cat([drawn, token.cpu()], dim=1), token.to(device)
         if streamer:
             streamer.put(token)
-        if int(token) in ends:
+        if int(token) == eos:
             break
     if streamer:
         streamer.end()
@@ -150,7 +148,7 @@ def _processors(sampling: Sampling) -> Any:
 class TextStream:
     """A streamer for transformers: it receives the prompt first, then token after token."""
 
-    def __init__(self, tokenizer: TextTokenizer | ChatTokenizer, stream: Callable[[str], None]):
+    def __init__(self, tokenizer: TextTokenizer, stream: Callable[[str], None]):
         self._tokenizer, self._stream = tokenizer, stream
         self._ids: list[int] = []
         self._sent = 0
@@ -198,19 +196,9 @@ def chosen_checkpoint(folder: RunFolder, which: str) -> Path:
     return folder.checkpoints.require_whole(int(which))
 
 
-def load_for_generation(
-    folder: Path, device: torch.device, base: str | None = None
-) -> tuple["DeltaForCausalLM", TextTokenizer | ChatTokenizer]:
-    """Returns model and tokenizer of a checkpoint's folder. CheckpointError if they do not fit.
-
-    base    the folder of the model that was fine-tuned, if one was; the prompt is then a turn of the user
-    """
+def load_for_generation(folder: Path, device: torch.device) -> tuple["DeltaForCausalLM", TextTokenizer]:
+    """Returns model and tokenizer of a checkpoint's folder. CheckpointError if they do not fit."""
     from delta_trn.models import DeltaConfig, DeltaForCausalLM
-
-    if base is not None:
-        from delta_trn.train.run.pretrained import open_result
-
-        return cast(Any, open_result(folder, base, device)), load_chat_tokenizer(folder, None)
 
     configuration = DeltaConfig.from_pretrained(folder)
     tokenizer = load_tokenizer(folder)

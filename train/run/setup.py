@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -27,7 +27,6 @@ from delta_trn.train.data import (
     open_dataset,
     prepare,
 )
-from delta_trn.train.data.packing import ConversationDataset, ConversationLoader
 from delta_trn.train.files import write_file
 from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.neuron.feed import DeviceFeed, drops, make_feed
@@ -35,7 +34,6 @@ from delta_trn.train.parallel.layout import Layout, is_divided, layout_of, requi
 from delta_trn.train.parallel.pytorch import PyTorchSharding
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team, ask_leader, assemble
-from delta_trn.train.run import pretrained
 from delta_trn.train.run.model import (
     checkpoint_blocks,
     choose_backend,
@@ -43,7 +41,6 @@ from delta_trn.train.run.model import (
     materialize,
     model_config,
     pick_device,
-    require_new_model,
 )
 from delta_trn.train.run.optimizer import learning_rate, make_optimizer
 from delta_trn.train.settings.effects import is_prepared
@@ -115,7 +112,7 @@ def start(config: RunConfig) -> Iterator[Run]:
     with _join(config) as (config, device, team):
         path = team.leader_does(lambda: place_for(config))
         with team.leader_first():
-            dataset = _load_any(config)
+            dataset = load_dataset(config)
         config = with_data(config, dataset)
         origin = team.from_leader(new_origin(config, dataset.fingerprint))
         team.agreed(lambda: _require_same_data(dataset, origin))
@@ -139,10 +136,7 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
     """
     folder = RunFolder(path)
     saved, origin = ask_leader(folder.read, DistributionSection().timeout_minutes)
-    if isinstance(changes, RunConfig):
-        config = _merge(path, saved, pretrained.with_folder(changes) if _fine_tunes(changes) else changes)
-    else:
-        config = _change(saved, changes)
+    config = _merge(path, saved, changes) if isinstance(changes, RunConfig) else _change(saved, changes)
     trackers.require(config.log)
     with _join(config) as (config, device, team), _hold(folder, team):
         # hashing every file of a checkpoint once is enough
@@ -189,7 +183,7 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
             f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}; the first new "
             "checkpoint removes them"
         )
-    folder.rewind(state.step or -1)  # an evaluation before the first step is done again
+    folder.rewind(state.step)
     if state.best is not None and state.best[0] in folder.checkpoints.steps():
         folder.checkpoints.point_best(state.best[0], checkpoint.is_only_for_resuming)
     tell(
@@ -201,7 +195,7 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
 
 def write_baselines(run: Run) -> dict[str, dict[str, float]]:
     """Returns the data's baselines by name, and keeps them in the run's folder for its plot."""
-    if not run.team.leads or isinstance(run.dataset, ConversationDataset):
+    if not run.team.leads:
         return {}
     costs = {name: asdict(cost) for name, cost in baselines(run.dataset).items()}
     write_file(run.folder.baselines_path, json.dumps(costs, indent=1) + "\n")
@@ -216,8 +210,6 @@ def _assemble(
     device: torch.device,
     team: Team,
 ) -> Run:
-    if isinstance(dataset, ConversationDataset):
-        return _assemble_pretrained(config, origin, folder, dataset, device, team)
     meta = dataset.meta
     configuration = model_config(
         config,
@@ -246,29 +238,6 @@ def _assemble(
     return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State(), feed)
 
 
-def _assemble_pretrained(
-    config: RunConfig,
-    origin: Origin,
-    folder: RunFolder,
-    dataset: ConversationDataset,
-    device: torch.device,
-    team: Team,
-) -> Run:
-    config, sharding = pretrained.make_sharding(config, device, team)
-    cast(Any, sharding.model).generation_config.eos_token_id = dataset.tokenizer.eos
-    loader = ConversationLoader(
-        dataset,
-        batch=config.batch.sequences // team.data_world,
-        seed=config.seed,
-        rank=team.data_rank,
-        world=team.data_world,
-    )
-    torch.manual_seed(config.seed)
-    optimizer = make_optimizer(sharding, config)
-    data, feed = cast(TokenDataset, dataset), make_feed(loader, device, sharding.model)
-    return Run(config, origin, folder, data, device, sharding, optimizer, loader, State(), feed)
-
-
 def make_sharding(
     configuration: DeltaConfig, config: RunConfig, device: torch.device, team: Team
 ) -> Sharding:
@@ -293,16 +262,10 @@ def make_sharding(
 @contextlib.contextmanager
 def _join(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
     """Yields the configuration without `auto`, this process's device, and the team that it has joined."""
-    if _fine_tunes(config):
-        config = pretrained.with_folder(config)
     require_divisible(config, machine.processes().world)
     config, device = set_up_process(config)
     with assemble(config, device) as team:
         yield config, device, team
-
-
-def _fine_tunes(config: RunConfig) -> bool:
-    return config.model.pretrained is not None or config.data.loader == "conversations"
 
 
 @contextlib.contextmanager
@@ -343,9 +306,7 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
         # CUDA's own switch, read when its first handle is made; without it PyTorch refuses
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    backend = config.backend  # that of a pretrained model is chosen once it is there
-    if config.model.pretrained is None:
-        backend = choose_backend(model_config(config, rows=1), config, device, precision)
+    backend = choose_backend(model_config(config, rows=1), config, device, precision)
     # without the process's own number: every process's configuration is the run's
     named = device.type if machine.processes().world > 1 else str(device)
     changes = {"device": named, "precision": precision, "backend": backend}
@@ -359,19 +320,8 @@ def _best_precision(device: torch.device) -> str:
     return "bf16" if machine.supports_bfloat16(device) else "float32"
 
 
-def _load_any(config: RunConfig) -> TokenDataset:
-    """Returns the text of a run, or, for a pretrained model, conversations that its tokenizer renders.
-
-    What takes one or the other apart asks which it is.
-    """
-    if config.model.pretrained is None:
-        return load_dataset(config)
-    return cast(TokenDataset, pretrained.load_dataset(config))
-
-
 def load_dataset(config: RunConfig) -> TokenDataset:
     """Returns the prepared folder that data.source is, or the one that preparing it makes or finds."""
-    require_new_model(config)
     source = Path(config.data.source).expanduser()
     if is_prepared(config.data.source):
         return open_dataset(source)  # shards without meta.json too: they are damaged, not text
@@ -381,7 +331,7 @@ def load_dataset(config: RunConfig) -> TokenDataset:
 def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
     """Returns the tokens with which a run was started. DataError if they differ now."""
     where = config.data.folder
-    dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else _load_any(config)
+    dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else load_dataset(config)
     if dataset.fingerprint != origin.data:
         raise DataError(
             f"{dataset.path} holds other tokens than the run began with (fingerprint "
@@ -396,11 +346,6 @@ def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
 
     ConfigError if the model's vocabulary is too small for the data.
     """
-    if isinstance(dataset, ConversationDataset):
-        rows, steps = len(dataset.rows("train").ids), config.steps
-        if config.epochs is not None:
-            steps = math.ceil(config.epochs * rows / config.batch.sequences)
-        return config.model_copy(update={"steps": steps, "epochs": None})
     rows, ids = config.model.vocab_size, dataset.meta.tokenizer.size
     if rows is not None and rows < ids:
         raise ConfigError(
@@ -447,11 +392,7 @@ def _merge(path: Path, saved: RunConfig, given: RunConfig) -> RunConfig:
         update={
             **resolved,
             "model": given.model.model_copy(
-                # a run's best checkpoint, with which this one began, may be another by now
-                update={
-                    "vocab_size": given.model.vocab_size or saved.model.vocab_size,
-                    "from": saved.model.pretrained,
-                }
+                update={"vocab_size": given.model.vocab_size or saved.model.vocab_size}
             ),
             "data": given.data.model_copy(update={"folder": given.data.folder or saved.data.folder}),
         }

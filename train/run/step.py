@@ -46,12 +46,10 @@ class TrainingStep:
         *,
         micro: int,
         clip: float | None,
-        by_targets: bool = False,
     ):
-        """`by_targets`: micro-batches and processes differ in how many targets count, and weigh as many."""
         self.loss, self.optimizer, self.sharding = loss, optimizer, sharding
         self.device = sharding.model.device
-        self.micro, self.clip, self.by_targets = micro, clip, by_targets
+        self.micro, self.clip = micro, clip
 
     def __call__(self, batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
         """Does one update. Returns the mean loss over all of the step and the unclipped norm, on the device.
@@ -62,10 +60,10 @@ class TrainingStep:
         set_learning_rate(self.optimizer, lr)
         micros = batch.each(self._moved).split(self.micro)
         total = torch.zeros((), device=self.device)
-        divisors = self._divisors(micros)
-        for left, some, divisor in zip(reversed(range(len(micros))), micros, divisors, strict=True):
+        for left, some in zip(reversed(range(len(micros))), micros, strict=True):
             with self.sharding.accumulating(left > 0):
-                loss = self.loss(*some) / divisor
+                # every micro-batch has as many targets as the next, so the mean of means is the mean
+                loss = self.loss(*some) / len(micros)
                 loss.backward()
             total += loss.detach()
             if len(micros) > 1:
@@ -74,14 +72,6 @@ class TrainingStep:
         mean = self.sharding.team.mean(total)
         machine.synchronize(self.device, wait=False)  # on XLA this is one graph, too
         return mean, norm
-
-    def _divisors(self, micros: list[Batch]) -> list[Tensor] | list[int]:
-        """Returns by what to divide each micro-batch's loss, so that every target counts alike."""
-        if not self.by_targets:
-            # every micro-batch has as many targets as the next, so the mean of means is the mean
-            return [len(micros)] * len(micros)
-        counts = torch.stack([some.counted() for some in micros])
-        return list(self.sharding.team.mean(counts.sum().float()) / counts)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":

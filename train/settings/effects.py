@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.settings.schema import NAMED_SOURCES, ModelSection, RunConfig
+from delta_trn.train.settings.schema import NAMED_SOURCES, RunConfig
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,8 @@ _WRITES = _is_not("model.residual", "additive")
 _STATE = _is("model.residual", "ddl", "write_only")
 _COMPRESSED = _is_not("model.ddl_compressor", "none")
 _COMPUTED_V = _is("model.ddl_v_constant", False)
-_NEW = _is("model.from", None)
-_PRETRAINED = Need("model.from=DIR", "model.from", lambda c: c.model.pretrained is not None)
-_ADAPTERS = _above_0("lora.rank")
 
-_NEEDS: Mapping[str, tuple[Need, ...]] = {
+NEEDS: Mapping[str, tuple[Need, ...]] = {
     "steps": (_is("epochs", None),),
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), (_ADAMW,)),
     "optimizer.independent_weight_decay": (_above_0("optimizer.weight_decay"),),
@@ -174,16 +171,7 @@ _NEEDS: Mapping[str, tuple[Need, ...]] = {
     **dict.fromkeys(("model.ddl_v_sigmoid", "model.ddl_v_input"), (_STATE, _COMPUTED_V)),
     "model.ddl_v_sigmoid_scale": (_STATE, _COMPUTED_V, _is("model.ddl_v_sigmoid", True)),
     "model.ddl_v_constant_value": (_STATE, _is("model.ddl_v_constant", True)),
-    **dict.fromkeys(("data.chat_template", "data.turns", "data.too_long", "lora.rank"), (_PRETRAINED,)),
-    **dict.fromkeys(("lora.alpha", "lora.targets"), (_PRETRAINED, _ADAPTERS)),
 }
-# a pretrained model comes with its sizes, its parametrization and its tokenizer
-_OF_A_NEW_MODEL = [f"model.{name}" for name in ModelSection.model_fields if name != "from"]
-_OF_A_NEW_MODEL += ["parametrization", "compile", "log.probes", "evaluation.final_tokens", "evaluation.seed"]
-_OF_A_NEW_MODEL += [
-    f"data.{name}" for name in ("tokenizer", "vocab_size", "folder", "text_field", "boundaries")
-]
-NEEDS = {**_NEEDS, **{key: (*_NEEDS.get(key, ()), _NEW) for key in _OF_A_NEW_MODEL}}
 
 
 def require_effect(config: RunConfig, keys: Collection[str]) -> None:

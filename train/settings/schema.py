@@ -4,12 +4,13 @@ A key is a dotted path such as `optimizer.lr`. `delta-trn run RECIPE --keys` pri
 costs a tenth of a second, so that a mistyped key is reported before torch is loaded.
 """
 
+import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, create_model, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from delta_trn.models.mup import Parametrization
 from delta_trn.models.settings import (
@@ -29,23 +30,11 @@ NAMED_SOURCES = ("python-stdlib", "site-packages")  # of data.source: text that 
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-# `from` is a word of Python's own, which a class cannot declare
-_FROM: Any = {
-    "from": (str | None, Field(None, description="folder of the model to fine-tune; none: a new one"))
-}
-_From: Any = create_model("_From", __base__=ModelSettings, **_FROM)
-
-
-class ModelSection(_From):
+class ModelSection(ModelSettings):
     """The language model: Gated DeltaNet (arXiv:2412.06464) or attention over time, a residual over depth."""
 
     vocab_size: CountOrNone = None
     """number of rows of the embedding; none: what the data's tokenizer says"""
-
-    @property
-    def pretrained(self) -> str | None:
-        """The setting `model.from`."""
-        return getattr(self, "from")
 
 
 class OptimizerSection(Section):
@@ -73,17 +62,6 @@ class OptimizerSection(Section):
     """largest global gradient norm, after accumulation and reduction; none: no clipping"""
     clip_norm: Literal["global", "width"] = "global"
     """norm that clip limits: plain, or with weights that make it of one size at every width (models.mup)"""
-
-
-class LoraSection(Section):
-    """Low-rank adapters (arXiv:2106.09685) in place of the weights themselves, by PEFT."""
-
-    rank: NotNegative = 0
-    """rank r of an adapter, W + alpha / r B A; 0: all weights are trained"""
-    alpha: Positive = 32.0
-    """scale of the adapters"""
-    targets: tuple[str, ...] = ("all-linear",)
-    """names of the layers that get an adapter, such as q_proj,v_proj; all-linear: all but the readout"""
 
 
 class ScheduleSection(Section):
@@ -139,16 +117,10 @@ class DataSection(Section):
     """how many tokens are enough: no further document is read; none: no limit"""
     seed: int = 0
     """seed of the choice of held-out documents"""
-    loader: Literal["random_crop", "stream", "conversations"] = "random_crop"
+    loader: Literal["random_crop", "stream"] = "random_crop"
     """training batches: random_crop draws crops with replacement, stream reads every token in turn"""
     boundaries: bool = True
     """every document begins with an empty state, as it would alone; false: the one before reaches it"""
-    chat_template: str | None = None
-    """file of a Jinja template for conversations, or `turns`, a plain one; none: the tokenizer's own"""
-    turns: Literal["all", "last"] = "all"
-    """turns of the assistant that are learned"""
-    too_long: Literal["refuse", "truncate", "drop"] = "refuse"
-    """what is done with conversations of more than batch.length tokens"""
     workers: CountOrNone = None
     """processes that tokenize; none: as many as cores, fewer for little text. The result is the same"""
 
@@ -166,8 +138,6 @@ class EvaluationSection(Section):
     """seed of the choice of held-out crops"""
     final_tokens: NotNegative = 0
     """held-out tokens to measure in order after the last step; 0: the summary has the crops' loss"""
-    first: bool = False
-    """evaluate before the first step, too"""
 
 
 class SampleSection(Section):
@@ -256,7 +226,6 @@ class RunConfig(Section):
     max_minutes: Positive | None = None
     """minutes of training in this process, then a checkpoint and a stop; none: no limit"""
     model: ModelSection = ModelSection()
-    lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     batch: BatchSection = BatchSection()
@@ -328,8 +297,8 @@ NOT_MATHEMATICS = frozenset(
     )
 )
 # Keys that `resume` may change. With other crops the validation losses of one run could not be compared.
-RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs", "model.from"}) - {"name", "out"}
-NOT_RESUMABLE = frozenset(("evaluation.sequences", "evaluation.seed", "evaluation.first"))
+RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs"}) - {"name", "out"}
+NOT_RESUMABLE = frozenset(("evaluation.sequences", "evaluation.seed"))
 
 
 def is_one_of(key: str, keys: frozenset[str]) -> bool:
@@ -365,6 +334,34 @@ def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Returns key -> (saved, now) wherever two configurations differ."""
     mine = dict(flatten(now))
     return {key: (value, mine[key]) for key, value in flatten(saved) if mine[key] != value}
+
+
+# Keys that earlier versions had, with the value where nobody gave another. Their runs are still read.
+GONE: Mapping[str, Any] = {
+    "lora": {"rank": 0, "alpha": 32.0, "targets": ["all-linear"]},
+    "model.from": None,
+    "data.chat_template": None,
+    "data.turns": "all",
+    "data.too_long": "refuse",
+    "evaluation.first": False,
+}
+
+
+def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
+    """Returns the configuration of a saved run, of this version or an earlier one.
+
+    ConfigError names every wrong key and value, and every key of an earlier version that asked for something
+    which this one does not have.
+    """
+    tree = copy.deepcopy(tree)
+    for key, usual in GONE.items():
+        *sections, name = key.split(".")
+        place: Any = tree
+        for section in sections:
+            place = place.get(section, {})
+        if isinstance(place, dict) and name in place and place[name] == usual:
+            del place[name]
+    return validated(tree, where)
 
 
 def validated(tree: dict[str, Any], where: str = "") -> RunConfig:

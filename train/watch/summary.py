@@ -8,18 +8,15 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from delta_trn.backends import machine
-from delta_trn.train.data.packing import ConversationDataset
 from delta_trn.train.parallel.plan import size_of, step_flops
 from delta_trn.train.recipes import RECIPES
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_windows, windows_at_once
-from delta_trn.train.run.optimizer import ADAPTER_RATE
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import loss_function
 from delta_trn.train.settings.schema import RunConfig
@@ -38,62 +35,24 @@ BASELINES = {
 
 def opening(run: Run, asked_backend: str) -> list[str]:
     """Returns the lines before a run: what is about to happen."""
-    c = run.config
+    c, o, s = run.config, run.config.optimizer, run.config.schedule
     parameters = list(run.model.parameters())
     total = sum(p.numel() for p in parameters)
-    if isinstance(run.dataset, ConversationDataset):
-        return _opening_of_pretrained(run, run.dataset, total, asked_backend)
     meta = run.dataset.meta
     embedding = (c.model.vocab_size or 0) * c.model.width * (1 if c.model.tie_word_embeddings else 2)
     per_step = c.batch.sequences * c.batch.length
     passes = per_step * c.steps / run.dataset.split("train").tokens
-    ratio = c.model.width / c.model.base_width
+    ratio, parts = c.model.width / c.model.base_width, run.layout.micro_batches
+    accumulation = f" in {parts} parts" if parts > 1 else ""
     lines = [
         f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
         f"data       {meta.name}: {run.dataset.split('train').tokens:,} training tokens, "
         f"{run.dataset.split('val').tokens:,} held out; {meta.tokenizer.kind}, {c.model.vocab_size:,} rows",
         f"model      Gated DeltaNet, {c.model.layers} layers, width {c.model.width} ({ratio:g} x base), "
         f"{total:,} parameters, {embedding:,} of them for the vocabulary",
-        f"training   {_steps(run)}: {per_step * c.steps:,} tokens, {passes:.2g} passes",
-        f"optimizer  {_rates(run)}, {c.parametrization}",
-    ]
-    return lines + _opening_of_machine(run, asked_backend)
-
-
-def _opening_of_pretrained(run: Run, data: ConversationDataset, total: int, asked_backend: str) -> list[str]:
-    """Returns the lines before a run that fine-tunes a model."""
-    c, lora = run.config, run.config.lora
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    base: Any = cast(Any, run.model).get_base_model() if lora.rank else run.model
-    how = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, of {','.join(lora.targets)}" if lora.rank else "all"
-    passes = c.steps * c.batch.sequences / len(data.rows("train").ids)
-    rate = f"{_rates(run)}; adapters learn {ADAPTER_RATE} times as fast" if lora.rank else _rates(run)
-    return [
-        f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
-        f"data       {data.path}: {data.describe()}",
-        f"model      {type(base).__name__} of {c.model.pretrained}; {trained:,} of {total:,} parameters are "
-        f"trained ({how})",
-        f"training   {_steps(run)}, {passes:.2g} passes",
-        f"optimizer  {rate}",
-        *_opening_of_machine(run, asked_backend),
-    ]
-
-
-def _steps(run: Run) -> str:
-    b, parts = run.config.batch, run.layout.micro_batches
-    accumulation = f" in {parts} parts" if parts > 1 else ""
-    return f"{run.config.steps:,} steps of {b.sequences} x {b.length} tokens{accumulation}"
-
-
-def _rates(run: Run) -> str:
-    o, s = run.config.optimizer, run.config.schedule
-    return f"{o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}"
-
-
-def _opening_of_machine(run: Run, asked_backend: str) -> list[str]:
-    """Returns the lines that say where a run is computed, by whom."""
-    c, s = run.config, run.config.schedule
-    lines = [
+        f"training   {c.steps:,} steps of {c.batch.sequences} x {c.batch.length} tokens{accumulation}: "
+        f"{per_step * c.steps:,} tokens, {passes:.2g} passes",
+        f"optimizer  {o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}, {c.parametrization}",
         f"device     {c.device} ({_device(run)}), {c.precision}; delta rule by {c.backend}"
         + (", chosen by device" if asked_backend == "auto" else ", as asked"),
     ]
@@ -138,9 +97,6 @@ def result(run: Run) -> Result | None:
     if not last:
         return None
     crops = config.evaluation.sequences * config.batch.length
-    if isinstance(run.dataset, ConversationDataset):
-        rows = run.dataset.evaluation_batches(size=1, at_most=config.evaluation.sequences)
-        crops = sum(int(row.counted()) for row in rows)
     at, loss, tokens = last[-1]["step"], last[-1]["loss"], crops
     if config.evaluation.final_tokens and state.step == config.steps and not state.owes:
         found = _in_order(run)
@@ -187,10 +143,9 @@ def _in_order(run: Run) -> Evaluation:
 def peak_tokens_per_s(run: Run) -> float | None:
     """Returns tokens/s if the machine did nothing but the model's products, at the rate that it shows now.
 
-    None where that is not measured: in runs of few steps, on Neuron, where processes share a CPU, and of
-    another family's model.
+    None where that is not measured: in runs of few steps, on Neuron, and where processes share a CPU.
     """
-    if run.config.steps < 100 or run.config.model.pretrained is not None:
+    if run.config.steps < 100:
         return None
     if run.device.type not in ("cpu", "cuda") or (run.device.type == "cpu" and run.team.world > 1):
         return None
@@ -221,9 +176,7 @@ def closing(
         marks = ". training" + (", o held out" if losses["val"] else "")
         print_as_it_is(f"\nloss in nats per token: {marks}")
         print_as_it_is(curve(losses["train"], losses["val"], levels) + "\n")
-    if found is not None and isinstance(run.dataset, ConversationDataset):
-        _print_change(run, found, console)
-    elif found is not None:
+    if found is not None:
         console.print(_table(run.config, found, costs))
         bits = found.bits_per_byte
         if bits is not None and "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
@@ -251,8 +204,6 @@ def _next(run: Run) -> list[tuple[str, str]]:
     """Returns what to try after a run, as pairs of a sentence and a command."""
     c, where, program = run.config, shlex.quote(str(run.folder.path)), _program()
     commands = []
-    if c.lora.rank:
-        commands.append(("merge the adapters", f"{program} export {where} --to {where}-merged"))
     if run.folder.checkpoints.steps():
         prompt = shlex.quote(c.sample.prompt or "The")
         commands.append(("let it write", f"{program} generate {where} --prompt {prompt}"))
@@ -276,21 +227,6 @@ def _program() -> str:
         return f"{shlex.quote(sys.executable)} -m delta_trn"
     here = Path.cwd()
     return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
-
-
-def _print_change(run: Run, found: Result, console: Console) -> None:
-    """Prints the held-out loss before and after fine-tuning, and the sample from before."""
-    first = next((x for x in metrics.read(run.folder.metrics.path) if x["split"] == "val"), None)
-    before = ""
-    if first is not None and first["step"] == 0:
-        before = f"{first['loss']:.4f} nats a token before (perplexity {first['perplexity']:,.2f}), "
-    console.print(
-        f"held out   {found.held_out:,} tokens: {before}{found.loss:.4f} after step {found.step} "
-        f"({found.perplexity:,.2f})"
-    )
-    if before and (sample := run.folder.first_sample().strip("\n")):
-        console.print("sample before", style="bold")
-        console.print(sample + "\n", markup=False)
 
 
 def _table(config: RunConfig, found: Result, costs: dict[str, dict[str, float]]) -> Table:

@@ -94,9 +94,6 @@ STATES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "model.ddl_v_constant=false": ({}, {"model.ddl_v_constant": "true"}),
     "model.ddl_v_constant=true": ({"model.ddl_v_constant": "true"}, {"model.ddl_v_constant": "false"}),
     "model.ddl_v_sigmoid=true": ({}, {"model.ddl_v_sigmoid": "false"}),
-    "model.from=none": ({}, {"model.from": "folder"}),
-    "model.from=DIR": ({"model.from": "folder"}, {"model.from": "none"}),
-    "lora.rank above 0": ({"lora.rank": "2"}, {"lora.rank": "0"}),
 }
 OTHER_VALUES = {
     "parametrization": "sp",
@@ -130,8 +127,6 @@ OTHER_VALUES = {
     "model.intermediate_size": "24",
     "data.source": "text",
     "data.loader": "stream",
-    "data.turns": "last",
-    "data.too_long": "drop",
     "distribution.mode": "fsdp",
     "checkpoint.asynchronous": "true",
     "log.wandb_project": "other",

@@ -1,0 +1,63 @@
+"""TRL and PEFT fine-tune models of transformers with our operations, by the script of docs/fine-tuning.md."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from delta_trn.train.data.tokenizer import plain_bytes
+from tests.models.ecosystem.test_patching import make
+
+pytest.importorskip("trl", reason="trl is not installed here; make test-trl has it")
+PAGE = (Path(__file__).parents[3] / "docs" / "fine-tuning.md").read_text()
+BYTES = 320
+
+
+def losses(folder: Path) -> list[float]:
+    """Returns the losses that a run has logged, in the order of its steps."""
+    (state,) = sorted(folder.glob("checkpoint-*/trainer_state.json"))[-1:]
+    return [line["loss"] for line in json.loads(state.read_text())["log_history"] if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """Returns a folder with the page's files and small models to begin with."""
+    folder = tmp_path_factory.mktemp("trl")
+    for name, text in re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(text)
+    small = {"hidden_size": 64, "vocab_size": BYTES, "max_position_embeddings": 256}
+    make("qwen3_5", **small).save_pretrained(folder / "qwen")
+    plain_bytes().save(folder / "qwen")
+    return folder
+
+
+def fine_tune(place: Path, model: str, out: str, *how: str) -> list[float]:
+    """Runs the page's script, and returns the losses."""
+    offline = {"HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    words = [sys.executable, "fine_tune.py", model, "sums.jsonl", out, *how]
+    done = subprocess.run(
+        words, env={**os.environ, **offline}, cwd=place, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    return losses(place / out)
+
+
+@pytest.mark.parametrize("how", ["all", "lora"])
+def test_the_script_of_the_page_lowers_the_loss(place, how):
+    found = fine_tune(place, "qwen", f"qwen-{how}", *(["lora"] if how == "lora" else []))
+    assert found[-1] < found[0]
+    weights = {p.name for p in (place / f"qwen-{how}").iterdir()}
+    assert ("adapter_model.safetensors" if how == "lora" else "model.safetensors") in weights
+
+
+def test_what_all_weights_have_learned_opens_in_transformers(place):
+    model = AutoModelForCausalLM.from_pretrained(place / "qwen-all")
+    before = AutoModelForCausalLM.from_pretrained(place / "qwen")
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before.get_parameter(name))]
+    assert len(moved) > 10
