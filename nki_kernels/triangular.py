@@ -220,7 +220,7 @@ def substitute(solutions, columns, start, stop):
 
 
 def place_blocks(minus_L_ts, solutions, blocks, table):
-    """Puts the inverted blocks on a diagonal. Returns what `merge` works on:
+    """Puts the inverted blocks on a diagonal. Returns what merges work on:
 
     minus_L_t       -L transposed, a tile [C, lanes, C]; below its diagonal, anything finite
     T_t             the inverse's transpose, blocks on the diagonal yet, [C, lanes, C]
@@ -247,13 +247,6 @@ def place_blocks(minus_L_ts, solutions, blocks, table):
             inverse["T_t"] = T_t_sb
         inverses.append(inverse)
     return inverses
-
-
-def solve_blocks(minus_L_ts, columns, blocks, table):
-    """Inverts the blocks of 16, all three steps of it; returns what `place_blocks` returns."""
-    solutions = begin_solutions(minus_L_ts, blocks)
-    substitute(solutions, columns, 0, solutions[0].shape[2] - 1)
-    return place_blocks(minus_L_ts, solutions, blocks, table)
 
 
 def transpose_columns(x_sb, columns):
@@ -309,7 +302,7 @@ def keeps_transpose(last, table, both):
 
 
 def transpose_blocks(inverses, blocks, level, table, both):
-    """Makes the even columns of T, and all of them at the last level: the first third of `merge`."""
+    """Makes the even columns of T, and all of them at the last level: the first third of a merge."""
     C, s = table["rows"], find_size(level)
     last = 2 * s == C
     corners = table["identity"] if last else blocks["even_columns"][level][0:C, 0 : C // 2]
@@ -320,7 +313,7 @@ def transpose_blocks(inverses, blocks, level, table, both):
 
 
 def multiply_corners(inverses, spaces, blocks, level, table):
-    """Makes M T in the even columns of `spaces`: the second third of `merge`."""
+    """Makes M T in the even columns of `spaces`: the second third of a merge."""
     C, s = table["rows"], find_size(level)
     half, pairs = C // 2, C // (2 * s)
     corners_sb = blocks["corners"][level]
@@ -345,7 +338,7 @@ def multiply_corners(inverses, spaces, blocks, level, table):
 
 
 def update_blocks(inverses, spaces, level, table, both):
-    """Adds T M T to T at the last level, and its transpose to T_t: the last third of `merge`."""
+    """Adds T M T to T at the last level, and its transpose to T_t: the last third of a merge."""
     C, s = table["rows"], find_size(level)
     half, pairs, last = C // 2, C // (2 * s), 2 * s == C
     for b in range(len(inverses)):
@@ -412,31 +405,3 @@ def multiply_and_add(dst, x, y, z, op):
         nisa.tensor_tensor(
             dst=dst[:, :, low : low + half], data1=out_ps, data2=z[:, :, low : low + half], op=op
         )
-
-
-def merge(inverses, spaces, blocks, level, table, both):
-    """Merges one level: blocks of 16 times 2^level become blocks of twice the size; the last level makes T.
-
-    Args:
-        inverses        what `solve_blocks` returns
-        spaces          what `allocate_workspace` returns, per bundle
-        blocks          what `build_block_constants` returns
-        table           the constants for the chunk's rows
-        both            False: nobody needs T_t after the last level, and it may be left as it was
-
-    Notes:
-        Each loop over bundles issues one stage for all of them, so that one bundle's products run while
-        another's leave PSUM. A reshape [C, lanes, C] -> [C, lanes, pairs, 2, s] shows the columns as pairs of
-        an even and an odd block.
-    """
-    transpose_blocks(inverses, blocks, level, table, both)
-    multiply_corners(inverses, spaces, blocks, level, table)
-    update_blocks(inverses, spaces, level, table, both)
-
-
-def invert(minus_L_ts, block_columns, spaces, blocks, table, both):
-    """Inverts I + L of every bundle; returns dicts with T and, if `both`, T_t complete."""
-    inverses = solve_blocks(minus_L_ts, spread_blocks(block_columns, blocks), blocks, table)
-    for level in range(count_levels(table["rows"])):
-        merge(inverses, spaces, blocks, level, table, both)
-    return inverses

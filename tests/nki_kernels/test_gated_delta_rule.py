@@ -38,7 +38,7 @@ BACKWARD = gated_delta_rule_bwd.gated_delta_rule_bwd
 
 
 def no_pairs(chunk, table):
-    out = tiles.sbuf(chunk["D_t"].shape)
+    out = tiles.sbuf(chunk.D_t.shape)
     nisa.memset(dst=out, value=0.0)
     return out
 
