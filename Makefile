@@ -12,7 +12,6 @@
 #                   FUZZ_MINUTES each; killed, it goes on where it was
 #   make certificate  one page for each backend of this machine: why its numbers can be trusted
 #   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
-#   make evidence   the sweeps behind docs/mup.md, in stages with budgets; killed or out of budget, it goes on where it was
 #   make compile    compile every configuration of the Triton kernels for sm_90, with bounds on what each needs and
 #                   on the estimated time of those that matter most (no GPU, 17 minutes)
 #   make compile-triton TRITON=3.6.0  a part of it with another Triton, beside the installed one
@@ -39,7 +38,7 @@ TRITON ?= 3.9.0
 # Triton on a CPU needs its interpreter; on a GPU it must not be in it
 INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
-.PHONY: train evidence test test-slow test-cpus test-lm-eval test-trl test-xla test-transformers compile lint bench measure measure-trn1 \
+.PHONY: train test test-slow test-cpus test-lm-eval test-trl test-xla test-transformers compile lint bench measure measure-trn1 \
 	compile-triton fuzz certificate neuron
 
 train: $(READY)
@@ -116,9 +115,6 @@ fuzz: $(READY)
 
 certificate: $(READY)
 	$(INTERPRET) $(RUN) -m backends.parity certificate $(ARGS)
-
-evidence: $(READY)
-	$(RUN) -m train evidence $(ARGS)
 
 bench: $(READY)
 	$(RUN) -m backends.bench $(ARGS)

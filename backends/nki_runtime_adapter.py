@@ -39,12 +39,9 @@ from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.language import RUNTIME, nki
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
-from delta_trn.nki_kernels.simulator.cost import estimates
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
-_watchers: list[
-    tuple[Callable[[Any, simulator.Run], None], bool]
-] = []  # with trace or not; the last one watches
+_counts: list[list[int]] = []  # instructions of kernels, while somebody counts them
 
 
 def run(kernel: Any, *args: Any) -> Any:
@@ -65,11 +62,10 @@ def simulate(kernel: Any, *args: Any) -> Any:
     target = os.environ.get(TARGET)
     os.environ[TARGET] = target or "trn1"
     try:
-        if not _watchers:
+        if not _counts:
             return nki.simulate(kernel)(*args)
-        watch, trace = _watchers[-1]
-        run = simulator.record(kernel, *args, trace=trace)
-        watch(kernel, run)
+        run = simulator.record(kernel, *args, trace=False)
+        _counts[-1].append(run.instructions)
         return run.outputs
     finally:
         if target is None:
@@ -77,43 +73,18 @@ def simulate(kernel: Any, *args: Any) -> Any:
 
 
 def count_instructions(work: Callable[[], object]) -> int:
-    """Returns how many instructions the kernels that `work` calls on the CPU have, by our simulator."""
-    counts: list[int] = []
-    _watch_kernels(work, lambda kernel, run: counts.append(run.instructions), trace=False)
-    return sum(counts)
+    """Returns how many instructions the kernels that `work` calls on the CPU have, by our simulator.
 
-
-def estimate_kernels(work: Callable[[], object]) -> list[tuple[str, dict[str, float]]]:
-    """Returns the name of each kernel that `work` runs on the CPU, and its seconds on one core of Trn1.
-
-    The seconds are those of the simulator's cost model in program order, under each of its readings of the
-    Tensor engine's rate. The slower reading comes last.
-    """
-    kernels: list[tuple[str, dict[str, float]]] = []
-
-    def add(kernel: Any, run: simulator.Run) -> None:
-        readings = estimates(run.trace, run.target)
-        kernels.append((kernel.__name__, {e.reading.name: e.schedule * 1e-6 for e in readings}))
-
-    _watch_kernels(work, add, trace=True)
-    return kernels
-
-
-def _watch_kernels(
-    work: Callable[[], object], watch: Callable[[Any, simulator.Run], None], *, trace: bool
-) -> None:
-    """Calls watch(kernel, run) for each kernel that `work` runs on the CPU in our simulator.
-
-    `run` has the instructions' trace only with trace=True. Raises BackendRefusal where AWS's nki is
-    installed, whose simulator counts nothing.
+    Raises BackendRefusal where AWS's nki is installed, whose simulator counts nothing.
     """
     if RUNTIME != "simulator":
         raise BackendRefusal("AWS's nki is installed here, and its simulator counts no instructions")
-    _watchers.append((watch, trace))
+    _counts.append([])
     try:
         work()
     finally:
-        _watchers.pop()
+        counts = _counts.pop()
+    return sum(counts)
 
 
 def require_within_rsqrt(name: str, value: float, least: float) -> None:

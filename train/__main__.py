@@ -43,20 +43,10 @@ COMMANDS: dict[str, Command] = {
         "RECIPE widths=... lrs=... [key=value ...]",
         "the best learning rate of every width, and how far it moves",
     ),
-    "evidence": (
-        "delta_trn.train.commands.evidence",
-        "[STAGE ...] [--plan] [key=value ...]",
-        "the sweeps that muP's evidence needs, in stages with budgets",
-    ),
     "coord-check": (
         "delta_trn.train.commands.coord_check",
         "RECIPE|--module PKG:F [widths=64,128,...]",
         "whether what a model computes and learns depends on its width",
-    ),
-    "plan": (
-        "delta_trn.train.commands.plan",
-        "RECIPE [key=value ...]",
-        "memory, FLOPs and bytes sent on 1 to 1024 workers, computed",
     ),
     "throughput": (
         "delta_trn.train.commands.throughput",

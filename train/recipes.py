@@ -130,7 +130,7 @@ def transfer() -> RunConfig:
 
 
 def ddl_residuals() -> RunConfig:
-    """a minute on two CPU cores: the subject of arms=ddl_residuals, attention over time, + over depth"""
+    """a minute on two CPU cores: attention over time, a residual stream to compare over depth"""
     return RunConfig(
         name="ddl_residuals",
         steps=300,

@@ -8,13 +8,13 @@ For one chunk of C tokens and one value head, S the state [K, V] at the chunk's 
     L  = strict_lower(diag(beta) K K^T) . D             [C, C]
     T  = (I + L)^-1                                     [C, C]
     P  = scale * lower(Q K^T) . D                       [C, C]
-    X  = V - diag(gam) K S                              [C, V]   what the memory lacks
-    U  = T Y,  Y = diag(beta) X                         [C, V]   what the chunk writes
+    R  = V - diag(gam) K S                              [C, V]   what the state lacks of V
+    U  = T Y,  Y = diag(beta) R                         [C, V]   what the chunk writes
     O  = scale * diag(gam) Q S + P U                    [C, V]
     S' = gam_C S + K^T diag(lam) U                      [K, V]
 
 Source: arXiv:2412.06464. D is always formed as exp of a masked difference, never as a quotient, which
-overflows. How L is inverted says tiles.invert_unit_lower.
+overflows. See tiles.invert_unit_lower for the inverse.
 
 Normalized queries and keys are never written: their factors r_q, r_k scale rows, so they fold into gam, lam
 and the C x C matrices, and the products read q and k as they came. In float16 r_k, 1000 at a zero key and

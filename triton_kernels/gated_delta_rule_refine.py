@@ -1,13 +1,13 @@
 """Gated delta rule, backward in 16 bits: dY of chunks whose keys are alike is refined before the gradients.
 
-In the symbols of gated_delta_rule_bwd. The reverse scan has dY = R^T dU, where R is T rounded to 16 bits,
+In the symbols of gated_delta_rule_bwd. The reverse scan has dY = M^T dU, where M is T rounded to 16 bits,
 and the gradients take it for the solution of (I + L)^T dY = dU. Where keys are alike and beta is near 2, T
 changes its sign from token to token and hardly decays. The sum of beta_i K_i dY_i over the tokens from t on,
-which dg_t multiplies with the state, then cancels, and the roundings of R do not: dg was up to 4.6 times as
-far off as parity allows. With the residual X of R
+which dg_t multiplies with the state, then cancels, and the roundings of M do not: dg was up to 4.6 times as
+far off as parity allows. With the residual X of M
 
-    X  = (I + L) R - I                                      [C, C]   strictly lower, 0 if R were exact
-    dY = R^T dU = (I + X)^T T^T dU                          [C, V]
+    X  = (I + L) M - I                                      [C, C]   strictly lower, 0 if M were exact
+    dY = M^T dU = (I + X)^T T^T dU                          [C, V]
 
 the solution T^T dU is that of a system that has 1 on the diagonal and little beside it, by fixed-point
 iteration, which is exact after C turns and needs few:
@@ -73,7 +73,7 @@ def refine_kernel(
             b_k = tl.load(
                 k + (start * H + i_hk) * K + o_c[:, None] * (H * K) + o_k[None, :], mask=m_ck, other=0.0
             )
-            b_R = tl.load(T + tile * (C * C) + o_c[:, None] * C + o_c[None, :])
+            b_M = tl.load(T + tile * (C * C) + o_c[:, None] * C + o_c[None, :])
             b_b = tl.load(p_rows)
             b_b_low = tl.load(p_rows + C)
             b_rk = tl.load(p_rows + 3 * C)
@@ -82,14 +82,14 @@ def refine_kernel(
             b_beta = tl.load(p_rows + 7 * C)
             b_D = (b_b[None, :] - b_b[:, None]) + (b_b_low[None, :] - b_b_low[:, None])
             b_D = tl.exp2(tl.where(upper, b_D, float("-inf")))
-            # L^T, since K K^T is symmetric; in two words, because 1 is subtracted from what it leaves of R
+            # L^T, since K K^T is symmetric; in two words, because 1 is subtracted from what it leaves of M
             b_L = multiply(b_k, tl.trans(b_k), DOT) * b_rk[:, None] * (b_beta * b_rk)[None, :] * b_D
             b_high = round_to(b_L, dtype, DOT)
             b_low = round_to(b_L - b_high.to(tl.float32), dtype, DOT)
-            b_X = multiply(tl.trans(b_R), b_high, DOT)  # X^T from here on
-            b_X = accumulate(b_X, tl.trans(b_R), b_low, DOT)
-            b_R = tl.load(T + tile * (C * C) + o_c[:, None] + o_c[None, :] * C)
-            b_X = tl.where(upper, b_X + b_R.to(tl.float32), 0.0)
+            b_X = multiply(tl.trans(b_M), b_high, DOT)  # X^T from here on
+            b_X = accumulate(b_X, tl.trans(b_M), b_low, DOT)
+            b_M = tl.load(T + tile * (C * C) + o_c[:, None] + o_c[None, :] * C)
+            b_X = tl.where(upper, b_X + b_M.to(tl.float32), 0.0)
             sound = tl.max(tl.sum(tl.abs(b_X), axis=1), axis=0) <= SOUND
             b_X = round_to(tl.where(sound, b_X, 0.0), dtype, DOT)
             for i_v in range(0, NV):

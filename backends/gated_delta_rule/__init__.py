@@ -12,6 +12,8 @@ are the chunk's rows, `.` is the elementwise product, C the number of tokens in 
     L       strict lower triangle of diag(beta) K K^T . D   [C, C]
     T       (I + L)^-1                                      [C, C]
     P       scale * lower(Q K^T) . D                        [C, C]
+    R, dR   what the state lacks of V: V - diag(gam) K S,
+            with gam_i = exp(b_i); and its gradient         [C, V]
     U       what the chunk writes                           [C, V]
     S, dS   the state and its gradient                      [K, V]
     A       a segment's transition: S -> A S + ...          [K, K]

@@ -29,10 +29,9 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(map(str, write_again(first))))
         return 0
     if len(folders) == 1 and (first / "sweep.json").is_file():
-        from delta_trn.train.studies.sweep.output import write_report
-        from delta_trn.train.studies.sweep.question import load
+        from delta_trn.train.studies.sweep.picture import write_report
 
-        print(write_report(load(first, {}), first))
+        print(write_report(first))
         return 0
     runs = []
     for path in folders:

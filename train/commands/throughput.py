@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,8 @@ from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply, parse, read_arguments, whole_number
 
 if TYPE_CHECKING:
+    import torch
+
     from delta_trn.train.studies.throughput import Measured
 
 OF_FAMILIES = {
@@ -43,16 +45,22 @@ def main(arguments: Sequence[str]) -> int:
     given = read_arguments(parser, arguments)
     if given.rounds < 2:
         raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
-    if given.family:
-        return _time_families(given)
-    if not given.recipe:
-        raise ConfigError("name a recipe (`delta-trn` lists them), or pass --family NAME")
     if given.documents < 0:
         raise ConfigError(f"--documents={given.documents}: expected 0 for none, or the tokens of each")
+    if given.family:
+        _time_families(given)
+    elif given.recipe:
+        _time_recipe(given)
+    else:
+        raise ConfigError("name a recipe (`delta-trn` lists them), or pass --family NAME")
+    return 0
+
+
+def _time_recipe(given: argparse.Namespace) -> None:
+    """Times a recipe's step, with peers that are here, and says where its time goes."""
     config = apply(announced(given.recipe), parse(given.changes))
 
     from delta_trn.backends.bench.peers import PEERS
-    from delta_trn.backends.machine import facts
     from delta_trn.train.studies.throughput import DOCUMENTS, OURS, Workload, measure, require_parity, shares
 
     workload = Workload(config, given.documents)
@@ -67,39 +75,20 @@ def main(arguments: Sequence[str]) -> int:
             print(f"peer {name}: not yet run, {reason}")
     require_parity(workload)
     bounded = (DOCUMENTS,) if given.documents else ()
-    peers = tuple(name for name in absent if not absent[name])
-    found = measure(workload, (*bounded, *peers), given.rounds)
-    _print(found)
+    found = measure(workload, (*bounded, *(name for name in absent if not absent[name])), given.rounds)
+    about = {"recipe": c.name, "width": c.model.width, "sequences": c.batch.sequences}
+    about |= {"length": c.batch.length, "precision": c.precision, "backend": workload.backend}
     parts = shares(workload)
+    _report(found, given.json, about, workload.device, {OURS: parts})
     for part, share in parts.items():
         print(f"{share:6.1%}  {part}")
-    if given.json:
-        about = {"recipe": c.name, "width": c.model.width, "sequences": c.batch.sequences}
-        about |= {"length": c.batch.length, "precision": c.precision, "backend": workload.backend}
-        with given.json.open("a") as file:
-            for row in found:
-                line = asdict(row) | {"shares": parts if row.contender == OURS else None}
-                file.write(json.dumps(about | line | facts(workload.device)) + "\n")
-    return 0
 
 
-def _print(rows: "Sequence[Measured]") -> None:
-    for row in rows:
-        beside = "" if row.ratio is None else f"   {row.ratio} times ours"
-        print(
-            f"{row.contender:12}{row.tokens_per_s:12,.0f} tokens/s   {row.ms} ms a step   "
-            f"{row.peak_bytes / 2**30:.2f} GiB{beside}",
-            flush=True,
-        )
-
-
-def _time_families(given: argparse.Namespace) -> int:
+def _time_families(given: argparse.Namespace) -> None:
     """Times transformers' models of one family, or of all, with our operations and without."""
     from transformers import __version__
 
-    from delta_trn.backends.machine import facts
-    from delta_trn.train.studies.families import FAMILIES, THEIRS, Family
-    from delta_trn.train.studies.throughput import measure
+    from delta_trn.train.studies.throughput import FAMILIES, THEIRS, Family, measure
 
     keys = OF_FAMILIES | parse([*filter(None, [given.recipe]), *given.changes])
     if unknown := keys.keys() - OF_FAMILIES.keys():
@@ -108,14 +97,30 @@ def _time_families(given: argparse.Namespace) -> int:
         raise ConfigError(f"--family={given.family}: expected all, {', '.join(FAMILIES)}")
     sizes = {key: whole_number(key, keys[key]) for key in ("width", "layers", "sequences", "length")}
     for name in FAMILIES if given.family == "all" else [given.family]:
-        workload = Family(name, **sizes, device=keys["device"], backend=keys["backend"] or None)
+        workload = Family(name, sizes, keys["device"], keys["backend"] or None)
         found = measure(workload, (THEIRS,), given.rounds)
         print(f"{name}, transformers {__version__}: " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
-        _print(found)
-        if given.json:
-            about = {"family": name, "transformers": __version__, **sizes}
-            with given.json.open("a") as file:
-                file.writelines(
-                    json.dumps(about | asdict(row) | facts(workload.device)) + "\n" for row in found
-                )
-    return 0
+        _report(found, given.json, {"family": name, "transformers": __version__, **sizes}, workload.device)
+
+
+def _report(
+    rows: "Sequence[Measured]",
+    file: Path | None,
+    about: Mapping[str, object],
+    device: "torch.device",
+    parts: Mapping[str, object] | None = None,
+) -> None:
+    """Prints a line per contender, and adds it to the file as JSON."""
+    from delta_trn.backends.machine import facts
+
+    for row in rows:
+        beside = "" if row.ratio is None else f"   {row.ratio} times ours"
+        print(
+            f"{row.contender:12}{row.tokens_per_s:12,.0f} tokens/s   {row.ms} ms a step   "
+            f"{row.peak_bytes / 2**30:.2f} GiB{beside}",
+            flush=True,
+        )
+        if file is not None:
+            line = {**about, **asdict(row), "shares": (parts or {}).get(row.contender), **facts(device)}
+            with file.open("a") as lines:
+                lines.write(json.dumps(line) + "\n")

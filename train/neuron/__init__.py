@@ -5,6 +5,5 @@ reduction.py    data parallelism: one all-reduce for each flat bucket of gradien
 feed.py         batches sent to the device ahead of their step
 graphs.py       what a run compiles: names, shapes
 compiling.py    goes through every graph once
-step_time.py    how long a step takes, part by part, by the simulator's cost model
 record.py       writes down that it is done; the line before a run that says whether it was
 """

@@ -5,7 +5,6 @@ sequence in the simulator counts them, and so does the readout with two small vo
 words have the same. What XLA makes of everything else is not counted.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -40,11 +39,36 @@ def per_sequence(config: RunConfig) -> PerSequence:
     return PerSequence(layers * forward + readout[0], layers * training + readout[1])
 
 
-def run_readout(config: RunConfig, tokens: int, rows: int, *, training: bool) -> None:
-    """Computes the loss, and in `training` its gradients, by the NKI kernel in the simulator, of zeros.
+def _count_readout(config: RunConfig, rows: int) -> tuple[int, int]:
+    """Returns the instructions of the readout's kernel, none where PyTorch computes it.
 
-    Raises BackendRefusal where the kernel does not take the readout.
+    Beyond four blocks of words they lie on a line through two and four: all vocabularies have the same rest,
+    which fills no block.
     """
+    from delta_trn.backends.layers.nki_adapter import readout_block
+    from delta_trn.backends.nki_runtime_adapter import count_instructions
+
+    block = readout_block(config.model.width)
+    blocks, rest = divmod(rows, block)
+
+    def count(words: int, training: bool) -> int:
+        return count_instructions(partial(_run_readout, config, words, training=training))
+
+    def extrapolate(training: bool) -> int:
+        if blocks <= 4:
+            return count(rows, training)
+        two, four = (count(n * block + rest, training) for n in (2, 4))
+        return round(two + (four - two) * (blocks - 2) / 2)
+
+    try:
+        return extrapolate(False), extrapolate(True)
+    except BackendRefusal:
+        return 0, 0
+
+
+def _run_readout(config: RunConfig, rows: int, *, training: bool) -> None:
+    """Computes the loss, and in `training` its gradients, by the NKI kernel in the simulator, of zeros."""
+    tokens = config.batch.length // config.distribution.context
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     hidden = torch.zeros((tokens, config.model.width), dtype=dtype, requires_grad=training)
     weight = torch.zeros((rows, config.model.width), requires_grad=training)
@@ -53,40 +77,6 @@ def run_readout(config: RunConfig, tokens: int, rows: int, *, training: bool) ->
     )
     if training:
         loss.backward()
-
-
-def extrapolate(measure: Callable[[int], list[float]], rows: int, width: int) -> list[float]:
-    """Returns measure(rows) of a vocabulary; beyond four blocks of words, by a line through two and four.
-
-    All three vocabularies have the same rest, which fills no block.
-    """
-    from delta_trn.backends.layers.nki_adapter import readout_block
-
-    block = readout_block(width)
-    count, rest = divmod(rows, block)
-    if count <= 4:
-        return measure(rows)
-    two, four = measure(2 * block + rest), measure(4 * block + rest)
-    return [a + (b - a) * (count - 2) / 2 for a, b in zip(two, four, strict=True)]
-
-
-def _count_readout(config: RunConfig, rows: int) -> tuple[int, int]:
-    """Returns the instructions of the readout's kernel, none where PyTorch computes it."""
-    from delta_trn.backends.nki_runtime_adapter import count_instructions
-
-    tokens = config.batch.length // config.distribution.context
-
-    def count(words: int) -> list[float]:
-        passes = [
-            partial(run_readout, config, tokens, words, training=training) for training in (False, True)
-        ]
-        return [count_instructions(each) for each in passes]
-
-    try:
-        forward, training = extrapolate(count, rows, config.model.width)
-    except BackendRefusal:
-        return 0, 0
-    return round(forward), round(training)
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""How fast a recipe's model trains: tokens/s and memory of a step, also with a peer's operator in its place.
+"""How fast a model trains: tokens/s and memory of a step, also with a peer's operator in its place.
 
     contenders      the model as it is, and with its delta rule by a peer of `backends.peers`: same weights,
                     same tokens, same optimizer; they take turns, a step each
@@ -12,12 +12,14 @@ Tokens are random: no product takes longer or shorter for that.
 from __future__ import annotations
 
 import contextlib
+import io
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
 
 from delta_trn.backends import machine
@@ -26,6 +28,7 @@ from delta_trn.backends.bench.timing import Spread, ratios
 from delta_trn.backends.operator import Operator
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
+from delta_trn.models.ecosystem import patch_transformers
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
@@ -33,13 +36,13 @@ from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.run.optimizer import make_optimizer
 from delta_trn.train.run.setup import set_up_process
 from delta_trn.train.run.step import TrainingStep, loss_function
-from delta_trn.train.settings.errors import TrainError
+from delta_trn.train.settings.errors import ConfigError, TrainError
 from delta_trn.train.settings.schema import RunConfig
-from delta_trn.train.studies.families import OURS, Family
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
 
+OURS, THEIRS = "ours", "transformers"
 DOCUMENTS = "documents"  # our own operator, where a document begins every so many tokens
 # cases that a step's operation must pass before it is timed: a seam, and gates with states
 CASES = ("seam_129", "gates")
@@ -56,6 +59,19 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "projections": ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul"),
 }
 REST = "everything else"
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 512,
+    "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8,
+}  # fmt: skip
+# family -> configuration, model, settings besides those of all
+FAMILIES = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _EXPERTS),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _EXPERTS),
+    "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", _EXPERTS | _INDEXER),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {}),
+}
 
 
 @dataclass(frozen=True)
@@ -70,71 +86,140 @@ class Measured:
     loss: float
 
 
-class Workload:
+class Contest:
+    """A model and a batch that contenders compute in turns."""
+
+    model: Any
+    device: torch.device
+    backend: str | None
+    precision: str
+    tokens: int  # of a step
+
+    def __call__(self, contender: str) -> float:
+        """Makes one step. Returns its seconds."""
+        with self.operations(contender):
+            machine.synchronize(self.device)
+            begun = time.perf_counter()
+            self.advance(contender)
+            machine.synchronize(self.device)
+            return time.perf_counter() - begun
+
+    def operations(self, contender: str) -> contextlib.AbstractContextManager[object]:
+        """Within it, the model's operations are the contender's."""
+        raise NotImplementedError
+
+    def advance(self, contender: str) -> None:
+        """Computes what is timed."""
+        raise NotImplementedError
+
+    def loss_of(self, contender: str) -> float:
+        """Returns the loss at the weights as they are."""
+        raise NotImplementedError
+
+    def peak_bytes(self, contender: str) -> int:
+        """Returns the most memory of a step: weights, gradients, optimizer's state and everything else."""
+        machine.reset_peak_memory(self.device)
+        self(contender)
+        return machine.peak_memory(self.device)
+
+
+class Workload(Contest):
     """A recipe's model, ready to step on one batch of random tokens."""
 
     def __init__(self, config: RunConfig, documents: int = 0) -> None:
         config, self.device = set_up_process(config)
-        self.config = config
+        self.config, self.backend, self.precision = config, config.backend, config.precision
         rows = vocabulary(config)
-        configuration = model_config(config, rows=rows)
-        self.backend = config.backend
-        self.model: DeltaForCausalLM = make_model(configuration, seed=config.seed, device=self.device)
+        self.model: DeltaForCausalLM = make_model(
+            model_config(config, rows=rows), seed=config.seed, device=self.device
+        )
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.model.train()
-        micro = config.batch.micro or config.batch.sequences
-        self.loss = loss_function(self.model, config, self.device)
-        sharding = Sharding(self.model)
+        self.loss, sharding = loss_function(self.model, config, self.device), Sharding(self.model)
+        micro, clip = config.batch.micro or config.batch.sequences, config.optimizer.clip
         self.step = TrainingStep(
-            self.loss,
-            make_optimizer(sharding, config),
-            sharding,
-            micro=micro,
-            clip=config.optimizer.clip,
+            self.loss, make_optimizer(sharding, config), sharding, micro=micro, clip=clip
         )
         generator = torch.Generator().manual_seed(config.seed)
         shape = (config.batch.sequences, config.batch.length + 1)
         tokens = torch.randint(rows, shape, generator=generator)
-        self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        self.bounded = None
+        self.batch = self.bounded = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        self.tokens = self.batch.inputs.numel()
         if documents:
             places = (torch.arange(config.batch.length, dtype=torch.int32) % documents).expand(shape[0], -1)
             self.bounded = self.batch._replace(position_ids=places.contiguous())
 
-    @property
-    def precision(self) -> str:
-        """Of the run's configuration."""
-        return self.config.precision
+    def operations(self, contender: str) -> contextlib.AbstractContextManager[object]:
+        return operator_of(self.model, contender)
 
-    @property
-    def tokens(self) -> int:
-        """In a step."""
-        return self.batch.inputs.numel()
-
-    def __call__(self, contender: str) -> float:
-        """One step; its seconds. A rate of 0 leaves the weights, so that steps are alike."""
-        with operator_of(self.model, contender):
-            machine.synchronize(self.device)
-            begun = time.perf_counter()
-            self.step(self._batch(contender), 0.0)
-            machine.synchronize(self.device)
-            return time.perf_counter() - begun
+    def advance(self, contender: str) -> None:
+        """Makes one step. A rate of 0 leaves the weights, so that steps are alike."""
+        self.step(self._batch(contender), 0.0)
 
     def loss_of(self, contender: str) -> float:
-        """At the weights as they are, over one micro-batch."""
+        """Returns the loss of one micro-batch."""
         parts = self._batch(contender).split(self.step.micro)[0].each(lambda x: x.to(self.device))
-        with operator_of(self.model, contender), torch.no_grad():
+        with self.operations(contender), torch.no_grad():
             return float(self.loss(*parts))
 
     def _batch(self, contender: str) -> Batch:
-        return self.bounded if contender == DOCUMENTS and self.bounded is not None else self.batch
+        return self.bounded if contender == DOCUMENTS else self.batch
 
-    def peak_bytes(self, contender: str) -> int:
-        """Of a step: weights, gradients, optimizer's state and everything else."""
-        machine.reset_peak_memory(self.device)
-        self(contender)
-        return machine.peak_memory(self.device)
+
+class Family(Contest):
+    """A random model of one of transformers' families: its forward and its backward pass.
+
+    Of `layers`, three in four are Gated DeltaNet, with 128 channels in a head. Raises ConfigError if the
+    installed transformers lacks the family.
+    """
+
+    precision = "float32"
+
+    def __init__(self, name: str, sizes: Mapping[str, int], device: str, backend: str | None) -> None:
+        configuration, model, settings = FAMILIES[name]
+        if not hasattr(transformers, model):
+            raise ConfigError(f"transformers {transformers.__version__} has no {name}")
+        torch.manual_seed(0)
+        config = getattr(transformers, configuration)(**_sizes(sizes["width"], sizes["layers"]), **settings)
+        self.model = getattr(transformers, model)(config).to(device).train()
+        self.device, self.backend = torch.device(device), backend
+        self.ids = torch.randint(4, config.vocab_size, (sizes["sequences"], sizes["length"])).to(device)
+        self.tokens = self.ids.numel()
+
+    @contextlib.contextmanager
+    def operations(self, contender: str) -> Iterator[None]:
+        if contender == THEIRS:
+            yield
+            return
+        with contextlib.redirect_stdout(io.StringIO()):
+            patch = patch_transformers(self.model, self.backend)
+        with patch:
+            yield
+
+    def advance(self, contender: str) -> None:
+        self.model.zero_grad()
+        self._loss().backward()
+
+    def loss_of(self, contender: str) -> float:
+        with self.operations(contender), torch.no_grad():
+            return float(self._loss())
+
+    def _loss(self) -> torch.Tensor:
+        return self.model(self.ids, labels=self.ids, use_cache=False).loss
+
+
+def _sizes(width: int, layers: int) -> dict[str, object]:
+    heads = max(width // 64, 1)
+    types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+    return {
+        "vocab_size": 4096, "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers,
+        "layer_types": types, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 64,
+        "moe_intermediate_size": width, "shared_expert_intermediate_size": width,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": max(width // 128, 1), "linear_num_value_heads": 2 * max(width // 128, 1),
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -166,7 +251,7 @@ def require_parity(workload: Workload) -> None:
         raise TrainError("\n".join(["not timed, parity is red:", *failed]))
 
 
-def measure(workload: Workload | Family, peers: tuple[str, ...], rounds: int) -> list[Measured]:
+def measure(workload: Contest, peers: tuple[str, ...], rounds: int) -> list[Measured]:
     """Times ourselves and every peer, in turns. TrainError where a peer's loss is not ours."""
     names = (OURS, *peers)
     losses = {name: workload.loss_of(name) for name in names}
@@ -192,7 +277,7 @@ def measure(workload: Workload | Family, peers: tuple[str, ...], rounds: int) ->
 
 
 def shares(workload: Workload) -> dict[str, float]:
-    """Part -> share of the time of one step of ours; the largest first."""
+    """Returns the share that each part has of the time of one step of ours; the largest first."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     on_gpu = workload.device.type == "cuda"
     if on_gpu:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from delta_trn.backends import machine
-from delta_trn.train.parallel.plan import size_of, step_flops
 from delta_trn.train.recipes import RECIPES
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_windows, windows_at_once
 from delta_trn.train.run.setup import Run
@@ -23,6 +22,7 @@ from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.watch import metrics
 from delta_trn.train.watch.curve import curve
 from delta_trn.train.watch.display import duration
+from delta_trn.train.watch.flops import flops_per_token
 
 BASELINES = {
     "lzma_primed": "lzma, after training text",
@@ -151,7 +151,7 @@ def peak_tokens_per_s(run: Run) -> float | None:
         return None
     half = run.device.type == "cuda" and run.config.precision == "bf16"
     rate = machine.product_rate(run.device, torch.bfloat16 if half else torch.float32)
-    return run.team.world * rate / step_flops(size_of(run.config), 1)
+    return run.team.world * rate / flops_per_token(run.config)
 
 
 def closing(

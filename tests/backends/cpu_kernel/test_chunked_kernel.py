@@ -14,8 +14,9 @@ from delta_trn.backends import compiler, describe
 from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
 from delta_trn.backends.machine import ROOT
 from delta_trn.backends.parity import rule
+from delta_trn.backends.parity.judge import error
 from delta_trn.backends.parity.random import fuzz
-from delta_trn.backends.parity.rule_cases import BOTH, Case, inputs
+from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
 
 SOURCE = Path(chunked_kernel.__file__).with_suffix(".cpp")
 WHOLE = Case(
@@ -62,6 +63,18 @@ def test_results_have_the_same_bits_with_any_number_of_threads(dtype):
         torch.set_num_threads(before)
     for one, other in pairwise(results):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["packed_many", "packed_wide"])
+def test_steps_with_more_rows_than_a_block_of_the_cache_agree_with_pytorch(name, request):
+    """Parity judges these cases in `make test-slow`: the judge takes 10 s for each."""
+    x = inputs(BY_NAME[name], torch.float32)
+    kernel = rule.outcome(x, "chunked")
+    request.getfixturevalue("without_cpu_kernel")
+    plain = rule.outcome(x, "chunked")
+    errors = {tensor: error(y, plain[tensor]) for tensor, y in kernel.items()}
+    assert max(errors.values()) < 1e-5, errors
 
 
 @needs_kernel

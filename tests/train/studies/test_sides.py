@@ -135,13 +135,3 @@ def test_losses_that_do_not_curve_determine_no_position():
         (6.0 + i, 0): {x: 4 - 0.1 * x + 0.01 * (-1) ** n for n, x in enumerate(RATES)} for i in range(3)
     }
     assert fit_line(curves) == "the losses on this side do not curve upwards"
-
-
-def test_a_prediction_beyond_the_scales_is_on_the_line_and_less_certain():
-    s = side("whole", *plant(-0.3, -0.3, rng=np.random.default_rng(0)))
-    (line,) = s.windows
-    (inside, near), (outside, far) = line.at(7.0, 2), line.at(9.0, 2)
-    assert inside - outside == pytest.approx(0.6, abs=0.1) and far > near
-    assert (
-        abs(outside - (CENTER - 0.9)) < far + 0.1
-    )  # flank and wall curve differently: the vertex is between

@@ -12,8 +12,19 @@ from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.studies import throughput
-from delta_trn.train.studies.families import FAMILIES, OURS, THEIRS, Family
-from delta_trn.train.studies.throughput import DOCUMENTS, PARTS, REST, Workload, measure, operator_of, shares
+from delta_trn.train.studies.throughput import (
+    DOCUMENTS,
+    FAMILIES,
+    OURS,
+    PARTS,
+    REST,
+    THEIRS,
+    Family,
+    Workload,
+    measure,
+    operator_of,
+    shares,
+)
 from tests.support.tiny_run import ONE_SUM, run_command
 
 TINY = {"batch.sequences": "4", "batch.length": "32", "data.vocab_size": "320", "device": "cpu"}
@@ -125,12 +136,12 @@ class TestFamilies:
 
     def test_ours_are_the_patched_ones(self):
         names = ("width", "layers", "sequences", "length")
-        workload = Family("qwen3_5", **dict.fromkeys(names, 4), device="cpu", backend=None)
+        workload = Family("qwen3_5", dict.fromkeys(names, 4), "cpu", None)
         linear = workload.model.model.layers[0].linear_attn
         before = linear.forward
-        with workload._operations(THEIRS):
+        with workload.operations(THEIRS):
             assert linear.forward == before
-        with workload._operations(OURS):
+        with workload.operations(OURS):
             assert linear.forward != before
         assert linear.forward == before
 

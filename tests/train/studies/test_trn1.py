@@ -51,15 +51,7 @@ def test_the_layer_and_the_step_run_dry(tmp_path):
     assert steps.main(["--dry", "--json", str(lines)]) == 0
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [row["stage"] for row in rows] == ["layer", "step"]
-    planned = (rows[0]["planned"], rows[1]["planned"])
-    assert all(0 < low <= high for low, high in planned) and rows[1]["seconds"] > 0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(2.0, "slower than planned"), (0.1, "faster than planned"), (1.1, "holds")]
-)
-def test_a_step_is_judged_by_the_plans_range(seconds, words):
-    assert words in steps._judged(seconds, 0.8, 1.2, "step")["decides"]
+    assert rows[1]["seconds"] > 0
 
 
 def test_without_a_chip_the_command_says_how_to_go_on():

@@ -1,4 +1,8 @@
-"""sweep.jsonl: one line per finished trial, appended and never changed."""
+"""sweep.jsonl: one line per finished run of a sweep, appended and never changed.
+
+A line says where it belongs: arm, parametrization, optimizer, width, rate and seed. So lines can be read
+whatever recipes and settings have become since.
+"""
 
 import json
 import math
@@ -10,7 +14,16 @@ from typing import Any
 from delta_trn.train.files import disk_errors
 
 Result = Mapping[str, Any]
+Place = tuple[str, str, str, int, float, int]  # arm, parametrization, optimizer, width, log2 rate, seed
+ANY = "any"  # the parametrization at the base width, where all tables agree
+DIGITS = 6  # of the logarithm of a rate: rates of a grid carry the rounding of its factor
 SAFE = "every finished trial is kept: free some space and run the same command again"
+
+
+def place_of(line: Mapping[str, Any]) -> Place:
+    """Returns where a line belongs."""
+    rate = round(math.log2(line["lr"]), DIGITS)
+    return line["arm"], line["parametrization"], line["optimizer"], line["width"], rate, line["seed"]
 
 
 class Results:
@@ -19,14 +32,14 @@ class Results:
     def __init__(self, folder: Path):
         self.path = folder / "sweep.jsonl"
 
-    def read(self) -> dict[str, Result]:
-        """Maps the key of each trial to its result, the first if there are several."""
-        results: dict[str, Result] = {}
-        if self.path.exists():
-            for line in self.path.read_bytes().splitlines(keepends=True):
-                result = _parse(line)
-                if result is not None:
-                    results.setdefault(result["key"], result)
+    def read(self) -> dict[Place, Result]:
+        """Maps the place of each run to its result, the first if there are several."""
+        text = self.path.read_bytes() if self.path.exists() else b""
+        results: dict[Place, Result] = {}
+        for line in text.splitlines(keepends=True):
+            result = _parse(line)
+            if result is not None:
+                results.setdefault(place_of(result), result)
         return results
 
     def add(self, result: Result) -> None:
@@ -42,11 +55,6 @@ class Results:
             os.fsync(file.fileno())
 
 
-def losses(results: Mapping[str, Result]) -> dict[str, float]:
-    """Maps each key to the held-out loss; infinity for a trial that diverged."""
-    return {key: math.inf if r["loss"] is None else float(r["loss"]) for key, r in results.items()}
-
-
 def _parse(line: bytes) -> Result | None:
     if not line.endswith(b"\n"):
         return None
@@ -54,4 +62,4 @@ def _parse(line: bytes) -> Result | None:
         result = json.loads(line)
     except ValueError:
         return None
-    return result if isinstance(result, dict) and "key" in result and "loss" in result else None
+    return result if isinstance(result, dict) and "seed" in result and "loss" in result else None

@@ -1,8 +1,8 @@
 """Makes the trials of a sweep in processes of this machine, several at a time.
 
 Each trial is a run in a folder of its own and in a process of its own: one that fails or is killed stops no
-other, and resumes from its newest checkpoint. (A ProcessPoolExecutor ends all of its workers when one of them
-is killed, and gives each task a new process from Python 3.11 on only.)
+other, and resumes from its newest checkpoint. A thread waits for each process. (A ProcessPoolExecutor ends
+all of its workers when one of them is killed.)
 """
 
 import json
@@ -10,32 +10,25 @@ import multiprocessing
 import os
 import shutil
 import signal
-import statistics
 import sys
 import threading
-import time
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from delta_trn.train.files import disk_errors, write_file
 from delta_trn.train.run.stopping import StopRequest
-from delta_trn.train.settings.errors import Diverged, RunFolderError, TrainError
+from delta_trn.train.settings.errors import Diverged, TrainError
 from delta_trn.train.settings.schema import RunConfig, validated
-from delta_trn.train.studies.sweep.question import Sweep, Trial
-from delta_trn.train.studies.sweep.results import SAFE, Result, Results, losses
-from delta_trn.train.watch.display import duration
+from delta_trn.train.studies.sweep.grid import Sweep, Trial
+from delta_trn.train.studies.sweep.results import SAFE, Results
 
 SECONDS_TO_SAVE = 60.0
-# what a trial's process exits with when it was asked to stop
-STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM)
-# the trials of a runner that was killed may hold their folders for another moment
-TRIES, SECONDS_BETWEEN_TRIES = 3, 1.0
 
 # forked from a process that has imported everything: a trial of seconds should not wait four for imports
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -50,11 +43,11 @@ _PRELOADED = [
 
 @dataclass(frozen=True)
 class Ended:
-    """How a sweep ended. `failed` maps the key of each trial that could not be made to the reason."""
+    """How a sweep ended: why it stopped early, by which signal, and how many trials could not be made."""
 
     stopped: str | None
     signal: int | None
-    failed: dict[str, str]
+    failed: int
 
 
 def execute(
@@ -73,131 +66,84 @@ def execute(
     call repeats what trials have done since their last checkpoint. The caller holds the folder: two runners
     in one folder would make the same trials.
     """
-    with StopRequest(max_minutes) as stop:
-        runner = _Runner(sweep, folder, jobs, devices, threads, tell)
-        try:
-            while stop.reason is None and runner.start_trials():
-                wait([process.sentinel for process in runner.running], timeout=0.5)
-                runner.collect_trials()
-        finally:
-            runner.end_trials()
-    return Ended(stop.reason, stop.signal, runner.failed)
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
+    runner = _Runner(folder, jobs, devices, threads)
+    results, failed = Results(folder), 0
+    known = results.read()
+    open_ones = [trial for trial in sweep.trials if trial.place not in known]
+    done = len(sweep.trials) - len(open_ones)
+    with StopRequest(max_minutes) as stop, ThreadPoolExecutor(jobs) as pool:
+        waiting: dict[Future[str | None], Trial] = {
+            pool.submit(runner.make, trial): trial for trial in open_ones
+        }
+        while waiting:
+            ended, _ = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+            for future in ended:
+                trial = waiting.pop(future)
+                result = _load_result(runner.folder_of(trial))
+                if result is not None:
+                    results.add({"key": trial.key, **trial.coordinates(), **result})
+                    done += 1
+                    loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
+                    tell(f"{done}/{len(sweep.trials)}  {trial}  {loss}  ({result['seconds']:.0f} s)")
+                elif (reason := future.result()) is not None:
+                    failed += 1
+                    tell(f"failed  {trial}: {reason}")
+            if stop.reason is not None:
+                runner.stop()
+    return Ended(stop.reason, stop.signal, failed)
 
 
 class _Runner:
-    def __init__(
-        self,
-        sweep: Sweep,
-        folder: Path,
-        jobs: int,
-        devices: Sequence[str],
-        threads: int,
-        tell: Callable[[str], None],
-    ):
-        self.sweep, self.folder, self.jobs, self.threads, self.tell = sweep, folder, jobs, threads, tell
-        self.results = Results(folder)
-        self.free = [devices[i % len(devices)] if devices else None for i in range(jobs)]
-        self.running: dict[BaseProcess, tuple[Trial, str | None]] = {}
-        self.failed: dict[str, str] = {}
-        _CONTEXT.set_forkserver_preload(_PRELOADED)
+    """Makes trials, each in a process, on the devices that are free."""
 
-    def start_trials(self) -> bool:
-        """Starts trials while there is room. Returns whether any is running."""
-        known, busy = self.results.read(), {trial.key for trial, _ in self.running.values()}
-        for trial in self.sweep.trials(losses(known)):
-            if not self.free:
-                break
-            if trial.key in known or trial.key in busy or trial.key in self.failed:
-                continue
-            place, device = self._place(trial), self.free.pop(0)
-            with disk_errors(place, SAFE):
-                place.mkdir(parents=True, exist_ok=True)
-            config = trial.config
-            if device is not None:
-                config = config.model_copy(update={"device": device})
-            process = _CONTEXT.Process(
-                target=_main, args=(config.model_dump_json(), str(place), self.threads)
-            )
-            process.start()
-            self.running[process] = trial, device
-        return bool(self.running)
+    def __init__(self, folder: Path, jobs: int, devices: Sequence[str], threads: int):
+        self.folder, self.threads = folder, threads
+        self.free: SimpleQueue[str | None] = SimpleQueue()
+        for i in range(jobs):
+            self.free.put(devices[i % len(devices)] if devices else None)
+        self.lock, self.stopping = threading.Lock(), False
+        self.running: set[BaseProcess] = set()
 
-    def collect_trials(self) -> None:
-        """Writes down and reports the trials that have ended."""
-        for process in [p for p in self.running if p.exitcode is not None]:
-            trial, device = self.running.pop(process)
-            self.free.append(device)
-            place = self._place(trial)
-            if (result := _load_result(place)) is not None:
-                self._record(trial, result)
-            elif process.exitcode not in STOPPED:
-                log = _log(place)
-                lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-                reason = lines[-1] if lines else f"exit status {process.exitcode}"
-                self.failed[trial.key] = f"{trial}: {reason} (the whole output: {log})"
-                self.tell(f"failed  {self.failed[trial.key]}")
-
-    def end_trials(self) -> None:
-        """Asks every running trial to save a checkpoint and end, and waits until it has."""
-        for process in self.running:
-            process.terminate()
-        for process in self.running:
-            process.join(SECONDS_TO_SAVE)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        self.collect_trials()
-
-    def _place(self, trial: Trial) -> Path:
+    def folder_of(self, trial: Trial) -> Path:
         return self.folder / "trials" / trial.key
 
-    def _record(self, trial: Trial, result: Mapping[str, Any]) -> None:
-        self.results.add({**_description(trial), **result})
-        known = self.results.read()
-        wanted = self.sweep.trials(losses(known))
-        done = sum(t.key in known for t in wanted)
-        loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
-        left = seconds_left(wanted, known, self.jobs)
-        rest = "" if left is None else f"   about {duration(left)} left"
-        self.tell(f"{done}/{len(wanted)}  {trial}  {loss}  ({result['seconds']:.0f} s){rest}")
+    def make(self, trial: Trial) -> str | None:
+        """Makes a trial and waits for its end. Returns why there is no result; None if it was stopped."""
+        place, device = self.folder_of(trial), self.free.get()
+        config = trial.config.model_copy(update={} if device is None else {"device": device})
+        try:
+            with self.lock:
+                if self.stopping:
+                    return None
+                with disk_errors(place, SAFE):
+                    place.mkdir(parents=True, exist_ok=True)
+                arguments = (config.model_dump_json(), str(place), self.threads)
+                process = _CONTEXT.Process(target=_main, args=arguments)
+                process.start()
+                self.running.add(process)
+            process.join()
+            self.running.discard(process)
+        finally:
+            self.free.put(device)
+        if self.stopping:
+            return None
+        log = _log(place)
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        reason = lines[-1] if lines else f"exit status {process.exitcode}"
+        return f"{reason} (the whole output: {log})"
 
-
-def _description(trial: Trial) -> dict[str, Any]:
-    """Returns the part of a result that is known before its trial is made."""
-    # at the base width all parametrizations are one, and the trial belongs to every series
-    shared = trial.config.model.width == trial.config.model.base_width
-    return {
-        "key": trial.key,
-        "arm": trial.series.arm,
-        "parametrization": "any" if shared else trial.series.parametrization,
-        "optimizer": trial.series.optimizer,
-        "width": trial.width,
-        "lr": trial.lr,
-        "seed": trial.seed,
-    }
-
-
-def seconds_left(wanted: Sequence[Trial], known: Mapping[str, Result], jobs: int) -> float | None:
-    """Estimates the time that the trials without a result will take; None before the first result.
-
-    A trial takes the median time of its width and optimizer. Where a width has no result yet, the nearest
-    width's time is scaled by the ratio of widths squared.
-    """
-    times: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for result in known.values():
-        if result["loss"] is not None:
-            times[result["width"], result["optimizer"]].append(result["seconds"])
-    if not times:
-        return None
-    typical = {place: statistics.median(values) for place, values in times.items()}
-    total = 0.0
-    for trial in wanted:
-        if trial.key in known:
-            continue
-        width, optimizer = trial.width, trial.series.optimizer
-        near = min(typical, key=lambda place: (abs(place[0] - width), place[1] != optimizer))
-        total += typical[near] * (width / near[0]) ** 2
-    return total / jobs
+    def stop(self) -> None:
+        """Asks every running trial, once, to save a checkpoint and end; kills those that do not."""
+        with self.lock:
+            if self.stopping:
+                return
+            self.stopping = True
+            for process in self.running:
+                process.terminate()
+                killer = threading.Timer(SECONDS_TO_SAVE, process.kill)
+                killer.daemon = True
+                killer.start()
 
 
 def _log(place: Path) -> Path:
@@ -216,7 +162,7 @@ def _main(config: str, place: str, threads: int) -> None:
     _end_with_parent()
     torch.set_num_threads(threads)
     try:
-        status = _run_trial(validated(json.loads(config)), Path(place))
+        status = run_trial(validated(json.loads(config)), Path(place))
     except TrainError as error:
         print(error)
         status = 2
@@ -238,15 +184,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _run_trial(config: RunConfig, folder: Path) -> int:
-    for _ in range(TRIES - 1):
-        try:
-            return run_trial(config, folder)
-        except RunFolderError:
-            time.sleep(SECONDS_BETWEEN_TRIES)
-    return run_trial(config, folder)
 
 
 def run_trial(config: RunConfig, folder: Path) -> int:

@@ -39,7 +39,7 @@ CERTAIN = 3.0
 # If seeds' slopes scatter at most so much more than positions explain (as variances), both are pooled.
 POOLED = 2.0
 
-Name = Literal["flank", "wall", "whole"]
+Name = Literal["flank", "wall"]
 Points = Mapping[float, float]  # log2 of the rate -> loss
 
 
@@ -50,29 +50,16 @@ class Line:
     rates           lowest and highest log2 of a rate in the window, over all scales
     slope           octaves per doubling, the mean over seeds
     stderr, freedom     of the slope, seeds being a random effect; infinite, 0 if nothing determines it
-    center          (mean log2 scale, mean position): the line passes through it
-    scatter         standard deviation of a position about its seed's line
-    positions       (log2 scale, seed) -> position
     """
 
     rates: tuple[float, float]
     slope: float
     stderr: float
     freedom: int
-    center: tuple[float, float]
-    scatter: float
-    positions: Mapping[tuple[float, int], float]
 
     def half_width(self) -> float:
         """Returns half the length of the slope's 95% interval."""
         return student_quantile(0.975, self.freedom) * self.stderr if self.freedom else math.inf
-
-    def at(self, scale: float, seeds: int) -> tuple[float, float]:
-        """Predicts the position at log2 of a scale: its mean over `seeds`, and half its 95% interval."""
-        x, y = self.center
-        variance = (self.stderr * (scale - x)) ** 2 + self.scatter**2 * (1 / seeds + 1 / len(self.positions))
-        half = student_quantile(0.975, self.freedom) * math.sqrt(variance) if self.freedom else math.inf
-        return y + self.slope * (scale - x), half
 
 
 @dataclass(frozen=True)
@@ -102,15 +89,16 @@ def side(name: Name, curves: Curves, best: Mapping[float, float]) -> Side:
     lines: dict[tuple[object, ...], Line] = {}
     reasons: list[str] = []
     centers = _centers(best)
-    for inner in INNER if name != "whole" else (OUTER,):
-        below, above = {"flank": (OUTER, inner), "wall": (inner, OUTER), "whole": (OUTER, OUTER)}[name]
+    for inner in INNER:
+        below, above = (OUTER, inner) if name == "flank" else (inner, OUTER)
         window = {}
         for key, points in curves.items():
             center = centers.get(key[0], math.nan)
             low, high = center - below - EDGE, center + above + EDGE
             kept = {x: y for x, y in points.items() if math.isfinite(y) and low <= x <= high}
-            reach = {"flank": center - min(kept, default=center), "wall": max(kept, default=center) - center}
-            if len(kept) >= 3 and reach.get(name, REACH) >= REACH - EDGE:
+            if len(kept) < 3:
+                continue
+            if (center - min(kept) if name == "flank" else max(kept) - center) >= REACH - EDGE:
                 window[key] = kept
         same = tuple(sorted((key, tuple(points)) for key, points in window.items()))
         if same in lines:
@@ -208,9 +196,7 @@ def _line(
     between = sum(w * (s - slope) ** 2 for w, s in zip(spreads, slopes, strict=True))
     variance, freedom = _pooled(between, len(slopes) - 1, squares, freedom)
     error = math.sqrt(variance / total + (slope * doubt) ** 2) if freedom else math.inf
-    means = np.mean([[scale, position] for (scale, _), position in positions.items()], axis=0)
-    center = float(means[0]), float(means[1])
-    return Line(rates, slope, error, freedom, center, math.sqrt(variance), positions)
+    return Line(rates, slope, error, freedom)
 
 
 def _pooled(between: float, seeds: int, within: float, freedom: int) -> tuple[float, int]:

@@ -1,0 +1,74 @@
+"""Recorded outputs of a backend are judged again, and refused where they or their inputs were changed."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from delta_trn.backends.gated_delta_rule import chunked
+from delta_trn.backends.parity import __main__ as parity
+from delta_trn.backends.parity import goldens
+from delta_trn.backends.parity.rule_cases import BY_NAME
+from tests.support.faults import FAULTS
+
+
+@pytest.fixture
+def golden(tmp_path):
+    path = tmp_path / "golden.safetensors"
+    goldens.record(path, "chunked", [BY_NAME["one"], BY_NAME["packed_single"]], "cpu")
+    return path
+
+
+def rewrite(path, *, tensors=None, header=None):
+    """Rewrites a golden with its tensors or its header changed."""
+    with safe_open(path, framework="pt") as file:
+        content_header = json.loads(file.metadata()["golden"])
+    (header or (lambda _: None))(content_header)
+    content = load_file(path)
+    (tensors or (lambda content: None))(content)
+    save_file(content, path, metadata={"golden": json.dumps(content_header)})
+
+
+def test_a_golden_has_the_mode_of_every_new_file(golden):
+    beside = golden.with_name("beside")
+    beside.touch()
+    assert golden.stat().st_mode == beside.stat().st_mode
+
+
+def test_a_recorded_golden_is_judged_again(golden, capsys):
+    judged = goldens.check(golden)
+    assert len(judged) == 2 * 4 * 8 and all(v.passed for v in judged)
+    assert parity.main(["check", str(golden)]) == 0
+    assert "chunked float32: 2 cases" in capsys.readouterr().out
+
+
+def test_a_golden_with_other_inputs_is_refused(golden):
+    rewrite(golden, header=lambda header: header["rows"][0].update(inputs="0" * 64))
+    with pytest.raises(
+        goldens.GoldenRefusal, match="other inputs for case one in float32: 000000000000 there"
+    ):
+        goldens.check(golden)
+
+
+def test_a_golden_whose_outputs_were_changed_is_refused(golden):
+    rewrite(golden, tensors=lambda content: content["one/float32/dq"].add_(1.0))
+    with pytest.raises(goldens.GoldenRefusal, match=r"claims error .* the file or the judge was changed"):
+        goldens.check(golden)
+
+
+def test_a_golden_recorded_from_a_faulty_backend_fails(tmp_path, monkeypatch, without_cpu_kernel):
+    fault = FAULTS["power series inverse"]
+    path = tmp_path / "golden.safetensors"
+    monkeypatch.setattr(chunked, fault.function, fault.mistake)
+    goldens.record(path, "chunked", [BY_NAME[fault.case]], "cpu")
+    monkeypatch.undo()
+    assert any(not verdict.passed for verdict in goldens.check(path))
+
+
+def test_a_file_that_is_no_golden_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(goldens.GoldenRefusal, match="is 'no golden', not"):
+        goldens.check(path)

@@ -1,0 +1,239 @@
+"""Defines what a sweep asks: a learning-rate curve for every arm, parametrization, optimizer and width."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from delta_trn.models.mup import OPTIMIZERS
+from delta_trn.train.recipes import recipe
+from delta_trn.train.settings.effects import require_effect, require_effect_somewhere
+from delta_trn.train.settings.errors import RunFolderError, UsageError
+from delta_trn.train.settings.overrides import change, number, whole_numbers
+from delta_trn.train.settings.schema import RunConfig
+from delta_trn.train.studies.sweep.results import ANY, Place, place_of
+
+AXES = {"widths", "lrs", "parametrizations", "optimizers", "seeds", "arms"} | {f"lrs.{x}" for x in OPTIMIZERS}
+# keys of the configuration that an axis replaces
+SWEPT = {
+    "model.width": "widths", "optimizer.lr": "lrs", "optimizer.name": "optimizers",
+    "parametrization": "parametrizations", "seed": "seeds",
+}  # fmt: skip
+# Trials draw no samples, keep no best checkpoint and evaluate only at their end.
+QUIET = {"sample.tokens": "0", "checkpoint.keep_best": "false", "checkpoint.keep_last": "1", "name": "trial"}
+
+Arms = Mapping[str, Mapping[str, str]]  # name of an alternative -> the keys that it changes
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run of a sweep, and where its result belongs."""
+
+    arm: str
+    parametrization: str
+    optimizer: str
+    width: int
+    lr: float
+    seed: int
+    config: RunConfig
+
+    def __str__(self) -> str:
+        # an arm may be a parametrization and carry its name
+        names = " ".join(dict.fromkeys(filter(None, (self.arm, self.parametrization, self.optimizer))))
+        return f"{names} width {self.width} lr 2^{math.log2(self.lr):.4g} seed {self.seed}"
+
+    def coordinates(self) -> dict[str, str | int | float]:
+        """Returns the part of a result that is known before the run is made."""
+        names = ("arm", "parametrization", "optimizer", "width", "lr", "seed")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.coordinates())
+
+    @property
+    def key(self) -> str:
+        """Names its folder: a hash of its place, 12 hex digits."""
+        return hashlib.sha256(json.dumps(self.place).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All trials of a sweep.
+
+    recipe, axes, changes   what was asked, in the words of the command line
+    arms                    what is compared beside the axes; one without a name if nothing is
+    """
+
+    recipe: str
+    axes: Mapping[str, str]
+    changes: Mapping[str, str]
+    arms: Arms
+    trials: tuple[Trial, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns what was asked, in the words it was asked in; arms as they were read."""
+        axes = {key: value for key, value in self.axes.items() if key != "arms"}
+        arms = {name: dict(changes) for name, changes in self.arms.items()}
+        return {"recipe": self.recipe, "axes": axes, "changes": dict(self.changes), "arms": arms}
+
+    def require_same(self, folder: Path) -> None:
+        """Raises RunFolderError if the folder has results of something else than longer or shorter axes."""
+        if not (folder / "sweep.json").exists():
+            return
+        before, now = json.loads((folder / "sweep.json").read_text()), self.as_dict()
+        arms: dict[str, object] = before.get("arms", {"": {}})
+        same = all(before[key] == now[key] for key in ("recipe", "changes")) and all(
+            arms[name] == dict(self.arms[name]) for name in arms.keys() & self.arms.keys()
+        )
+        if not same:
+            raise RunFolderError(
+                f"{folder} has results of another recipe, keys or arms: {json.dumps(before)}; "
+                "choose another out=DIR"
+            )
+
+
+def define(name: str, options: Mapping[str, str], arms: Arms | None = None) -> Sweep:
+    """Builds the sweep of a recipe from `options`, which mix axes with keys of the configuration.
+
+    Raises UsageError or ConfigError, before anything runs, if some trial could not be made.
+    """
+    axes = {key: value for key, value in options.items() if key in AXES}
+    changes = {key: value for key, value in options.items() if key not in AXES}
+    for key, axis in SWEPT.items():
+        if key in changes:
+            raise UsageError(f"{key} is an axis of a sweep; give {axis}={changes[key]}")
+    if "epochs" in changes:
+        raise UsageError(f"epochs={changes['epochs']}: all trials of a sweep are equally long; give steps=N")
+    start = recipe(name)
+    optimizers = _words("optimizers", axes.get("optimizers", start.optimizer.name))
+    rates = {optimizer: _rates(optimizer, axes) for optimizer in optimizers}
+    for optimizer in OPTIMIZERS:
+        if f"lrs.{optimizer}" in axes and optimizer not in optimizers:
+            names = ",".join(optimizers)
+            raise UsageError(f"lrs.{optimizer} is for an optimizer that is not swept; optimizers={names}")
+    widths = sorted(whole_numbers("widths", axes.get("widths", str(start.model.width))))
+    tables = _words("parametrizations", axes.get("parametrizations", start.parametrization))
+    seeds = whole_numbers("seeds", axes.get("seeds", "0"), least=0)
+    if "arms" in axes:
+        arms = parse_arms(axes["arms"])
+    arms = arms or {"": {}}
+    unique: dict[Place, Trial] = {}
+    # the seed varies slowest: a sweep that is cut short has measured something completely
+    for seed, optimizer, width, arm, table in product(seeds, optimizers, widths, arms, tables):
+        for lr in rates[optimizer]:
+            trial = _trial(start, changes, arm, arms[arm], table, optimizer, width, lr, seed)
+            unique.setdefault(trial.place, trial)
+    trials = tuple(unique.values())
+    require_effect_somewhere([trial.config for trial in trials], changes)
+    least = min(map(min, rates.values()))
+    if "schedule.min_lr" in changes and number(changes["schedule.min_lr"]) > least:
+        floor = changes["schedule.min_lr"]
+        raise UsageError(f"schedule.min_lr={floor} is above the lowest rate, {least:g}; give that or less")
+    return Sweep(name, axes, changes, arms, trials)
+
+
+def _trial(
+    start: RunConfig,
+    changes: Mapping[str, str],
+    arm: str,
+    of_arm: Mapping[str, str],
+    table: str,
+    optimizer: str,
+    width: int,
+    lr: float,
+    seed: int,
+) -> Trial:
+    common = {**QUIET, **changes, "optimizer.name": optimizer}
+    if optimizer == "sgd" != start.optimizer.name:
+        # SGD adds decay to the gradient, where it means something else; the paper's SGD has none
+        common.setdefault("optimizer.weight_decay", "0")
+    own = {
+        "parametrization": table,
+        "optimizer.lr": repr(lr),
+        "model.width": str(width),
+        "seed": str(seed),
+        **of_arm,
+    }
+    config = change(start, {**common, **own})
+    require_effect(config, of_arm)
+    # at a rate below the recipe's floor the schedule is constant: it must not rise
+    low = repr(min(config.schedule.min_lr, config.optimizer.lr))
+    config = change(config, {"evaluation.every": str(config.steps), "schedule.min_lr": low})
+    table = config.parametrization  # an arm may set it
+    if config.model.width == config.model.base_width:
+        # every table says the same at m = 1: one run serves all of them
+        table, config = ANY, config.model_copy(update={"parametrization": "sp"})
+    return Trial(arm, table, optimizer, width, lr, seed, config)
+
+
+def load(folder: Path, options: Mapping[str, str]) -> Sweep:
+    """Reads the sweep of a folder from its sweep.json, with some options changed."""
+    asked = json.loads((folder / "sweep.json").read_text())
+    return define(asked["recipe"], {**asked["axes"], **asked["changes"], **options}, asked.get("arms"))
+
+
+def parse_arms(text: str) -> Arms:
+    """Reads arms from the command line.
+
+        KEY=V1,V2       one arm for every value of a key, named after the value
+        FILE.json       {"name": {"key": "value", ...}, ...}
+
+    Raises UsageError for anything else.
+    """
+    key, equals, values = text.partition("=")
+    if equals:
+        names = [value.strip() for value in values.split(",")]
+        if not key or not all(names) or len(set(names)) < len(names):
+            raise UsageError(f"arms={text}: expected a key and different values, such as model.layers=2,4,8")
+        return {name: {key: name} for name in names}
+    if not text.endswith(".json"):
+        raise UsageError(f"arms={text}: expected KEY=V1,V2, such as model.layers=2,4,8, or FILE.json")
+    try:
+        tree = json.loads(Path(text).read_text(encoding="utf-8"))
+        arms = {
+            name: {key: value if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
+            for name, keys in tree.items()
+        }
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f'arms={text} cannot be read ({error}); expected {{"name": {{"key": "value"}}, ...}}'
+        ) from None
+    if not arms:
+        raise UsageError(f"arms={text} contains no arm")
+    return arms
+
+
+def _rates(optimizer: str, axes: Mapping[str, str]) -> list[float]:
+    """Reads an optimizer's rates: `1e-3,2e-3`, or `2**-10..2**-4`, which doubles, or `1e-3..1e-1:10`."""
+    name, text = f"lrs.{optimizer}", axes.get(f"lrs.{optimizer}", axes.get("lrs"))
+    if text is None:
+        raise UsageError(f"give {name}=2**-10..2**-4, or lrs=... for every optimizer")
+    try:
+        if ".." in text:
+            ends, _, factor = text.partition(":")
+            low, high = (number(end) for end in ends.split(".."))
+            step = number(factor) if factor else 2.0
+            if not (0 < low < high < math.inf and 1 < step < math.inf):
+                raise ValueError
+            count = math.floor(math.log(high / low) / math.log(step) + 1e-9) + 1
+            rates = [low * step**i for i in range(count)]
+        else:
+            rates = [number(part) for part in text.split(",")]
+        if len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"{name}={text}: expected different positive rates such as 1e-3,2e-3 or 2**-10..2**-4"
+        ) from None
+    return sorted(rates)
+
+
+def _words(axis: str, text: str) -> list[str]:
+    words = [part.strip() for part in text.split(",")]
+    if not all(words) or len(set(words)) < len(words):
+        raise UsageError(f"{axis}={text}: expected different names separated by commas")
+    return words
