@@ -134,6 +134,7 @@ STAGES = (
     Stage("dg", follows=("scaled sums", "crossing")),
 )  # fmt: skip
 ORDER = rank("gated_delta_rule_bwd", STAGES, RULE_BACKWARD)
+MOST_EVERY = 2  # chunks of a stretch: "R" and "U" of one come before those of the next
 FORWARD = ("apply T", "R", "U")  # of a chunk, and of its stretch the first one first
 
 
@@ -356,7 +357,7 @@ def gated_delta_rule_bwd(
         dstate              of the final state [N, HV, K, V] float32, read if `has_dstate`; else any tensor
         initial_state       like dstate, read if `has_state`; else any tensor
         states              as forward returned them; any tensor if it returned none
-        every               at least 1; the other options as in forward
+        every               1 or 2; the other options as in forward
 
     Returns:
         dq, dk              [N, T, slots, K]: one head per key head in q's dtype or, where a group of value
@@ -384,6 +385,9 @@ def gated_delta_rule_bwd(
     """
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
+    assert every <= MOST_EVERY, (
+        f"every={every} exceeds the {MOST_EVERY} chunks of a stretch that the order has"
+    )
     parts = split_evenly(K)
     chunks = (T + C - 1) // C
     heads = count_slots(H, HV, width)
