@@ -1,4 +1,4 @@
-"""Has the orders in which the kernels issue their stages; `tools/schedule.py` writes this file.
+"""Has the orders in which the kernels issue their stages.
 
 `nki_kernels.schedule` says what an entry means. Times are estimates in microseconds on Trn1, for
 one sequence of 1,024 tokens, six heads of 128:256 in bfloat16.

@@ -10,8 +10,6 @@ from delta_trn.nki_kernels.gated_delta_layer import bwd, fwd
 from delta_trn.nki_kernels.schedule import ALL, EVEN, ODD, Stage, list_steps, list_work, rank
 from delta_trn.nki_kernels.simulator import record
 from delta_trn.nki_kernels.simulator.core.machine import Machine
-from delta_trn.nki_kernels.simulator.cost import estimate
-from tools import schedule as tool
 
 STAGES = (
     Stage("load", makes=("x",)),
@@ -108,14 +106,3 @@ def shuffle(name, stages, seed):
         table, moves = moved, moves + 1
     assert moves > 20
     return table
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_tool_times_an_order_as_the_cost_model_does(name):
-    search = tool.SEARCHES[name]
-    trace = tool.Trace(search, tool.SIZES | {"T": 384})
-    kernel, arguments = search.module.example(dtype="bfloat16", **tool.SIZES | {"T": 384}, **search.options)
-    run = record(kernel, *arguments, check_source=False)
-    found = trace.time(search.module.ORDER, tool.build_timer())
-    assert found[0] == pytest.approx(estimate(run.trace, run.target).schedule)
-    assert found[1:] == (run.sbuf_peak, run.psum_peak)
