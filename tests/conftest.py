@@ -25,6 +25,8 @@ def pytest_addoption(parser):
         default=[],
         help="test parity of this backend; fail if it cannot run here",
     )
+    parser.addoption("--fuzz", type=int, help="new random cases of each property, on every backend")
+    parser.addoption("--fuzz-blob", help="the one random case that hypothesis has printed")
     parser.addoption(
         "--other-products",
         action="store_true",

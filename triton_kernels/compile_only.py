@@ -4,12 +4,13 @@
 
 A row of the report: kernel, its two sizes, element type, options; registers and stack bytes per thread (a
 stack is spilled registers), shared memory per program, matrix instructions (HGMMA), those that may read
-shared memory without a fence, and transposes of products. The exit status is 1 if a row exceeds a bound.
+shared memory without a fence, and reads that no barrier orders. The exit status is 1 if a row exceeds a
+bound.
 
 The bounds: SHARED_BYTES is what Hopper gives one program. STACK_BYTES is what a thread may park in L1 between
 uses: little up to K = 128; up to 480 in the scans at K = 192 and 256, whose state alone fills the registers;
-and more in float32, whose products run on the ordinary cores. Where launch.TRANSPOSES is false, transposes
-must depend on loads alone: Triton 3.4 to 3.7.0 miscompiles tl.dot(tl.trans(result of tl.dot), ...) on Hopper.
+and more in float32, whose products run on the ordinary cores. Triton 3.4 to 3.7.0
+leaves out fences between copies and products: it is refused on a GPU, and its rows are errors here.
 
 What is compiled stands beside each kernel: `variants` says how.
 """
@@ -44,7 +45,6 @@ from delta_trn.triton_kernels import (
     segments,
     short_convolution,
 )
-from delta_trn.triton_kernels.launch import TRANSPOSES
 from delta_trn.triton_kernels.sass import disassemble, parse, unfenced
 from delta_trn.triton_kernels.variants import Variant
 
@@ -81,9 +81,7 @@ SIZES = (
 class Row:
     """What the compiler allotted to a variant.
 
-    stack is in bytes per thread; unfenced and unordered must be 0, and transposed as well unless
-    launch.TRANSPOSES. Triton 3.6.0 puts no fence between an asynchronous copy and a product, in any kernel:
-    there it is no error.
+    stack is in bytes per thread; unfenced and unordered must be 0.
     """
 
     kernel: str
@@ -98,7 +96,6 @@ class Row:
     shared: int
     hgmma: int
     unfenced: int
-    transposed: int
     unordered: int
 
     def broken(self) -> list[tuple[str, bool]]:
@@ -111,11 +108,9 @@ class Row:
             excesses.append((excess, triton.__version__.startswith(BOUNDED)))
         if self.unfenced:
             excess = f"{self.unfenced} matrix instructions may read shared memory too early"
-            excesses.append((excess, TRANSPOSES))
+            excesses.append((excess, True))
         if self.unordered:
             excesses.append((f"{self.unordered} reads of memory that another warp may have written", True))
-        if self.transposed and not TRANSPOSES:
-            excesses.append((f"{self.transposed} transposes of a product's result", True))
         return excesses
 
 
@@ -158,7 +153,7 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant) -> Row:
         compiled.metadata.shared, len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
         # upright tiles are operands that the kernel itself stored
         unfenced(parse(disassemble(cubin)), stores=variant.values.get("UPRIGHT", False)),
-        transposed_products(compiled.asm["ttir"]), unordered(compiled.asm["ptx"]),
+        unordered(compiled.asm["ptx"]),
     )  # fmt: skip
 
 
@@ -191,28 +186,6 @@ def unordered(ptx: str) -> int:
         written = {argument for argument, _ in writes}
         count += sum(argument in written for argument, _ in reads - writes)
     return count
-
-
-def transposed_products(ttir: str) -> int:
-    """Counts transposes in Triton's IR of what depends on a product, or on a loop, which may hold one."""
-    producers: dict[str, tuple[str, list[str]]] = {}
-    for line in ttir.splitlines():
-        match = re.match(r"\s*(%[\w#:]+(?:, %[\w#:]+)*) = \"?([\w.]+)\"?(.*)", line)
-        if match:
-            operands = re.findall(r"%\w+", match[3])
-            for name in re.findall(r"%\w+", match[1]):
-                producers[name] = (match[2], operands)
-
-    def from_product(name: str, seen: frozenset[str] = frozenset()) -> bool:
-        operation, operands = producers.get(name, ("argument", []))
-        if operation == "tt.dot" or operation.startswith("scf."):
-            return True
-        if operation in ("tt.load", "argument") or name in seen:
-            return False
-        return any(from_product(operand, seen | {name}) for operand in operands)
-
-    transposes = [operands for operation, operands in producers.values() if operation == "tt.trans"]
-    return sum(from_product(operands[0]) for operands in transposes)
 
 
 def table(rows: list[Row]) -> str:

@@ -34,9 +34,8 @@ Where g and beta came as a and z, with s = a + dt_bias:
     dz = beta_max sigmoid(z) sigmoid(-z) dbeta
 
 Source: arXiv:2412.06464 for the forward equations; the gradients are derived here. Normalized q and k enter
-by their row factors, as in forward; q and k are q_scaled and k_scaled where `prepare` wrote those. dQK^T and
-dKK^T stand on the left of a product; where Triton miscompiles products of a transposed product
-(launch.TRANSPOSES), they have products of their own, U dO^T and U dY^T. No atomics: equal inputs, equal bits.
+by their row factors, as in forward; q and k are q_scaled and k_scaled where `prepare` wrote those. No
+atomics: equal inputs, equal bits.
 
 Layout, beyond that of forward:
 
@@ -56,7 +55,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import TRANSPOSES, Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
@@ -87,7 +86,7 @@ def gradients_kernel(
     dgates, chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, TILES: tl.constexpr, MEMBER: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
-    TRANSPOSE: tl.constexpr, DOT: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and k are.
 
@@ -95,8 +94,7 @@ def gradients_kernel(
     first_dq, unless that is None, to dq.
 
     Passes over V: the C x C products, dbeta and dv; dq's state part, in the same pass where K is small; dk's
-    two state parts. So at most two [C, K] accumulators live at once. TRANSPOSE: the C x C products are
-    transposed; else they are computed twice.
+    two state parts. So at most two [C, K] accumulators live at once.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     APART: tl.constexpr = KP > 64  # dq's registers, beside those of the C x C matrices, would spill
@@ -120,7 +118,7 @@ def gradients_kernel(
     o_ck = o_c[:, None] * (H * K) + o_k[None, :]
     dtype = k.dtype.element_ty
     # with eight warps, see accumulate_alone; products of float32 run elsewhere
-    ALONE: tl.constexpr = (KP > 128 or (APART and not TRANSPOSE)) and dtype != tl.float32
+    ALONE: tl.constexpr = KP > 128 and dtype != tl.float32
     tile = i_c * HV + i_h
     p_rows = rows + tile * (ROWS * C)
     b_beta = tl.load(p_rows + 7 * C + o_c)
@@ -148,9 +146,6 @@ def gradients_kernel(
 
     b_OU = tl.zeros([C, C], dtype=tl.float32)  # dO U^T
     b_YU = tl.zeros([C, C], dtype=tl.float32)  # dY U^T
-    if not TRANSPOSE:
-        b_UO = tl.zeros([C, C], dtype=tl.float32)  # U dO^T
-        b_UY = tl.zeros([C, C], dtype=tl.float32)  # U dY^T
     b_dq = tl.zeros([C, KP], dtype=tl.float32)  # dO S^T
     b_dbeta = tl.zeros([C], dtype=tl.float32)
     for i_v in range(0, NV):
@@ -165,9 +160,6 @@ def gradients_kernel(
         b_v = tl.load(v + p_v + o_tv, mask=m_cv, other=0.0)
         b_OU = accumulate(b_OU, b_do, tl.trans(b_U), DOT)
         b_YU = accumulate(b_YU, b_dY, tl.trans(b_U), DOT)
-        if not TRANSPOSE:
-            b_UO = accumulate(b_UO, b_U, tl.trans(b_do), DOT)
-            b_UY = accumulate(b_UY, b_U, tl.trans(b_dY), DOT)
         if not APART:
             m_vk = m_v[:, None] & m_k[None, :]
             b_S = tl.load(S + p_S + o_v[:, None] + o_k[None, :] * V, mask=m_vk, other=0.0)
@@ -181,17 +173,11 @@ def gradients_kernel(
     b_q = tl.load(q + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
     b_k = tl.load(k + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
-    # the left operands of the last products are rounded at once: so they wait in half the registers
-    if not TRANSPOSE:
-        upper = o_c[:, None] <= o_c[None, :]
-        b_DT = tl.exp2(tl.where(upper, -b_D, float("-inf")))
-        b_dQKT = round_to(b_UO * b_DT * (scale * b_fq)[None, :], dtype, DOT)
-        b_dKKT = tl.where(lower, 0.0, -b_UY * b_DT * (b_beta * b_fk)[None, :])
     b_D = tl.exp2(tl.where(lower, b_D, float("-inf")))
     # factors that are the same along a row wait for its sum, and those of a column are multiplied in once
     b_dQK = b_OU * b_D
-    if TRANSPOSE:
-        b_dQKT = tl.trans(round_to(b_dQK * (scale * b_fq)[:, None], dtype, DOT))
+    # the left operands of the last products are rounded at once: so they wait in half the registers
+    b_dQKT = tl.trans(round_to(b_dQK * (scale * b_fq)[:, None], dtype, DOT))
     b_dQK *= (scale * b_fk)[None, :]
     b_zeros = tl.zeros([C, C], dtype=tl.float32)
     b_QK = accumulate_alone(b_zeros, b_q, tl.trans(b_k), length > 0, ALONE, DOT)
@@ -199,15 +185,12 @@ def gradients_kernel(
     b_dQK = round_to(b_dQK, dtype, DOT)
     b_written = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_YU, 0.0), axis=1)
     b_dLD = tl.where(strict, -b_YU * b_D, 0.0)  # dL . D
-    if TRANSPOSE:
-        b_dKKT = tl.trans(round_to(b_dLD * (b_beta * b_fk)[:, None], dtype, DOT))
+    b_dKKT = tl.trans(round_to(b_dLD * (b_beta * b_fk)[:, None], dtype, DOT))
     b_dLD *= b_fk[None, :]
     b_dLDKK = b_dLD * accumulate_alone(b_zeros, b_k, tl.trans(b_k), length > 0, ALONE, DOT)
     b_dbeta += b_fk * tl.sum(b_dLDKK, axis=1)
     b_E += b_dLDKK * (b_beta * b_fk)[:, None]
     b_dKK = b_dLD * b_beta[:, None]
-    if not TRANSPOSE:
-        b_dKK += b_dKKT
     b_dKK = round_to(b_dKK, dtype, DOT)
     # E summed from row t on: a product with ones. E enters as two words of bfloat16, good to 2^-16, since
     # float16 would overflow
@@ -285,8 +268,7 @@ def gradients_kernel(
     # two branches of one condition in a row would become one
     b_dk = accumulate_alone(b_dk, b_dQKT, b_q, length > 0, ALONE, DOT)
     b_dk = accumulate_alone(b_dk, b_dKK, b_k, tokens > 0, ALONE, DOT)
-    if TRANSPOSE:
-        b_dk = accumulate(b_dk, b_dKKT, b_k, DOT)
+    b_dk = accumulate(b_dk, b_dKKT, b_k, DOT)
     if L2NORM:
         b_dk = b_rk[:, None] * (b_dk - b_k32 * tl.sum(b_k32 * b_dk, axis=1)[:, None])
     tl.store(dk + p_out + o_out, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)
@@ -328,7 +310,7 @@ def gradients(
             q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, before, after, dk, dv,
             dg, dbeta, dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens,
             chunks.per_sequence, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
-            TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled, TRANSPOSE=TRANSPOSES,
+            TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled,
             DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -337,7 +319,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = config(K, V, itemsize=itemsize)
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
-    sizes |= {"DOT": row.dot, "TRANSPOSE": TRANSPOSES, "MEMBER": -1, "first_dq": None}
+    sizes |= {"DOT": row.dot, "MEMBER": -1, "first_dq": None}
     sizes |= {"BV": row.gradients.columns} | ({} if itemsize == 4 else {"writes": None})
     for layout, tables in layouts(quick).items():
         values = sizes | tables | ({"carry": None} if layout == "dense" else {})

@@ -36,8 +36,7 @@ stages of 128 columns fill shared memory to 206 of 227 KB, because S is stored a
 tile passes through 4 KB and not 32. Wider states fill the registers of eight warps with 64 columns, and S^T
 of 64 rows is divided among them along K, so that each would first fetch all of it from the others. There the
 tiles stand upright, as in the equations, and the running value is the right operand, which is read from
-shared memory. Either way no result of a product is transposed, which Triton 3.4 to 3.7.0 miscompiles on
-Hopper.
+shared memory.
 
 Layout, with NC the number of chunks of all sequences, and B = 1 where N sequences are packed:
 

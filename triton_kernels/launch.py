@@ -14,14 +14,11 @@ from math import inf
 from threading import Lock
 from typing import ParamSpec
 
-import triton
 from triton import knobs
 
 from delta_trn.triton_kernels.chunks import PROCESSORS
 
 ANY = inf
-# Triton 3.4 to 3.7.0 miscompiles products of a transposed product on Hopper; there they are computed twice
-TRANSPOSES = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3]) >= (3, 7, 1)
 Arguments = ParamSpec("Arguments")
 
 # most programs in backward of rms_norm, and spans of time in short_convolution; each writes its part of the
@@ -64,18 +61,6 @@ class Row:
 # [128, 128] those of eight. A scan of 128 columns has half the programs of one of 64, and each takes 1.3
 # times as long: that is slower where all programs run at once anyway.
 # fmt: off
-GRADIENTS = {
-    # four warps, so that two programs fit an SM
-    True: (
-        Row("gradients",          2,  128,  ANY,     4,     1,  (16, 64)),
-        Row("gradients",          2,  ANY,  ANY,     8,     3,  (16, 32)),
-    ),
-    # with every C x C product computed twice, four warps spill 1,400 bytes per thread
-    False: (
-        Row("gradients",          2,  128,  ANY,     8,     1,  (16, 64)),
-        Row("gradients",          2,  ANY,  ANY,     8,     3,  (16, 32)),
-    ),
-}
 TABLE = (
     #    kernels           itemsize height width  warps stages  columns
     #                               (K)    (V)
@@ -102,7 +87,9 @@ TABLE = (
     Row("reverse",                2,  128,   64,     4,     1,  (16, 64)),
     Row("reverse",                2,  128,  ANY,     8,     2,  (16, 128)),
     Row("reverse",                2,  ANY,  ANY,     8,     2,  (16, 64), upright=True),
-    *GRADIENTS[TRANSPOSES],
+    # four warps, so that two programs fit an SM
+    Row("gradients",              2,  128,  ANY,     4,     1,  (16, 64)),
+    Row("gradients",              2,  ANY,  ANY,     8,     3,  (16, 32)),
     Row("refine",                 2,  128,  ANY,     4,     1,  (16, 64), registers=128),
     Row("refine",                 2,  ANY,  ANY,     8,     1,  (16, 64)),
     # with four warps the gradients spill 1,960 bytes per thread
@@ -186,7 +173,7 @@ def adds_pairs(H: int, HV: int, K: int, V: int, itemsize: int) -> bool:
     Else PyTorch adds them. With wider heads, or narrow ones of wide keys, or padded keys, the second launch
     would spill more than the bounds of `compile_only` allow.
     """
-    fits = TRANSPOSES and itemsize == 2 and power_of_two(K) == K and K <= V <= 128
+    fits = itemsize == 2 and power_of_two(K) == K and K <= V <= 128
     return HV == 2 * H and fits
 
 

@@ -1,7 +1,7 @@
 """Times the cases that pass parity, side by side with peers.
 
     python -m backends.bench [--backend NAME] [--peer hf|fla] [--case NAME] [--dtype NAME] [--json FILE]
-    python -m backends.bench table [FILE ...] [--into PAGE] [--picture FILE]
+    python -m backends.bench table [FILE ...]
 
 The contenders take turns (`timing.py`). A ratio is the median over the rounds of (peer's time / ours), with
 its 20th and 80th percentile. A floor is the least time that the pass can take here (`roofline.py`). Memory is
@@ -9,8 +9,7 @@ what a forward and backward takes beyond the inputs: from CUDA's allocator, or a
 process.
 
 The exit status is 1 where a case fails parity, which is then not timed, and where a pass takes less time than
-its floor. The machine is measured again before that; if the pass still does, no line that rests on the same
-ceiling has a floor.
+its floor: then the machine was busy while its best was measured, and that line has no floor.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import argparse
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -39,12 +38,11 @@ from delta_trn.backends.bench.timing import Spread, interleaved, modes, ratios
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.gated_delta_rule import gated_delta_rule
 from delta_trn.backends.machine import facts
-from delta_trn.backends.parity.__main__ import NOT_RUN, Subject, subjects
+from delta_trn.backends.parity.__main__ import Subject, subjects
+from delta_trn.backends.parity.page import NOT_RUN
 from delta_trn.backends.parity.rule import GRADIENTS, verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, Inputs, inputs, select
 from delta_trn.backends.registry import BackendRefusal
-
-MEASURED_AGAIN = 3  # times that the machine is, before a floor is refused
 
 
 @dataclass(frozen=True)
@@ -189,54 +187,20 @@ def bench(
     return rows
 
 
-def with_floors(
-    rows: Sequence[Timing], limits: Ceilings, refuted: Collection[str | int] = ()
-) -> list[Timing]:
-    """Returns the timings with the floors of these ceilings; None for those of a refuted one."""
-
-    def floor(row: Timing) -> float | None:
-        need = work_of(row)
-        return None if limits.bound(need) in refuted else limits.floor_ms(need)
-
-    return [row if row.floor_ms is None else replace(row, floor_ms=floor(row)) for row in rows]
-
-
 def work_of(row: Timing) -> Work:
     """Returns the work of a timing's pass."""
     return work(BY_NAME[row.case], getattr(torch, row.dtype))[row.phase.split()[0]]
 
 
-def beats_its_floor(row: Timing) -> bool:
-    """Returns whether a pass took less time than it can, so that a ceiling was measured too low."""
-    return row.floor_ms is not None and row.floor_ms > row.ms.p50
-
-
-def settle_floors(
-    rows: Sequence[Timing], limits: Ceilings, measure: Callable[[], Ceilings]
-) -> tuple[list[Timing], Ceilings, list[str]]:
-    """Returns timings none of which beats its floor, their ceilings, and what there is to say.
-
-    Where one does, the machine is measured up to MEASURED_AGAIN times more; where it still does, that
-    ceiling is refuted: nothing that rests on it has a floor.
-    """
-    messages = []
-    for _ in range(MEASURED_AGAIN):
-        if not any(map(beats_its_floor, rows)):
-            break
-        limits = limits.or_better(measure())
-        rows = with_floors(rows, limits)
-        messages = [f"measured again, as a pass took less than its floor: {limits}"]
-    beaten = [row for row in rows if beats_its_floor(row)]
-    for row in beaten:
-        messages.append(
-            f"no floor: {row.case}, {row.phase} took {row.ms.p50:.4g} ms, less than the {row.floor_ms:.4g} "
-            f"that this machine needs at its best, measured {1 + MEASURED_AGAIN} times"
-        )
-    if beaten:
-        messages.append(
-            "something else kept the machine busy while its best was measured: run this again when it is idle"
-        )
-    return with_floors(rows, limits, {limits.bound(work_of(row)) for row in beaten}), limits, messages
+def without_beaten_floors(rows: Sequence[Timing]) -> tuple[list[Timing], list[str]]:
+    """Returns the timings, without a floor where a pass took less time than it, and what there is to say."""
+    beaten = [row for row in rows if row.floor_ms is not None and row.floor_ms > row.ms.p50]
+    messages = [
+        f"no floor: {row.case}, {row.phase} took {row.ms.p50:.4g} ms, less than the {row.floor_ms:.4g} that "
+        "this machine needs at its best; something else kept it busy: run this again when it is idle"
+        for row in beaten
+    ]
+    return [replace(row, floor_ms=None) if row in beaten else row for row in rows], messages
 
 
 def report(console: Console, rows: Sequence[Timing], cases: Iterable[Case], peers: Mapping[str, str]) -> None:
@@ -299,13 +263,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32 on CPU, else bfloat16")
     parser.add_argument("--seconds", type=float, default=3.0, help="per pass (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
-    parser.add_argument(
-        "--into", type=Path, action="append", default=[], metavar="PAGE", help="table: over its own"
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="table: as a picture, too")
     options = parser.parse_args(argv)
     if options.action == "table":
-        return _table(options)
+        print(figures.markdown(figures.read(options.files)))
+        return 0
     try:
         subject = subjects([options.backend] if options.backend else None)[0]
         tag = "bench-cpu" if subject.device == "cpu" else "bench"
@@ -314,21 +275,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(complaint, file=sys.stderr)
         return 2
     return _run(options, subject, cases)
-
-
-def _table(options: argparse.Namespace) -> int:
-    rows = figures.read(options.files)
-    table = figures.markdown(rows)
-    print(table)
-    try:
-        for page in options.into:
-            figures.replace_table(page, table)
-    except ValueError as complaint:
-        print(complaint, file=sys.stderr)
-        return 2
-    if options.picture:
-        figures.draw(rows, options.picture)
-    return 0
 
 
 def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -> int:
@@ -357,7 +303,7 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
             console.print(str(failure), style="bold red")
         except BackendRefusal as refusal:
             console.print(f"case {case.name}: {NOT_RUN}, {refusal}", highlight=False)
-    rows, limits, messages = settle_floors(rows, limits, lambda: ceilings(device, dtype))
+    rows, messages = without_beaten_floors(rows)
     report(console, rows, cases, {name: name if name in absent else PEERS[name].label() for name in wanted})
     for message in messages:
         console.print(message, highlight=False)

@@ -1,12 +1,12 @@
-"""Makes the table and the picture of what `backends.bench` measured, from its files.
+"""Makes the table of what `backends.bench` measured, from its files.
 
-    python -m backends.bench table [FILE ...] [--into PAGE] [--picture FILE]
+    python -m backends.bench table [FILE ...]
 
 A cell is a peer's time over ours, the median over the rounds of a run; with several runs, the smallest and
 the largest. In brackets: the floor as a share of our time. Lines of a file whose name starts with `before`
 are of an older state of the code. They are measured against the floors of the other lines, since a floor
 belongs to a case and a machine. What was not run is named. Without files: every results/*/data.jsonl and
-results/*/before.jsonl. `--into` writes the table over the one of a page.
+results/*/before.jsonl.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from delta_trn.backends.machine import ROOT
-from delta_trn.backends.parity.__main__ import NOT_RUN
+from delta_trn.backends.parity.page import NOT_RUN
 from delta_trn.backends.parity.rule_cases import CASES, Case
 
 # the tags of cases that are timed on a GPU, and on a CPU
 TAGS = {"cuda": "bench", "cpu": "bench-cpu"}
 PASSES = ("forward", "backward", "forward+backward")
-HEAD = "| shape |"
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -95,58 +94,12 @@ def floor_share(rows: Rows, place: Place, case: Case, phase: str) -> float | Non
 def markdown(rows: Rows) -> str:
     """Formats one line per case and one column per place."""
     heads = [f"{place}, {place.peer} over ours: {_machine(rows, place)}" for place in PLACES]
-    lines = [f"{HEAD} " + " | ".join(heads) + " |", "|---" * (1 + len(PLACES)) + "|"]
+    lines = ["| shape | " + " | ".join(heads) + " |", "|---" * (1 + len(PLACES)) + "|"]
     for case in CASES:
         if TAGS["cuda"] in case.tags:
             cells = [_cell(rows, place, case) for place in PLACES]
             lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def replace_table(page: Path, table: str) -> None:
-    """Writes the table over the one that a page has. Raises ValueError for a page that has none, or two."""
-    lines = page.read_text().splitlines()
-    heads = [number for number, line in enumerate(lines) if line.startswith(HEAD)]
-    if len(heads) != 1:
-        raise ValueError(f"{page} has {len(heads)} tables that start with {HEAD!r}; expected one to replace")
-    start = end = heads[0]
-    while end < len(lines) and lines[end].startswith("|"):
-        end += 1
-    page.write_text("\n".join([*lines[:start], table, *lines[end:]]) + "\n")
-
-
-def draw(rows: Rows, path: Path) -> None:
-    """Draws the peer's time over ours on the CPU: for each pass a bar before, and one now; runs as ticks."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    now, before = (
-        next(p for p in PLACES if p.device_type == "cpu" and p.before is old) for old in (False, True)
-    )
-    shown = [(case, phase) for case in CASES if now.takes(case) for phase in passes(case)]
-    figure = Figure(figsize=(9, 0.42 * len(shown) + 1.3), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for place, shift, color, label in ((before, -0.2, "#9ca3af", "before"), (now, 0.2, "#3b6fb6", "now")):
-        for y, (case, phase) in enumerate(shown):
-            values = ratios(rows, place, case, phase)
-            if not values:
-                axes.text(1.03, y + shift, NOT_RUN, va="center", color="gray", fontsize=7)
-                continue
-            middle = sum(values) / len(values)
-            axes.barh(y + shift, middle, 0.38, color=color, label=None if y else label)
-            axes.plot(values, [y + shift] * len(values), "|", color="black", markersize=6)
-            axes.text(max(values) * 1.03, y + shift, f"{middle:.3g}", va="center", fontsize=7)
-    axes.set_yticks(range(len(shown)), [f"{case}\n{phase}" for case, phase in shown], fontsize=7)
-    axes.set(xscale="log", xlim=(0.8, None), ylim=(len(shown) - 0.5, -0.5))
-    axes.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-    axes.minorticks_off()
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("times as fast as transformers' torch_chunk_gated_delta_rule, and its step; same run")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
-    axes.set_title(f"{now}: {_machine(rows, now)}", loc="left", fontsize=10)
-    figure.savefig(path)
 
 
 def _lines(rows: Rows, place: Place, name: str, case: Case, phase: str) -> list[Mapping[str, Any]]:

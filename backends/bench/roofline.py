@@ -10,25 +10,20 @@ heads share a key; C = 64 is the chunk of the published counts, whatever a backe
 Bytes count each input once and each output once. The ceilings are measured on the same machine in the same
 run, each as the best of many calls, since what else a machine does can only lower them:
 
-    operations  a large product by PyTorch in the dtype of q; on a CPU also multiplications and additions in
-                registers (peak.cpp), compiled like the C++ kernels: PyTorch's library does not use the widest
-                instructions of every CPU
+    operations  a large product by PyTorch in the dtype of q
     bytes       a copy. On a CPU a pass runs again and again on the same tensors, and those that fit its cache
                 stay there: the copy is the largest measured one that moves no more bytes than the pass
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from delta_trn.backends import compiler
 from delta_trn.backends.bench.timing import Call, interleaved
 from delta_trn.backends.parity.rule_cases import Case
 
@@ -36,7 +31,6 @@ C = 64
 # side of the product and bytes read by the copies, by type of device: tenths of a second on every one at hand
 PRODUCT = {"cuda": 8192, "cpu": 2048}
 COPY_BYTES = {"cuda": (2**30,), "cpu": (2**20, 2**22, 2**24, 2**27)}
-PEAK_ROUNDS = 2**20  # of peak.cpp: about 2 ms
 
 
 @dataclass(frozen=True)
@@ -65,27 +59,9 @@ class Ceilings:
         """Returns the bytes moved by the copy that bounds this work: the largest that moves no more."""
         return max((size for size in self.copies if size <= work.bytes), default=min(self.copies))
 
-    def times_ms(self, work: Work) -> dict[str | int, float]:
-        """Returns the least time by each ceiling: by "product", and by the copy of so many bytes."""
-        size = self.copy(work)
-        return {
-            "product": 1e3 * work.flops / self.flops_per_s,
-            size: 1e3 * work.bytes / self.copies[size],
-        }
-
     def floor_ms(self, work: Work) -> float:
         """Returns the longer of the times for operations and for bytes."""
-        return max(self.times_ms(work).values())
-
-    def bound(self, work: Work) -> str | int:
-        """Returns which ceiling the floor of this work comes from."""
-        times = self.times_ms(work)
-        return max(times, key=lambda ceiling: times[ceiling])
-
-    def or_better(self, other: Ceilings) -> Ceilings:
-        """Returns the higher of both measurements, ceiling by ceiling."""
-        copies = {size: max(rate, other.copies[size]) for size, rate in self.copies.items()}
-        return Ceilings(max(self.flops_per_s, other.flops_per_s), copies)
+        return 1e3 * max(work.flops / self.flops_per_s, work.bytes / self.copies[self.copy(work)])
 
     def facts(self, work: Work) -> dict[str, Any]:
         """Returns the fields of a line of results: the rates that bound this work."""
@@ -118,23 +94,6 @@ def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
     return {"forward": forward, "backward": backward, "forward+backward": forward + backward, "step": step}
 
 
-@cache
-def peak() -> compiler.Library:
-    """Returns the compiled peak.cpp, or why there is none."""
-    folder = Path(__file__).parent.parent
-    headers = [folder / "gated_delta_rule" / "chunked_products.h", folder / "exponential.h"]
-    return compiler.load(Path(__file__).with_name("peak.cpp"), headers)
-
-
-def multiply_and_add(rounds: int, threads: int) -> float:
-    """Multiplies and adds in registers, `rounds` times on each thread. Returns the number of operations."""
-    functions = peak().functions
-    assert functions is not None
-    run = functions.multiply_and_add
-    run.argtypes, run.restype = [ctypes.c_int64] * 2 + [ctypes.c_double] * 2, ctypes.c_double
-    return 2 * run(rounds, threads, 1.0, 1.0)
-
-
 def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Ceilings:
     """Measures the machine's ceilings, each as the best of its calls in about `seconds`, after a warm-up."""
 
@@ -145,10 +104,6 @@ def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) 
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     flops_per_s = 2 * n**3 / least_s(lambda: torch.mm(a, b, out=out))
-    if device.type == "cpu" and peak().functions is not None:
-        rounds, threads = PEAK_ROUNDS, torch.get_num_threads()
-        done = multiply_and_add(rounds, threads)
-        flops_per_s = max(flops_per_s, done / least_s(lambda: multiply_and_add(rounds, threads)))
     copies = {}
     for size in COPY_BYTES[device.type]:
         source = torch.randn(size // 4, device=device)

@@ -1,12 +1,10 @@
 """Judges every backend by the float64 judge: per case, tensor and dtype.
 
     python -m backends.parity [--backend NAME] [--op NAME] [--case NAME] [--dtype NAME] [--whole] [--slow]
-        [--json FILE]
+        [--json FILE] [--markdown FILE]
     python -m backends.parity record FILE --backend NAME       goldens: what this machine computes
     python -m backends.parity check FILE                       judges what another machine computed
     python -m backends.parity table [FILE ...]                 a Markdown table, from --json files
-    python -m backends.parity fuzz --backend NAME [...]        random cases: see `fuzz`
-    python -m backends.parity certificate [...]                one page for each backend: see `certificate`
 
 DELTA_TRN_NKI=0.2.0 in the environment holds `nki-simulator` to the rules of that release of NKI; without it
 those of all releases hold. The exit status is 1 on a failure. `judge.py` says what is measured and what is
@@ -34,20 +32,18 @@ from delta_trn.backends import machine
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.machine import ROOT, facts
 from delta_trn.backends.parity import (
-    certificate,
     goldens,
     layer_cases,
     mixer_cases,
+    page,
     residual_cases,
     rule,
     rule_cases,
 )
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
-from delta_trn.backends.parity.random import fuzz
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
 from delta_trn.backends.registry import BACKENDS, OPERATIONS, BackendRefusal
 
-NOT_RUN = "not yet run"
 SHOWN = 20
 RELEASE = "DELTA_TRN_NKI"  # the environment variable that the simulator reads
 
@@ -196,41 +192,7 @@ def report(
         console.print(f"{backend} {dtype_name(dtype)}{rules}: {cases} cases, {summary}", highlight=False)
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Formats a table: what ran where, and the worst error over what is allowed."""
-    places = list(dict.fromkeys((row["backend"], row["device"]) for row in rows))
-    columns = places + [(name, NOT_RUN) for name in BACKENDS if name not in dict(places)]
-    lines = [
-        "| operation | " + " | ".join(f"`{backend}`, {device}" for backend, device in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for op in [op for op in OPERATIONS if op == OPERATIONS[0] or any(row["op"] == op for row in rows)]:
-        for name in map(dtype_name, DTYPES):
-            cells = (
-                _cell([r for r in rows if (r["op"], r["backend"], r["device"], r["dtype"]) == key])
-                for key in ((op, *place, name) for place in columns)
-            )
-            lines.append(f"| `{op}`, {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return NOT_RUN
-    failed = sum(not row["passed"] for row in rows)
-    if failed:
-        return f"{failed} of {len(rows)} failed"
-    worst = max(row["error"] / row["allowed"] for row in rows if row["allowed"])
-    return f"{len({row['case'] for row in rows})} cases pass, at most {worst:.2f} of the allowed error"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["fuzz"]:
-        return _refuse_politely(lambda: fuzz.main(argv[1:], _place))
-    if argv[:1] == ["certificate"]:
-        here = [subject.backend for subject in subjects()]
-        return _refuse_politely(lambda: certificate.main(argv[1:], _place, here))
     parser = argparse.ArgumentParser(
         prog="delta-trn parity", description="Judges every backend by the float64 judge"
     )
@@ -247,24 +209,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--slow", action="store_true", help="the slow cases too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write every case as a page")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 130)
-    return _refuse_politely(lambda: _ACTIONS[options.action](options, console))
-
-
-def _refuse_politely(command: Callable[[], int]) -> int:
-    """Returns the command's exit status; 2, with one line, where it refuses."""
     try:
-        return command()
+        return _ACTIONS[options.action](options, console)
     except (BackendRefusal, ValueError, OSError) as complaint:
         print(complaint, file=sys.stderr)
         return 2
-
-
-def _place(backend: str) -> tuple[str, bool]:
-    """Returns the device on which a backend runs here, and whether it is emulated there."""
-    (subject,) = subjects([backend])
-    return subject.device, subject.emulated
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
@@ -288,6 +240,11 @@ def _run(options: argparse.Namespace, console: Console) -> int:
                     verdicts.append(verdict)
                     print(json.dumps(row(verdict, machine_facts)), file=lines, flush=True)
     report(console, verdicts, refused)
+    if options.markdown:
+        reasons = {name: case.reason for name, case in known.items()}
+        options.markdown.write_text(
+            page.page(verdicts, reasons, refused, facts(torch.device(chosen[0].device)))
+        )
     return _status(verdicts)
 
 
@@ -307,7 +264,7 @@ def _check(options: argparse.Namespace, console: Console) -> int:
 
 def _table(options: argparse.Namespace, console: Console) -> int:
     files = options.files or sorted((ROOT / "results").glob("*/parity*.jsonl"))
-    print(markdown([json.loads(line) for file in files for line in file.read_text().splitlines()]))
+    print(page.table([json.loads(line) for file in files for line in file.read_text().splitlines()]))
     return 0
 
 

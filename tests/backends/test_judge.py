@@ -24,10 +24,10 @@ from delta_trn.backends.parity.judge import (
     absolute,
     chance_factor,
 )
-from delta_trn.backends.parity.random import properties
-from delta_trn.backends.parity.random.cases import draw
 from delta_trn.backends.parity.rule import judge_outcome, outcome, reference, reference_for
-from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
+from delta_trn.backends.parity.rule_cases import BY_NAME, STEPS, Case, inputs
+from tests.support.fuzz import expected
+from tests.support.fuzz.cases import rule_case
 
 
 def imports_of(module):
@@ -84,12 +84,16 @@ def code_that_runs(function):
 
 MIXER = mixer_cases.inputs(mixer_cases.BY_NAME["mixer_packed_empty"], torch.bfloat16)
 RESIDUAL = residual_cases.inputs(residual_cases.BY_NAME["residual_odd"], torch.bfloat16)
-CASES = [draw(1, index, "chunked") for index in (3, 4, 7, 10, 13)]
+CASES = [
+    rule_case(BY_NAME["gates_packed"], torch.bfloat16),
+    rule_case(BY_NAME["carry"], torch.float32),
+    rule_case(STEPS["decode_norm"], torch.float32),
+]
 JUDGES = {
     "rule": lambda: reference_for(inputs(BY_NAME["gates_packed"], torch.bfloat16)),
     "mixer": lambda: (mixer_cases.judge_outcome(MIXER), next(mixer_cases.samples(MIXER))),
     "residual": lambda: list(residual_cases.samples(RESIDUAL, 1e-5)),
-    "random cases": lambda: [(properties.judge(case), *properties.samples(case)) for case in CASES],
+    "random cases": lambda: [(expected.judge(case), *expected.samples(case)) for case in CASES],
     **{
         op: lambda case=case: layer_cases.outcome(case, layer_cases.inputs(case, torch.bfloat16), None)
         for op, case in {case.op: case for case in layer_cases.CASES}.items()

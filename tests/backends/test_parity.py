@@ -353,11 +353,13 @@ def test_an_emulated_backend_runs_the_whole_grid_when_asked():
 
 
 def test_the_parity_command_reports_and_writes_rows(tmp_path, capsys):
-    file = tmp_path / "parity.jsonl"
-    assert (
-        parity.main(["--backend", "chunked", "--case", "one", "--case", "ragged", "--json", str(file)]) == 0
-    )
+    file, page = tmp_path / "parity.jsonl", tmp_path / "parity.md"
+    command = ["--backend", "chunked", "--case", "one", "--case", "ragged", "--json", str(file)]
+    assert parity.main([*command, "--markdown", str(page)]) == 0
     output = capsys.readouterr().out
+    text = page.read_text()
+    assert text.startswith("# Passed: `chunked`\n\n0 of 60 tensors failed.") and "`chunked` float64" in text
+    assert f"| ragged | {BY_NAME['ragged'].reason} | 0." in text and "**" not in text
     assert "chunked float32: 2 cases, all 15 passed" in output
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 60
@@ -389,7 +391,10 @@ def test_the_parity_command_fails_on_a_planted_fault(monkeypatch, capsys, tmp_pa
     fault = FAULTS["masked after exp"]
     monkeypatch.setattr(chunked, fault.function, fault.mistake)
     file = tmp_path / "parity.jsonl"
-    assert parity.main(["--backend", "chunked", "--case", fault.case, "--json", str(file)]) == 1
+    command = ["--backend", "chunked", "--case", fault.case, "--json", str(file)]
+    assert parity.main([*command, "--markdown", str(tmp_path / "parity.md")]) == 1
+    text = (tmp_path / "parity.md").read_text()
+    assert text.startswith("# Failed: `chunked`") and f"| {fault.case} |" in text and "**inf** (" in text
     assert "failed" in capsys.readouterr().out
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert any(row["error"] is None and not row["passed"] for row in rows)

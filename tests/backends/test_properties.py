@@ -1,39 +1,62 @@
-"""Random cases keep every property on every backend, and a planted defect breaks each property."""
+"""Random cases keep every property on every backend, and a planted defect breaks each property.
 
-import hashlib
+pytest tests/backends/test_properties.py --fuzz 3000 --backend chunked   so many new cases of each property
+pytest ... -k CHECK --fuzz-blob BLOB      the one case of a failure, whose blob hypothesis has printed
+"""
+
 import itertools
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.backends.parity import __main__ as parity
-from delta_trn.backends.parity import certificate, dense, rule, rule_cases
+from delta_trn.backends.parity import dense, rule, rule_cases
 from delta_trn.backends.parity.judge import error
-from delta_trn.backends.parity.random import cases, fuzz, properties
-from delta_trn.backends.parity.random.cases import PROPERTIES, draw
+from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case
+from delta_trn.backends.registry import BACKENDS, BackendRefusal
+from tests.support.fuzz import checks
+from tests.support.fuzz.cases import CHECKS, Changes, random_cases, rule_case
+from tests.support.fuzz.run import fuzz
 
-SEED = 20261122
-# cases of the default suite, and how many stand in one test
-CASES = {"chunked": (320, 40), "recurrent": (20, 20), "nki-simulator": (12, 12), "triton": (10, 10)}
+# cases of each property in the default suite, which has few of the slow backends
+FEW, FEWER = 5, 3
+SLOW_ONES = {
+    "gated_delta_rule": ("judge", "alone"),
+    "gated_delta_rule_step": ("judge",),
+    "delta_residual": ("rows",),
+}
 
 
 def pytest_generate_tests(metafunc):
-    if "piece" in metafunc.fixturenames:
-        rows = []
-        for subject in parity.subjects(metafunc.config.getoption("--backend") or None):
-            cases, size = CASES.get(subject.backend, (40, 40))
-            for first in range(0, cases, size):
-                rows.append(pytest.param(subject, first, size, id=f"{subject.backend}-{first}"))
-        metafunc.parametrize(("subject", "first", "piece"), rows)
+    if "subject" not in metafunc.fixturenames:
+        return
+    config, rows = metafunc.config, []
+    for subject in parity.subjects(config.getoption("--backend") or None):
+        few = (subject.emulated or subject.backend == "recurrent") and not config.getoption("--fuzz")
+        for op, names in (SLOW_ONES if few else CHECKS).items():
+            if op in BACKENDS[subject.backend].capabilities or op == "gated_delta_layer":
+                cases = config.getoption("--fuzz") or (FEWER if few else FEW)
+                rows += [
+                    pytest.param(subject, op, check, cases, id=f"{subject.backend}-{op}-{check}")
+                    for check in names
+                ]
+    metafunc.parametrize(("subject", "op", "check", "cases"), rows)
 
 
-def test_every_property_holds(subject, first, piece):
-    plan = fuzz.Plan(subject.backend, subject.device, SEED, first + piece)
-    failures = fuzz.run_piece(plan, first, piece).failures
-    assert not failures, "\n".join(failures)
+def test_every_property_holds(subject, op, check, cases, pytestconfig):
+    refused = []
+
+    def examine(case):
+        try:
+            checks.check(case, subject.backend)
+        except BackendRefusal as refusal:
+            refused.append(refusal)
+
+    new, blob = bool(pytestconfig.getoption("--fuzz")), pytestconfig.getoption("--fuzz-blob")
+    ran = fuzz(random_cases(subject.backend, op, check, subject.device), examine, cases, new=new, blob=blob)
+    if op != "gated_delta_layer":  # which its backend may compute by its parts
+        assert 2 * len(refused) < ran, f"{len(refused)} of {ran} cases refused, such as: {refused[0]}"
 
 
 @pytest.mark.parametrize(
@@ -42,9 +65,9 @@ def test_every_property_holds(subject, first, piece):
 def test_the_fast_judge_is_the_literal_recurrence(name):
     """In float64, to the last digits; the recurrence takes ten times as long.
 
-    A sigmoid of 37.5 has a derivative of 5e-17. The judge had 0: a right backend was red (20261122301:190).
+    A sigmoid of 37.5 has a derivative of 5e-17. The judge had 0, and a right backend was red.
     """
-    x = rule_cases.inputs(rule_cases.BY_NAME[name], torch.float64)
+    x = rule_cases.inputs(BY_NAME[name], torch.float64)
     if name == "gates_packed":
         x = replace(x, beta=x.beta + 37.5)
     leaves = {n: y.clone().requires_grad_(y.is_floating_point()) for n, y in x.tensors().items()}
@@ -58,118 +81,90 @@ def test_the_fast_judge_is_the_literal_recurrence(name):
             assert error(y, expected[result]) < 1e-12, result
 
 
-@pytest.mark.parametrize(
-    ("backend", "seed", "index"),
-    [
-        # float64, in which judge and samples made the same gates: a decay of e^-250 has 250 roundings
-        ("chunked", 0, 189),
-        # float64 cut in two: running sums of -170 were added up in the judge's order alone
-        ("chunked", 20261122306, 503),
-        # rates of e^84: samples whose gates multiplied infinity by 0 had no gradient
-        ("chunked", 100, 8918),
-        # 110 equal keys in one chunk of 128: (1 - beta)^110 is a difference of numbers near 1
-        ("nki-simulator", 100, 1025),
-        # beta = 1: the first token's U is v, which samples did not round, and <dO, U> almost cancels
-        ("nki-simulator", 20261122403, 25),
-        # a vocabulary of 1: samples took the target's logit from the others, and their loss was 0
-        ("nki-simulator", 20261123222, 476),
-    ],
-)
-def test_samples_have_the_rounding_that_every_implementation_has(backend, seed, index):
-    """Cases that were red because the samples lacked it."""
-    assert properties.check(draw(seed, index, backend, "cpu"), backend) <= 1
-
-
-def test_a_tiny_scale_of_huge_queries_leaves_dq_its_digits():
-    """scale r_q dO times r_k U was 0 in NKI's backward, and all of dq with it."""
-    assert properties.check(draw(20261123002, 191, "nki-simulator", "cpu"), "nki-simulator") <= 1
-
-
-def test_reads_that_cancel_leave_dg_its_digits():
-    """K = 1, q = +-1 and a constant dO: F is P times a number per token, and P was rounded to bfloat16."""
-    assert properties.check(draw(55, 3908, "nki-simulator", "cpu"), "nki-simulator") <= 1
-
-
-@pytest.mark.parametrize(
-    ("seed", "index"),
-    [
-        *((20261123010, 155), (20261123010, 173), (20261123010, 190), (777123, 1132), (20261122403, 8)),
-        (20261123042, 210),  # norms of 1,000 and decays of e^-80, which shortened keys made underflow
-    ],
-)
-def test_tiny_values_of_huge_keys_do_not_underflow(seed, index):
-    """NKI's kernels multiply raw keys, and values by reciprocal norms: 1e-30 over 1e13 was 0."""
-    assert properties.check(draw(seed, index, "nki-simulator", "cpu"), "nki-simulator") <= 1
-
-
-def test_gates_of_a_transposed_tensor_have_the_bits_of_separate_sequences():
-    """A sequence of one token had other exponentials alone than packed."""
-    assert properties.check(draw(20261123000, 8593, "chunked", "cpu"), "chunked") <= 1
-
-
-@pytest.mark.parametrize("path", ["kernel", "PyTorch"])
-def test_dg_of_equal_keys_has_no_roundings_of_its_own(path, request):
-    """Each row of (lam k) dS' was rounded for itself: an element of dg was 66 times as far off as samples."""
-    if path == "PyTorch":
-        request.getfixturevalue("without_cpu_kernel")
-    assert properties.check(draw(20261122400, 2977, "chunked", "cpu"), "chunked") <= 1
+HUGE, TINY = ({"q": x, "k": x} for x in (1e9, 1e-21))
+EMULATED, F32, BF16 = "nki-simulator", torch.float32, torch.bfloat16
+# what random cases have found, in the sizes in which they did; the sentence says what was wrong
+FOUND = [
+    # a decay of e^-250 has 250 roundings, and judge and samples made the same gates
+    ("chunked", torch.float64, Case("0", 1, 65, 1, 20, 1, "", gates="wide", keys="near", norm="random",
+     state=True, loss=BOTH), {"g": 5.0}),
+    # rates of e^84: samples whose gates multiplied infinity by 0 had no gradient
+    ("chunked", F32, Case("1", 2, 100, 4, 64, 64, "", gates="wide", norm="random", state=True),
+     {"A_log": 30.0}),
+    # a sequence of one token had other exponentials alone than packed
+    ("chunked", BF16, Case("2", 1, 257, 3, 32, 256, "", gates="wide", norm="huge", state=True, reflect=True,
+     lengths=(1, 128, 1, 127), loss=BOTH), {}),
+    # each row of (lam k) dS' was rounded for itself: an element of dg was 66 times as far off as samples
+    ("chunked", F32, Case("3", 3, 395, 2, 96, 16, "", keys="equal", beta=1.0, scale=-0.3, state=True,
+     loss=("final_state",)), {"initial_state": 1e4}),
+    # beta = 1: the first token's U is v, which samples did not round, and <dO, U> almost cancels
+    (EMULATED, BF16, Case("4", 3, 41, 1, 16, 123, "", norm="tiny", decay="mixed", beta=1.0), {"g": 5.0}),
+    # scale r_q dO times r_k U was 0 in NKI's backward, and all of dq with it
+    (EMULATED, BF16, Case("5", 2, 15, 1, 16, 32, "", HV=4, norm="huge", decay="heavy", scale=1e-20,
+     loss=BOTH), HUGE),
+    # K = 1, q = +-1 and a constant dO: F is P times a number per token, and P was rounded to bfloat16
+    (EMULATED, BF16, Case("6", 1, 106, 1, 1, 75, "", HV=2, keys="near", values=1e4, decay="mixed", scale=1.0,
+     lengths=(6, 40, 0, 60)), {"g": 5.0, "do": 0.0}),
+    # NKI's kernels multiply raw keys, and values by reciprocal norms: 1e-30 over 1e13 was 0
+    (EMULATED, F32, Case("7", 1, 72, 1, 64, 128, "", keys="near", norm="huge", values=1e-30, decay="reset",
+     beta=0.0, scale=8.0, state=True), HUGE),
+    (EMULATED, BF16, Case("8", 2, 141, 1, 125, 28, "", norm="huge", values=1e-30, decay="reset", beta=1.0,
+     state=True, loss=BOTH), HUGE),
+    # norms of 1,000 and decays of e^-80, which shortened keys made underflow
+    (EMULATED, BF16, Case("9", 3, 13, 4, 9, 64, "", norm="huge", gates="wide", reflect=True, state=True,
+     scale=-0.3), {"g": 5.0}),
+    # NKI's backward divides by beta, of at least 2^-26. With 2^-100, v = 1e-30 underflowed; dk was not 0
+    (EMULATED, BF16, Case("10", 1, 106, 1, 16, 3, "", HV=4, norm="tiny", decay="none", beta=0.0, state=True,
+     loss=BOTH), {}),
+    (EMULATED, F32, Case("11", 3, 1, 2, 1, 192, "", HV=6, keys="near", values=1e-30, beta=0.0, scale=1.0,
+     state=True), {}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("seed", "index"), [(777123, 253), (777123, 33), (20261123006, 61), (20261123006, 89), (15, 18)]
+    ("backend", "dtype", "case", "factors"), FOUND, ids=[f"{x[0]}-{x[2].name}" for x in FOUND]
 )
-def test_tokens_that_write_almost_nothing_have_exact_gradients(seed, index):
-    """NKI's backward divides by beta, of at least 2^-26. With 2^-100, v = 1e-30 underflowed; dk was not 0."""
-    assert properties.check(draw(seed, index, "nki-simulator", "cpu"), "nki-simulator") <= 1
-
-
-def test_where_no_sample_is_finite_a_result_must_be_finite_and_no_more(monkeypatch):
-    case = draw(5, 4, "chunked")
-    nan = {name: y * torch.nan for name, y in properties.judge(case).items()}
-    monkeypatch.setattr(properties, "samples", lambda case: iter([nan, nan]))
-    for factor, complaint in ((1.0, None), (3.0, None), (torch.nan, "is not finite")):
-        results = {name: y * factor for name, y in properties.judge(case).items()}
-        monkeypatch.setattr(properties, "outcome", lambda case, backend, results=results: results)
-        if complaint is None:
-            assert properties.check(replace(case, check="judge"), "chunked") == 0
-            continue
-        with pytest.raises(properties.Failure, match=complaint):
-            properties.check(replace(case, check="judge"), "chunked")
-
-
-def digest(case):
-    fingerprint = hashlib.sha256(repr((case.op, case.dtype, case.options, case.wanted, case.check)).encode())
-    for name, x in [*case.tensors.items(), *case.douts.items()]:
-        fingerprint.update(f"{name}{x.dtype}{tuple(x.shape)}{x.stride()}".encode())
-        fingerprint.update(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return fingerprint.hexdigest()[:8]
-
-
-DIGESTS = ["e617e634", "179608ab", "40fb2007", "4b463c49", "2295e092", "eb069c7d"]
-
-
-def test_a_case_is_the_same_on_every_machine():
-    """So a line that one machine prints is a case on another. The fingerprints are of an AMD EPYC."""
-    assert [digest(draw(7, index, "chunked")) for index in range(6)] == DIGESTS
-    assert len({digest(draw(seed, 0, "chunked")) for seed in range(4)}) == 4
+def test_what_random_cases_have_found_stays_right(backend, dtype, case, factors):
+    x = rule_case(case, dtype, Changes(factors, {}), "alone" if case.lengths else "judge")
+    if "do" in factors:
+        x = replace(x, douts={"o": x.douts["o"].flatten()[0].expand(x.douts["o"].shape)})
+    assert checks.check(x, backend) <= 1
 
 
 def test_cases_reach_what_they_are_for():
-    """Of a thousand: every operation, dtype and property, empty inputs, hundreds of sequences, resets."""
-    cases = [draw(1, index, "chunked") for index in range(600)]
-    assert {case.op for case in cases} == set(PROPERTIES)
-    assert {case.dtype for case in cases} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-    assert {(case.op, case.check) for case in cases} >= {
-        (op, check) for op in ("gated_delta_rule", "delta_residual") for check in PROPERTIES[op]
+    """Every dtype and form of the rule: no tokens, many sequences, resets, strides, zero keys and others."""
+    drawn = []
+    for check in ("judge", "alone", "wanted"):
+        fuzz(random_cases("chunked", "gated_delta_rule", check), drawn.append, 120)
+    assert {case.dtype for case in drawn} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+    packed = [case.tensors["cu_seqlens"] for case in drawn if "cu_seqlens" in case.tensors]
+    gates = [case.tensors["g"] for case in drawn]
+    keys = [case.tensors["k"] for case in drawn if case.tensors["k"].numel()]
+    forms = {
+        "no tokens": any(g.shape[1] == 0 for g in gates),
+        "no rows": any(g.shape[0] == 0 for g in gates),
+        "one token": any(g.shape[1] == 1 for g in gates),
+        "many sequences": max(map(len, packed)) > 20,
+        "empty sequences": any((x.diff() == 0).any() for x in packed),
+        "no empty sequence": any((x.diff() > 0).all() for x in packed),
+        "resets": any(g.isinf().any() for g in gates),
+        "no decay": any(g.numel() and not g.any() for g in gates),
+        "strong decay": any((g == -20).any() for g in gates),
+        "zero keys": any((k == 0).all(-1).any() for k in keys),
+        "equal keys": any(k.shape[1] > 2 and torch.equal(k[:, 0], k[:, 1]) for k in keys),
+        "beta of 2": any((case.tensors["beta"] == 2).any() for case in drawn),
+        "groups": any(case.tensors["v"].shape[2] > case.tensors["k"].shape[2] for case in drawn),
+        "K is not V": any(case.tensors["v"].shape[3] != case.tensors["k"].shape[3] for case in drawn),
+        "strides": any(not k.is_contiguous() for k in keys),
+        "gates": any("use_gate_in_kernel" in case.options for case in drawn),
+        "a gate given": any(
+            "use_beta_sigmoid_in_kernel" in c.options and "A_log" not in c.tensors for c in drawn
+        ),
+        "states": any("initial_state" in case.tensors for case in drawn),
+        "no gradient": any(not case.wanted for case in drawn),
+        "one gradient": any(len(case.wanted) == 1 for case in drawn),
     }
-    rules = [case for case in cases if case.op == "gated_delta_rule"]
-    assert any(case.tensors["q"].shape[1] == 0 for case in rules)
-    assert any(case.tensors["q"].shape[0] == 0 for case in rules)
-    assert max(len(case.tensors.get("cu_seqlens", ())) for case in rules) > 100
-    assert any(case.tensors["g"].isinf().any() for case in rules)
-    assert any((case.tensors["g"] == torch.finfo(torch.float32).min).any() for case in rules)
-    assert not all(case.tensors["k"].is_contiguous() for case in rules)
-    assert any(not case.wanted for case in rules) and any(len(case.wanted) == 1 for case in rules)
+    assert all(forms.values()), [form for form, reached in forms.items() if not reached]
 
 
 # A defect for each property: what the public operation returns instead of the right outputs.
@@ -211,23 +206,11 @@ def an_unwanted_gradient(y, x, calls):
     return y + 0 * x["k" if "k" in x else "weight"].requires_grad_().sum()
 
 
-def plant(defect, monkeypatch):
-    """Lets a defect change o or y of `chunked`, not of the judge."""
-    original, calls = properties.run, itertools.count()
-
-    def run(case, x, backend):
-        outputs = original(case, x, backend)
-        name = "y" if case.op == "gated_delta_layer" else "o"
-        return {**outputs, name: defect(outputs[name], x, next(calls))} if backend == "chunked" else outputs
-
-    monkeypatch.setattr(properties, "run", run)
-
-
 DEFECTS = [
     ("judge", one_part_in_a_thousand, "judge: .* [oy]: error"),
     ("judge", a_nan, "[oy] is not finite"),
-    ("judge", another_dtype, "[oy] is torch.float64"),
-    ("judge", another_shape, "[oy] is torch.float32"),
+    ("judge", another_dtype, r"[oy] is \(torch.float64"),
+    ("judge", another_shape, "an output is"),
     ("again", a_bit_by_call, "again: .* other bits"),
     ("rows", the_neighbors_sum, "rows: .* other bits"),
     ("alone", a_state_not_handed_over, "alone"),
@@ -236,155 +219,100 @@ DEFECTS = [
     ("wanted", the_other_gradients, "wanted: .* other bits"),
     ("wanted", an_unwanted_gradient, "(k|weight) requires no gradient"),
 ]
-OPERATIONS = ("gated_delta_rule", "gated_delta_layer")
 
 
 @pytest.mark.parametrize(
     ("op", "check", "defect", "complaint"),
-    [(op, *row) for op in OPERATIONS for row in DEFECTS if row[0] in PROPERTIES[op]],
+    [
+        (op, *row)
+        for op in ("gated_delta_rule", "gated_delta_layer")
+        for row in DEFECTS
+        if row[0] in CHECKS[op]
+    ],
 )
-def test_a_planted_defect_breaks_the_property(op, check, defect, complaint, monkeypatch):
-    monkeypatch.setattr(cases, "LAYERS", float(op == "gated_delta_layer"))
-    monkeypatch.setattr(cases, "DTYPES", {torch.float32: 1})
-    monkeypatch.setattr(cases, "PROPERTIES", {**PROPERTIES, op: {check: 1.0}})
-    first, changed, output = ("q", "k", "o") if op == "gated_delta_rule" else ("x", "weight", "y")
-    case = next(
-        case
-        for case in (draw(5, index, "chunked") for index in itertools.count())
-        if (case.op, case.check) == (op, check)
-        and case.tensors[first].numel() > 500
-        and not any(word in case.words for word in ("beta=0", "scale", "keys", "tiny", "size=0"))
-        and len(case.tensors[first]) >= (2 if check == "rows" and "cu_seqlens" not in case.tensors else 1)
-        and (check == "alone") == ("cu_seqlens" in case.tensors)
-        and (output in case.douts) == (check != "steps")
-        and not (check == "wanted" and (changed in case.wanted or not case.wanted))
-    )
-    assert properties.check(case, "chunked") <= 1
-    plant(defect, monkeypatch)
-    with pytest.raises(properties.Failure, match=complaint):
-        properties.check(case, "chunked")
+def test_a_planted_defect_is_found_within_fifty_cases(op, check, defect, complaint, monkeypatch):
+    original = checks.run
+
+    def examine(case):
+        calls = itertools.count()
+
+        def run(case, x, backend):
+            outputs = original(case, x, backend)
+            name = "y" if case.op == "gated_delta_layer" else "o"
+            return {**outputs, name: defect(outputs[name], x, next(calls))}
+
+        monkeypatch.setattr(checks, "run", run)
+        try:
+            checks.check(case, "chunked")
+        finally:
+            monkeypatch.setattr(checks, "run", original)
+
+    with pytest.raises((checks.Failure, RuntimeError), match=complaint):
+        in_float32 = random_cases("chunked", op, check).filter(lambda case: case.dtype == torch.float32)
+        fuzz(in_float32, examine, 50, shrink=False)
 
 
-def test_a_layer_is_judged_by_q_k_and_v_apart(monkeypatch):
+def test_a_failure_is_shrunk_and_its_blob_draws_it_again():
+    """Cases of more than 40 tokens are red: the simplest has 41, and little else."""
+    strategy = random_cases("chunked", "gated_delta_rule", "judge")
+
+    def examine(case):
+        assert case.tensors["q"].shape[1] <= 40
+
+    with pytest.raises(AssertionError) as failure:
+        fuzz(strategy, examine, 50)
+    (note,) = (x for x in failure.value.__notes__ if "reproduce_failure" in x)
+    seen = []
+    with pytest.raises(AssertionError):
+        fuzz(
+            strategy,
+            lambda case: (seen.append(case), examine(case)),
+            1,
+            blob=note.split("b'")[1].split("'")[0],
+        )
+    q, v = seen[-1].tensors["q"], seen[-1].tensors["v"]
+    assert q.shape[:3] == (1, 41, 1) and v.shape[2] == 1 and "initial_state" not in seen[-1].tensors
+
+
+def test_where_no_sample_is_finite_a_result_must_be_finite_and_no_more(monkeypatch):
+    case = rule_case(BY_NAME["ragged"], torch.float32)
+    nan = {name: y * torch.nan for name, y in checks.judge(case).items()}
+    monkeypatch.setattr(checks, "samples", lambda case: iter([nan, nan]))
+    right = {name: y.to(checks.dtype_of(case, name)) for name, y in checks.judge(case).items()}
+    for factor, complaint in ((1.0, None), (3.0, None), (torch.nan, "is not finite")):
+        results = {name: y * factor for name, y in right.items()}
+        monkeypatch.setattr(checks, "outcome", lambda case, backend, results=results: results)
+        if complaint is None:
+            assert checks.check(case, "chunked") == 0
+            continue
+        with pytest.raises(checks.Failure, match=complaint):
+            checks.check(case, "chunked")
+
+
+def test_a_layer_is_judged_by_q_k_and_v_apart():
     """dx of the keys' channels has a bound of its own, also where that of the values is much larger."""
-    monkeypatch.setattr(cases, "LAYERS", 1.0)
-    case = next(
-        case
-        for case in (draw(6, index, "chunked") for index in itertools.count())
-        if (case.check, case.dtype, case.words) == ("judge", torch.float32, "") and "x" in case.wanted
-    )
-    results = properties.outcome(case, "chunked")
+    drawn = []
+    fuzz(random_cases("chunked", "gated_delta_layer", "judge"), drawn.append, 40)
+    case = next(x for x in drawn if x.dtype == torch.float32 and x.layer.T > 10 and "x" in x.wanted)
+    results = checks.outcome(case, "chunked")
     keys = slice(case.layer.H * case.layer.K, 2 * case.layer.H * case.layer.K)
-    criterion = properties.Criterion(case)
+    criterion = checks.Criterion(case)
     assert criterion.require("judge", results) <= 1
     results["dx"][..., keys] *= 1.001
-    with pytest.raises(properties.Failure, match="dx_k: error"):
+    with pytest.raises(checks.Failure, match="dx_k: error"):
         criterion.require("judge", results)
 
 
 def test_another_bit_of_a_packed_sequence_on_chunk_boundaries_is_seen(monkeypatch):
     """Where sequences start on chunk boundaries, "alone" is bit for bit; elsewhere within the criterion."""
-    case = draw(5, 262, "chunked")
-    assert case.check == "alone" and case.tensors["cu_seqlens"].tolist() == [0, 64, 128, 144]
-    assert properties.check(case, "chunked") <= 1
-    plant(a_bit_by_call, monkeypatch)
-    with pytest.raises(properties.Failure, match=r"alone, on chunk boundaries: .* other bits"):
-        properties.check(case, "chunked")
+    case = rule_case(Case("bits", 1, 144, 1, 16, 16, "", lengths=(64, 64, 16)), torch.float32, check="alone")
+    assert checks.check(case, "chunked") <= 1
+    original, calls = checks.run, itertools.count()
 
+    def run(case, x, backend):
+        outputs = original(case, x, backend)
+        return {**outputs, "o": outputs["o"] * (1 + 2**-23 * next(calls))}
 
-# The runner
-
-
-PLAN = fuzz.Plan("chunked", "cpu", 3, 12)
-
-
-def test_random_cases_leave_pytorch_its_threads():
-    """They left it one: a run in this process and its resumed half in another then differed by rounding."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    fuzz.run_piece(PLAN, 0, 1)
-    left = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    assert left == 3
-
-
-def test_a_sample_of_the_baseline_can_stand_for_the_backend(capsys, monkeypatch):
-    """So chance is measured. What errs by a hundredth is no honest sample."""
-    words = ["fuzz", "--backend", "chunked", "--honest", "--cases", "5", "--seed", "3", "--processes", "1"]
-    assert parity.main(words) == 0
-    assert "the baseline, seed 3: 5 of 5 cases passed" in capsys.readouterr().out
-    judge = properties.judge
-    monkeypatch.setattr(properties, "judge", lambda x: {name: 1.01 * y for name, y in judge(x).items()})
-    monkeypatch.setattr(properties, "samples", lambda x: iter([properties.judge(x)]))
-    assert parity.main(words) == 1
-
-
-def test_open_pieces_are_those_that_no_line_of_the_state_has():
-    assert list(fuzz.open_pieces(PLAN, [], 5)) == [(0, 5), (5, 5), (10, 2)]
-    assert list(fuzz.open_pieces(PLAN, [(5, 5), (0, 2)], 5)) == [(2, 3), (10, 2)]
-    assert list(fuzz.open_pieces(PLAN, [(0, 12)], 5)) == []
-
-
-def test_a_killed_run_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
-    """Nothing that stands in the file runs again, and a line that the kill cut short counts for nothing."""
-    state, ran = tmp_path / "state.jsonl", []
-    file = fuzz.State(state, PLAN)
-    file.add(fuzz.run_piece(PLAN, 0, 4))
-    file.add(fuzz.Piece(4, 4, failures=["the line of a failure"]))
-    state.write_text(state.read_text() + '{"first": 8, "cou')
-    original = fuzz.run_piece
-    monkeypatch.setattr(fuzz, "run_piece", lambda plan, *work: ran.append(work) or original(plan, *work))
-    words = ["fuzz", "--backend", "chunked", "--cases", "12", "--seed", "3", "--processes", "1"]
-    assert parity.main([*words, "--state", str(state)]) == 1  # of the failure before the kill
-    output = capsys.readouterr().out
-    assert ran == [(8, 4)]
-    assert "the line of a failure" in output and "8 of 12 cases passed, 1 failed" in output
-    assert [json.loads(line)["first"] for line in state.read_text().splitlines()[1:]] == [0, 4, 8]
-    other = ["fuzz", "--backend", "chunked", "--seed", "4", "--state", str(state)]
-    assert parity.main(other) == 2 and "is of other cases" in capsys.readouterr().err
-
-
-def test_a_failure_is_one_line_that_reproduces_it(capsys, monkeypatch):
-    def check(case, backend):
-        if case.name == "3:7":
-            raise properties.Failure("o is\nwrong")
-        return 0.5
-
-    monkeypatch.setattr(properties, "check", check)
-    words = ["fuzz", "--backend", "chunked", "--cases", "9", "--seed", "3", "--processes", "1"]
-    assert parity.main(words) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "--only" in line)
-    command, _, comment = line.partition("#")
-    assert "o is wrong" in comment
-    assert parity.main(command.split()[3:]) == 1
-    assert "3:7 gated_delta_rule" in capsys.readouterr().out
-    assert parity.main(["fuzz", "--backend", "chunked", "--only", "3:6"]) == 0
-    assert parity.main(["fuzz", "--backend", "chunked", "--only", "3"]) == 2
-
-
-# The certificate
-
-
-def test_a_certificate_says_passed_or_what_failed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(rule_cases, "CASES", [rule_cases.BY_NAME[name] for name in ("two", "packed")])
-    monkeypatch.setattr(certificate, "DECODED", ("norm",))
-    monkeypatch.setattr(certificate.residual_cases, "CASES", ())
-    monkeypatch.setattr(certificate.layer_cases, "CASES", ())
-    words = ["certificate", "--backend", "chunked", "--cases", "3", "--to", str(tmp_path)]
-    assert parity.main(words) == 0
-    page = (tmp_path / "chunked.md").read_text()
-    assert (
-        page.startswith("# Passed: `chunked`") and "| packed |" in page and "3 of 3 pass with seed 0" in page
-    )
-    assert (tmp_path / "chunked.png").read_bytes()[:4] == b"\x89PNG"
-    original = chunked.forward
-
-    def wrong(call, *, save):
-        o, state, saved = original(call, save=save)
-        return o * (1 + 1e-2 * torch.rand(())), state, saved
-
-    monkeypatch.setattr(chunked, "forward", wrong)
-    assert parity.main(words) == 1
-    page = (tmp_path / "chunked.md").read_text()
-    assert page.startswith("# Failed: `chunked`") and "gave other bits" in page and "random cases" in page
-    assert page.count("**fail**") >= 3
+    monkeypatch.setattr(checks, "run", run)
+    with pytest.raises(checks.Failure, match=r"alone, on chunk boundaries: .* other bits"):
+        checks.check(case, "chunked")

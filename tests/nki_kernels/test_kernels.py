@@ -13,7 +13,6 @@ from delta_trn.nki_kernels import (
     gated_delta_rule_fwd,
     gated_delta_rule_step,
     gated_rms_norm,
-    precision_probe,
     short_convolution,
 )
 from delta_trn.nki_kernels.simulator import TARGETS
@@ -21,6 +20,7 @@ from delta_trn.nki_kernels.simulator.core.releases import RELEASES
 from delta_trn.nki_kernels.simulator.cost import estimate
 from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support.nki_judge import record_run, run
+from tools import first_hour_trn1
 
 RULE = {"B": 1, "T": 40, "H": 1, "HV": 2, "K": 48, "V": 96, "C": 32, "dtype": "bfloat16"}
 RESIDUAL = {"M": 3, "D": 96, "dtype": "bfloat16"}
@@ -42,8 +42,8 @@ EXAMPLES = [
     gated_delta_layer.example(**LAYER, backward=1),
     cross_entropy.example(**READOUT),
     cross_entropy.example(**READOUT, backward=0),
-    (precision_probe.product, precision_probe.operands()),
-    (precision_probe.functions, (np.ones((128, 8), np.float32), 2, True)),
+    (first_hour_trn1.product, first_hour_trn1.operands()),
+    (first_hour_trn1.functions, (np.ones((128, 8), np.float32), 2, True)),
 ]
 
 

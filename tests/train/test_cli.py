@@ -95,10 +95,6 @@ class TestOptions:
 SAME_NAME = {
     ("backends/bench/__main__.py", "--backend"): "bench has no configuration; decided so",
     ("backends/parity/__main__.py", "--backend"): "parity has no configuration; decided so",
-    ("backends/parity/certificate.py", "--backend"): "like parity, whose page it is",
-    ("backends/parity/certificate.py", "--seed"): "of random cases, without a configuration",
-    ("backends/parity/random/fuzz.py", "--backend"): "like parity",
-    ("backends/parity/random/fuzz.py", "--seed"): "of random cases, without a configuration",
     ("train/commands/generate.py", "--prompt"): "what to continue; sample.prompt is of a run's samples",
 }
 

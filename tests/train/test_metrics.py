@@ -20,7 +20,7 @@ from delta_trn.train.watch import display as progress
 from delta_trn.train.watch.display import Display, duration
 from delta_trn.train.watch.loss_plot import plot_loss, smoothed, spread
 from delta_trn.train.watch.metrics import MEASURED, Line, MetricsFile, read
-from delta_trn.train.watch.trackers import open_trackers, require
+from delta_trn.train.watch.trackers import Trackers, require, trackers_of
 
 
 def make_line(step: int, split: str = "train", loss: float = 2.0) -> Line:
@@ -177,10 +177,10 @@ class TestTrackers:
         monkeypatch.setitem(sys.modules, "wandb", wandb)
         config = apply(recipe("tiny"), {"log.wandb": "true"})
         require(config.log)
-        trackers = open_trackers(config, Origin("tiny-1", "data", {}), RunFolder(tmp_path), 0)
-        trackers[0].log(make_line(3))
-        trackers[0].log(make_line(3, "val"))
-        trackers[0].close()
+        makers = trackers_of(config, Origin("tiny-1", "data", {}), RunFolder(tmp_path), 0)
+        trackers = Trackers(makers, print)
+        trackers.log([make_line(3), make_line(3, "val")])
+        trackers.close()
         options = calls[0][1]
         assert (options["id"], options["resume"], options["project"]) == ("tiny-1", "allow", "delta-trn")
         assert options["config"]["optimizer"]["lr"] == config.optimizer.lr
@@ -204,9 +204,10 @@ class TestTrackers:
         module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
         config = apply(recipe("tiny"), {"log.tensorboard": "true"})
-        trackers = open_trackers(config, Origin("tiny-1", "data", {}), RunFolder(tmp_path), 8)
-        trackers[0].log(make_line(9))
-        trackers[0].close()
+        makers = trackers_of(config, Origin("tiny-1", "data", {}), RunFolder(tmp_path), 8)
+        trackers = Trackers(makers, print)
+        trackers.log([make_line(9)])
+        trackers.close()
         assert calls[0] == (str(tmp_path / "tensorboard"), 9)
         assert ("train/loss", 2.0, 9) in calls and calls[-1] == ("close",)
 

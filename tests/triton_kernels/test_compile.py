@@ -58,44 +58,6 @@ def test_all_configurations_compile_within_their_bounds(tmp_path):
     assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32"}
 
 
-PLANTED = """
-import triton, triton.language as tl
-from triton.compiler import ASTSource
-from delta_trn.triton_kernels.compile_only import HOPPER, transposed_products
-
-@triton.jit
-def of_a_product(x, out):
-    o = tl.arange(0, 64)
-    a = tl.load(x + o[:, None] * 64 + o[None, :])
-    tl.store(out + o[:, None] * 64 + o[None, :], tl.dot(tl.trans((2 * tl.dot(a, a)).to(tl.bfloat16)), a))
-
-@triton.jit
-def of_a_loop(x, out, n):
-    o = tl.arange(0, 64)
-    a = tl.load(x + o[:, None] * 64 + o[None, :])
-    s = tl.zeros([64, 64], tl.float32)
-    for _ in range(n):
-        s = tl.dot(a, a, s)
-    tl.store(out + o[:, None] * 64 + o[None, :], tl.dot(tl.trans(s.to(tl.bfloat16)), a))
-
-@triton.jit
-def of_a_load(x, out):
-    o = tl.arange(0, 64)
-    a = tl.load(x + o[:, None] * 64 + o[None, :])
-    tl.store(out + o[:, None] * 64 + o[None, :], tl.dot(a, tl.trans(a)))
-
-for kernel in (of_a_product, of_a_loop, of_a_load):
-    types = {"x": "*bf16", "out": "*fp32"} | ({"n": "i32"} if kernel is of_a_loop else {})
-    print(transposed_products(triton.compile(ASTSource(kernel, types), HOPPER).asm["ttir"]))
-"""
-
-
-def test_transposed_products_are_found_where_planted(tmp_path):
-    (tmp_path / "planted.py").write_text(PLANTED)
-    result = compiler(str(tmp_path / "planted.py"), cache=tmp_path / "cache")
-    assert result.stdout.split() == ["1", "1", "0"], result.stderr
-
-
 UNFENCED = """
 from dataclasses import replace
 import triton
@@ -147,12 +109,11 @@ BROKEN = """
 import triton
 from delta_trn.triton_kernels import compile_only
 from delta_trn.triton_kernels.compile_only import Row, SHARED_BYTES
-good = Row("scan", 64, 128, "bf16", "dense", 4, 2, 200, 0, 70000, 8, 0, 0, 0)
+good = Row("scan", 64, 128, "bf16", "dense", 4, 2, 200, 0, 70000, 8, 0, 0)
 print(good.broken())
-bad = Row("scan", 64, 128, "bf16", "dense", 4, 2, 255, 5000, SHARED_BYTES + 1, 8, 3, 1, 2)
-compile_only.TRANSPOSES = False
+bad = Row("scan", 64, 128, "bf16", "dense", 4, 2, 255, 5000, SHARED_BYTES + 1, 8, 3, 2)
 print(bad.broken())
-for triton.__version__, compile_only.TRANSPOSES in (("3.7.1", True), ("3.6.0", False), ("3.9.0", True)):
+for triton.__version__ in ("3.7.1", "3.9.0"):
     print([error for _, error in bad.broken()])
 """
 
@@ -161,15 +122,9 @@ def test_a_row_beyond_its_bounds_names_each_bound(tmp_path):
     result = compiler("-c", BROKEN, cache=tmp_path / "cache", check=True)
     good, bad, *errors = result.stdout.splitlines()
     assert good == "[]"
-    assert all(
-        word in bad for word in ("shared memory 232449", "stack 5000", "3 matrix", "1 transposes", "2 reads")
-    )
-    # of shared memory, stack, fences, barriers and transposes, with Triton 3.7.1, 3.6.0 and 3.9.0
-    assert errors == [
-        "[True, True, True, True]",
-        "[True, False, False, True, True]",
-        "[True, False, True, True]",
-    ]
+    assert all(word in bad for word in ("shared memory 232449", "stack 5000", "3 matrix", "2 reads"))
+    # of shared memory, stack, fences and barriers, with Triton 3.7.1 and 3.9.0
+    assert errors == ["[True, True, True, True]", "[True, False, True, True]"]
 
 
 def test_an_argument_without_a_declared_type_is_an_error():

@@ -67,7 +67,8 @@ class State:
     seconds     seconds of training so far, in all processes that continued the run one after another
     position    the loader's state_dict
     best        (step, validation loss) of the lowest so far
-    owes        whether the evaluation after this step is still to be made: a signal ended it
+    owes        whether the evaluation after this step, or its sample, is still to be made. A checkpoint is
+                written before them; a resumed run finds in metrics.jsonl whether they were made
     """
 
     step: int = 0
@@ -76,6 +77,13 @@ class State:
     position: dict[str, Any] = field(default_factory=dict)
     best: tuple[int, float] | None = None
     owes: bool = False
+
+    def improves(self, loss: float) -> bool:
+        """Notes this step's held-out loss. Returns whether it is the lowest so far."""
+        better = self.best is None or loss < self.best[1]
+        if better:
+            self.best = self.step, loss
+        return better
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from delta_trn.train.checkpoints.store import CheckpointStore
 from delta_trn.train.files import hold_folder, write_file
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig, read_saved
+from delta_trn.train.watch import metrics
 from delta_trn.train.watch.metrics import MetricsFile
 
 RUNS = Path("runs")
@@ -97,12 +99,20 @@ class RunFolder:
         """Writes summary.json: what the end of a run prints, for programs."""
         write_file(self.summary_path, json.dumps({**found, "baselines": baselines}, indent=1) + "\n")
 
-    def rewind(self, step: int) -> None:
-        """Removes everything that was reported about later steps."""
+    def evaluation_after(self, step: int) -> dict[str, Any] | None:
+        """Returns the line of metrics.jsonl about the evaluation after a step; None: it was not made."""
+        lines = (line for line in metrics.read(self.metrics.path) if line["split"] == "val")
+        return next((line for line in lines if line["step"] == step), None)
+
+    def rewind(self, step: int, *, owes: bool = False) -> None:
+        """Removes everything that was reported about later steps.
+
+        owes    the evaluation after this step is made again, and its sample
+        """
         self.metrics.truncate_after(step)
         if self.samples_path.exists():
             text = self.samples_path.read_text(encoding="utf-8", errors="replace")
-            kept = "".join(block for at, block in _blocks(text) if at <= step)
+            kept = "".join(block for at, block in _blocks(text) if at < step + (not owes))
             if kept != text:
                 write_file(self.samples_path, kept)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from delta_trn.train.checkpoints import contents
-from delta_trn.train.checkpoints.contents import Snapshot, State
+from delta_trn.train.checkpoints.contents import Snapshot
 from delta_trn.train.checkpoints.store import describe
 from delta_trn.train.run.setup import Run
 
@@ -15,8 +15,10 @@ class Saver:
     The interpreter does not end before the thread's work has: a save that has begun is finished.
     """
 
-    def __init__(self, asynchronous: bool):
-        self.asynchronous = asynchronous
+    def __init__(self, asynchronous: bool, saved: int = 0):
+        """`saved` is the step whose checkpoint is there already; 0: none."""
+        self.asynchronous, self.saved = asynchronous, saved
+        self._has_saved = False
         self._thread = ThreadPoolExecutor(1, "saving")
         self._job: Future[None] | None = None
 
@@ -33,6 +35,25 @@ class Saver:
         # a checkpoint promises that its lines of metrics are there
         run.team.agreed(run.folder.metrics.sync)
         self.begin(lambda: _write(run, snapshot))
+        self.saved, self._has_saved = run.state.step, True
+
+    def tidy(self, run: Run) -> None:
+        """Has `best` lead to this step if it is the best, and removes checkpoints that are not to be kept.
+
+        It follows the evaluation, so that a model whose held-out loss is not finite removes no good one. It
+        waits for nothing; the thread does it after the save. All processes must call.
+        """
+        if self.saved != run.state.step:
+            return
+        before, step, best, rotate = self._job, self.saved, run.state.best, self._has_saved
+
+        def after_the_save() -> None:
+            if before is not None:
+                before.result()
+            run.team.leader_does(lambda: _tidy(run, step, best, rotate))
+
+        self._job = None
+        self.begin(after_the_save)
 
     def begin(self, job: Callable[[], None]) -> None:
         """Does the job, or has the thread do it, after the one before it."""
@@ -74,12 +95,11 @@ def _write(run: Run, snapshot: Snapshot) -> None:
             )
         )
         team.leader_does(lambda: store.finish(step, parts))
-    team.leader_does(lambda: _tidy(run, snapshot.state))
 
 
-def _tidy(run: Run, state: State) -> None:
-    """Points `best` at the new checkpoint if it is the best, and removes those that are not to be kept."""
+def _tidy(run: Run, step: int, best: tuple[int, float] | None, rotate: bool) -> None:
     store, options = run.folder.checkpoints, run.config.checkpoint
-    if options.keep_best and state.best is not None and state.best[0] == state.step:
-        store.point_best(state.step, contents.is_only_for_resuming)
-    store.rotate(options.keep_last)
+    if options.keep_best and best is not None and best[0] == step:
+        store.point_best(step, contents.is_only_for_resuming)
+    if rotate:
+        store.rotate(options.keep_last)

@@ -22,7 +22,7 @@ from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments
 from delta_trn.train.settings.schema import DataSection, RunConfig, flatten, meaning
 
-PREPARE = """Tokenize the text of SOURCE into shards. Killed, the same command continues.
+PREPARE = """Tokenize the text of SOURCE into shards.
 
 Of a folder every file below it is read that is UTF-8 (.txt, .md, .py, any name) and not hidden: .jsonl, .csv,
 .tsv and .parquet by their text field, each other file as one document, cut at {separator} and when it is
@@ -62,7 +62,7 @@ def _prepare(arguments: Sequence[str]) -> int:
     try:
         folder = prepare(data, show=not asked.quiet)
     except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        print("interrupted; nothing of it was kept, the same command begins anew", file=sys.stderr)
         return 130
     _print(open_dataset(folder))
     print(f"{folder} is ready after {time.monotonic() - began:.1f} s")
@@ -100,7 +100,7 @@ def _mix(arguments: Sequence[str]) -> int:
     parser = _parser(
         "mix",
         "Mix prepared folders by tokens, and shuffle their documents: one folder alone, too.\n"
-        "At every place each source has its share of the tokens. Killed, the same command continues.",
+        "Each source has its share of the tokens.",
         MIX,
     )
     parser.add_argument(

@@ -71,14 +71,17 @@ def drive(run: "Run", asked_backend: str) -> int:
     from delta_trn.train.neuron.record import notice
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import write_baselines
-    from delta_trn.train.settings.errors import TrainError
     from delta_trn.train.studies.probes.mixer import observers
-    from delta_trn.train.watch.display import Display, console
+    from delta_trn.train.watch.display import Display, attempt, console
     from delta_trn.train.watch.loss_plot import plot_loss
     from delta_trn.train.watch.summary import closing, opening, peak_tokens_per_s, result, saved_result
 
     leads = run.team.leads
     out = console(quiet=not leads)
+
+    def tell(text: str) -> None:
+        out.print(text, markup=False)
+
     warmed = notice(run.config, run.device, run.team.world, run.folder.path)
     for line in (*opening(run, asked_backend), *warmed):
         out.print(_wrapped(line, out.width), markup=False)
@@ -89,8 +92,8 @@ def drive(run: "Run", asked_backend: str) -> int:
             closing(run, *known, out, str(drawn) if drawn.exists() else None)
         return 0
     with out.status("measuring what zlib and lzma make of the held-out text"):
-        costs = write_baselines(run)
-    peak = peak_tokens_per_s(run) if leads else None
+        costs = attempt("baselines", lambda: write_baselines(run), tell) or {}
+    peak = attempt("peak", lambda: peak_tokens_per_s(run), tell) if leads else None
     with Display(run.config.steps, run.state.step, show=leads, peak=peak) as display:
         outcome = train(run, display, observers(run))
     if outcome.stopped:
@@ -98,17 +101,12 @@ def drive(run: "Run", asked_backend: str) -> int:
         out.print(why, markup=False)
     with out.status("measuring the held-out text"):
         found = result(run)
-    plot = None
-    if not leads:
-        return 128 + outcome.signal if outcome.signal is not None else 0
-    try:
+    if leads:
+        # the run is done and saved: what cannot be written or drawn must not make it look failed
         if found is not None:
-            run.folder.write_summary(asdict(found), costs)
-        plot = str(plot_loss(run.folder))
-    except TrainError as error:
-        # the run is done and saved: what cannot be drawn must not make it look failed
-        out.print(f"no picture: {error}", markup=False)
-    closing(run, found, costs, out, plot, peak)
+            attempt("summary.json", lambda: run.folder.write_summary(asdict(found), costs), tell)
+        plot = attempt("picture", lambda: str(plot_loss(run.folder)), tell)
+        attempt("last page", lambda: closing(run, found, costs, out, plot, peak), tell)
     return 128 + outcome.signal if outcome.signal is not None else 0
 
 

@@ -17,6 +17,7 @@ from delta_trn.train.data.shards import (
     MAGIC,
     VERSION,
     ShardRecord,
+    Split,
     check_shard,
     map_tokens,
 )
@@ -24,8 +25,8 @@ from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
 from delta_trn.train.files import sha256_of
 from delta_trn.train.settings.errors import ShardError
 
-Split = Literal["train", "val"]
 FORMAT = 1
+UNFINISHED = ".unfinished"  # the part of a folder in which a preparation writes
 
 
 class _Frozen(BaseModel):
@@ -99,10 +100,9 @@ def read_meta(directory: Path) -> Meta:
     """Reads meta.json of a complete folder. ShardError if it is missing or damaged."""
     path = directory / "meta.json"
     if not path.is_file():
-        if (directory / "progress.json").exists():
+        if (directory / UNFINISHED).exists():
             raise ShardError(
-                f"{directory} is prepared only in part; run the same `delta-trn data prepare` again, "
-                "it continues"
+                f"{directory} was not prepared to its end; run the same `delta-trn data` command again"
             )
         raise ShardError(
             f"{path} is missing; make it with `delta-trn data prepare SOURCE data.folder={directory}`"

@@ -18,7 +18,8 @@ from itertools import islice
 
 import numpy as np
 
-from delta_trn.train.data.dataset import Split, TokenDataset, check_ids
+from delta_trn.train.data.dataset import TokenDataset, check_ids
+from delta_trn.train.data.shards import Split
 from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import DiskFull
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from delta_trn.train.data.dataset import Split, TokenDataset, check_ids
+from delta_trn.train.data.dataset import TokenDataset, check_ids
+from delta_trn.train.data.shards import Split
 from delta_trn.train.settings.errors import DataError, PositionMismatch, ShardError
 
 if TYPE_CHECKING:

@@ -1,64 +1,35 @@
-"""Documents of one file, or of one row, as (text, share of the file that has been read, mark to go on from).
+"""Documents of one file, and rows of datasets, as text.
 
-pyarrow reads parquet. Lines of .txt and .jsonl are read here, because the builders of `datasets` change text:
-theirs turns "\\r\\n" into "\\n", reads dates as times and numbers as text, and refuses half a surrogate pair.
-
-A name that ends with .gz, .bz2, .xz or .zst is that of a packed file, which is unpacked while it is read.
+Files of rows and datasets are read by the library `datasets`, streamed: nothing is copied to its cache.
+Text files are read here, because its builder for them turns "\\r\\n" into "\\n". Lines of .jsonl are parsed
+here: its own parser refuses files whose other fields differ from row to row, and takes dates for times.
 """
 
-import bz2
-import csv
-import gzip
 import io
 import json
+import logging
 import lzma
 import re
-import sys
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any
 
 from delta_trn.train.settings.errors import SourceError
 
 SEPARATOR = "<|endoftext|>"
-LONG_LINE = 2**22  # characters: of a line that is longer, no more than about two such parts are in memory
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_BEFORE_A_SPACE = re.compile(r"(?<=\S)(?=\s)")
-
-
-class Mark(NamedTuple):
-    """A place of a file from which reading goes on without what stands before it.
-
-    offset      bytes before it, unpacked; in a .parquet file row groups
-    documents   documents before it
-    lines       lines before it, which messages count
-    separated   whether a text had a separator before it
-    """
-
-    offset: int = 0
-    documents: int = 0
-    lines: int = 0
-    separated: bool = False
-
-
-START = Mark()
-Documents = Iterator[tuple[str, float, Mark]]
-
-
-def _zstd(file: BinaryIO) -> Any:
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(file, "zstd")
-
-
-PACKED: dict[str, Callable[[BinaryIO], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _zstd,
+PACKED = {".gz", ".bz2", ".xz", ".zst"}
+# of each kind of file of rows, the builder in `datasets` and its options
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".jsonl": ("text", {}),
+    # utf-8-sig: spreadsheets write a byte order mark. An empty cell is empty text, and NA is text
+    ".csv": ("csv", {"na_filter": False, "encoding": "utf-8-sig"}),
+    ".tsv": ("csv", {"na_filter": False, "encoding": "utf-8-sig", "sep": "\t"}),
+    ".parquet": ("parquet", {}),
 }
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
 
@@ -67,225 +38,160 @@ def unpacked_name(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in PACKED else path
 
 
+def open_text(path: Path) -> io.TextIOWrapper:
+    """Opens a text file that may be packed. Line ends stay, so that a document's bytes are the file's."""
+    import fsspec
+
+    _teach_zstd()
+    return fsspec.open(str(path), "rt", encoding="utf-8", newline="", compression="infer").open()  # type: ignore
+
+
+def _teach_zstd() -> None:
+    """Lets fsspec, and so `datasets`, unpack .zst by pyarrow: its own way needs one more package."""
+    import pyarrow
+    from fsspec.compression import register_compression
+
+    def unpack(file: Any, mode: str = "rb", **options: Any) -> Any:
+        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+    register_compression("zstd", unpack, "zst", force=True)
+
+
 @contextmanager
-def open_unpacked(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[int], float]]]:
-    """Opens a file that may be packed. The second value turns what has been read of it into a share.
-
-    SourceError if a packed file is cut short or damaged, as soon as reading comes to that place.
-    """
-    size = path.stat().st_size or 1
-    with open(path, "rb") as file:
+def damage_named(path: Path) -> Iterator[None]:
+    """Raises SourceError where a packed file turns out to be cut short or damaged."""
+    try:
+        yield
+    except _DAMAGE as error:
         if path.suffix not in PACKED:
-            yield file, lambda read: read / size
-            return
-        try:
-            with io.BufferedReader(PACKED[path.suffix](file)) as unpacked:
-                yield unpacked, lambda read: file.tell() / size
-        except _DAMAGE as error:
-            is_cut = isinstance(error, EOFError) or "truncated" in str(error).lower()
-            what = "is cut short" if is_cut else f"cannot be unpacked as {path.suffix}"
-            raise SourceError(f"{path} {what} ({error}); copy it again, or pack it again") from error
+            raise
+        is_cut = isinstance(error, EOFError) or "truncated" in str(error).lower()
+        what = "is cut short" if is_cut else f"cannot be unpacked as {path.suffix}"
+        raise SourceError(f"{path} {what} ({error}); copy it again, or pack it again") from error
 
 
-def _pass_over(file: io.BufferedReader, size: int) -> None:
-    """Moves a file that was just opened `size` bytes on. Not every unpacking stream can seek."""
-    if isinstance(file, io.BufferedReader) and isinstance(file.raw, io.FileIO):
-        file.seek(size)
-        return
-    while size > 0 and (block := file.read(min(size, 2**20))):
-        size -= len(block)
-
-
-def read_divided_text(path: Path, section: int, mark: Mark = START) -> Documents:
-    """Reads a text file as `read_text` does, and cuts what would be its only document into pieces.
-
-    One document cannot be divided into training and held-out text.
-    """
-    documents = read_text(path, section, mark)
-    if mark != START:  # only several documents have one
-        yield from documents
-        return
-    held: list[tuple[str, float, Mark]] = []
-    for document in documents:
-        held.append(document)
-        if sum(bool(text.strip()) for text, _, _ in held) > 1:
-            yield from held
-            yield from documents
-            return
-    for text, share, _ in held:
-        yield from ((piece, share, START) for piece in _cut(text, 2 * section))
-
-
-def read_text(path: Path, section: int, mark: Mark = START) -> Documents:
+def read_text(path: Path, section: int) -> Iterator[str]:
     """Reads a text file: one document between two separators, or several where that is long.
 
     A document ends at the first blank line after `section` characters, or at the first line's end after twice
-    as many. A line longer than LONG_LINE is cut into pieces that long, between two words if it has any.
+    as many. A line longer than that is cut before a space, if it has any.
     """
     lines: list[str] = []
-    read, number, separated = mark.offset, mark.documents, mark.separated
-    length = 0
+    length, separated = 0, False
 
     def document() -> str:
         text = "".join(lines)
         return text.strip("\r\n") if separated else text  # a separator stands on a line of its own
 
-    # newline="": "\r\n" stays, so that a document's bytes are the file's
-    with open_unpacked(path) as (file, share):
-        _pass_over(file, read)
-        with io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
-            for line, is_whole in _lines(text, 2 * section):
-                read += _size(line)
-                *ends, rest = line.split(SEPARATOR)
-                for left, end in enumerate(ends, start=1 - len(ends)):
-                    separated = True
-                    lines.append(end)
-                    number += 1
-                    if is_whole and left == 0 and rest:
-                        mark = Mark(read - _size(rest), number, separated=True)
-                    yield document(), share(read), mark
-                    lines, length = [], 0
-                lines.append(rest)
-                length += len(rest)
-                if length >= section and (not rest.strip() or length >= 2 * section):
-                    number += 1
-                    if is_whole:
-                        mark = Mark(read, number, separated=separated)
-                    yield document(), share(read), mark
-                    lines, length = [], 0
+    with damage_named(path), open_text(path) as file:
+        for line, is_whole in _lines(file, 2 * section):
+            *ends, rest = line.split(SEPARATOR)
+            for end in ends:
+                separated = True
+                lines.append(end)
+                yield document()
+                lines, length = [], 0
+            lines.append(rest)
+            length += len(rest)
+            if length >= section and (not is_whole or not rest.strip() or length >= 2 * section):
+                yield document()
+                lines, length = [], 0
     if lines:
-        yield document(), 1.0, mark
+        yield document()
 
 
-def _size(text: str) -> int:
-    """Returns how many bytes of UTF-8 a text has."""
-    return len(text) if text.isascii() else len(text.encode())
+def _lines(file: io.TextIOWrapper, limit: int) -> Iterator[tuple[str, bool]]:
+    """Yields lines and True, and of one that is longer than `limit` parts and False."""
+    kept = ""
+    while part := file.readline(limit):
+        line = kept + part
+        is_whole = len(part) < limit or part[-1] in "\r\n"
+        cut = len(line) if is_whole else line.rfind(" ", 1)
+        cut = cut if cut > 0 else len(line)
+        yield line[:cut], is_whole
+        kept = line[cut:]
+    if kept:
+        yield kept, False
 
 
-def _lines(file: TextIO, size: int) -> Iterator[tuple[str, bool]]:
-    """Yields lines and True, and of one that is longer than LONG_LINE pieces of about `size` and False."""
-    line, is_long = "", False
-    while part := file.readline(LONG_LINE):
-        line += part
-        is_end = len(part) < LONG_LINE or part[-1] in "\r\n"
-        is_long |= not is_end
-        if is_long:
-            *pieces, line = _cut(line, size)
-            yield from ((piece, False) for piece in pieces)
-        if is_end:
-            yield line, not is_long
-            line, is_long = "", False
-    if line:
-        yield line, False
-
-
-def _cut(text: str, size: int) -> Iterator[str]:
-    """Yields pieces of `size` characters, or up to a space soon after; the last is shorter than two.
-
-    A piece begins with the space, as a word's token does. A separator is not cut.
-    """
-    start, margin = 0, len(SEPARATOR) - 1
-    while len(text) - start > 2 * size:
-        at = start + size
-        if match := _BEFORE_A_SPACE.search(text, at, at + min(size, 1024)):
-            at = match.start()
-        elif (separator := text.find(SEPARATOR, at - margin, at + margin)) >= 0:
-            at = separator + len(SEPARATOR)
-        yield text[start:at]
-        start = at
-    yield text[start:]
-
-
-def read_jsonl(path: Path, text_field: str, mark: Mark = START) -> Documents:
-    """Reads one field of every line that is not blank."""
-    read, documents = mark.offset, mark.documents
-    with open_unpacked(path) as (file, share):
-        _pass_over(file, read)
-        for number, line in enumerate(file, start=mark.lines + 1):
-            read += len(line)
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise SourceError(
-                    f"{path}:{number} is not JSON ({error}); expected one object per line"
-                ) from error
-            documents += 1
-            yield (
-                text_of(row, text_field, f"{path}:{number}"),
-                share(read),
-                Mark(read, documents, number),
-            )
-
-
-def read_csv(path: Path, text_field: str, mark: Mark = START) -> Documents:
-    """Reads one column of a table whose first line names the columns; those of .tsv stand between tabs.
-
-    It has no mark but the start: what stands before a line decides whether it is within quotes.
-    """
-    csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise, for the whole process; documents are longer
-    delimiter = "\t" if unpacked_name(path).suffix == ".tsv" else ","
-    read = 0
-    # utf-8-sig: spreadsheets write a byte order mark
-    with (
-        open_unpacked(path) as (file, share),
-        io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
-    ):
-        rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+def read_rows(path: Path, text_field: str) -> Iterator[str]:
+    """Reads one field of every row of a .jsonl, .csv, .tsv or .parquet file."""
+    builder, options = ROWS[unpacked_name(path).suffix]
+    if builder == "csv":
+        options = {**options, "usecols": [text_field], "features": _text_alone(text_field)}
+    with damage_named(path):
         try:
-            columns = list(rows.fieldnames or ())
-            if text_field not in columns:
-                raise _no_column(path, text_field, columns)
-            for row in rows:
-                read += sum(len(cell) for cell in row.values() if isinstance(cell, str))
-                yield text_of(row, text_field, f"{path}:{rows.line_num}"), share(read), START
-        except (csv.Error, UnicodeDecodeError) as error:
+            rows = stream(text_field, builder, data_files=_literal(path), split="train", **options)
+            yield from read_dataset(_parsed(rows, path) if builder == "text" else rows, text_field, str(path))
+        except (ValueError, UnicodeDecodeError) as error:
             raise SourceError(
-                f"{path}:{rows.line_num} is not a line of a table in UTF-8 ({error}); mend it, or rename the "
-                "file to .txt to have it read as text"
+                f"{path} cannot be read ({error}); expected rows in UTF-8 with a column {text_field!r}: mend "
+                "it, choose data.text_field, or rename it to .txt to have it read as text"
             ) from error
 
 
-def _no_column(path: Path, text_field: str, columns: list[str]) -> SourceError:
-    return SourceError(f"{path} has no column {text_field!r}; it has {columns}: choose data.text_field")
+def _literal(path: Path) -> str:
+    """Returns the path as `datasets` takes it, which looks for patterns in names of files."""
+    return re.sub(r"([*?[])", r"[\1]", str(path.resolve()))
 
 
-def read_parquet(path: Path, text_field: str, mark: Mark = START) -> Documents:
-    """Reads one column, and decodes no other."""
-    import pyarrow
-    import pyarrow.parquet
+def _text_alone(text_field: str) -> Any:
+    import datasets
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise SourceError(f"{path} is not a readable parquet file ({error}); copy it again") from error
-    with file:
-        columns = file.schema_arrow.names
-        if text_field not in columns:
-            raise _no_column(path, text_field, columns)
-        number = mark.documents
-        for group in range(mark.offset, file.num_row_groups):
-            first = Mark(group, number)
-            for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[text_field]):
-                for row in batch.to_pylist():
-                    number += 1
-                    text = text_of(row, text_field, f"{path} row {number}")
-                    yield text, number / file.metadata.num_rows, first
+    return datasets.Features({text_field: datasets.Value("string")})
 
 
-def text_of(row: Any, text_field: str, where: str) -> str:
-    """Returns the text of a row. None counts as empty: web corpora have such rows."""
-    if not isinstance(row, dict) or text_field not in row:
-        fields = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise SourceError(f"{where} has no field {text_field!r}; it has {fields}: choose data.text_field")
-    text = row[text_field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise SourceError(
-            f"{where}: field {text_field!r} is {type(text).__name__}, expected text: choose "
-            "another data.text_field"
-        )
-    # JSON can spell half of a surrogate pair, which no UTF-8 holds: U+FFFD stands for it
-    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+def _parsed(lines: Iterable[Any], path: Path) -> Iterator[Any]:
+    """Yields the objects in the lines that are not blank."""
+    for number, line in enumerate(lines, start=1):
+        if not line["text"].strip():
+            continue
+        try:
+            yield json.loads(line["text"])
+        except ValueError as error:
+            raise SourceError(
+                f"{path}:{number} is not JSON ({error}); expected one object per line"
+            ) from error
+
+
+def stream(text_field: str, *names: Any, **options: Any) -> Any:
+    """Returns a `datasets.IterableDataset`. The library prints nothing, and keeps nothing on this machine.
+
+    Of parquet, which most datasets are, no column but the text is fetched and decoded.
+    """
+    datasets = quiet_datasets()
+    _teach_zstd()
+    with tempfile.TemporaryDirectory() as cache:  # it locks what it opens there
+        options = {**options, "streaming": True, "cache_dir": cache}
+        rows = datasets.load_dataset(*names, **options)
+        if rows.info.builder_name == "parquet" and text_field in (rows.column_names or ()):
+            return datasets.load_dataset(*names, columns=[text_field], **options)
+        return rows
+
+
+def quiet_datasets() -> Any:
+    """Imports the library `datasets`. Its bars and warnings are off, and it counts no use of local files."""
+    import datasets
+
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would ask the network
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def read_dataset(rows: Iterable[Any], text_field: str, where: str) -> Iterator[str]:
+    """Yields the text of every row. None counts as empty: web corpora have such rows."""
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or text_field not in row:
+            fields = sorted(row) if isinstance(row, dict) else type(row).__name__
+            raise SourceError(
+                f"{where} row {number} has no field {text_field!r}; it has {fields}: choose data.text_field"
+            )
+        text = row[text_field]
+        if text is not None and not isinstance(text, str):
+            raise SourceError(
+                f"{where} row {number}: field {text_field!r} is {type(text).__name__}, expected text: choose "
+                "another data.text_field"
+            )
+        # JSON can spell half of a surrogate pair, which no UTF-8 holds: U+FFFD stands for it
+        yield _SURROGATE.sub("\ufffd", text or "")

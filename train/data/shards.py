@@ -10,15 +10,14 @@ than a shard gets a longer shard of its own.
 """
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
 
-from delta_trn.train.files import disk_errors, sha256_of, sync
+from delta_trn.train.files import disk_errors, sha256_of
 from delta_trn.train.settings.errors import ShardError
 
 MAGIC = 20240520
@@ -26,10 +25,8 @@ VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 MAX_TOKENS = 2**31 - 1  # the count is an int32
-FIRST_SHARD: dict[Literal["train", "val"], int] = {
-    "val": 0,
-    "train": 1,
-}  # the number of a split's first shard
+Split = Literal["train", "val"]
+FIRST_SHARD: dict[Split, int] = {"val": 0, "train": 1}  # the number of a split's first shard
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -106,150 +103,66 @@ class ShardRecord:
     sha256: str
 
 
-class ShardWriter:
-    """Writes one split's documents into shards. A killed process loses only what came after its last commit.
+class ShardWriters:
+    """Writes documents into the shards of both splits, in a folder that counts for nothing until all is done.
 
-    Tokens are appended to `NAME.bin.partial`. The caller commits in three steps: `sync()` puts the bytes on
-    the disk, `state()` goes into the caller's progress file, `publish()` gives finished shards their final
-    names. A writer made from a saved state cuts its partial file back to what that state covers.
+    with ShardWriters(folder, "stories", "uint16", 10**8) as writers:
+        writers.append("train", ids)
+        records = writers.finish()
     """
 
-    def __init__(
-        self, directory: Path, stem: str, dtype: str, shard_tokens: int, first: int, state: dict | None = None
-    ):
-        self._directory, self._stem = directory, stem
-        self._dtype, self._limit = DTYPES[dtype], shard_tokens
-        state = state or {"closed": [], "index": first, "tokens": 0}
-        self.closed = [ShardRecord(**record) for record in state["closed"]]
-        self._index: int = state["index"]
-        self._tokens: int = state["tokens"]
-        self._file: BinaryIO | None = None
-        self.publish()
-        if self._tokens:
-            self._reopen()
+    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int):
+        self._folder, self._name, self._dtype, self._limit = folder, name, DTYPES[dtype], shard_tokens
+        self._files: dict[Split, BinaryIO] = {}
+        self._records: dict[Split, list[ShardRecord]] = {split: [] for split in FIRST_SHARD}
+        self._in_shard = dict.fromkeys(FIRST_SHARD, 0)
+        self.tokens = dict.fromkeys(FIRST_SHARD, 0)
 
-    def append(self, ids: np.ndarray) -> None:
+    def __enter__(self) -> "ShardWriters":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # closing writes the buffer once more, which the disk may have refused
+                file.close()
+
+    def append(self, split: Split, ids: np.ndarray) -> None:
         """Adds one whole document. ids [n]"""
         if len(ids) > MAX_TOKENS:
             raise ShardError(
                 f"a document of {len(ids)} tokens exceeds the {MAX_TOKENS} a shard can count; cut it"
             )
-        if self._tokens and self._tokens + len(ids) > self._limit:
-            self.close()
-        with disk_errors(self._partial()):
-            if self._file is None:
-                self._file = open(self._partial(), "wb")  # noqa: SIM115 - stays open across documents
-                self._file.write(bytes(HEADER_BYTES))
-            self._file.write(ids.astype(self._dtype, copy=False).tobytes())
-        self._tokens += len(ids)
+        if self._in_shard[split] + len(ids) > self._limit:
+            self._close(split)
+        path = self._path(split)
+        with disk_errors(path):
+            if split not in self._files:
+                self._files[split] = open(path, "wb")  # noqa: SIM115 - stays open across documents
+                self._files[split].write(bytes(HEADER_BYTES))
+            self._files[split].write(ids.astype(self._dtype, copy=False).tobytes())
+        self._in_shard[split] += len(ids)
+        self.tokens[split] += len(ids)
 
-    def close(self) -> None:
-        """Finishes the current shard, if it has tokens; `publish` names it after the next commit."""
-        if not self._tokens:
+    def finish(self) -> dict[Split, tuple[ShardRecord, ...]]:
+        """Completes the last shards, and returns the records of all."""
+        for split in FIRST_SHARD:
+            self._close(split)
+        return {split: tuple(records) for split, records in self._records.items()}
+
+    def _close(self, split: Split) -> None:
+        """Gives the split's current shard its header, if there is one, and puts it on the disk."""
+        if split not in self._files:
             return
-        assert self._file is not None
-        with disk_errors(self._partial()):
-            self._file.seek(0)
-            self._file.write(encode_header(self._tokens))
-            self.sync()
-            self._file.close()
-        self._file = None
-        record = ShardRecord(self._name(), self._tokens, sha256_of(self._partial()))
-        self.closed.append(record)
-        self._index, self._tokens = self._index + 1, 0
+        path, file = self._path(split), self._files[split]
+        with disk_errors(path):
+            file.seek(0)
+            file.write(encode_header(self._in_shard[split]))
+            file.flush()
+            os.fsync(file.fileno())
+            self._files.pop(split).close()
+        self._records[split].append(ShardRecord(path.name, self._in_shard[split], sha256_of(path)))
+        self._in_shard[split] = 0
 
-    def sync(self) -> None:
-        """Flushes everything appended so far to the disk."""
-        if self._file is not None:
-            with disk_errors(self._partial()):
-                self._file.flush()
-                os.fsync(self._file.fileno())
-
-    def state(self) -> dict:
-        return {
-            "closed": [asdict(record) for record in self.closed],
-            "index": self._index,
-            "tokens": self._tokens,
-        }
-
-    def publish(self) -> None:
-        """Gives closed shards their names, once the state that lists them is on the disk."""
-        for record in self.closed:
-            final = self._directory / record.file
-            partial = final.with_name(final.name + ".partial")
-            if not final.exists() and partial.exists():
-                os.replace(partial, final)
-            if not final.exists():
-                raise ShardError(
-                    f"{final} was finished and is gone; remove {self._directory} and prepare again"
-                )
-        sync(self._directory)
-
-    def abandon(self) -> None:
-        """Closes the file without finishing it: after an error, the last commit counts."""
-        if self._file is not None:
-            # closing writes the buffer once more, which the disk may have refused before
-            file, self._file = self._file, None
-            with suppress(OSError):
-                file.close()
-
-    def _name(self) -> str:
-        return f"{self._stem}_{self._index:06d}.bin"
-
-    def _partial(self) -> Path:
-        return self._directory / f"{self._name()}.partial"
-
-    def _reopen(self) -> None:
-        partial, expected = self._partial(), HEADER_BYTES + self._tokens * self._dtype.itemsize
-        size = partial.stat().st_size if partial.exists() else 0
-        if size < expected:
-            raise ShardError(
-                f"{partial} holds {size} bytes, its progress file says {expected}; remove {self._directory} "
-                "and prepare again"
-            )
-        os.truncate(partial, expected)
-        self._file = open(partial, "r+b")  # noqa: SIM115 - stays open across documents
-        self._file.seek(0, os.SEEK_END)
-
-
-class SplitWriters:
-    """Holds the writers of both splits, which commit together: a progress file says what is on the disk.
-
-        with SplitWriters(folder, "stories", "uint16", 10**8, saved) as writers:
-            writers["train"].append(ids)
-            writers.commit(save)
-
-    `saved` is what the last commit handed to `save`, {} at first. Left by an error, the last commit counts.
-    """
-
-    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int, saved: dict[str, dict]):
-        self._writers: dict[str, ShardWriter] = {}
-        try:
-            for split, first in FIRST_SHARD.items():
-                stem, state = f"{name}_{split}", saved.get(split)
-                self._writers[split] = ShardWriter(folder, stem, dtype, shard_tokens, first, state)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __enter__(self) -> "SplitWriters":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for writer in self._writers.values():
-            writer.abandon()
-
-    def __getitem__(self, split: str) -> ShardWriter:
-        return self._writers[split]
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-
-    def commit(self, save: Callable[[dict[str, dict]], None]) -> None:
-        """Makes what was appended so far survive a kill. `save` puts the state it is given on the disk."""
-        for writer in self._writers.values():
-            writer.sync()
-        save({split: writer.state() for split, writer in self._writers.items()})
-        for writer in self._writers.values():
-            writer.publish()
+    def _path(self, split: Split) -> Path:
+        number = FIRST_SHARD[split] + len(self._records[split])
+        return self._folder / f"{self._name}_{split}_{number:06d}.bin"

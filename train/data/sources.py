@@ -1,7 +1,7 @@
 """Where text comes from: files of this machine, those of Python and its packages, or a Hugging Face dataset.
 
     source          one document is
-    .txt and other  the file, cut where it says <|endoftext|>; alone or over 1 MiB, it is cut into pieces
+    .txt and other  what stands between two <|endoftext|>; where that is long, a piece of it
     .jsonl          one field of a line
     .csv, .tsv      one column of a row
     .parquet        one column of a row
@@ -10,7 +10,7 @@
     site-packages   the source of a module
 
 Any but .parquet may be packed: .txt.gz, .jsonl.zst, .csv.xz, .py.bz2 are read like the file in them.
-Documents come in the same order every time, and a reader's position can be saved and returned to.
+Documents come in the same order every time.
 """
 
 import hashlib
@@ -20,20 +20,19 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from delta_trn.train.data.hub import HubSource
 from delta_trn.train.data.readers import (
-    START,
-    Documents,
-    Mark,
-    open_unpacked,
-    read_csv,
-    read_divided_text,
-    read_jsonl,
-    read_parquet,
+    PACKED,
+    ROWS,
+    damage_named,
+    open_text,
+    read_dataset,
+    read_rows,
     read_text,
+    stream,
     unpacked_name,
 )
 from delta_trn.train.settings.errors import SourceError
@@ -41,10 +40,12 @@ from delta_trn.train.settings.schema import NAMED_SOURCES, DataSection
 
 SECTION = 2**14  # characters: a file that is the whole source still makes documents to hold out
 SECTION_IN_FOLDER = 2**20
+WHOLE_FILE = 2**30  # a module is one document
+HUB_SECONDS = 10.0  # in which the Hub answers, if it does
+UNPACKING = 3  # bytes of text in a byte of a packed file, about; it decides how much time seems to be left
 # hashing 256 MiB takes a quarter of a second; above it 64 blocks of 1 MiB and the size stand for the file
 WHOLE_HASH_LIMIT, HASH_BLOCK, HASH_BLOCKS = 2**28, 2**20, 64
 
-FIELDS = {".jsonl", ".parquet", ".csv", ".tsv"}  # files of rows, of which one field is the text
 ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".rar"}
 
 # Left out of python-stdlib. Tests are twice as large as all the rest, and not installed everywhere. The
@@ -58,34 +59,19 @@ _PACKAGES_LEFT_OUT = re.compile(r"__pycache__|\..*|delta_trn.*|__editable__.*")
 LONG_LINE, FEW_LINES = 24, 8  # bytes of a line that tells whose it is; fewer lines do not tell
 
 
-class Reader(Protocol):
-    """Reads a source's documents once, from a position on."""
-
-    skipped: Counter[str]
-
-    def __iter__(self) -> Iterator[str]: ...
-    def position(self) -> dict[str, Any]:
-        """Returns JSON from which `Source.reader` continues after the document that was yielded last."""
-        ...
-
-    def fraction(self) -> float | None:
-        """Returns how much of the source has been read, or None where nobody knows."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Source(Protocol):
     """Gives text in a fixed order. `name` becomes part of file names; `settings()` identifies the text."""
 
     @property
     def name(self) -> str: ...
     def settings(self) -> dict[str, Any]: ...
-    def size(self) -> int | None:
-        """Returns the bytes of its files as they are, or None where nobody knows."""
+    def documents(self, skipped: Counter[str]) -> Iterator[str]:
+        """Yields the documents from the first one on, and counts in `skipped` what is left out."""
         ...
 
-    def reader(self, position: dict[str, Any] | None = None) -> Reader: ...
+    def share(self, documents: int, size: int) -> float | None:
+        """Returns about what share of the source this is; size in bytes. None where nobody knows."""
+        ...
 
 
 def find_source(data: DataSection) -> Source:
@@ -96,8 +82,7 @@ def find_source(data: DataSection) -> Source:
             raise SourceError(
                 f"subset={data.subset!r} belongs to Hugging Face datasets, but {path} is a path here"
             )
-        # with held-out text of its own, a text need not be more than one document
-        return path_source(path, data.text_field, must_divide=data.validation is None)
+        return path_source(path, data.text_field)
     if data.source in NAMED:
         return NAMED[data.source]()
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data.source):
@@ -120,31 +105,24 @@ def find_validation(data: DataSection, source: Source) -> Source | None:
     raise SourceError(f"no validation text at {path}; expected a folder, .txt, .jsonl, .csv or .parquet file")
 
 
-def path_source(path: Path, text_field: str, *, must_divide: bool = False) -> "FileSource":
+def path_source(path: Path, text_field: str) -> "FileSource":
     """Returns a file, or every text file of a folder that is not hidden, in the order of their names."""
     if path.is_file():
         file = unpacked_name(path)
         if file.suffix in ARCHIVES or (file.suffix == ".parquet" and file != path):
             raise SourceError(f"{path} cannot be read as it is; unpack it, and pass what is in it")
-        names = (path.name,)
-        return FileSource(
-            _slug(file.stem), path.parent, names, text_field, section=SECTION, must_divide=must_divide
-        )
+        return FileSource(_slug(file.stem), path.parent, (path.name,), text_field, section=SECTION)
     if (path / "meta.json").exists() and any(path.glob("*.bin")):
         raise SourceError(
             f"{path} holds prepared shards, not text; open it as it is, or pass the text it was made of"
         )
-    skipped: Counter[str] = Counter()
-    names = []
-    for name in _walk(path, lambda part: part.startswith(".") or part == "__pycache__"):
-        if _is_text(path / name):
-            names.append(name)
-        else:
-            skipped["files that are not text"] += 1
+    files = _walk(path, lambda part: part.startswith(".") or part == "__pycache__")
+    names = [name for name in files if _is_text(path / name)]
     if not names:
         raise SourceError(
-            f"{path} has no text file (.txt, .jsonl, .csv, .parquet, ...); {skipped.total()} other files"
+            f"{path} has no text file (.txt, .jsonl, .csv, .parquet, ...); {len(files)} other files"
         )
+    skipped = Counter({"files that are not text": len(files) - len(names)})
     return FileSource(_slug(path.resolve().name), path, tuple(names), text_field, skipped=skipped)
 
 
@@ -158,7 +136,7 @@ def python_stdlib() -> "FileSource":
             f"{root} holds {len(names)} source files of the standard library, expected hundreds; this Python "
             "ships it compiled or zipped: pass a folder of text instead"
         )
-    return FileSource("python-stdlib", root, tuple(names), "text", section=2**30, kind="python-stdlib")
+    return FileSource("python-stdlib", root, tuple(names), section=WHOLE_FILE, kind="python-stdlib")
 
 
 def site_packages() -> "FileSource":
@@ -191,7 +169,7 @@ def site_packages() -> "FileSource":
         seen.add(digest)
     if not names:
         raise SourceError(f"{root} holds no source file of a package; pass a folder of text instead")
-    return FileSource("site-packages", root, tuple(names), "text", kind="site-packages", skipped=skipped)
+    return FileSource("site-packages", root, tuple(names), kind="site-packages", skipped=skipped)
 
 
 NAMED = dict(zip(NAMED_SOURCES, (python_stdlib, site_packages), strict=True))
@@ -199,10 +177,7 @@ NAMED = dict(zip(NAMED_SOURCES, (python_stdlib, site_packages), strict=True))
 
 @dataclass(frozen=True)
 class FileSource:
-    """Text in files below `root`, read in the order of `names`.
-
-    must_divide   the only file is cut even where it would be one document, so that some can be held out
-    """
+    """Text in files below `root`, read in the order of `names`. `skipped` counts those that are left out."""
 
     name: str
     root: Path
@@ -211,14 +186,13 @@ class FileSource:
     section: int = SECTION_IN_FOLDER
     kind: str = "files"
     skipped: Counter[str] = field(default_factory=Counter)
-    must_divide: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Returns names, contents, and what decides how they are cut. Where the root lies does not matter."""
         digest = hashlib.sha256()
         for name in self.names:
             digest.update(f"{name}\0{_content_hash(self.root / name)}\n".encode())
-        has_fields = any(unpacked_name(Path(name)).suffix in FIELDS for name in self.names)
+        has_fields = any(unpacked_name(Path(name)).suffix in ROWS for name in self.names)
         return {
             "kind": self.kind,
             "name": self.name,
@@ -228,63 +202,102 @@ class FileSource:
             "sha256": digest.hexdigest(),
         }
 
-    def size(self) -> int:
-        return sum((self.root / name).stat().st_size for name in self.names)
+    def documents(self, skipped: Counter[str]) -> Iterator[str]:
+        skipped.update(self.skipped)
+        for path in (self.root / name for name in self.names):
+            if unpacked_name(path).suffix in ROWS:
+                yield from read_rows(path, self.text_field)
+                continue
+            try:
+                yield from read_text(path, self.section)
+            except UnicodeDecodeError as error:
+                if len(self.names) == 1:
+                    raise SourceError(
+                        f"{path} is not UTF-8: {error.reason} near byte {error.start}; convert it with iconv"
+                    ) from error
+                skipped["files that are not UTF-8"] += 1
 
-    def reader(self, position: dict[str, Any] | None = None) -> "FileReader":
-        return FileReader(self, position or {"file": 0, "document": 0})
+    def share(self, documents: int, size: int) -> float:
+        return min(1.0, size / (self._text_bytes or 1))
+
+    @cached_property
+    def _text_bytes(self) -> int:
+        """About how much text there is."""
+        paths = [self.root / name for name in self.names]
+        packed = {*PACKED, ".parquet"}
+        return sum(path.stat().st_size * (UNPACKING if path.suffix in packed else 1) for path in paths)
 
 
-class FileReader:
-    """Reads files. Its position: the file's index, how many of its documents were read, what was skipped,
-    and the mark from which that file is read on: nothing before it is read again.
-    """
+@dataclass(frozen=True)
+class HubSource:
+    """A dataset such as HuggingFaceFW/fineweb-edu, subset sample-10BT, streamed. `revision` pins a commit."""
 
-    def __init__(self, source: FileSource, position: dict[str, Any]):
-        self.skipped: Counter[str] = Counter(position.get("skipped", source.skipped))
-        self._source = source
-        self._file: int = position["file"]
-        self._document: int = position["document"]
-        self._mark = Mark(*position.get("mark", START))
-        self._sizes = [(source.root / name).stat().st_size for name in source.names]
-        self._within = 0.0
+    dataset: str
+    subset: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    revision: str | None = None
 
-    def __iter__(self) -> Iterator[str]:
-        for name in self._source.names[self._file :]:
-            already_read, documents = self._document, self._read(self._source.root / name, self._mark)
-            for number, (text, share, mark) in enumerate(documents, start=self._mark.documents + 1):
-                if number > already_read:
-                    self._document, self._within = number, share * self._sizes[self._file]
-                    self._mark = mark
-                    yield text
-            self._file, self._document, self._within, self._mark = self._file + 1, 0, 0.0, START
+    @property
+    def name(self) -> str:
+        return _slug("-".join([self.dataset.rsplit("/", 1)[-1], self.subset or ""]))
 
-    def position(self) -> dict[str, Any]:
-        place = {"file": self._file, "document": self._document, "mark": list(self._mark)}
-        return {**place, "skipped": dict(self.skipped)}
+    def settings(self) -> dict[str, Any]:
+        return {
+            "kind": "dataset",
+            "name": self.dataset,
+            "subset": self.subset,
+            "split": self.split,
+            "text_field": self.text_field,
+            "revision": self.revision,
+        }
 
-    def fraction(self) -> float:
-        return min(1.0, (sum(self._sizes[: self._file]) + self._within) / (sum(self._sizes) or 1))
-
-    def close(self) -> None:
-        """Does nothing: each file is closed once it is read."""
-
-    def _read(self, path: Path, mark: Mark) -> Documents:
-        readers = {".jsonl": read_jsonl, ".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
-        if reader := readers.get(unpacked_name(path).suffix):
-            return reader(path, self._source.text_field, mark)
-        return self._read_text(path, mark)
-
-    def _read_text(self, path: Path, mark: Mark) -> Documents:
+    def documents(self, skipped: Counter[str]) -> Iterator[str]:
         try:
-            read = read_divided_text if self._source.must_divide else read_text
-            yield from read(path, self._source.section, mark)
-        except UnicodeDecodeError as error:
-            if len(self._source.names) == 1:
-                raise SourceError(
-                    f"{path} is not UTF-8: {error.reason} near byte {error.start}; convert it with iconv"
-                ) from error
-            self.skipped["files that are not UTF-8"] += 1
+            yield from read_dataset(self._rows, self.text_field, self.dataset)
+        except OSError as error:  # after the library's own retries
+            raise SourceError(
+                f"reading dataset {self.dataset!r} stopped ({type(error).__name__}: {error}); run the same "
+                "command again, or download the dataset and pass its folder"
+            ) from error
+
+    def share(self, documents: int, size: int) -> float | None:
+        splits = self._rows.info.splits or {}
+        rows = splits[self.split].num_examples if self.split in splits else None
+        return min(1.0, documents / rows) if rows else None
+
+    @cached_property
+    def _rows(self) -> Any:
+        """The stream of rows, opened once."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        try:  # `datasets` itself would try for most of a minute
+            HfApi().dataset_info(self.dataset, revision=self.revision, timeout=HUB_SECONDS)
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            raise SourceError(
+                f"the Hub has no dataset {self.dataset!r} at revision {self.revision or 'main'}, and there "
+                "is no such path here; check the name, or log in with `hf auth login` where it is gated"
+            ) from error
+        except Exception as error:  # requests, httpx, OfflineModeIsEnabled: it varies by the client's version
+            raise self._unreachable(error) from error
+        where = {"split": self.split, "revision": self.revision}
+        try:
+            return stream(self.text_field, self.dataset, self.subset, **where)
+        except ValueError as error:  # an unknown subset or split: its message lists the known ones
+            raise SourceError(
+                f"dataset {self.dataset!r} has no subset {self.subset!r} with split {self.split!r}: {error}"
+            ) from error
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: BaseException) -> SourceError:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        return SourceError(
+            f"cannot reach dataset {self.dataset!r} on the Hugging Face Hub{offline} "
+            f"({type(error).__name__}), and there is no such path here; download it where there is a "
+            "network, and pass the local folder, .parquet, .jsonl or .txt file instead of the name"
+        )
 
 
 def _long_lines(content: bytes) -> list[bytes]:
@@ -303,19 +316,16 @@ def _walk(root: Path, is_left_out: Callable[[str], bool]) -> list[str]:
 
 
 def _is_text(path: Path) -> bool:
-    """Returns whether this is a file of rows, or starts with 8 KiB of UTF-8 without NUL."""
-    if path.suffix in FIELDS or unpacked_name(path).suffix in FIELDS - {".parquet"}:
+    """Returns whether this is a file of rows, or starts with UTF-8 without NUL."""
+    if unpacked_name(path).suffix in ROWS:
         return True
     if not path.is_file():
         return False
-    with open_unpacked(path) as (file, _):
-        start = file.read(8192)
     try:
-        start.decode("utf-8")
-    except UnicodeDecodeError as error:
-        if error.start < len(start) - 3:  # the block's end may cut a character of up to 4 bytes
-            return False
-    return b"\0" not in start
+        with damage_named(path), open_text(path) as file:
+            return "\0" not in file.read(4096)
+    except UnicodeDecodeError:
+        return False
 
 
 def _content_hash(path: Path) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_trn.backends import machine
-from delta_trn.train.parallel.rendezvous import join, leaders_word
+from delta_trn.train.parallel.rendezvous import join, leaders_word, wait_for_all
 from delta_trn.train.settings.errors import ProcessLost
 from delta_trn.train.settings.schema import RunConfig
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 # How long the others wait while the leader prepares a corpus. Elsewhere distribution.timeout_minutes holds.
 PATIENCE = timedelta(hours=12)
+# How long a process whose work has failed waits for the others to say that theirs has, too.
+SECONDS_TO_AGREE = 20.0
 
 _ABOUT_OTHERS = re.compile(
     r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|[Ww]ait timeout|TCPStore"
@@ -112,6 +114,18 @@ class Team:
     def leader_does(self, work: Callable[[], T]) -> T:
         """Returns what work() returns on the leader, which alone does it. Its error is raised on all."""
         return self.agreed(lambda: work() if self.leads else None)[0]  # type: ignore[return-value]
+
+    def require_on_all(self, error: Exception) -> None:
+        """Raises the error unless work that processes do together has failed on each of them.
+
+        If it has, they can go on together. Else the others wait for what this process has not sent, until it
+        ends: one that went on would take what they send for something else.
+        """
+        if self.world > 1:
+            try:
+                wait_for_all(timedelta(seconds=SECONDS_TO_AGREE))
+            except (RuntimeError, TimeoutError):
+                raise error from None
 
     @contextlib.contextmanager
     def leader_first(self) -> Iterator[None]:

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.run.stopping import Question, StopRequest
 from delta_trn.train.settings.errors import Diverged, OutOfMemory
-from delta_trn.train.watch.display import Display
+from delta_trn.train.watch.display import Display, attempt
 from delta_trn.train.watch.metrics import Line
-from delta_trn.train.watch.trackers import open_trackers
+from delta_trn.train.watch.trackers import Trackers, trackers_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class _Pending:
 
 
 class Observer(Protocol):
-    """Looks into a model while it trains, and changes nothing."""
+    """Looks into a model while it trains, and changes nothing. One that fails does not end the training."""
 
     def before_step(self, step: int) -> None:
         """Called before each step, with the number that the step will have."""
@@ -58,8 +60,9 @@ class Observer(Protocol):
 def train(run: Run, display: Display, observers: Sequence[Observer] = ()) -> Outcome:
     """Trains from where the run stands to its last step, or until asked to stop, and saves a checkpoint.
 
-    Raises Diverged when a loss or a gradient is not finite, DiskFull when something cannot be written; the
-    checkpoints from before stay as they are.
+    Raises Diverged when a loss or a gradient is not finite, DiskFull when a checkpoint or metrics.jsonl
+    cannot be written; the checkpoints from before stay as they are. A sample, a tracker, an observer or the
+    display that fails is left out, and a line says so.
     """
     with StopRequest(run.config.max_minutes) as stop:
         loop = _Loop(run, display, observers)
@@ -88,10 +91,10 @@ class _Loop:
             clip=c.optimizer.clip,
         )
         self.crops = held_out_crops(c, run.dataset, run.layout)
-        leads = run.team.leads
-        self.trackers = open_trackers(c, run.origin, run.folder, run.state.step) if leads else []
+        wanted = trackers_of(c, run.origin, run.folder, run.state.step) if run.team.leads else {}
+        self.trackers = Trackers(wanted, display.tell)
         asynchronous = c.checkpoint.asynchronous
-        self.saver = Saver(run.device.type != "cpu" if asynchronous is None else asynchronous)
+        self.saver = Saver(run.device.type != "cpu" if asynchronous is None else asynchronous, run.state.step)
         self.question = Question(run.team, at_most=c.log.every)
         self.pending: list[_Pending] = []
         self.clock = self.counted = time.monotonic()
@@ -102,21 +105,30 @@ class _Loop:
         while state.step < c.steps or state.owes:
             if not state.owes:
                 self._one_step()
+                state.owes = is_due(c, state.step)
             at = state.step
             last, reason = at == c.steps, self._reason(stop)
-            evaluating = state.owes or is_due(c, at)
             saving = at % c.checkpoint.every == 0 or last or reason is not None
-            if evaluating or saving or at % c.log.every == 0:
+            if state.owes or saving or at % c.log.every == 0:
                 # before anything is saved: a loss that is not finite must not get into a checkpoint
                 self._fetch()
-            if evaluating:
-                saving |= self._evaluate(stop)
-                if state.owes:
-                    last, saving, reason = False, True, stop.reason
             if saving:
+                # before the evaluation, which the checkpoint owes: whatever happens there, the step is saved
                 self._save()
-            if evaluating or saving:
+            if state.owes:
+                found = self._evaluate(stop)
+                better = found is not None and state.improves(found.loss)
+                if found is None:  # a signal ended it
+                    last, saving, reason = False, True, stop.reason
+                if found is None or (better and c.checkpoint.keep_best):
+                    self._save()
+                self.saver.tidy(self.run)
+                if found is not None:
+                    self._report_evaluation(found, better)
                 self.clock = time.monotonic()  # tokens/s is of training alone
+            elif saving:
+                self.saver.tidy(self.run)
+                self.clock = time.monotonic()
             if reason is not None and not last:
                 break
         self.saver.settle()  # nothing is reported as saved before it is on the disk
@@ -139,15 +151,14 @@ class _Loop:
     def close(self) -> None:
         self.saver.wait()
         self.run.folder.metrics.close()
-        for tracker in self.trackers:
-            tracker.close()
+        self.trackers.close()
 
     def _one_step(self) -> None:
         state = self.run.state
         batch = self.run.next_batch()
         lr = learning_rate(self.run.config, state.step)
         for observer in self.observers:
-            observer.before_step(state.step + 1)
+            self._attempt("probes", lambda observer=observer: observer.before_step(state.step + 1))
         loss, norm = self.step(batch, lr)
         state.step += 1
         state.tokens += self._tokens_in_a_step()
@@ -170,7 +181,7 @@ class _Loop:
             self._report([line for line in good if line.step < bad[0].step])
             raise self._diverged(bad[0], *bad[1])
         self._report(good)
-        self.display.update(steps[-1].step, good[-1].loss, rate)
+        self._attempt("progress line", lambda: self.display.update(steps[-1].step, good[-1].loss, rate))
 
     def _line(self, p: _Pending, loss: float, norm: float, rate: float) -> Line:
         return Line(
@@ -184,11 +195,8 @@ class _Loop:
             tokens_per_s=round(rate, 1),
         )
 
-    def _evaluate(self, stop: StopRequest) -> bool:
-        """Reports the loss on held-out crops, and a sample. Returns whether to save it as the best so far.
-
-        A signal ends it. Then the state owes it, and the resumed run begins with it.
-        """
+    def _evaluate(self, stop: StopRequest) -> Evaluation | None:
+        """Returns the loss on held-out crops; None where a signal ended it: a resumed run begins with it."""
         run, state = self.run, self.run.state
         question = Question(run.team, at_most=self.run.config.log.every)
 
@@ -201,44 +209,40 @@ class _Loop:
         run.model.eval()
         try:
             evaluation = evaluate(self.loss, self.crops, run.device, run.team, is_to_stop)
-            state.owes = False
         except Interrupted:
-            state.owes = True
-            return False
+            return None
         finally:
             run.model.train()
         if not math.isfinite(evaluation.loss):
             raise Diverged(f"validation loss at step {state.step} is {evaluation.loss}; {self._way_back()}")
+        return evaluation
+
+    def _report_evaluation(self, evaluation: Evaluation, better: bool) -> None:
+        """Reports an evaluation and a sample. The line in metrics.jsonl is last: with it, nothing is owed."""
+        run, state = self.run, self.run.state
         self._count_seconds()
         bits = run.dataset.bits_per_byte(evaluation.loss)
-        self._report(
-            [
-                Line(
-                    step=state.step,
-                    split="val",
-                    loss=evaluation.loss,
-                    tokens=state.tokens,
-                    seconds=round(state.seconds, 3),
-                    perplexity=evaluation.perplexity,
-                    bits_per_byte=bits,
-                    memory=machine.peak_memory(run.device),
-                    probes=self._observations(),
-                )
-            ]
+        self._attempt("message", lambda: self._tell_evaluation(evaluation, bits, better))
+        line = Line(
+            step=state.step,
+            split="val",
+            loss=evaluation.loss,
+            tokens=state.tokens,
+            seconds=round(state.seconds, 3),
+            perplexity=evaluation.perplexity,
+            bits_per_byte=bits,
+            memory=machine.peak_memory(run.device),
+            probes=self._observations(),
         )
-        # before the first step there is no checkpoint, which could be the best one
-        better = state.step > 0 and (state.best is None or evaluation.loss < state.best[1])
-        if better:
-            state.best = state.step, evaluation.loss
-        self._tell_evaluation(evaluation, bits, better)
         self._sample()
-        return better and run.config.checkpoint.keep_best
+        self._report([line])
+        state.owes = False
 
     def _observations(self) -> dict[str, float] | None:
         """Returns what all observers have seen; None where there are none."""
         values: dict[str, float] = {}
         for observer in self.observers:
-            values |= observer.after_evaluation()
+            values |= self._attempt("probes", observer.after_evaluation) or {}
         return values or None
 
     def _tell_evaluation(self, evaluation: Evaluation, bits: float | None, better: bool) -> None:
@@ -254,15 +258,32 @@ class _Loop:
         if not s.tokens or not (run.team.leads or run.sharding.is_divided):
             return
         sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, seed=run.config.seed)
+        tokenizer = run.dataset.tokenizer
+
+        def draw() -> str:
+            # float32, but where processes send each other weights in bf16
+            with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.sharding.sends_bf16):
+                return s.prompt + continue_text(run.model, tokenizer, s.prompt, sampling)
+
         # divided models compute it together, and draw the same; one process writes it down
-        # float32, but where processes send each other weights in bf16
-        with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.sharding.sends_bf16):
-            tokenizer = run.dataset.tokenizer
-            text = s.prompt + continue_text(run.model, tokenizer, s.prompt, sampling)
-        if run.team.leads:
-            run.folder.add_sample(run.state.step, text)
+        text = self._attempt("sample", draw, together=run.sharding.is_divided)
+        if run.team.leads and text is not None:
+            self._attempt("sample", lambda: run.folder.add_sample(run.state.step, text))
+
+    def _attempt(self, what: str, work: Callable[[], T], *, together: bool = False) -> T | None:
+        """Returns what work() returns. Where it fails, says so in one line and returns None.
+
+        together    the processes wait for each other in it. Where it fails on some of them only, they cannot
+                    go on together, and these raise: the others then learn that a process has ended.
+        """
+        named = f"{what} at step {self.run.state.step}"
+        agree = self.run.team.require_on_all if together else None
+        return attempt(named, work, self.display.tell, agree)
 
     def _save(self) -> None:
+        """Saves this step, unless that is done already."""
+        if self.saver.saved == self.run.state.step:
+            return
         self._count_seconds()
         self.saver.save(self.run)
 
@@ -270,9 +291,7 @@ class _Loop:
         if not self.run.team.leads:
             return
         self.run.folder.metrics.append(lines)
-        for tracker in self.trackers:
-            for line in lines:
-                tracker.log(line)
+        self.trackers.log(lines)
 
     def _count_seconds(self) -> None:
         now = time.monotonic()
@@ -292,7 +311,7 @@ class _Loop:
 
     def _way_back(self) -> str:
         self.saver.wait()
-        steps = self.run.folder.checkpoints.steps()
+        steps = [step for step in self.run.folder.checkpoints.steps() if step < self.run.state.step]
         state = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no checkpoint yet"
         return f"{state}: {REMEDY} in a new run"
 

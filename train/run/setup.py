@@ -146,7 +146,7 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
             team.leader_does(lambda at=step: folder.checkpoints.require_whole(at))
         state, where = State(), folder.checkpoints.path(step or 0)
         if step:
-            state, at_save = team.leader_does(lambda: checkpoint.read_state(where))
+            state, at_save = team.leader_does(lambda: _read_state(folder, where))
             checkpoint.require_same_run(at_save, config, where)
         if config.steps < state.step:
             raise ConfigError(
@@ -163,6 +163,17 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
         team.leader_does(lambda: _rewind(run, saved, tell))
         yield run
         run.close()
+
+
+def _read_state(folder: RunFolder, where: Path) -> tuple[State, RunConfig]:
+    """Returns the state and configuration of a checkpoint, with the evaluation that was made after it."""
+    state, config = checkpoint.read_state(where)
+    made = folder.evaluation_after(state.step) if state.owes else None
+    if made is not None:
+        state.owes = False
+        state.improves(made["loss"])
+        state.seconds = max(state.seconds, made["seconds"])
+    return state, config
 
 
 def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
@@ -183,7 +194,7 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
             f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}; the first new "
             "checkpoint removes them"
         )
-    folder.rewind(state.step)
+    folder.rewind(state.step, owes=state.owes)
     if state.best is not None and state.best[0] in folder.checkpoints.steps():
         folder.checkpoints.point_best(state.best[0], checkpoint.is_only_for_resuming)
     tell(

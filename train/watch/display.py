@@ -4,7 +4,9 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -12,27 +14,70 @@ from rich.progress import BarColumn, Progress, TextColumn
 SECONDS_BETWEEN_LINES = 10.0
 WIDTH_IN_A_FILE = 110  # rich would take 80, and wrap the tables
 
+T = TypeVar("T")
 
-class _Console(Console):
-    """A console whose reader may go, as that of `| head` does: the work goes on, and says so on stderr."""
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        with contextlib.suppress(OSError):
-            os.dup2(nowhere, self.file.fileno())
+class _Output:
+    """A stream that may fail: a reader that goes, as with `| head`, a full disk, a closed terminal.
+
+    The work goes on without it, and says so on stderr.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, work: Callable[[], object]) -> None:
         try:
-            print("nobody reads the output any more; the work goes on, and Ctrl-C ends it", file=sys.stderr)
-        except OSError:
-            os.dup2(nowhere, sys.stderr.fileno())
+            work()
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            with contextlib.suppress(OSError):
+                os.dup2(nowhere, self._stream.fileno())
+            try:
+                why = f"the output cannot be written ({error.strerror}); the work goes on, and Ctrl-C ends it"
+                print(why, file=sys.stderr)
+            except OSError:
+                os.dup2(nowhere, sys.stderr.fileno())
 
 
 def console(*, quiet: bool = False, stderr: bool = False) -> Console:
     """Returns a console on standard output, or standard error, as it is at the time of the call."""
-    out = _Console(highlight=False, soft_wrap=True, quiet=quiet, stderr=stderr)
+    stream: Any = _Output(sys.stderr if stderr else sys.stdout)
+    out = Console(highlight=False, soft_wrap=True, quiet=quiet, file=stream)
     if not out.is_terminal:
         out.width = WIDTH_IN_A_FILE
     return out
+
+
+def attempt(
+    what: str,
+    work: Callable[[], T],
+    tell: Callable[[str], None],
+    agree: Callable[[Exception], None] | None = None,
+) -> T | None:
+    """Returns what work() returns. Where it fails, tells so in one line and returns None: the rest goes on.
+
+    agree   is given the error first, and raises it where this process cannot go on alone
+    """
+    try:
+        return work()
+    except Exception as error:
+        if agree is not None:
+            agree(error)
+        words = " ".join(str(error).split())
+        with contextlib.suppress(Exception):
+            tell(f"no {what}: {type(error).__name__}: {words}")
+        return None
 
 
 def leads() -> bool:

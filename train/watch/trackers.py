@@ -1,12 +1,16 @@
 """Weights & Biases and TensorBoard, each only if asked for."""
 
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import LogSection, RunConfig
+from delta_trn.train.watch.display import attempt
 from delta_trn.train.watch.metrics import Line
+
+T = TypeVar("T")
 
 
 class Tracker(Protocol):
@@ -23,14 +27,39 @@ def require(log: LogSection) -> None:
             raise ConfigError(f"log.{name}=true needs the {name} package: pip install {name}")
 
 
-def open_trackers(config: RunConfig, origin: Origin, folder: RunFolder, step: int) -> list[Tracker]:
-    """Returns those that the configuration asks for. TensorBoard drops what it has of steps after `step`."""
-    trackers: list[Tracker] = []
-    if config.log.wandb:
-        trackers.append(_WeightsAndBiases(config, origin, folder))
-    if config.log.tensorboard:
-        trackers.append(_TensorBoard(folder, step))
-    return trackers
+def trackers_of(
+    config: RunConfig, origin: Origin, folder: RunFolder, step: int
+) -> dict[str, Callable[[], Tracker]]:
+    """Returns how to open those that the configuration asks for. TensorBoard drops steps after `step`."""
+    known: dict[str, tuple[bool, Callable[[], Tracker]]] = {
+        "wandb": (config.log.wandb, lambda: _WeightsAndBiases(config, origin, folder)),
+        "tensorboard": (config.log.tensorboard, lambda: _TensorBoard(folder, step)),
+    }
+    return {name: opened for name, (wanted, opened) in known.items() if wanted}
+
+
+class Trackers:
+    """Opens trackers, and sends them lines.
+
+    One that fails gets nothing more, and a line says so: the run goes on, and metrics.jsonl has everything.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tracker]], tell: Callable[[str], None]):
+        self._tell = tell
+        made = {name: self._attempt(name, make) for name, make in makers.items()}
+        self._trackers = {name: tracker for name, tracker in made.items() if tracker is not None}
+
+    def log(self, lines: Sequence[Line]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            if self._attempt(name, lambda tracker=tracker: [tracker.log(line) for line in lines]) is None:
+                del self._trackers[name]
+
+    def close(self) -> None:
+        for name, tracker in self._trackers.items():
+            self._attempt(name, tracker.close)
+
+    def _attempt(self, name: str, work: Callable[[], T]) -> T | None:
+        return attempt(f"{name} from here on", work, self._tell)
 
 
 def _values(line: Line) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
 from delta_trn.backends.machine import ROOT
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.judge import error
-from delta_trn.backends.parity.random import fuzz
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
+from tests.support.fuzz import checks
+from tests.support.fuzz.cases import random_cases
+from tests.support.fuzz.run import fuzz
 
 SOURCE = Path(chunked_kernel.__file__).with_suffix(".cpp")
 WHOLE = Case(
@@ -44,10 +46,10 @@ def script(folder, line):
     return shlex.quote(str(path))
 
 
-def test_fuzzed_cases_pass_in_pytorch_where_there_is_no_kernel(without_cpu_kernel):
-    plan = fuzz.Plan("chunked", "cpu", 20261123, 40)
-    failures = fuzz.run_piece(plan, 0, 40).failures
-    assert not failures, "\n".join(failures)
+@pytest.mark.parametrize("check", ["judge", "alone", "cut"])
+def test_fuzzed_cases_pass_in_pytorch_where_there_is_no_kernel(check, without_cpu_kernel):
+    """Ten cases of each property, the same every time."""
+    fuzz(random_cases("chunked", "gated_delta_rule", check), lambda case: checks.check(case, "chunked"), 10)
 
 
 @needs_kernel

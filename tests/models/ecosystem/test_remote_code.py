@@ -3,7 +3,6 @@
 import ast
 import copy
 import os
-import random
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,48 +14,21 @@ import torch
 from delta_trn import DeltaForCausalLM
 from delta_trn.backends.gated_delta_rule import chunked_kernel
 from delta_trn.backends.layers import cpu_kernel
-from delta_trn.backends.parity.judge import error
 from delta_trn.models.ecosystem.remote_code import remote_code, write_remote_code
 from tests.support.load_without_package import computed, inputs
-from tests.support.tiny_models import VARIANTS, model
-from tests.support.tiny_run import tolerance
+from tests.support.tiny_models import model
 
 SCRIPT = Path(__file__).parents[2] / "support" / "load_without_package.py"
-EXPANDED = {"residual": "ddl", "ddl_value_channels": 3}
 CONFIGURATIONS = {
-    **VARIANTS,
-    "token reads": {**EXPANDED, "ddl_compressor": "token", "input_embed_shortconv_kernel_size": 3},
-    "channel reads": {**EXPANDED, "ddl_compressor": "channel", "attention_layers": [0, 2]},
-    "ddl_lm": {"residual": "ddl_lm", "positions": "learned", "norm": "layer", "mlp": "gelu"},
-    "all attention": {
-        **{"attention_layers": [0, 1, 2], "use_qk_rmsnorm": True, "use_k_shift": True, "use_v_shift": True},
-        **{"use_output_gate": True, "q_activation": "silu", "k_activation": "elu+1", "rope_ratio": 0.5},
+    "gdn": {"num_v_heads": 8, "allow_neg_eigval": True, "tie_word_embeddings": False, "conv_size": 2},
+    "ddl": {
+        "residual": "ddl",
+        "ddl_value_channels": 3,
+        "ddl_compressor": "channel",
+        "attention_layers": [0, 2],
     },
-    "standard parametrization": {"parametrization": "sp", "init": "authors", "tie_word_embeddings": False},
+    "ddl_lm": {"residual": "ddl_lm", "positions": "learned", "norm": "layer", "mlp": "gelu"},
 }
-
-
-def random_configuration(seed):
-    """Returns a hybrid of sizes and options that were drawn."""
-    draw = random.Random(seed)
-    heads = draw.choice([1, 2, 5])
-    return {
-        "hidden_size": draw.choice([12, 20, 48]),
-        "base_width": draw.choice([8, 48]),
-        "num_heads": heads,
-        "num_v_heads": heads * draw.choice([1, 3]),
-        "head_dim_k": draw.choice([2, 7, 16]),
-        "expand_v": draw.choice([1.0, 2.0]) if draw.random() < 0.5 else 4.0,
-        "conv_size": draw.choice([1, 2, 5]),
-        "parametrization": draw.choice(["mup", "mup_original", "sp"]),
-        "tie_word_embeddings": draw.random() < 0.5,
-        "allow_neg_eigval": draw.random() < 0.5,
-        "readout": draw.choice(["sqrt_k", "none"]),
-        "residual": draw.choice(["additive", "ddl", "write_only"]),
-    }
-
-
-ALL = {**CONFIGURATIONS, **{f"random {seed}": random_configuration(seed) for seed in range(3)}}
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +37,10 @@ def elsewhere(tmp_path_factory):
     if hasattr(torch, "_other_products"):
         pytest.skip("a process without our package does not see PYTHONPATH, and has torch's own products")
     place = tmp_path_factory.mktemp("exported")
-    ours, folders = {}, {name: place / name.replace(" ", "-") for name in ALL}
+    ours, folders = {}, {name: place / name for name in CONFIGURATIONS}
     for name, folder in folders.items():
         folder.mkdir()
-        ours[name] = model(dtype=torch.float32, **ALL[name])
+        ours[name] = model(dtype=torch.float32, **CONFIGURATIONS[name])
         write_remote_code(folder, ours[name].config)
         ours[name].save_pretrained(folder)
     environment = {
@@ -90,30 +62,16 @@ def in_pytorch(monkeypatch):
         monkeypatch.setattr(kernel, "takes", lambda *tensors: False)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_logits_tokens_loss_and_gradients_are_ours_bit_for_bit(name, elsewhere, in_pytorch):
-    ours, theirs = elsewhere[name]
-    expected = computed(ours)
-    if name == "gdn":  # the first also has other classes, and was saved and loaded again
-        ids, mask = inputs()
-        with torch.no_grad():
-            expected["hidden"] = ours.hidden(ours.embed(ids), attention_mask=mask)
-        expected["again"] = expected["logits"]
-    assert set(theirs) == set(expected)
-    different = [key for key, value in expected.items() if not torch.equal(theirs[key], value)]
-    assert not different
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_logits_are_those_of_the_c_kernels_but_for_rounding(name, elsewhere):
-    ours, theirs = elsewhere[name]
-    ids, mask = inputs()
-    real = mask.bool()
-    with torch.no_grad():
-        logits = ours(ids, attention_mask=mask).logits
-        exact = copy.deepcopy(ours).double()(ids, attention_mask=mask).logits
-    allowed = tolerance([error(logits[real], exact[real])])
-    assert error(theirs["logits"][real], exact[real]) <= allowed
+def test_outputs_loss_and_gradients_are_ours_bit_for_bit(elsewhere, in_pytorch):
+    for name, (ours, theirs) in elsewhere.items():
+        expected = computed(ours)
+        if name == "gdn":  # the first also has other classes, and was saved and loaded again
+            ids, mask = inputs()
+            with torch.no_grad():
+                expected["hidden"] = ours.hidden(ours.embed(ids), attention_mask=mask)
+            expected["again"] = expected["logits"]
+        assert set(theirs) == set(expected)
+        assert not [key for key, value in expected.items() if not torch.equal(theirs[key], value)], name
 
 
 def test_another_rounding_of_one_weight_is_another_logit(elsewhere, in_pytorch):

@@ -8,7 +8,7 @@ import pytest
 
 from delta_trn.train.__main__ import main
 from delta_trn.train.commands import data as cli
-from delta_trn.train.data import open_dataset, preparation
+from delta_trn.train.data import encoding, open_dataset
 from tests.support.corpus import write_jsonl
 
 EXAMPLES = ("train.data", "train.data.tokenizer", "train.watch.display")
@@ -66,24 +66,22 @@ def test_a_data_error_is_one_line_and_exits_with_2(tmp_path, capsys):
     assert output.err.count("\n") == 1 and output.out == ""
 
 
-def test_a_mistyped_source_leaves_no_folder_behind(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *names, **options: 1 / 0)
-    assert data("prepare", "no/such-thing", f"data.folder={tmp_path / 'out'}") == 2
-    assert "cannot reach dataset 'no/such-thing'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    # a folder that was there before stays
+def test_a_mistyped_source_leaves_no_folder_behind(source, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
-    assert data("prepare", "no/such-thing", f"data.folder={tmp_path / 'mine'}") == 2
-    assert (tmp_path / "mine").exists()
+    for name, was_there in (("out", False), ("mine", True)):
+        words = (f"data.folder={tmp_path / name}", "data.text_field=bodi")
+        assert data("prepare", source, *words) == 2
+        assert "has no field 'bodi'" in capsys.readouterr().err
+        assert (tmp_path / name).exists() == was_there
 
 
-def test_an_interrupted_preparation_says_how_to_continue(source, monkeypatch, capsys):
+def test_an_interrupted_preparation_says_that_nothing_is_left(source, monkeypatch, capsys):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "prepare", interrupted)
     assert data("prepare", source) == 130
-    assert "the same command continues" in capsys.readouterr().err
+    assert "the same command begins anew" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_data_prepare_refuses_other_options_and_keys_with_the_right_spelling(sou
 
 def test_preparation_prints_lines_of_progress_without_a_terminal(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("delta_trn.train.watch.display.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(encoding, "BATCH_DOCUMENTS", 10)
     assert data("prepare", source, f"data.folder={tmp_path / 'out'}", *BODY, "data.tokenizer=bytes") == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith(" left")]
     assert len(lines) > 3 and "tokens, " in lines[0] and "/s" in lines[0]

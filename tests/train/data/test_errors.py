@@ -10,7 +10,7 @@ import pytest
 from delta_trn.train.data import evaluation_batches, make_loader, open_dataset
 from delta_trn.train.data.shards import HEADER_BYTES, encode_header
 from delta_trn.train.files import sha256_of
-from delta_trn.train.settings.errors import ShardError, SourceError
+from delta_trn.train.settings.errors import ShardError
 from tests.support.corpus import prepare_text, write_jsonl
 
 TRAIN, VAL = "corpus_train_000001.bin", "corpus_val_000000.bin"
@@ -98,8 +98,8 @@ ON_OPENING = [
     ("no meta", lambda f: (f / "meta.json").unlink(), r"meta\.json is missing; make it with"),
     (
         "half prepared",
-        lambda f: (f / "meta.json").rename(f / "progress.json"),
-        r"data is prepared only in part; run the same .* it continues",
+        lambda f: (f / "meta.json").rename(f / ".unfinished"),
+        r"data was not prepared to its end; run the same .* again",
     ),
     (
         "meta cut short",
@@ -200,28 +200,3 @@ def test_the_tokenizer_of_other_shards_is_refused(folder):
     config.write_text(config.read_text().replace("<|pad|>", "<|padding|>"))
     with pytest.raises(ShardError, match=r"tokenizer\.json is not the one the shards were made with"):
         open_dataset(folder).tokenizer.decode([1])
-
-
-def test_a_preparation_refuses_to_continue_without_a_finished_shard(tmp_path, monkeypatch):
-    from delta_trn.train.data import preparation
-
-    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-    monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 8)
-    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
-    batches = preparation._batches
-
-    def stopping(documents):
-        for number, batch in enumerate(batches(documents)):
-            if number == 5:
-                raise SourceError("the network went away")
-            yield batch
-
-    monkeypatch.setattr(preparation, "_batches", stopping)
-    with pytest.raises(SourceError):
-        prepare_text(source, tmp_path / "out", shard_tokens=1000)
-    monkeypatch.setattr(preparation, "_batches", batches)
-    (tmp_path / "out" / TRAIN).unlink()
-    with pytest.raises(
-        ShardError, match=r"train_000001\.bin was finished and is gone; remove .*/out and prepare again"
-    ):
-        prepare_text(source, tmp_path / "out", shard_tokens=1000)

@@ -1,5 +1,6 @@
 """The text of the standard library and of installed packages: what is in it, and what is left out."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,10 @@ def test_site_packages_are_the_modules_of_installed_packages_each_once_and_in_or
     assert source.names == (
         "a/first.py", "a/tests/case.py", "b/latin1.py", "b/own.py", "c/uses_some.py"
     )  # fmt: skip
-    reader = source.reader()
-    assert list(reader) == [(packages / name).read_text() for name in source.names if "latin1" not in name]
-    assert reader.skipped == {
+    skipped: Counter[str] = Counter()
+    texts = [(packages / name).read_text() for name in source.names if "latin1" not in name]
+    assert list(source.documents(skipped)) == texts
+    assert skipped == {
         "copies of other files, or empty": 2,
         "copies of the standard library's files": 2,
         "files that are not UTF-8": 1,
@@ -82,9 +84,8 @@ def test_site_packages_are_the_modules_of_installed_packages_each_once_and_in_or
 
 
 def test_no_file_that_the_standard_library_holds_out_is_in_site_packages(packages):
-    held_out = HoldOut(0, 0.05, None)
-    held_out.choose(python_stdlib(), None)
-    texts = [text for text in python_stdlib().reader() if held_out.split_of(text) == "val"]
+    held_out = HoldOut(0, 0.05, python_stdlib(), None, None)
+    texts = [x for x in python_stdlib().documents(Counter()) if held_out.split_of(x) == "val"]
     before = site_packages().names
     for n, text in enumerate(texts):
         (packages / "c" / f"copy{n}.py").write_text(text)

@@ -1,8 +1,9 @@
-"""Shards hold every document whole and once, on one side; a killed run ends with the same bytes."""
+"""Shards hold every document whole and once, on one side; what is killed leaves nothing that counts."""
 
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from delta_trn.train.data import open_dataset, preparation
+from delta_trn.train.data import encoding, open_dataset, preparation
 from delta_trn.train.data.entropies import documents
-from delta_trn.train.data.shards import HEADER_BYTES, ShardWriter, check_shard, map_tokens
+from delta_trn.train.data.shards import HEADER_BYTES, check_shard, map_tokens
 from delta_trn.train.files import hold_folder
-from delta_trn.train.settings.errors import DataError, DiskFull, SettingsDiffer, SourceError
+from delta_trn.train.settings.errors import DataError, DiskFull, SettingsDiffer, ShardError, SourceError
 from tests.support.corpus import prepare_text, write_jsonl
 from tests.support.tiny_run import in_child, killed_before
 
@@ -44,14 +45,15 @@ def source(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch):
-    """Commit after every few documents, so that a kill can fall anywhere.
+def small_blocks(monkeypatch):
+    """Several blocks of documents, each in several processes if there are any.
 
     Without waiting for the disk: what a killed process has written stays, only a power cut could lose it.
     """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 16)
-    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(encoding, "BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(encoding, "BLOCK_CHARACTERS", 10_000)
+    monkeypatch.setattr(encoding, "WORTH_A_WORKER", 1)
 
 
 def run(source, out, **options):
@@ -59,7 +61,7 @@ def run(source, out, **options):
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".lock")}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
 
 
 def split_texts(dataset, split):
@@ -224,7 +226,7 @@ def test_the_default_folder_depends_on_the_settings(source, tmp_path, monkeypatc
 def test_prepare_refuses_a_folder_with_foreign_shards(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "fineweb_train_000001.bin").write_bytes(b"precious")
-    with pytest.raises(SettingsDiffer, match=r"holds fineweb_train_000001\.bin and no progress\.json"):
+    with pytest.raises(SettingsDiffer, match=r"holds fineweb_train_000001\.bin and no meta\.json"):
         run(source, tmp_path / "out")
 
 
@@ -252,74 +254,64 @@ def test_prepare_refuses_bad_settings(source, tmp_path, options, message):
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 5000}])
+def test_any_number_of_workers_writes_the_same_bytes(source, tmp_path, options):
+    alone = files(run(source, tmp_path / "1", **options))
+    assert files(run(source, tmp_path / "2", workers=2, **options)) == alone
+
+
+def test_a_worker_that_dies_is_an_error_and_leaves_nothing(source, tmp_path, monkeypatch):
+    main = os.getpid()
+
+    def split_of(self, text):
+        return "train" if os.getpid() == main else os._exit(9)
+
+    monkeypatch.setattr(encoding.Encoder, "_split_of", split_of)
+    with pytest.raises(DataError, match=r"a process that tokenizes ended by itself.*give fewer data.workers"):
+        run(source, tmp_path / "out", workers=2)
+    assert not (tmp_path / "out").exists()
+
+
 # -- being killed ------------------------------------------------------------------------------------------
 
 OPTIONS = {"tokenizer": "bytebpe", "vocab_size": 300}
 
 
-def killed_at(call: int, source: Path, out: Path, **options) -> bool:
-    return killed_before(call, lambda: run(source, out, **OPTIONS, **options))
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The bytes a run writes that nobody kills, in large batches."""
+    """The bytes a run writes that nobody kills, in one block."""
     root = tmp_path_factory.mktemp("undisturbed")
     return files(run(corpus(root / "corpus.jsonl", texts(60)), root / "out", **OPTIONS))
 
 
-def test_a_preparation_killed_at_any_moment_ends_with_the_same_bytes(tmp_path, undisturbed):
-    source = corpus(tmp_path / "corpus.jsonl", texts(60))
+def test_a_preparation_killed_at_any_moment_leaves_nothing_that_counts(tmp_path, undisturbed):
+    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
     call = 1
-    while killed_at(call, source, out := tmp_path / str(call)):
-        assert not (out / "meta.json").exists() or not list(out.glob("*.partial"))
+    while killed_before(call, lambda: run(source, out, **OPTIONS)):
         for shard in out.glob("*.bin"):
             check_shard(shard, "uint16")  # whatever has its final name is whole
+        if (out / "meta.json").exists():
+            open_dataset(out).check_tokens()
+        else:
+            with pytest.raises(ShardError, match=r"was not prepared to its end|is not a folder|is missing"):
+                open_dataset(out)
         assert files(run(source, out, **OPTIONS)) == undisturbed, f"killed before call {call}"
+        shutil.rmtree(out)
         call += 1
-    assert call > 40
+    assert call > 25
     assert files(out) == undisturbed
-
-
-def test_a_preparation_killed_repeatedly_ends_with_the_same_bytes(tmp_path, undisturbed):
-    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
-    calls = random.Random(1)
-    kills = 0
-    while killed_at(calls.randint(7, 15), source, out):
-        kills += 1
-        assert kills < 60, "it makes no way"
-    assert kills > 3
-    assert files(out) == undisturbed
-
-
-def test_the_kill_tests_catch_a_writer_that_keeps_uncommitted_tokens(tmp_path, undisturbed, monkeypatch):
-    source = corpus(tmp_path / "corpus.jsonl", texts(60))
-
-    def reopen(self):
-        self._file = open(self._partial(), "r+b")  # noqa: SIM115
-        self._file.seek(0, os.SEEK_END)
-
-    monkeypatch.setattr(ShardWriter, "_reopen", reopen)
-    wrong = 0
-    for call in range(14, 40):
-        out = tmp_path / str(call)
-        killed_at(call, source, out)
-        wrong += files(run(source, out, **OPTIONS)) != undisturbed
-    assert wrong > 0
 
 
 SCRIPT = """
 import sys, time
-from delta_trn.train.data import preparation
+from delta_trn.train.data import encoding
 from tests.support.corpus import prepare_text
-from tests.support.tiny_run import in_child, killed_before
-preparation.BATCH_DOCUMENTS, preparation.COMMIT_SECONDS = 4, 0.0
-batches = preparation._batches
-def slowly(documents):
-    for batch in batches(documents):
+blocks = encoding._blocks
+def slowly(documents, characters):
+    for block in blocks(documents, 1000):
         time.sleep(0.01)
-        yield batch
-preparation._batches = slowly
+        yield block
+encoding._blocks = slowly
 prepare_text(sys.argv[1], sys.argv[2], tokenizer="bytebpe", vocab_size=300, shard_tokens=2000)
 """
 
@@ -371,7 +363,7 @@ with hold_folder(out):
 
 
 @pytest.mark.parametrize("limit", [1500, 20_000, 60_000])
-def test_a_full_disk_leaves_nothing_half_written_and_the_run_continues(tmp_path, limit):
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, limit):
     """The kernel refuses bytes beyond RLIMIT_FSIZE as a full disk does: in tokenizer.json, in a shard."""
     source, whole, out = corpus(tmp_path / "corpus.jsonl", texts(200)), tmp_path / "whole", tmp_path / "out"
     options = {"shard_tokens": 10**9}
@@ -384,7 +376,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_run_continues(tmp_path,
             run(source, out, **options)
 
     assert in_child(body) == 0
-    assert not list(out.glob("*.bin")) and not (out / "meta.json").exists() and not list(out.glob("*.tmp"))
+    assert not out.exists()
     assert files(run(source, out, **options)) == expected
 
 

@@ -110,10 +110,10 @@ def test_only_the_first_bytes_train_a_bpe(monkeypatch):
 
 SCRIPT = """
 import sys
-from types import SimpleNamespace
+from collections import Counter
 from delta_trn.train.data.tokenizer import train_byte_bpe
 from delta_trn.train.data.sources import python_stdlib
-texts = (text for _, text in zip(range(60), python_stdlib().reader()))
+texts = (text for _, text in zip(range(60), python_stdlib().documents(Counter())))
 sys.stdout.write(train_byte_bpe(texts, 1024).sha256)
 """
 

@@ -1,14 +1,12 @@
 """Computes what a random case is held against: the judge in float64, and samples of the baseline.
 
-Both are formulas that share nothing with a backend: `dense` and `baseline` for the rule, and those of
-`layer_cases`, `residual_cases` and `mixer_cases`. `split` takes apart what is judged apart.
+Both are formulas that share nothing with a backend: `dense` and `baseline` for the rule, those of parity's
+cases for the rest.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,13 +14,11 @@ from torch import Tensor
 from delta_trn.backends.parity import dense, layer_cases, mixer_cases, residual_cases, rule
 from delta_trn.backends.parity.baseline import Noise, Rounding
 from delta_trn.backends.parity.mixer_cases import MixerCase
-from delta_trn.backends.parity.random.cases import RandomCase
+from tests.support.fuzz.cases import RandomCase
 
 Tensors = Mapping[str, Tensor]
-# all rows have these in common
-SHARED = ("A_log", "dt_bias", "weight", "gain")
-CHUNK = 64
-SAMPLES = 12
+SHARED = ("A_log", "dt_bias", "weight", "gain")  # all rows have these in common
+CHUNK, SAMPLES = 64, 12
 
 
 class Failure(AssertionError):
@@ -37,7 +33,7 @@ def judge(case: RandomCase) -> dict[str, Tensor]:
 def samples(case: RandomCase) -> Iterator[dict[str, Tensor]]:
     """Yields results of plain PyTorch at the case's precision, rounded to the nearest and then at random."""
     yield sample(case, rule.CHUNKS.index(CHUNK), None)
-    noise = noise_of(0)
+    noise = Noise(0)
     for n in range(SAMPLES):
         noise.generator.manual_seed(n)
         yield sample(case, n, noise)
@@ -58,12 +54,6 @@ def sample(case: RandomCase, n: int, noise: Noise | None) -> dict[str, Tensor]:
     return _formula(case, form, Rounding(case.dtype, noise))
 
 
-@cache
-def noise_of(seed: int) -> Noise:
-    """Returns noise, one object for each seed: its pool takes a while to draw."""
-    return Noise(seed)
-
-
 def _formula(case: RandomCase, form: dense.Form, rounding: Rounding) -> dict[str, Tensor]:
     """Returns outputs and the wanted gradients by a formula; `form` is the rule's."""
     if case.op.startswith("gated_delta_rule") or isinstance(case.layer, MixerCase):
@@ -74,11 +64,11 @@ def _formula(case: RandomCase, form: dense.Form, rounding: Rounding) -> dict[str
             outputs = _rule(case, leaves, form, rounding)
         return with_gradients(case, leaves, outputs)
     if case.layer is not None:
-        douts = {f"d{name}": x for name, x in _all_douts(case).items()}
+        douts = {f"d{name}": x for name, x in case.douts.items()}
         results = layer_cases.outcome(case.layer, {**case.tensors, **douts}, None, rounding)
     else:
-        dout = case.douts.get("out", torch.zeros_like(case.tensors["x"]))
-        results = residual_cases.formula({**case.tensors, "dout": dout}, case.options["k_eps"], rounding)
+        x = {**case.tensors, "dout": case.douts["out"]}
+        results = residual_cases.formula(x, case.options["k_eps"], rounding)
     gradients = {f"d{name}" for name in case.tensors} - {f"d{name}" for name in case.wanted}
     return {name: x for name, x in results.items() if name not in gradients}
 
@@ -101,6 +91,9 @@ def with_gradients(case: RandomCase, leaves: Tensors, outputs: Tensors) -> dict[
     """Returns the outputs, and the gradients of the wanted leaves, zeros where a leaf has none."""
     results = {name: y.detach() for name, y in outputs.items()}
     pairs = [(outputs[name], dy) for name, dy in case.douts.items() if name in outputs]
+    for y, dy in pairs:
+        if y.shape != dy.shape:
+            raise Failure(f"an output is {list(y.shape)}, expected {list(dy.shape)}")
     pairs = [(y, dy.to(y)) for y, dy in pairs if y.requires_grad]
     if pairs:
         torch.autograd.backward(*zip(*pairs, strict=True))  # type: ignore[arg-type]
@@ -110,14 +103,6 @@ def with_gradients(case: RandomCase, leaves: Tensors, outputs: Tensors) -> dict[
         elif x.grad is not None:
             raise Failure(f"{name} requires no gradient and got one")
     return results
-
-
-def _all_douts(case: RandomCase) -> dict[str, Tensor]:
-    """Returns a gradient for each output of a layer's operation, zeros where none is in the loss."""
-    names = {"add_rms_norm": ("y", "total"), "linear_cross_entropy": ("loss",)}.get(case.op, ("y",))
-    like = {"loss": torch.zeros((), dtype=torch.promote_types(case.dtype, torch.float32))}
-    x = next(iter(case.tensors.values()))
-    return {name: case.douts.get(name, like.get(name, torch.zeros_like(x))) for name in names}
 
 
 def _double(case: RandomCase) -> RandomCase:

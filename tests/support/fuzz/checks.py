@@ -9,8 +9,8 @@
     steps       so are the last tokens decoded one by one
     wanted      a gradient is the same bits whichever others are wanted; the others are None
 
-The criterion is that of `judge`. Samples of the baseline are computed until they explain the result, and all
-of them before a result fails. Some things are judged more leniently than in the grid:
+Samples of the baseline are computed until they explain the result, and all of them before a result fails.
+Some things are judged more leniently than in parity's grid:
 
 - a part or an element may be MANY times as far off, because a hundred thousand cases have ten billion;
 - a whole tensor has the factor of `chance_factor`, from 4 where one sequence and head carries all of the
@@ -24,12 +24,11 @@ A tensor of which the judge's values exceed half of its dtype's range is not jud
 finite must be finite and no more: on the way to it every sample left float16's range.
 """
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,17 +37,15 @@ from delta_trn.backends import gated_delta_layer, layers
 from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.parity.judge import FACTOR, Reference, Spread, Verdict, absolute, chance_factor
-from delta_trn.backends.parity.random.cases import RandomCase
-from delta_trn.backends.parity.random.expected import (
+from tests.support.fuzz.cases import RandomCase
+from tests.support.fuzz.expected import (
     CHUNK,
     SHARED,
     Failure,
     Tensors,
     dtype_of,
     judge,
-    noise_of,
     parts,
-    sample,
     samples,
     split,
     with_gradients,
@@ -59,6 +56,18 @@ GATES = ("g", "beta", "a", "b")
 MANY = 4.0
 
 
+_PUBLIC: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "gated_delta_rule": (gated_delta_rule, ("o", "final_state")),
+    "gated_delta_rule_step": (gated_delta_rule_step, ("o", "state")),
+    "gated_delta_layer": (gated_delta_layer, ("y", "final_state")),
+    "delta_residual": (delta_residual, ("out",)),
+    "short_convolution": (layers.short_convolution, ("y",)),
+    "gated_rms_norm": (layers.gated_rms_norm, ("y",)),
+    "add_rms_norm": (layers.add_rms_norm, ("y", "total")),
+    "linear_cross_entropy": (layers.linear_cross_entropy, ("loss",)),
+}
+
+
 def check(case: RandomCase, backend: str) -> float:
     """Returns the largest error over what is allowed. Raises Failure, or whatever the backend raises."""
     results = outcome(case, backend)
@@ -66,15 +75,6 @@ def check(case: RandomCase, backend: str) -> float:
     worst = criterion.require("judge", results)
     property_ = _PROPERTIES.get(case.check)
     return max(worst, property_(case, backend, results, criterion) if property_ else 0.0)
-
-
-def check_sample(case: RandomCase) -> float:
-    """Judges one more sample of the baseline in the place of a backend: where it fails, chance failed it."""
-    n, noise = zlib.crc32(case.name.encode()), noise_of(1)
-    noise.generator.manual_seed(n)
-    results = sample(case, n, noise)
-    finite = all(y.isfinite().all() for y in results.values())  # float16 may end on the way
-    return Criterion(case).require("judge", results) if finite else 0.0
 
 
 class Criterion:
@@ -95,7 +95,7 @@ class Criterion:
             for name, y in exact.items()
         }
         rounded = case.dtype if case.op.startswith("gated_delta_") else None
-        self.reference = Reference(case.op, case.name, case.dtype, exact, spreads, case.terms, rounded)
+        self.reference = Reference(case.op, case.check, case.dtype, exact, spreads, case.terms, rounded)
         self.add_sample()
 
     def add_sample(self) -> bool:
@@ -114,6 +114,9 @@ class Criterion:
             if name not in results:
                 raise Failure(f"{what}: no {name}")
             y = results[name]
+            form, expected = (y.dtype, y.shape), (dtype_of(self.case, name), exact.shape)
+            if form != expected:
+                raise Failure(f"{what}: {name} is {form}, expected {expected}")
             if exact.numel() == 0 or exact.abs().max() > torch.finfo(y.dtype).max / 2:
                 continue
             if what in ("alone", "cut") and name[1:].startswith(SHARED) and y.dtype.itemsize < 4:
@@ -150,51 +153,17 @@ def outcome(case: RandomCase, backend: str, call: Call | None = None) -> dict[st
     }
     with torch.set_grad_enabled(bool(case.wanted)):
         outputs = (call or run)(case, leaves, backend)
-    _require_forms(case, outputs)
     results = with_gradients(case, leaves, outputs)
-    _require_forms(case, results)
     return {name: y.cpu() for name, y in results.items()}
 
 
 def run(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
     """Calls the public operation."""
-    options = dict(case.options, backend=backend)
-    if case.op in ("gated_delta_rule", "gated_delta_layer"):
-        rule = case.op == "gated_delta_rule"
-        y, final_state = (gated_delta_rule if rule else gated_delta_layer)(**x, **options)  # type: ignore[arg-type]
-        outputs = {"o" if rule else "y": y}
-        return outputs if final_state is None else {**outputs, "final_state": final_state}
-    if case.op == "gated_delta_rule_step":
-        return dict(zip(("o", "state"), gated_delta_rule_step(**x, **options), strict=True))  # type: ignore[arg-type]
-    if case.op == "delta_residual":
-        return {"out": delta_residual(**x, **options)}  # type: ignore[arg-type]
-    if case.op == "add_rms_norm":
-        return dict(zip(("y", "total"), layers.add_rms_norm(**x, **options), strict=True))  # type: ignore[arg-type]
-    if case.op == "linear_cross_entropy":
-        return {"loss": layers.linear_cross_entropy(**x, **options)}  # type: ignore[arg-type]
-    if case.op == "gated_rms_norm":
-        return {"y": layers.gated_rms_norm(**{"gate": None, **x}, **options)}  # type: ignore[arg-type]
-    return {"y": layers.short_convolution(**x, **options)}  # type: ignore[arg-type]
-
-
-def _require_forms(case: RandomCase, results: Tensors) -> None:
-    """Raises Failure unless shapes and dtypes are those that the operation promises."""
-    x = case.tensors
-    for name, y in results.items():
-        if name in ("final_state", "state"):
-            v = x["gate" if "gate" in x else "v"]
-            n = len(x["cu_seqlens"]) - 1 if "cu_seqlens" in x else v.shape[0]
-            shape = (n, v.shape[-2], case.options["K"] if "gate" in x else x["q"].shape[-1], v.shape[-1])
-        elif name == "loss":
-            shape = ()
-        elif name[0] == "d" and name[1:] in x:
-            shape = x[name[1:]].shape
-        else:
-            like = {"gated_delta_rule": "v", "gated_delta_rule_step": "v", "gated_delta_layer": "gate"}
-            shape = x[like.get(case.op, "x")].shape
-        if (y.dtype, tuple(y.shape)) != (dtype_of(case, name), tuple(shape)):
-            expected = f"{dtype_of(case, name)} {list(shape)}"
-            raise Failure(f"{name} is {y.dtype} {list(y.shape)}, expected {expected}")
+    operation, names = _PUBLIC[case.op]
+    defaults = {"gate": None} if case.op == "gated_rms_norm" else {}
+    outputs = operation(**{**defaults, **x, **case.options}, backend=backend)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return {name: y for name, y in zip(names, outputs, strict=True) if y is not None}
 
 
 def _require_same_bits(what: str, results: Tensors, expected: Tensors) -> float:
@@ -296,7 +265,7 @@ def _cut(case: RandomCase, backend: str, results: Tensors, criterion: Criterion)
     T = x.shape[1]
     if T < 2 or "cu_seqlens" in case.tensors or "position" in case.tensors:
         return 0.0
-    at = 1 + zlib.crc32(case.name.encode()) % (T - 1)
+    at = 1 + zlib.crc32(case.words.encode()) % (T - 1)
     first, rest = slice(0, at), slice(at, T)
 
     def call(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
