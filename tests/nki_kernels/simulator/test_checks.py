@@ -296,13 +296,6 @@ def activation_outside_of_its_range():
     nisa.activation(dst=tile, op=nl.log, data=tile)
 
 
-@CASES.refuses(r"nl.rsqrt is valid .*no other range is documented for the gpsimd engine", StrictError)
-def a_root_on_gpsimd_outside_of_the_only_range():
-    tile = sbuf(4, 4)
-    nisa.memset(dst=tile, value=0.0)
-    nisa.tensor_scalar(dst=tile, data=tile, op0=nl.rsqrt, operand0=0.0, engine=nisa.engine.gpsimd)
-
-
 @CASES.refuses("activation op must be an activation function", TypeError)
 def alu_operator_as_activation():
     nisa.activation(dst=sbuf(4, 4), op=nl.add, data=ones(4, 4))
