@@ -1,4 +1,4 @@
-"""Prints which backend runs which operation on this machine, and why others do not."""
+"""Prints which backend runs which operation on this machine, and on request why others do not."""
 
 from __future__ import annotations
 
@@ -13,16 +13,29 @@ from delta_trn.backends import describe, machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints one row per operation and backend; takes no arguments but --help."""
-    argparse.ArgumentParser(prog="delta-trn backends", description=__doc__).parse_args(arguments)
+    """Prints a row per operation; with --all also one per operation and backend, with reasons."""
+    parser = argparse.ArgumentParser(prog="delta-trn backends", description=__doc__)
+    parser.add_argument(
+        "--all", action="store_true", help="every backend of every operation, and why one does not run"
+    )
+    options = parser.parse_args(arguments)
     devices = machine.platforms()
     models = ", ".join(f"{name} ({machine.describe(machine.pick(name))})" for name in devices)
     console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(f"devices here: {models}", highlight=False)
-    table = Table()
-    for heading in ("operation", "backend", "default for", "by name on", "why not, or not elsewhere"):
-        table.add_column(heading)
-    for row in describe():
+    rows = describe()
+    chosen = Table("operation", *devices, "others, by name")
+    for op in dict.fromkeys(row.op for row in rows):
+        mine = [row for row in rows if row.op == op]
+        default = [next((row.backend for row in mine if d in row.automatic), "none") for d in devices]
+        others = [row.backend for row in mine if row.named and row.backend not in default]
+        chosen.add_row(op, *default, ", ".join(others) or "-")
+    console.print(chosen)
+    if not options.all:
+        console.print("`delta-trn backends --all` says why the others do not run here", highlight=False)
+        return 0
+    table = Table("operation", "backend", "default for", "by name on", "why not, or not elsewhere")
+    for row in rows:
         by_name = [device for device in row.named if device not in row.automatic]
         table.add_row(
             row.op,

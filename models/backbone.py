@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from delta_trn.models.sequence import Padding, Sequences, packed_bounds
 IGNORED = frozenset(
     {
         *("cache_position", "cu_seq_lens_k", "max_length_k", "max_length_q", "output_attentions"),
-        "token_type_ids",
+        *("output_router_logits", "token_type_ids"),
     }
 )
 
@@ -83,6 +83,7 @@ class DeltaPreTrainedModel(PreTrainedModel):
     # In bfloat16 they would not move: one step of that dtype is 0.4% of a value, and their updates are less.
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
     _is_stateful = True  # a state cannot be rolled back, so there is no assisted decoding
+    is_part = False  # whether this is a part of a model that draws the initial values of all its parts
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -101,7 +102,19 @@ class DeltaPreTrainedModel(PreTrainedModel):
 
     def initialize_weights(self) -> None:
         """Draws initial values; transformers calls this after building a model and after loading weights."""
-        initialize(self)
+        if not self.is_part:
+            initialize(self)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # generate() would pass its own kind of cache; forward makes ours
+
+    def get_input_embeddings(self) -> nn.Module:
+        return cast("DeltaModel", self.base_model).embed
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        backbone = cast("DeltaModel", self.base_model)
+        backbone.embed = retag(value, backbone.embed)
 
 
 class DeltaModel(DeltaPreTrainedModel):
@@ -117,9 +130,9 @@ class DeltaModel(DeltaPreTrainedModel):
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]  # noqa: RUF012
 
-    def __init__(self, config: DeltaConfig) -> None:
+    def __init__(self, config: DeltaConfig, *, is_part: bool = False) -> None:
         super().__init__(config)
-        d = config.hidden_size
+        d, self.is_part = config.hidden_size, is_part
         # The paper's code ties before it draws, so it draws the embedding as the head: like a hidden matrix.
         like = Role.HIDDEN if config.tie_word_embeddings and config.init == "authors" else None
         self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING, like=like))
@@ -131,11 +144,7 @@ class DeltaModel(DeltaPreTrainedModel):
         self.read = make_read(config)
         self.norm = NORMS[config.norm](d, config.rms_norm_eps)
         self.dropout = Dropout(config.dropout, 0)
-        self._add_head(config)
         self.post_init()
-
-    def _add_head(self, config: DeltaConfig) -> None:
-        """Makes what follows the norm, before `post_init` draws all initial values at once: here nothing."""
 
     @can_return_tuple
     def forward(
@@ -150,21 +159,6 @@ class DeltaModel(DeltaPreTrainedModel):
         **others: Any,
     ) -> BaseModelOutputWithPast:
         """Returns last_hidden_state [B, T, d], normalized. Arguments and errors are `DeltaForCausalLM`'s."""
-        tokens = (input_ids, inputs_embeds, attention_mask, cu_seqlens)
-        return self._encode(*tokens, past_key_values, use_cache, output_hidden_states, others)[0]
-
-    def _encode(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        past_key_values: DeltaCache | None,
-        use_cache: bool | None,
-        output_hidden_states: bool | None,
-        others: dict[str, Any],
-    ) -> tuple[BaseModelOutputWithPast, Tensor | None]:
-        """Returns the output of `forward`, and the bounds of packed sequences over rows put end to end."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         bounds = packed_bounds(others, attention_mask)
@@ -185,12 +179,11 @@ class DeltaModel(DeltaPreTrainedModel):
         )
         if streams is not None and bounds is not None:
             streams = [y.reshape(B, T, -1) for y in streams]
-        output = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=hidden.reshape(B, T, -1),  # type: ignore[arg-type]
             **{CACHE_NAME: cache},
             hidden_states=None if streams is None else tuple(streams),  # type: ignore[arg-type]
         )
-        return output, cu_seqlens
 
     def hidden(
         self,
@@ -294,16 +287,6 @@ class DeltaModel(DeltaPreTrainedModel):
                 "gradient checkpointing runs blocks twice, which a cache cannot follow; pass use_cache=False"
             )
         return DeltaCache(self.config.num_hidden_layers) if past is None else past
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # generate() would pass its own kind of cache; forward makes ours
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed = retag(value, self.embed)
 
 
 def retag(new: Any, old: Any) -> Any:

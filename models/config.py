@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.settings import CONFIG_NAMES, complete
 
 
@@ -51,6 +52,12 @@ class DeltaConfig(PretrainedConfig):
     def width_ratio(self) -> float:
         """The ratio m = width / base_width."""
         return self.hidden_size / self.base_width
+
+    @property
+    def logit_scale(self) -> float:
+        """By how much a language model's readout multiplies, besides its matrix."""
+        role = Role.EMBEDDING if self.tie_word_embeddings else Role.READOUT
+        return self.width_ratio ** TABLES[self.parametrization][role].multiplier
 
     @property
     def inner_ratio(self) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from delta_trn.backends import linear_cross_entropy as cross_entropy_of_readout
@@ -17,10 +17,26 @@ from delta_trn.models.cache import CACHE_NAME, DeltaCache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.layers import Linear, at_least_float32
 from delta_trn.models.mup import TABLES, Role
+from delta_trn.models.sequence import packed_bounds
 
 
-class DeltaForCausalLM(DeltaModel, GenerationMixin):
+class Readout(Linear):
+    """Computes logits, W x times the multiplier that muP gives the readout."""
+
+    def __init__(self, config: DeltaConfig, rows: int, multiplier: float) -> None:
+        super().__init__(config.hidden_size, rows, Role.READOUT)
+        self.multiplier = multiplier
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps a tensor [..., d] to [..., rows]."""
+        return super().forward(input * self.multiplier)
+
+
+class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
     """Computes logits = multiplier * E Norm( blocks( E[token] ) ), E tied unless the configuration says not.
+
+    `lm_head(hidden)` are the logits. Trainers that multiply by `lm_head.weight` themselves find the
+    multiplier in the configuration, as `logit_scale`.
 
     >>> from delta_trn.models import DeltaConfig
     >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
@@ -29,18 +45,18 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^score\."]  # noqa: RUF012
-    _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
 
-    def _add_head(self, config: DeltaConfig) -> None:
-        tied = config.tie_word_embeddings
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, Role.READOUT)
-        if tied:
-            self.lm_head.weight = self.embed.weight
-        power = TABLES[config.parametrization][Role.EMBEDDING if tied else Role.READOUT].multiplier
-        self.logits_multiplier = config.width_ratio**power
+    def __init__(self, config: DeltaConfig) -> None:
+        super().__init__(config)
+        self.model = DeltaModel(config, is_part=True)
+        self.lm_head = Readout(config, config.vocab_size, config.logit_scale)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed.weight
+        self.post_init()
 
     @can_return_tuple
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -72,15 +88,26 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
         Raises ValueError for arguments that do not go together, and TypeError for unknown ones.
         """
         items, targets = (others.pop(name, None) for name in ("num_items_in_batch", "shift_labels"))
-        tokens = (input_ids, inputs_embeds, attention_mask, cu_seqlens)
-        encoded, cu_seqlens = self._encode(*tokens, past_key_values, use_cache, output_hidden_states, others)
+        bounds = packed_bounds(others, attention_mask)
+        encoded: BaseModelOutputWithPast = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states,
+            cu_seq_lens_q=bounds,
+            return_dict=True,
+            **others,
+        )
         hidden = encoded.last_hidden_state
         assert hidden is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept] * self.logits_multiplier)
+        logits = self.lm_head(hidden[:, kept])
         loss = None
         if labels is not None and targets is None:
-            targets = _next_tokens(labels, cu_seqlens)
+            targets = _next_tokens(labels, bounds if cu_seqlens is None else cu_seqlens)
         if targets is not None:
             loss = self._cross_entropy(hidden, targets, -100)
             if items is not None:
@@ -116,13 +143,13 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
             raise ValueError(
                 f"targets {tuple(targets.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
             )
-        x = self.embed(input_ids)
-        hidden = self.hidden(x, position_ids=position_ids, cu_seqlens=cu_seqlens, noise=noise)
+        x = self.model.embed(input_ids)
+        hidden = self.model.hidden(x, position_ids=position_ids, cu_seqlens=cu_seqlens, noise=noise)
         return self._cross_entropy(hidden, targets, ignore_index)
 
     def _cross_entropy(self, hidden: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         hidden, targets, weight = hidden.flatten(0, 1), targets.flatten(), self.lm_head.weight
-        multiplier, smoothing = self.logits_multiplier, self.config.label_smoothing
+        multiplier, smoothing = self.lm_head.multiplier, self.config.label_smoothing
         loss = linear_cross_entropy(hidden, weight, targets, multiplier, ignore_index)
         if not (smoothing and self.training):
             return loss
@@ -135,8 +162,10 @@ class DeltaForCausalLM(DeltaModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = retag(new_embeddings, self.lm_head)
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        """Takes the rows of `new_embeddings`: transformers makes a plain module where it resizes."""
+        self.lm_head.weight = retag(new_embeddings, self.lm_head).weight
+        self.lm_head.out_features = self.lm_head.weight.shape[0]
 
 
 def _next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -147,19 +176,6 @@ def _next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         ends = cu_seqlens[1:-1] - 1
         targets.view(-1)[ends[ends >= 0]] = -100
     return targets
-
-
-class Scores(Linear):
-    """Computes one number per label, W x times the multiplier of an untied readout."""
-
-    def __init__(self, config: DeltaConfig) -> None:
-        assert config.num_labels is not None  # transformers counts 2 where nothing is said
-        super().__init__(config.hidden_size, config.num_labels, Role.READOUT)
-        self.multiplier = config.width_ratio ** TABLES[config.parametrization][Role.READOUT].multiplier
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Maps a tensor [..., d] to [..., labels]."""
-        return super().forward(input * self.multiplier)
 
 
 class DeltaForSequenceClassification(GenericForSequenceClassification, DeltaPreTrainedModel):
@@ -181,7 +197,10 @@ class DeltaForSequenceClassification(GenericForSequenceClassification, DeltaPreT
     def __init__(self, config: DeltaConfig) -> None:
         DeltaPreTrainedModel.__init__(self, config)  # the mixin's would make a matrix without a muP role
         self.num_labels = config.num_labels
-        self.model, self.score = DeltaModel(config), Scores(config)
+        assert config.num_labels is not None  # transformers counts 2 where nothing is said
+        multiplier = config.width_ratio ** TABLES[config.parametrization][Role.READOUT].multiplier
+        self.model = DeltaModel(config, is_part=True)
+        self.score = Readout(config, config.num_labels, multiplier)
         self.post_init()
 
 

@@ -6,7 +6,7 @@
 ...     model = DeltaForCausalLM(DeltaConfig(hidden_size=512, base_width=256))
 >>> row = scaled_parameters(model, optimizer="adamw", lr=4e-3, weight_decay=0.1)[1]
 >>> row.name, row.role.name, row.lr
-('blocks.0.mixer_norm.weight', 'VECTOR', 0.004)
+('model.blocks.0.mixer_norm.weight', 'VECTOR', 0.004)
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def initialize(model: PreTrainedModel, part: Callable[[str, Tensor], Tensor] = l
     `part` maps a parameter's name and its values to those that this model has, for a model divided among
     processes. There is never more than one whole parameter.
 
-    A parameter's numbers depend on its name and on one draw from torch's global generator, not on what was
-    made before it: models that share a layer start with the same one. They are drawn in float32 on the CPU,
-    so neither device nor dtype changes them.
+    A parameter's numbers depend on its name in the backbone and on one draw from torch's global generator,
+    not on what was made before it: models that share a layer start with the same one. They are drawn in
+    float32 on the CPU, so neither device nor dtype changes them.
     """
     missing = [
         (name, parameter, tag)
@@ -106,7 +106,8 @@ def initialize(model: PreTrainedModel, part: Callable[[str, Tensor], Tensor] = l
         return
     seed = int(torch.randint(2**62, (), device="cpu"))
     for name, parameter, tag in missing:
-        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        own = name.removeprefix(f"{model.base_model_prefix}.")
+        digest = hashlib.blake2b(f"{seed} {own}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         std = initial_std(tag, cast(DeltaConfig, model.config))

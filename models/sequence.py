@@ -65,13 +65,17 @@ def sequence_bounds(position_ids: Tensor) -> Tensor | None:
 
 
 def packed_bounds(options: dict[str, Any], attention_mask: Tensor | None) -> Tensor | None:
-    """Takes cu_seq_lens_q and position_ids out of `options`; returns the bounds that they state, or None.
+    """Takes cu_seq_lens_q, position_ids and seq_idx out of `options`; returns the bounds that they state.
 
-    Where the mask has padding, a place of 0 is a row's first real token, and no sequence is packed.
+    seq_idx [B, T] is the number of a token's sequence in its row. None where no sequence is packed: where the
+    mask has padding, a place of 0 is a row's first real token.
     """
-    bounds, position_ids = (options.pop(name, None) for name in ("cu_seq_lens_q", "position_ids"))
+    names = ("cu_seq_lens_q", "position_ids", "seq_idx")
+    bounds, position_ids, seq_idx = (options.pop(name, None) for name in names)
     if bounds is not None:
         return bounds.long()
+    if position_ids is None and seq_idx is not None:
+        position_ids = seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) == 0  # 0 where another number begins
     if position_ids is None or isinstance(attention_mask, dict):
         return None
     bounds = sequence_bounds(position_ids)

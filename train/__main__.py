@@ -66,6 +66,9 @@ COMMANDS: dict[str, Command] = {
     "data": ("delta_trn.train.commands.data", "prepare SOURCE | info DIR", "text to token shards"),
 }
 
+# What training on one's own text takes. `--help` lists these, `--help-all` the others, too.
+USUAL = ("run", "resume", "generate", "export", "plot", "convert", "data", "backends")
+
 
 def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
     """Runs one command. Returns 0: done; 2: refused, and stderr says why; 128 + n: stopped by signal n."""
@@ -74,8 +77,8 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
             stream.reconfigure(errors="backslashreplace")  # a model may write any character
     try:
-        if not given or given[0] in ("-h", "--help", "help"):
-            print(_overview(commands))
+        if not given or given[0] in ("-h", "--help", "help", "--help-all"):
+            print(_overview(commands, every=given[:1] == ["--help-all"]))
             return 0
         command, *rest = given
         if command not in commands:
@@ -119,19 +122,22 @@ def _is_expected(error: Exception) -> bool:
     return isinstance(error, BackendRefusal)
 
 
-def _overview(commands: Mapping[str, Command]) -> str:
+def _overview(commands: Mapping[str, Command], *, every: bool) -> str:
     from delta_trn.train.recipes import RECIPES, summary
 
-    usages = {name: f"{name} {usage}" for name, (_, usage, _) in commands.items()}
+    shown = {name: command for name, command in commands.items() if every or name in USUAL}
+    usages = {name: f"{name} {usage}" for name, (_, usage, _) in shown.items()}
     width = max(map(len, usages.values()))
     lines = ["delta-trn COMMAND ...", "", "commands"]
-    lines += [f"  {usages[name]:{width}}  {line}" for name, (_, _, line) in commands.items()]
+    lines += [f"  {usages[name]:{width}}  {line}" for name, (_, _, line) in shown.items()]
+    if rest := [name for name in commands if name not in shown]:
+        lines += [f"  `--help-all` explains the others: {', '.join(rest)}"]
     lines += ["", "recipes"]
     width = max(map(len, RECIPES))
     lines += [f"  {name:{width}}  {summary(name)}" for name in RECIPES]
     lines += [
         "",
-        "`delta-trn run RECIPE --keys` prints every key=value there is, `COMMAND --help` the rest",
+        "`delta-trn run RECIPE --keys` prints the usual key=value, `--all-keys` all; `COMMAND --help` more",
     ]
     return "\n".join(lines)
 

@@ -147,13 +147,13 @@ class Format:
         given = {**self.defaults, **theirs}
         ours = {_swap(name, self.names): tensor for name, tensor in state.items()}
         for i in set(range(config.num_hidden_layers)) - set(config.attention_layers):
-            names = [f"blocks.{i}.mixer.{name}.weight" for name in CONVOLUTIONS]
+            names = [f"model.blocks.{i}.mixer.{name}.weight" for name in CONVOLUTIONS]
             parts = [ours.pop(name).squeeze(1) for name in names if name in ours]
             if not given["use_short_conv"]:  # SiLU of a convolution with one tap, which is 1
                 one = next(iter(state.values()))
                 parts = [one.new_ones(rows, 1) for rows in _channels(config)]
             if len(parts) == len(names):
-                ours[f"blocks.{i}.mixer.conv.weight"] = torch.cat(parts)
+                ours[f"model.blocks.{i}.mixer.conv.weight"] = torch.cat(parts)
         return _tie({name: _scale(x, _undone(name, given)) for name, x in ours.items()}, config)
 
     def state(self, ours: State, theirs: Mapping[str, Any], config: DeltaConfig) -> State:
@@ -198,7 +198,7 @@ def _tie(state: State, config: DeltaConfig) -> State:
         return state
     state = dict(state)
     head = state.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(state.setdefault("embed.weight", head), head):
+    if head is not None and not torch.equal(state.setdefault("model.embed.weight", head), head):
         raise ValueError(
             "tie_word_embeddings=True, but lm_head and the embedding differ; which one counts? Set "
             "tie_word_embeddings to false in config.json, or delete one of them from the weights"
@@ -328,12 +328,12 @@ def _factor(name: str, theirs: Mapping[str, Any], config: DeltaConfig) -> float:
     """Returns by how much our parameter is multiplied on the way there."""
     s, m, table = _shrink(config), config.width_ratio, TABLES[config.parametrization]
     tied = config.tie_word_embeddings
-    if name == "norm.weight":
+    if name == "model.norm.weight":
         role = Role.EMBEDDING if tied else Role.READOUT
         return m ** table[role].multiplier / _authors_ratio(theirs) / (s if tied else 1)
-    if name.endswith((".mixer.o_proj.weight", ".mlp.down_proj.weight")) or name == "embed.weight":
+    if name.endswith((".mixer.o_proj.weight", ".mlp.down_proj.weight")) or name == "model.embed.weight":
         return s
-    if name.endswith("q_proj.weight") and int(name.split(".")[1]) in config.attention_layers:
+    if name.endswith("q_proj.weight") and int(name.split(".")[2]) in config.attention_layers:
         return m**table.attention if config.scale_by == "head_dim" else 1.0
     return 1.0
 
@@ -350,9 +350,9 @@ FORMATS = {
         model_type="gated_deltanet",
         architecture="GatedDeltaNetForCausalLM",
         names=(
-            ("model.embeddings.", "embed."),
-            ("model.layers.", "blocks."),
-            ("model.norm.", "norm."),
+            ("model.embeddings.", "model.embed."),
+            ("model.layers.", "model.blocks."),
+            ("model.norm.", "model.norm."),
             *_LAYERS,
         ),
         defaults=_FLA_DEFAULTS,
@@ -363,7 +363,12 @@ FORMATS = {
     "authors": Format(
         model_type="nanogpt-pro",
         architecture="GPT",
-        names=(("transformer.wte.", "embed."), ("transformer.h.", "blocks."), ("ln_f.", "norm."), *_LAYERS),
+        names=(
+            ("transformer.wte.", "model.embed."),
+            ("transformer.h.", "model.blocks."),
+            ("ln_f.", "model.norm."),
+            *_LAYERS,
+        ),
         defaults=_AUTHORS_DEFAULTS,
         shared=AUTHORS,
         to_settings=_authors_to_settings,

@@ -76,7 +76,7 @@ def check_weights(model: nn.Module) -> WeightsReport:
         >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1))
         >>> bool(check_weights(model))
         True
-        >>> model.blocks[0].mixer.A_log.data[2] = -torch.inf
+        >>> model.model.blocks[0].mixer.A_log.data[2] = -torch.inf
         >>> print(check_weights(model).dead[0].name, check_weights(model).dead[0].head)
         blocks.0.mixer.A_log 2
     """

@@ -242,7 +242,8 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def keep_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
         named = signature.bind_partial(self, *args, **kwargs).arguments
-        options = {"position_ids": named.get("position_ids"), "cu_seq_lens_q": kwargs.get("cu_seq_lens_q")}
+        options = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx")}
+        options["position_ids"] = named.get("position_ids")
         bounds = packed_bounds(options, named.get("attention_mask"))
         if bounds is not None:
             kwargs["cu_seq_lens_q"] = bounds

@@ -35,7 +35,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
         config = kind.config(theirs)
         state = kind.weights(_read_weights(folder), theirs, config)
         _require_all(state, config)
-        dtype = state["embed.weight"].dtype if dtype in (None, "auto") else dtype
+        dtype = state["model.embed.weight"].dtype if dtype in (None, "auto") else dtype
         model = DeltaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     else:
         classes: Any = AutoModelForCausalLM._model_mapping

@@ -316,8 +316,8 @@ def test_a_block_that_fuses_sum_and_norm_computes_the_same_bits():
     ids = tokens(2, 9)
     for fused in (True, False):
         m = model(dtype=torch.float32)
-        assert all(block.sums for block in m.blocks)
-        for block in m.blocks:
+        assert all(block.sums for block in m.model.blocks)
+        for block in m.model.blocks:
             block.sums = fused
         loss = m.loss(ids[:, :-1], ids[:, 1:])
         results.append([loss.detach(), *torch.autograd.grad(loss, list(m.parameters()))])

@@ -30,7 +30,7 @@ def test_stored_parameters_are_those_that_learn_from_later_tokens():
     The upstream gradient is at the last token. Tokens before the reach of its taps contribute only to
     projections that the state stores.
     """
-    layer: GatedDeltaNet = model(hidden_size=32, attention_layers=[2]).blocks[0].mixer
+    layer: GatedDeltaNet = model(hidden_size=32, attention_layers=[2]).model.blocks[0].mixer
     T, taps = 32, layer.conv.weight.shape[1]
     y = layer(torch.eye(T, dtype=torch.float64)[None], rows(T))
     y[0, -1].sum().backward()
@@ -53,7 +53,7 @@ def test_memory_divides_only_rates_of_stored_parameters_under_sgd(optimizer: str
 
     plain, slow = rates(1.0), rates(16.0)
     divided = {name for name in plain if slow[name] != plain[name]}
-    of_state = {f"blocks.{i}.mixer.{name}" for i in (0, 2) for name in STORED}
+    of_state = {f"model.blocks.{i}.mixer.{name}" for i in (0, 2) for name in STORED}
     assert divided == (of_state if optimizer == "sgd" else set())
     assert all(slow[name] == plain[name] / 16 for name in divided)
     with pytest.raises(ValueError, match=r"memory=0\.0 must be above 0"):
@@ -71,7 +71,7 @@ def powers_of_memory(*, coherent: bool) -> dict[str, Line]:
             m = model(
                 seed, torch.float32, hidden_size=96, num_heads=2, num_hidden_layers=1, rms_norm_eps=1e-12
             )
-            layer, readouts = m.blocks[0].mixer, []
+            layer, readouts = m.model.blocks[0].mixer, []
             with torch.no_grad():  # one alpha for every head and token
                 layer.A_log.fill_(math.log(A))
                 layer.dt_bias.fill_(math.log(math.expm1(dt)))

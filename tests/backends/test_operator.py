@@ -98,13 +98,13 @@ def test_gradcheck_detects_a_decay_gradient_that_is_off_by_a_hundredth(monkeypat
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wanted", range(6), ids=["q", "k", "v", "g", "beta", "initial_state"])
-def test_a_gradient_computed_alone_equals_the_one_computed_with_all_others(wanted, backend):
+def test_a_gradient_computed_alone_equals_the_one_computed_with_all_others(backend):
     leaves = tensors()
-    all_gradients = torch.autograd.grad(sum(y.sum() for y in call(*leaves, backend=backend)), leaves)
-    alone = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(leaves)]
-    (gradient,) = torch.autograd.grad(sum(y.sum() for y in call(*alone, backend=backend)), [alone[wanted]])
-    assert torch.equal(gradient, all_gradients[wanted])
+    together = torch.autograd.grad(sum(y.sum() for y in call(*leaves, backend=backend)), leaves)
+    for wanted, expected in enumerate(together):
+        alone = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(leaves)]
+        (gradient,) = torch.autograd.grad(sum(y.sum() for y in call(*alone, backend=backend)), alone[wanted])
+        assert torch.equal(gradient, expected), wanted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

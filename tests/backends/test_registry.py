@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from delta_trn import backends
-from delta_trn.backends import BackendRefusal, default_backend, registry
+from delta_trn.backends import BackendRefusal, default_backend, machine, registry
 from delta_trn.backends import __main__ as command
 from delta_trn.backends.machine import ROOT
 from delta_trn.backends.registry import BACKENDS, Backend, Call, Capability, choose, register
@@ -183,12 +183,20 @@ def test_describe_lists_what_runs_on_a_device_and_why_the_rest_does_not():
 
 
 def test_the_command_prints_every_backend_and_every_reason(capsys):
-    assert command.main([]) == 0
+    assert command.main(["--all"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert output.startswith("devices here: ")
     assert all(name in output for name in (*BACKENDS, *registry.OPERATIONS))
     reasons = [reason for row in backends.describe() for reason in row.reasons]
     assert all(reason.split(": ")[0] in output for reason in reasons)
+
+
+def test_the_command_prints_one_short_row_per_operation_unless_it_is_asked_for_more(capsys):
+    assert command.main([]) == 0
+    output = capsys.readouterr().out
+    (row,) = (line for line in output.splitlines() if " gated_delta_rule " in line)
+    assert [cell.strip() for cell in row.split("│")][2] == "chunked" or machine.platforms()[0] != "cpu"
+    assert "tensors are on" not in output and "delta-trn backends --all" in output
 
 
 def test_adapters_are_imported_at_their_first_call():

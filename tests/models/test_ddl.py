@@ -57,7 +57,7 @@ def perturbed_model(seed: int = 0, **changes: Any) -> DeltaForCausalLM:
 
 
 def blocks(m: DeltaForCausalLM) -> list[Any]:
-    return list(m.blocks)
+    return list(m.model.blocks)
 
 
 def logits(m: DeltaForCausalLM, ids: Tensor, **options: Any) -> Tensor:
@@ -121,10 +121,10 @@ def test_closed_gates_leave_the_embedding(name):
             if type(module).__name__ == "Gate":
                 module.proj.weight.zero_()  # type: ignore[union-attr]
                 module.proj.bias.fill_(-1e4)  # type: ignore[union-attr]
-        x = m.embed(ids)
-        if m.positions is not None:
-            x = x + m.positions(torch.arange(7))
-        expected = m.lm_head(m.norm(x) * m.logits_multiplier)
+        x = m.model.embed(ids)
+        if m.model.positions is not None:
+            x = x + m.model.positions(torch.arange(7))
+        expected = m.lm_head(m.model.norm(x))
         assert_same(logits(m, ids), expected, what="identity")
 
 

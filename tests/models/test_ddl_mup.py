@@ -39,7 +39,7 @@ def change_of_the_stream(width: int, parametrization: str) -> float:
         num_hidden_layers=3,
     )  # fmt: skip
     with torch.no_grad():
-        m.embed.weight.normal_(0, 1)
+        m.model.embed.weight.normal_(0, 1)
         states = m(torch.randint(0, 61, (4, 16)), output_hidden_states=True).hidden_states
     return float((states[-1] - states[0]).square().mean().sqrt())
 

@@ -20,7 +20,7 @@ MODELS = {name: VARIANTS[name] for name in ("vector", "token-conv", "channel", "
 class TestAttention:
     @staticmethod
     def layer(**changes) -> nn.Module:
-        return model(**{**ATTENTION, **changes}).blocks[0].mixer
+        return model(**{**ATTENTION, **changes}).model.blocks[0].mixer
 
     def test_rope_rotates_the_first_channels_and_leaves_the_rest(self):
         layer = self.layer(head_dim_k=8, rope_ratio=0.5)
@@ -102,7 +102,7 @@ def test_mixer_output_init_scales_output_projections_which_still_learn_from_zero
         assert torch.allclose(x, p * size if name.endswith("o_proj.weight") else p, rtol=1e-6), name
     ids = tokens(2, 9)
     quiet.loss(ids[:, :-1], ids[:, 1:]).backward()
-    outputs = [block.mixer.o_proj.weight.grad for block in quiet.blocks]
+    outputs = [block.mixer.o_proj.weight.grad for block in quiet.model.blocks]
     assert all(gradient.abs().max() > 0 for gradient in outputs), "a matrix of 0 still learns"
 
 
@@ -117,7 +117,7 @@ def test_label_smoothing_is_pytorchs_and_only_in_training():
         expected = F.cross_entropy(z, targets.flatten(), label_smoothing=smoothing)
         assert_same(loss, expected, what="loss")
         gradient, expected_gradient = (
-            torch.autograd.grad(y, m.embed.weight, retain_graph=True)[0] for y in (loss, expected)
+            torch.autograd.grad(y, m.model.embed.weight, retain_graph=True)[0] for y in (loss, expected)
         )
         assert_same(gradient, expected_gradient, what="gradient", factor=4)
     assert (
@@ -170,7 +170,7 @@ def test_gradient_checkpointing_changes_no_deep_delta_gradient(name: str):
         return [p.grad.clone() for p in m.parameters()]
 
     plain, calls = gradients(), []
-    m.blocks[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    m.model.blocks[1].mlp.register_forward_hook(lambda *_: calls.append(1))
     m.gradient_checkpointing_enable()
     again = gradients()
     assert len(calls) == 2, "a block runs once more, backward"

@@ -63,9 +63,9 @@ def test_loss_and_gradients_of_documents_in_rows_are_those_of_documents_alone(na
 
 def leak(m: DeltaForCausalLM, position_ids: Tensor | None) -> Tensor:
     """Returns how the last document of a row of 33 + 7 tokens depends on each token's embedding: [40]."""
-    x = m.embed(tokens(1, 40)).detach().requires_grad_()
+    x = m.model.embed(tokens(1, 40)).detach().requires_grad_()
     weights = torch.randn(7, 32, generator=torch.Generator().manual_seed(3)).to(x)
-    (m.hidden(x, position_ids=position_ids)[0, 33:] * weights).sum().backward()
+    (m.model.hidden(x, position_ids=position_ids)[0, 33:] * weights).sum().backward()
     assert x.grad is not None
     return x.grad.abs().sum((0, 2))
 
@@ -83,7 +83,7 @@ def test_every_backend_forgets_all_at_a_document_whatever_its_rates(backend):
     if backend == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
     m = model(dtype=torch.float32, num_hidden_layers=1)
-    m.blocks[0].mixer.A_log.data = torch.tensor([-30.0, 0.0, 5.0, 20.0])
+    m.model.blocks[0].mixer.A_log.data = torch.tensor([-30.0, 0.0, 5.0, 20.0])
     ids, targets = tokens(2, 40), tokens(2, 40, seed=2)
     with default_backend(backend, allow=["chunked"]):
         passed = leak(m, places(([33, 7],)))

@@ -147,7 +147,7 @@ def test_a_conversation_continues_from_its_cache(variant: str):
 
 def test_embeddings_as_prompt_generate_what_their_ids_do():
     m, ids = model(), tokens(2, 5)
-    output = m.generate(inputs_embeds=m.embed(ids), **GREEDY)
+    output = m.generate(inputs_embeds=m.model.embed(ids), **GREEDY)
     assert torch.equal(output, m.generate(ids, **GREEDY)[:, 5:])
 
 
@@ -269,7 +269,7 @@ class TestSaving:
             assert type(loaded) is DeltaForCausalLM and isinstance(loaded.config, DeltaConfig)
             for (name, a), b in zip(m.state_dict().items(), loaded.state_dict().values(), strict=True):
                 assert torch.equal(a, b), name
-            tied = loaded.lm_head.weight is loaded.embed.weight
+            tied = loaded.lm_head.weight is loaded.model.embed.weight
             assert tied == (variant != "untied")
             ids = tokens(1, 4)
             assert torch.equal(loaded.generate(ids), m.generate(ids))
@@ -284,12 +284,12 @@ class TestSaving:
         assert torch.equal(before, torch.get_rng_state())
         path = tmp_path / "model.safetensors"
         weights = load_file(path)
-        del weights["blocks.1.mixer.A_log"]
+        del weights["model.blocks.1.mixer.A_log"]
         save_file(weights, path, metadata={"format": "pt"})
         loaded = DeltaForCausalLM.from_pretrained(tmp_path)
-        A = loaded.blocks[1].mixer.A_log.exp()
+        A = loaded.model.blocks[1].mixer.A_log.exp()
         assert (A > 0).all() and (A < 16).all() and len(A.unique()) == len(A)
-        assert torch.equal(loaded.blocks[1].mixer.dt_bias, m.blocks[1].mixer.dt_bias)
+        assert torch.equal(loaded.model.blocks[1].mixer.dt_bias, m.model.blocks[1].mixer.dt_bias)
 
     def test_resized_vocabularies_keep_their_tags(self):
         from delta_trn.models.parameters import scaled_parameters

@@ -15,7 +15,7 @@ ANGLE = torch.finfo(torch.float32).eps
 
 
 def attention(dtype: torch.dtype = torch.float64, **changes: object) -> Attention:
-    return model(dtype=dtype, attention_layers=[1], **changes).blocks[1].mixer
+    return model(dtype=dtype, attention_layers=[1], **changes).model.blocks[1].mixer
 
 
 def inputs(T: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -96,15 +96,19 @@ def test_logits_scale_as_one_over_the_size_of_growing_heads(changes: dict, expec
 
 
 def test_attention_layers_stand_where_the_configuration_says():
-    m = model(attention_layers=[0, 2])
-    assert [type(block.mixer).__name__ for block in m.blocks] == ["Attention", "GatedDeltaNet", "Attention"]
+    blocks = model(attention_layers=[0, 2]).model.blocks
+    assert [type(block.mixer).__name__ for block in blocks] == [
+        "Attention",
+        "GatedDeltaNet",
+        "Attention",
+    ]
 
 
 def test_attention_has_as_many_weights_as_the_projections_it_replaces():
     def weights(layer: torch.nn.Module, *names: str) -> int:
         return sum(layer.get_parameter(f"{name}_proj.weight").numel() for name in names)
 
-    delta, softmax, _ = (block.mixer for block in model(attention_layers=[1]).blocks)
+    delta, softmax, _ = (block.mixer for block in model(attention_layers=[1]).model.blocks)
     assert weights(softmax, *"qkvo") == sum(p.numel() for p in softmax.parameters())
     assert weights(softmax, *"qkvo") == weights(delta, *"qkvgo")
 

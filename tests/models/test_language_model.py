@@ -51,7 +51,7 @@ class TestLayer:
     @pytest.mark.parametrize("variant", ["gdn", "grouped", "untied"])
     @pytest.mark.parametrize("T", [1, 2, 3, 17])
     def test_forward_computes_the_equations_of_its_docstring(self, variant: str, T: int):
-        layer = model(**VARIANTS[variant]).blocks[0].mixer
+        layer = model(**VARIANTS[variant]).model.blocks[0].mixer
         x = torch.randn(1, T, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
         with torch.no_grad():
             assert_same(layer(x, rows(T)), self.by_its_equations(layer, x))
@@ -126,7 +126,7 @@ class TestLayer:
         )
 
     def test_reversed_taps_fail_the_comparison_with_the_equations(self):
-        layer = model().blocks[0].mixer
+        layer = model().model.blocks[0].mixer
         x = torch.randn(1, 17, 32, dtype=torch.float64)
         expected = self.by_its_equations(layer, x)
         layer.conv.weight.data = layer.conv.weight.data.flip(1)
@@ -292,7 +292,7 @@ class TestShapes:
             m = DeltaForCausalLM(DeltaConfig(**named_sizes[name]))
         total = sum(p.numel() for p in m.parameters())
         assert round(total / 1e6, 2) == millions
-        assert round((total - m.embed.weight.numel()) / 1e6, 2) == rest
+        assert round((total - m.model.embed.weight.numel()) / 1e6, 2) == rest
 
     def test_sizes_of_heads_follow_from_the_width(self):
         c = DeltaConfig()
@@ -309,13 +309,13 @@ class TestShapes:
         m, ids = model(), tokens(2, 9)
         output = m(ids, output_hidden_states=True, use_cache=False)
         assert len(output.hidden_states) == 4
-        assert torch.equal(output.hidden_states[0], m.embed(ids))
-        assert_same(m.lm_head(m.norm(output.hidden_states[-1])) * 0.5, output.logits)
+        assert torch.equal(output.hidden_states[0], m.model.embed(ids))
+        assert_same(m.lm_head(m.model.norm(output.hidden_states[-1])), output.logits)
         assert torch.equal(m(ids, return_dict=False)[0], output.logits)
 
     def test_embeddings_may_replace_ids(self):
         m, ids = model(), tokens(2, 9)
-        assert torch.equal(m(inputs_embeds=m.embed(ids)).logits, m(ids).logits)
+        assert torch.equal(m(inputs_embeds=m.model.embed(ids)).logits, m(ids).logits)
 
 
 class TestBadConfigurations:

@@ -31,7 +31,7 @@ class TestReadout:
         So o . dL/do = 0 wherever epsilon is negligible, which is what sqrt(K) is for. With the released scale
         and taps the norm is nearly linear instead: c is near 1.
         """
-        layer = model(**changes).blocks[0].mixer
+        layer = model(**changes).model.blocks[0].mixer
         around: list[Tensor] = []
         layer.o_norm.register_forward_hook(lambda _, args, y: around.extend([args[0], y]))
         x = torch.randn(2, 40, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -49,7 +49,7 @@ class TestReadout:
 
     @pytest.mark.parametrize(("readout", "scale"), [("sqrt_k", 6**0.5), ("none", 6**-0.5)])
     def test_readout_sets_the_scale(self, readout: str, scale: float):
-        assert model(readout=readout).blocks[0].mixer.scale == pytest.approx(scale)
+        assert model(readout=readout).model.blocks[0].mixer.scale == pytest.approx(scale)
 
 
 class TestLoss:
@@ -151,10 +151,10 @@ class TestPrecision:
             dtypes.update(q=q.dtype, v=v.dtype, g=g.dtype, beta=beta.dtype)
             return gated_delta_rule(q, k, v, g, beta, **options)
 
-        for block in m.blocks:
+        for block in m.model.blocks:
             block.mixer.scan = watch
         norms = []
-        m.norm.register_forward_hook(lambda _, args, y: norms.append((args[0].dtype, y.dtype)))
+        m.model.norm.register_forward_hook(lambda _, args, y: norms.append((args[0].dtype, y.dtype)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = m.loss(ids, ids)
         loss.backward()
@@ -168,7 +168,7 @@ class TestPrecision:
         assert {p.grad.dtype for p in m.parameters()} == {torch.float32}
 
     def test_autocast_does_not_change_gates(self):
-        layer = model(dtype=torch.float32).blocks[0].mixer
+        layer = model(dtype=torch.float32).model.blocks[0].mixer
         x = torch.randn(2, 20, 32)
         exact = layer.gates(x, rows(20))
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -209,7 +209,7 @@ class TestTransformations:
         m.zero_grad()
         m.gradient_checkpointing_enable()
         calls = []
-        m.blocks[0].mixer.register_forward_hook(lambda *_: calls.append(1))
+        m.model.blocks[0].mixer.register_forward_hook(lambda *_: calls.append(1))
         m.loss(ids, ids).backward()
         assert len(calls) == 2, "checkpointing runs a block forward twice"
         assert all(torch.equal(p.grad, plain[name]) for name, p in m.named_parameters())

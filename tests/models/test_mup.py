@@ -30,27 +30,27 @@ def rows(m: DeltaForCausalLM, optimizer: str = "adamw", **changes: Any) -> dict[
 
 # one parameter of each class of arXiv:2606.04048
 CLASSES = {
-    "embed.weight": "embedding",
+    "model.embed.weight": "embedding",
     "lm_head.weight": "head",
-    "blocks.0.mixer.q_proj.weight": "matrix",
-    "blocks.0.mixer.k_proj.weight": "matrix",
-    "blocks.0.mixer.v_proj.weight": "matrix",
-    "blocks.0.mixer.g_proj.weight": "matrix",
-    "blocks.0.mixer.o_proj.weight": "matrix",
-    "blocks.0.mlp.gate_proj.weight": "matrix",
-    "blocks.0.mlp.up_proj.weight": "matrix",
-    "blocks.0.mlp.down_proj.weight": "matrix",
-    "blocks.1.mixer.q_proj.weight": "matrix",
-    "blocks.1.mixer.o_proj.weight": "matrix",
-    "blocks.0.mixer.a_proj.weight": "gate",
-    "blocks.0.mixer.b_proj.weight": "gate",
-    "blocks.0.mixer.A_log": "scalar",
-    "blocks.0.mixer.dt_bias": "scalar",
-    "blocks.0.mixer_norm.weight": "vector",
-    "blocks.0.mlp_norm.weight": "vector",
-    "blocks.0.mixer.o_norm.weight": "vector",
-    "blocks.0.mixer.conv.weight": "vector",
-    "norm.weight": "vector",
+    "model.blocks.0.mixer.q_proj.weight": "matrix",
+    "model.blocks.0.mixer.k_proj.weight": "matrix",
+    "model.blocks.0.mixer.v_proj.weight": "matrix",
+    "model.blocks.0.mixer.g_proj.weight": "matrix",
+    "model.blocks.0.mixer.o_proj.weight": "matrix",
+    "model.blocks.0.mlp.gate_proj.weight": "matrix",
+    "model.blocks.0.mlp.up_proj.weight": "matrix",
+    "model.blocks.0.mlp.down_proj.weight": "matrix",
+    "model.blocks.1.mixer.q_proj.weight": "matrix",
+    "model.blocks.1.mixer.o_proj.weight": "matrix",
+    "model.blocks.0.mixer.a_proj.weight": "gate",
+    "model.blocks.0.mixer.b_proj.weight": "gate",
+    "model.blocks.0.mixer.A_log": "scalar",
+    "model.blocks.0.mixer.dt_bias": "scalar",
+    "model.blocks.0.mixer_norm.weight": "vector",
+    "model.blocks.0.mlp_norm.weight": "vector",
+    "model.blocks.0.mixer.o_norm.weight": "vector",
+    "model.blocks.0.mixer.conv.weight": "vector",
+    "model.norm.weight": "vector",
 }
 # learning-rate factors at m = n, and of the initial standard deviation and the logits
 SGD = {
@@ -99,7 +99,7 @@ def test_every_class_of_parameters_has_the_factors_of_its_paper(name: str, n: in
             else:
                 assert row.init_std == 0.02 * factor(STD, group), parameter
             assert row.weight_decay == (0.1 if group in ("matrix", "gate") else 0.0), parameter
-    assert m.logits_multiplier == factor(MULTIPLIER, "head")
+    assert m.lm_head.multiplier == factor(MULTIPLIER, "head")
 
 
 @pytest.mark.parametrize(("width", "ratio"), [(768, 2048 / 768), (1024, 2816 / 768), (1536, 4096 / 768)])
@@ -112,7 +112,7 @@ def test_the_output_of_an_mlp_is_scaled_by_its_own_inputs_which_are_rounded_up(w
             scaled = {
                 o: rows(DeltaForCausalLM(DeltaConfig(hidden_size=width, **options)), o) for o in OPTIMIZERS
             }
-        return {o: table["blocks.0.mlp.down_proj.weight"] for o, table in scaled.items()}
+        return {o: table["model.blocks.0.mlp.down_proj.weight"] for o, table in scaled.items()}
 
     m = width / 256
     by_shape, of_authors = down(), down(parametrization="mup_authors")
@@ -133,11 +133,11 @@ def test_muons_rate_falls_as_1_over_m_for_blocks_of_heads_where_width_adds_heads
     """
     larger, more = (rows(meta_model(256, scale_by=how), "muon") for how in ("head_dim", "heads"))
     for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"):
-        assert larger[f"blocks.0.mixer.{name}.weight"].lr == 1 / 2
-        assert more[f"blocks.0.mixer.{name}.weight"].lr == 1 / 4
+        assert larger[f"model.blocks.0.mixer.{name}.weight"].lr == 1 / 2
+        assert more[f"model.blocks.0.mixer.{name}.weight"].lr == 1 / 4
     for table in (larger, more):
-        assert table["blocks.0.mlp.up_proj.weight"].lr == 1 / 2
-    assert more["blocks.0.mixer.a_proj.weight"].lr == 1 / 2, "one matrix: it has a row per head"
+        assert table["model.blocks.0.mlp.up_proj.weight"].lr == 1 / 2
+    assert more["model.blocks.0.mixer.a_proj.weight"].lr == 1 / 2, "one matrix: it has a row per head"
 
 
 @pytest.mark.parametrize("scale_by", ["head_dim", "heads"])
@@ -147,7 +147,7 @@ def test_muons_updates_change_every_projections_output_by_one_amount_at_every_wi
     for width in (64, 256):
         scaled = rows(meta_model(width, scale_by=scale_by), "muon")
         for name in ("v_proj", "o_proj"):
-            row = scaled[f"blocks.0.mixer.{name}.weight"]
+            row = scaled[f"model.blocks.0.mixer.{name}.weight"]
             blocks = row.tag.heads
             out, into = row.shape
             out, into = (out, into // blocks) if row.tag.of_columns else (out // blocks, into)
@@ -165,7 +165,7 @@ class TestDepth:
         same, shared = model(num_hidden_layers=4, base_layers=4), model(num_hidden_layers=4, base_layers=2)
         assert torch.equal(plain(ids).logits, same(ids).logits)
         with torch.no_grad():
-            for block in plain.blocks:
+            for block in plain.model.blocks:
                 for matrix in (block.mixer.o_proj.weight, block.mlp.down_proj.weight):
                     matrix.mul_(0.5)
         assert torch.allclose(plain(ids).logits, shared(ids).logits, rtol=1e-12, atol=1e-12)
@@ -176,7 +176,7 @@ class TestDepth:
         """arXiv:2505.01618, alpha = 1: Adam's epsilon falls as 1 / layers, rates stay. SGD's grow."""
         four, plain = (rows(meta_model(64, num_hidden_layers=4, base_layers=n), optimizer) for n in (2, None))
         for name, row in four.items():
-            depth = 2 if name.startswith("blocks.") else 1
+            depth = 2 if name.startswith("model.blocks.") else 1
             assert row.epsilon == plain[name].epsilon / depth and row.init_std == plain[name].init_std
             assert row.lr == plain[name].lr * (depth if optimizer == "sgd" else 1)
 
@@ -204,7 +204,7 @@ def test_initial_std_of_hidden_matrices_is_the_papers():
     for width in (256, 512, 1024, 1536):
         with torch.device("meta"):
             m = DeltaForCausalLM(DeltaConfig(hidden_size=width, num_hidden_layers=1))
-        std = rows(m)["blocks.0.mlp.up_proj.weight"].init_std
+        std = rows(m)["model.blocks.0.mlp.up_proj.weight"].init_std
         assert std == pytest.approx(0.32 / width**0.5)
 
 
@@ -250,8 +250,8 @@ def test_scaled_rows_are_the_models_parameters_in_order(changes: dict[str, Any],
 
 def test_a_parameter_without_a_role_is_named():
     m = model()
-    m.blocks[1].mlp.extra = nn.Parameter(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"blocks.1.mlp.extra \(3, 2\) has no muP role.*tags of SwiGLU"):
+    m.model.blocks[1].mlp.extra = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"\.1.mlp.extra \(3, 2\) has no muP role.*tags of SwiGLU"):
         scaled_parameters(m, optimizer="adamw", lr=1.0, weight_decay=0.0)
 
 
@@ -281,7 +281,7 @@ def test_independent_weight_decay_is_the_same_at_every_width(optimizer: str, nam
         per_step.append([row.lr * row.weight_decay for row in scaled.values()])
     assert per_step[1] == pytest.approx(per_step[0])
     assert per_step[2] == pytest.approx(per_step[0])
-    coupled = rows(meta_model(256, parametrization="mup"))["blocks.0.mlp.up_proj.weight"]
+    coupled = rows(meta_model(256, parametrization="mup"))["model.blocks.0.mlp.up_proj.weight"]
     assert coupled.lr * coupled.weight_decay == pytest.approx(0.1 / 4), "the default depends on the width"
 
 
@@ -290,21 +290,27 @@ class TestInitialValues:
         m = DeltaForCausalLM(
             DeltaConfig(vocab_size=9, hidden_size=64, num_heads=1, num_v_heads=4000, head_dim_k=1)
         )
-        layer = m.blocks[0].mixer
+        layer = m.model.blocks[0].mixer
         A, dt = layer.A_log.exp(), torch.nn.functional.softplus(layer.dt_bias)
         assert A.min() > 0 and A.max() < 16 and A.mean().item() == pytest.approx(8, rel=0.05)
         assert dt.min() > 0.99e-3 and dt.max() < 1.01e-1
         assert dt.log().mean().item() == pytest.approx(math.log(1e-2), rel=0.05)
         assert (layer.conv.weight.abs() <= 0.5).all()
         assert layer.conv.weight.std().item() == pytest.approx(12**-0.5, rel=0.05)
-        assert all((norm.weight == 1).all() for norm in (m.norm, layer.o_norm, m.blocks[0].mlp_norm))
+        assert all(
+            (norm.weight == 1).all() for norm in (m.model.norm, layer.o_norm, m.model.blocks[0].mlp_norm)
+        )
 
     @pytest.mark.parametrize("m", [1, 4])
     def test_init_authors_draws_taps_and_tied_embedding_like_hidden_matrices(self, m: int):
         std = 0.02 * m**-0.5
         scaled = rows(meta_model(64 * m, init="authors"))
-        assert scaled["blocks.0.mixer.conv.weight"].init_std == scaled["embed.weight"].init_std == std
-        assert rows(meta_model(64 * m))["embed.weight"].init_std == 0.02
+        assert (
+            scaled["model.blocks.0.mixer.conv.weight"].init_std
+            == scaled["model.embed.weight"].init_std
+            == std
+        )
+        assert rows(meta_model(64 * m))["model.embed.weight"].init_std == 0.02
         c = config(init="authors")
         assert c.readout == "none" and config(init="authors", readout="sqrt_k").readout == "sqrt_k"
 
@@ -312,7 +318,7 @@ class TestInitialValues:
         a, b = model(seed=3), model(seed=3)
         c = DeltaForCausalLM(config())
         assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-        assert not torch.equal(b.embed.weight, c.double().embed.weight)
+        assert not torch.equal(b.model.embed.weight, c.double().model.embed.weight)
 
     def test_initial_values_do_not_depend_on_other_parameters(self):
         """With more layers, another mixer or untied logits, equal names and shapes have equal values."""
@@ -327,7 +333,7 @@ class TestInitialValues:
             shared = [n for n in plain if n in other and plain[n].shape == other[n].shape and "attn" not in n]
             assert len(shared) > 20
             for name in shared:
-                if changes.get("attention_layers") and name.startswith("blocks.0.mixer."):
+                if changes.get("attention_layers") and name.startswith("model.blocks.0.mixer."):
                     continue  # attention gives these names to other weights
                 assert torch.equal(plain[name], other[name]), name
 
@@ -369,7 +375,7 @@ class TestTable:
         m = 4 to 16; it holds for large widths, and is -1.6 from m = 1 to 4.
         Gates and scalars of 4 heads are too few numbers to measure.
         """
-        names = ("embed.weight", "blocks.1.mlp.down_proj.weight", "norm.weight")
+        names = ("model.embed.weight", "model.blocks.1.mlp.down_proj.weight", "model.norm.weight")
         sizes: dict[str, list[float]] = {name: [] for name in names}
         for width in (128, 512):
             seeds: dict[str, list[float]] = {name: [] for name in names}

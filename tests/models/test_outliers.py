@@ -11,16 +11,16 @@ from tests.support.tiny_models import model, rows, tokens
 def test_without_a_skip_there_is_no_parameter_and_with_d_0_the_model_is_the_same():
     plain, skipping = model(), model(value_skip=0.5)
     names = {name.rsplit(".", 1)[-1] for name, _ in plain.named_parameters()}
-    assert "D" not in names and torch.equal(skipping.blocks[0].mixer.D, torch.full((4,), 0.5).double())
+    assert "D" not in names and torch.equal(skipping.model.blocks[0].mixer.D, torch.full((4,), 0.5).double())
     ids = tokens(2, 9)
     assert not torch.allclose(plain(ids).logits, skipping(ids).logits)
-    for block in skipping.blocks:
+    for block in skipping.model.blocks:
         torch.nn.init.zeros_(block.mixer.D)
     assert torch.equal(plain(ids).logits, skipping(ids).logits)
 
 
 def test_a_skip_adds_d_times_v_to_what_the_norm_reads():
-    layer, seen = model(value_skip=0.5, num_v_heads=8).blocks[0].mixer, []
+    layer, seen = model(value_skip=0.5, num_v_heads=8).model.blocks[0].mixer, []
     layer.o_norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     x = torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -84,6 +84,6 @@ def test_a_bound_changes_gradients_and_not_the_loss():
         loss = m.loss(ids[:, :-1], ids[:, 1:])
         loss.backward()
         losses.append(loss.item())
-        gradients.append(m.blocks[0].mixer.v_proj.weight.grad)
+        gradients.append(m.model.blocks[0].mixer.v_proj.weight.grad)
     assert losses[0] == losses[1]
     assert gradients[1].norm() < 0.99 * gradients[0].norm()

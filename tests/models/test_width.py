@@ -85,7 +85,7 @@ class TestOutputNorm:
     def regime(width: int, **changes: Any) -> float:
         """Returns mean(o^2) / epsilon of the output norm, for inputs of mean square 1."""
         m = model(width, base_width=256, num_heads=6, num_hidden_layers=1, **changes)
-        layer, squares = m.blocks[0].mixer, []
+        layer, squares = m.model.blocks[0].mixer, []
         layer.o_norm.register_forward_pre_hook(lambda _, args: squares.append(args[0].square().mean()))
         x = torch.randn(4, 64, width, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
@@ -140,7 +140,7 @@ class TestSizesOfChanges:
     @staticmethod
     def gate_inputs(m: DeltaForCausalLM, ids: Tensor) -> Tensor:
         captured: list[Tensor] = []
-        handle = m.blocks[-1].mixer.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+        handle = m.model.blocks[-1].mixer.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
         m(ids)
         handle.remove()
         return captured[0].detach()
@@ -149,7 +149,7 @@ class TestSizesOfChanges:
     @torch.no_grad()
     def observed(m: DeltaForCausalLM, ids: Tensor, x: Tensor) -> dict[str, Tensor]:
         """Returns activations of the same tokens, and gates of the same x, which isolates their weights."""
-        layer = m.blocks[-1].mixer
+        layer = m.model.blocks[-1].mixer
         output = m(ids, output_hidden_states=True, use_cache=False)
         gates = [x @ projection.weight.T for projection in (layer.a_proj, layer.b_proj)]
         return {"logits": output.logits, "hidden": output.hidden_states[-1], "gates": torch.cat(gates)}

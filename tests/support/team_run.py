@@ -39,7 +39,7 @@ def start(
     return processes
 
 
-def join(processes: Sequence[BaseProcess], logs: Path, seconds: float = 120) -> list[int]:
+def join(processes: Sequence[BaseProcess], logs: Path, seconds: float = 250) -> list[int]:
     """Returns the exit codes. Kills processes that have not ended after `seconds`, and fails the test."""
     deadline = time.monotonic() + seconds
     for process in processes:
@@ -72,6 +72,18 @@ def find_free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def wait_for_server(port: int, seconds: float = 100) -> None:
+    """Waits until a process of this machine listens on a port."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, f"nobody listens on port {port} after {seconds:g} s"
+            time.sleep(0.05)
 
 
 def _run_rank(

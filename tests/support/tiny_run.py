@@ -103,7 +103,7 @@ def start(arguments: Sequence[object], log: Path) -> BaseProcess:
     return process
 
 
-def join(process: BaseProcess, seconds: float = 100) -> int:
+def join(process: BaseProcess, seconds: float = 200) -> int:
     """Returns the exit code. Kills a process that has not ended after `seconds`, and fails the test."""
     process.join(seconds)
     is_late = process.exitcode is None

@@ -308,9 +308,8 @@ class TestFullDisk:
         child = tiny_run.start(["run", "tiny", *tiny_run.keys(Path(data), out)], log)
         assert child.pid is not None
         resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (limit, limit))
-        child.join(60)
-        output = log.read_text()
-        assert child.exitcode == 2, output
+        status, output = tiny_run.join(child), log.read_text()
+        assert status == 2, output
         assert "no space left" in output and "delta-trn resume" in output
         assert "Traceback" not in output
         assert not list((out / "checkpoints").glob("*"))

@@ -75,7 +75,7 @@ def delay_writing(steps_between: list[int], monkeypatch) -> None:
 
     def write_late(folder, snapshot, **options):
         with step:
-            assert step.wait_for(lambda: ending[0] or taken[0] >= snapshot.state.step + 2, timeout=60)
+            assert step.wait_for(lambda: ending[0] or taken[0] >= snapshot.state.step + 2, timeout=200)
             steps_between.append(taken[0] - snapshot.state.step)
         return write(folder, snapshot, **options)
 

@@ -51,15 +51,15 @@ def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
     """
     c = config(model__width=64, model__base_width=16, optimizer__eps=1e-6, optimizer__weight_decay=0.2)
     expected = {
-        "embed.weight": (1 / 4, 0.0, 1.0),
-        "blocks.0.mixer.q_proj.weight": (1 / 4, 0.2, 1 / 4),
-        "blocks.0.mlp.down_proj.weight": (1 / 3, 0.2, 1 / 3),  # 192 inputs, and 64 at the base width
-        "blocks.0.mixer.a_proj.weight": (1 / 2, 0.2, 1 / 4),
-        "blocks.0.mixer.b_proj.weight": (1 / 2, 0.2, 1 / 4),
-        "blocks.0.mixer.dt_bias": (1 / 2, 0.0, 1.0),
-        "blocks.0.mixer.A_log": (1 / 2, 0.0, 1.0),
-        "blocks.0.mixer.conv.weight": (1 / 4, 0.0, 1.0),
-        "norm.weight": (1 / 4, 0.0, 1.0),
+        "model.embed.weight": (1 / 4, 0.0, 1.0),
+        "model.blocks.0.mixer.q_proj.weight": (1 / 4, 0.2, 1 / 4),
+        "model.blocks.0.mlp.down_proj.weight": (1 / 3, 0.2, 1 / 3),  # 192 inputs, and 64 at the base width
+        "model.blocks.0.mixer.a_proj.weight": (1 / 2, 0.2, 1 / 4),
+        "model.blocks.0.mixer.b_proj.weight": (1 / 2, 0.2, 1 / 4),
+        "model.blocks.0.mixer.dt_bias": (1 / 2, 0.0, 1.0),
+        "model.blocks.0.mixer.A_log": (1 / 2, 0.0, 1.0),
+        "model.blocks.0.mixer.conv.weight": (1 / 4, 0.0, 1.0),
+        "model.norm.weight": (1 / 4, 0.0, 1.0),
     }
     model = build_model(c)
     for independent in (False, True):
@@ -221,7 +221,7 @@ def test_muon_moves_each_head_by_its_own_gradient():
         model = build_model(config(optimizer__name="muon"))
         optimizer = make_optimizer(Sharding(model), config(optimizer__name="muon"))
         set_learning_rate(optimizer, 0.1)
-        mixer, generator = model.blocks[0].mixer, torch.Generator().manual_seed(0)
+        mixer, generator = model.model.blocks[0].mixer, torch.Generator().manual_seed(0)
         for p in (mixer.v_proj.weight, mixer.o_proj.weight):
             p.grad = torch.randn(p.shape, generator=generator)
             p.grad *= 1 + noise * torch.randn(p.shape, generator=generator).sign()
@@ -243,7 +243,7 @@ def test_muons_update_of_a_packed_projection_is_that_of_its_parts_alone():
     optimizer = make_optimizer(Sharding(model), c)
     set_learning_rate(optimizer, 0.1)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    generator, mixer = torch.Generator().manual_seed(0), model.blocks[0].mixer
+    generator, mixer = torch.Generator().manual_seed(0), model.model.blocks[0].mixer
     expected, allowed = {}, {}
     for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"):
         p = getattr(mixer, name).weight

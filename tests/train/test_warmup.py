@@ -274,7 +274,7 @@ class TestLaunchScripts:
             path = f"{tmp_path / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
             log.unlink(missing_ok=True)
             subprocess.run(
-                [self.FOLDER / script, *words], env={"PATH": path, **variables}, check=True, timeout=60
+                [self.FOLDER / script, *words], env={"PATH": path, **variables}, check=True, timeout=200
             )
             commands = []
             for part in log.read_text().split("END\n")[:-1]:

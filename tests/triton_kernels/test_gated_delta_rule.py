@@ -64,7 +64,7 @@ def error(x, judge):
     return ((x.double() - judge).norm() / judge.norm().clamp_min(1e-300)).item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_packed_sequences_equal_each_sequence_alone_bit_for_bit(dtype):
     cuts = [0, 0, 15, 15, 47, 112, 112]
     cu_seqlens = torch.tensor(cuts, device=DEVICE)
@@ -101,9 +101,9 @@ def test_tensors_of_any_strides_give_the_bits_of_contiguous_ones():
     assert all(torch.equal(x, y) for x, y in zip(call(True), call(False), strict=True))
 
 
-@pytest.mark.parametrize("K", [32, 128])
-@pytest.mark.parametrize("cuts", [None, [0, 0, 15, 112]], ids=["dense", "packed"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "cuts", "K"), [(torch.bfloat16, [0, 0, 15, 70], 32), (torch.float16, None, 128)], ids=str
+)
 def test_dq_of_a_pair_is_the_float32_sum_of_its_value_heads_bit_for_bit(dtype, cuts, K, monkeypatch):
     """The gradients kernel adds them in two launches; a launch for every head leaves them apart."""
     launch, apart = gated_delta_rule_bwd.gradients, []
@@ -121,9 +121,9 @@ def test_dq_of_a_pair_is_the_float32_sum_of_its_value_heads_bit_for_bit(dtype, c
 
     monkeypatch.setattr(gated_delta_rule_bwd, "gradients", recorded)
     cu_seqlens = None if cuts is None else torch.tensor(cuts, device=DEVICE)
-    tensors = inputs(T=112, H=2, HV=4, K=K, V=K, N=cuts and len(cuts) - 1, dtype=dtype)
+    tensors = inputs(T=70, H=2, HV=4, K=K, V=K, N=cuts and len(cuts) - 1, dtype=dtype)
     dq = run(*tensors, cu_seqlens)["dq"]
-    assert torch.equal(dq, apart[0].view(1, 112, 2, 2, K).sum(3).to(dtype))
+    assert torch.equal(dq, apart[0].view(1, 70, 2, 2, K).sum(3).to(dtype))
 
 
 def test_packed_sequences_never_read_tokens_of_another():

@@ -27,7 +27,7 @@ import json
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,19 +266,20 @@ def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
 def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
     """Puts weights, optimizer and generators into the saved state, however many processes saved it."""
     load_weights(folder, sharding)
-    saved = defaultdict(list)
+    saved, own = defaultdict(list), dict(named_parameters(optimizer))
     for key, (size, dtype) in _sizes(folder).items():
-        name, slot, _ = key.rpartition("/")
+        name, slot, _ = _current_name(key, own).rpartition("/")
         if slot:
             saved[name].append((key, size, dtype))
     slots: dict[str, Tensor] = {}
-    for name, parameter in named_parameters(optimizer):
+    for name, parameter in own.items():
         for key, size, dtype in saved[name]:
             if not size or sharding.saved_whole(name):
                 slots[key] = torch.empty(size, dtype=dtype)
             else:
                 slots[key] = torch.empty_like(parameter.detach(), dtype=dtype)
     _read(folder, slots)
+    slots = {_current_name(key, own): tensor for key, tensor in slots.items()}
     for key, whole in slots.items():
         if sharding.saved_whole(key):
             slots[key] = sharding.part(key, whole)
@@ -289,7 +290,12 @@ def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
 def load_weights(folder: Path, sharding: Sharding) -> None:
     """Puts saved weights into a model, each process its part. CheckpointError unless they are its own."""
     own = sharding.model.state_dict(keep_vars=True)
-    saved = {k: size for k, (size, _) in _sizes(folder).items() if "/" not in k and k not in _GENERATORS}
+    files = {
+        _current_name(key, own): (key, size)
+        for key, (size, _) in _sizes(folder).items()
+        if "/" not in key and key not in _GENERATORS
+    }
+    saved = {name: size for name, (_, size) in files.items()}
     wrong = [
         f"{name} {tuple(size)}"
         for name, size in saved.items()
@@ -305,9 +311,15 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
         )
     targets = {name: own[name].detach() for name in saved}
     wholes = {name: torch.empty(saved[name]) for name in saved if sharding.saved_whole(name)}
-    _read(folder, targets | wholes)
+    _read(folder, {files[name][0]: tensor for name, tensor in (targets | wholes).items()})
     for name, whole in wholes.items():
         targets[name].copy_(sharding.part(name, whole))
+
+
+def _current_name(key: str, own: Collection[str]) -> str:
+    """Returns the name, or NAME/SLOT, that a saved tensor has now. The backbone's once had no `model.`."""
+    name = key.partition("/")[0]
+    return f"model.{key}" if name not in own and f"model.{name}" in own else key
 
 
 def _sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from delta_trn.train.run.setup import Run
 
 KEY_WIDTH = 36  # of the column of keys
+# What most runs need; `--keys` shows these and what differs from the defaults, `--all-keys` the rest, too.
+USUAL = frozenset(
+    (
+        *("out", "steps", "epochs", "seed", "device", "backend", "precision", "parametrization", "compile"),
+        *("gradient_checkpointing", "max_minutes", "model.width", "model.base_width", "model.layers"),
+        *("model.heads", "model.v_heads", "model.head_dim_k", "model.attention_layers", "model.residual"),
+        *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip", "schedule.warmup"),
+        *("schedule.min_lr", "batch.sequences", "batch.length", "batch.micro", "data.source"),
+        *("data.tokenizer", "data.vocab_size", "data.validation", "data.text_field", "data.loader"),
+        *("evaluation.every", "evaluation.final_tokens", "sample.tokens", "sample.prompt"),
+        *("checkpoint.every", "checkpoint.keep_last", "log.every", "log.wandb", "distribution.mode"),
+    )
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,8 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, such as steps=100")
     parser.add_argument(
-        "--keys", action="store_true", help="print every key with its value and meaning, and stop"
+        "--keys", action="store_true", help="print the usual keys with their values and meanings, and stop"
     )
+    parser.add_argument("--all-keys", action="store_true", help="the same of every key there is")
     parser.add_argument(
         "--or-resume",
         action="store_true",
@@ -35,8 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     options = read_arguments(parser, arguments)
     changes = parse(options.changes)
     config = apply(recipe(options.recipe), changes)
-    if options.keys:
-        print(keys(config))
+    if options.keys or options.all_keys:
+        print(keys(config, every=options.all_keys))
         return 0
 
     from delta_trn.train.watch.display import console, leads
@@ -117,18 +131,23 @@ def _wrapped(line: str, width: int) -> str:
     )
 
 
-def keys(config: RunConfig) -> str:
-    """Returns every key with its value, choices and meaning, by sections; * marks what is no default."""
+def keys(config: RunConfig, *, every: bool) -> str:
+    """Returns keys with their values, choices and meanings, by sections; * marks what is no default.
+
+    every   all keys; else those of USUAL, and what differs from the defaults
+    """
     usual = dict(flatten(RunConfig()))
     columns = shutil.get_terminal_size((WIDTH_IN_A_FILE, 24)).columns
     lines, section = ["* differs from the default, which is in brackets"], None
     for key, value in flatten(config):
+        changed = value != usual[key]
+        if not (every or changed or key in USUAL):
+            continue
         if key.rpartition(".")[0] != section:
             section = key.rpartition(".")[0]
             lines += ["", section or "run"]
         choices = get_args(annotation(key)) if get_origin(annotation(key)) is Literal else ()
         text = f"{' | '.join(choices)}: {meaning(key)}" if choices else meaning(key)
-        changed = value != usual[key]
         text += f" [{_shown(usual[key])}]" if changed else ""
         left = f"{'*' if changed else ' '} {key}={_shown(value)}"
         if len(left) > KEY_WIDTH - 2:
@@ -138,6 +157,8 @@ def keys(config: RunConfig) -> str:
             text, columns, initial_indent=f"{left:{KEY_WIDTH}}", subsequent_indent=" " * KEY_WIDTH,
             break_on_hyphens=False,
         )  # fmt: skip
+    if not every:
+        lines += ["", "`--all-keys` prints every key there is"]
     return "\n".join(lines)
 
 

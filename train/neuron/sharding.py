@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from delta_trn.backends import machine
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.train.neuron import reduction
-from delta_trn.train.parallel.head_order import Holder, channels
+from delta_trn.train.parallel.heads import Holder, channels
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import ConfigError
@@ -192,11 +192,11 @@ def divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
     """
     rank = initialize(parts).get_tensor_model_parallel_rank()
     rows = {}
-    blocks: Any = model.blocks
+    blocks: Any = model.model.blocks
     for index, block in enumerate(blocks):
         mixer, mlp = block.mixer, block.mlp
         for name, linear in list(mlp.named_children()):
-            rows[f"blocks.{index}.mlp.{name}.weight"] = torch.arange(linear.weight.shape[0])
+            rows[f"model.blocks.{index}.mlp.{name}.weight"] = torch.arange(linear.weight.shape[0])
             setattr(mlp, name, _parallel_linear(linear, parts, rank, row=name == "down_proj"))
         for name, parameter in list(mixer.named_parameters()):
             dim = _dimension(name)
@@ -204,7 +204,7 @@ def divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
                 continue
             neighbors = name == "conv.weight"
             order = channels(mixer.sizes, parts) if neighbors else torch.arange(parameter.shape[0])
-            rows[f"blocks.{index}.mixer.{name}"] = order
+            rows[f"model.blocks.{index}.mixer.{name}"] = order
             owner, _, slot = name.rpartition(".")
             ordered = parameter.detach()[order.to(parameter.device)]
             mixer.get_submodule(owner).register_parameter(slot, _marked(ordered, dim, parts, rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -16,7 +17,6 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 from delta_trn.models.gated_deltanet import GatedDeltaNet
-from delta_trn.train.parallel.head_order import Holder, channels
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
@@ -35,10 +35,10 @@ def divide_heads(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]
     are neighbors.
     """
     moved = {}
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(model.model.blocks):
         parallelize_module(block.mlp, mesh, SWIGLU)  # type: ignore[arg-type]
         if isinstance(block.mixer, GatedDeltaNet):
-            moved[f"blocks.{index}.mixer.conv.weight"] = channels(block.mixer.sizes, mesh.size())
+            moved[f"model.blocks.{index}.mixer.conv.weight"] = channels(block.mixer.sizes, mesh.size())
             parallelize_module(block.mixer, mesh, HeadParallel())
         else:
             parallelize_module(block.mixer, mesh, ATTENTION)  # type: ignore[arg-type]
@@ -90,3 +90,24 @@ class _Local:
         }
         y = functional_call(self.holder, parts, (local, *others))
         return DTensor.from_local(y, self.mesh, [Partial()], run_check=False).full_tensor()
+
+
+def channels(sizes: tuple[int, ...], parts: int) -> Tensor:
+    """Returns channels [q, k, v] in the order process by process: [q0, k0, v0, q1, k1, v1, ...].
+
+    >>> channels((2, 2, 4), 2).tolist()
+    [0, 2, 4, 5, 1, 3, 6, 7]
+    """
+    segments = torch.arange(sum(sizes)).split(list(sizes))
+    return torch.cat([segment.chunk(parts)[part] for part in range(parts) for segment in segments])
+
+
+class Holder(nn.Module):
+    """Gives functional_call a module whose forward is its class's, not the one that was put in its place."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return type(self.module).forward(self.module, *arguments)

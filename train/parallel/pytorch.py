@@ -63,9 +63,11 @@ class PyTorchSharding(Sharding):
         model: Any = self.model
         self.sends_bf16 = bf16
         options: dict[str, Any] = {"mesh": replicas, "reshard_after_forward": not self._keeps_weights}
-        for index, block in enumerate(model.blocks):
+        for index, block in enumerate(model.model.blocks):
             if bf16:
-                whole = {f"blocks.{index}.{name}": p for name, p in parameters_in_float32(block).items()}
+                whole = {
+                    f"model.blocks.{index}.{name}": p for name, p in parameters_in_float32(block).items()
+                }
                 self._whole += whole
                 options["ignored_params"] = set(whole.values())
                 options["mp_policy"] = MixedPrecisionPolicy(

@@ -44,7 +44,7 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
         new.mkdir()
         try:
             # nothing in the model limits it, and other tools ask for a limit
-            if model.positions is None:
+            if model.config.positions == "rope":
                 model.config.max_position_embeddings = config.batch.length
             if remote_code:
                 from delta_trn.models.ecosystem.remote_code import write_remote_code

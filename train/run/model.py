@@ -76,7 +76,7 @@ def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device)
     cast(nn.Module, model).to(device=device, dtype=torch.float32)
     if configuration.tie_word_embeddings:
         # Moving to XLA makes a new parameter per name: the matrix would become two that train separately.
-        model.lm_head.weight = model.embed.weight
+        model.lm_head.weight = model.model.embed.weight
     return model
 
 
@@ -100,7 +100,7 @@ def materialize(sharding: Sharding, *, seed: int, device: torch.device) -> None:
     model = sharding.model
     cast(nn.Module, model).to_empty(device=device)
     if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.embed.weight  # as in make_model
+        model.lm_head.weight = model.model.embed.weight  # as in make_model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         initialize(model, sharding.part)

@@ -1,8 +1,8 @@
-"""Which settings have an effect only beside others, and the refusal of a setting that has none.
+"""Refuses a setting that would waste a run: given by the user, and without effect beside another one.
 
-A key that is not in NEEDS always has an effect. Only keys that a user gives are checked: a recipe may set a
-key that another key makes idle. How many processes are started is no setting, so `distribution.mode` and
-`distribution.timeout_minutes` are not in the table, although one process alone does without both.
+NEEDS has the pairs that waste a run, and no other: an optimizer's setting under another optimizer, how to
+prepare text that is prepared, parts of attention or of Deep Delta Learning in a model without them. Only keys
+that a user gives are checked: a recipe may set a key that another key makes idle.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,48 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.settings.schema import NAMED_SOURCES, RunConfig
+from delta_trn.train.settings.schema import RunConfig
 
 
 @dataclass(frozen=True)
 class Need:
-    """A condition under which a key has an effect.
+    """A condition under which a key has an effect: `holds` for the value of another key.
 
     text    the condition as a message has it, such as `optimizer.name=sgd`
-    key     the setting that decides
-    holds   whether the condition holds in a configuration
     """
 
-    text: str
     key: str
-    holds: Callable[[RunConfig], bool]
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
-def _is(key: str, *values: object) -> Need:
-    """Returns the need that a key has one of some values."""
-    text = " or ".join(map(_shown, values))
-    return Need(f"{key}={text}", key, lambda config: _value(config, key) in values)
-
-
-def _is_not(key: str, value: object) -> Need:
-    return Need(f"{key} other than {_shown(value)}", key, lambda config: _value(config, key) != value)
-
-
-def _above_0(key: str) -> Need:
-    return Need(f"{key} above 0", key, lambda config: _value(config, key) > 0)
+    text: str
+    holds: Callable[[Any], bool]
 
 
 def is_prepared(source: str) -> bool:
@@ -61,129 +32,57 @@ def is_prepared(source: str) -> bool:
     return (path / "meta.json").is_file() or any(path.glob("*_train_*.bin*"))
 
 
-def _has_delta_net(config: RunConfig) -> bool:
-    """Returns whether any layer is Gated DeltaNet."""
-    return len(set(config.model.attention_layers)) < config.model.layers
+def _needs(need: Need, section: str, names: str) -> dict[str, Need]:
+    return {f"{section}{name}": need for name in names.split()}
 
 
-_ADAMW, _SGD = _is("optimizer.name", "adamw", "muon"), _is("optimizer.name", "sgd")
-_MOMENTUM = _is("optimizer.name", "sgd", "muon")
-_TEXT = Need(
-    "a data.source that is text, not prepared shards", "data.source", lambda c: not is_prepared(c.data.source)
+_NAME = "optimizer.name"
+_ADAMW = Need(_NAME, "optimizer.name=adamw or muon", lambda name: name != "sgd")
+_MOMENTUM = Need(_NAME, "optimizer.name=sgd or muon", lambda name: name != "adamw")
+_SGD = Need(_NAME, "optimizer.name=sgd", lambda name: name == "sgd")
+_DECAY = Need("optimizer.weight_decay", "optimizer.weight_decay above 0", lambda decay: decay > 0)
+_CLIP = Need("optimizer.clip", "optimizer.clip other than none", lambda clip: clip is not None)
+_EPOCHS = Need("epochs", "epochs=none", lambda epochs: epochs is None)
+_TEXT = Need("data.source", "a data.source that is text, not prepared shards", lambda s: not is_prepared(s))
+_ATTENTION = Need("model.attention_layers", "model.attention_layers other than none", bool)
+_LEARNED = Need("model.positions", "model.positions=learned", lambda positions: positions == "learned")
+_NO_SIZE = Need("model.intermediate_size", "model.intermediate_size=none", lambda size: size is None)
+_WRITES = Need("model.residual", "model.residual other than additive", lambda kind: kind != "additive")
+_STATE = Need(
+    "model.residual", "model.residual=ddl or write_only", lambda kind: kind in ("ddl", "write_only")
 )
-_HUB = Need(
-    "a Hugging Face dataset as data.source",
-    "data.source",
-    lambda c: c.data.source not in NAMED_SOURCES and not Path(c.data.source).expanduser().exists(),
-)
-_FIELDS = Need(
-    "a data.source with fields, such as .jsonl",
-    "data.source",
-    lambda c: c.data.source not in NAMED_SOURCES and Path(c.data.source).suffix != ".txt",
-)
-_NO_HELD_OUT_TEXT = _is("data.validation", None)
-_SAMPLES, _DRAWN = _above_0("sample.tokens"), _above_0("sample.temperature")
-_DELTA_NET = Need("a layer that is not in model.attention_layers", "model.attention_layers", _has_delta_net)
-_ATTENTION = _is_not("model.attention_layers", ())
-_ROPE = _is("model.positions", "rope")
-_WRITES = _is_not("model.residual", "additive")
-_STATE = _is("model.residual", "ddl", "write_only")
-_COMPRESSED = _is_not("model.ddl_compressor", "none")
-_COMPUTED_V = _is("model.ddl_v_constant", False)
 
-NEEDS: Mapping[str, tuple[Need, ...]] = {
-    "steps": (_is("epochs", None),),
-    **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), (_ADAMW,)),
-    "optimizer.independent_weight_decay": (_above_0("optimizer.weight_decay"),),
-    "optimizer.clip_norm": (_is_not("optimizer.clip", None),),
-    "optimizer.momentum": (_MOMENTUM,),
-    "optimizer.memory": (_SGD,),
-    **dict.fromkeys(
-        (
-            "data.tokenizer",
-            "data.vocab_size",
-            "data.validation",
-            "data.shard_tokens",
-            "data.max_documents",
-            "data.max_tokens",
-            "data.workers",
-        ),
-        (_TEXT,),
-    ),
-    **dict.fromkeys(("data.val_fraction", "data.seed"), (_TEXT, _NO_HELD_OUT_TEXT)),
-    **dict.fromkeys(("data.subset", "data.split", "data.revision"), (_TEXT, _HUB)),
-    "data.text_field": (_TEXT, _FIELDS),
-    **dict.fromkeys(("sample.prompt", "sample.temperature"), (_SAMPLES,)),
-    **dict.fromkeys(("sample.top_k", "sample.top_p"), (_SAMPLES, _DRAWN)),
-    "log.wandb_project": (_is("log.wandb", True),),
-    **dict.fromkeys(
-        (
-            "model.v_heads",
-            "model.conv_size",
-            "model.allow_neg_eigval",
-            "model.forgetting",
-            "model.readout",
-            "model.output_norm_eps",
-            "model.value_skip",
-            "model.o_gradient_bound",
-        ),
-        (_DELTA_NET,),
-    ),
-    "model.init": (
-        Need(
-            "a Gated DeltaNet layer or model.tie_word_embeddings=true",
-            "model.tie_word_embeddings",
-            lambda c: _has_delta_net(c) or c.model.tie_word_embeddings,
-        ),
-    ),
-    "model.intermediate_multiple": (_is("model.intermediate_size", None),),
-    "model.max_position_embeddings": (_is("model.positions", "learned"),),
-    **dict.fromkeys(
-        (
-            "model.use_qk_rmsnorm",
-            "model.q_activation",
-            "model.k_activation",
-            "model.v_activation",
-            "model.use_k_shift",
-            "model.use_v_shift",
-            "model.use_output_gate",
-        ),
-        (_ATTENTION,),
-    ),
-    "model.using_groupnorm": (_ATTENTION, _is("model.use_output_gate", False)),
-    "model.rope_ratio": (_ATTENTION, _ROPE),
-    "model.rope_theta": (_ATTENTION, _ROPE, _above_0("model.rope_ratio")),
-    **dict.fromkeys(
-        (
-            "model.ddl_value_channels",
-            "model.ddl_compressor",
-            "model.input_embed_shortconv_kernel_size",
-            "model.ddl_v_constant",
-        ),
-        (_STATE,),
-    ),
-    **dict.fromkeys(
-        ("model.ddl_state_shortconv_kernel_size", "model.ddl_state_read_init"), (_STATE, _COMPRESSED)
-    ),
-    "model.ddl_state_dv_shortconv_causal": (_STATE, _is("model.ddl_compressor", "channel")),
-    **dict.fromkeys(("model.ddl_k_eps", "model.ddl_beta_init", "model.ddl_beta_single_linear"), (_WRITES,)),
-    "model.ddl_beta_hidden_size": (_WRITES, _is("model.ddl_beta_single_linear", False)),
-    **dict.fromkeys(("model.ddl_v_sigmoid", "model.ddl_v_input"), (_STATE, _COMPUTED_V)),
-    "model.ddl_v_sigmoid_scale": (_STATE, _COMPUTED_V, _is("model.ddl_v_sigmoid", True)),
-    "model.ddl_v_constant_value": (_STATE, _is("model.ddl_v_constant", True)),
+NEEDS: Mapping[str, Need] = {
+    "steps": _EPOCHS,
+    **_needs(_ADAMW, "optimizer.", "beta1 beta2 eps"),
+    "optimizer.momentum": _MOMENTUM,
+    "optimizer.memory": _SGD,
+    "optimizer.independent_weight_decay": _DECAY,
+    "optimizer.clip_norm": _CLIP,
+    **_needs(_TEXT, "data.", "tokenizer vocab_size subset split revision text_field validation val_fraction"),
+    **_needs(_TEXT, "data.", "max_documents max_tokens seed"),
+    **_needs(_ATTENTION, "model.", "use_qk_rmsnorm q_activation k_activation v_activation use_k_shift"),
+    **_needs(_ATTENTION, "model.", "use_v_shift use_output_gate using_groupnorm rope_ratio rope_theta"),
+    "model.max_position_embeddings": _LEARNED,
+    "model.intermediate_multiple": _NO_SIZE,
+    **_needs(_WRITES, "model.ddl_", "k_eps beta_init beta_single_linear beta_hidden_size"),
+    **_needs(_STATE, "model.ddl_", "value_channels compressor v_constant v_constant_value v_sigmoid v_input"),
+    **_needs(_STATE, "model.ddl_", "v_sigmoid_scale state_shortconv_kernel_size state_read_init"),
+    "model.ddl_state_dv_shortconv_causal": _STATE,
+    "model.input_embed_shortconv_kernel_size": _STATE,
 }
 
 
 def require_effect(config: RunConfig, keys: Collection[str]) -> None:
-    """ConfigError for the first of the keys that a user gave and that changes nothing in this run."""
+    """ConfigError for the first of the keys that a user gave and that NEEDS says changes nothing."""
     for key in keys:
-        for need in NEEDS.get(key, ()):
-            if not need.holds(config):
-                value, state = _shown(_value(config, key)), _shown(_value(config, need.key))
-                raise ConfigError(
-                    f"{key}={value} has no effect with {need.key}={state}: it needs {need.text}; leave "
-                    f"{key} out, or change {need.key}"
-                )
+        need = NEEDS.get(key)
+        if need is not None and not need.holds(_value(config, need.key)):
+            value, state = _shown(_value(config, key)), _shown(_value(config, need.key))
+            raise ConfigError(
+                f"{key}={value} has no effect with {need.key}={state}: it needs {need.text}; leave "
+                f"{key} out, or change {need.key}"
+            )
     low, peak = config.schedule.min_lr, config.optimizer.lr
     if low > peak and not {"schedule.min_lr", "optimizer.lr"}.isdisjoint(keys):
         raise ConfigError(
@@ -203,3 +102,16 @@ def require_effect_somewhere(configs: Sequence[RunConfig], keys: Collection[str]
                 refusals.append(error)
         if len(refusals) == len(configs):
             raise refusals[0]
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

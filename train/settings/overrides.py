@@ -132,7 +132,7 @@ def _unknown(key: str) -> str:
         matches = get_close_matches(key.rpartition(".")[2], list(leaves), n=1, cutoff=0.5)
         near = [name for match in matches for name in leaves[match]]
     hint = f"the nearest known: {', '.join(near)}" if near else "none is near"
-    return f"unknown key {key!r}; {hint} (`delta-trn run RECIPE --keys` prints all)"
+    return f"unknown key {key!r}; {hint} (`delta-trn run RECIPE --all-keys` prints all)"
 
 
 def _value(kind: Any, text: str) -> Any:

@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen tree, every key documented where it is declared, nothing outside it.
 
-A key is a dotted path such as `optimizer.lr`. `delta-trn run RECIPE --keys` prints all. Importing this
+A key is a dotted path such as `optimizer.lr`. `delta-trn run RECIPE --all-keys` prints all. Importing this
 costs a tenth of a second, so that a mistyped key is reported before torch is loaded.
 """
 

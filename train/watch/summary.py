@@ -20,7 +20,6 @@ from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import loss_function
 from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.watch import metrics
-from delta_trn.train.watch.curve import curve
 from delta_trn.train.watch.display import duration
 from delta_trn.train.watch.flops import flops_per_token
 
@@ -162,20 +161,11 @@ def closing(
     plot: str | None,
     peak: float | None = None,
 ) -> None:
-    """Prints the curve, the result beside the baselines, a sample, and what to try next."""
+    """Prints the result beside the baselines, a sample, and what to try next."""
 
     def print_as_it_is(text: str) -> None:
         console.print(text, markup=False)
 
-    lines = list(metrics.read(run.folder.metrics.path))
-    losses = {
-        split: {x["step"]: x["loss"] for x in lines if x["split"] == split} for split in ("train", "val")
-    }
-    if losses["train"]:
-        levels = {name: costs[name]["nats_per_token"] for name in ("zlib", "lzma") if name in costs}
-        marks = ". training" + (", o held out" if losses["val"] else "")
-        print_as_it_is(f"\nloss in nats per token: {marks}")
-        print_as_it_is(curve(losses["train"], losses["val"], levels) + "\n")
     if found is not None:
         console.print(_table(run.config, found, costs))
         bits = found.bits_per_byte
@@ -184,6 +174,7 @@ def closing(
                 "lzma stores an exact repeat once, however far back it lies. On text with many of\n"
                 "them a small model needs more than minutes to pay less."
             )
+    lines = metrics.read(run.folder.metrics.path)
     if rates := [x["tokens_per_s"] for x in lines if x.get("tokens_per_s")]:
         rate = statistics.median(rates)
         share = "" if peak is None else f", {rate / peak:.0%} of this machine's peak"
@@ -195,7 +186,7 @@ def closing(
         print_as_it_is(sample)
     console.print("\nnext", style="bold")
     if plot:
-        print_as_it_is(f"  the curve as a picture: {plot}")
+        print_as_it_is(f"  the loss as a picture: {plot}")
     for what, command in _next(run):
         print_as_it_is(f"  {what}:\n    {command}")
 

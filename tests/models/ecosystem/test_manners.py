@@ -72,16 +72,16 @@ class TestLoading:
         """A tied matrix was neither: it stayed on the meta device."""
         model(dtype=torch.float32, tie_word_embeddings=tied).save_pretrained(tmp_path)
         weights = load_file(tmp_path / "model.safetensors")
-        del weights["embed.weight"]
+        del weights["model.embed.weight"]
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-        assert "embed.weight" in info["missing_keys"]
-        assert 0.3 < loaded.embed.weight.detach().std() < 0.7  # initializer_range 0.5
-        assert (loaded.lm_head.weight is loaded.embed.weight) == tied
+        assert "model.embed.weight" in info["missing_keys"]
+        assert 0.3 < loaded.model.embed.weight.detach().std() < 0.7  # initializer_range 0.5
+        assert (loaded.lm_head.weight is loaded.model.embed.weight) == tied
 
     def test_rows_of_a_resized_vocabulary_are_kept_when_a_larger_model_is_initialized(self):
         m = model(dtype=torch.float32, tie_word_embeddings=False)
         m.resize_token_embeddings(70)
-        before = [m.embed.weight.clone(), m.lm_head.weight.clone()]
+        before = [m.model.embed.weight.clone(), m.lm_head.weight.clone()]
         m.post_init()
-        assert torch.equal(m.embed.weight, before[0]) and torch.equal(m.lm_head.weight, before[1])
+        assert torch.equal(m.model.embed.weight, before[0]) and torch.equal(m.lm_head.weight, before[1])

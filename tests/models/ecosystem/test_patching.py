@@ -369,7 +369,7 @@ class TestPacking:
     def test_a_model_whose_tokens_do_not_see_each_other_proves_nothing(self):
         model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1))
         with torch.no_grad():
-            model.blocks[0].mixer.o_proj.weight.zero_()
+            model.model.blocks[0].mixer.o_proj.weight.zero_()
         with pytest.raises(ValueError, match="trained"):
             check_packing(model)
 

@@ -68,7 +68,7 @@ def test_outputs_loss_and_gradients_are_ours_bit_for_bit(elsewhere, in_pytorch):
         if name == "gdn":  # the first also has other classes, and was saved and loaded again
             ids, mask = inputs()
             with torch.no_grad():
-                expected["hidden"] = ours.hidden(ours.embed(ids), attention_mask=mask)
+                expected["hidden"] = ours.model.hidden(ours.model.embed(ids), attention_mask=mask)
             expected["again"] = expected["logits"]
         assert set(theirs) == set(expected)
         assert not [key for key, value in expected.items() if not torch.equal(theirs[key], value)], name
@@ -78,7 +78,7 @@ def test_another_rounding_of_one_weight_is_another_logit(elsewhere, in_pytorch):
     ours, theirs = elsewhere["gdn"]
     changed, (ids, mask) = copy.deepcopy(ours), inputs()
     with torch.no_grad():
-        changed.blocks[0].mixer.A_log[0] *= 1 + 2**-22
+        changed.model.blocks[0].mixer.A_log[0] *= 1 + 2**-22
     assert not torch.equal(changed(ids, attention_mask=mask).logits, theirs["logits"])
 
 

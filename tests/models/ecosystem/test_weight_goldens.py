@@ -85,7 +85,7 @@ def test_logits_and_gradients_are_theirs(golden):
 
 
 def test_a_wrong_reading_of_their_weights_would_be_seen(golden):
-    layer = golden.model.blocks[0]
+    layer = golden.model.model.blocks[0]
     before = golden.backward()
     for module, change in (
         (layer.mixer.o_norm, {"eps": 2 * layer.mixer.o_norm.eps}),

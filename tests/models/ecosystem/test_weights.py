@@ -134,7 +134,7 @@ class TestFoldersThatDoNotFit:
             ({"attn": {"layers": [1], "num_heads": 6, "num_kv_heads": 2}}, "num_kv_heads=2, not 6"),
             ({"attn": {"layers": [1], "num_heads": 6, "window_size": 64}}, "window_size=64"),
             ({"head_dim": 12}, r"conv.weight: \(144, 4\), expected \(288, 4\)"),
-            ({"num_hidden_layers": 1}, r"blocks.1.*expected none"),
+            ({"num_hidden_layers": 1}, r"model.blocks.1.*expected none"),
         ],
     )
     def test_what_has_no_equivalent_is_refused_by_name(self, change, named, folder):
@@ -182,16 +182,16 @@ class TestHeadsStayFloat32:
     def test_a_cast_leaves_numbers_and_gradients_of_our_heads_as_they_are(self, cast):
         model = ours()
         model(tokens(1, 5), labels=tokens(1, 5)).loss.backward()
-        before = model.blocks[0].mixer.A_log.detach().clone()
+        before = model.model.blocks[0].mixer.A_log.detach().clone()
         cast(model)
-        numbers = model.blocks[0].mixer.A_log
+        numbers = model.model.blocks[0].mixer.A_log
         assert numbers.dtype == numbers.grad.dtype == torch.float32 and torch.equal(numbers, before)
-        assert model.lm_head.weight.dtype == model.blocks[0].mixer.a_proj.weight.dtype != torch.float32
-        assert model.double().blocks[0].mixer.A_log.dtype == torch.float64
+        assert model.lm_head.weight.dtype == model.model.blocks[0].mixer.a_proj.weight.dtype != torch.float32
+        assert model.double().model.blocks[0].mixer.A_log.dtype == torch.float64
 
     def test_new_models_in_bfloat16_have_float32_numbers(self):
         model = AutoModelForCausalLM.from_config(ours().config, dtype=torch.bfloat16)
-        assert model.blocks[0].mixer.dt_bias.dtype == torch.float32 != model.lm_head.weight.dtype
+        assert model.model.blocks[0].mixer.dt_bias.dtype == torch.float32 != model.lm_head.weight.dtype
 
     def test_patching_a_model_in_bfloat16_widens_its_numbers_and_says_so(self, capsys):
         model = make("qwen3_next").bfloat16()
@@ -217,7 +217,7 @@ class TestDeadHeads:
     def test_a_dead_head_is_named_with_layer_head_and_meaning(self):
         model = ours()
         assert check_weights(model)
-        numbers = model.blocks[1].mixer
+        numbers = model.model.blocks[1].mixer
         with torch.no_grad():
             numbers.A_log[2], numbers.A_log[3] = -torch.inf, 100.0
             numbers.dt_bias[0], numbers.dt_bias[5] = torch.nan, -torch.inf
@@ -225,12 +225,12 @@ class TestDeadHeads:
         assert not report
         found = {(row.name, row.head): row.effect.split(":")[0] for row in report.dead}
         assert found == {
-            ("blocks.1.mixer.A_log", 2): "decay 1",
-            ("blocks.1.mixer.A_log", 3): "decay 0",
-            ("blocks.1.mixer.dt_bias", 0): "the head computes NaN",
-            ("blocks.1.mixer.dt_bias", 5): "decay 1",
+            ("model.blocks.1.mixer.A_log", 2): "decay 1",
+            ("model.blocks.1.mixer.A_log", 3): "decay 0",
+            ("model.blocks.1.mixer.dt_bias", 0): "the head computes NaN",
+            ("model.blocks.1.mixer.dt_bias", 5): "decay 1",
         }
-        assert "blocks.1.mixer.A_log[2] = -inf" in str(report) and "anew, as by" in str(report)
+        assert "model.blocks.1.mixer.A_log[2] = -inf" in str(report) and "anew, as by" in str(report)
 
     @pytest.mark.parametrize("family", ["qwen3_next", "ours"])
     def test_loading_warns_of_dead_heads(self, family, tmp_path):

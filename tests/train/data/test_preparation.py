@@ -330,7 +330,7 @@ def run_at_once(out, count, script, *arguments):
         ]
         for process in processes:
             assert any(f"(pid {os.getpid()})" in line for line in process.stderr or ()), "it did not wait"
-    ends = [process.communicate(timeout=60)[1] for process in processes]
+    ends = [process.communicate(timeout=200)[1] for process in processes]
     return [process.returncode for process in processes], ends
 
 

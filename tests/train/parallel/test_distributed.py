@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from delta_trn.train.__main__ import main
-from delta_trn.train.parallel.head_order import channels
+from delta_trn.train.parallel.heads import channels
 from delta_trn.train.parallel.layout import require_divisible
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import ConfigError

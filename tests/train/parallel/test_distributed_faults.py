@@ -283,7 +283,8 @@ def test_a_run_continues_on_the_remaining_node_under_torchrun(data, tmp_path):
         for log in logs:
             with open(log, "w") as file:
                 nodes.append(subprocess.Popen(words, env=environment, stdout=file, stderr=file))
-            time.sleep(1)  # the first node hosts the rendezvous, which has to outlive the other
+            # the first node hosts the rendezvous, which has to outlive the other
+            team_run.wait_for_server(port)
         wait_for(out, 12)
         assert "processes  2" in logs[0].read_text()
         for pid in (nodes[1].pid, *list_children(nodes[1].pid)):

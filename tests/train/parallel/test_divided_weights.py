@@ -68,7 +68,7 @@ def test_a_divided_model_has_the_initial_weights_of_one_process_bit_for_bit(tmp_
     model = make_one(*SMALL, *(key for key in changes if key.startswith("model.")))
     expected = dict(model.named_parameters())
     for report in make_divided(world, (*SMALL, *changes), tmp_path):
-        assert report["tied"] == (model.lm_head.weight is model.embed.weight)
+        assert report["tied"] == (model.lm_head.weight is model.model.embed.weight)
         assert report["weights"].keys() == expected.keys()
         assert all(torch.equal(report["weights"][name], p) for name, p in expected.items())
 

@@ -285,12 +285,12 @@ class TestObservation:
         inputs: dict[int, Tensor] = {}
         before = tensors(m, ids, ids, inputs)
         with torch.no_grad():
-            m.embed.weight.mul_(1.5).add_(0.1)
+            m.model.embed.weight.mul_(1.5).add_(0.1)
         after = tensors(m, ids, ids, inputs)
         assert torch.equal(before["own_q"][1], after["own_q"][1])
         assert not torch.allclose(before["q"][1], after["q"][1])
         with torch.no_grad():
-            m.blocks[1].mixer.q_proj.weight.mul_(2.0)
+            m.model.blocks[1].mixer.q_proj.weight.mul_(2.0)
         assert torch.allclose(tensors(m, ids, ids, inputs)["own_q"][1], 2 * before["own_q"][1])
 
 

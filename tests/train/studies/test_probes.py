@@ -71,7 +71,7 @@ class TestFormulas:
     def test_the_output_o_is_orthogonal_to_its_gradient(self):
         """The norm that follows ignores the length of o, so o's gradient has no part along o."""
         m = model(rms_norm_eps=1e-30)
-        seen = watch_outputs(m.blocks[1].mixer)
+        seen = watch_outputs(m.model.blocks[1].mixer)
         m.loss(*self.BATCH).backward()
         (o,) = seen
         assert o.grad is not None
@@ -99,7 +99,7 @@ class TestFormulas:
         m = model(allow_neg_eigval=True)
         probes, _ = make_probes(m, self.BATCH)
         values = probes.measure()
-        mixer, inputs = m.blocks[0].mixer, []
+        mixer, inputs = m.model.blocks[0].mixer, []
         mixer.register_forward_pre_hook(lambda _, x: inputs.append(x))
         m(self.BATCH[0], use_cache=False)
         x, sequences, *_ = inputs[0]
@@ -109,7 +109,7 @@ class TestFormulas:
         assert values["layers/0/alpha_mean"] == pytest.approx(float(g.exp().mean()), rel=1e-4)
         memory = (1 / (1 - g.exp().mean((0, 1)))).median()
         assert values["layers/0/memory"] == pytest.approx(float(memory), rel=1e-4)
-        assert values["layers/0/hidden"] == pytest.approx(rms(m.embed(self.BATCH[0])), rel=1e-4)
+        assert values["layers/0/hidden"] == pytest.approx(rms(m.model.embed(self.BATCH[0])), rel=1e-4)
         za = x @ mixer.a_proj.weight.T
         assert values["layers/0/gate_decay_std"] == pytest.approx(float(za.std()), rel=1e-4)
 
@@ -117,9 +117,9 @@ class TestFormulas:
         m = model(attention_layers=[1], tie_word_embeddings=False)
         groups = {name: group_of(name) for name, _ in m.named_parameters()}
         assert set(groups.values()) == set(GROUPS) - {"residual"}
-        assert groups["blocks.0.mixer.a_proj.weight"] == "gate_proj"
-        assert groups["blocks.0.mixer.o_norm.weight"] == "norm" == groups["norm.weight"]
-        assert group_of("blocks.0.mixer_residual.beta.weight") == "residual"
+        assert groups["model.blocks.0.mixer.a_proj.weight"] == "gate_proj"
+        assert groups["model.blocks.0.mixer.o_norm.weight"] == "norm" == groups["model.norm.weight"]
+        assert group_of("model.blocks.0.mixer_residual.beta.weight") == "residual"
 
 
 class TestTraining:
@@ -216,7 +216,7 @@ class TestGradientExponents:
     def gradients(width: int, seed: int, silu: bool) -> dict[str, float]:
         sizes = {"hidden_size": width, "base_width": 64, "num_hidden_layers": 1, "num_heads": 2}
         m = model(seed, torch.float32, **sizes, initializer_range=0.125, rms_norm_eps=1e-12)
-        layer = m.blocks[0].mixer
+        layer = m.model.blocks[0].mixer
         seen = watch_outputs(layer)
         if not silu:
             layer.conv = LinearConvolution(layer.conv.weight)

@@ -38,7 +38,7 @@ def watched(model: DeltaForCausalLM) -> Iterator[dict[int, dict[str, float]]]:
     """Within `with`, a forward pass fills the mapping from write to measures; it stays empty if additive."""
     writes: dict[int, dict[str, float]] = {}
     handles = []
-    blocks: list[Any] = list(model.blocks)
+    blocks: list[Any] = list(model.model.blocks)
     for place, write in enumerate(w for block in blocks for w in (block.mixer_write, block.mlp_write)):
         if isinstance(write, (DeepDelta, LatentUpdate)):
 

@@ -93,7 +93,7 @@ def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[li
 
     handles = []
     block: Any
-    for i, block in enumerate(model.blocks):
+    for i, block in enumerate(model.model.blocks):
         handles.append(block.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} stream", inputs[0])))
         handles.append(block.mlp.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} mlp", out)))
         mixer = block.mixer
@@ -118,15 +118,15 @@ def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[li
             i: MixerView(
                 block.mixer, *(parts[f"{i} {name}"] for name in ("x", "sequences", "qkv", "o", "y", "out"))
             )
-            for i, block in enumerate(model.blocks)
+            for i, block in enumerate(model.model.blocks)
             if isinstance(block.mixer, GatedDeltaNet)
         }
-        stream = [parts[f"{i} stream"] for i in range(len(model.blocks))]
-        mlps = [parts[f"{i} mlp"] for i in range(len(model.blocks))]
+        stream = [parts[f"{i} stream"] for i in range(len(model.model.blocks))]
+        mlps = [parts[f"{i} mlp"] for i in range(len(model.model.blocks))]
         views.append(ModelView([*stream, parts["end"]], out, mixers, mlps))
         parts.clear()
 
-    handles.append(model.norm.register_forward_hook(leave))
+    handles.append(model.model.norm.register_forward_hook(leave))
     try:
         yield views
     finally:

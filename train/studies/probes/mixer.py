@@ -133,7 +133,8 @@ class Probes:
 
     def _logit_std(self, view: ModelView) -> float:
         hidden = view.hidden[:1].float()  # one sequence: all logits of a batch may not fit
-        logits = F.linear(hidden, self.model.lm_head.weight.float()) * self.model.logits_multiplier
+        head = self.model.lm_head
+        logits = F.linear(hidden, head.weight.float()) * head.multiplier
         return float(logits.std(-1).mean())
 
 
@@ -200,7 +201,7 @@ def _copy(run: Run, weights: dict[str, Tensor]) -> tuple[DeltaForCausalLM, Optim
         model = DeltaForCausalLM(run.model.config)
     model.load_state_dict(weights, strict=False, assign=True)
     if run.model.config.tie_word_embeddings:  # saved and trained under one name
-        model.lm_head.weight = model.embed.weight
+        model.lm_head.weight = model.model.embed.weight
     parameters = dict(model.named_parameters())
     if run.config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -276,7 +277,7 @@ def recall(S: Tensor, k: Tensor) -> float:
 
 def group_of(name: str) -> str:
     """Returns which of GROUPS a parameter belongs to."""
-    parts = name.split(".")
+    parts = name.removeprefix("model.").split(".")
     if parts[0] in ("embed", "lm_head"):
         return "embedding"
     if "a_proj" in parts or "b_proj" in parts:
