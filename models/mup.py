@@ -24,11 +24,7 @@ the inner size, are rounded up. microsoft/mup has it so; the paper's code takes 
 Why, under muP at initialization: the gradient of the residual stream has entries of size 1/m, and so have the
 gradients of hidden matrices, of the embedding's rows and of gains. Gates and scalars collect the channels of
 a head: 1/sqrt(m). What a parameter computes must change by the same amount at every m. SGD changes it by rate
-times gradient, times the m inputs that a matrix sums over; AdamW by the rate, times those inputs. If gates
-and scalars were fully aligned with what they multiply, their gradients would be sqrt(m) larger:
-"mup_aligned", where gates begin at 1/m and Adam's epsilon stays. Such gates compute numbers of one size both
-before and after they are aligned (TP-V's rule for a finite output). "mup_scalars" has only the rate 1 for
-scalars. Both are there for comparison.
+times gradient, times the m inputs that a matrix sums over; AdamW by the rate, times those inputs.
 
 The norm of the gradient at initialization is of one size at every m for hidden matrices (d^2 entries of
 1/d), but falls as 1/sqrt(m) for the embedding, gains and taps (d entries of 1/d), and faster for scalars. So
@@ -49,7 +45,7 @@ from enum import Enum
 from typing import Literal
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
-Parametrization = Literal["sp", "mup_original", "mup", "mup_authors", "mup_aligned", "mup_scalars"]
+Parametrization = Literal["sp", "mup_original", "mup", "mup_authors"]
 
 
 class Role(Enum):
@@ -138,13 +134,6 @@ TABLES: Mapping[str, Table] = {
     "mup_authors": _MUP.but({
         Role.VECTOR: Rule(lr_adamw=-1.0, epsilon=-1.0, source="GDN's code"),
     }, own_inputs=False),
-    "mup_aligned": _MUP.but({
-        Role.GATE:   Rule(init_std=-1.0, lr_adamw=-1.0, lr_sgd=-1.0, source="TP-V, full alignment"),
-        Role.SCALAR: Rule(source="TP-V, full alignment"),
-    }),
-    "mup_scalars": _MUP.but({
-        Role.SCALAR: Rule(epsilon=-0.5, source="TP-V, full alignment"),
-    }),
 }
 # fmt: on
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.parameters import scaled_parameters, tagged_parameters
 from delta_trn.train.studies.fits import Line, line
-from delta_trn.train.studies.probes.hooks import rms
+from delta_trn.train.studies.probes import rms
 from tests.support.tiny_models import model, rows
 
 STORED = {

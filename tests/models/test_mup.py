@@ -58,19 +58,14 @@ SGD = {
     "mup_original": {"embedding": "n", "head": "n", "vector": "n"},
     "mup": {"embedding": "n", "head": "n", "vector": "n", "gate": "n**-0.5", "scalar": "n**0.5"},
     "mup_authors": {"embedding": "n", "head": "n", "gate": "n**-0.5", "scalar": "n**0.5"},
-    "mup_aligned": {"embedding": "n", "head": "n", "vector": "n", "gate": "1/n"},
-    "mup_scalars": {"embedding": "n", "head": "n", "vector": "n", "gate": "n**-0.5"},
 }
 ADAMW = {
     "sp": {},
     "mup_original": {"matrix": "1/n", "gate": "1/n"},
     "mup": {"matrix": "1/n", "gate": "1/n"},
     "mup_authors": {"matrix": "1/n", "gate": "1/n", "vector": "1/n"},
-    "mup_aligned": {"matrix": "1/n", "gate": "1/n"},
-    "mup_scalars": {"matrix": "1/n", "gate": "1/n"},
 }
 STD = {name: {} if name == "sp" else {"matrix": "n**-0.5", "gate": "n**-0.5"} for name in TABLES}
-STD["mup_aligned"] = {"matrix": "n**-0.5", "gate": "1/n"}
 MULTIPLIER = {name: {} if name == "sp" else {"embedding": "1/n", "head": "1/n"} for name in TABLES}
 
 

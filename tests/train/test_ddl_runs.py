@@ -16,7 +16,8 @@ from delta_trn.train.run.model import model_config
 from delta_trn.train.settings.environment import with_environment
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import ConfigError
-from delta_trn.train.studies.probes import depth as geometry
+from delta_trn.train.studies.probe_plots import plot_geometry
+from delta_trn.train.studies.probes import write_probes
 
 SMALL = [
     "model.width=32", "model.base_width=32", "model.layers=2", "model.heads=2", "model.head_dim_k=16",
@@ -78,7 +79,7 @@ def test_ddl_tinystories_trains_on_a_local_file_and_resumes(tmp_path, capsys):
     assert all(0.1 < probes[f"depth/{i}/beta_mean"] < 0.5 for i in range(4))
     assert main(["plot", str(out)]) == 0
     assert (out / "geometry.png").stat().st_size > 10_000
-    assert geometry.plot_geometry(RunFolder(out)) == out / "geometry.png"
+    assert plot_geometry(RunFolder(out)) == out / "geometry.png"
 
 
 def test_ddl_tinystories_trains_on_the_hugging_face_data_set(tmp_path, monkeypatch, capsys):
@@ -200,14 +201,12 @@ def test_impossible_model_settings_are_refused_before_a_run():
 
 def test_geometry_measures_of_three_writes_match_values_by_hand():
     """Three tokens with beta 0, 1 and 2: one of each regime."""
-    k = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
+    k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     X = torch.tensor([[[1.0], [5.0]], [[5.0], [2.0]], [[2.0], [5.0]]])
-    measures = geometry.measures(X, k, torch.ones(3, 1), torch.tensor([0.0, 1.0, 2.0]), k_eps=1e-6)
+    measures = write_probes(X, k, torch.ones(3, 1), torch.tensor([0.0, 1.0, 2.0]))
     regimes = [measures[name] for name in ("identity", "projection", "reflection")]
     assert regimes == pytest.approx([1 / 3] * 3)
     assert measures["along"] == pytest.approx(3**0.5) and measures["value"] == pytest.approx(1)
     assert measures["determinant"] == pytest.approx(0) and measures["negative"] == pytest.approx(1 / 3)
-    control = geometry.measures(
-        X, k, torch.ones(3, 1), torch.tensor([0.0, 1.0, 2.0]), k_eps=1e-6, erases=False
-    )
+    control = write_probes(X, k, torch.ones(3, 1), torch.tensor([0.0, 1.0, 2.0]), erases=False)
     assert control["determinant"] == 1 and control["negative"] == 0

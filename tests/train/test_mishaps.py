@@ -22,7 +22,7 @@ from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.parallel import team
 from delta_trn.train.run import loop
 from delta_trn.train.run.sample import Sampling
-from delta_trn.train.studies.probes import mixer
+from delta_trn.train.studies import probes
 from delta_trn.train.watch import display, loss_plot, summary
 from tests.support import team_run, tiny_run
 from tests.support.tiny_run import final_state, keys, read_metrics, train
@@ -92,7 +92,7 @@ class TestARunGoesOn:
 
     @pytest.mark.parametrize("method", ["before_step", "after_evaluation"])
     def test_where_a_probe_fails(self, data, finished, tmp_path, monkeypatch, method):
-        monkeypatch.setattr(mixer.ProbeObserver, method, fail)
+        monkeypatch.setattr(probes.ProbeObserver, method, fail)
         output = train("run", "tiny", *keys(data, tmp_path / "run"), "log.probes=true")
         assert "no probes at step" in output
         assert weights(tmp_path / "run") == weights(finished)

@@ -6,8 +6,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from delta_trn.train.settings.overrides import (
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
+    from delta_trn.train.data import Batch
     from delta_trn.train.studies.coordinates.check import Reading
 
 EPILOG = """keys of its own
@@ -36,8 +38,7 @@ EPILOG = """keys of its own
 
 and any key=value of `run`, such as batch.length=128. Without training=recipe one small batch is trained on
 over and over at a constant rate, with no clipping or weight decay unless given, and mixers begin at full size
-(model.mixer_output_init=1): from 0 they pass no gradient on at first. Slopes in brackets are those of the 99%
-quantile of a change; they are not judged.
+(model.mixer_output_init=1): from 0 they pass no gradient on at first.
 Exit status 1: a tensor fails under the recipe's own parametrization.
 
 keys of --module, for any torch.nn.Module: FUNCTION(width) makes the model, the smallest width is muP's base
@@ -52,47 +53,23 @@ keys of --module, for any torch.nn.Module: FUNCTION(width) makes the model, the 
 Exit status 1: a module fails under another parametrization than plain.
 """
 DEFAULTS = {
-    "widths": "64,128,256,512,1024",
-    "parametrizations": "sp,mup_original,mup",
-    "optimizers": "adamw,sgd",
-    "lr.adamw": "2**-8",
-    "lr.sgd": "0.1",
-    "lr.muon": "2**-8",
-    "steps": "4",
-    "seeds": "2",
-    "training": "plain",
-}
+    "widths": "64,128,256,512,1024", "parametrizations": "sp,mup_original,mup", "optimizers": "adamw,sgd",
+    "lr.adamw": "2**-8", "lr.sgd": "0.1", "lr.muon": "2**-8", "steps": "4", "seeds": "2", "training": "plain",
+}  # fmt: skip
 OF_MODULES = {
-    "widths": "64,128,256",
-    "parametrizations": "plain,mup",
-    "optimizers": "adamw",
-    "lr.adamw": "2**-8",
-    "lr.sgd": "0.1",
-    "steps": "4",
-    "seeds": "8",
-    "device": "cpu",
-    "batch": "",
-    "roles": "",
-    "readout_init": "0",
-    "heads": "stay",
-}
+    "widths": "64,128,256", "parametrizations": "plain,mup", "optimizers": "adamw", "lr.adamw": "2**-8",
+    "lr.sgd": "0.1", "steps": "4", "seeds": "8", "device": "cpu", "batch": "", "roles": "",
+    "readout_init": "0", "heads": "stay",
+}  # fmt: skip
 QUIET = {
-    "optimizer.clip": "none",
-    "optimizer.weight_decay": "0",
-    "precision": "float32",
-    "batch.sequences": "4",
-    "batch.length": "64",
-    "model.mixer_output_init": "1",
-}
-
+    "optimizer.clip": "none", "optimizer.weight_decay": "0", "precision": "float32", "batch.sequences": "4",
+    "batch.length": "64", "model.mixer_output_init": "1",
+}  # fmt: skip
 # Settings that the axes replace.
 AXES = {
-    "model.width": "widths",
-    "seed": "seeds",
-    "parametrization": "parametrizations",
-    "optimizer.name": "optimizers",
-    "optimizer.lr": "lr.adamw, lr.sgd, lr.muon",
-}
+    "model.width": "widths", "seed": "seeds", "parametrization": "parametrizations",
+    "optimizer.name": "optimizers", "optimizer.lr": "lr.adamw, lr.sgd, lr.muon",
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -110,54 +87,77 @@ def main(arguments: Sequence[str]) -> int:
         return _check_module(asked.module, parse([*filter(None, [asked.recipe]), *asked.options]))
     if not asked.recipe:
         raise UsageError("name a recipe (`delta-trn` lists them), or pass --module package:function")
-    options = parse(asked.options)
-    out = Path(options.pop("out", f"runs/coord-check-{asked.recipe}"))
-    rates = [key for key in options if key.startswith("lr.")]
+    return _check_recipe(asked.recipe, parse(asked.options))
+
+
+def _check_recipe(recipe: str, options: dict[str, str]) -> int:
+    """Checks our own models."""
+    out = Path(options.pop("out", f"runs/coord-check-{recipe}"))
+    rates = [key.removeprefix("lr.") for key in options if key.startswith("lr.")]
     scheduled = options.get("training") == "recipe"
     defaults = {**DEFAULTS, "steps": "50"} if scheduled else DEFAULTS
     own = {key: options.pop(key, default) for key, default in defaults.items()}
     if own["training"] not in ("plain", "recipe"):
         raise UsageError(f"training={own['training']}: expected plain or recipe")
-    for key in rates:
-        if key.removeprefix("lr.") not in own["optimizers"].split(","):
+    for name in rates:
+        if name not in own["optimizers"].split(","):
             names = own["optimizers"]
-            raise UsageError(f"{key} is for an optimizer that is not checked; optimizers={names}")
-    base = announced(asked.recipe)
+            raise UsageError(f"lr.{name} is for an optimizer that is not checked; optimizers={names}")
+    base = announced(recipe)
     configs = _configs(base, options, own)
-    widths = sorted(whole_numbers("widths", own["widths"], count=3))
-    steps, seeds = whole_number("steps", own["steps"]), whole_number("seeds", own["seeds"])
-    start = time.monotonic(), time.process_time()
-    rows = _read(configs, widths, steps, seeds, scheduled)
-    head = {
-        "recipe": asked.recipe,
-        "keys": {**own, **options},
-        "base_width": configs[0].model.base_width,
+    axes: dict[str, Any] = {
+        "widths": sorted(whole_numbers("widths", own["widths"], count=3)),
+        "steps": whole_number("steps", own["steps"]),
+        "seeds": range(whole_number("seeds", own["seeds"])),
     }
-    print(f"power of width with which {steps} steps change each tensor, beside what theory says")
+    start = time.monotonic(), time.process_time()
+    rows = [row for config in configs for row in _read(config, axes, scheduled)]
+    head = {"recipe": recipe, "keys": {**own, **options}, "base_width": configs[0].model.base_width}
+    print(f"power of width with which {own['steps']} steps change each tensor, beside what theory says")
     return _conclude(out, head, rows, start, lambda name: name == base.parametrization)
 
 
-def _conclude(
-    out: Path,
-    head: dict[str, Any],
-    rows: "list[Reading]",
-    start: tuple[float, float],
-    counts: Callable[[str], bool],
-) -> int:
-    """Writes and prints what the readings show. Returns 1 if a parametrization that counts fails."""
-    from delta_trn.train.studies.coordinates.check import slopes, verdicts
-    from delta_trn.train.studies.coordinates.report import table, write
+def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]) -> list[RunConfig]:
+    """Makes and checks a configuration for every optimizer and parametrization."""
+    for key, axis in AXES.items():
+        if key in options:
+            raise UsageError(f"{key}={options[key]}: this is an axis of coord-check; give {axis}=...")
+    optimizers, tables = own["optimizers"].split(","), own["parametrizations"].split(",")
+    if not set(optimizers) <= set(OPTIMIZERS):
+        raise UsageError(f"optimizers={own['optimizers']}: expected some of {','.join(OPTIMIZERS)}")
+    quiet = {"precision": "float32"} if own["training"] == "recipe" else QUIET
+    configs = []
+    for optimizer, table in product(optimizers, tables):
+        rate = own[f"lr.{optimizer}"]
+        changes = {"optimizer.name": optimizer, "optimizer.lr": rate, "parametrization": table}
+        configs.append(change(base, {**quiet, **options, **changes}))
+    require_effect_somewhere(configs, options)
+    return configs
 
-    seconds, cpu = time.monotonic() - start[0], time.process_time() - start[1]
-    pictures = write(out, head | {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1)}, rows)
-    judged = verdicts(slopes(rows))
-    print(table(judged, sizes="module" in head))
-    failures = [v for v in judged if counts(v.parametrization) and not v.passes]
-    for v in failures:
-        print(f"fails  {v.optimizer} {v.parametrization} {v.tensor}: {', '.join(v.fails_at)}")
-    print(f"\n{seconds:.0f} s, {cpu:.1f} of CPU")
-    print("   ".join(map(str, (out / "coordinates.json", *pictures))))
-    return 1 if failures else 0
+
+def _read(config: RunConfig, axes: Mapping[str, Any], scheduled: bool) -> "list[Reading]":
+    """Takes the readings of a configuration, and prints how long that took."""
+    from delta_trn.train.data import make_loader
+    from delta_trn.train.run.setup import load_dataset, set_up_process, with_data
+    from delta_trn.train.studies.coordinates.ours import readings
+
+    start = time.monotonic()
+    config, _ = set_up_process(config)
+    dataset = load_dataset(config)
+    config = with_data(config, dataset)
+
+    def batches(seed: int) -> "Iterator[Batch]":
+        sizes = {"batch": config.batch.sequences, "sequence": config.batch.length}
+        loader = make_loader(dataset, "train", kind="random_crop", **sizes, seed=seed)
+        first = loader.next_batch()
+        yield first
+        while True:
+            yield loader.next_batch() if scheduled else first
+
+    rows = list(readings(config, **axes, batches=batches, scheduled=scheduled))
+    seconds = time.monotonic() - start
+    print(f"{config.optimizer.name} {config.parametrization}  {seconds:.0f} s", flush=True)
+    return rows
 
 
 def _check_module(place: str, options: dict[str, str]) -> int:
@@ -189,12 +189,10 @@ def _check_module(place: str, options: dict[str, str]) -> int:
         heads_grow=own["heads"] == "grow",
         device=own["device"],
     )
-    start, rows = (time.monotonic(), time.process_time()), []
-    tables = own["parametrizations"].split(",")
+    start, tables = (time.monotonic(), time.process_time()), own["parametrizations"].split(",")
     require_widths(plan, tables)
-    for optimizer in own["optimizers"].split(","):
-        for parametrization in tables:
-            rows += readings(plan, parametrization, optimizer)
+    kinds = product(own["optimizers"].split(","), tables)
+    rows = [row for optimizer, table in kinds for row in readings(plan, table, optimizer)]
     print(f"power of width of each output's size before training, and of its change after {plan.steps} steps")
     return _conclude(out, {"module": place, "keys": own}, rows, start, lambda name: name != PLAIN)
 
@@ -233,54 +231,24 @@ def _load(option: str, place: str) -> Any:
     return function
 
 
-def _configs(base: RunConfig, options: Mapping[str, str], own: Mapping[str, str]) -> list[RunConfig]:
-    """Makes and checks a configuration for every optimizer and parametrization."""
-    for key, axis in AXES.items():
-        if key in options:
-            raise UsageError(f"{key}={options[key]}: this is an axis of coord-check; give {axis}=...")
-    configs = []
-    for optimizer in own["optimizers"].split(","):
-        if optimizer not in OPTIMIZERS:
-            raise UsageError(f"optimizers={own['optimizers']}: expected some of {','.join(OPTIMIZERS)}")
-        for parametrization in own["parametrizations"].split(","):
-            changes = {
-                "optimizer.name": optimizer,
-                "optimizer.lr": own[f"lr.{optimizer}"],
-                "parametrization": parametrization,
-            }
-            quiet = {"precision": "float32"} if own["training"] == "recipe" else QUIET
-            configs.append(change(base, {**quiet, **options, **changes}))
-    require_effect_somewhere(configs, options)
-    return configs
+def _conclude(
+    out: Path,
+    head: dict[str, Any],
+    rows: "list[Reading]",
+    start: tuple[float, float],
+    counts: Callable[[str], bool],
+) -> int:
+    """Writes and prints what the readings show. Returns 1 if a parametrization that counts fails."""
+    from delta_trn.train.studies.coordinates.check import slopes, verdicts
+    from delta_trn.train.studies.coordinates.report import table, write
 
-
-def _read(
-    configs: list[RunConfig], widths: list[int], steps: int, seeds: int, scheduled: bool
-) -> "list[Reading]":
-    """Takes every reading, and prints a line for each configuration on the way."""
-    from delta_trn.train.data import make_loader
-    from delta_trn.train.run.setup import load_dataset, set_up_process, with_data
-    from delta_trn.train.studies.coordinates.check import readings
-
-    rows = []
-    for config in configs:
-        config, _ = set_up_process(config)
-        dataset = load_dataset(config)
-        config = with_data(config, dataset)
-
-        def batches(seed: int, config=config, dataset=dataset):
-            b = config.batch
-            loader = make_loader(
-                dataset, "train", kind="random_crop", batch=b.sequences, sequence=b.length, seed=seed
-            )
-            first = loader.next_batch()
-            yield first
-            while True:
-                yield loader.next_batch() if scheduled else first
-
-        start = time.monotonic()
-        of_seeds = {"seeds": range(seeds), "batches": batches, "scheduled": scheduled}
-        rows += readings(config, widths=widths, steps=steps, **of_seeds)
-        seconds = time.monotonic() - start
-        print(f"{config.optimizer.name} {config.parametrization}  {seconds:.0f} s", flush=True)
-    return rows
+    seconds, cpu = time.monotonic() - start[0], time.process_time() - start[1]
+    pictures = write(out, head | {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1)}, rows)
+    judged = verdicts(slopes(rows))
+    print(table(judged, sizes="module" in head))
+    failures = [v for v in judged if counts(v.parametrization) and not v.passes]
+    for v in failures:
+        print(f"fails  {v.optimizer} {v.parametrization} {v.tensor}: {', '.join(v.fails_at)}")
+    print(f"\n{seconds:.0f} s, {cpu:.1f} of CPU")
+    print("   ".join(map(str, (out / "coordinates.json", *pictures))))
+    return 1 if failures else 0

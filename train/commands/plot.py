@@ -18,8 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     folders = parser.parse_args(arguments).run_dirs
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
-    from delta_trn.train.studies.probes.depth import plot_geometry
-    from delta_trn.train.studies.probes.plot import load_probes, plot_probes
+    from delta_trn.train.studies.probe_plots import load_probes, plot_geometry, plot_probes
     from delta_trn.train.watch.loss_plot import plot_loss
 
     first = folders[0]

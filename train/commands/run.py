@@ -15,6 +15,7 @@ from delta_trn.train.settings.schema import RunConfig, flatten, meaning
 from delta_trn.train.watch.display import WIDTH_IN_A_FILE
 
 if TYPE_CHECKING:
+    from delta_trn.train.run.loop import Observer
     from delta_trn.train.run.setup import Run
 
 KEY_WIDTH = 36  # of the column of keys
@@ -85,7 +86,6 @@ def drive(run: "Run", asked_backend: str) -> int:
     from delta_trn.train.neuron.record import notice
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import write_baselines
-    from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import Display, attempt, console
     from delta_trn.train.watch.loss_plot import plot_loss
     from delta_trn.train.watch.summary import closing, opening, peak_tokens_per_s, result, saved_result
@@ -122,6 +122,15 @@ def drive(run: "Run", asked_backend: str) -> int:
         plot = attempt("picture", lambda: str(plot_loss(run.folder)), tell)
         attempt("last page", lambda: closing(run, found, costs, out, plot, peak), tell)
     return 128 + outcome.signal if outcome.signal is not None else 0
+
+
+def observers(run: "Run") -> "list[Observer]":
+    """Returns what looks into the model while it trains: probes, where log.probes asks for them."""
+    if not run.config.log.probes:
+        return []
+    from delta_trn.train.studies.probes import ProbeObserver
+
+    return [ProbeObserver(run)]
 
 
 def _wrapped(line: str, width: int) -> str:

@@ -133,10 +133,10 @@ def _neuron_parallel_compile() -> str:
 
 
 def _warm(config: RunConfig) -> int:
+    from delta_trn.train.commands.run import observers
     from delta_trn.train.neuron.compiling import compile_all
     from delta_trn.train.neuron.record import caches, compiles, record_path, write_record
     from delta_trn.train.run.setup import start
-    from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import console, leads
 
     out = console(quiet=not leads())

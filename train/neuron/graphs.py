@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from delta_trn.train.parallel.layout import Layout, layout_alone, layout_of
+from delta_trn.train.parallel.layout import Layout, layout_of
 from delta_trn.train.run.evaluate import crops_at_once, windows_at_once
 from delta_trn.train.settings.schema import RunConfig
 
@@ -57,8 +57,7 @@ def graphs(config: RunConfig, *, world: int, xla: bool, sizes: Sizes) -> list[Gr
     crop = ((crops_at_once(config, layout), length),) * 2
     listed.append(Graph("evaluate", crop))
     if config.log.probes:
-        whole = ((crops_at_once(config, layout_alone(config)), config.batch.length),) * 2
-        listed.append(Graph("probes", whole, "and many small graphs: probes read numbers one by one"))
+        listed.append(Graph("probes", crop, "and many small graphs: probes read numbers one by one"))
     listed += [Graph(name, ((rows, length),) * 2) for name, rows in tail(config, layout, sizes.held_out)]
     if config.sample.tokens:
         grows = "one graph per length: attention's past grows" if config.model.attention_layers else ""

@@ -35,12 +35,6 @@ def layout_of(config: RunConfig, world: int) -> Layout:
     return Layout(shares, sequences, micro_batch(b, sequences), b.length // d.context)
 
 
-def layout_alone(config: RunConfig) -> Layout:
-    """Returns the layout of this run on one process, whatever its `distribution` divides."""
-    batch = config.batch
-    return Layout(1, batch.sequences, micro_batch(batch, batch.sequences), batch.length)
-
-
 def is_divided(config: RunConfig, world: int) -> bool:
     """Returns whether a process has only a part of the weights, or of the memory of their optimizer."""
     return world > 1 and (config.distribution.mode != "ddp" or config.distribution.tensor > 1)
@@ -59,6 +53,11 @@ def require_divisible(config: RunConfig, world: int) -> None:
         raise ConfigError(
             f"distribution.tensor={d.tensor} x distribution.context={d.context} does not divide {world} "
             f"processes; start a multiple of {group} with torchrun --nproc_per_node, or change them"
+        )
+    if config.log.probes and world > 1:
+        raise ConfigError(
+            f"log.probes=true looks into the model of one process, and this run has {world}; leave it "
+            "out, or start one process"
         )
     layout = layout_of(config, world)
     shares = layout.shares

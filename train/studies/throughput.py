@@ -244,7 +244,7 @@ def require_parity(workload: Workload) -> None:
     failed = [
         str(verdict)
         for case in CASES
-        for verdict in verdicts(BY_NAME[case], dtype, workload.backend, workload.device.type)
+        for verdict in verdicts(BY_NAME[case], dtype, workload.config.backend, workload.device.type)
         if not verdict.passed
     ]
     if failed:

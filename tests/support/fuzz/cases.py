@@ -41,7 +41,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
 SEAMS = (1, 2, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 321)
 HEADS = (16, 32, 64, 1, 2, 3, 60, 96, 128, 192, 256)
 # most multiply-adds of a case, and most elements of packed states; emulators take a thousand times as long
-WORK, STATES = {False: 2e7, True: 3e6}, {False: 2e5, True: 4e4}
+WORK, STATES = {False: 2e7, True: 1.5e6}, {False: 2e5, True: 2e4}
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def draw_sizes(d: Draw, check: str, small: bool) -> dict[str, Any]:
             B -= 1
         elif HV > 4:
             H, HV = 1, min(group, 4)
-        elif T > 70 and max(K, V) <= 64:
+        elif T > 100 and max(K, V) <= 64:
             T = 64 + T // 4
         elif max(K, V) > 40:
             K, V = (n if n <= 40 else n // 2 for n in (K, V))

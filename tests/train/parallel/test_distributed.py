@@ -310,6 +310,7 @@ class TestDivides:
             (3, {}, "batch.sequences=4 cannot be shared by 3"),
             (2, {"batch.micro": "4"}, None),
             (2, {"batch.sequences": "12", "batch.micro": "4"}, "batch.micro=4 does not divide the 6"),
+            (2, {"log.probes": "true"}, "looks into the model of one process, and this run has 2"),
             (2, {"distribution.tensor": "4"}, "start a multiple of 4"),
             (4, {"distribution.tensor": "4"}, "does not divide model.heads=2"),
             (4, {"distribution.tensor": "2"}, "use distribution.mode=fsdp"),

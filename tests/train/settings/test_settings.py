@@ -126,7 +126,7 @@ class TestOverrides:
             ("optimizer.name=adam", "optimizer.name=adam: expected 'adamw', 'sgd' or 'muon'"),
             (
                 "parametrization=mu",
-                "expected 'sp', 'mup_original', 'mup', 'mup_authors', 'mup_aligned' or 'mup_scalars'",
+                "expected 'sp', 'mup_original', 'mup' or 'mup_authors'",
             ),
             ("compile=perhaps", "compile=perhaps: expected true or false"),
             ("model.attention_layers=a", "model.attention_layers=a: expected a whole number"),

@@ -14,9 +14,8 @@ from delta_trn.models.sequence import Sequences
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import Batch
 from delta_trn.train.studies.fits import Line, line
-from delta_trn.train.studies.probes.hooks import normalized, rms
-from delta_trn.train.studies.probes.mixer import GROUPS, Probes, group_of, recall
-from delta_trn.train.studies.probes.plot import PANELS, PLACES, load_probes
+from delta_trn.train.studies.probe_plots import PANELS, PLACES, load_probes
+from delta_trn.train.studies.probes import GROUPS, Probes, group_of, normalized, recall, rms
 from delta_trn.train.watch.metrics import read
 from tests.support.tiny_models import model, tokens
 from tests.support.tiny_run import final_state, keys, read_metrics, run_command, train

@@ -26,7 +26,7 @@ from delta_trn.models.ecosystem.widths import (
     scaled_parameters,
 )
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.studies.coordinates.check import Reading, joint_rms
+from delta_trn.train.studies.coordinates.check import Outputs, Reading, compare
 
 PLAIN = "plain"
 # Tokens are drawn from few of the vocabulary. What is learned of a token then outweighs what its gradient
@@ -132,29 +132,18 @@ def readings(plan: Plan, parametrization: str, optimizer: str) -> Iterator[Readi
                     groups = parameter_groups(model, **options, lr=rate, optimizer=optimizer)
             kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
             outputs = _train(plan, model, kind(groups, lr=rate, weight_decay=0.0), seed)
-            before: dict[str, list[Tensor]] = {}
-            for step, now in enumerate(outputs):
-                before = before or now
-                for name, parts in now.items():
-                    first = before.get(name, [])
-                    if [x.shape for x in parts] != [x.shape for x in first]:
-                        continue  # an expert, say, that gets other tokens
-                    change = joint_rms([a - b for a, b in zip(parts, first, strict=True)])
-                    size = joint_rms(parts)
-                    yield Reading(parametrization, optimizer, width, seed, step, name, size, change)
+            yield from compare(outputs, parametrization, optimizer, width, seed)
 
 
-def _train(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int
-) -> Iterator[dict[str, list[Tensor]]]:
+def _train(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Iterator[Outputs]:
     """Yields every module's output before each step and after the last."""
     batch = plan.batch(seed) if plan.batch else draw_tokens(model, seed)
     for step in range(plan.steps + 1):
-        with observed(model) as outputs:
+        with watched(model) as outputs:
             loss = _loss(model, _moved(batch, plan.device), outputs)
         if not math.isfinite(loss.item()):
             raise ConfigError(f"the loss is {loss.item()} at step {step}: take a lower rate, lr.adamw=2**-10")
-        yield outputs
+        yield step, outputs
         if step < plan.steps:
             optimizer.zero_grad()
             loss.backward()
@@ -177,7 +166,7 @@ def draw_tokens(model: nn.Module, seed: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def observed(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Within `with`, keeps what every module with weights computes: the first floating tensor of each call.
 
     The readout's are called "logits": theory says something else about them.

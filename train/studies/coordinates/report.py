@@ -4,7 +4,8 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def table(rows: Sequence[Verdict], *, sizes: bool = False) -> str:
     """Formats the slopes of changes after the last step, one row per tensor.
 
     A tensor that fails at any step is marked; the last rows count those that pass at every step, and after
-    the last. In brackets, where it was measured, is the slope of the change's 99% quantile: it is not judged.
+    the last.
 
     sizes   beside each, the slope of its size before training
     """
@@ -38,8 +39,7 @@ def table(rows: Sequence[Verdict], *, sizes: bool = False) -> str:
             v = cells[o, p, tensor]
             if sizes:
                 row.append("0" if v.start is None else _cell(v.start, v.start.passes))
-            tail = "" if v.tail is None or math.isnan(v.tail.slope) else f" ({v.tail.slope:+.2f})"
-            row.append(_cell(v.change, v.passes) + tail)
+            row.append(_cell(v.change, v.passes))
         low, high = theory_of(tensor).change
         row.append(f"{low:g}" if low == high else f"{low:g} to {high:g}")
         lines.append("| " + " | ".join(row) + " |")
@@ -83,7 +83,7 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(readings: Sequence[Reading], rows: Sequence[Verdict], optimizer: str, path: Path) -> Path:
-    """Draws changes against width: a row per parametrization, a panel per tensor, a line per step.
+    """Draws changes against width: a panel per parametrization and tensor, a line per step.
 
     muP promises flat lines. A red title marks a verdict that fails.
     """
@@ -95,23 +95,21 @@ def draw(readings: Sequence[Reading], rows: Sequence[Verdict], optimizer: str, p
     for r in readings:
         if r.optimizer == optimizer and r.step:
             changes[r.parametrization, r.tensor][r.step][r.width].append(r.change)
-    tensors = _in_order(r.tensor for r in readings)
-    bands = [tensors[i : i + COLUMNS] for i in range(0, len(tensors), COLUMNS)]
-    lines = len(bands) * len(parametrizations)
+    panels = list(product(parametrizations, _in_order(r.tensor for r in readings)))
+    lines = -(-len(panels) // COLUMNS)
     # placed by hand: matplotlib's own layout takes ten times as long as drawing so many panels
     tall = 1.8 * lines + 0.5
     figure = new_figure(1.6 * COLUMNS, tall, dpi=110, layout=None)
-    panels = figure.subplots(lines, COLUMNS, squeeze=False, sharex=True)
+    places = figure.subplots(lines, COLUMNS, squeeze=False, sharex=True).flatten()
     figure.subplots_adjust(
         left=0.04, right=0.995, bottom=0.25 / tall, top=1 - 0.75 / tall, wspace=0.4, hspace=0.45
     )
-    for axes in panels.flatten():
-        axes.set_visible(False)
-    for row, (band, name) in enumerate((band, name) for band in bands for name in parametrizations):
-        for axes, tensor in zip(panels[row], band, strict=False):
-            _draw_tensor(axes, changes[name, tensor], verdict[name, tensor])
-        panels[row][0].set_ylabel(name, fontsize=9, fontweight="bold")
-    panels[0][0].legend(fontsize=4.5, frameon=False)
+    for i, axes in enumerate(places):
+        axes.set_visible(i < len(panels))
+    for axes, panel in zip(places, panels, strict=False):
+        _draw_tensor(axes, changes[panel], verdict[panel])
+        axes.set_ylabel(panel[0], fontsize=6)
+    places[0].legend(fontsize=4.5, frameon=False)
     figure.suptitle(f"change of what the model computes, against width, {optimizer}", fontsize=10)
     return save_figure(figure, path, ADVICE)
 
@@ -119,7 +117,6 @@ def draw(readings: Sequence[Reading], rows: Sequence[Verdict], optimizer: str, p
 def _draw_tensor(axes: Any, steps: dict[int, dict[int, list[float]]], v: Verdict) -> None:
     from matplotlib import colormaps
 
-    axes.set_visible(True)
     for step, points in sorted(steps.items()):
         xs = sorted(points)
         ys = [sum(points[x]) / len(points[x]) for x in xs]
@@ -144,7 +141,7 @@ def _draw_tensor(axes: Any, steps: dict[int, dict[int, list[float]]], v: Verdict
 
 def write(folder: Path, head: dict[str, Any], readings: Sequence[Reading]) -> list[Path]:
     """Writes coordinates.json, coordinates.md and a picture per optimizer. Returns the pictures."""
-    readings = [_restored(_plain(asdict(r))) for r in readings]  # as `write_again` has them
+    readings = [restored(_plain(asdict(r))) for r in readings]  # as `write_again` has them
     judged = slopes(readings)
     rows = verdicts(judged)
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,9 +156,10 @@ def write_again(folder: Path) -> list[Path]:
     head = json.loads((folder / "coordinates.json").read_text())
     rows = head.pop("readings")
     del head["slopes"], head["tensors"]
-    return write(folder, head, [_restored(row) for row in rows])
+    return write(folder, head, [restored(row) for row in rows])
 
 
-def _restored(row: dict[str, Any]) -> Reading:
-    numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in row.items()}
-    return Reading(**numbers)
+def restored(row: dict[str, Any]) -> Reading:
+    """Returns a reading as JSON has it; readings of old also had quantiles."""
+    values = {f.name: math.nan if row[f.name] is None else row[f.name] for f in fields(Reading)}
+    return Reading(**values)

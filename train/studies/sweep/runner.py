@@ -198,7 +198,6 @@ def run_trial(config: RunConfig, folder: Path) -> int:
     """
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import resume, start
-    from delta_trn.train.studies.probes.mixer import observers
     from delta_trn.train.watch.display import Display
     from delta_trn.train.watch.metrics import read
 
@@ -211,7 +210,7 @@ def run_trial(config: RunConfig, folder: Path) -> int:
         opened = start(config)
     with opened as run:
         try:
-            outcome = train(run, Display(config.steps, run.state.step, show=False), observers(run))
+            outcome = train(run, Display(config.steps, run.state.step, show=False))
             if outcome.stopped:
                 return 128 + (outcome.signal or signal.SIGTERM)
             diverged = None

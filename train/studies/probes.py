@@ -26,37 +26,197 @@ grows with width d under muP; K is the key size (arXiv:2606.04048):
     lr                  mean learning rate, weighted by parameters, factors included
     update              Frobenius norm of the last step's change, decay included; fraction: update over weight
 
-    of a write          depth/I/..., of Deep Delta Learning's residuals: see depth.py
+    of a write          depth/I/NAME, of Deep Delta Learning's residuals, I from 0 to 2 L - 1 with depth
+    beta_05 _50 _95     quantiles of beta over tokens, and beta_mean
+    identity            share of tokens with beta below 1/2: the stream stays
+    projection          from 1/2 to 3/2: what the stream holds along k is replaced
+    reflection          above 3/2: what the stream holds along k changes its sign
+    along  value        root mean squares of |k^T X|, k of norm 1, and of |v|
+    determinant         mean of det(I - beta k k^T)^DV = (1 - beta)^DV; 1 where nothing is erased
+    negative            share of tokens for which it is below 0: an odd number of reflections
 
     logit_std           mean over tokens of the standard deviation over the vocabulary
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from delta_trn.backends import gated_delta_rule
+from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.residual import DeepDelta, LatentUpdate, WriteOnly
 from delta_trn.train.data import Batch
-from delta_trn.train.parallel.layout import layout_alone
-from delta_trn.train.parallel.sharding import named_parameters
 from delta_trn.train.run.evaluate import held_out_crops, is_due
 from delta_trn.train.run.step import loss_function
-from delta_trn.train.studies.probes import depth
-from delta_trn.train.studies.probes.hooks import MixerView, ModelView, normalized, observed, rms
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
-    from delta_trn.train.run.loop import Observer
     from delta_trn.train.run.setup import Run
     from delta_trn.train.run.step import Loss
 
 GROUPS = ("embedding", "main_proj", "gate_proj", "scalar", "conv", "norm", "mlp", "residual")
 PLACES = 8  # qk/T and Sk/T divide the sequence into so many parts
+COUNTED = 2**20  # torch.quantile takes 2^24 numbers at most, and sorts them
+L2_EPSILON = 1e-6  # as in the operation's own normalization of q and k
+
+
+@dataclass
+class MixerView:
+    """One Gated DeltaNet layer in one forward pass.
+
+    x       [B, T, d]         input
+    qkv     [B, T, channels]  after convolution and SiLU, before normalization
+    o       [B, T, HV, V]     output of the delta rule, with its scale, before its norm
+    y       [B, T, HV V]      input of the output projection: normalized and gated
+    out     [B, T, d]         what the layer adds to the residual stream
+    """
+
+    mixer: GatedDeltaNet
+    x: Tensor
+    sequences: Any
+    qkv: Tensor
+    o: Tensor
+    y: Tensor
+    out: Tensor
+
+    def split(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k [B, T, H, K] and v [B, T, HV, V], before normalization."""
+        sizes = (self.mixer.K, self.mixer.K, self.mixer.V)
+        parts = self.qkv.split(self.mixer.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True))
+        return q, k, v
+
+    def gate_inputs(self) -> tuple[Tensor, Tensor]:
+        """Returns W_a x + dt_bias and W_b x, [B, T, HV]: the inputs of softplus and of beta's sigmoid."""
+        a, b = self.mixer.a_proj.weight, self.mixer.b_proj.weight
+        x = self.x.to(a.dtype)
+        return x @ a.T + self.mixer.dt_bias, x @ b.T
+
+    def gates(self) -> tuple[Tensor, Tensor]:
+        """Returns g = log(alpha) and beta, [B, T, HV]."""
+        return self.mixer.gates(self.x, self.sequences)
+
+    def state(self, tokens: int | None = None) -> Tensor:
+        """Returns the state [B, HV, K, V] after the first `tokens`, or after all."""
+        q, k, v = (x[:, :tokens] for x in self.split())
+        g, beta = (x[:, :tokens] for x in self.gates())
+        _, state = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        assert state is not None
+        return state
+
+
+@dataclass
+class ModelView:
+    """One forward pass; `stream` is the residual stream before each block, and then after the last.
+
+    mlps    [B, T, d] of each block, what its MLP computes
+    writes  place in depth -> a write of Deep Delta Learning's residuals
+    """
+
+    stream: list[Tensor]
+    hidden: Tensor
+    mixers: dict[int, MixerView]
+    mlps: list[Tensor]
+    writes: dict[int, WriteView]
+
+
+@dataclass
+class WriteView:
+    """One write of Deep Delta Learning's residuals: what it got, and the stream after it."""
+
+    write: DeepDelta | LatentUpdate
+    inputs: tuple[Tensor, ...]
+    out: Tensor
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns X [..., D, DV], k [..., D] of norm 1, v [..., DV] and beta [...]."""
+        X, k, v, beta = self.write.operands(*self.inputs)
+        return X, k * (k.square().sum(-1, keepdim=True) + self.write.k_eps**2).rsqrt(), v, beta
+
+
+@contextlib.contextmanager
+def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[list[ModelView]]:
+    """Within `with`, every forward pass of the model adds a view to the list.
+
+    With `gradients` the viewed tensors keep theirs: backward fills `.grad` of x, qkv, o, y, out and stream.
+    """
+    views: list[ModelView] = []
+    parts: dict[str, Any] = {}
+    writes: dict[int, WriteView] = {}
+
+    def see(name: str, tensor: Any) -> None:
+        if gradients and tensor.requires_grad:
+            tensor.retain_grad()
+        parts[name] = tensor
+
+    handles = []
+    block: Any
+    for i, block in enumerate(model.model.blocks):
+        handles.append(block.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} stream", inputs[0])))
+        handles.append(block.mlp.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} mlp", out)))
+        for place, write in ((2 * i, block.mixer_write), (2 * i + 1, block.mlp_write)):
+            if isinstance(write, (DeepDelta, LatentUpdate)):
+
+                def written(module: Any, inputs: Any, out: Any, place: int = place) -> None:
+                    writes[place] = WriteView(module, inputs, out)
+
+                handles.append(write.register_forward_hook(written))
+        mixer = block.mixer
+        if not isinstance(mixer, GatedDeltaNet):
+            continue
+
+        def enter(_: Any, inputs: Any, i: int = i) -> None:
+            see(f"{i} x", inputs[0])
+            parts[f"{i} sequences"] = inputs[1]
+
+        handles += [
+            mixer.register_forward_pre_hook(enter),
+            mixer.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} out", out)),
+            mixer.conv.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} qkv", out)),
+            mixer.o_norm.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} o", inputs[0])),
+            mixer.o_proj.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} y", inputs[0])),
+        ]
+
+    def leave(_: Any, inputs: Any, out: Tensor) -> None:
+        see("end", inputs[0])
+        mixers = {
+            i: MixerView(
+                block.mixer, *(parts[f"{i} {name}"] for name in ("x", "sequences", "qkv", "o", "y", "out"))
+            )
+            for i, block in enumerate(model.model.blocks)
+            if isinstance(block.mixer, GatedDeltaNet)
+        }
+        stream = [parts[f"{i} stream"] for i in range(len(model.model.blocks))]
+        mlps = [parts[f"{i} mlp"] for i in range(len(model.model.blocks))]
+        views.append(ModelView([*stream, parts["end"]], out, mixers, mlps, dict(writes)))
+        parts.clear()
+        writes.clear()
+
+    handles.append(model.model.norm.register_forward_hook(leave))
+    try:
+        yield views
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Returns x / sqrt(sum x^2 + 1e-6) over the last dimension, as the operation computes it."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON)
+
+
+def rms(x: Tensor) -> float:
+    """Returns sqrt(mean x^2), computed in float64."""
+    return float(x.detach().double().square().mean().sqrt())
 
 
 class Probes:
@@ -69,11 +229,10 @@ class Probes:
         loss: Loss,
         batch: Batch,
         device: torch.device,
-        before: dict[str, Tensor] | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.batch = batch.each(lambda x: x.to(device))
-        self._before = before or {}
+        self._before: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -88,11 +247,14 @@ class Probes:
         try:
             for _, p, _ in self._parameters():
                 p.grad = None
-            with observed(self.model, gradients=True) as views, depth.watched(self.model) as writes:
+            with observed(self.model, gradients=True) as views:
                 # the sum over tokens, not their mean
                 (self.loss(*self.batch) * self.batch.targets.numel()).backward()
             with torch.no_grad():
-                values = {"logit_std": self._logit_std(views[0])} | self._groups() | depth.named(writes)
+                values = {"logit_std": self._logit_std(views[0])} | self._groups()
+                for i, write in views[0].writes.items():
+                    of_write = write_probes(*write.operands(), erases=not isinstance(write.write, WriteOnly))
+                    values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
                 layers = sorted(views[0].mixers)
                 for i in sorted({layers[0], layers[len(layers) // 2], layers[-1]} if layers else ()):
                     of_layer = layer_probes(views[0].mixers[i], views[0].stream[i])
@@ -139,11 +301,13 @@ class Probes:
 
 
 class ProbeObserver:
-    """Measures the probes of a run at every evaluation (see `train.run.loop.Observer`)."""
+    """Measures the probes of a run of one process at every evaluation (see `train.run.loop.Observer`)."""
 
     def __init__(self, run: Run):
         self.config = run.config
-        self.probes = Probes(run.model, run.optimizer, *_loss_and_batch(run, run.model), run.device)
+        plain = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
+        (batch,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
+        self.probes = Probes(run.model, run.optimizer, plain, batch, run.device)
 
     def before_step(self, step: int) -> None:
         if is_due(self.config, step):
@@ -151,78 +315,6 @@ class ProbeObserver:
 
     def after_evaluation(self) -> dict[str, float]:
         return self.probes.measure()
-
-
-class TeamProbeObserver:
-    """Measures the probes of a run of several processes, as one process would, on a copy that is whole.
-
-    Probes read whole layers, however a model, its batch or its sequences are divided. For each evaluation the
-    weights before and after its step are put together on the leader, which then measures alone. It needs the
-    memory that probes need in a run of one process.
-    """
-
-    def __init__(self, run: Run):
-        self.run = run
-        self._before: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def before_step(self, step: int) -> None:
-        if is_due(self.run.config, step):
-            # this process's parts
-            self._before = {name: p.detach().clone() for name, p in named_parameters(self.run.optimizer)}
-
-    def after_evaluation(self) -> dict[str, float]:
-        run = self.run
-        run.sharding.at_rest()
-        before = self._whole(self._before)
-        weights = self._whole(dict(named_parameters(run.optimizer)))
-        self._before = {}
-        if not run.team.leads:
-            return {}
-        model, optimizer = _copy(run, weights)
-        return Probes(model, optimizer, *_loss_and_batch(run, model), run.device, before).measure()
-
-    @torch.no_grad()
-    def _whole(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns whole matrices on the leader, none elsewhere. All processes must call."""
-        leads, whole = self.run.team.leads, {}
-        for name, part in parts.items():
-            matrix = self.run.sharding.whole(name, part)
-            if leads:
-                whole[name] = matrix.clone()
-        return whole
-
-
-def _copy(run: Run, weights: dict[str, Tensor]) -> tuple[DeltaForCausalLM, Optimizer]:
-    """Returns a model of one process with these weights, and an optimizer with the run's learning rates."""
-    from delta_trn.models import DeltaForCausalLM
-
-    with torch.device("meta"):
-        model = DeltaForCausalLM(run.model.config)
-    model.load_state_dict(weights, strict=False, assign=True)
-    if run.model.config.tie_word_embeddings:  # saved and trained under one name
-        model.lm_head.weight = model.model.embed.weight
-    parameters = dict(model.named_parameters())
-    if run.config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    groups = [
-        {"params": [parameters[name] for name in group["names"]], "names": group["names"], "lr": group["lr"]}
-        for group in run.optimizer.param_groups
-    ]
-    return model, torch.optim.SGD(groups, lr=run.config.optimizer.lr)
-
-
-def _loss_and_batch(run: Run, model: DeltaForCausalLM) -> tuple[Loss, Batch]:
-    """Returns a model's loss, and the held-out batch that one process would have, however many there are."""
-    plain = loss_function(model, run.config.model_copy(update={"compile": False}), run.device)
-    return plain, held_out_crops(run.config, run.dataset, layout_alone(run.config), at_most=1)[0]
-
-
-def observers(run: Run) -> list[Observer]:
-    """Returns what is to look into this run's model: the probes, where log.probes asks for them."""
-    if not run.config.log.probes:
-        return []
-    return [ProbeObserver(run) if run.team.world == 1 else TeamProbeObserver(run)]
 
 
 def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:
@@ -262,6 +354,28 @@ def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:
         gradients["o"] = None if view.o.grad is None else view.o.grad * view.mixer.scale
         probes |= {f"grad_{name}": rms(x) for name, x in gradients.items() if x is not None}
     return probes
+
+
+def write_probes(X: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, erases: bool = True) -> dict[str, float]:
+    """Measures one write: X [..., D, DV], k [..., D] of norm 1, v [..., DV], beta [...]."""
+    X, k, v, beta = (x.float() for x in (X, k, v, beta))
+    along = torch.einsum("...d,...dv->...v", k, X).norm(dim=-1)
+    determinant = (1 - beta) ** X.shape[-1] if erases else torch.ones_like(beta)
+    quantiles = torch.quantile(beta.flatten()[:COUNTED], beta.new_tensor([0.05, 0.5, 0.95]))
+    low, middle, high = quantiles.tolist()
+    return {
+        "beta_mean": float(beta.mean()),
+        "beta_05": low,
+        "beta_50": middle,
+        "beta_95": high,
+        "identity": float((beta < 0.5).float().mean()),
+        "projection": float(((beta >= 0.5) & (beta <= 1.5)).float().mean()),
+        "reflection": float((beta > 1.5).float().mean()),
+        "along": float(along.square().mean().sqrt()),
+        "value": float(v.norm(dim=-1).square().mean().sqrt()),
+        "determinant": float(determinant.mean()),
+        "negative": float((determinant < 0).float().mean()),
+    }
 
 
 def recall(S: Tensor, k: Tensor) -> float:

@@ -1,1 +1,0 @@
-"""Probes: what a model's mixers and residual streams do, measured during training."""
