@@ -49,9 +49,6 @@ from delta_trn.nki_kernels.chunk_gradients import (
     transpose_states,
     transpose_writes,
 )
-from delta_trn.nki_kernels.chunk_inverse import NAMES as INVERSE
-from delta_trn.nki_kernels.chunk_inverse import STAGES as INVERTING
-from delta_trn.nki_kernels.chunk_inverse import invert_chunks
 from delta_trn.nki_kernels.chunk_tiles import Stream
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.language import nisa, nki, nl
@@ -69,7 +66,13 @@ from delta_trn.nki_kernels.tiles import (
     take_corners,
     transpose,
 )
-from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
+from delta_trn.nki_kernels.triangular import (
+    INVERSE,
+    INVERTING,
+    allocate_workspace,
+    build_block_constants,
+    invert_chunks,
+)
 
 
 def build_gradient_constants(C, products):

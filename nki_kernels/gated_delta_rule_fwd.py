@@ -30,9 +30,6 @@ from delta_trn.nki_kernels.chunk import (
     transpose_side,
     weight_decays,
 )
-from delta_trn.nki_kernels.chunk_inverse import NAMES as INVERSE
-from delta_trn.nki_kernels.chunk_inverse import STAGES as INVERTING
-from delta_trn.nki_kernels.chunk_inverse import invert_chunks
 from delta_trn.nki_kernels.chunk_tiles import Stream
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.orders import RULE_FORWARD
@@ -50,8 +47,11 @@ from delta_trn.nki_kernels.tiles import (
     transpose,
 )
 from delta_trn.nki_kernels.triangular import (
+    INVERSE,
+    INVERTING,
     allocate_workspace,
     build_block_constants,
+    invert_chunks,
     list_block_columns,
 )
 

@@ -30,14 +30,25 @@ of the identity, cheaper than to keep T up to date. Only the odd block columns o
 products and updates are C/2 wide, half of what masked C x C products cost. L needs no mask before: rows that
 do not belong to the pair are dropped where products leave PSUM. The kernels hold -L transposed, so that
 corners are added.
+
+The kernels run this in three stages, of chunks side by side (`invert_chunks`).
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, split
+from delta_trn.nki_kernels.schedule import Stage, list_steps
 from delta_trn.nki_kernels.tiles import copy_scaled, keep_upper, psum, sbuf
 
 BLOCK = 16  # rows of a block that is solved by substitution
 GROUP = 32  # rows of the partitions at which an instruction may start
+INVERTING = (
+    Stage("spread columns", needs=("block_columns",), makes=("columns",)),
+    Stage("substitute", needs=("columns",), makes=("blocks",)),
+    Stage("merge", needs=("blocks",), makes=("T",), in_place=True),
+)
+INVERSE = ("spread columns", "substitute", "merge")
+SUBSTITUTIONS, COLUMNS = 3, 5  # steps, and columns of a step
+LEVELS = 3  # merges of blocks of 16 to 128 rows
 
 
 def select_range(ones_sb, low, high, pattern):
@@ -405,3 +416,62 @@ def multiply_and_add(dst, x, y, z, op):
         nisa.tensor_tensor(
             dst=dst[:, :, low : low + half], data1=out_ps, data2=z[:, :, low : low + half], op=op
         )
+
+
+def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
+    """Runs a share of one of these stages for chunks of equally many rows, each with its own space.
+
+    Unless `both`, nobody needs the transpose of T afterwards.
+    """
+    if stage == "spread columns":
+        block_columns = []
+        for chunk in chunks:
+            block_columns.append(chunk.block_columns)
+        columns = spread_blocks(block_columns, blocks)
+        for i in range(len(chunks)):
+            chunks[i].columns = columns[i]
+    elif stage == "substitute":
+        first, stop = list_steps(SUBSTITUTIONS, share, shares)
+        for step in range(first, stop):
+            substitute_columns(step, chunks, blocks)
+    else:
+        inverses = []
+        for chunk in chunks:
+            inverses.append(chunk.inverse)
+        first, stop = list_steps(3 * LEVELS, share, shares)
+        for step in range(first, stop):
+            merge_blocks(step // 3, step % 3, inverses, spaces, blocks, chunks[0].table, both)
+
+
+def substitute_columns(step, chunks, blocks):
+    """Solves a third of the columns of all blocks; the last third puts the inverted blocks on a diagonal."""
+    table = chunks[0].table
+    minus_L_ts, columns, solutions = [], [], []
+    for chunk in chunks:
+        minus_L_ts.append(chunk.minus_L_t)
+        columns.append(chunk.columns)
+    if step == 0:
+        solutions = begin_solutions(minus_L_ts, blocks)
+        for i in range(len(chunks)):
+            chunks[i].solution = solutions[i]
+    else:
+        for chunk in chunks:
+            solutions.append(chunk.solution)
+    last = min(BLOCK, table["rows"]) - 1
+    substitute(solutions, columns, min(step * COLUMNS, last), min((step + 1) * COLUMNS, last))
+    if step == SUBSTITUTIONS - 1:
+        inverses = place_blocks(minus_L_ts, solutions, blocks, table)
+        for i in range(len(chunks)):
+            chunks[i].inverse = inverses[i]
+
+
+def merge_blocks(level, third, inverses, spaces, blocks, table, both):
+    """Runs a third of a merge; a chunk of few rows has fewer levels."""
+    if level >= count_levels(table["rows"]):
+        return
+    if third == 0:
+        transpose_blocks(inverses, blocks, level, table, both)
+    elif third == 1:
+        multiply_corners(inverses, spaces, blocks, level, table)
+    else:
+        update_blocks(inverses, spaces, level, table, both)

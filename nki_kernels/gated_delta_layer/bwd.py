@@ -11,8 +11,6 @@ the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 
 from delta_trn.nki_kernels.chunk import load_chunk
 from delta_trn.nki_kernels.chunk_gradients import compute_writes
-from delta_trn.nki_kernels.chunk_inverse import NAMES as INVERSE
-from delta_trn.nki_kernels.chunk_inverse import invert_chunks
 from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import (
     compute_slopes,
@@ -73,7 +71,12 @@ from delta_trn.nki_kernels.tiles import (
     rule_inputs,
     take_corners,
 )
-from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
+from delta_trn.nki_kernels.triangular import (
+    INVERSE,
+    allocate_workspace,
+    build_block_constants,
+    invert_chunks,
+)
 
 OWN_STAGES = (
     Stage("load", makes=("qk", "v", "g", "beta")),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_trn.nki_kernels import chunk_inverse, tiles, triangular
+from delta_trn.nki_kernels import tiles, triangular
 from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from tests.support.nki_judge import run
@@ -20,8 +20,8 @@ def inverse_of(Gt, C, lanes):
     table = tiles.take_corners(table, C)
     blocks = triangular.build_block_constants(C)
     chunk = Chunk(table=table, minus_L_t=tile, block_columns=triangular.list_block_columns(tile, blocks))
-    for stage in chunk_inverse.NAMES:
-        chunk_inverse.invert_chunks(stage, 1, 1, [chunk], [space], True, blocks)
+    for stage in triangular.INVERSE:
+        triangular.invert_chunks(stage, 1, 1, [chunk], [space], True, blocks)
     inverse = chunk.inverse
     out = nl.ndarray((2, C, lanes, C), dtype=nl.float32, buffer=nl.shared_hbm)
     nisa.dma_copy(dst=out[0], src=inverse["T"])
