@@ -10,7 +10,7 @@ issues, a tuple of entries
 in order. A stage may have several entries for the same bundles. Then each does a share of the stage, the
 first one that comes the first share. Chunks are counted as they are computed: backward, 0 is the last one.
 
-The tables are in `nki_kernels.orders`; a search by the cost model found them. `rank` refuses a
+The tables are in `nki_kernels.orders`; `tools/schedule.py` finds them, and writes that file. `rank` refuses a
 table that issues a stage before what it needs, when the kernel's module is loaded.
 """
 
@@ -98,7 +98,7 @@ def check_dependencies(kernel: str, stages: tuple[Stage, ...], table, bundles: i
             raise ValueError(
                 f"{kernel}: the order issues {name!r} (share {share}) of {BUNDLES[bundles]} bundles before "
                 f"it has {item!r}{' of the chunk before' if back else ''}, made by {maker!r} (share {part}); "
-                "move one of them"
+                "move one of them, or remake the order with tools/schedule.py"
             )
 
 

@@ -10,6 +10,8 @@ from delta_trn.nki_kernels.gated_delta_layer import bwd, fwd
 from delta_trn.nki_kernels.schedule import ALL, EVEN, ODD, Stage, list_steps, list_work, rank
 from delta_trn.nki_kernels.simulator import record
 from delta_trn.nki_kernels.simulator.core.machine import Machine
+from delta_trn.nki_kernels.simulator.cost import estimate
+from tools import schedule as tool
 
 STAGES = (
     Stage("load", makes=("x",)),
@@ -106,3 +108,39 @@ def shuffle(name, stages, seed):
         table, moves = moved, moves + 1
     assert moves > 20
     return table
+
+
+SMALL = {"T": 384, "H": 2, "K": 64, "V": 128, "lanes": 2, "width": 1}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_tool_times_an_order_as_the_cost_model_does(name):
+    search = tool.SEARCHES[name]
+    kernel, arguments = search.module.example(dtype="bfloat16", **SMALL, **search.options)
+    run = record(kernel, *arguments, check_source=False)
+    found = tool.record_kernel(search, SMALL).time(search.module.ORDER, tool.build_timer())
+    assert found[0] == pytest.approx(estimate(run.trace, run.target).schedule)
+    assert found[1:] == (run.sbuf_peak, run.psum_peak)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_rule_that_a_search_starts_from_is_an_order(name):
+    search = tool.SEARCHES[name]
+    plan = tool.Plan(search)
+    order = plan.order(plan.apply_rule(search.turns))
+    assert rank(name, search.module.STAGES, [entry[:3] for entry in order]) == tuple(order)
+
+
+@pytest.mark.parametrize("name", orders.MADE)
+def test_an_order_costs_what_the_search_found(name):
+    """Whoever changes a stage or an order by hand makes it again."""
+    trace = tool.record_kernel(tool.SEARCHES[name], tool.SIZES[2])
+    found = trace.time(tool.SEARCHES[name].module.ORDER, tool.build_timer())
+    assert found[0] == pytest.approx(orders.MADE[name][2], abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", orders.MADE)
+def test_the_tool_makes_the_order(name):
+    table, _, _ = tool.anneal(name, tool.build_timer())
+    assert tuple(table) == getattr(orders, name)
