@@ -7,24 +7,22 @@ its estimates in microseconds on Trn1 for each of the program's SIZES. Any other
 from delta_trn.nki_kernels.schedule import ALL, EVEN, ODD
 
 MADE = {
-    "RULE_FORWARD": (245.39, 270.52, 174.44),
     "RULE_BACKWARD": (527.74, 538.64, 322.29),
-    "LAYER_FORWARD": (367.35, 355.13, 219.51),
 }
 
 RULE_FORWARD = (
-    ("load", EVEN, 0), ("R", ODD, 5), ("substitute", ALL, 3), ("D", EVEN, 1), ("merge", ALL, 4),
-    ("S", EVEN, 5), ("P T", ODD, 5), ("substitute", ALL, 3), ("gates", ODD, 1), ("O", EVEN, 5),
-    ("merge", ALL, 4), ("O", ODD, 5), ("D", ODD, 1), ("W", ODD, 5), ("merge", ALL, 3), ("scale q", ODD, 2),
-    ("P", EVEN, 4), ("weight D", EVEN, 1), ("L", EVEN, 2), ("weight D", ODD, 2), ("merge", ALL, 4),
-    ("square keys", EVEN, 0), ("R", EVEN, 4), ("load", ODD, 0), ("scale k", EVEN, 3), ("P", ODD, 2),
-    ("merge", ALL, 3), ("merge", ALL, 4), ("square keys", ODD, 0), ("L", ODD, 2), ("sum decays", EVEN, 0),
-    ("transpose q", EVEN, 0), ("scale v", ODD, 3), ("merge", ALL, 3), ("S", ODD, 5), ("P T", EVEN, 4),
-    ("transpose k", EVEN, 0), ("scale q", EVEN, 1), ("scale k", ODD, 3), ("merge", ALL, 3), ("W", EVEN, 4),
-    ("list columns", EVEN, 2), ("transpose scaled q", ODD, 2), ("invert norms", EVEN, 0),
-    ("list columns", ODD, 2), ("spread columns", ALL, 2), ("invert norms", ODD, 0), ("scale v", EVEN, 1),
-    ("sum decays", ODD, 0), ("substitute", ALL, 2), ("transpose k", ODD, 0), ("transpose q", ODD, 0),
-    ("gates", EVEN, 0), ("transpose scaled q", EVEN, 2), ("merge", ALL, 3),
+    ("list columns", ODD, 4), ("scale q", ODD, 3), ("load", ODD, 0), ("transpose q", ODD, 1),
+    ("merge", ALL, 5), ("merge", ALL, 6), ("L", EVEN, 4), ("square keys", EVEN, 2), ("weight D", ODD, 3),
+    ("merge", ALL, 5), ("P T", EVEN, 6), ("transpose scaled q", EVEN, 4), ("invert norms", ODD, 2),
+    ("list columns", EVEN, 4), ("merge", ALL, 5), ("R", ODD, 6), ("P", ODD, 6), ("gates", EVEN, 3),
+    ("spread columns", ALL, 4), ("transpose k", ODD, 1), ("merge", ALL, 5), ("invert norms", EVEN, 2),
+    ("W", EVEN, 6), ("gates", ODD, 2), ("substitute", ALL, 4), ("D", EVEN, 3), ("O", EVEN, 6), ("D", ODD, 2),
+    ("square keys", ODD, 1), ("scale v", ODD, 5), ("L", ODD, 3), ("scale k", ODD, 4), ("merge", ALL, 5),
+    ("substitute", ALL, 4), ("transpose k", EVEN, 3), ("scale v", EVEN, 3), ("W", ODD, 6), ("merge", ALL, 5),
+    ("sum decays", EVEN, 2), ("sum decays", ODD, 1), ("scale k", EVEN, 4), ("S", EVEN, 6), ("P T", ODD, 6),
+    ("substitute", ALL, 4), ("merge", ALL, 5), ("O", ODD, 6), ("transpose scaled q", ODD, 3), ("P", EVEN, 5),
+    ("merge", ALL, 5), ("scale q", EVEN, 3), ("R", EVEN, 5), ("weight D", EVEN, 3), ("S", ODD, 6),
+    ("transpose q", EVEN, 3), ("load", EVEN, 1),
 )  # fmt: skip
 
 RULE_BACKWARD = (
@@ -61,29 +59,28 @@ RULE_BACKWARD = (
 )  # fmt: skip
 
 LAYER_FORWARD = (
-    ("load", EVEN, 0), ("load", ODD, 0), ("window", ALL, 0), ("substitute", ALL, 2), ("gates", ODD, 1),
-    ("W", EVEN, 3), ("transpose k", EVEN, 1), ("transpose q", EVEN, 1), ("transpose q", ODD, 0),
-    ("O", ODD, 3), ("S", ODD, 3), ("square o", ODD, 3), ("invert norm of o", ODD, 3), ("gate", EVEN, 3),
-    ("taps", ALL, 0), ("merge", ALL, 2), ("L", EVEN, 1), ("merge", ALL, 2), ("sum decays", EVEN, 0),
-    ("sum decays", ODD, 0), ("taps", ALL, 0), ("scale q", ODD, 1), ("merge", ALL, 2),
-    ("list columns", EVEN, 1), ("square keys", EVEN, 0), ("D", ODD, 1), ("window", ALL, 0), ("D", EVEN, 0),
-    ("transpose scaled q", EVEN, 1), ("transpose scaled q", ODD, 1), ("merge", ALL, 2), ("window", ALL, 0),
-    ("window", ALL, 0), ("window", ALL, 0), ("silu", ALL, 0), ("silu", ALL, 0), ("scale v", ODD, 2),
-    ("invert norms", EVEN, 0), ("P", EVEN, 1), ("taps", ALL, 0), ("taps", ALL, 0), ("taps", ALL, 0),
-    ("silu", ALL, 0), ("merge", ALL, 2), ("window", ALL, 0), ("silu", ALL, 0), ("window", ALL, 0),
-    ("gates", EVEN, 0), ("window", ALL, 0), ("window", ALL, 0), ("silu", ALL, 0), ("window", ALL, 0),
-    ("window", ALL, 0), ("square keys", ODD, 0), ("merge", ALL, 2), ("weight D", ODD, 1), ("taps", ALL, 0),
-    ("S", EVEN, 3), ("silu", ALL, 0), ("gate", ODD, 3), ("h", EVEN, 3), ("silu", ALL, 0), ("h", ODD, 3),
-    ("taps", ALL, 0), ("merge", ALL, 2), ("scale k", EVEN, 0), ("invert norms", ODD, 0), ("L", ODD, 1),
-    ("scale k", ODD, 2), ("silu", ALL, 0), ("scale q", EVEN, 0), ("taps", ALL, 0), ("weight D", EVEN, 0),
-    ("taps", ALL, 0), ("merge", ALL, 2), ("R", EVEN, 2), ("taps", ALL, 0), ("silu", ALL, 0), ("silu", ALL, 0),
-    ("merge", ALL, 2), ("P T", EVEN, 2), ("window", ALL, 0), ("window", ALL, 0), ("transpose k", ODD, 0),
-    ("O", EVEN, 2), ("list columns", ODD, 1), ("square o", EVEN, 2), ("P", ODD, 1), ("y", EVEN, 3),
-    ("spread columns", ALL, 1), ("y", ODD, 3), ("P T", ODD, 2), ("window", ALL, 0), ("silu", ALL, 0),
-    ("silu", ALL, 0), ("silu", ALL, 0), ("invert norm of o", EVEN, 2), ("substitute", ALL, 1),
-    ("window", ALL, 0), ("silu", ALL, 0), ("taps", ALL, 0), ("taps", ALL, 0), ("R", ODD, 2), ("W", ODD, 2),
-    ("window", ALL, 0), ("substitute", ALL, 1), ("taps", ALL, 0), ("scale v", EVEN, 0), ("taps", ALL, 0),
-    ("silu", ALL, 0), ("silu", ALL, 0), ("taps", ALL, 0), ("taps", ALL, 0),
+    ("taps", ALL, 0), ("window", ALL, 0), ("P T", EVEN, 6), ("transpose k", EVEN, 3), ("window", ALL, 0),
+    ("transpose q", EVEN, 5), ("window", ALL, 0), ("window", ALL, 0), ("h", EVEN, 7), ("window", ALL, 0),
+    ("window", ALL, 0), ("transpose k", ODD, 3), ("silu", ALL, 0), ("invert norms", EVEN, 2),
+    ("invert norms", ODD, 2), ("transpose scaled q", ODD, 5), ("substitute", ALL, 5), ("taps", ALL, 0),
+    ("silu", ALL, 0), ("taps", ALL, 0), ("taps", ALL, 0), ("sum decays", EVEN, 2), ("window", ALL, 0),
+    ("window", ALL, 0), ("W", EVEN, 6), ("taps", ALL, 0), ("load", ODD, 1), ("transpose q", ODD, 4),
+    ("W", ODD, 6), ("substitute", ALL, 5), ("O", EVEN, 6), ("invert norm of o", ODD, 7),
+    ("list columns", ODD, 4), ("load", EVEN, 1), ("sum decays", ODD, 1), ("merge", ALL, 5), ("S", EVEN, 6),
+    ("taps", ALL, 0), ("scale q", EVEN, 4), ("square o", EVEN, 6), ("merge", ALL, 5), ("L", EVEN, 3),
+    ("R", EVEN, 5), ("merge", ALL, 5), ("list columns", EVEN, 4), ("D", EVEN, 2), ("D", ODD, 1),
+    ("transpose scaled q", EVEN, 5), ("window", ALL, 0), ("taps", ALL, 0), ("silu", ALL, 0),
+    ("invert norm of o", EVEN, 6), ("window", ALL, 0), ("merge", ALL, 5), ("taps", ALL, 0), ("silu", ALL, 0),
+    ("silu", ALL, 0), ("scale k", ODD, 5), ("merge", ALL, 5), ("R", ODD, 6), ("L", ODD, 3), ("merge", ALL, 5),
+    ("P", ODD, 6), ("window", ALL, 0), ("S", ODD, 6), ("h", ODD, 7), ("gate", EVEN, 5), ("y", EVEN, 7),
+    ("gates", EVEN, 2), ("gates", ODD, 2), ("silu", ALL, 0), ("P T", ODD, 6), ("spread columns", ALL, 4),
+    ("window", ALL, 0), ("substitute", ALL, 4), ("gate", ODD, 5), ("window", ALL, 0), ("merge", ALL, 5),
+    ("taps", ALL, 0), ("scale v", EVEN, 3), ("silu", ALL, 0), ("taps", ALL, 0), ("square keys", EVEN, 1),
+    ("y", ODD, 7), ("O", ODD, 6), ("silu", ALL, 0), ("window", ALL, 0), ("taps", ALL, 0), ("taps", ALL, 0),
+    ("silu", ALL, 0), ("scale q", ODD, 4), ("taps", ALL, 0), ("merge", ALL, 5), ("square keys", ODD, 1),
+    ("weight D", EVEN, 2), ("scale k", EVEN, 5), ("square o", ODD, 6), ("silu", ALL, 0), ("P", EVEN, 5),
+    ("silu", ALL, 0), ("merge", ALL, 5), ("weight D", ODD, 2), ("scale v", ODD, 5), ("silu", ALL, 0),
+    ("taps", ALL, 0), ("silu", ALL, 0), ("silu", ALL, 0),
 )  # fmt: skip
 
 LAYER_BACKWARD = (

@@ -208,11 +208,12 @@ def main(arguments: list[str]) -> None:
     if options.times:
         print_times(names, timer)
         return
-    tables, made = {name: getattr(orders, name) for name in SEARCHES}, {**orders.MADE}
+    tables = {name: getattr(orders, name) for name in SEARCHES}
+    made: dict[str, Sequence[float]] = {**orders.MADE}
     for name in names:
         tables[name], rule, found = anneal(name, timer)
         print(name, "rule", [round(x, 1) for x in rule], "found", [round(x, 1) for x in found], flush=True)
-        made[name] = tuple(found)
+        made[name] = found
         write(tables, made)
 
 
