@@ -39,33 +39,13 @@ up at the end; gamma, lambda and gamma_C, which multiply states, are products of
 
 Matrices over pairs of tokens are kept transposed, `D_t` for D^T, because a product takes its first factor
 transposed. `lanes` is the number of the bundle's value heads, `parts` cuts K into [(start, stop)], and the
-state is one tile [stop - start, lanes, V] per part. `scale_chunk` and those behind it make a dict of these
-tiles, all in SBUF; dicts with literal keys are what every release of the compiler knows:
-
-    minus_strength                      -beta r_k^2 [rows, lanes], like all up to minus_strength_gamma
-    value_scale, read_scale             beta r_k; scale r_q
-    gamma, lambda
-    minus_strength_gamma
-    carry                               gamma_C on as many partitions as a state has [min(K, 128), lanes]
-    qk                                  q and k [rows, 2, key heads, K]
-    inverse_norms                       (r_q and r_k [rows, 2, key heads],), or () if not normalized
-    v, beta_v                           raw V, and diag(beta r_k) of it [rows, lanes, V]
-    lambda_k                            diag(lambda) K [rows, lanes, K]
-    k_t, q_t                            K^T, Q^T, a tile [f, key heads, rows] per part
-    D_t, weighted_D_t                   D^T, D^T diag(-beta) [rows, lanes, rows]
-    minus_L_t, P_t                      [rows, lanes, rows]
-    spread, diagonals, block_columns    what products wait for: of D, of diag(beta), and of the inverse
-    start, tokens                       numbers: the first token, and how many the chunk has
+state is one tile [stop - start, lanes, V] per part. A `Chunk` has the tiles of a chunk, all in SBUF.
 
 qk, k_t, forward's P_t and all that is said to be rounded are of dtype `products`, the rest is float32.
 `tiles.choose_factors` keeps R, U and their products from underflow where norms are huge.
-Forward adds R [rows, lanes, V], S and R rounded (S_rounded, R_rounded), W [rows, lanes, K], PT_t = (P T)^T
-[rows, lanes, rows] and gamma_q_t = (diag(gamma) Q)^T, a tile [f, lanes, rows] per part, both rounded, and
-index, the chunk's number.
 """
 
-from typing import Any
-
+from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.tiles import (
@@ -115,28 +95,24 @@ def sum_decays(g_sb, K, table):
     return factors_sb, carry_factors_sb
 
 
-def compute_gates(factors_sb, carry_factors_sb, beta_sb, norms, bundle, scale) -> dict[str, Any]:
-    """Computes decays and write strengths of a bundle from `sum_decays` and beta [rows, lanes].
-
-    norms is ([rows, 2, key heads],), the reciprocal norms of q and k, or () where they are not normalized.
-    """
-    rows, lanes = beta_sb.shape
-    gamma_sb, lambda_sb = sbuf((rows, lanes)), sbuf((rows, lanes))
-    carry_sb = sbuf((carry_factors_sb.shape[0], lanes))
-    nisa.tensor_tensor(
-        dst=gamma_sb, data1=factors_sb[:, 0, :, 0], data2=factors_sb[:, 0, :, 1], op=nl.multiply
-    )
-    nisa.tensor_tensor(
-        dst=lambda_sb, data1=factors_sb[:, 1, :, 0], data2=factors_sb[:, 1, :, 1], op=nl.multiply
-    )
+def compute_gates(chunk, bundle, scale):
+    """Computes decays and write strengths of a bundle from the chunk's sums, beta and norms."""
+    rows, lanes = chunk.beta.shape
+    chunk.gamma, chunk.lambda_ = sbuf((rows, lanes)), sbuf((rows, lanes))
+    chunk.carry = sbuf((chunk.carry_factors.shape[0], lanes))
+    for i in range(2):
+        nisa.tensor_tensor(
+            dst=(chunk.gamma, chunk.lambda_)[i], data1=chunk.factors[:, i, :, 0],
+            data2=chunk.factors[:, i, :, 1], op=nl.multiply,
+        )  # fmt: skip
     read_scale_sb = sbuf((rows, lanes))
-    value_scale_sb, minus_strength_sb = beta_sb, sbuf((rows, lanes))
-    if len(norms) == 0:
+    value_scale_sb, minus_strength_sb = chunk.beta, sbuf((rows, lanes))
+    if len(chunk.inverse_norms) == 0:
         nisa.memset(dst=read_scale_sb, value=scale)
-        nisa.tensor_scalar(dst=minus_strength_sb, data=beta_sb, op0=nl.multiply, operand0=-1.0)
+        nisa.tensor_scalar(dst=minus_strength_sb, data=chunk.beta, op0=nl.multiply, operand0=-1.0)
     else:
         value_scale_sb = sbuf((rows, lanes))
-        inverse_norms_sb, heads = norms[0], bundle["key_heads"]
+        inverse_norms_sb, heads = chunk.inverse_norms[0], bundle["key_heads"]
         per_head = (rows, heads, lanes // heads)
         own = []
         for side in range(2):
@@ -147,23 +123,23 @@ def compute_gates(factors_sb, carry_factors_sb, beta_sb, norms, bundle, scale) -
             )
         nisa.tensor_scalar(dst=read_scale_sb.reshape(per_head), data=own[0], op0=nl.multiply, operand0=scale)
         nisa.tensor_tensor(
-            dst=value_scale_sb.reshape(per_head), data1=beta_sb.reshape(per_head), data2=own[1],
+            dst=value_scale_sb.reshape(per_head), data1=chunk.beta.reshape(per_head), data2=own[1],
             op=nl.multiply,
         )  # fmt: skip
         nisa.scalar_tensor_tensor(
             dst=minus_strength_sb.reshape(per_head), data=value_scale_sb.reshape(per_head), op0=nl.multiply,
             operand0=-1.0, op1=nl.multiply, operand1=own[1],
         )  # fmt: skip
-    minus_strength_gamma_sb = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=minus_strength_gamma_sb, data1=gamma_sb, data2=minus_strength_sb, op=nl.multiply)
+    chunk.minus_strength_gamma = sbuf((rows, lanes))
     nisa.tensor_tensor(
-        dst=carry_sb, data1=carry_factors_sb[:, :, 0], data2=carry_factors_sb[:, :, 1], op=nl.multiply
+        dst=chunk.minus_strength_gamma, data1=chunk.gamma, data2=minus_strength_sb, op=nl.multiply
     )
-    return {
-        "value_scale": value_scale_sb, "read_scale": read_scale_sb,
-        "minus_strength": minus_strength_sb, "minus_strength_gamma": minus_strength_gamma_sb,
-        "gamma": gamma_sb, "lambda": lambda_sb, "carry": carry_sb,
-    }  # fmt: skip
+    nisa.tensor_tensor(
+        dst=chunk.carry, data1=chunk.carry_factors[:, :, 0], data2=chunk.carry_factors[:, :, 1],
+        op=nl.multiply,
+    )  # fmt: skip
+    chunk.read_scale, chunk.value_scale = read_scale_sb, value_scale_sb
+    chunk.minus_strength = minus_strength_sb
 
 
 def load_keys(q, k, bundle, start, tokens, table):
@@ -178,13 +154,6 @@ def load_keys(q, k, bundle, start, tokens, table):
         src = sources[side][n, start : start + tokens, first : first + heads, :]
         nisa.dma_copy(dst=qk_sb[0:tokens, side, :, :], src=src)
     return qk_sb
-
-
-def invert_key_norms(qk_sb, l2norm, table):
-    """Returns ([rows, 2, key heads],), the reciprocal norms of q and k, or () unless `l2norm`."""
-    if not l2norm:
-        return ()
-    return invert_key_squares(sum_key_squares(qk_sb, table), table)
 
 
 def sum_key_squares(qk_sb, table):
@@ -295,7 +264,8 @@ def compute_decays(spread, table):
 def weight_decays(D_t_sb, diagonals_sb, table):
     """Computes D^T diag(columns) from what `build_diagonals` returns, [rows, lanes, rows].
 
-    The free axis has no scale of its own: ones times the diagonal matrix put the columns on all partitions.
+    An instruction cannot scale along the free axis. So the columns are copied to all partitions first, by a
+    product of ones with diag(columns).
     """
     rows, lanes, _ = D_t_sb.shape
     out_sb = sbuf((rows, lanes, rows))
@@ -379,15 +349,15 @@ def round_state(S, dtype):
 
 def compute_residual(chunk, S, bundle):
     """Computes R = diag(beta) V - diag(beta gamma) K S, float32 [rows, lanes, V]; S is rounded."""
-    beta_v_sb = chunk["beta_v"]
+    beta_v_sb = chunk.beta_v
     rows, lanes, V = beta_v_sb.shape
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         KS_ps = psum((rows, V))
-        multiply_parts(KS_ps, chunk["k_t"], S, find_key_head(bundle, lane), lane)
+        multiply_parts(KS_ps, chunk.k_t, S, find_key_head(bundle, lane), lane)
         nisa.scalar_tensor_tensor(
             dst=out_sb[:, lane, :], data=KS_ps, op0=nl.multiply,
-            operand0=chunk["minus_strength_gamma"][:, lane : lane + 1], op1=nl.add,
+            operand0=chunk.minus_strength_gamma[:, lane : lane + 1], op1=nl.add,
             operand1=beta_v_sb[:, lane, :],
         )  # fmt: skip
     return out_sb
@@ -416,58 +386,28 @@ def decay_and_add(S, carry_sb, factors, parts):
     return tiles
 
 
-def load_chunk(inputs, bundle, start, tokens, l2norm, table) -> dict[str, Any]:
-    """Loads a chunk, and computes its norms and sums of decays: what `scale_chunk` takes.
-
-    Args:
-        inputs      q, k, v, g, beta as `gated_delta_rule_fwd` takes them, in HBM
-        start       the chunk's first token, of `tokens`
-        table       the constants for the chunk's rows
-
-    Notes:
-        Each engine runs its instructions in order. So a chunk's work that needs no state has three stages,
-        between which other work is issued: one engine seldom waits for another.
-    """
+def load_chunk(inputs, bundle, start, tokens, table):
+    """Loads q, k, v, g and beta of a chunk, inputs of `gated_delta_rule_fwd` in HBM; returns a `Chunk`."""
     q, k, v, g, beta = inputs
     rows = table["rows"]
-    g_sb = load_lanes(g, bundle, start, tokens, rows)
-    beta_sb = load_lanes(beta, bundle, start, tokens, rows)
-    qk_sb = load_keys(q, k, bundle, start, tokens, table)
-    norms = invert_key_norms(qk_sb, l2norm, table)
-    factors_sb, carry_factors_sb = sum_decays(g_sb, q.shape[3], table)
-    return {
-        "start": start, "tokens": tokens, "g": g_sb, "beta": beta_sb, "qk": qk_sb, "inverse_norms": norms,
-        "v": load_lanes(v, bundle, start, tokens, rows, v.dtype), "factors": factors_sb,
-        "carry_factors": carry_factors_sb,
-    }  # fmt: skip
-
-
-def scale_chunk(loaded, bundle, scale, table) -> dict[str, Any]:
-    """Returns a chunk with its gates and all that they scale, of what `load_chunk` returns."""
-    chunk = compute_gates(
-        loaded["factors"], loaded["carry_factors"], loaded["beta"], loaded["inverse_norms"], bundle, scale
-    )
-    chunk["spread"] = spread_decays(loaded["g"], table)
-    chunk["diagonals"] = build_diagonals(chunk["minus_strength"], table)
-    for name in ("start", "tokens", "qk", "inverse_norms", "shortening", "v"):
-        chunk[name] = loaded[name]
-    chunk["lambda_k"] = scale_heads(chunk["qk"], 1, chunk["lambda"], bundle, nl.float32)
-    chunk["beta_v"] = scale_lanes(chunk["v"], chunk["value_scale"])
+    chunk = Chunk(start=start, tokens=tokens, table=table)
+    chunk.g = load_lanes(g, bundle, start, tokens, rows)
+    chunk.beta = load_lanes(beta, bundle, start, tokens, rows)
+    chunk.qk = load_keys(q, k, bundle, start, tokens, table)
+    chunk.v = load_lanes(v, bundle, start, tokens, rows, v.dtype)
     return chunk
 
 
 def transpose_keys(chunk, parts, table):
     """Adds D and the transposes of q and k to a chunk."""
-    chunk["k_t"] = transpose_side(chunk["qk"], 1, parts, table)
-    chunk["q_t"] = transpose_side(chunk["qk"], 0, parts, table)
-    chunk["D_t"] = compute_decays(chunk["spread"], table)
+    chunk.k_t = transpose_side(chunk.qk, 1, parts, table)
+    chunk.q_t = transpose_side(chunk.qk, 0, parts, table)
+    chunk.D_t = compute_decays(chunk.spread, table)
 
 
 def multiply_keys(chunk, bundle, blocks, table):
     """Adds to a chunk what is left that does not depend on the state: products of keys, and blocks of L."""
-    chunk["weighted_D_t"] = weight_decays(chunk["D_t"], chunk["diagonals"], table)
-    chunk["minus_L_t"] = multiply_elements(
-        multiply_pairs(chunk["k_t"], chunk["k_t"], bundle), chunk["weighted_D_t"]
-    )
-    chunk["P_t"] = multiply_elements(multiply_pairs(chunk["k_t"], chunk["q_t"], bundle), chunk["D_t"])
-    chunk["block_columns"] = list_block_columns(chunk["minus_L_t"], blocks)
+    chunk.weighted_D_t = weight_decays(chunk.D_t, chunk.diagonals, table)
+    chunk.minus_L_t = multiply_elements(multiply_pairs(chunk.k_t, chunk.k_t, bundle), chunk.weighted_D_t)
+    chunk.P_t = multiply_elements(multiply_pairs(chunk.k_t, chunk.q_t, bundle), chunk.D_t)
+    chunk.block_columns = list_block_columns(chunk.minus_L_t, blocks)

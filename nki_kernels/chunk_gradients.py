@@ -34,22 +34,6 @@ The usual form, rows of F minus its columns summed from t on, is the same number
 do not fade with C: in float32 it had 1.5 times the error that parity allows (case collide, C = 128). Every
 sum over tokens is a product with a triangle of ones. And w is not <k_i, (U dS'^T)_i>, a product that is made
 for dK anyway: where a later token erases what was written, K dS' is 0 before anything is summed.
-
-Backward adds these tiles to a chunk's dict:
-
-    shortening                       what `divide_norms` returns
-    do, U                            rounded [rows, lanes, V]
-    U_exact                          U / beta, float32, of the raised beta: not 0 where beta is 0, as U is
-    inverse_beta, share              1 / the raised beta; beta over it, 1 but where beta is tiny [rows, lanes]
-    dv_scale                         beta r_k [rows, lanes]
-    S                                the state that the chunk meets, a tile per part of K [f, lanes, V]
-    S_rounded                        the same, rounded
-    PT                               P T, rounded; not in float32 [rows, lanes, rows]
-    W_t                              W^T, rounded, a tile per part of K; not in float32 [f, lanes, rows]
-    P                                in float32 alone [rows, lanes, rows]
-    E, E_t                           rounded [rows, lanes, rows]
-    weighted_Z, weighted_Z_t         diag(beta) Z and its transpose, rounded [rows, lanes, rows]
-    reads_t, erasures_t              the two terms of F^T [rows, lanes, rows]
 """
 
 from delta_trn.nki_kernels.chunk import (
@@ -129,15 +113,15 @@ def transpose_state(S, parts, value_parts, table):
 
 def transpose_gradients(chunk, value_parts, table):
     """Adds transposes of dO, U and dR, tiles per part of V."""
-    chunk["do_t"] = transpose(chunk["do"], value_parts, table)
-    chunk["U_t"] = transpose(chunk["U"], value_parts, table)
-    chunk["dR_t"] = transpose(chunk["dR_rounded"], value_parts, table)
+    chunk.do_t = transpose(chunk.do, value_parts, table)
+    chunk.U_t = transpose(chunk.U, value_parts, table)
+    chunk.dR_t = transpose(chunk.dR_rounded, value_parts, table)
 
 
 def transpose_states(chunk, parts, value_parts, table):
     """Adds transposes of S and dS, tiles per part of V."""
-    chunk["S_t"] = transpose_state(chunk["S_rounded"], parts, value_parts, table)
-    chunk["dS_t"] = transpose_state(chunk["dS_rounded"], parts, value_parts, table)
+    chunk.S_t = transpose_state(chunk.S_rounded, parts, value_parts, table)
+    chunk.dS_t = transpose_state(chunk.dS_rounded, parts, value_parts, table)
 
 
 def transpose_writes(T_sb, chunk, parts, dtype):
@@ -145,7 +129,7 @@ def transpose_writes(T_sb, chunk, parts, dtype):
     tiles = []
     for span in parts:
         start, stop = span
-        tiles.append(multiply_lanes_at_once(chunk["lambda_k"], T_sb, start, stop, dtype))
+        tiles.append(multiply_lanes_at_once(chunk.lambda_k, T_sb, start, stop, dtype))
     return tiles
 
 
@@ -155,7 +139,7 @@ def compute_writes(chunk, constants):
     T's diagonal is 1. So where a token meets no other, the error of U_exact is no rounding of R. It leaves
     PSUM divided by beta.
     """
-    products, R_sb, T_t_sb = constants["products"], chunk["R"], chunk["T_t_rounded"]
+    products, R_sb, T_t_sb = constants["products"], chunk.R, chunk.T_t_rounded
     rows, lanes, V = R_sb.shape
     R_rounded_sb = round_tile(R_sb, products)
     U_sb, U_exact_sb = sbuf((rows, lanes, V), products), sbuf((rows, lanes, V))
@@ -169,9 +153,9 @@ def compute_writes(chunk, constants):
                 dst=U_ps, stationary=constants["identity"][0:rows, 0:rows], moving=R_sb[:, lane, :],
                 is_stationary_onezero=True,
             )  # fmt: skip
-        copy_scaled(U_exact_sb[:, lane, :], U_ps, chunk["inverse_beta"][:, lane : lane + 1])
-        copy_scaled(U_sb[:, lane, :], U_ps, chunk["share"][:, lane : lane + 1])
-    chunk["U"], chunk["U_exact"] = U_sb, U_exact_sb
+        copy_scaled(U_exact_sb[:, lane, :], U_ps, chunk.inverse_beta[:, lane : lane + 1])
+        copy_scaled(U_sb[:, lane, :], U_ps, chunk.share[:, lane : lane + 1])
+    chunk.U, chunk.U_exact = U_sb, U_exact_sb
 
 
 def compute_residual_gradient(chunk, dS, bundle):
@@ -185,45 +169,43 @@ def compute_residual_gradient(chunk, dS, bundle):
     allowed error. In bfloat16 it was T's rounding that did it, so P T is a product of float32 operands; dR in
     two steps would round dU and T.
     """
-    do_sb = chunk["do"]
+    do_sb = chunk.do
     rows, lanes, V = do_sb.shape
     if dS[0].dtype == nl.float32:
-        dU_sb = multiply_lanes(chunk["P"], do_sb, ())
+        dU_sb = multiply_lanes(chunk.P, do_sb, ())
         for lane in range(lanes):
             KdS_ps = psum((rows, V))
-            multiply_parts(KdS_ps, chunk["k_t"], dS, find_key_head(bundle, lane), lane)
+            multiply_parts(KdS_ps, chunk.k_t, dS, find_key_head(bundle, lane), lane)
             nisa.scalar_tensor_tensor(
                 dst=dU_sb[:, lane, :], data=KdS_ps, op0=nl.multiply,
-                operand0=chunk["lambda"][:, lane : lane + 1], op1=nl.add, operand1=dU_sb[:, lane, :],
+                operand0=chunk.lambda_[:, lane : lane + 1], op1=nl.add, operand1=dU_sb[:, lane, :],
             )  # fmt: skip
-        return multiply_lanes(chunk["inverse"]["T"], dU_sb, ())
+        return multiply_lanes(chunk.inverse["T"], dU_sb, ())
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         dR_ps = psum((rows, V))
-        nisa.nc_matmul(dst=dR_ps, stationary=chunk["PT"][:, lane, :], moving=do_sb[:, lane, :])
-        multiply_parts(dR_ps, chunk["W_t"], dS, lane, lane)
+        nisa.nc_matmul(dst=dR_ps, stationary=chunk.PT[:, lane, :], moving=do_sb[:, lane, :])
+        multiply_parts(dR_ps, chunk.W_t, dS, lane, lane)
         copy_scaled(out_sb[:, lane, :], dR_ps)
     return out_sb
 
 
 def multiply_pair_gradients(chunk, bundle):
     """Adds U dO^T and U dR^T to the chunk, in SBUF: each is read twice, and the Scalar engine has time."""
-    chunk["UdO"] = copy_tile(multiply_pairs(chunk["U_t"], chunk["do_t"], bundle))
-    chunk["UdR"] = copy_tile(multiply_pairs(chunk["U_t"], chunk["dR_t"], bundle))
+    chunk.UdO = copy_tile(multiply_pairs(chunk.U_t, chunk.do_t, bundle))
+    chunk.UdR = copy_tile(multiply_pairs(chunk.U_t, chunk.dR_t, bundle))
 
 
 def compute_pair_gradients(chunk, table):
     """Adds the gradients over pairs of tokens to the chunk: E, diag(beta) Z, and F^T's terms, transposed."""
-    products, UdO_sb, UdR_sb = table["products"], chunk["UdO"], chunk["UdR"]
-    for name in ("E_t", "weighted_Z_t"):
-        chunk[name] = sbuf(UdO_sb.shape, products)
-    for name in ("reads_t", "erasures_t"):
-        chunk[name] = sbuf(UdO_sb.shape)
-    multiply_on_gpsimd(chunk["E_t"], UdO_sb, chunk["D_t"])
-    multiply_on_gpsimd(chunk["weighted_Z_t"], UdR_sb, chunk["weighted_D_t"])
-    keep_upper(chunk["weighted_Z_t"], nl.greater)
-    multiply_on_gpsimd(chunk["reads_t"], UdO_sb, chunk["P_t"])
-    multiply_on_gpsimd(chunk["erasures_t"], UdR_sb, chunk["minus_L_t"])
+    products, UdO_sb, UdR_sb = table["products"], chunk.UdO, chunk.UdR
+    chunk.E_t, chunk.weighted_Z_t = sbuf(UdO_sb.shape, products), sbuf(UdO_sb.shape, products)
+    chunk.reads_t, chunk.erasures_t = sbuf(UdO_sb.shape), sbuf(UdO_sb.shape)
+    multiply_on_gpsimd(chunk.E_t, UdO_sb, chunk.D_t)
+    multiply_on_gpsimd(chunk.weighted_Z_t, UdR_sb, chunk.weighted_D_t)
+    keep_upper(chunk.weighted_Z_t, nl.greater)
+    multiply_on_gpsimd(chunk.reads_t, UdO_sb, chunk.P_t)
+    multiply_on_gpsimd(chunk.erasures_t, UdR_sb, chunk.minus_L_t)
 
 
 def copy_tile(x_ps):
@@ -236,8 +218,8 @@ def copy_tile(x_ps):
 def transpose_pair_gradients(chunk, table):
     """Adds E and diag(beta) Z to the chunk."""
     whole = [(0, table["rows"])]
-    chunk["E"] = transpose(chunk["E_t"], whole, table)[0]
-    chunk["weighted_Z"] = transpose(chunk["weighted_Z_t"], whole, table)[0]
+    chunk.E = transpose(chunk.E_t, whole, table)[0]
+    chunk.weighted_Z = transpose(chunk.weighted_Z_t, whole, table)[0]
 
 
 def allocate_key_gradients(rows, heads, K):
@@ -251,8 +233,8 @@ def allocate_key_gradients(rows, heads, K):
 
 def view_key_gradient(chunk, side, h):
     """Views dq (side 0) or dk (side 1) of a key head in PSUM, [rows, K]."""
-    per_tile = chunk["dqk"][0].shape[2]
-    return chunk["dqk"][h // per_tile][:, side, h % per_tile, :]
+    per_tile = chunk.dqk[0].shape[2]
+    return chunk.dqk[h // per_tile][:, side, h % per_tile, :]
 
 
 def read_states(chunk, bundle, table):
@@ -262,21 +244,21 @@ def read_states(chunk, bundle, table):
     written     per lane diag(lambda) U dS'^T [rows, K]
     dots        [rows, lanes, 2]: of rows of q and k with those of `read`
     """
-    qk_sb, lanes, products = chunk["qk"], bundle["lanes"], table["products"]
+    qk_sb, lanes, products = chunk.qk, bundle["lanes"], table["products"]
     rows, _, _, K = qk_sb.shape
     dots_sb = sbuf((rows, lanes, 2))
-    chunk["read"], chunk["written"], chunk["dots"] = [], [], dots_sb
+    chunk.read, chunk.written, chunk.dots = [], [], dots_sb
     for lane in range(lanes):
         state_ps, written_ps = psum((rows, 2, K)), psum((rows, K))
-        multiply_parts(state_ps[:, 0, :], chunk["do_t"], chunk["S_t"], lane, lane)
-        multiply_parts(state_ps[:, 1, :], chunk["dR_t"], chunk["S_t"], lane, lane)
-        multiply_parts(written_ps, chunk["U_t"], chunk["dS_t"], lane, lane)
+        multiply_parts(state_ps[:, 0, :], chunk.do_t, chunk.S_t, lane, lane)
+        multiply_parts(state_ps[:, 1, :], chunk.dR_t, chunk.S_t, lane, lane)
+        multiply_parts(written_ps, chunk.U_t, chunk.dS_t, lane, lane)
         read_sb, written_sb = sbuf((rows, 2, K), products), sbuf((rows, K), products)
-        copy_scaled(read_sb[:, 0, :], state_ps[:, 0, :], chunk["gamma"][:, lane : lane + 1])
-        copy_scaled(read_sb[:, 1, :], state_ps[:, 1, :], chunk["minus_strength_gamma"][:, lane : lane + 1])
-        copy_scaled(written_sb, written_ps, chunk["lambda"][:, lane : lane + 1])
-        chunk["read"].append(read_sb)
-        chunk["written"].append(written_sb)
+        copy_scaled(read_sb[:, 0, :], state_ps[:, 0, :], chunk.gamma[:, lane : lane + 1])
+        copy_scaled(read_sb[:, 1, :], state_ps[:, 1, :], chunk.minus_strength_gamma[:, lane : lane + 1])
+        copy_scaled(written_sb, written_ps, chunk.lambda_[:, lane : lane + 1])
+        chunk.read.append(read_sb)
+        chunk.written.append(written_sb)
         terms_sb = multiply_elements(qk_sb[:, :, find_key_head(bundle, lane), :], read_sb)
         nisa.tensor_reduce(dst=dots_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
 
@@ -288,20 +270,20 @@ def compute_key_gradients(chunk, bundle, table):
 
     dqk         what `allocate_key_gradients` returns, sums over the lanes of a key head
     """
-    qk_sb, lanes = chunk["qk"], bundle["lanes"]
+    qk_sb, lanes = chunk.qk, bundle["lanes"]
     rows, _, heads, K = qk_sb.shape
-    chunk["dqk"] = allocate_key_gradients(rows, heads, K)
+    chunk.dqk = allocate_key_gradients(rows, heads, K)
     for lane in range(lanes):
         h = find_key_head(bundle, lane)
-        q_sb, k_sb, read_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :], chunk["read"][lane]
+        q_sb, k_sb, read_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :], chunk.read[lane]
         dq_ps, dk_ps = view_key_gradient(chunk, 0, h), view_key_gradient(chunk, 1, h)
-        nisa.nc_matmul(dst=dq_ps, stationary=chunk["E_t"][:, lane, :], moving=k_sb)
-        nisa.nc_matmul(dst=dk_ps, stationary=chunk["E"][:, lane, :], moving=q_sb)
-        nisa.nc_matmul(dst=dk_ps, stationary=chunk["weighted_Z"][:, lane, :], moving=k_sb)
-        nisa.nc_matmul(dst=dk_ps, stationary=chunk["weighted_Z_t"][:, lane, :], moving=k_sb)
+        nisa.nc_matmul(dst=dq_ps, stationary=chunk.E_t[:, lane, :], moving=k_sb)
+        nisa.nc_matmul(dst=dk_ps, stationary=chunk.E[:, lane, :], moving=q_sb)
+        nisa.nc_matmul(dst=dk_ps, stationary=chunk.weighted_Z[:, lane, :], moving=k_sb)
+        nisa.nc_matmul(dst=dk_ps, stationary=chunk.weighted_Z_t[:, lane, :], moving=k_sb)
         add_tile(dq_ps, read_sb[:, 0, :], table)
         add_tile(dk_ps, read_sb[:, 1, :], table)
-        add_tile(dk_ps, chunk["written"][lane], table)
+        add_tile(dk_ps, chunk.written[lane], table)
 
 
 def add_tile(dst_ps, x_sb, table):
@@ -314,12 +296,12 @@ def sum_along(chunk, bundle):
 
     <q, dq> is <q, gamma dO S^T> and a row of the sums of dO U^T . P, which `sum_crossing_pairs` leaves.
     """
-    qk_sb, inverse_norms_sb = chunk["qk"], chunk["inverse_norms"][0]
+    qk_sb, inverse_norms_sb = chunk.qk, chunk.inverse_norms[0]
     rows, _, heads, K = qk_sb.shape
     lanes = bundle["lanes"]
     terms_sb, along_sb = sbuf((rows, heads, K)), sbuf((rows, 2, heads))
     first = 0
-    for tile in chunk["dqk"]:
+    for tile in chunk.dqk:
         stop = first + tile.shape[2]
         nisa.tensor_tensor(
             dst=terms_sb[:, first:stop, :], data1=tile[:, 1, :, :], data2=qk_sb[:, 1, first:stop, :],
@@ -328,19 +310,19 @@ def sum_along(chunk, bundle):
         first = stop
     nisa.tensor_reduce(dst=along_sb[:, 1, :], op=nl.add, data=terms_sb, axis=2)
     reads_sb = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=reads_sb, data1=chunk["dots"][:, :, 0], data2=chunk["read_sums"], op=nl.add)
+    nisa.tensor_tensor(dst=reads_sb, data1=chunk.dots[:, :, 0], data2=chunk.read_sums, op=nl.add)
     nisa.tensor_reduce(
         dst=along_sb[:, 0, :], op=nl.add, data=reads_sb.reshape((rows, heads, lanes // heads)), axis=2
     )
     for _ in range(2):
         nisa.tensor_tensor(dst=along_sb, data1=along_sb, data2=inverse_norms_sb, op=nl.multiply)
     nisa.tensor_scalar(dst=along_sb, data=along_sb, op0=nl.multiply, operand0=-1.0)
-    chunk["along"] = along_sb
+    chunk.along = along_sb
 
 
 def differentiate_norm(chunk, table):
     """Adds what the norms' gradients are to those of q and k: dx - x r^2 <x, dx>, r the reciprocal norm."""
-    qk_sb, along_sb = chunk["qk"], chunk["along"]
+    qk_sb, along_sb = chunk.qk, chunk.along
     rows, _, heads, K = qk_sb.shape
     for side in range(2):
         for h in range(heads):
@@ -359,20 +341,20 @@ def multiply_terms(chunk, bundle, parts, table):
 
     What is in SBUF is GpSimd's to multiply, as it takes half the time that the Vector engine takes for it.
     """
-    rows, lanes, V = table["rows"], bundle["lanes"], chunk["do"].shape[2]
-    dots_sb, reads_sb = chunk["dots"], sbuf((rows, lanes))
+    rows, lanes, V = table["rows"], bundle["lanes"], chunk.do.shape[2]
+    dots_sb, reads_sb = chunk.dots, sbuf((rows, lanes))
     nisa.tensor_tensor(dst=reads_sb, data1=dots_sb[:, :, 0], data2=dots_sb[:, :, 1], op=nl.add)
-    chunk["reads"] = reads_sb
-    chunk["dR_X"], chunk["U_KdS"], chunk["dS_S"] = sbuf((rows, lanes, V)), [], []
-    multiply_on_gpsimd(chunk["dR_X"], chunk["U_exact"], chunk["dR"])
+    chunk.reads = reads_sb
+    chunk.dR_X, chunk.U_KdS, chunk.dS_S = sbuf((rows, lanes, V)), [], []
+    multiply_on_gpsimd(chunk.dR_X, chunk.U_exact, chunk.dR)
     for lane in range(lanes):
         KdS_ps = psum((rows, V))
-        multiply_parts(KdS_ps, chunk["k_t"], chunk["dS_rounded"], find_key_head(bundle, lane), lane)
-        chunk["U_KdS"].append(multiply_elements(chunk["U"][:, lane, :], KdS_ps))
+        multiply_parts(KdS_ps, chunk.k_t, chunk.dS_rounded, find_key_head(bundle, lane), lane)
+        chunk.U_KdS.append(multiply_elements(chunk.U[:, lane, :], KdS_ps))
     for part in range(len(parts)):
-        product_sb = sbuf(chunk["S"][part].shape)
-        multiply_on_gpsimd(product_sb, chunk["dS"][part], chunk["S"][part])
-        chunk["dS_S"].append(product_sb)
+        product_sb = sbuf(chunk.S[part].shape)
+        multiply_on_gpsimd(product_sb, chunk.dS[part], chunk.S[part])
+        chunk.dS_S.append(product_sb)
 
 
 def compute_sums(chunk):
@@ -382,24 +364,24 @@ def compute_sums(chunk):
     writes      w [rows, lanes]
     carried     gamma_C <dS', S>, not summed over K yet: a tile [f, lanes] per part of K
     """
-    rows, lanes, _ = chunk["dR"].shape
-    chunk["dbeta"], chunk["writes"], chunk["carried"] = sbuf((rows, lanes)), sbuf((rows, lanes)), []
+    rows, lanes, _ = chunk.dR.shape
+    chunk.dbeta, chunk.writes, chunk.carried = sbuf((rows, lanes)), sbuf((rows, lanes)), []
     for lane in range(lanes):
-        sum_rows(chunk["dbeta"][:, lane : lane + 1], chunk["dR_X"][:, lane, :], nl.copy)
-        sum_rows(chunk["writes"][:, lane : lane + 1], chunk["U_KdS"][lane], nl.copy)
-    for product_sb in chunk["dS_S"]:
+        sum_rows(chunk.dbeta[:, lane : lane + 1], chunk.dR_X[:, lane, :], nl.copy)
+        sum_rows(chunk.writes[:, lane : lane + 1], chunk.U_KdS[lane], nl.copy)
+    for product_sb in chunk.dS_S:
         carried_sb = sbuf((product_sb.shape[0], lanes))
         for lane in range(lanes):
             sum_rows(carried_sb[:, lane : lane + 1], product_sb[:, lane, :], nl.copy)
-        chunk["carried"].append(carried_sb)
+        chunk.carried.append(carried_sb)
 
 
 def scale_sums(chunk):
     """Multiplies the sums of `compute_sums` by lambda and gamma_C, on the Vector engine."""
-    for carried_sb in chunk["carried"]:
+    for carried_sb in chunk.carried:
         size = carried_sb.shape[0]
-        nisa.tensor_tensor(dst=carried_sb, data1=carried_sb, data2=chunk["carry"][0:size, :], op=nl.multiply)
-    nisa.tensor_tensor(dst=chunk["writes"], data1=chunk["writes"], data2=chunk["lambda"], op=nl.multiply)
+        nisa.tensor_tensor(dst=carried_sb, data1=carried_sb, data2=chunk.carry[0:size, :], op=nl.multiply)
+    nisa.tensor_tensor(dst=chunk.writes, data1=chunk.writes, data2=chunk.lambda_, op=nl.multiply)
 
 
 def sum_columns(tile_sb, table):
@@ -419,16 +401,16 @@ def sum_crossing_pairs(chunk, table):
 
     It adds read_sums to the chunk, [rows, lanes], row sums of dO U^T . P, the first term of F.
     """
-    rows, lanes = table["rows"], chunk["reads_t"].shape[1]
+    rows, lanes = table["rows"], chunk.reads_t.shape[1]
     sums_ps = psum((rows, lanes, rows))  # over j < t, for every i
     for lane in range(lanes):
-        for F_t in (chunk["reads_t"], chunk["erasures_t"]):
+        for F_t in (chunk.reads_t, chunk.erasures_t):
             nisa.nc_matmul(
                 dst=sums_ps[:, lane, :], stationary=F_t[:, lane, :], moving=table["strict_upper"],
                 is_moving_onezero=True,
             )  # fmt: skip
     crossing_sb = multiply_elements(sums_ps, repeat_over_lanes(table, "lower", lanes))
-    chunk["read_sums"] = copy_tile(sum_columns(chunk["reads_t"], table))
+    chunk.read_sums = copy_tile(sum_columns(chunk.reads_t, table))
     return crossing_sb
 
 
@@ -436,19 +418,17 @@ def sum_decay_gradient(chunk, bundle, parts, table):
     """Computes dg [rows, lanes] from what the stages before left in the chunk's dict."""
     rows, lanes = table["rows"], bundle["lanes"]
     states_ps = psum((rows, lanes))  # what r, w and <dS', S> add
+    nisa.nc_matmul(dst=states_ps, stationary=table["lower"], moving=chunk.reads, is_stationary_onezero=True)
     nisa.nc_matmul(
-        dst=states_ps, stationary=table["lower"], moving=chunk["reads"], is_stationary_onezero=True
-    )
-    nisa.nc_matmul(
-        dst=states_ps, stationary=table["strict_upper"], moving=chunk["writes"], is_stationary_onezero=True
+        dst=states_ps, stationary=table["strict_upper"], moving=chunk.writes, is_stationary_onezero=True
     )
     for part in range(len(parts)):
         size = parts[part][1] - parts[part][0]
         nisa.nc_matmul(
-            dst=states_ps, stationary=table["ones"][0:size, 0:rows], moving=chunk["carried"][part],
+            dst=states_ps, stationary=table["ones"][0:size, 0:rows], moving=chunk.carried[part],
             is_stationary_onezero=True,
         )  # fmt: skip
-    pairs_ps = sum_columns(chunk["crossing"], table)
+    pairs_ps = sum_columns(chunk.crossing, table)
     out_sb = sbuf((rows, lanes))
     nisa.tensor_copy(dst=out_sb, src=pairs_ps)
     nisa.tensor_tensor(dst=out_sb, data1=out_sb, data2=states_ps, op=nl.add)
@@ -458,17 +438,17 @@ def sum_decay_gradient(chunk, bundle, parts, table):
 def store_key_gradients(chunk, bundle, gradients):
     """Stores dq and dk of raw q and k, and dv."""
     dq, dk, dv, _, _ = gradients
-    n, start, tokens = bundle["n"], chunk["start"], chunk["tokens"]
+    n, start, tokens = bundle["n"], chunk.start, chunk.tokens
     low, stop = bundle["slot"], start + tokens
     high = low + bundle["key_heads"]
-    dqk_sb = sbuf(chunk["qk"].shape, dq.dtype)
+    dqk_sb = sbuf(chunk.qk.shape, dq.dtype)
     heads, first = bundle["key_heads"], 0
-    for tile in chunk["dqk"]:
+    for tile in chunk.dqk:
         last = first + tile.shape[2]
-        if len(chunk["shortening"]) == 0:
+        if len(chunk.shortening) == 0:
             copy_scaled(dqk_sb[:, :, first:last, :], tile)
         else:
-            factors_sb = chunk["shortening"][0]
+            factors_sb = chunk.shortening[0]
             for side in range(2):
                 for h in range(first, last):
                     i = side * heads + h
@@ -476,4 +456,4 @@ def store_key_gradients(chunk, bundle, gradients):
         first = last
     nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 0, :, :])
     nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 1, :, :])
-    store_lanes(dv, scale_lanes(chunk["dR"], chunk["dv_scale"], dv.dtype), bundle, start, tokens)
+    store_lanes(dv, scale_lanes(chunk.dR, chunk.dv_scale, dv.dtype), bundle, start, tokens)

@@ -7,18 +7,23 @@ have used them. The first stretch starts from the call's own initial state, or 0
 """
 
 from delta_trn.nki_kernels.chunk import (
+    build_diagonals,
+    compute_gates,
     compute_residual,
     decay_and_add,
+    invert_key_squares,
     load_chunk,
     load_lanes,
     multiply_keys,
     multiply_lanes_at_once,
     round_state,
     round_tile,
-    scale_chunk,
     scale_heads,
     scale_lanes,
+    spread_decays,
     store_lanes,
+    sum_decays,
+    sum_key_squares,
     transpose_keys,
 )
 from delta_trn.nki_kernels.chunk_gradients import (
@@ -44,9 +49,12 @@ from delta_trn.nki_kernels.chunk_gradients import (
     transpose_states,
     transpose_writes,
 )
+from delta_trn.nki_kernels.chunk_tiles import Stream
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.orders import RULE_BACKWARD
 from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
+from delta_trn.nki_kernels.schedule import Stage, list_steps, list_work, rank
 from delta_trn.nki_kernels.tiles import (
     build_constants,
     copy_scaled,
@@ -59,14 +67,11 @@ from delta_trn.nki_kernels.tiles import (
     transpose,
 )
 from delta_trn.nki_kernels.triangular import (
+    INVERSE,
+    INVERTING,
     allocate_workspace,
     build_block_constants,
-    count_levels,
-    multiply_corners,
-    solve_blocks,
-    spread_blocks,
-    transpose_blocks,
-    update_blocks,
+    invert_chunks,
 )
 
 
@@ -92,87 +97,48 @@ def load_kept_state(initial_state, states, stretch, bundle, parts, V, has_state)
     return S
 
 
-LEVELS = 3  # merges of blocks of 16 to 128 rows
-
-# The stages of a stretch, of all its chunks at once
-LOAD = 0  # inputs, norms, sums of decays
-FACTORS = 1  # that shorten long q and k
-SHORTEN = 2
-SCALE = 3  # gates, and what they scale
-TRANSPOSE_KEYS = 4  # of q and k, and D
-MULTIPLY = 5  # L and P
-SPREAD = 6  # the inverse: blocks of 16
-SUBSTITUTE = 7
-EVEN = 8  # its merges, three stages each
-CORNERS = 9
-UPDATE = 10
-# The stages of a chunk
-APPLY = 11  # what T and the gates make, no state yet
-RESIDUAL = 12  # R
-SOLVE = 13  # U, and the next state
-READ = 14  # dR
-STATE = 15  # dS
-TRANSPOSE = 16  # of dO, U, dR, S and dS
-MULTIPLY_PAIRS = 17  # U dO^T and U dR^T
-PAIRS = 18  # E_t, Z_t and the terms of F
-TRANSPOSE_PAIRS = 19
-STATES = 20  # what states do to dQ and dK
-KEYS = 21  # the rest of dQ and dK of raw keys
-CROSS = 22  # sums of F
-ALONG = 23  # <x, dx> of the norms
-NORM = 24
-STORE = 25  # dq, dk and dv
-TERMS = 26  # products whose rows are summed
-SUM = 27
-STRENGTH = 28  # dbeta
-DECAY = 29  # dg
-
-
-# When a stage is issued: its slot in a bundle's first stretch, if that has two chunks, and how many slots
-# later it is for the next level of a merge, chunk forward, chunk backward, and stretch. A search found these
-# numbers to be the fastest by the cost model; results/2026-11-23_simulated_nki-speed says how.
-SLOTS = (
-    0, 5, 8, 11, 20, 63, 67, 81, 99, 106, 118, 186, 175, 209, 241, 285,
-    261, 264, 266, 281, 271, 301, 314, 322, 351, 379, 298, 344, 362, 751,
+STAGES = (
+    # of a stretch, of all its chunks at once
+    Stage("load", makes=("qk", "v", "g", "beta", "do", "kept")),
+    Stage("square keys", needs=("qk",), makes=("squares",)),
+    Stage("invert norms", needs=("squares", "beta"), makes=("raw norms", "raised beta")),
+    Stage("sum decays", needs=("g", "qk"), makes=("factors",)),
+    Stage("choose factors", needs=("raw norms",), makes=("shortening", "inverse_norms")),
+    Stage("shorten keys", needs=("qk", "shortening"), makes=("short qk",)),
+    Stage(
+        "gates",
+        needs=("v", "do", "g", "factors", "raised beta", "inverse_norms", "short qk"),
+        makes=("gates", "lambda_k", "beta_v", "scaled do"),
+    ),
+    Stage("transpose keys", needs=("short qk", "gates"), makes=("k_t", "q_t", "D_t")),
+    Stage("L, P", needs=("k_t", "q_t", "D_t"), makes=("minus_L_t", "P_t", "block_columns")),
+    *INVERTING,
+    # of a chunk, the first one first
+    Stage("apply T", needs=("T", "P_t", "gates"), makes=("applied",)),
+    Stage("R", needs=("kept", "k_t", "beta_v"), before=("S",), makes=("R",)),
+    Stage("U", follows=("applied", "R"), makes=("U", "S")),
+    # of a chunk, the last one first
+    Stage("dR", needs=("applied", "scaled do"), before=("dS",), makes=("dR",)),
+    Stage("dS", follows=("dR",), makes=("dS",)),
+    Stage("transpose gradients", needs=("U",), follows=("dR",), makes=("transposes",)),
+    Stage("transpose states", needs=("R",), follows=("dR",), makes=("transposed states",)),
+    Stage("multiply pairs", follows=("transposes",), makes=("pairs",)),
+    Stage("dP, dL", follows=("pairs",), makes=("E_t", "terms of F")),
+    Stage("transpose pairs", follows=("E_t",), makes=("E",)),
+    Stage("read states", follows=("transposes", "transposed states"), makes=("read", "dots")),
+    Stage("dq, dk", follows=("E", "read"), makes=("raw dqk",)),
+    Stage("sum crossing pairs", follows=("terms of F",), makes=("crossing", "read_sums")),
+    Stage("sum along keys", follows=("raw dqk", "dots", "read_sums"), makes=("along",)),
+    Stage("differentiate norms", follows=("along",), makes=("dqk",)),
+    Stage("store", follows=("dqk",)),
+    Stage("multiply terms", needs=("R",), follows=("dots", "dR"), makes=("terms",)),
+    Stage("sum terms", follows=("terms",), makes=("sums",)),
+    Stage("dbeta", follows=("sums",), makes=("scaled sums",)),
+    Stage("dg", follows=("scaled sums", "crossing")),
 )  # fmt: skip
-NEXT_LEVEL, NEXT_FORWARD, NEXT_BACKWARD, NEXT_STRETCH = 34, 48, 66, 353
-
-
-def find_slot(stage, i, count):
-    """Returns when a stage of a stretch of `count` chunks is issued, for chunk (or level) i."""
-    if stage < EVEN:
-        return SLOTS[stage]
-    if stage <= UPDATE:
-        return SLOTS[stage] + i * NEXT_LEVEL
-    if stage <= SOLVE:
-        return SLOTS[stage] + i * NEXT_FORWARD
-    return SLOTS[stage] + (count - 1 - i) * NEXT_BACKWARD + (count - 2) * NEXT_FORWARD
-
-
-def count_stretch_slots(every):
-    """Returns how many slots a stretch is behind the one before."""
-    return NEXT_STRETCH + (every - 2) * (NEXT_FORWARD + NEXT_BACKWARD)
-
-
-def list_work(chunks, every):
-    """Lists per slot what a bundle is to do there: (stage, stretch, chunk or level)."""
-    work = []
-    stretches = (chunks + every - 1) // every
-    for stage in range(LOAD, DECAY + 1):
-        for back in range(stretches):
-            stretch = stretches - 1 - back
-            count = min(every, chunks - stretch * every)
-            times = count
-            if stage < EVEN:
-                times = 1
-            elif stage <= UPDATE:
-                times = LEVELS
-            for i in range(times):
-                slot = back * count_stretch_slots(every) + find_slot(stage, i, count)
-                while len(work) <= slot:
-                    work.append([])
-                work[slot].append((stage, stretch, i))
-    return work
+ORDER = rank("gated_delta_rule_bwd", STAGES, RULE_BACKWARD)
+MOST_EVERY = 2  # chunks of a stretch: "R" and "U" of one come before those of the next
+FORWARD = ("apply T", "R", "U")  # of a chunk, and of its stretch the first one first
 
 
 def invert_beta(chunk):
@@ -181,186 +147,204 @@ def invert_beta(chunk):
     So U / beta is known where a token writes nothing. What `share` multiplies is of the beta that was given:
     all but dbeta.
     """
-    beta_sb = chunk["beta"]
-    chunk["inverse_beta"], chunk["share"] = sbuf(beta_sb.shape), sbuf(beta_sb.shape)
+    beta_sb = chunk.beta
+    chunk.inverse_beta, chunk.share = sbuf(beta_sb.shape), sbuf(beta_sb.shape)
     nisa.tensor_scalar(
-        dst=chunk["share"], data=beta_sb, op0=nl.multiply, operand0=1 / LEAST_STRENGTH, op1=nl.minimum,
+        dst=chunk.share, data=beta_sb, op0=nl.multiply, operand0=1 / LEAST_STRENGTH, op1=nl.minimum,
         operand1=1.0,
     )  # fmt: skip
     nisa.tensor_scalar(dst=beta_sb, data=beta_sb, op0=nl.maximum, operand0=LEAST_STRENGTH)
-    nisa.reciprocal(dst=chunk["inverse_beta"], data=beta_sb)
+    nisa.reciprocal(dst=chunk.inverse_beta, data=beta_sb)
 
 
-def load_again(inputs, do, bundle, spans, l2norm, constants):
-    """Runs LOAD: loads the chunks of spans [(start, stop)]."""
-    chunks = []
-    for span in spans:
-        start, stop = span
-        table = take_corners(constants, pad_to_rows(stop - start))
-        chunk = load_chunk(inputs, bundle, start, stop - start, l2norm, table)
-        chunk["do"] = load_lanes(do, bundle, start, stop - start, table["rows"], table["products"])
-        invert_beta(chunk)
-        chunks.append(chunk)
-    return chunks
+def load_again(inputs, do, bundle, start, stop, constants):
+    """Loads what the gradients take of tokens start .. stop, but the state; returns a `Chunk`."""
+    table = take_corners(constants, pad_to_rows(stop - start))
+    chunk = load_chunk(inputs, bundle, start, stop - start, table)
+    chunk.do = load_lanes(do, bundle, start, stop - start, table["rows"], table["products"])
+    return chunk
 
 
-def scale_again(chunks, scales, bundle, scale, constants):
-    """Runs SCALE: puts chunks with their gates and what they scale in place of loaded ones.
+def scale_again(chunk, scales, bundle, scale):
+    """Adds gates, what they scale, and what waits for products.
 
-    scales has for each chunk what multiplies dO [rows, lanes], besides its read_scale; or it is ().
+    scales is (what multiplies dO [rows, lanes] besides its read_scale,), or ().
     """
-    for i in range(len(chunks)):
-        loaded, table = chunks[i], take_corners(constants, pad_to_rows(chunks[i]["tokens"]))
-        chunk = scale_chunk(loaded, bundle, scale, table)
-        chunk["inverse_beta"], chunk["share"] = loaded["inverse_beta"], loaded["share"]
-        chunk["dv_scale"] = multiply_elements(chunk["value_scale"], loaded["share"])
-        columns = chunk["read_scale"]
-        if len(scales) > 0:
-            columns = multiply_elements(columns, scales[i])
-        chunk["do"] = scale_lanes(loaded["do"], columns, table["products"])
-        chunks[i] = chunk
-
-
-def multiply_again(stage, chunks, bundle, parts, blocks, constants):
-    """Runs TRANSPOSE_KEYS or MULTIPLY: adds what needs neither T nor a state."""
-    for chunk in chunks:
-        table = take_corners(constants, pad_to_rows(chunk["tokens"]))
-        if stage == TRANSPOSE_KEYS:
-            transpose_keys(chunk, parts, table)
-        else:
-            multiply_keys(chunk, bundle, blocks, table)
+    table = chunk.table
+    compute_gates(chunk, bundle, scale)
+    chunk.spread = spread_decays(chunk.g, table)
+    chunk.diagonals = build_diagonals(chunk.minus_strength, table)
+    chunk.lambda_k = scale_heads(chunk.qk, 1, chunk.lambda_, bundle, nl.float32)
+    chunk.beta_v = scale_lanes(chunk.v, chunk.value_scale)
+    chunk.dv_scale = multiply_elements(chunk.value_scale, chunk.share)
+    columns = chunk.read_scale
+    if len(scales) > 0:
+        columns = multiply_elements(columns, scales[0])
+    chunk.do = scale_lanes(chunk.do, columns, table["products"])
 
 
 def list_runs(chunks):
     """Lists the chunks that are inverted at once: (first, stop). A shorter last one is inverted alone."""
     last = len(chunks) - 1
-    if pad_to_rows(chunks[0]["tokens"]) != pad_to_rows(chunks[last]["tokens"]):
+    if chunks[0].table["rows"] != chunks[last].table["rows"]:
         return [(0, last), (last, last + 1)]
     return [(0, last + 1)]
 
 
-def list_tiles(chunks, name, run):
-    """Lists one tile of each chunk of a run."""
-    first, stop = run
-    tiles = []
-    for i in range(first, stop):
-        tiles.append(chunks[i][name])
-    return tiles
-
-
-def invert_step(chunks, stage, level, spaces, blocks, constants):
-    """Runs SPREAD, SUBSTITUTE, or a stage of a merge."""
-    for run in list_runs(chunks):
-        first, stop = run
-        table = take_corners(constants, pad_to_rows(chunks[first]["tokens"]))
-        if stage == SPREAD:
-            columns = spread_blocks(list_tiles(chunks, "block_columns", run), blocks)
-            for i in range(first, stop):
-                chunks[i]["columns"] = columns[i - first]
-        elif stage == SUBSTITUTE:
-            minus_L_ts = list_tiles(chunks, "minus_L_t", run)
-            inverses = solve_blocks(minus_L_ts, list_tiles(chunks, "columns", run), blocks, table)
-            for i in range(first, stop):
-                chunks[i]["inverse"] = inverses[i - first]
-        elif level < count_levels(table["rows"]):
-            inverses = list_tiles(chunks, "inverse", run)
-            if stage == EVEN:
-                transpose_blocks(inverses, blocks, level, table, True)
-            elif stage == CORNERS:
-                multiply_corners(inverses, spaces[first:stop], blocks, level, table)
-            else:
-                update_blocks(inverses, spaces[first:stop], level, table, True)
-
-
-def apply_inverse(chunk, bundle, parts, goes_on, constants):
-    """Runs APPLY: adds what T and the gates make, W only where another chunk follows in the stretch."""
-    products, table = constants["products"], take_corners(constants, pad_to_rows(chunk["tokens"]))
-    T_sb = chunk["inverse"]["T"]
+def apply_inverse(chunk, bundle, parts, goes_on):
+    """Adds what T and the gates make, W only where another chunk of the stretch follows."""
+    table = chunk.table
+    products, T_sb = table["products"], chunk.inverse["T"]
     if products == nl.float32:
-        chunk["P"] = transpose(chunk["P_t"], [(0, table["rows"])], table)[0]
+        chunk.P = transpose(chunk.P_t, [(0, table["rows"])], table)[0]
     else:
-        chunk["W_t"] = transpose_writes(T_sb, chunk, parts, products)
-        chunk["PT"] = multiply_lanes_at_once(chunk["P_t"], T_sb, 0, T_sb.shape[0], products)
-    chunk["T_t_rounded"] = round_tile(chunk["inverse"]["T_t"], products)
+        chunk.W_t = transpose_writes(T_sb, chunk, parts, products)
+        chunk.PT = multiply_lanes_at_once(chunk.P_t, T_sb, 0, T_sb.shape[0], products)
+    chunk.T_t_rounded = round_tile(chunk.inverse["T_t"], products)
     if goes_on:
-        chunk["W"] = sbuf(chunk["lambda_k"].shape)
+        chunk.W = sbuf(chunk.lambda_k.shape)
         for lane in range(T_sb.shape[1]):
-            W_ps = psum((T_sb.shape[0], chunk["W"].shape[2]))
-            nisa.nc_matmul(dst=W_ps, stationary=T_sb[:, lane, :], moving=chunk["lambda_k"][:, lane, :])
-            copy_scaled(chunk["W"][:, lane, :], W_ps, chunk["share"][:, lane : lane + 1])
-    chunk["gamma_q"] = scale_heads(chunk["qk"], 0, chunk["gamma"], bundle, products)
-    chunk["erased_k"] = scale_heads(chunk["qk"], 1, chunk["minus_strength_gamma"], bundle, products)
+            W_ps = psum((T_sb.shape[0], chunk.W.shape[2]))
+            nisa.nc_matmul(dst=W_ps, stationary=T_sb[:, lane, :], moving=chunk.lambda_k[:, lane, :])
+            copy_scaled(chunk.W[:, lane, :], W_ps, chunk.share[:, lane : lane + 1])
+    chunk.gamma_q = scale_heads(chunk.qk, 0, chunk.gamma, bundle, products)
+    chunk.erased_k = scale_heads(chunk.qk, 1, chunk.minus_strength_gamma, bundle, products)
 
 
-def solve_residual(chunk, S, bundle, products):
-    """Runs RESIDUAL: computes R from the state S."""
-    chunk["S"] = S
-    chunk["S_rounded"] = round_state(S, products)
-    chunk["R"] = compute_residual(chunk, chunk["S_rounded"], bundle)
+def solve_residual(chunk, S, bundle):
+    """Computes R from the state S."""
+    chunk.S = S
+    chunk.S_rounded = round_state(S, chunk.table["products"])
+    chunk.R = compute_residual(chunk, chunk.S_rounded, bundle)
 
 
-def solve_state(chunk, parts, goes_on, constants):
-    """Runs SOLVE: computes U; returns the next state if another chunk follows in the stretch."""
-    S = chunk["S"]
-    if goes_on:
-        S = decay_and_add(S, chunk["carry"], [(chunk["W"], chunk["R"])], parts)
-    compute_writes(chunk, constants)
-    return S
-
-
-def differentiate_residual(chunk, dS, bundle, products):
-    """Runs READ: from the gradient dS of the state that a chunk leaves, computes dR; rounds both.
+def differentiate_residual(chunk, dS, bundle):
+    """Computes dR from the gradient dS of the state that a chunk leaves; rounds both.
 
     The rounded dR is multiplied by `share`: it is 0 where beta is 0, and so is all that is made of it.
     """
-    chunk["dS"] = dS
-    chunk["dS_rounded"] = round_state(dS, products)
-    chunk["dR"] = compute_residual_gradient(chunk, chunk["dS_rounded"], bundle)
-    chunk["dR_rounded"] = scale_lanes(chunk["dR"], chunk["share"], products)
+    products = chunk.table["products"]
+    chunk.dS = dS
+    chunk.dS_rounded = round_state(dS, products)
+    chunk.dR = compute_residual_gradient(chunk, chunk.dS_rounded, bundle)
+    chunk.dR_rounded = scale_lanes(chunk.dR, chunk.share, products)
 
 
 def differentiate_state(chunk, parts):
-    """Runs STATE: returns the gradient of the state that a chunk meets."""
-    pairs = [(chunk["gamma_q"], chunk["do"]), (chunk["erased_k"], chunk["dR_rounded"])]
-    return decay_and_add(chunk["dS"], chunk["carry"], pairs, parts)
+    """Returns the gradient of the state that a chunk meets."""
+    pairs = [(chunk.gamma_q, chunk.do), (chunk.erased_k, chunk.dR_rounded)]
+    return decay_and_add(chunk.dS, chunk.carry, pairs, parts)
 
 
-def differentiate_chunk(stage, chunk, bundle, gradients, parts, value_parts, l2norm, constants):
-    """Runs a stage of a chunk's gradients, from TRANSPOSE on."""
-    table = take_corners(constants, pad_to_rows(chunk["tokens"]))
-    if stage == TRANSPOSE:
+def prepare_again(stage, chunk, stream, call):
+    """Runs a stage of a chunk that needs neither T nor a state."""
+    table, l2norm = chunk.table, call["l2norm"]
+    if stage == "square keys":
+        if l2norm:
+            chunk.squares = sum_key_squares(chunk.qk, table)
+    elif stage == "invert norms":
+        if l2norm:
+            chunk.inverse_norms = invert_key_squares(chunk.squares, table)
+        invert_beta(chunk)
+    elif stage == "sum decays":
+        chunk.factors, chunk.carry_factors = sum_decays(chunk.g, chunk.qk.shape[3], table)
+    elif stage == "choose factors":
+        chunk.shortening = divide_norms(chunk.inverse_norms)
+    elif stage == "shorten keys":
+        shorten_vectors(chunk.qk, chunk.shortening)
+    elif stage == "transpose keys":
+        transpose_keys(chunk, call["parts"], table)
+    elif stage == "L, P":
+        multiply_keys(chunk, stream.bundle, call["blocks"], table)
+
+
+def differentiate_chunk(stage, chunk, stream, call):
+    """Runs a stage of a chunk's gradients."""
+    bundle, parts, value_parts = stream.bundle, call["parts"], call["value_parts"]
+    table, gradients = chunk.table, call["gradients"]
+    if stage == "dR":
+        differentiate_residual(chunk, stream.dS, bundle)
+    elif stage == "dS":
+        stream.dS = differentiate_state(chunk, parts)
+    elif stage == "transpose gradients":
         transpose_gradients(chunk, value_parts, table)
+    elif stage == "transpose states":
         transpose_states(chunk, parts, value_parts, table)
-    elif stage == MULTIPLY_PAIRS:
+    elif stage == "multiply pairs":
         multiply_pair_gradients(chunk, bundle)
-    elif stage == PAIRS:
+    elif stage == "dP, dL":
         compute_pair_gradients(chunk, table)
-    elif stage == TRANSPOSE_PAIRS:
+    elif stage == "transpose pairs":
         transpose_pair_gradients(chunk, table)
-    elif stage == STATES:
+    elif stage == "read states":
         read_states(chunk, bundle, table)
-    elif stage == KEYS:
+    elif stage == "dq, dk":
         compute_key_gradients(chunk, bundle, table)
-    elif stage == CROSS:
-        chunk["crossing"] = sum_crossing_pairs(chunk, table)
-    elif stage == ALONG:
-        if l2norm:
+    elif stage == "sum crossing pairs":
+        chunk.crossing = sum_crossing_pairs(chunk, table)
+    elif stage == "sum along keys":
+        if call["l2norm"]:
             sum_along(chunk, bundle)
-    elif stage == NORM:
-        if l2norm:
+    elif stage == "differentiate norms":
+        if call["l2norm"]:
             differentiate_norm(chunk, table)
-    elif stage == STORE:
+    elif stage == "store":
         store_key_gradients(chunk, bundle, gradients)
-    elif stage == TERMS:
+    elif stage == "multiply terms":
         multiply_terms(chunk, bundle, parts, table)
-    elif stage == SUM:
+    elif stage == "sum terms":
         compute_sums(chunk)
-    elif stage == STRENGTH:
+    elif stage == "dbeta":
         scale_sums(chunk)
-        store_lanes(gradients[4], chunk["dbeta"], bundle, chunk["start"], chunk["tokens"])
-    else:
+        store_lanes(gradients[4], chunk.dbeta, bundle, chunk.start, chunk.tokens)
+    elif stage == "dg":
         dg_sb = sum_decay_gradient(chunk, bundle, parts, table)
-        store_lanes(gradients[3], dg_sb, bundle, chunk["start"], chunk["tokens"])
+        store_lanes(gradients[3], dg_sb, bundle, chunk.start, chunk.tokens)
+
+
+def load_stretch(stream, stretch, call):
+    """Loads the chunks of a stretch, and the state before it."""
+    C, T, every = call["C"], call["T"], call["every"]
+    for start in range(stretch * every * C, min((stretch + 1) * every * C, T), C):
+        stream.chunks[stretch].append(
+            load_again(call["inputs"], call["do"], stream.bundle, start, min(start + C, T), call["constants"])
+        )
+    stream.S[stretch] = load_kept_state(
+        call["initial_state"], call["states"], stretch, stream.bundle, call["parts"], call["V"],
+        call["has_state"],
+    )  # fmt: skip
+
+
+def run_stage(stage, share, shares, stream, stretch, call):
+    """Runs a share of a stage of a stretch of a bundle."""
+    if stage == "load":
+        load_stretch(stream, stretch, call)
+        return
+    chunks, count = stream.chunks[stretch], len(stream.chunks[stretch])
+    if stage in INVERSE:
+        for run in list_runs(chunks):
+            first, stop = run
+            invert_chunks(
+                stage, share, shares, chunks[first:stop], stream.spaces[first:stop], True, call["blocks"]
+            )
+        return
+    first, stop = list_steps(count, share, shares)
+    for step in range(first, stop):
+        index = step if stage in FORWARD or shares == 1 else count - 1 - step
+        chunk, goes_on = chunks[index], index + 1 < count
+        if stage == "gates":
+            scale_again(chunk, (), stream.bundle, call["scale"])
+        elif stage == "apply T":
+            apply_inverse(chunk, stream.bundle, call["parts"], goes_on)
+        elif stage == "R":
+            solve_residual(chunk, stream.S[stretch], stream.bundle)
+        elif stage == "U":
+            if goes_on:
+                stream.S[stretch] = decay_and_add(chunk.S, chunk.carry, [(chunk.W, chunk.R)], call["parts"])
+            compute_writes(chunk, call["constants"])
+        else:
+            prepare_again(stage, chunk, stream, call)
+            differentiate_chunk(stage, chunk, stream, call)
 
 
 @nki.jit
@@ -376,7 +360,7 @@ def gated_delta_rule_bwd(
         dstate              of the final state [N, HV, K, V] float32, read if `has_dstate`; else any tensor
         initial_state       like dstate, read if `has_state`; else any tensor
         states              as forward returned them; any tensor if it returned none
-        every               at least 1; the other options as in forward
+        every               1 or 2; the other options as in forward
 
     Returns:
         dq, dk              [N, T, slots, K]: one head per key head in q's dtype or, where a group of value
@@ -385,26 +369,30 @@ def gated_delta_rule_bwd(
         dinitial_state      [N, HV, K, V] float32
 
     Notes:
-        Each engine runs its instructions in order. So a stage's operands have to be there when it is issued,
-        or engines stand still. So `list_work` spreads a stretch's stages; the next one begins before its end;
-        and the bundles of a wave take turns, each by a part of a stretch behind the one before.
+        A turn issues stages of three stretches, in the order of `orders.RULE_BACKWARD`.
 
-    Pseudocode, for a bundle:
+    Pseudocode, stretch by stretch:
         dS = dstate
         for stretch, from the last:
             S = the state kept before it
-            LOAD, SCALE, TRANSPOSE_KEYS, MULTIPLY all chunks of the stretch
-            SPREAD, SUBSTITUTE;  for level in range(LEVELS): EVEN, CORNERS, UPDATE     T of all of them
-            for chunk in stretch: APPLY(chunk);  R = RESIDUAL(chunk, S);  S = SOLVE(chunk, R)
-            for chunk in stretch, from the last: dR = READ(chunk, dS);  dS = STATE(chunk, dS, dR)
-            for chunk in stretch: TRANSPOSE and what follows: the other gradients
+            of all chunks at once: load, the stages up to "L, P", T = (I + L)^-1
+            for chunk in stretch:
+                W, P T = "apply T"
+                R = diag(beta) (V - diag(gamma) K S);  U = T R
+                S = gamma_C S + W^T R
+            for chunk in stretch, from the last:
+                dR = (P T)^T dO + W dS
+                the gradients of q, k, v, g and beta, of S, dS, U, dO and dR
+                dS = the gradient of the state that the chunk meets
         dinitial_state = dS
     """
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
-    parts, value_parts = split_evenly(K), split_evenly(V)
+    assert every <= MOST_EVERY, (
+        f"every={every} exceeds the {MOST_EVERY} chunks of a stretch that the order has"
+    )
+    parts = split_evenly(K)
     chunks = (T + C - 1) // C
-    inputs = (q, k, v, g, beta)
     heads = count_slots(H, HV, width)
     key_dtype = q.dtype if heads == H else nl.float32
     dq = nl.ndarray((N, T, heads, K), dtype=key_dtype, buffer=nl.shared_hbm)
@@ -413,68 +401,32 @@ def gated_delta_rule_bwd(
     dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
-    gradients = (dq, dk, dv, dg, dbeta)
     largest = min(C, pad_to_rows(T))
-    constants = build_gradient_constants(largest, q.dtype)
-    blocks = build_block_constants(largest)
+    call = {
+        "inputs": (q, k, v, g, beta), "do": do, "initial_state": initial_state, "has_state": has_state,
+        "states": states, "scale": scale, "l2norm": l2norm, "every": every, "C": C, "T": T, "V": V,
+        "parts": parts, "value_parts": split_evenly(V), "gradients": (dq, dk, dv, dg, dbeta),
+        "constants": build_gradient_constants(largest, q.dtype), "blocks": build_block_constants(largest),
+    }  # fmt: skip
+    stretches = (chunks + every - 1) // every
+    work = list_work(ORDER, stretches)
     for wave in list_waves(N, H, HV, width, lanes):
-        work = list_work(chunks, every)
         streams = []
         for bundle in wave:
-            dS = load_state(dstate, bundle, parts, V, has_dstate)
-            streams.append({"bundle": bundle, "dS": dS, "spaces": [], "stretches": [], "states": []})
+            stream = Stream(bundle=bundle, chunks=[], S=[], spaces=[])
+            stream.dS = load_state(dstate, bundle, parts, V, has_dstate)
             for _ in range(min(every, chunks)):
-                streams[len(streams) - 1]["spaces"].append(allocate_workspace(largest, bundle["lanes"]))
-            for _ in range((chunks + every - 1) // every):
-                streams[len(streams) - 1]["stretches"].append([])
-                streams[len(streams) - 1]["states"].append([])
-        delay = count_stretch_slots(every) // len(wave)
-        for slot in range(len(work) + delay * (len(wave) - 1)):
-            for b in range(len(wave)):
-                own = slot - b * delay
-                for item in range(len(work[own]) if own >= 0 and own < len(work) else 0):
-                    stage, stretch, i = work[own][item]
-                    stream, bundle = streams[b], wave[b]
-                    if stage == LOAD:
-                        spans = []
-                        for index in range(stretch * every, min((stretch + 1) * every, chunks)):
-                            spans.append((index * C, min((index + 1) * C, T)))
-                        stream["stretches"][stretch] = load_again(
-                            inputs, do, bundle, spans, l2norm, constants
-                        )
-                        stream["states"][stretch] = load_kept_state(
-                            initial_state, states, stretch, bundle, parts, V, has_state
-                        )
-                    solved = stream["stretches"][stretch]
-                    goes_on = i + 1 < len(solved)
-                    if stage in (FACTORS, SHORTEN):
-                        for chunk in solved:
-                            if stage == FACTORS:
-                                chunk["shortening"] = divide_norms(chunk["inverse_norms"])
-                            else:
-                                shorten_vectors(chunk["qk"], chunk["shortening"])
-                    elif stage == SCALE:
-                        scale_again(solved, (), bundle, scale, constants)
-                    elif stage in (TRANSPOSE_KEYS, MULTIPLY):
-                        multiply_again(stage, solved, bundle, parts, blocks, constants)
-                    elif stage >= SPREAD and stage <= UPDATE:
-                        invert_step(solved, stage, i, stream["spaces"], blocks, constants)
-                    elif stage == APPLY:
-                        apply_inverse(solved[i], bundle, parts, goes_on, constants)
-                    elif stage == RESIDUAL:
-                        solve_residual(solved[i], stream["states"][stretch], bundle, q.dtype)
-                    elif stage == SOLVE:
-                        stream["states"][stretch] = solve_state(solved[i], parts, goes_on, constants)
-                    elif stage == READ:
-                        differentiate_residual(solved[i], stream["dS"], bundle, q.dtype)
-                    elif stage == STATE:
-                        stream["dS"] = differentiate_state(solved[i], parts)
-                    elif stage >= TRANSPOSE:
-                        differentiate_chunk(
-                            stage, solved[i], bundle, gradients, parts, value_parts, l2norm, constants
-                        )
-        for b in range(len(wave)):
-            store_state(dinitial_state, streams[b]["dS"], wave[b], parts)
+                stream.spaces.append(allocate_workspace(largest, bundle["lanes"]))
+            for _ in range(stretches):
+                stream.chunks.append([])
+                stream.S.append([])
+            streams.append(stream)
+        for entry in work:
+            stage, bundles, back, share, shares = entry
+            for b in range(bundles, len(wave), 2):
+                run_stage(stage, share, shares, streams[b], stretches - 1 - back, call)
+        for stream in streams:
+            store_state(dinitial_state, stream.dS, stream.bundle, parts)
     return dq, dk, dv, dg, dbeta, dinitial_state
 
 

@@ -3,7 +3,7 @@
     S <- exp(g_t) S    u = beta_t (v_t - S^T k_t)    S <- S + k_t u^T    o_t = scale S^T q_t
 
 Source: arXiv:2412.06464. Value head j reads query and key of head j // (HV / H). `nki_kernels.chunk` has the
-equations of a chunk, the letters, and the tiles in a chunk's dict.
+equations of a chunk and the letters, `nki_kernels.chunk_tiles` its tiles.
 """
 
 from delta_trn.nki_kernels.chunk import (
@@ -14,8 +14,7 @@ from delta_trn.nki_kernels.chunk import (
     decay_and_add,
     find_key_head,
     invert_key_squares,
-    load_keys,
-    load_lanes,
+    load_chunk,
     multiply_lanes,
     multiply_lanes_at_once,
     multiply_pairs,
@@ -31,8 +30,11 @@ from delta_trn.nki_kernels.chunk import (
     transpose_side,
     weight_decays,
 )
+from delta_trn.nki_kernels.chunk_tiles import Stream
 from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.orders import RULE_FORWARD
 from delta_trn.nki_kernels.plan import list_waves, pad_to_rows, split_evenly
+from delta_trn.nki_kernels.schedule import ALL, Stage, list_work, rank
 from delta_trn.nki_kernels.tiles import (
     build_constants,
     choose_factors,
@@ -45,76 +47,39 @@ from delta_trn.nki_kernels.tiles import (
     transpose,
 )
 from delta_trn.nki_kernels.triangular import (
-    BLOCK,
+    INVERSE,
+    INVERTING,
     allocate_workspace,
-    begin_solutions,
     build_block_constants,
-    count_levels,
+    invert_chunks,
     list_block_columns,
-    multiply_corners,
-    place_blocks,
-    spread_blocks,
-    substitute,
-    transpose_blocks,
-    update_blocks,
 )
 
-# The stages of a chunk, and what they make.
-LOAD = 0  # tiles of the inputs
-DECAYS = 1  # sums of g, and what D's products add
-NORMS = 2  # of q and k, of KEY_SQUARES
-GATES = 3  # gamma, lambda, and all that has one number per token
-SCALE_K = 4  # lambda_k
-SCALE_V = 5  # beta_v
-SCALE_Q = 6  # gamma_q
-TRANSPOSE_K = 7  # k_t
-TRANSPOSE_Q = 8  # q_t
-MATRIX_D = 9  # D_t
-TRANSPOSE_GAMMA_Q = 10  # gamma_q_t
-WEIGHT = 11  # D_t diag(beta)
-MATRIX_L = 12  # minus_L_t
-MATRIX_P = 13  # P_t
-COLUMNS = 14  # of L's blocks of 16
-SPREAD = 15  # the same, on all partitions of their blocks
-SOLVE = 16  # three stages, of five columns each: the inverses of the blocks
-MERGE = 19  # three stages for each of three levels: T
-MULTIPLY_W = 28  # W
-MULTIPLY_PT = 29  # PT_t
-RESIDUAL = 30  # R, and the state to HBM where it is to be kept
-OUTPUT = 31  # O
-STATE = 32  # the next state
-KEY_SQUARES = 33  # squared norms of q and k
-
-# The bundles that run a stage: every other one, or all side by side
-EVEN = 0
-ODD = 1
-ALL = 2
-
-AHEAD = 6  # chunks by which LOAD is ahead of STATE, at most
-
-
-def list_stages():
-    """Lists what is issued in one turn, (stage, bundles, chunks ahead), in order.
-
-    Each engine runs its instructions in order, and waits where an operand is not there yet. So a turn holds
-    stages of several chunks, and what a stage makes is used a while later. The order is the best that
-    simulated annealing found by the cost model's time in program order, over four shapes at once: it has no
-    other reason, but that a stage comes after those that it needs.
-    """
-    return (
-        (COLUMNS, ODD, 2), (SCALE_Q, ODD, 3), (LOAD, ODD, 6), (TRANSPOSE_Q, ODD, 5), (MERGE, ALL, 1),
-        (MERGE + 8, ALL, 0), (MATRIX_L, EVEN, 2), (KEY_SQUARES, EVEN, 4), (WEIGHT, ODD, 3),
-        (MERGE + 1, ALL, 1), (MULTIPLY_PT, EVEN, 0), (TRANSPOSE_GAMMA_Q, EVEN, 2), (NORMS, ODD, 4),
-        (COLUMNS, EVEN, 2), (MERGE + 2, ALL, 1), (RESIDUAL, ODD, 0), (MATRIX_P, ODD, 0), (GATES, EVEN, 3),
-        (SPREAD, ALL, 2), (TRANSPOSE_K, ODD, 5), (MERGE + 3, ALL, 1), (NORMS, EVEN, 4),
-        (MULTIPLY_W, EVEN, 0), (GATES, ODD, 4), (SOLVE, ALL, 2), (MATRIX_D, EVEN, 3), (OUTPUT, EVEN, 0),
-        (MATRIX_D, ODD, 4), (KEY_SQUARES, ODD, 5), (SCALE_V, ODD, 1), (MATRIX_L, ODD, 3), (SCALE_K, ODD, 2),
-        (MERGE + 4, ALL, 1), (SOLVE + 1, ALL, 2), (TRANSPOSE_K, EVEN, 3), (SCALE_V, EVEN, 3),
-        (MULTIPLY_W, ODD, 0), (MERGE + 5, ALL, 1), (DECAYS, EVEN, 4), (DECAYS, ODD, 5), (SCALE_K, EVEN, 2),
-        (STATE, EVEN, 0), (MULTIPLY_PT, ODD, 0), (SOLVE + 2, ALL, 2), (MERGE + 6, ALL, 1), (OUTPUT, ODD, 0),
-        (TRANSPOSE_GAMMA_Q, ODD, 3), (MATRIX_P, EVEN, 1), (MERGE + 7, ALL, 1), (SCALE_Q, EVEN, 3),
-        (RESIDUAL, EVEN, 1), (WEIGHT, EVEN, 3), (STATE, ODD, 0), (TRANSPOSE_Q, EVEN, 3), (LOAD, EVEN, 5),
-    )  # fmt: skip
+STAGES = (
+    Stage("load", makes=("g", "beta", "qk", "v")),
+    Stage("sum decays", needs=("g", "qk"), makes=("factors", "spread")),
+    Stage("square keys", needs=("qk",), makes=("squares",)),
+    Stage("invert norms", needs=("squares",), makes=("inverse_norms",)),
+    Stage("gates", needs=("factors", "beta", "inverse_norms"), makes=("gates", "diagonals")),
+    Stage("scale k", needs=("qk", "gates"), makes=("lambda_k",)),
+    Stage("scale v", needs=("v", "gates"), makes=("beta_v",)),
+    Stage("scale q", needs=("qk", "gates"), makes=("gamma_q",)),
+    Stage("transpose k", needs=("qk",), makes=("k_t",)),
+    Stage("transpose q", needs=("qk",), makes=("q_t",)),
+    Stage("transpose scaled q", needs=("gamma_q",), makes=("gamma_q_t",)),
+    Stage("D", needs=("spread",), makes=("D_t",)),
+    Stage("weight D", needs=("D_t", "diagonals"), makes=("weighted_D_t",)),
+    Stage("L", needs=("k_t", "weighted_D_t"), makes=("minus_L_t",)),
+    Stage("P", needs=("k_t", "q_t", "D_t"), makes=("P_t",)),
+    Stage("list columns", needs=("minus_L_t",), makes=("block_columns",)),
+    *INVERTING,
+    Stage("W", needs=("T", "lambda_k", "gates"), makes=("W",)),
+    Stage("P T", needs=("T", "P_t", "gates"), makes=("PT_t",)),
+    Stage("R", needs=("k_t", "beta_v"), before=("S",), makes=("R",)),
+    Stage("O", needs=("gamma_q_t", "PT_t", "R"), makes=("o",)),
+    Stage("S", needs=("W", "R"), before=("S",), makes=("S",)),
+)
+ORDER = rank("gated_delta_rule_fwd", STAGES, RULE_FORWARD)
 
 
 def load_state(states, bundle, parts, V, present):
@@ -144,42 +109,36 @@ def store_state(states, S, bundle, parts):
 
 def compute_output(chunk, dtype):
     """Computes O = scale diag(gamma) Q S + (P T) R, [rows, lanes, V]: one sum in PSUM per lane."""
-    rows, lanes, V = chunk["R"].shape
+    rows, lanes, V = chunk.R.shape
     out_sb = sbuf((rows, lanes, V), dtype)
     for lane in range(lanes):
         O_ps = psum((rows, V))
-        multiply_parts(O_ps, chunk["gamma_q_t"], chunk["S_rounded"], lane, lane)
-        nisa.nc_matmul(dst=O_ps, stationary=chunk["PT_t"][:, lane, :], moving=chunk["R_rounded"][:, lane, :])
-        copy_scaled(out_sb[:, lane, :], O_ps, chunk["read_scale"][:, lane : lane + 1])
+        multiply_parts(O_ps, chunk.gamma_q_t, chunk.S_rounded, lane, lane)
+        nisa.nc_matmul(dst=O_ps, stationary=chunk.PT_t[:, lane, :], moving=chunk.R_rounded[:, lane, :])
+        copy_scaled(out_sb[:, lane, :], O_ps, chunk.read_scale[:, lane : lane + 1])
     return out_sb
 
 
 def load_forward(stream, index, call):
-    """Runs LOAD for chunk number `index` of a stream."""
-    q, k, v, g, beta = call["inputs"]
-    start, bundle = index * call["C"], stream["bundle"]
+    """Loads chunk number `index` of a stream."""
+    q = call["inputs"][0]
+    start = index * call["C"]
     tokens = min(call["C"], q.shape[1] - start)
     table = take_corners(call["constants"], pad_to_rows(tokens))
-    return {
-        "start": start, "tokens": tokens, "table": table,
-        "g": load_lanes(g, bundle, start, tokens, table["rows"]),
-        "beta": load_lanes(beta, bundle, start, tokens, table["rows"]),
-        "qk": load_keys(q, k, bundle, start, tokens, table),
-        "v": load_lanes(v, bundle, start, tokens, table["rows"], v.dtype),
-    }  # fmt: skip
+    return load_chunk(call["inputs"], stream.bundle, start, tokens, table)
 
 
 def enlarge_residual(chunk, bundle):
     """Divides what R is made of, value_scale and minus_strength_gamma, by f of k; returns f per lane."""
-    if len(chunk["norms"]) == 0:
+    if len(chunk.inverse_norms) == 0:
         return ()
-    rows, lanes = chunk["gamma"].shape
+    rows, lanes = chunk.gamma.shape
     heads = bundle["key_heads"]
     per_head = (rows, heads, lanes // heads)
-    factors_sb, growth_sb = choose_factors(chunk["norms"][0][:, 1, :])
+    factors_sb, growth_sb = choose_factors(chunk.inverse_norms[0][:, 1, :])
     growth = growth_sb.ap(pattern=[[heads, rows], [1, heads], [0, lanes // heads]], offset=0)
-    for name in ("value_scale", "minus_strength_gamma"):
-        columns = chunk[name].reshape(per_head)
+    for scale_sb in (chunk.value_scale, chunk.minus_strength_gamma):
+        columns = scale_sb.reshape(per_head)
         nisa.scalar_tensor_tensor(
             dst=columns, data=growth, op0=nl.maximum, operand0=1.0, op1=nl.multiply, operand1=columns
         )
@@ -191,144 +150,97 @@ def enlarge_residual(chunk, bundle):
 
 
 def prepare(stage, chunk, bundle, call):
-    """Runs a stage before SPREAD: nothing of it needs T or the state."""
-    table, parts = chunk["table"], call["parts"]
-    if stage == DECAYS:
-        chunk["sums"] = sum_decays(chunk["g"], chunk["qk"].shape[3], table)
-        chunk["spread"] = spread_decays(chunk["g"], table)
-    elif stage == KEY_SQUARES:
+    """Runs a stage that needs neither T nor the state."""
+    table, parts = chunk.table, call["parts"]
+    if stage == "sum decays":
+        chunk.factors, chunk.carry_factors = sum_decays(chunk.g, chunk.qk.shape[3], table)
+        chunk.spread = spread_decays(chunk.g, table)
+    elif stage == "square keys":
         if call["l2norm"]:
-            chunk["squares"] = sum_key_squares(chunk["qk"], table)
-    elif stage == NORMS:
-        chunk["norms"] = invert_key_squares(chunk["squares"], table) if call["l2norm"] else ()
-    elif stage == GATES:
-        factors_sb, carry_factors_sb = chunk["sums"]
-        gates = compute_gates(
-            factors_sb, carry_factors_sb, chunk["beta"], chunk["norms"], bundle, call["scale"]
-        )
-        for name in ("value_scale", "read_scale", "minus_strength_gamma", "gamma", "lambda", "carry"):
-            chunk[name] = gates[name]
-        chunk["shortening"] = enlarge_residual(chunk, bundle)
-        chunk["diagonals"] = build_diagonals(gates["minus_strength"], table)
-    elif stage == SCALE_K:
-        chunk["lambda_k"] = scale_heads(chunk["qk"], 1, chunk["lambda"], bundle, nl.float32)
-    elif stage == SCALE_V:
-        chunk["beta_v"] = scale_lanes(chunk["v"], chunk["value_scale"])
-    elif stage == SCALE_Q:
-        chunk["gamma_q"] = scale_heads(chunk["qk"], 0, chunk["gamma"], bundle, table["products"])
-    elif stage == TRANSPOSE_K:
-        chunk["k_t"] = transpose_side(chunk["qk"], 1, parts, table)
-    elif stage == TRANSPOSE_Q:
-        chunk["q_t"] = transpose_side(chunk["qk"], 0, parts, table)
-    elif stage == MATRIX_D:
-        chunk["D_t"] = compute_decays(chunk["spread"], table)
-    elif stage == TRANSPOSE_GAMMA_Q:
-        chunk["gamma_q_t"] = transpose(chunk["gamma_q"], parts, table)
-    elif stage == WEIGHT:
-        chunk["weighted_D_t"] = weight_decays(chunk["D_t"], chunk["diagonals"], table)
-    elif stage == MATRIX_L:
-        products_ps = multiply_pairs(chunk["k_t"], chunk["k_t"], bundle)
-        chunk["minus_L_t"] = multiply_elements(products_ps, chunk["weighted_D_t"])
-    elif stage == MATRIX_P:
-        products_ps = multiply_pairs(chunk["k_t"], chunk["q_t"], bundle)
-        chunk["P_t"] = multiply_elements(products_ps, chunk["D_t"], table["products"])
-    elif stage == COLUMNS:
-        chunk["block_columns"] = list_block_columns(chunk["minus_L_t"], call["blocks"])
-
-
-def invert(stage, chunks, streams, call):
-    """Runs a stage of SPREAD to MERGE for chunks of several streams, side by side."""
-    blocks, table = call["blocks"], chunks[0]["table"]
-    minus_L_ts, columns, solutions, inverses, spaces = [], [], [], [], []
-    for i in range(len(chunks)):
-        minus_L_ts.append(chunks[i]["minus_L_t"])
-        spaces.append(streams[i]["spaces"])
-        if stage == SPREAD:
-            columns.append(chunks[i]["block_columns"])
-        elif stage < MERGE:
-            columns.append(chunks[i]["columns"])
-        else:
-            inverses.append(chunks[i]["inverse"])
-        if stage > SOLVE and stage < MERGE:
-            solutions.append(chunks[i]["solution"])
-    if stage == SPREAD:
-        columns = spread_blocks(columns, blocks)
-        for i in range(len(chunks)):
-            chunks[i]["columns"] = columns[i]
-    elif stage < MERGE:
-        if stage == SOLVE:
-            solutions = begin_solutions(minus_L_ts, blocks)
-            for i in range(len(chunks)):
-                chunks[i]["solution"] = solutions[i]
-        last = min(BLOCK, table["rows"]) - 1
-        start = (stage - SOLVE) * 5
-        substitute(solutions, columns, min(start, last), min(start + 5, last))
-        if stage == MERGE - 1:
-            inverses = place_blocks(minus_L_ts, solutions, blocks, table)
-            for i in range(len(chunks)):
-                chunks[i]["inverse"] = inverses[i]
-    else:
-        level, third = (stage - MERGE) // 3, (stage - MERGE) % 3
-        if level < count_levels(table["rows"]):
-            if third == 0:
-                transpose_blocks(inverses, blocks, level, table, False)
-            elif third == 1:
-                multiply_corners(inverses, spaces, blocks, level, table)
-            else:
-                update_blocks(inverses, spaces, level, table, False)
+            chunk.squares = sum_key_squares(chunk.qk, table)
+    elif stage == "invert norms":
+        if call["l2norm"]:
+            chunk.inverse_norms = invert_key_squares(chunk.squares, table)
+    elif stage == "gates":
+        compute_gates(chunk, bundle, call["scale"])
+        chunk.growth = enlarge_residual(chunk, bundle)
+        chunk.diagonals = build_diagonals(chunk.minus_strength, table)
+    elif stage == "scale k":
+        chunk.lambda_k = scale_heads(chunk.qk, 1, chunk.lambda_, bundle, nl.float32)
+    elif stage == "scale v":
+        chunk.beta_v = scale_lanes(chunk.v, chunk.value_scale)
+    elif stage == "scale q":
+        chunk.gamma_q = scale_heads(chunk.qk, 0, chunk.gamma, bundle, table["products"])
+    elif stage == "transpose k":
+        chunk.k_t = transpose_side(chunk.qk, 1, parts, table)
+    elif stage == "transpose q":
+        chunk.q_t = transpose_side(chunk.qk, 0, parts, table)
+    elif stage == "transpose scaled q":
+        chunk.gamma_q_t = transpose(chunk.gamma_q, parts, table)
+    elif stage == "D":
+        chunk.D_t = compute_decays(chunk.spread, table)
+    elif stage == "weight D":
+        chunk.weighted_D_t = weight_decays(chunk.D_t, chunk.diagonals, table)
+    elif stage == "L":
+        products_ps = multiply_pairs(chunk.k_t, chunk.k_t, bundle)
+        chunk.minus_L_t = multiply_elements(products_ps, chunk.weighted_D_t)
+    elif stage == "P":
+        products_ps = multiply_pairs(chunk.k_t, chunk.q_t, bundle)
+        chunk.P_t = multiply_elements(products_ps, chunk.D_t, table["products"])
+    elif stage == "list columns":
+        chunk.block_columns = list_block_columns(chunk.minus_L_t, call["blocks"])
 
 
 def keep_state(stream, index, call):
     """Stores the state before a chunk to HBM where it is to be kept."""
-    bundle, every, parts = stream["bundle"], call["every"], call["parts"]
+    bundle, every, parts = stream.bundle, call["every"], call["parts"]
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     if every > 0 and index > 0 and index % max(every, 1) == 0:
         stretch = index // every - 1
         for part in range(len(parts)):
             low, high = parts[part]
             nisa.dma_copy(
-                dst=call["states"][n, stretch, low:high, first : first + lanes, :], src=stream["S"][part]
+                dst=call["states"][n, stretch, low:high, first : first + lanes, :], src=stream.S[part]
             )
 
 
 def advance(stage, chunk, stream, index, call):
     """Runs a stage that needs T or the state."""
-    products = chunk["table"]["products"]
-    if stage == MULTIPLY_W:
-        chunk["W"] = multiply_lanes(chunk["inverse"]["T"], chunk["lambda_k"], chunk["shortening"])
-    elif stage == MULTIPLY_PT:
-        T_sb = round_tile(chunk["inverse"]["T"], products)
-        if len(chunk["shortening"]) > 0:
-            chunk["PT_t"] = multiply_lanes(T_sb, chunk["P_t"], chunk["shortening"], products)
+    products = chunk.table["products"]
+    if stage == "W":
+        chunk.W = multiply_lanes(chunk.inverse["T"], chunk.lambda_k, chunk.growth)
+    elif stage == "P T":
+        T_sb = round_tile(chunk.inverse["T"], products)
+        if len(chunk.growth) > 0:
+            chunk.PT_t = multiply_lanes(T_sb, chunk.P_t, chunk.growth, products)
         else:
-            chunk["PT_t"] = multiply_lanes_at_once(T_sb, chunk["P_t"], 0, T_sb.shape[2], products)
-    elif stage == RESIDUAL:
+            chunk.PT_t = multiply_lanes_at_once(T_sb, chunk.P_t, 0, T_sb.shape[2], products)
+    elif stage == "R":
         keep_state(stream, index, call)
-        chunk["S_rounded"] = round_state(stream["S"], products)
-        chunk["R"] = compute_residual(chunk, chunk["S_rounded"], stream["bundle"])
-        chunk["R_rounded"] = round_tile(chunk["R"], products)
-    elif stage == OUTPUT:
+        chunk.S_rounded = round_state(stream.S, products)
+        chunk.R = compute_residual(chunk, chunk.S_rounded, stream.bundle)
+        chunk.R_rounded = round_tile(chunk.R, products)
+    elif stage == "O":
         out_sb = compute_output(chunk, call["o"].dtype)
-        store_lanes(call["o"], out_sb, stream["bundle"], chunk["start"], chunk["tokens"])
-    else:
-        stream["S"] = decay_and_add(stream["S"], chunk["carry"], [(chunk["W"], chunk["R"])], call["parts"])
+        store_lanes(call["o"], out_sb, stream.bundle, chunk.start, chunk.tokens)
+    elif stage == "S":
+        stream.S = decay_and_add(stream.S, chunk.carry, [(chunk.W, chunk.R)], call["parts"])
 
 
-def run_stage(stage, streams, index, call):
-    """Runs a stage of chunk number `index` of each of these streams."""
-    chunks = []
+def run_stage(stage, share, shares, streams, index, call):
+    """Runs a share of a stage of chunk number `index` of each of these streams."""
+    chunks, spaces = [], []
     for stream in streams:
-        if stage == LOAD:
-            stream["chunks"].append(load_forward(stream, index, call))
-        chunks.append(stream["chunks"][index])
-    if stage >= SPREAD and stage < MULTIPLY_W:
-        invert(stage, chunks, streams, call)
-    else:
-        for i in range(len(streams)):
-            if stage < SPREAD or stage == KEY_SQUARES:
-                prepare(stage, chunks[i], streams[i]["bundle"], call)
-            else:
-                advance(stage, chunks[i], streams[i], index, call)
+        if stage == "load":
+            stream.chunks.append(load_forward(stream, index, call))
+        chunks.append(stream.chunks[index])
+        spaces.append(stream.spaces)
+    if stage in INVERSE:
+        invert_chunks(stage, share, shares, chunks, spaces, False, call["blocks"])
+        return
+    for i in range(len(streams)):
+        prepare(stage, chunks[i], streams[i].bundle, call)
+        advance(stage, chunks[i], streams[i], index, call)
 
 
 @nki.jit
@@ -356,19 +268,20 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
         states          [N, (chunks - 1) // every, K, HV, V] float32, only if there are any
 
     Notes:
-        A chunk's inverse is a chain of steps, each too short for the engine that runs it. So stages of seven
-        chunks are issued in turn (`list_stages`): most of them need no state, and run up to six turns ahead.
-        A bundle's tiles are in its stream, a dict: bundle, chunks (dicts), S, and spaces for the inverse.
+        A chunk's inverse is a chain of steps, each too short for the engine that runs it. So a turn issues
+        stages of seven chunks, in the order of `orders.RULE_FORWARD`.
 
-    Pseudocode, without that overlap:
+    Pseudocode, chunk by chunk:
         for wave in waves:
             S = initial_state
             for chunk in chunks:
-                D, L, P = LOAD .. COLUMNS
-                T = (I + L)^-1 by SPREAD .. MERGE;  PT = P T;  W = T^T diag(lambda) K
-                R = RESIDUAL(chunk, S)
-                o[chunk] = OUTPUT(chunk, S, PT, R)
-                S = STATE(S, W, R)
+                q, k, v, g, beta = load(chunk)
+                D, L, P = the stages from "sum decays" to "list columns"
+                T = (I + L)^-1, by "spread columns", "substitute" and "merge"
+                W = T^T diag(lambda) K;  PT = P T
+                R = diag(beta) (V - diag(gamma) K S)
+                o[chunk] = scale diag(gamma) Q S + PT R
+                S = gamma_C S + W^T R
             final_state = S
     """
     N, T, H, K = q.shape
@@ -388,24 +301,20 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
         "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": l2norm,
         "every": every, "C": C, "o": o, "states": states,
     }  # fmt: skip
-    stages = list_stages()
+    work = list_work(ORDER, chunks)
     for wave in list_waves(N, H, HV, width, lanes):
         groups = [[], [], []]  # streams: EVEN, ODD, ALL
         for b in range(len(wave)):
-            stream = {
-                "bundle": wave[b], "chunks": [], "S": load_state(initial_state, wave[b], parts, V, has_state),
-                "spaces": allocate_workspace(largest, wave[b]["lanes"]),
-            }  # fmt: skip
+            stream = Stream(bundle=wave[b], chunks=[], spaces=allocate_workspace(largest, wave[b]["lanes"]))
+            stream.S = load_state(initial_state, wave[b], parts, V, has_state)
             groups[b % 2].append(stream)
             groups[ALL].append(stream)
-        for turn in range(chunks + AHEAD):
-            for i in range(len(stages)):
-                stage, group, ahead = stages[i]
-                index = turn - AHEAD + ahead
-                if index >= 0 and index < chunks and len(groups[group]) > 0:
-                    run_stage(stage, groups[group], index, call)
+        for entry in work:
+            stage, bundles, index, share, shares = entry
+            if len(groups[bundles]) > 0:
+                run_stage(stage, share, shares, groups[bundles], index, call)
         for stream in groups[ALL]:
-            store_state(final_state, stream["S"], stream["bundle"], parts)
+            store_state(final_state, stream.S, stream.bundle, parts)
     if kept > 0:
         return o, final_state, states
     return o, final_state

@@ -30,14 +30,25 @@ of the identity, cheaper than to keep T up to date. Only the odd block columns o
 products and updates are C/2 wide, half of what masked C x C products cost. L needs no mask before: rows that
 do not belong to the pair are dropped where products leave PSUM. The kernels hold -L transposed, so that
 corners are added.
+
+The kernels run this in three stages, of chunks side by side (`invert_chunks`).
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, split
+from delta_trn.nki_kernels.schedule import Stage, list_steps
 from delta_trn.nki_kernels.tiles import copy_scaled, keep_upper, psum, sbuf
 
 BLOCK = 16  # rows of a block that is solved by substitution
 GROUP = 32  # rows of the partitions at which an instruction may start
+INVERTING = (
+    Stage("spread columns", needs=("block_columns",), makes=("columns",)),
+    Stage("substitute", needs=("columns",), makes=("blocks",)),
+    Stage("merge", needs=("blocks",), makes=("T",), in_place=True),
+)
+INVERSE = ("spread columns", "substitute", "merge")
+SUBSTITUTIONS, COLUMNS = 3, 5  # steps, and columns of a step
+LEVELS = 3  # merges of blocks of 16 to 128 rows
 
 
 def select_range(ones_sb, low, high, pattern):
@@ -220,7 +231,7 @@ def substitute(solutions, columns, start, stop):
 
 
 def place_blocks(minus_L_ts, solutions, blocks, table):
-    """Puts the inverted blocks on a diagonal. Returns what `merge` works on:
+    """Puts the inverted blocks on a diagonal. Returns what merges work on:
 
     minus_L_t       -L transposed, a tile [C, lanes, C]; below its diagonal, anything finite
     T_t             the inverse's transpose, blocks on the diagonal yet, [C, lanes, C]
@@ -247,13 +258,6 @@ def place_blocks(minus_L_ts, solutions, blocks, table):
             inverse["T_t"] = T_t_sb
         inverses.append(inverse)
     return inverses
-
-
-def solve_blocks(minus_L_ts, columns, blocks, table):
-    """Inverts the blocks of 16, all three steps of it; returns what `place_blocks` returns."""
-    solutions = begin_solutions(minus_L_ts, blocks)
-    substitute(solutions, columns, 0, solutions[0].shape[2] - 1)
-    return place_blocks(minus_L_ts, solutions, blocks, table)
 
 
 def transpose_columns(x_sb, columns):
@@ -309,7 +313,7 @@ def keeps_transpose(last, table, both):
 
 
 def transpose_blocks(inverses, blocks, level, table, both):
-    """Makes the even columns of T, and all of them at the last level: the first third of `merge`."""
+    """Makes the even columns of T, and all of them at the last level: the first third of a merge."""
     C, s = table["rows"], find_size(level)
     last = 2 * s == C
     corners = table["identity"] if last else blocks["even_columns"][level][0:C, 0 : C // 2]
@@ -320,7 +324,7 @@ def transpose_blocks(inverses, blocks, level, table, both):
 
 
 def multiply_corners(inverses, spaces, blocks, level, table):
-    """Makes M T in the even columns of `spaces`: the second third of `merge`."""
+    """Makes M T in the even columns of `spaces`: the second third of a merge."""
     C, s = table["rows"], find_size(level)
     half, pairs = C // 2, C // (2 * s)
     corners_sb = blocks["corners"][level]
@@ -345,7 +349,7 @@ def multiply_corners(inverses, spaces, blocks, level, table):
 
 
 def update_blocks(inverses, spaces, level, table, both):
-    """Adds T M T to T at the last level, and its transpose to T_t: the last third of `merge`."""
+    """Adds T M T to T at the last level, and its transpose to T_t: the last third of a merge."""
     C, s = table["rows"], find_size(level)
     half, pairs, last = C // 2, C // (2 * s), 2 * s == C
     for b in range(len(inverses)):
@@ -414,29 +418,60 @@ def multiply_and_add(dst, x, y, z, op):
         )
 
 
-def merge(inverses, spaces, blocks, level, table, both):
-    """Merges one level: blocks of 16 times 2^level become blocks of twice the size; the last level makes T.
+def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
+    """Runs a share of one of these stages for chunks of equally many rows, each with its own space.
 
-    Args:
-        inverses        what `solve_blocks` returns
-        spaces          what `allocate_workspace` returns, per bundle
-        blocks          what `build_block_constants` returns
-        table           the constants for the chunk's rows
-        both            False: nobody needs T_t after the last level, and it may be left as it was
-
-    Notes:
-        Each loop over bundles issues one stage for all of them, so that one bundle's products run while
-        another's leave PSUM. A reshape [C, lanes, C] -> [C, lanes, pairs, 2, s] shows the columns as pairs of
-        an even and an odd block.
+    Unless `both`, nobody needs the transpose of T afterwards.
     """
-    transpose_blocks(inverses, blocks, level, table, both)
-    multiply_corners(inverses, spaces, blocks, level, table)
-    update_blocks(inverses, spaces, level, table, both)
+    if stage == "spread columns":
+        block_columns = []
+        for chunk in chunks:
+            block_columns.append(chunk.block_columns)
+        columns = spread_blocks(block_columns, blocks)
+        for i in range(len(chunks)):
+            chunks[i].columns = columns[i]
+    elif stage == "substitute":
+        first, stop = list_steps(SUBSTITUTIONS, share, shares)
+        for step in range(first, stop):
+            substitute_columns(step, chunks, blocks)
+    else:
+        inverses = []
+        for chunk in chunks:
+            inverses.append(chunk.inverse)
+        first, stop = list_steps(3 * LEVELS, share, shares)
+        for step in range(first, stop):
+            merge_blocks(step // 3, step % 3, inverses, spaces, blocks, chunks[0].table, both)
 
 
-def invert(minus_L_ts, block_columns, spaces, blocks, table, both):
-    """Inverts I + L of every bundle; returns dicts with T and, if `both`, T_t complete."""
-    inverses = solve_blocks(minus_L_ts, spread_blocks(block_columns, blocks), blocks, table)
-    for level in range(count_levels(table["rows"])):
-        merge(inverses, spaces, blocks, level, table, both)
-    return inverses
+def substitute_columns(step, chunks, blocks):
+    """Solves a third of the columns of all blocks; the last third puts the inverted blocks on a diagonal."""
+    table = chunks[0].table
+    minus_L_ts, columns, solutions = [], [], []
+    for chunk in chunks:
+        minus_L_ts.append(chunk.minus_L_t)
+        columns.append(chunk.columns)
+    if step == 0:
+        solutions = begin_solutions(minus_L_ts, blocks)
+        for i in range(len(chunks)):
+            chunks[i].solution = solutions[i]
+    else:
+        for chunk in chunks:
+            solutions.append(chunk.solution)
+    last = min(BLOCK, table["rows"]) - 1
+    substitute(solutions, columns, min(step * COLUMNS, last), min((step + 1) * COLUMNS, last))
+    if step == SUBSTITUTIONS - 1:
+        inverses = place_blocks(minus_L_ts, solutions, blocks, table)
+        for i in range(len(chunks)):
+            chunks[i].inverse = inverses[i]
+
+
+def merge_blocks(level, third, inverses, spaces, blocks, table, both):
+    """Runs a third of a merge; a chunk of few rows has fewer levels."""
+    if level >= count_levels(table["rows"]):
+        return
+    if third == 0:
+        transpose_blocks(inverses, blocks, level, table, both)
+    elif third == 1:
+        multiply_corners(inverses, spaces, blocks, level, table)
+    else:
+        update_blocks(inverses, spaces, level, table, both)

@@ -9,44 +9,14 @@ stages are in `nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` a
 the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 """
 
-from delta_trn.nki_kernels.chunk import invert_key_squares, sum_decays, sum_key_squares
-from delta_trn.nki_kernels.chunk_gradients import (
-    divide_norms,
-    shorten_vectors,
-    transpose_gradients,
-    transpose_states,
-)
+from delta_trn.nki_kernels.chunk import load_chunk
+from delta_trn.nki_kernels.chunk_gradients import compute_writes
+from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import (
     compute_slopes,
     differentiate_rows,
-    load_gradient_chunk,
     load_u,
     multiply_slopes,
-)
-from delta_trn.nki_kernels.gated_delta_layer.bwd_stages import (
-    DECAYS,
-    DU,
-    DZ,
-    GATE,
-    GATE_SLOPE,
-    KEPT,
-    LOAD_ROWS,
-    LOAD_TAPS,
-    LOAD_U,
-    MERGE,
-    NORMS,
-    PRODUCTS,
-    REST,
-    ROOT,
-    ROWS,
-    SLOPE,
-    SQUARES,
-    STORE_DX,
-    TAPS,
-    TRANSPOSE_STATES,
-    UNIT,
-    list_gradient_stages,
-    rank_shares,
 )
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     AT_ONCE,
@@ -63,34 +33,17 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     store_sums,
     sum_taps,
 )
+from delta_trn.nki_kernels.gated_delta_layer.fwd import NORM_STAGES
+from delta_trn.nki_kernels.gated_delta_layer.records import LayerStream, LayerTiles
+from delta_trn.nki_kernels.gated_delta_rule_bwd import STAGES as RULE_STAGES
 from delta_trn.nki_kernels.gated_delta_rule_bwd import (
-    APPLY,
-    EVEN,
-    FACTORS,
-    LOAD,
-    MULTIPLY,
-    READ,
-    RESIDUAL,
-    SCALE,
-    SHORTEN,
-    SOLVE,
-    SPREAD,
-    STATE,
-    SUBSTITUTE,
-    TRANSPOSE,
-    TRANSPOSE_KEYS,
     apply_inverse,
     build_gradient_constants,
     differentiate_chunk,
-    differentiate_residual,
-    differentiate_state,
-    invert_beta,
-    invert_step,
     load_kept_state,
-    multiply_again,
+    prepare_again,
     scale_again,
     solve_residual,
-    solve_state,
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
@@ -98,6 +51,7 @@ from delta_trn.nki_kernels.gated_rms_norm import (
     load_everywhere,
 )
 from delta_trn.nki_kernels.language import nki, nl
+from delta_trn.nki_kernels.orders import LAYER_BACKWARD
 from delta_trn.nki_kernels.plan import (
     BACKWARD_BUNDLES,
     PARTITIONS,
@@ -107,6 +61,7 @@ from delta_trn.nki_kernels.plan import (
     split,
     split_evenly,
 )
+from delta_trn.nki_kernels.schedule import Stage, list_steps, list_work, rank
 from delta_trn.nki_kernels.short_convolution import check
 from delta_trn.nki_kernels.tiles import (
     build_identity,
@@ -116,138 +71,132 @@ from delta_trn.nki_kernels.tiles import (
     rule_inputs,
     take_corners,
 )
-from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
+from delta_trn.nki_kernels.triangular import (
+    INVERSE,
+    allocate_workspace,
+    build_block_constants,
+    invert_chunks,
+)
+
+OWN_STAGES = (
+    Stage("load", makes=("qk", "v", "g", "beta")),
+    Stage("load state", makes=("kept",)),
+    Stage("R", needs=("kept", "k_t", "beta_v"), makes=("R",)),
+    Stage("load rows", makes=("o", "z", "dy")),
+    *NORM_STAGES,
+    Stage("gate", needs=("z",), makes=("gate",)),
+    Stage("slope of z", needs=("z",), makes=("slope of z",)),
+    Stage("multiply rows", needs=("dy", "gate", "slope of z", "h"), makes=("dy slope", "n", "nh")),
+    Stage("dz", needs=("h", "dy slope")),
+    Stage("do", needs=("h", "n", "nh"), makes=("do",)),
+    Stage("load u", makes=("u",)),
+    Stage("slope of u", needs=("u",), makes=("slope of u",)),
+    Stage("du", needs=("slope of u", "dqk", "dR", "gates"), makes=("du",)),
+    Stage("load taps", makes=("taps",)),
+    Stage("multiply taps", needs=("du",), follows=("taps",), makes=("products of taps",)),
+    Stage("sum taps", follows=("products of taps",), makes=("sums of taps",)),
+    Stage("store dx", follows=("sums of taps",)),
+)
 
 
-def run_gradient_stage(stage, stream, index, call):
-    """Runs a stage of a chunk's gradients.
+def list_stages():
+    """Lists the layer's stages: its own, and of the rule's all but those that it has in another form."""
+    own = {stage.name for stage in OWN_STAGES} | {"store"}
+    return (*OWN_STAGES, *(stage for stage in RULE_STAGES if stage.name not in own))
 
-    A chunk has two dicts: `chunk` is the rule's, and `own` has what norm and convolution make, some of whose
-    stages may come before LOAD.
-    """
-    bundle, parts, constants, V = stream["bundle"], call["parts"], call["constants"], call["V"]
-    products, own, chunk = constants["products"], stream["own"][index], stream["chunks"][index]
-    table = take_corners(constants, own["rows"])
-    if stage == LOAD:
-        stream["chunks"][index] = load_gradient_chunk(own, bundle, call, table)
-    elif stage == SQUARES:
-        chunk["squares"] = sum_key_squares(chunk["qk"], table)
-    elif stage == NORMS:
-        chunk["inverse_norms"] = invert_key_squares(chunk["squares"], table)
-        invert_beta(chunk)
-    elif stage == DECAYS:
-        factors_sb, carry_factors_sb = sum_decays(chunk["g"], call["K"], table)
-        chunk["factors"], chunk["carry_factors"] = factors_sb, carry_factors_sb
-    elif stage == LOAD_U:
+
+STAGES = list_stages()
+ORDER = rank("gated_delta_layer_bwd", STAGES, LAYER_BACKWARD)
+CONVOLUTION = ("load taps", "multiply taps", "sum taps", "store dx")
+
+
+def run_stage(stage, share, shares, stream, index, call):
+    """Runs a share of a stage of chunk number `index`."""
+    bundle, parts, own, chunk = stream.bundle, call["parts"], stream.own[index], stream.chunks[index]
+    if stage in CONVOLUTION:
+        run_convolution(stage, share, shares, stream, own, call)
+    elif stage in INVERSE:
+        invert_chunks(stage, share, shares, [chunk], [stream.spaces], True, call["blocks"])
+    elif stage == "load":
+        table = take_corners(call["constants"], own.rows)
+        stream.chunks[index] = load_chunk(call["inputs"], bundle, own.start, own.tokens, table)
+    elif stage == "load state":
+        own.kept = load_kept_state(
+            call["initial_state"], call["states"], index, bundle, parts, call["V"], call["has_state"]
+        )
+    elif stage == "load u":
         load_u(own, stream, call)
-    elif stage == KEPT:
-        own["kept"] = load_kept_state(
-            call["initial_state"], call["states"], index, bundle, parts, V, call["has_state"]
-        )
-    elif stage == FACTORS:
-        chunk["shortening"] = divide_norms(chunk["inverse_norms"])
-    elif stage == SHORTEN:
-        shorten_vectors(chunk["qk"], chunk["shortening"])
-    elif stage in (LOAD_ROWS, ROWS, ROOT, UNIT, GATE, GATE_SLOPE, PRODUCTS, DZ, REST):
-        differentiate_rows(stage, own, stream, call)
-    elif stage == SCALE:
-        chunk["do"] = own["do"]
-        scaled = [chunk]
-        scale_again(scaled, (own["r"],), bundle, call["scale"], constants)
-        stream["chunks"][index] = scaled[0]
-    elif stage in (TRANSPOSE_KEYS, MULTIPLY):
-        multiply_again(stage, [chunk], bundle, parts, call["blocks"], constants)
-    elif stage in (SPREAD, SUBSTITUTE):
-        invert_step([chunk], stage, 0, [stream["space"]], call["blocks"], constants)
-    elif stage == TRANSPOSE:
-        transpose_gradients(chunk, call["value_parts"], table)
-    elif stage == TRANSPOSE_STATES:
-        transpose_states(chunk, parts, call["value_parts"], constants)
-    elif stage >= MERGE:
-        level = (stage - MERGE) // 3
-        invert_step(
-            [chunk], EVEN + stage - MERGE - 3 * level, level, [stream["space"]], call["blocks"], constants
-        )
-    elif stage == APPLY:
-        apply_inverse(chunk, bundle, parts, False, constants)
-    elif stage == RESIDUAL:
-        solve_residual(chunk, own["kept"], bundle, products)
-    elif stage == SOLVE:
-        solve_state(chunk, parts, False, constants)
-    elif stage == READ:
-        differentiate_residual(chunk, stream["dS"], bundle, products)
-    elif stage == STATE:
-        stream["dS"] = differentiate_state(chunk, parts)
-    elif stage == SLOPE:
+    elif stage == "slope of u":
         compute_slopes(own, stream, call)
-    elif stage == DU:
+    elif stage == "gates":
+        chunk.do = own.do
+        scale_again(chunk, (own.r,), bundle, call["scale"])
+    elif stage == "apply T":
+        apply_inverse(chunk, bundle, parts, False)
+    elif stage == "R":
+        solve_residual(chunk, own.kept, bundle)
+    elif stage == "U":
+        compute_writes(chunk, call["constants"])
+    elif stage == "du":
         multiply_slopes(chunk, own, stream, call)
     else:
-        differentiate_chunk(
-            stage, chunk, bundle, call["gradients"], parts, call["value_parts"], True, constants
-        )
+        differentiate_rows(stage, own, stream, call)
+        prepare_again(stage, chunk, stream, call)
+        differentiate_chunk(stage, chunk, stream, call)
 
 
-def convolve_again(stage, step, stream, index, call):
-    """Runs LOAD_TAPS, TAPS or SUM_TAPS of a chunk: of cell and taps number `step`; or STORE_DX of a cell."""
-    own, W = stream["own"][index], call["W"]
-    if stage == STORE_DX:
-        store_dx(own, stream, step, call["dx"])
-        return
-    spans = split(W, AT_ONCE)
-    c = step // len(spans)
-    taps, cell = spans[step - c * len(spans)], stream["plan"]["cells"][c]
-    if stage == LOAD_TAPS:
-        own["taps"].append(
-            load_taps(
-                call["x"], call["prefix"], call["continued"], stream["plan"], cell, taps,
-                stream["bundle"]["n"], own["start"], own["tokens"], W,
-            )
-        )  # fmt: skip
-    elif stage == TAPS:
-        if step == 0:
-            own["leaving"] = allocate_leaving(own, stream["plan"], W)
-            own["arriving"] = stream["leaving"]
-            stream["leaving"] = [own["leaving"]]
-            if call["packed"]:
-                keep_sb, counts = load_masks(
-                    call["position"], own["start"], own["tokens"], stream["counts"], W
+def run_convolution(stage, share, shares, stream, own, call):
+    """Runs a share of a stage of the convolution: cell by cell, `AT_ONCE` taps in a step."""
+    spans = split(call["W"], AT_ONCE)
+    cells = stream.plan["cells"]
+    per_cell = 1 if stage == "store dx" else len(spans)
+    first, stop = list_steps(len(cells) * per_cell, share, shares)
+    for step in range(first, stop):
+        c = step // per_cell
+        taps = spans[step - c * per_cell]
+        if stage == "load taps":
+            own.taps.append(
+                load_taps(
+                    call["x"], call["prefix"], call["continued"], stream.plan, cells[c], taps,
+                    stream.bundle["n"], own.start, own.tokens, call["W"],
                 )
-                own["keep"], own["counts"] = keep_sb, counts
-        own["products"].append(multiply_taps(own, stream, cell, taps, own["taps"][step], call))
-    else:
-        sum_taps(own, stream, c, taps, own["products"][step], call)
+            )  # fmt: skip
+        elif stage == "multiply taps":
+            if step == 0:
+                open_convolution(own, stream, call)
+            own.products.append(multiply_taps(own, stream, cells[c], taps, own.taps[step], call))
+        elif stage == "sum taps":
+            sum_taps(own, stream, c, taps, own.products[step], call)
+        else:
+            store_dx(own, stream, c, call["dx"])
 
 
-def run_share(stage, rank, shares, stream, index, call):
-    """Runs a share, number `rank` of all, of a stage of SHARED of a chunk."""
-    count = len(stream["plan"]["cells"])
-    if stage != STORE_DX:
-        count = count * len(split(call["W"], AT_ONCE))
-    for step in range(count * (rank - 1) // shares, count * rank // shares):
-        convolve_again(stage, step, stream, index, call)
+def open_convolution(own, stream, call):
+    """Prepares what crosses into the chunk before, takes what arrives, and loads the masks of taps."""
+    own.leaving = allocate_leaving(own, stream.plan, call["W"])
+    own.arriving = stream.leaving
+    stream.leaving = [own.leaving]
+    if call["packed"]:
+        keep_sb, counts = load_masks(call["position"], own.start, own.tokens, stream.counts, call["W"])
+        own.keep, own.counts = keep_sb, counts
 
 
 def open_stream(bundle, largest, call):
-    """Builds the dict of what a bundle has besides its chunks."""
-    plan = outline(bundle, call["H"], call["K"], call["V"], call["W"])
-    chunks, own = [], []
+    """Returns what a bundle has before its first chunk."""
+    stream = LayerStream(bundle=bundle, chunks=[], own=[], leaving=[])
     for span in split(call["x"].shape[1], call["C"]):
         start, stop = span
-        chunks.append({})
-        own.append(
-            {
-                "start": start, "tokens": stop - start, "rows": pad_to_rows(stop - start), "taps": [],
-                "products": [], "dx_sums": [], "dx_cells": [],
-            }
-        )  # fmt: skip
-    return {
-        "bundle": bundle, "plan": plan, "chunks": chunks, "own": own, "leaving": [],
-        "dS": load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"]),
-        "space": allocate_workspace(largest, bundle["lanes"]),
-        "weights": load_weights(call["weight_t"], plan, largest), "counts": build_counts(plan, largest),
-        "sums": psum((plan["rows"], plan["cells"][0][1])),
-    }  # fmt: skip
+        own = LayerTiles(start=start, tokens=stop - start, rows=pad_to_rows(stop - start))
+        own.taps, own.products, own.dx_sums = [], [], []
+        stream.own.append(own)
+        stream.chunks.append(Chunk())
+    stream.plan = outline(bundle, call["H"], call["K"], call["V"], call["W"])
+    stream.dS = load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"])
+    stream.spaces = allocate_workspace(largest, bundle["lanes"])
+    stream.weights = load_weights(call["weight_t"], stream.plan, largest)
+    stream.counts = build_counts(stream.plan, largest)
+    stream.sums = psum((stream.plan["rows"], stream.plan["cells"][0][1]))
+    return stream
 
 
 @nki.jit
@@ -270,22 +219,17 @@ def gated_delta_layer_bwd(
         dgain               [N, HV V] float32, of each sequence and head
         dinitial_state      [N, HV, K, V] float32
         dprefix             like prefix, only if `continued`
+
+    Pseudocode, chunk by chunk:
+        for wave in waves:
+            dS = dstate
+            for chunk in chunks, from the last:
+                do, dz = the gradients of RMSNorm(o) gain SiLU(z)
+                dq, dk, dv, dg, dbeta, dS = gated_delta_rule_bwd of the chunk, from its kept state
+                du = (dq, dk, dv) SiLU'(u)
+                dx = the gradient of conv, of which W - 1 tokens cross into the chunk before
+            dinitial_state = dS
     """
-    made = compute_gradients(
-        dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate,
-        has_dstate, initial_state, has_state, states, scale, eps, C, lanes, width,
-    )  # fmt: skip
-    dx, dweight, dg, dbeta, dz = made["dx"], made["dweight"], made["dg"], made["dbeta"], made["dz"]
-    if continued:
-        return dx, dweight, dg, dbeta, dz, made["dgain"], made["dinitial_state"], made["dprefix"]
-    return dx, dweight, dg, dbeta, dz, made["dgain"], made["dinitial_state"]
-
-
-def compute_gradients(
-    dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
-    initial_state, has_state, states, scale, eps, C, lanes, width,
-):  # fmt: skip
-    """Computes what `gated_delta_layer_bwd` returns, and returns it in a dict."""
     N, T, channels = x.shape
     H, K, HV, V, W = q.shape[2], q.shape[3], z.shape[2], z.shape[3], weight_t.shape[0]
     check(N, W, packed, continued)
@@ -313,32 +257,25 @@ def compute_gradients(
         "gain": load_everywhere(gain), "norm": build_norm(eps),
         "eye": build_identity(PARTITIONS, nl.float32), "constants": constants,
         "blocks": build_block_constants(largest), "shifts": build_shifts(max(largest, W - 1), W),
-        "dweight": dweight, "dg": dg, "dbeta": dbeta, "dgain": dgain, "dinitial_state": dinitial_state,
-        "dprefix": dprefix,
+        "l2norm": True,
     }  # fmt: skip
-    stages = list_gradient_stages()
-    ranks, shares, behind = rank_shares(stages)
+    work = list_work(ORDER, chunks)
     for wave in list_waves(N, H, HV, width, lanes, BACKWARD_BUNDLES):
         streams = []
         for bundle in wave:
             streams.append(open_stream(bundle, largest, call))
-        for turn in range(chunks + behind):
-            for i in range(len(stages)):
-                stage, parity, late = stages[i]
-                index = chunks - 1 - (turn - late)
-                if index < 0 or index >= chunks:
-                    continue
-                for b in range(parity, len(streams), 2):
-                    if ranks[i] > 0:
-                        run_share(stage, ranks[i], shares[i], streams[b], index, call)
-                    else:
-                        run_gradient_stage(stage, streams[b], index, call)
+        for entry in work:
+            stage, bundles, back, share, shares = entry
+            for b in range(bundles, len(streams), 2):
+                run_stage(stage, share, shares, streams[b], chunks - 1 - back, call)
         for stream in streams:
-            store_state(dinitial_state, stream["dS"], stream["bundle"], call["parts"])
+            store_state(dinitial_state, stream.dS, stream.bundle, call["parts"])
             store_sums(dweight, dgain, stream, W, V)
             if continued:
-                store_prefix(dprefix, stream["leaving"][0], stream, call)
-    return call
+                store_prefix(dprefix, stream.leaving[0], stream, call)
+    if continued:
+        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, dprefix
+    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state
 
 
 def example(

@@ -1,10 +1,14 @@
-"""Lists the cells of a layer's convolution, and in which turn of the rule each is computed."""
+"""Lists the cells of a layer's convolution, and when each is computed.
 
-from delta_trn.nki_kernels.gated_delta_rule_fwd import AHEAD, LOAD
+A cell is what `nki_kernels.tiles` calls one: up to 128 channels of a stretch of tokens. It has three stages.
+In step i the first one is of cell i, the second one of the cell before, and the third one of that before.
+"""
+
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_sides, split
+from delta_trn.nki_kernels.schedule import ALL, count_turns
 
 STRETCH = 512  # tokens, at most; half of it where masks of packed sequences need the space
-STAGES = 2  # steps by which a cell's last stage is behind its first
+CONVOLUTION = ("window", "taps", "silu")  # the stages of a cell
 
 
 def cut_stretches(T, first, longest):
@@ -18,7 +22,7 @@ def cut_stretches(T, first, longest):
     return spans
 
 
-def list_cells(wave, T, call, stages):
+def list_cells(wave, T, call, order):
     """Lists the cells of a wave by stretch, bundle, and q (side 0), k (1) and v (2).
 
     A cell is a dict of the numbers that `tiles.cut_cells` describes, and of these:
@@ -27,40 +31,35 @@ def list_cells(wave, T, call, stages):
     stream      the bundle's number in the wave
     turn        the first turn that loads a chunk of the cell's tokens
     """
-    cells, before = [], [0, 0]
-    for entry in stages:
-        stage, parity, ahead = entry
-        if stage == LOAD:
-            before[parity] = AHEAD - ahead
+    cells, late = [], [0, 0]
+    for entry in order:
+        for parity in range(2):
+            if entry[0] == "load" and entry[1] in (parity, ALL):
+                late[parity] = entry[2]
     C, H, K, V = call["C"], call["H"], call["K"], call["V"]
     longest = STRETCH // 2 if call["packed"] else STRETCH
-    spans = cut_stretches(T, C, longest)
-    for s in range(len(spans)):
-        t0, t1 = spans[s]
+    for stretch in cut_stretches(T, C, longest):
+        t0, t1 = stretch
         for b in range(len(wave)):
             bundle = wave[b]
+            own = []
             sides = list_sides(bundle, H, K, V)
-            group, banks = 0, []
             for side in range(3):
                 low, width = sides[side]
-                for span in split(width, BANK):
-                    banks.append((side, low + span[0], low + span[1]))
-            count = 0
-            for bank in banks:
-                count = count + len(split(bank[2] - bank[1], PARTITIONS))
-            for bank in banks:
-                side, c0, c1 = bank
-                parts = split(c1 - c0, PARTITIONS)
-                for part in range(len(parts)):
-                    a0, a1 = parts[part]
-                    cells.append(
-                        {
-                            "b": bundle["n"], "t0": t0, "t1": t1, "c0": c0, "c1": c1, "part": part, "a0": a0,
-                            "a1": a1, "parts": count, "group": group, "stream": b, "side": side,
-                            "turn": t0 // C + before[b % 2],
-                        }
-                    )  # fmt: skip
-                    group = group + 1
+                for bank in split(width, BANK):
+                    parts = split(bank[1] - bank[0], PARTITIONS)
+                    for part in range(len(parts)):
+                        a0, a1 = parts[part]
+                        own.append(
+                            {
+                                "b": bundle["n"], "t0": t0, "t1": t1, "c0": low + bank[0],
+                                "c1": low + bank[1], "part": part, "a0": a0, "a1": a1, "group": len(own),
+                                "stream": b, "side": side, "turn": t0 // C + late[b % 2],
+                            }
+                        )  # fmt: skip
+            for cell in own:
+                cell["parts"] = len(own)
+                cells.append(cell)
     return cells
 
 
@@ -69,17 +68,58 @@ def plan_steps(cells, turns):
 
     What a turn loads is done before it. The steps that later turns need are spread evenly.
     """
-    last = len(cells) + STAGES
+    behind = len(CONVOLUTION) - 1  # steps by which a cell's last stage is behind its first
+    last = len(cells) + behind
     plan = []
     stop = 0
     for turn in range(turns):
         first, step, count = stop, stop, 0
         for c in range(len(cells)):
             if cells[c]["turn"] <= turn:
-                step = max(step, c + 1 + STAGES)
+                step = max(step, c + 1 + behind)
         for i in range(step, last):
-            left = cells[max(0, i - STAGES)]["turn"] - turn
+            left = cells[max(0, i - behind)]["turn"] - turn
             count = max(count, (i - step + left) // max(1, left))
         stop = min(step + count, last)
         plan.append((first, step, stop))
     return plan
+
+
+def list_layer_work(order, cells, chunks):
+    """Lists what a layer issues, as `schedule.list_work` does; for the convolution a step stands for a chunk.
+
+    An entry of these stages stands for its share of the turn's steps.
+    """
+    work, turns = [], count_turns(order, chunks)
+    plan = plan_steps(cells, turns)
+    for turn in range(turns):
+        first, step, stop = plan[turn]
+        done = [first, first, first]
+        for i in range(first, step):
+            advance_to(i + 1, done, work)
+        for entry in order:
+            stage, bundles, late, share, shares = entry
+            if stage in CONVOLUTION:
+                for kind in range(3):
+                    if CONVOLUTION[kind] == stage:
+                        due = step + (stop - step) * share // shares
+                        if kind > 0:  # a stage takes what the one before made a step earlier
+                            due = min(due, done[kind - 1] + 1)
+                        advance_kind(due, kind, done, work)
+            elif turn >= late and turn - late < chunks:
+                work.append((stage, bundles, turn - late, share, shares))
+        advance_to(stop, done, work)
+    return work
+
+
+def advance_to(stop, done, work):
+    """Appends the steps before `stop` that are left, of all stages of the convolution."""
+    for kind in range(3):
+        advance_kind(stop, kind, done, work)
+
+
+def advance_kind(stop, kind, done, work):
+    """Appends the steps before `stop` that are left, of one stage of the convolution."""
+    while done[kind] < stop:
+        work.append((CONVOLUTION[kind], ALL, done[kind], 1, 1))
+        done[kind] = done[kind] + 1

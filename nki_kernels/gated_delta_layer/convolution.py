@@ -161,30 +161,30 @@ def multiply_taps(own, stream, cell, taps, x_sb, call):
 
     Returns both, and behind the last tap what arrives from the chunk behind.
     """
-    W, plan, tokens = call["W"], stream["plan"], own["tokens"]
+    W, plan, tokens = call["W"], stream.plan, own.tokens
     low, high = cell
     first, stop = taps
     read_sb, given_sb = sbuf(x_sb.shape), sbuf(x_sb.shape)
-    du = own["du"].ap(pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low)
+    du = own.du.ap(pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low)
     multiply_on_gpsimd(read_sb, du, x_sb)
     if call["packed"]:
         for j in range(first, stop):
             nisa.scalar_tensor_tensor(
-                dst=given_sb[:, j - first, :], data=own["du"][0:tokens, low:high], op0=nl.multiply,
-                operand0=own["keep"][:, j : j + 1], op1=nl.multiply,
-                operand1=stream["weights"][0:tokens, j, low:high],
+                dst=given_sb[:, j - first, :], data=own.du[0:tokens, low:high], op0=nl.multiply,
+                operand0=own.keep[:, j : j + 1], op1=nl.multiply,
+                operand1=stream.weights[0:tokens, j, low:high],
             )  # fmt: skip
     else:
-        multiply_on_gpsimd(given_sb, du, stream["weights"][0:tokens, first:stop, low:high])
+        multiply_on_gpsimd(given_sb, du, stream.weights[0:tokens, first:stop, low:high])
     for j in range(first, stop):
         leaving, row = min(W - 1 - j, tokens), find_row(j, W)
         if leaving > 0:
             nisa.dma_copy(
-                dst=own["leaving"][row : row + leaving, low:high], src=given_sb[0:leaving, j - first, :]
+                dst=own.leaving[row : row + leaving, low:high], src=given_sb[0:leaving, j - first, :]
             )
     arriving = []
-    if stop == W and len(own["arriving"]) > 0:
-        arriving.append(load(own["arriving"][0][:, low:high], nl.float32))
+    if stop == W and len(own.arriving) > 0:
+        arriving.append(load(own.arriving[0][:, low:high], nl.float32))
     return read_sb, given_sb, arriving
 
 
@@ -194,7 +194,7 @@ def allocate_leaving(own, plan, W):
 
     Where a chunk has fewer tokens than can leave one, the rest is 0.
     """
-    columns, tokens = plan["columns"], own["tokens"]
+    columns, tokens = plan["columns"], own.tokens
     out = nl.ndarray((W * (W - 1) // 2, columns), dtype=nl.float32, buffer=nl.private_hbm)
     if tokens < W - 1:
         zero_sb = sbuf((W - 1, columns))
@@ -208,42 +208,41 @@ def allocate_leaving(own, plan, W):
 def sum_taps(own, stream, c, taps, products, call):
     """Adds taps of cell c to dw and to dx."""
     read_sb, given_sb, arriving = products
-    W, plan, tokens = call["W"], stream["plan"], own["tokens"]
+    W, plan, tokens = call["W"], stream.plan, own.tokens
     low, high = plan["cells"][c]
     first, stop = taps
     n, C = plan["rows"], call["shifts"]["identity"].shape[0]
     if first == 0:
-        own["dx_sums"].append(psum((tokens, high - low)))
+        own.dx_sums.append(psum((tokens, high - low)))
     for j in range(first, stop):
         i, shift = n - c * W - j, C + W - 1 - j
-        counts_sb = own["counts"][j] if call["packed"] else stream["counts"]
+        counts_sb = own.counts[j] if call["packed"] else stream.counts
         nisa.nc_matmul(
-            dst=stream["sums"], stationary=counts_sb[0:tokens, i : i + n], moving=read_sb[:, j - first, :],
+            dst=stream.sums, stationary=counts_sb[0:tokens, i : i + n], moving=read_sb[:, j - first, :],
             is_stationary_onezero=True,
         )  # fmt: skip
         nisa.nc_matmul(
-            dst=own["dx_sums"][c], stationary=call["shifts"]["identity"][0:tokens, shift : shift + tokens],
+            dst=own.dx_sums[c], stationary=call["shifts"]["identity"][0:tokens, shift : shift + tokens],
             moving=given_sb[:, j - first, :], is_stationary_onezero=True,
         )  # fmt: skip
     if stop == W and len(arriving) > 0:
         nisa.nc_matmul(
-            dst=own["dx_sums"][c], stationary=call["shifts"]["crossing"], moving=arriving[0],
+            dst=own.dx_sums[c], stationary=call["shifts"]["crossing"], moving=arriving[0],
             is_stationary_onezero=True,
         )  # fmt: skip
 
 
 def store_dx(own, stream, c, dx):
     """Stores dx of a cell, of which all taps have been summed."""
-    low, high = stream["plan"]["cells"][c]
-    dx_sb = sbuf((own["tokens"], high - low), dx.dtype)
-    copy_scaled(dx_sb, own["dx_sums"][c])
-    store_channels(dx, dx_sb, stream, c, own["start"])
-    own["dx_cells"].append(dx_sb)
+    low, high = stream.plan["cells"][c]
+    dx_sb = sbuf((own.tokens, high - low), dx.dtype)
+    copy_scaled(dx_sb, own.dx_sums[c])
+    store_channels(dx, dx_sb, stream, c, own.start)
 
 
 def store_channels(dst, x_sb, stream, c, start):
     """Stores a cell [tokens, width] as tokens of dst [N, T, channels], from start on."""
-    plan, n, tokens = stream["plan"], stream["bundle"]["n"], x_sb.shape[0]
+    plan, n, tokens = stream.plan, stream.bundle["n"], x_sb.shape[0]
     low, high = plan["cells"][c]
     for span in find_channels(plan, low, high):
         first, last, channel = span
@@ -257,7 +256,7 @@ def store_prefix(dprefix, leaving, stream, call):
     """Stores the gradient of the prefix: what leaves the first chunk."""
     crossing_sb, rows = call["shifts"]["crossing"], dprefix.shape[1]
     C = crossing_sb.shape[1]
-    cells = stream["plan"]["cells"]
+    cells = stream.plan["cells"]
     for c in range(len(cells)):
         low, high = cells[c]
         out_ps, out_sb = psum((rows, high - low)), sbuf((rows, high - low), dprefix.dtype)
@@ -271,22 +270,22 @@ def store_prefix(dprefix, leaving, stream, call):
 
 def sum_gain(mh_sb, stream):
     """Adds m h [tokens, heads, V], columns of z, to the sums: dw of the norm, for each head."""
-    tokens, plan, n = mh_sb.shape[0], stream["plan"], stream["plan"]["rows"]
+    tokens, plan, n = mh_sb.shape[0], stream.plan, stream.plan["rows"]
     columns_sb = mh_sb.reshape((tokens, mh_sb.shape[1] * mh_sb.shape[2]))
     for p in range(len(plan["gain"])):
         start, i = plan["gain"][p][0], len(plan["gain"]) - p
         nisa.nc_matmul(
-            dst=stream["sums"], stationary=stream["counts"][0:tokens, i : i + n],
-            moving=columns_sb[:, start : start + stream["sums"].shape[1]], is_stationary_onezero=True,
+            dst=stream.sums, stationary=stream.counts[0:tokens, i : i + n],
+            moving=columns_sb[:, start : start + stream.sums.shape[1]], is_stationary_onezero=True,
         )  # fmt: skip
 
 
 def store_sums(dweight, dgain, stream, W, V):
     """Stores the sums of a bundle: in dweight [N, W, channels], and in dgain [N, HV V]."""
-    plan, n = stream["plan"], stream["bundle"]["n"]
-    out_sb = sbuf(stream["sums"].shape)
-    nisa.tensor_copy(dst=out_sb, src=stream["sums"])
-    gain_first = stream["bundle"]["first"] * V
+    plan, n = stream.plan, stream.bundle["n"]
+    out_sb = sbuf(stream.sums.shape)
+    nisa.tensor_copy(dst=out_sb, src=stream.sums)
+    gain_first = stream.bundle["first"] * V
     for p in range(len(plan["gain"])):
         start, low, high = plan["gain"][p]
         row = len(plan["cells"]) * W + p

@@ -12,29 +12,11 @@ computed in each turn of the rule as let the next turn find what it loads.
 """
 
 from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
-from delta_trn.nki_kernels.gated_delta_layer.cells import list_cells, plan_steps
-from delta_trn.nki_kernels.gated_delta_layer.fwd_stages import (
-    GAIN,
-    ROOT,
-    ROWS,
-    SILU,
-    TAPS,
-    UNIT,
-    WINDOW,
-    list_layer_stages,
-)
-from delta_trn.nki_kernels.gated_delta_rule_fwd import (
-    AHEAD,
-    ALL,
-    LOAD,
-    OUTPUT,
-    TRANSPOSE_K,
-    TRANSPOSE_Q,
-    compute_output,
-    load_state,
-    run_stage,
-    store_state,
-)
+from delta_trn.nki_kernels.chunk_tiles import Chunk
+from delta_trn.nki_kernels.gated_delta_layer.cells import CONVOLUTION, list_cells, list_layer_work
+from delta_trn.nki_kernels.gated_delta_layer.records import LayerStream, LayerTiles
+from delta_trn.nki_kernels.gated_delta_rule_fwd import STAGES as RULE_STAGES
+from delta_trn.nki_kernels.gated_delta_rule_fwd import compute_output, load_state, run_stage, store_state
 from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.gated_rms_norm import (
     invert_squares,
@@ -44,13 +26,9 @@ from delta_trn.nki_kernels.gated_rms_norm import (
     sum_slots,
 )
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import (
-    BANK,
-    PARTITIONS,
-    list_waves,
-    pad_to_rows,
-    split_evenly,
-)
+from delta_trn.nki_kernels.orders import LAYER_FORWARD
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split_evenly
+from delta_trn.nki_kernels.schedule import ALL, Stage, rank
 from delta_trn.nki_kernels.short_convolution import (
     ON_VECTOR,
     build_masks,
@@ -74,45 +52,63 @@ from delta_trn.nki_kernels.tiles import (
 )
 from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_constants
 
-LAG = 1  # turns by which the norm may be behind the rule
+NORM_STAGES = (
+    Stage("square o", needs=("o",), makes=("o_squares",)),
+    Stage("invert norm of o", needs=("o_squares",), makes=("r",)),
+    Stage("h", needs=("o", "r"), makes=("h",)),
+)
+STAGES = (
+    *RULE_STAGES,
+    *NORM_STAGES,
+    Stage("gate", needs=("v",), makes=("gate",)),
+    Stage("y", needs=("h", "gate")),
+    # What these need, and that what "load" needs of them is there, `list_layer_work` sees to
+    Stage("window"),
+    Stage("taps"),
+    Stage("silu"),
+)
+ORDER = rank("gated_delta_layer_fwd", STAGES, LAYER_FORWARD)
 
 
-def convolve(stage, i, cells, streams, call):
-    """Runs a stage of step i: WINDOW is of cell i, TAPS of the cell before, SILU of the one before that."""
-    j = i - (stage - WINDOW)
-    if j < 0 or j >= len(cells):
+def convolve(stage, step, cells, streams, call):
+    """Runs a stage of the convolution's step: "window" of that cell, or another one of a cell before."""
+    at = step
+    for kind in range(len(CONVOLUTION)):
+        if CONVOLUTION[kind] == stage:
+            at = step - kind
+    if at < 0 or at >= len(cells):
         return
-    cell = cells[j]
+    cell = cells[at]
     stream = streams[cell["stream"]]
-    if stage == WINDOW:
+    if stage == "window":
         open_window(cell, stream, call)
-    elif stage == TAPS:
+    elif stage == "taps":
         cell["z"] = sbuf(cell["slices"][0].shape)
-        sum_taps(cell["z"], [cell["slices"]], stream["taps"][cell["group"]], ON_VECTOR, 2)
+        sum_taps(cell["z"], [cell["slices"]], stream.taps[cell["group"]], ON_VECTOR, 2)
     else:
         activate(cell, stream, call)
 
 
 def open_window(cell, stream, call):
-    """Runs WINDOW: x of a cell, and of the tokens before it, as [channels, tokens]."""
+    """Loads x of a cell, and of the tokens before it, as [channels, tokens]."""
     x, W, eye = call["x"], call["W"], call["constants"]["eye"]
-    if cell["group"] == len(stream["taps"]):
-        stream["taps"].append(load_taps(call["weight"], cell, 2, max(1, W - ON_VECTOR), eye))
+    if cell["group"] == len(stream.taps):
+        stream.taps.append(load_taps(call["weight"], cell, 2, max(1, W - ON_VECTOR), eye))
     if cell["group"] == 0:
-        stream["keep"] = build_masks(call["position"], call["packed"], cell["t0"], cell["t1"], W)
+        stream.keep = build_masks(call["position"], call["packed"], cell["t0"], cell["t1"], W)
     if cell["part"] == 0:
-        stream["x"] = load_tokens(x, cell)
-    window_sb = load_window(stream["x"], call["prefix"], call["continued"], cell, stream["tails"], W, eye)
+        stream.x = load_tokens(x, cell)
+    window_sb = load_window(stream.x, call["prefix"], call["continued"], cell, stream.tails, W, eye)
     tail_sb = window_sb
     if cell["t1"] < call["y"].shape[1]:
         tail_sb = sbuf((window_sb.shape[0], W - 1), x.dtype)
         copy_tail(tail_sb, window_sb, W - 1)
-    stream["tails"].append(tail_sb)
-    cell["slices"] = slice_window(window_sb, stream["keep"], W)
+    stream.tails.append(tail_sb)
+    cell["slices"] = slice_window(window_sb, stream.keep, W)
 
 
 def activate(cell, stream, call):
-    """Runs SILU: applies it to what the convolution made of a cell, [channels, tokens].
+    """Applies SiLU to what the convolution made of a cell, [channels, tokens].
 
     Where a head's channels fill whole cells, those of q and k become what the rule takes as q_t and k_t.
     """
@@ -123,11 +119,11 @@ def activate(cell, stream, call):
     if not call["whole"] or cell["side"] == 2:
         y_t_sb = sbuf(z.shape, call["x"].dtype)
         nisa.activation(dst=y_t_sb, op=nl.silu, data=z)
-        stream["y_t"].append((cell, y_t_sb))
+        stream.y_t.append((cell, y_t_sb))
         return
-    heads, parts = stream["bundle"]["key_heads"], K // PARTITIONS
+    heads, parts = stream.bundle["key_heads"], K // PARTITIONS
     at = cell["group"] - cell["side"] * heads * parts
-    transposed = stream["transposed"][cell["side"]]
+    transposed = stream.transposed[cell["side"]]
     for start in range(cell["t0"], cell["t1"], C):
         tokens = min(C, cell["t1"] - start)
         if at == 0:
@@ -150,12 +146,12 @@ def list_transposed(sides, stream, index, tokens, call):
     views = []
     if call["whole"] and sides[0] == 0:
         for side in sides:
-            tiles = stream["transposed"][side][index]
-            for h in range(stream["bundle"]["key_heads"]):
+            tiles = stream.transposed[side][index]
+            for h in range(stream.bundle["key_heads"]):
                 for part in range(len(tiles)):
                     views.append(tiles[part][:, h, 0:tokens])
         return views
-    for entry in stream["y_t"]:
+    for entry in stream.y_t:
         cell, y_t_sb = entry
         if cell["side"] in sides and cell["t0"] <= start and start < cell["t1"]:
             views.append(y_t_sb[:, start - cell["t0"] : start - cell["t0"] + tokens])
@@ -183,9 +179,9 @@ def collect_rows(out_sb, views, eye, op=nl.copy):
 
 
 def load_layer(stream, index, call):
-    """Runs LOAD of a chunk: g and beta from HBM, q, k and v from the convolution."""
+    """Loads a chunk: g and beta from HBM, q, k and v from the convolution."""
     g, beta = call["g"], call["beta"]
-    start, bundle = index * call["C"], stream["bundle"]
+    start, bundle = index * call["C"], stream.bundle
     tokens = min(call["C"], g.shape[1] - start)
     table = take_corners(call["constants"], pad_to_rows(tokens))
     rows, K, V, eye = table["rows"], call["K"], call["V"], table["eye"]
@@ -211,48 +207,56 @@ def load_layer(stream, index, call):
             dst=k[n, start : start + tokens, first : first + heads, :], src=qk_sb[0:tokens, 1, :, :]
         )
         store_lanes(v, v_sb, bundle, start, tokens)
-    chunk = {
-        "start": start, "tokens": tokens, "table": table, "qk": qk_sb, "v": v_sb,
-        "g": load_lanes(g, bundle, start, tokens, rows),
-        "beta": load_lanes(beta, bundle, start, tokens, rows),
-    }  # fmt: skip
+    chunk = Chunk(start=start, tokens=tokens, table=table, qk=qk_sb, v=v_sb)
+    chunk.g = load_lanes(g, bundle, start, tokens, rows)
+    chunk.beta = load_lanes(beta, bundle, start, tokens, rows)
     if call["whole"]:
-        chunk["q_t"] = stream["transposed"][0][index]
-        chunk["k_t"] = stream["transposed"][1][index]
-    return chunk
+        chunk.q_t = stream.transposed[0][index]
+        chunk.k_t = stream.transposed[1][index]
+    stream.chunks.append(chunk)
+    stream.own.append(LayerTiles(start=start, tokens=tokens, rows=rows))
 
 
 def normalize(stage, own, call):
-    """Runs a stage of the norm: ROWS sums the squares of o, ROOT makes r of the sums, UNIT makes h = o r."""
-    if stage == ROWS:
-        own["o_squares"] = sum_slots(own["o"], nl.square)
-    elif stage == ROOT:
-        own["r"] = invert_squares(own["o_squares"], call["V"], call["norm"])
-    else:
-        own["h"] = sbuf(own["o"].shape)
-        normalize_rows(own["h"], own["o"], own["r"])
+    """Runs a stage of the norm of o, in forward or in backward: its squares, r of their sums, or h = o r."""
+    if stage == "square o":
+        own.o_squares = sum_slots(own.o, nl.square)
+    elif stage == "invert norm of o":
+        own.r = invert_squares(own.o_squares, call["V"], call["norm"])
+    elif stage == "h":
+        own.h = sbuf(own.o.shape)
+        normalize_rows(own.h, own.o, own.r)
 
 
-def finish(stage, chunk, stream, call):
-    """Runs OUTPUT, or a stage of the gated norm."""
-    bundle, start, tokens = stream["bundle"], chunk["start"], chunk["tokens"]
-    if stage == OUTPUT:
-        chunk["o"] = compute_output(chunk, call["y"].dtype)
+def finish(stage, chunk, own, bundle, call):
+    """Runs a stage that makes o, or y of it."""
+    start, tokens = own.start, own.tokens
+    normalize(stage, own, call)
+    if stage == "O":
+        own.o = compute_output(chunk, call["y"].dtype)
         if call["save"] > 0:
-            store_lanes(call["o"], chunk["o"], bundle, start, tokens)
-    elif stage in (ROWS, ROOT, UNIT):
-        normalize(stage, chunk, call)
-    elif stage == GAIN:
-        z_sb = load_lanes(call["z"], bundle, start, tokens, chunk["v"].shape[0], call["z"].dtype)
-        chunk["gate"] = sbuf(z_sb.shape)
-        nisa.activation(dst=chunk["gate"], op=nl.silu, data=z_sb)
-        multiply_on_gpsimd(
-            chunk["gate"], chunk["gate"], repeat_row(call["gain"], z_sb.shape[0], bundle["lanes"])
-        )
-    else:
-        y_sb = sbuf(chunk["o"].shape, call["y"].dtype)
-        multiply_on_gpsimd(y_sb, chunk["h"], chunk["gate"])
+            store_lanes(call["o"], own.o, bundle, start, tokens)
+    elif stage == "gate":
+        z_sb = load_lanes(call["z"], bundle, start, tokens, own.rows, call["z"].dtype)
+        own.gate = sbuf(z_sb.shape)
+        nisa.activation(dst=own.gate, op=nl.silu, data=z_sb)
+        multiply_on_gpsimd(own.gate, own.gate, repeat_row(call["gain"], own.rows, bundle["lanes"]))
+    elif stage == "y":
+        y_sb = sbuf(own.o.shape, call["y"].dtype)
+        multiply_on_gpsimd(y_sb, own.h, own.gate)
         store_lanes(call["y"], y_sb, bundle, start, tokens)
+
+
+def run_layer_stage(stage, share, shares, streams, index, call):
+    """Runs a share of a stage of chunk number `index`: one of the rule's, or the layer's own."""
+    if stage in ("O", "square o", "invert norm of o", "h", "gate", "y"):
+        for stream in streams:
+            finish(stage, stream.chunks[index], stream.own[index], stream.bundle, call)
+    elif stage == "load":
+        for stream in streams:
+            load_layer(stream, index, call)
+    elif not call["whole"] or stage not in ("transpose k", "transpose q"):
+        run_stage(stage, share, shares, streams, index, call)
 
 
 @nki.jit
@@ -280,29 +284,16 @@ def gated_delta_layer_fwd(
         q, k, v, o      as the rule takes and leaves them, in x's dtype; only if save is not 0
         u               conv(x) [N, channels, T] float32; only if save is 2
         states          as of `gated_delta_rule_fwd`, only if there are any
+
+    Pseudocode, chunk by chunk:
+        for wave in waves:
+            S = initial_state
+            for chunk in chunks:
+                q, k, v = SiLU(conv(x)), computed some stretches of tokens ahead
+                o, S = gated_delta_rule_fwd of the chunk
+                y[chunk] = RMSNorm(o) gain SiLU(z)
+            final_state = S
     """
-    made = compute_layer(
-        x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K, scale,
-        eps, save, every, C, lanes, width,
-    )  # fmt: skip
-    y, final_state = made["y"], made["final_state"]
-    q, k, v = made["saved"]
-    if save == 2:
-        if made["kept"] > 0:
-            return y, final_state, q, k, v, made["o"], made["u"], made["states"]
-        return y, final_state, q, k, v, made["o"], made["u"]
-    if save == 1:
-        if made["kept"] > 0:
-            return y, final_state, q, k, v, made["o"], made["states"]
-        return y, final_state, q, k, v, made["o"]
-    return y, final_state
-
-
-def compute_layer(
-    x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K, scale,
-    eps, save, every, C, lanes, width,
-):  # fmt: skip
-    """Computes what `gated_delta_layer_fwd` returns, and returns it in a dict."""
     N, T, HV, V = z.shape
     channels, W = weight.shape
     H = (channels - HV * V) // (2 * K)
@@ -332,63 +323,35 @@ def compute_layer(
         "constants": build_constants(largest, x.dtype),
         "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": True,
         "every": every, "C": C, "o": o, "y": y, "states": states, "whole": K % PARTITIONS == 0,
-        "final_state": final_state, "kept": kept,
     }  # fmt: skip
-    stages = list_layer_stages()
-    slots = [0, 0, 0]  # of a turn, for each stage of the convolution
-    for i in range(len(stages)):
-        if stages[i][0] >= WINDOW:
-            slots[stages[i][0] - WINDOW] = slots[stages[i][0] - WINDOW] + 1
     for wave in list_waves(N, H, HV, width, lanes):
         groups = [[], [], []]  # streams: EVEN, ODD, ALL
         for b in range(len(wave)):
-            stream = {
-                "bundle": wave[b], "chunks": [], "S": load_state(initial_state, wave[b], parts, V, has_state),
-                "spaces": allocate_workspace(largest, wave[b]["lanes"]), "taps": [], "tails": [], "y_t": [],
-                "transposed": [[], []],
-            }  # fmt: skip
+            stream = LayerStream(bundle=wave[b], chunks=[], own=[], taps=[], tails=[], y_t=[])
+            stream.transposed = [[], []]
+            stream.S = load_state(initial_state, wave[b], parts, V, has_state)
+            stream.spaces = allocate_workspace(largest, wave[b]["lanes"])
             groups[b % 2].append(stream)
             groups[ALL].append(stream)
-        cells = list_cells(wave, T, call, stages)
-        plan = plan_steps(cells, chunks + AHEAD + LAG)
-        for turn in range(chunks + AHEAD + LAG):
-            first, step, stop = plan[turn]
-            for i in range(first, step):
-                for stage in range(WINDOW, SILU + 1):
-                    convolve(stage, i, cells, groups[ALL], call)
-            done, slot = [0, 0, 0], [0, 0, 0]
-            for i in range(len(stages)):
-                stage, group, ahead = stages[i]
-                index = turn - AHEAD + ahead
-                if stage >= WINDOW:
-                    kind = stage - WINDOW
-                    slot[kind] = slot[kind] + 1
-                    due = (stop - step) * slot[kind] // slots[kind]
-                    if kind > 0:  # a stage takes what the one before made a step earlier
-                        due = min(due, done[kind - 1] + 1)
-                    while done[kind] < due:
-                        convolve(stage, step + done[kind], cells, groups[ALL], call)
-                        done[kind] = done[kind] + 1
-                elif index >= 0 and index < chunks and len(groups[group]) > 0:
-                    run_layer_stage(stage, groups[group], index, call)
-            for kind in range(3):
-                for i in range(step + done[kind], stop):
-                    convolve(WINDOW + kind, i, cells, groups[ALL], call)
+        cells = list_cells(wave, T, call, ORDER)
+        for entry in list_layer_work(ORDER, cells, chunks):
+            stage, bundles, index, share, shares = entry
+            if stage in CONVOLUTION:
+                convolve(stage, index, cells, groups[ALL], call)
+            elif len(groups[bundles]) > 0:
+                run_layer_stage(stage, share, shares, groups[bundles], index, call)
         for stream in groups[ALL]:
-            store_state(final_state, stream["S"], stream["bundle"], parts)
-    return call
-
-
-def run_layer_stage(stage, streams, index, call):
-    """Runs a stage of the rule, LOAD and OUTPUT in the layer's form."""
-    if stage == LOAD:
-        for stream in streams:
-            stream["chunks"].append(load_layer(stream, index, call))
-    elif stage == OUTPUT or stage >= ROWS:
-        for stream in streams:
-            finish(stage, stream["chunks"][index], stream, call)
-    elif not call["whole"] or stage not in (TRANSPOSE_K, TRANSPOSE_Q):
-        run_stage(stage, streams, index, call)
+            store_state(final_state, stream.S, stream.bundle, parts)
+    if save == 0:
+        return y, final_state
+    q, k, v = saved
+    if save == 1:
+        if kept > 0:
+            return y, final_state, q, k, v, o, states
+        return y, final_state, q, k, v, o
+    if kept > 0:
+        return y, final_state, q, k, v, o, u, states
+    return y, final_state, q, k, v, o, u
 
 
 def example(

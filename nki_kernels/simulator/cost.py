@@ -142,7 +142,7 @@ def estimates(trace: Sequence[Record], target: Target) -> tuple[Estimate, ...]:
     >>> [costs.reading.name for costs in estimates([], TARGETS["trn1"])]
     ['rate', 'issue']
     """
-    dependencies = _dependencies(trace)
+    dependencies = list_dependencies(trace)
     return tuple(_estimate(trace, target, reading, dependencies) for reading in READINGS)
 
 
@@ -159,7 +159,7 @@ def estimate(trace: Sequence[Record], target: Target, reading: Reading = ISSUE) 
     >>> costs.binding, costs.instructions, 3.4 < costs.lower < 3.6
     ('dependency path', {'memset': 1, 'dma_copy': 1}, True)
     """
-    return _estimate(trace, target, reading, _dependencies(trace))
+    return _estimate(trace, target, reading, list_dependencies(trace))
 
 
 def _estimate(
@@ -183,11 +183,11 @@ def _estimate(
             free[engine] += LOAD_US
             busy_of[engine] += LOAD_US
             upper += LOAD_US
-        queues = (*_ports(record, target), _queue(record))
+        queues = (*list_ports(record, target), find_queue(record))
         start, longest, cause = max(free[q] for q in queues), 0.0, None
         for j in dependencies[i]:
             # An accumulation group streams through the array without waiting for its own sums.
-            wait = steps[j].latency if not _accumulates(trace[j], record) else 0.0
+            wait = steps[j].latency if not accumulates(trace[j], record) else 0.0
             start = max(start, ends[j] + wait)
             if path_ends[j] + wait > longest:
                 longest, cause = path_ends[j] + wait, j
@@ -263,7 +263,7 @@ def _vector_cycles(record: Record, F: int) -> int:
     return max(MIN_CYCLES, F) + (MIN_CYCLES if record.flags.get("reduces") else 0)
 
 
-def _ports(record: Record, target: Target) -> tuple[str, ...]:
+def list_ports(record: Record, target: Target) -> tuple[str, ...]:
     """Return which of gen2's shared ports the instruction occupies."""
     if target.generation > 2 or record.engine not in (Engine.vector, Engine.gpsimd, Engine.scalar):
         return ()
@@ -273,7 +273,7 @@ def _ports(record: Record, target: Target) -> tuple[str, ...]:
     return (*sbuf, *psum)
 
 
-def _queue(record: Record) -> str:
+def find_queue(record: Record) -> str:
     """Return the in-order queue that issues the instruction."""
     if record.engine is Engine.dma and any(o.buffer in HBM for o in record.writes):
         return "dma stores"
@@ -303,14 +303,14 @@ def _dma_bytes(record: Record) -> int:
     return max(size, -(-size // run) * DESCRIPTOR_BYTES)
 
 
-def _accumulates(first: Record, second: Record) -> bool:
+def accumulates(first: Record, second: Record) -> bool:
     """Return whether the second matmul adds to what the first one wrote."""
     if first.op != "nc_matmul" or second.op != "nc_matmul" or not second.flags["accumulate"]:
         return False
     return first.writes[0].region == second.writes[0].region
 
 
-def _dependencies(trace: Sequence[Record]) -> list[set[int]]:
+def list_dependencies(trace: Sequence[Record]) -> list[set[int]]:
     """Return which instructions each one waits for: writers of what it reads, users of what it overwrites.
 
     This holds on chip and in HBM alike, except that two writes to HBM never wait for each other: there the

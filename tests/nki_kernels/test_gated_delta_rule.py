@@ -36,7 +36,7 @@ BACKWARD = gated_delta_rule_bwd.gated_delta_rule_bwd
 
 
 def no_pairs(chunk, table):
-    out = tiles.sbuf(chunk["D_t"].shape)
+    out = tiles.sbuf(chunk.D_t.shape)
     nisa.memset(dst=out, value=0.0)
     return out
 
@@ -252,15 +252,20 @@ def test_a_call_cut_in_sequences_and_time_computes_the_same(cut, parts, monkeypa
     assert all(error(in_parts[name], x) <= floor(terms(case), torch.float32) for name, x in whole.items())
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_states_kept_more_or_less_often_give_the_same_gradients(every, monkeypatch):
+def test_states_kept_before_every_chunk_give_the_same_gradients(monkeypatch):
     call = inputs(replace(BY_NAME["carry"], T=300, K=32, V=32, H=2), torch.float32)
     every_second = outcome(call, NAME)
-    monkeypatch.setattr(plan, "EVERY", every)
+    monkeypatch.setattr(plan, "EVERY", 1)
     other = outcome(call, NAME)
     assert all(
         error(other[name], x) <= floor(terms(call.case), torch.float32) for name, x in every_second.items()
     )
+
+
+def test_a_stretch_that_the_order_has_no_shares_for_is_refused():
+    kernel, arguments = gated_delta_rule_bwd.example(T=130, K=16, V=16, every=3, C=32)
+    with pytest.raises(AssertionError, match="every=3 exceeds the 2 chunks of a stretch that the order has"):
+        record_run(kernel, *arguments, trace=False)
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 5, 600, 0), (300, 305)])

@@ -5,21 +5,24 @@ import pytest
 import torch
 
 from delta_trn.nki_kernels import tiles, triangular
+from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from tests.support.nki_judge import run
 
 
 @nki.jit
 def inverse_of(Gt, C, lanes):
-    """Returns the inverse of I - G and its transpose, by the kernels' own function."""
+    """Returns the inverse of I - G and its transpose, by the kernels' own stages."""
     table = tiles.build_constants(C)
     tile = tiles.sbuf((C, lanes, C))
     nisa.dma_copy(dst=tile, src=Gt)
     space = triangular.allocate_workspace(C, lanes)
     table = tiles.take_corners(table, C)
     blocks = triangular.build_block_constants(C)
-    columns = triangular.list_block_columns(tile, blocks)
-    inverse = triangular.invert([tile], [columns], [space], blocks, table, True)[0]
+    chunk = Chunk(table=table, minus_L_t=tile, block_columns=triangular.list_block_columns(tile, blocks))
+    for stage in triangular.INVERSE:
+        triangular.invert_chunks(stage, 1, 1, [chunk], [space], True, blocks)
+    inverse = chunk.inverse
     out = nl.ndarray((2, C, lanes, C), dtype=nl.float32, buffer=nl.shared_hbm)
     nisa.dma_copy(dst=out[0], src=inverse["T"])
     nisa.dma_copy(dst=out[1], src=inverse["T_t"])

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError
-from delta_trn.nki_kernels.simulator.core.machine import Instruction
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Instruction
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
@@ -78,15 +78,17 @@ def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np
 
 
 def check_range(run: Instruction, function: Operator, values: np.ndarray) -> None:
-    """Refuse inputs outside the range for which a function is documented, that of the Scalar engine."""
+    """Refuse inputs outside the only range that is documented for a function, the Scalar engine's."""
     assert function.valid is not None
     low, high = function.valid
     magnitude = np.abs(values) if function.name == "reciprocal" else values
     outside = (magnitude < np.float32(low)) | (magnitude > np.float32(high))
     if outside.any():
         where = [int(i) for i in np.argwhere(outside)[0]]
+        what = f"no other range is documented for the {run.engine.name} engine"
+        if run.engine is Engine.scalar:
+            what = "the Scalar engine returns wrong values outside it"
         raise StrictError(
             f"{run.op} {function!r} is valid for inputs in [{low:.3g}, {high:.3g}], got "
-            f"{values[tuple(where)]:.6g} at {where}; the Scalar engine returns wrong values outside it, and "
-            "no wider range is documented for another engine"
+            f"{values[tuple(where)]:.6g} at {where}; {what}: scale the input into that range"
         )

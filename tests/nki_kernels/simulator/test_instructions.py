@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from delta_trn.nki_kernels.simulator import nisa, nl, record
+from delta_trn.nki_kernels.simulator import StrictError, nisa, nl, record
 from tests.support.simulator_harness import F32, R, execute, near, normal, on_chip
 
 X, BLOCK, TALL = normal(4, 33), normal(3, 4, 5, 6), normal(70, 6)
@@ -352,3 +352,11 @@ def test_float_to_integer_rounds_to_even_and_saturates(value, expected):
         nisa.tensor_copy(dst=out, src=tile)
 
     assert execute(body, shape=(1, 1), dtype=nl.int8)[0, 0] == expected
+
+
+def test_a_root_out_of_range_on_gpsimd_names_gpsimd():
+    def body(out, tile):
+        nisa.tensor_scalar(dst=out, data=tile, op0=nl.rsqrt, operand0=0.0, engine=nisa.engine.gpsimd)
+
+    with pytest.raises(StrictError, match="no other range is documented for the gpsimd engine"):
+        execute(body, np.zeros((4, 4), np.float32), shape=(4, 4))

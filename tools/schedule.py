@@ -1,0 +1,221 @@
+"""Finds the orders of the NKI kernels' stages, and writes them to nki_kernels/orders.py.
+
+    python -m tools.schedule                    remakes all orders: minutes, and the same on every machine
+    python -m tools.schedule RULE_FORWARD       remakes one
+    python -m tools.schedule --times            prints what the orders cost, and what the rule alone would
+
+It starts from a rule: stages stand as soon as what they need stands, evenly spread over a few turns, and
+those of odd bundles half a turn later. From there it anneals: it moves one entry to another time, keeps what
+the cost model finds faster, and for a while some of what it finds slower.
+"""
+
+import argparse
+import math
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, orders
+from delta_trn.nki_kernels.gated_delta_layer import bwd, cells, fwd
+from delta_trn.nki_kernels.schedule import ALL, EVEN, ODD, list_waits, rank
+from tools.instruction_times import Trace, build_timer
+
+SIZES = (  # that an order is judged by
+    {"T": 1024, "H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3},
+    {"T": 1024, "H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4},
+    {"T": 1024, "H": 2, "HV": 4, "K": 128, "V": 128, "lanes": 6, "width": 2},
+)
+SIDE_BY_SIDE = ("spread columns", "substitute", "merge", *cells.CONVOLUTION)  # forward: ALL bundles
+SHARES = {
+    "substitute": 3, "merge": 9, "window": 16, "taps": 16, "silu": 16,
+    "load taps": 8, "multiply taps": 8, "sum taps": 8, "store dx": 4,
+}  # fmt: skip
+HEAD = '''"""Has the orders in which the kernels issue their stages; `tools/schedule.py` writes this file.
+
+`nki_kernels.schedule` says what an entry means. MADE has the orders that a search of that program made, with
+its estimates in microseconds on Trn1 for each of the program's SIZES. Any other is older than the program.
+"""
+
+from delta_trn.nki_kernels.schedule import ALL, EVEN, ODD
+'''
+
+
+@dataclass(frozen=True)
+class Search:
+    """Says for a kernel where its order comes from."""
+
+    module: ModuleType
+    options: dict[str, int]  # of its example
+    turns: float  # over which the rule spreads a chunk's stages
+    sbuf: int  # most bytes of SBUF per partition in the first of SIZES
+    psum: int  # most banks of PSUM
+    proposals: int
+
+
+SEARCHES = {
+    "RULE_FORWARD": Search(gated_delta_rule_fwd, {"every": 0}, 5.0, 132_000, 8, 60_000),
+    "RULE_BACKWARD": Search(gated_delta_rule_bwd, {"every": 2}, 1.25, 144_000, 8, 50_000),
+    "LAYER_FORWARD": Search(fwd, {"save": 2}, 3.0, 160_000, 8, 25_000),
+    "LAYER_BACKWARD": Search(bwd, {}, 1.25, 167_500, 7, 50_000),
+}
+
+
+def record_kernel(search: Search, sizes: dict[str, int]) -> Trace:
+    """Records the kernel's example of these sizes."""
+    return Trace(search.module, sizes | search.options)
+
+
+class Plan:
+    """The entries of an order, each at a time in turns, and the waits between them."""
+
+    def __init__(self, search: Search) -> None:
+        stages = search.module.STAGES
+        forward = search.module in (gated_delta_rule_fwd, fwd)
+        again = [stage.name for stage in stages].index("apply T") if not forward else len(stages)
+        self.entries: list[tuple[str, int, int, int]] = []  # stage, bundles, share, shares
+        for i, stage in enumerate(stages):
+            shares = SHARES.get(stage.name, 2 if i >= again and search.options.get("every") == 2 else 1)
+            if stage.name == "substitute" and not forward:
+                shares = 1
+            for bundles in (ALL,) if forward and stage.name in SIDE_BY_SIDE else (EVEN, ODD):
+                self.entries += [(stage.name, bundles, share, shares) for share in range(1, shares + 1)]
+        self.steps = [i for i, (name, *_) in enumerate(self.entries) if name in cells.CONVOLUTION]
+        self.waits: list[tuple[int, int, int]] = []  # entry, the one that it waits for, chunks back
+        for bundles in (EVEN, ODD):
+            own = {(e[0], e[2]): i for i, e in enumerate(self.entries) if e[1] in (bundles, ALL)}
+            counts = {e[0]: e[3] for e in self.entries}
+            for name, share, _, maker, part, back in list_waits(stages, counts):
+                self.waits.append((own[name, share], own[maker, part], back))
+            for (name, share), i in own.items():
+                if (name, share + 1) in own:
+                    self.waits.append((own[name, share + 1], i, 0))
+        self.of = defaultdict(list)
+        for wait in self.waits:
+            self.of[wait[0]].append(wait)
+            self.of[wait[1]].append(wait)
+
+    def holds(self, times: list[float], i: int) -> bool:
+        """Returns whether an entry comes after what it waits for, and before what waits for it."""
+        return all(times[own] > times[maker] - back for own, maker, back in self.of[i])
+
+    def apply_rule(self, turns: float) -> list[float]:
+        """Returns the times of the rule."""
+        times = [0.0] * len(self.entries)
+        for bundles in (EVEN, ODD):
+            left = [i for i, e in enumerate(self.entries) if e[1] in (bundles, ALL) and i not in self.steps]
+            for at, count in enumerate([len(left)] * len(left)):
+                i = next(
+                    i for i in left if all(own != i or back or j not in left for own, j, back in self.of[i])
+                )
+                left.remove(i)
+                times[i] = max(times[i], turns * at / count + bundles / 2)
+        for i in self.steps:
+            times[i] = (self.entries[i][2] - 0.5) / self.entries[i][3]
+        for _ in range(len(times)):
+            for own, maker, back in self.waits:
+                times[own] = max(times[own], times[maker] - back + 1e-4)
+        return times
+
+    def order(self, times: list[float]) -> list[tuple[str, int, int, int, int]]:
+        """Returns the order of these times: (stage, bundles, late, share, shares)."""
+        by_place = sorted(range(len(times)), key=lambda i: times[i] - math.floor(times[i]))
+        return [(*self.entries[i][:2], math.floor(times[i]), *self.entries[i][2:]) for i in by_place]
+
+
+def anneal(name: str, timer: Any, seed: int = 0) -> tuple[Any, list[float], list[float]]:
+    """Returns the best order that is found, and the times of the rule and of that order, per example."""
+    search = SEARCHES[name]
+    traces = [record_kernel(search, sizes) for sizes in SIZES]
+    plan, rng = Plan(search), random.Random(seed)
+    times = plan.apply_rule(search.turns)
+    first = [trace.time(plan.order(times), timer) for trace in traces]
+
+    def price(order: Any) -> float:
+        own = [trace.time(order, timer) for trace in traces]
+        beyond = max(0.0, own[0][1] / search.sbuf - 1.0) + max(0.0, own[0][2] / search.psum - 1.0)
+        return sum(a[0] / b[0] for a, b in zip(own, first, strict=True)) / len(own) + beyond
+
+    cost = least = price(plan.order(times))
+    best = list(times)
+    for i in range(search.proposals):
+        heat = 4e-3 * (1e-2 ** (i / search.proposals))
+        at = rng.randrange(len(times))
+        moved = list(times)
+        moved[at] = max(0.0, times[at] + rng.gauss(0.0, rng.choice((0.01, 0.05, 0.3))))
+        if at in plan.steps:
+            moved[at] %= 1.0
+        if not plan.holds(moved, at):
+            continue
+        now = price(plan.order(moved))
+        if now <= cost or rng.random() < math.exp((cost - now) / heat):
+            times, cost = moved, now
+            if cost < least:
+                least, best = cost, list(times)
+    order = plan.order(best)
+    rank(name, search.module.STAGES, [entry[:3] for entry in order])
+    return (
+        [entry[:3] for entry in order],
+        [own[0] for own in first],
+        [trace.time(order, timer)[0] for trace in traces],
+    )
+
+
+def print_times(names: list[str], timer: Any) -> None:
+    """Prints what today's orders cost, and what the rule alone would, in microseconds."""
+    for name in names:
+        search = SEARCHES[name]
+        plan = Plan(search)
+        for sizes in SIZES:
+            trace = record_kernel(search, sizes)
+            rule = trace.time(plan.order(plan.apply_rule(search.turns)), timer)
+            print(name, "table", trace.time(search.module.ORDER, timer), "rule", rule)
+
+
+def write(tables: dict[str, Any], made: Mapping[str, Sequence[float]]) -> None:
+    """Writes the module of the orders, and what those cost that a search made."""
+    lines = [HEAD, "MADE = {"]
+    lines += [f'    "{name}": ({", ".join(f"{x:.2f}" for x in times)}),' for name, times in made.items()]
+    lines.append("}")
+    for name, table in tables.items():
+        lines.append(f"\n{name} = (")
+        line = "   "
+        for stage, bundles, late in table:
+            entry = f' ("{stage}", {("EVEN", "ODD", "ALL")[bundles]}, {late}),'
+            if len(line) + len(entry) > 110:
+                lines.append(line)
+                line = "   "
+            line += entry
+        lines += [line, ")  # fmt: skip"]
+    Path(orders.__file__).write_text("\n".join(lines) + "\n")
+
+
+def main(arguments: list[str]) -> None:
+    """Remakes the named orders, or all."""
+    parser = argparse.ArgumentParser(description="finds the orders of the NKI kernels' stages")
+    parser.add_argument("names", nargs="*", metavar="ORDER", help=f"one of {', '.join(SEARCHES)}; else all")
+    parser.add_argument("--times", action="store_true", help="print what the orders cost, and write nothing")
+    options = parser.parse_args(arguments)
+    names = options.names or list(SEARCHES)
+    unknown = [name for name in names if name not in SEARCHES]
+    if unknown:
+        parser.error(f"no order is named {unknown[0]}; name one of {', '.join(SEARCHES)}")
+    timer = build_timer()
+    if options.times:
+        print_times(names, timer)
+        return
+    tables = {name: getattr(orders, name) for name in SEARCHES}
+    made: dict[str, Sequence[float]] = {**orders.MADE}
+    for name in names:
+        tables[name], rule, found = anneal(name, timer)
+        print(name, "rule", [round(x, 1) for x in rule], "found", [round(x, 1) for x in found], flush=True)
+        made[name] = found
+        write(tables, made)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
