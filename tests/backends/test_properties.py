@@ -193,7 +193,8 @@ def a_bit_by_call(y, x, calls):
 
 
 def the_neighbors_sum(y, x, calls):
-    return y + 1e-9 * y.sum().detach()
+    """Changes a few last bits by a number that every row has a part in, however large the numbers are."""
+    return y * (1 + 2**-21 * torch.frac(1000 * y.detach().sum()))
 
 
 def a_state_not_handed_over(y, x, calls):
@@ -240,7 +241,7 @@ def test_a_planted_defect_is_found_within_fifty_cases(op, check, defect, complai
 
         def run(case, x, backend):
             outputs = original(case, x, backend)
-            name = "o" if case.op == "gated_delta_rule" else "y"
+            name = "o" if "o" in outputs else "y"
             return {**outputs, name: defect(outputs[name], x, next(calls))}
 
         monkeypatch.setattr(checks, "run", run)
@@ -302,11 +303,15 @@ def test_a_layer_is_judged_by_q_k_and_v_apart():
     """dx of the keys' channels has a bound of its own, also where that of the values is much larger."""
     drawn = []
     fuzz(random_cases("nki-simulator", "gated_delta_layer", "judge"), drawn.append, 60)
-    case = next(
-        x for x in drawn if x.dtype == torch.float32 and x.layer.T > 10 and "x" in x.wanted and is_taken(x)
-    )
-    results = checks.outcome(case, "nki-simulator")
-    keys = slice(case.layer.H * case.layer.K, 2 * case.layer.H * case.layer.K)
+    for case in drawn:
+        if case.dtype != torch.float32 or case.layer.T <= 10 or "x" not in case.wanted or not is_taken(case):
+            continue
+        results = checks.outcome(case, "nki-simulator")
+        keys = slice(case.layer.H * case.layer.K, 2 * case.layer.H * case.layer.K)
+        if results["dx"][..., keys].norm() > 0.01 * results["dx"].norm():
+            break
+    else:
+        pytest.fail("no case has a gradient of the keys; draw more")
     criterion = checks.Criterion(case)
     assert criterion.require("judge", results) <= 1
     results["dx"][..., keys] *= 1.001

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tests.support import team_run, tiny_run
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[tuple[str, object]]:
+def calls(monkeypatch) -> Iterator[list[tuple[str, object]]]:
     """Returns the calls that reach a mock of torch.cuda with 4 devices, in this order."""
     recorded: list[tuple[str, object]] = []
 
@@ -34,6 +35,7 @@ def calls(monkeypatch) -> list[tuple[str, object]]:
         return call
 
     monkeypatch.setattr(machine, "platforms", lambda: ("cuda", "cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", record("set_device", None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", record("get_device_capability", (9, 0)))
@@ -41,7 +43,9 @@ def calls(monkeypatch) -> list[tuple[str, object]]:
     monkeypatch.setattr(torch.cuda, "set_rng_state", record("set_rng_state", None))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", record("precision", None))
     monkeypatch.setattr(setup, "choose_backend", record("choose_backend", "triton"))
-    return recorded
+    machine.compute_capability.cache_clear()  # it asks once a process, and would remember the mock
+    yield recorded
+    machine.compute_capability.cache_clear()
 
 
 @pytest.mark.parametrize(
