@@ -309,20 +309,25 @@ def _part(event: Any) -> str:
 @contextlib.contextmanager
 def _named_operators() -> Iterator[None]:
     """Names operations in the profile: outside of torch.compile they are plain functions."""
-    words = ("compute", "differentiate")
-    plain = {word: getattr(Operator, word) for word in words}
+    find, differentiate = Operator.find_function, Operator.differentiate
 
-    def named(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(operator: Operator, *arguments: Any) -> Any:
+    def named(operator: Operator, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
             with torch.profiler.record_function(f"delta_trn::{operator.name}"):
-                return function(operator, *arguments)
+                return function(*arguments, **options)
 
         return call
 
-    for word, function in plain.items():
-        setattr(Operator, word, named(function))
+    def find_named(operator: Operator, *arguments: Any) -> Callable[..., Any]:
+        return named(operator, find(operator, *arguments))
+
+    def differentiate_named(operator: Operator, *arguments: Any) -> Any:
+        return named(operator, differentiate)(operator, *arguments)
+
+    setattr(Operator, "find_function", find_named)  # noqa: B010 - a type checker would refuse the assignment
+    setattr(Operator, "differentiate", differentiate_named)  # noqa: B010
     try:
         yield
     finally:
-        for word, function in plain.items():
-            setattr(Operator, word, function)
+        setattr(Operator, "find_function", find)  # noqa: B010
+        setattr(Operator, "differentiate", differentiate)  # noqa: B010
