@@ -335,6 +335,8 @@ def _triton(adapter: str, limits: Callable[[Call], Iterable[str]] = lambda call:
     def refuses(call: Call) -> Iterable[str]:
         if call.dtype == torch.bfloat16 and call.capability is not None and call.capability < (8, 0):
             yield f"bfloat16 needs compute capability 8.0; this GPU has {'.'.join(map(str, call.capability))}"
+        if call.device == "cuda" and (unfenced := _unfenced(call.capability)):
+            yield unfenced
         yield from limits(call)
 
     return Row(_at(adapter), GPU_FLOATS, CUDA | CPU, CUDA, refuses)
@@ -401,14 +403,31 @@ def triton_missing(device: str) -> str | None:
         return "needs the triton package: pip install triton"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "runs on CPU tensors only in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
-    version = metadata.version("triton")
-    if device == "cuda" and tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 7, 1):
-        return (
-            f"Triton {version} leaves out fences that Hopper needs between copies and products, and results "
-            "can be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install "
-            "--no-deps triton==3.7.1"
-        )
     return None
+
+
+def _unfenced(capability: tuple[int, int] | None) -> str | None:
+    """Returns why this Triton is wrong on GPUs from Hopper on; None where it is right.
+
+    capability  of the GPU; None: that of the current one
+    """
+    if (capability or machine.compute_capability("cuda") or (0, 0)) < (9, 0) or find_spec("triton") is None:
+        return None
+    version, numbers = _version("triton")
+    if numbers >= (3, 7, 1):
+        return None
+    return (
+        f"Triton {version} leaves out fences that Hopper needs between copies and products, and results can "
+        "be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install --no-deps "
+        "triton==3.7.1"
+    )
+
+
+@cache
+def _version(package: str) -> tuple[str, tuple[int, ...]]:
+    """Returns an installed package's version, and the first three numbers in it; reads the disk once."""
+    version = metadata.version(package)
+    return version, tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def nki_missing(device: str) -> str | None:
@@ -430,8 +449,8 @@ def simulator_missing(device: str) -> str | None:
         return None
     if placeholder := _placeholder():
         return placeholder
-    version = metadata.version("nki")
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 3):
+    version, numbers = _version("nki")
+    if numbers < (0, 3):
         return f"nki {version} has no simulator: install 0.3 or newer, or none, for the one that is included"
     return None
 

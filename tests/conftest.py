@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     # test module would set it too late.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from delta_trn.backends import machine
+from delta_trn.backends import dispatch, machine
 from delta_trn.backends.dispatch import default_backend
 from delta_trn.backends.gated_delta_rule import chunked_kernel
 from delta_trn.backends.layers import cpu_kernel
@@ -79,3 +79,15 @@ def poison(monkeypatch):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture
+def version_of(monkeypatch):
+    """Returns a function that lets every installed package have a version."""
+
+    def set_version(version):
+        monkeypatch.setattr(dispatch.metadata, "version", lambda name: version)
+        dispatch._version.cache_clear()
+
+    yield set_version
+    dispatch._version.cache_clear()

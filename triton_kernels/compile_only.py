@@ -10,7 +10,7 @@ bound.
 The bounds: SHARED_BYTES is what Hopper gives one program. STACK_BYTES is what a thread may park in L1 between
 uses: little up to K = 128; up to 480 in the scans at K = 192 and 256, whose state alone fills the registers;
 and more in float32, whose products run on the ordinary cores. Triton 3.4 to 3.7.0
-leaves out fences between copies and products: it is refused on a GPU, and its rows are errors here.
+leaves out fences between copies and products: it is refused on Hopper, and its rows are errors here.
 
 What is compiled stands beside each kernel: `variants` says how.
 """

@@ -239,9 +239,20 @@ def test_adapters_are_imported_at_their_first_call():
 @pytest.mark.parametrize(
     ("version", "refused"), [("3.4.0", True), ("3.7.0+cu130", True), ("3.7.1", False), ("3.10.0", False)]
 )
-def test_a_triton_without_fences_on_hopper_is_refused_there(version, refused, monkeypatch):
+def test_a_triton_without_fences_is_refused_on_hopper_and_not_before(version, refused, version_of):
     pytest.importorskip("triton", reason="the triton extra is not installed")
-    monkeypatch.setattr(dispatch.metadata, "version", lambda name: version)
-    reason = dispatch.triton_missing("cuda")
-    assert (reason is not None) == refused
-    assert not refused or (f"Triton {version} leaves out fences" in reason and "triton==3.7.1" in reason)
+    version_of(version)
+    for capability, concerned in (((9, 0), True), ((10, 0), True), ((8, 6), False)):
+        call = replace(CALL, device="cuda", capability=capability)
+        reasons = BACKENDS["triton"].refusals(call)
+        assert bool(reasons) == (refused and concerned)
+        assert not reasons or f"Triton {version} leaves out fences" in reasons[0]
+
+
+def test_versions_of_packages_are_read_from_the_disk_once(version_of, monkeypatch):
+    pytest.importorskip("triton", reason="the triton extra is not installed")
+    version_of("3.7.1")
+    call = replace(CALL, device="cuda", capability=(9, 0))
+    assert not BACKENDS["triton"].refusals(call)
+    monkeypatch.setattr(dispatch.metadata, "version", None)  # a second look would raise
+    assert not BACKENDS["triton"].refusals(call)

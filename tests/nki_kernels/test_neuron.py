@@ -164,16 +164,16 @@ def test_parity_holds_on_the_simulator_of_an_installed_nki(tmp_path):
     assert process.stdout.split() == ["7", "['trn1']"]
 
 
-def test_an_nki_without_a_simulator_is_refused(monkeypatch):
+def test_an_nki_without_a_simulator_is_refused(monkeypatch, version_of):
     call = Call("gated_delta_rule", "cpu", torch.float32)
     monkeypatch.setattr(dispatch, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(dispatch, "_placeholder", lambda: None)
-    monkeypatch.setattr(dispatch.metadata, "version", lambda name: "0.2.0+1")
+    version_of("0.2.0+1")
     with pytest.raises(
         BackendRefusal, match=r"nki 0\.2\.0\+1 has no simulator: install 0\.3 or newer, or none"
     ):
         choose(call, "nki-simulator")
-    monkeypatch.setattr(dispatch.metadata, "version", lambda name: "0.10rc1")
+    version_of("0.10rc1")
     assert choose(call, "nki-simulator").name == "nki-simulator"
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,7 @@ class Measured:
     loss: float
 
 
-class Contest:
+class Contest(ABC):
     """A model and a batch that contenders compute in turns."""
 
     model: Any
@@ -104,17 +105,17 @@ class Contest:
             machine.synchronize(self.device)
             return time.perf_counter() - begun
 
+    @abstractmethod
     def operations(self, contender: str) -> contextlib.AbstractContextManager[object]:
-        """Within it, the model's operations are the contender's."""
-        raise NotImplementedError
+        """Returns a context in which the model's operations are the contender's."""
 
+    @abstractmethod
     def advance(self, contender: str) -> None:
         """Computes what is timed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss_of(self, contender: str) -> float:
         """Returns the loss at the weights as they are."""
-        raise NotImplementedError
 
     def peak_bytes(self, contender: str) -> int:
         """Returns the most memory of a step: weights, gradients, optimizer's state and everything else."""
@@ -312,22 +313,17 @@ def _named_operators() -> Iterator[None]:
     find, differentiate = Operator.find_function, Operator.differentiate
 
     def named(operator: Operator, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            with torch.profiler.record_function(f"delta_trn::{operator.name}"):
-                return function(*arguments, **options)
+        return torch.profiler.record_function(f"delta_trn::{operator.name}")(function)
 
-        return call
-
-    def find_named(operator: Operator, *arguments: Any) -> Callable[..., Any]:
-        return named(operator, find(operator, *arguments))
-
-    def differentiate_named(operator: Operator, *arguments: Any) -> Any:
-        return named(operator, differentiate)(operator, *arguments)
-
-    setattr(Operator, "find_function", find_named)  # noqa: B010 - a type checker would refuse the assignment
-    setattr(Operator, "differentiate", differentiate_named)  # noqa: B010
+    changes: dict[str, Callable[..., Any]] = {
+        "find_function": lambda operator, *arguments: named(operator, find(operator, *arguments)),
+        "differentiate": lambda operator, *arguments: named(operator, differentiate)(operator, *arguments),
+    }
+    plain = {name: getattr(Operator, name) for name in changes}
+    for name, function in changes.items():
+        setattr(Operator, name, function)
     try:
         yield
     finally:
-        setattr(Operator, "find_function", find)  # noqa: B010
-        setattr(Operator, "differentiate", differentiate)  # noqa: B010
+        for name, function in plain.items():
+            setattr(Operator, name, function)
