@@ -123,7 +123,8 @@ class _Runner:
                 process.start()
                 self.running.add(process)
             process.join()
-            self.running.discard(process)
+            with self.lock:  # `stop` walks over them
+                self.running.discard(process)
         finally:
             self.free.put(device)
         if self.stopping:
