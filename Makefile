@@ -167,16 +167,19 @@ $(NEURON)/.ready: pyproject.toml
 	touch $@
 
 # lm-eval brings 40 packages, so it has an environment of its own, which finds torch and the rest in .venv. So has trl.
+# Both see the packages of .venv behind their own: `addsitedir` reads the .pth files there too, so a process in any
+# folder finds delta_trn.
 PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
+BEHIND   := import sysconfig; path = sysconfig.get_path("purelib"); print(f"import site; site.addsitedir({path!r})")
 $(EVAL)/.ready: $(READY) .ci/lm_eval.txt
 	test -x $(EVAL)/bin/python || $(PYTHON) -m venv $(EVAL)
-	$(RUN) -c '$(PACKAGES)' > $$($(EVAL)/bin/python -c '$(PACKAGES)')/venv.pth
+	$(RUN) -c '$(BEHIND)' > $$($(EVAL)/bin/python -c '$(PACKAGES)')/venv.pth
 	$(EVAL)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c .ci/constraints.txt -c .ci/lm_eval.txt lm_eval==0.4.13
 	touch $@
 
 $(TRL)/.ready: $(READY) .ci/trl.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
-	$(RUN) -c '$(PACKAGES)' > $$($(TRL)/bin/python -c '$(PACKAGES)')/venv.pth
+	$(RUN) -c '$(BEHIND)' > $$($(TRL)/bin/python -c '$(PACKAGES)')/venv.pth
 	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -r .ci/trl.txt
 	touch $@
