@@ -154,29 +154,30 @@ def draw(readings: Sequence[Reading], rows: Sequence[Verdict], path: Path) -> Pa
     muP promises flat lines. Red ones fail at some step, and the steepest of them carry their names.
     """
     last = max(r.step for r in readings)
+    verdicts = {((v.optimizer, v.parametrization), v.tensor): v for v in rows}
     changes: dict[tuple[str, str], dict[str, dict[int, list[float]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
     )
     for r in readings:
-        if r.step == last:
-            changes[r.optimizer, r.parametrization][r.tensor][r.width].append(r.change)
+        series = r.optimizer, r.parametrization
+        if r.step == last and (series, r.tensor) in verdicts:
+            changes[series][r.tensor][r.width].append(r.change)
     figure = new_figure(4.4 * len(changes), 4.4, dpi=130)
     figure.suptitle(f"change of every module's output after {last} steps", fontsize=10)
-    verdicts = {((v.optimizer, v.parametrization), v.tensor): v for v in rows}
+    widths = sorted({r.width for r in readings})
     panels = figure.subplots(1, len(changes), squeeze=False, sharey=True).flatten()
     for axes, (series, modules) in zip(panels, changes.items(), strict=True):
-        red = [name for name in modules if not verdicts[series, name].passes]
+        red = [v.tensor for at, v in verdicts.items() if at[0] == series and not v.passes]
         named = sorted(red, key=lambda name: -abs(verdicts[series, name].change.slope))[:LABELS]
         for name, points in sorted(modules.items(), key=lambda item: item[0] in red):
-            widths = sorted(points)
             means = [sum(points[width]) / len(points[width]) for width in widths]
             color = RED if name in red else GRAY
             axes.plot(widths, means, color=color, marker="o", markersize=2, linewidth=0.9, alpha=0.8)
             if name in named:
                 axes.annotate(f" {name}", (widths[-1], means[-1]), fontsize=4.5, color=RED)
-            axes.set_xticks(widths, [str(width) for width in widths])
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
+        axes.set_xticks(widths, [str(width) for width in widths])
         axes.minorticks_off()
         axes.set_xlabel("width", fontsize=8)
         dress(axes, f"{' '.join(series)}: {len(modules) - len(red)} of {len(modules)} pass", size=9)
@@ -200,10 +201,10 @@ def read(folder: Path) -> tuple[list[Reading], Theory] | None:
         return None
     tree = json.loads(path.read_text() if path.is_file() else gzip.decompress(packed.read_bytes()))
     names = [f.name for f in fields(Reading)]
-    rows = [
-        {name: math.nan if row[name] is None else row[name] for name in names} for row in tree["readings"]
+    rows: list[list[Any]] = [
+        [math.nan if row[name] is None else row[name] for name in names] for row in tree["readings"]
     ]
-    return [Reading(**row) for row in rows], tree["tensors"]
+    return [Reading(*row) for row in rows], tree["tensors"]
 
 
 def _plain(value: Any) -> Any:
