@@ -133,9 +133,7 @@ class DeltaModel(DeltaPreTrainedModel):
     def __init__(self, config: DeltaConfig, *, is_part: bool = False) -> None:
         super().__init__(config)
         d, self.is_part = config.hidden_size, is_part
-        # The paper's code ties before it draws, so it draws the embedding as the head: like a hidden matrix.
-        like = Role.HIDDEN if config.tie_word_embeddings and config.init == "authors" else None
-        self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING, like=like))
+        self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING))
         self.positions = None
         if config.positions == "learned":
             self.positions = Embedding(config.max_position_embeddings, d, Tag(Role.VECTOR))
