@@ -68,7 +68,7 @@ def _samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
     """Yields results by the baseline, in float32 at least: a step has no matrix products to round."""
     noise, full = baseline.Noise(SAMPLES, x.q.device), torch.promote_types(x.q.dtype, torch.float32)
     q, k, v, g, beta = (y.to(full) for y in (x.q, x.k, x.v, x.g, x.beta))
-    options = (None, x.scale, x.case.normalized_inside)
+    options = (None, x.case.exact_scale, x.case.normalized_inside)
     for _ in range(SAMPLES):
         with torch.no_grad():
             o, state = baseline.gated_delta_rule(q, k, v, g, beta, x.initial_state, *options, noise=noise)
