@@ -1,5 +1,7 @@
 """Deep Delta Learning's update on every backend satisfies its algebra and agrees with float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from delta_trn.backends import BackendRefusal, checking
 from delta_trn.backends.delta_residual import delta_residual
 from delta_trn.backends.dispatch import BACKENDS, Call
-from delta_trn.backends.parity import judge, residual_cases
+from delta_trn.backends.parity import judge, layer_cases
 
 M, D, DV = 5, 24, 3
 RUNNABLE = [
@@ -96,30 +98,14 @@ def test_columns_of_the_state_do_not_mix(backend):
         assert (alone - whole[..., j]).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("case", residual_cases.CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [
-        (backend, dtype)
-        for backend in RUNNABLE
-        for dtype in judge.DTYPES
-        if dtype in BACKENDS[backend].rows["delta_residual"].dtypes
-    ],
-    ids=str,
-)
-def test_every_backend_agrees_with_the_judge(backend, case, dtype):
-    for verdict in residual_cases.verdicts(case, dtype, backend):
-        assert verdict.passed, verdict
-
-
 def test_parity_fails_for_another_epsilon_in_the_norm_of_k():
     """A released kernel has k_eps^2 times D; a case of tiny keys shows the difference."""
-    case = residual_cases.BY_NAME["residual_tiny"]
-    tensors = residual_cases.inputs(case, torch.float32)
-    expected = residual_cases.outcome({n: x.double() for n, x in tensors.items()}, case.k_eps, "recurrent")
-    assert case.k_eps is not None
-    wrong = residual_cases.outcome(tensors, case.k_eps * case.D**0.5, "chunked")
-    bounds = {v.tensor: v.allowed for v in residual_cases.verdicts(case, torch.float32, "chunked")}
+    case = layer_cases.BY_NAME["residual_tiny"]
+    operation, x = layer_cases.OPERATIONS[case.op], layer_cases.inputs(case, torch.float32)
+    expected = operation.judge(x)
+    other = replace(case, k_eps=case.k_eps * case.shape[1] ** 0.5)
+    wrong = operation.outcome(replace(x, case=other), "chunked")
+    bounds = {v.tensor: v.allowed for v in layer_cases.verdicts(case, torch.float32, "chunked")}
     assert all(judge.error(wrong[name], expected[name]) > 10 * bounds[name] for name in ("out", "dk", "dv"))
 
 

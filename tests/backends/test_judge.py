@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from delta_trn.backends.gated_delta_rule import contract, recurrent
-from delta_trn.backends.parity import baseline, layer_cases, mixer_cases, residual_cases, rule
+from delta_trn.backends.parity import baseline, layer_cases, mixer_cases, rule
 from delta_trn.backends.parity.baseline import Noise, Rounding, add_up, invert
 from delta_trn.backends.parity.judge import (
     DTYPES,
@@ -25,9 +25,7 @@ from delta_trn.backends.parity.judge import (
     chance_factor,
 )
 from delta_trn.backends.parity.rule import judge_outcome, outcome, reference, reference_for
-from delta_trn.backends.parity.rule_cases import BY_NAME, STEPS, Case, inputs
-from tests.support.fuzz import expected
-from tests.support.fuzz.cases import rule_case
+from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
 
 
 def imports_of(module):
@@ -53,15 +51,6 @@ def test_the_judge_and_the_baseline_share_no_line_with_what_they_judge():
     prefix = f"{contract.__name__}."
     assert imports_of(recurrent) == {prefix + name for name in ("Gradients", "Rule", "Shapes", "Step")}
     assert imports_of(baseline) == set()
-    for cases in (residual_cases, layer_cases):
-        used = {name.rpartition(".")[0] for name in imports_of(cases)}
-        assert used <= {"delta_trn.backends", "delta_trn.backends.delta_residual"} | {
-            f"delta_trn.backends.parity.{name}" for name in ("baseline", "judge")
-        }
-    parity = {f"delta_trn.backends.parity.{name}" for name in ("baseline", "judge", "layer_cases")}
-    used = {name.rpartition(".")[0] for name in imports_of(mixer_cases)}
-    others = {f"delta_trn.backends{name}" for name in ("", ".checks", ".parity", ".dispatch")}
-    assert used <= parity | others
 
 
 def code_that_runs(function):
@@ -82,29 +71,25 @@ def code_that_runs(function):
     return places
 
 
-MIXER = mixer_cases.inputs(mixer_cases.BY_NAME["mixer_packed_empty"], torch.bfloat16)
-RESIDUAL = residual_cases.inputs(residual_cases.BY_NAME["residual_odd"], torch.bfloat16)
-CASES = [
-    rule_case(BY_NAME["gates_packed"], torch.bfloat16),
-    rule_case(BY_NAME["carry"], torch.float32),
-    rule_case(STEPS["decode_norm"], torch.float32),
-]
-JUDGES = {
-    "rule": lambda: reference_for(inputs(BY_NAME["gates_packed"], torch.bfloat16)),
-    "mixer": lambda: (mixer_cases.judge_outcome(MIXER), next(mixer_cases.samples(MIXER))),
-    "residual": lambda: list(residual_cases.samples(RESIDUAL, 1e-5)),
-    "random cases": lambda: [(expected.judge(case), *expected.samples(case)) for case in CASES],
-    **{
-        op: lambda case=case: layer_cases.outcome(case, layer_cases.inputs(case, torch.bfloat16), None)
-        for op, case in {case.op: case for case in layer_cases.CASES}.items()
-    },
-}
+FORMULAS = {
+    **{op: (operation, next(case for case in layer_cases.CASES if case.op == op)) for op, operation in
+       layer_cases.OPERATIONS.items()},
+    "gated_delta_layer": (mixer_cases.OPERATION, mixer_cases.BY_NAME["mixer_packed_empty"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", JUDGES)
+def judge_and_sample(name):
+    if name == "gated_delta_rule":
+        return reference_for(inputs(BY_NAME["gates_packed"], torch.bfloat16))
+    operation, case = FORMULAS[name]
+    x = operation.inputs(case, torch.bfloat16)
+    return operation.judge(x), next(operation.samples(x))
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", *FORMULAS])
 def test_no_line_of_a_backend_runs_while_judge_and_samples_are_computed(name):
     """Imports of a module do not tell what runs: what it imports may call the rest."""
-    places = code_that_runs(JUDGES[name])
+    places = code_that_runs(lambda: judge_and_sample(name))
     judges = ("backends.parity.", "backends.gated_delta_rule.recurrent:")
     own = {place for place in places if place.startswith(judges)}
     # the dataclasses of a call, which compute nothing but the number of sequences

@@ -229,7 +229,7 @@ def test_a_planted_defect_is_found_within_fifty_cases(op, check, defect, complai
 
 
 def test_a_failure_is_shrunk_and_its_blob_draws_it_again():
-    """Cases of more than 40 tokens are red: the simplest has 41, and little else."""
+    """Cases of more than 40 tokens are red: the simplest has little more, one head and no state."""
     strategy = random_cases("chunked", "gated_delta_rule", "judge")
 
     def examine(case):
@@ -247,7 +247,8 @@ def test_a_failure_is_shrunk_and_its_blob_draws_it_again():
             blob=note.split("b'")[1].split("'")[0],
         )
     q, v = seen[-1].tensors["q"], seen[-1].tensors["v"]
-    assert q.shape[:3] == (1, 41, 1) and v.shape[2] == 1 and "initial_state" not in seen[-1].tensors
+    assert q.shape[0] == q.shape[2] == v.shape[2] == 1 and 40 < q.shape[1] <= 64
+    assert "initial_state" not in seen[-1].tensors
 
 
 def test_where_no_sample_is_finite_a_result_must_be_finite_and_no_more(monkeypatch):

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule import triton_time_adapter
-from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule
+from delta_trn.backends.parity import layer_cases, mixer_cases, rule
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, STEPS, Case, inputs
 from delta_trn.models.gated_deltanet import GatedDeltaNet
@@ -88,11 +88,6 @@ def mixer_passes(*names, dtype=torch.float32):
 
 def mixer_gradients_pass():
     return mixer_passes("mixer_129", "mixer_packed_empty")
-
-
-def residual_passes(case="residual_odd", backend="chunked"):
-    verdicts = residual_cases.verdicts(residual_cases.BY_NAME[case], torch.float32, backend)
-    return all(verdict.passed for verdict in verdicts)
 
 
 def widths_pass():
@@ -178,6 +173,10 @@ CHECKS = {
     "chunked": lambda: judged("chunked", WHOLE),
     "gates": lambda: judged("chunked", replace(WHOLE, gates="plain")),
     "gates in float64": lambda: judged("chunked", BY_NAME["gates_wide"], torch.float64),
+    "chunked, carry": lambda: judged("chunked", BY_NAME["carry"]),
+    "chunked, equal keys": lambda: judged("chunked", BY_NAME["collide"]),
+    "chunked, strong decay": lambda: judged("chunked", BY_NAME["forget"]),
+    "chunked, wide gates": lambda: judged("chunked", BY_NAME["gates_wide"]),
     "chunked, packed": lambda: judged("chunked", PACKED),
     "chunked, float64": lambda: judged("chunked", WHOLE, torch.float64),
     "chunked's decoding": lambda: decoding_passes("chunked", HEADS),
@@ -191,7 +190,7 @@ CHECKS = {
     "triton's many rows": lambda: judged_with(
         rms_norm, "PROGRAMS", 2, lambda: layer_passes("norm_head", "triton")
     ),
-    "triton's residual": lambda: residual_passes("residual_blocks", "triton"),
+    "triton's residual": lambda: layer_passes("residual_blocks", "triton"),
     "triton's decoding": lambda: decoding_passes("triton", HEADS),
     "triton's carry": carry_passes,
     "triton's convolution": lambda: layer_passes("conv_packed", "triton"),
@@ -205,7 +204,7 @@ CHECKS = {
     "norm": lambda: layer_passes("gated_norm_tiny"),
     "sum": lambda: layer_passes("sum_one"),
     "cross-entropy": lambda: layer_passes("loss_ignored"),
-    "residual": residual_passes,
+    "residual": lambda: layer_passes("residual_odd"),
     "muP": widths_pass,
     "loss": loss_passes,
     "padding": padding_passes,

@@ -53,6 +53,22 @@ BUGS = (
         "repeat_interleave(groups, 2)", "repeat(1, 1, groups, 1)", "chunked"),
     Bug("chunked: a packed token lies a place too late", f"{RULE}.chunked:Rows.of",
         "tokens - bounds[row])", "(tokens - bounds[row]).roll(1))", "chunked, packed"),
+    Bug("chunked: the state is handed on in bfloat16", f"{RULE}.chunked:compute",
+        "outputs.append(o)", "outputs.append(o); S = S.bfloat16().to(dtype)", "chunked, carry"),
+    Bug("chunked: the inverse is a power series", f"{RULE}.chunked:Solve.forward",
+        "T = triangular_inverse(L.flatten(0, 1)).view_as(L)",
+        "power, T = -L, torch.eye(L.shape[-1], dtype=L.dtype) - L\n        for _ in range(5):\n"
+        "            power = power @ power; T = T + T @ power", "chunked, equal keys"),
+    Bug("chunked: decays are masked after exp", f"{RULE}.chunked:decays",
+        "return sums.to(dtype).exp().tril()", "b = g.cumsum(-1).to(dtype)\n"
+        "    return (b[..., :, None] - b[..., None, :]).exp() * torch.ones_like(sums, dtype=dtype).tril()",
+        "chunked, strong decay"),
+    Bug("chunked: dg is a difference of large sums", f"{RULE}.chunked:decays",
+        "behind = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)",
+        "b = g.to(dtype).cumsum(-1); behind = b[..., -1:] - b", "chunked, strong decay"),
+    Bug("chunked: decays are differences of float32 sums", f"{RULE}.chunked:decays",
+        "return sums.to(dtype).exp().tril()", "b = g.to(dtype).cumsum(-1)\n"
+        "    return (b[..., :, None] - b[..., None, :]).tril().exp().tril()", "chunked, wide gates"),
     Bug("gates: sigmoid of beta in bfloat16", f"{RULE}.contract:write_strength",
         "_full(z).sigmoid()", "z.bfloat16().sigmoid().to(_full(z).dtype)", "gates"),
     Bug("gates: no bias", f"{RULE}.contract:log_decay",
@@ -192,6 +208,7 @@ BUGS = (
         "if first:", "if True:", "nki, words"),
 )
 # fmt: on
+BY_NAME = {bug.name: bug for bug in BUGS}
 
 
 def function_of(bug: Bug) -> FunctionType:
