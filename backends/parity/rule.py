@@ -112,7 +112,8 @@ class _Literal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        gradients = recurrent.backward(*grad_outputs, ctx.call, [])
+        do, dstate = grad_outputs
+        gradients = recurrent.backward(do, dstate, ctx.call, [])
         return None, None, *(getattr(gradients, name, None) for name in ctx.names)
 
 
@@ -122,8 +123,8 @@ def formula(case: Case, x: Mapping[str, Tensor], rounding: Rounding, chunk: int 
     The baseline's tensors, but cu_seqlens, may have a first axis of samples.
     """
     if chunk is None:
-        o, final_state = _Literal.apply(case, tuple(x), *x.values())  # pyright: ignore
-        return {"o": o, "final_state": final_state}
+        outputs: Any = _Literal.apply(case, tuple(x), *x.values())
+        return dict(zip(("o", "final_state"), outputs, strict=True))
     noise, gates = rounding.noise, (x["g"], x["beta"], x.get("A_log"), x.get("dt_bias"))
     g, beta = baseline.make_gates(*gates, case.beta_max, noise)
     o, final_state = baseline.gated_delta_rule(

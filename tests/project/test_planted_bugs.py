@@ -38,6 +38,8 @@ PACKED = replace(WHOLE, name="packed", T=111, lengths=(0, 5, 0, 70, 33, 3))
 SEGMENTS = replace(WHOLE, name="segments", T=40, H=1, HV=1, K=96, V=24)
 TILES = replace(WHOLE, name="tiles", T=20, H=1, HV=2, K=80, V=40)
 FLOAT16 = replace(WHOLE, name="float16", T=20, scale=1e-4)
+# three chunks, badly conditioned: with one of 64 tokens a wrong sign passed
+ALIKE = Case("alike", 1, 130, 4, 16, 64, "", keys="equal", beta=2.0, decay="none")
 HEADS = replace(STEPS["decode_gva_2"], name="heads", B=11, T=2, K=144)
 WORDS = LayerCase("words", "linear_cross_entropy", (3, 16, 600), "two blocks of words")
 VOCABULARY = LayerCase("vocabulary", "linear_cross_entropy", (3, 16, 5003), "two tiles of words", size=3.0)
@@ -185,6 +187,9 @@ CHECKS = {
         triton_time_adapter, "SEGMENT", 1, lambda: judged("triton", SEGMENTS)
     ),
     "triton's wide heads": lambda: judged("triton", TILES),
+    "triton, equal keys": lambda: all(
+        verdict.passed for verdict in rule.verdicts(ALIKE, torch.bfloat16, "triton")
+    ),
     "triton, float16": lambda: judged("triton", FLOAT16, torch.float16),
     "triton's vocabulary": lambda: layer_passes(VOCABULARY, "triton"),
     "triton's many rows": lambda: judged_with(
