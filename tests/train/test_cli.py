@@ -151,8 +151,8 @@ class TestParameters:
         assert [row["name"] for row in rows] == [row.name for row in expected]
         assert [row["lr"] for row in rows] == [row.lr for row in expected]
         by_name = {row["name"]: row for row in rows}
-        assert by_name["model.model.embed.weight"]["shape"] == [320, 32]
-        assert by_name["model.model.norm.weight"]["init_std"] is None
+        assert by_name["model.embed.weight"]["shape"] == [320, 32]
+        assert by_name["model.norm.weight"]["init_std"] is None
 
     def test_parameters_follow_the_papers_rules_at_twice_the_base_width(self):
         """m = 2. AdamW: hidden matrices 1/m; SGD: gates 1/sqrt(m), scalars sqrt(m), embedding m."""
@@ -162,16 +162,16 @@ class TestParameters:
             r["name"]: r
             for r in json.loads(train("parameters", "tiny", *widths, "optimizer.name=sgd", "optimizer.lr=1"))
         }
-        mixer = "model.model.blocks.0.mixer"
+        mixer = "model.blocks.0.mixer"
         assert adamw[f"{mixer}.q_proj.weight"]["lr"] == 0.5 and sgd[f"{mixer}.q_proj.weight"]["lr"] == 1.0
         assert adamw[f"{mixer}.a_proj.weight"]["lr"] == 0.5
         assert sgd[f"{mixer}.a_proj.weight"]["lr"] == pytest.approx(2**-0.5)
         assert adamw[f"{mixer}.A_log"]["lr"] == 1.0 and sgd[f"{mixer}.A_log"]["lr"] == pytest.approx(2**0.5)
-        assert adamw["model.model.embed.weight"]["lr"] == 1.0 and sgd["model.model.embed.weight"]["lr"] == 2.0
+        assert adamw["model.embed.weight"]["lr"] == 1.0 and sgd["model.embed.weight"]["lr"] == 2.0
         assert adamw[f"{mixer}.q_proj.weight"]["init_std"] == pytest.approx(0.02 * 2**-0.5)
         assert (
-            adamw["model.model.embed.weight"]["multiplier"] == 0.5
-            and adamw["model.model.embed.weight"]["weight_decay"] == 0
+            adamw["model.embed.weight"]["multiplier"] == 0.5
+            and adamw["model.embed.weight"]["weight_decay"] == 0
         )
 
     def test_the_parameters_table_has_one_row_per_parameter(self):

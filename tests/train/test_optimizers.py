@@ -51,19 +51,15 @@ def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
     """
     c = config(model__width=64, model__base_width=16, optimizer__eps=1e-6, optimizer__weight_decay=0.2)
     expected = {
-        "model.model.embed.weight": (1 / 4, 0.0, 1.0),
-        "model.model.blocks.0.mixer.q_proj.weight": (1 / 4, 0.2, 1 / 4),
-        "model.model.blocks.0.mlp.down_proj.weight": (
-            1 / 3,
-            0.2,
-            1 / 3,
-        ),  # 192 inputs, and 64 at the base width
-        "model.model.blocks.0.mixer.a_proj.weight": (1 / 2, 0.2, 1 / 4),
-        "model.model.blocks.0.mixer.b_proj.weight": (1 / 2, 0.2, 1 / 4),
-        "model.model.blocks.0.mixer.dt_bias": (1 / 2, 0.0, 1.0),
-        "model.model.blocks.0.mixer.A_log": (1 / 2, 0.0, 1.0),
-        "model.model.blocks.0.mixer.conv.weight": (1 / 4, 0.0, 1.0),
-        "model.model.norm.weight": (1 / 4, 0.0, 1.0),
+        "model.embed.weight": (1 / 4, 0.0, 1.0),
+        "model.blocks.0.mixer.q_proj.weight": (1 / 4, 0.2, 1 / 4),
+        "model.blocks.0.mlp.down_proj.weight": (1 / 3, 0.2, 1 / 3),  # 192 inputs, and 64 at the base width
+        "model.blocks.0.mixer.a_proj.weight": (1 / 2, 0.2, 1 / 4),
+        "model.blocks.0.mixer.b_proj.weight": (1 / 2, 0.2, 1 / 4),
+        "model.blocks.0.mixer.dt_bias": (1 / 2, 0.0, 1.0),
+        "model.blocks.0.mixer.A_log": (1 / 2, 0.0, 1.0),
+        "model.blocks.0.mixer.conv.weight": (1 / 4, 0.0, 1.0),
+        "model.norm.weight": (1 / 4, 0.0, 1.0),
     }
     model = build_model(c)
     for independent in (False, True):

@@ -128,7 +128,7 @@ class TestFoldersThatDoNotFit:
             ({"attn": {"layers": [1], "num_heads": 6, "num_kv_heads": 2}}, "num_kv_heads=2, not 6"),
             ({"attn": {"layers": [1], "num_heads": 6, "window_size": 64}}, "window_size=64"),
             ({"head_dim": 12}, r"conv.weight: \(144, 4\), expected \(288, 4\)"),
-            ({"num_hidden_layers": 1}, r"model.model.blocks.1.*expected none"),
+            ({"num_hidden_layers": 1}, r"model.blocks.1.*expected none"),
         ],
     )
     def test_what_has_no_equivalent_is_refused_by_name(self, change, named, folder):
@@ -219,12 +219,12 @@ class TestDeadHeads:
         assert not report
         found = {(row.name, row.head): row.effect.split(":")[0] for row in report.dead}
         assert found == {
-            ("model.model.blocks.1.mixer.A_log", 2): "decay 1",
-            ("model.model.blocks.1.mixer.A_log", 3): "decay 0",
-            ("model.model.blocks.1.mixer.dt_bias", 0): "the head computes NaN",
-            ("model.model.blocks.1.mixer.dt_bias", 5): "decay 1",
+            ("model.blocks.1.mixer.A_log", 2): "decay 1",
+            ("model.blocks.1.mixer.A_log", 3): "decay 0",
+            ("model.blocks.1.mixer.dt_bias", 0): "the head computes NaN",
+            ("model.blocks.1.mixer.dt_bias", 5): "decay 1",
         }
-        assert "model.model.blocks.1.mixer.A_log[2] = -inf" in str(report) and "anew, as by" in str(report)
+        assert "model.blocks.1.mixer.A_log[2] = -inf" in str(report) and "anew, as by" in str(report)
 
     @pytest.mark.parametrize("family", ["qwen3_next", "ours"])
     def test_loading_warns_of_dead_heads(self, family, tmp_path):

@@ -65,10 +65,7 @@ STATES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"model.attention_layers": ""},
     ),
     "model.intermediate_size=none": ({}, {"model.intermediate_size": "16"}),
-    "model.model.positions=learned": (
-        {"model.model.positions": "learned"},
-        {"model.model.positions": "rope"},
-    ),
+    "model.positions=learned": ({"model.positions": "learned"}, {"model.positions": "rope"}),
     "model.residual other than additive": (_DDL, ADDITIVE),
     "model.residual=ddl or write_only": (_DDL, ADDITIVE),
 }
@@ -97,9 +94,9 @@ OTHER_VALUES = {
     "model.scale_by": "heads",
     "model.rope_ratio": "0.5",
     "model.rope_theta": "10",
-    "model.model.positions": "learned",
+    "model.positions": "learned",
     **dict.fromkeys((f"model.{x}_activation" for x in "qkv"), "silu"),
-    "model.model.norm": "layer",
+    "model.norm": "layer",
     "model.mlp": "gelu",
     "model.residual": "ddl",
     "model.ddl_compressor": "channel",

@@ -116,11 +116,9 @@ class TestFormulas:
         m = model(attention_layers=[1], tie_word_embeddings=False)
         groups = {name: group_of(name) for name, _ in m.named_parameters()}
         assert set(groups.values()) == set(GROUPS) - {"residual"}
-        assert groups["model.model.blocks.0.mixer.a_proj.weight"] == "gate_proj"
-        assert (
-            groups["model.model.blocks.0.mixer.o_norm.weight"] == "norm" == groups["model.model.norm.weight"]
-        )
-        assert group_of("model.model.blocks.0.mixer_residual.beta.weight") == "residual"
+        assert groups["model.blocks.0.mixer.a_proj.weight"] == "gate_proj"
+        assert groups["model.blocks.0.mixer.o_norm.weight"] == "norm" == groups["model.norm.weight"]
+        assert group_of("model.blocks.0.mixer_residual.beta.weight") == "residual"
 
 
 class TestTraining:
