@@ -121,8 +121,6 @@ class DataSection(Section):
     """training batches: random_crop draws crops with replacement, stream reads every token in turn"""
     boundaries: bool = True
     """every document begins with an empty state, as it would alone; false: the one before reaches it"""
-    workers: CountOrNone = None
-    """processes that tokenize; none: as many as cores, fewer for little text. The result is the same"""
 
 
 class EvaluationSection(Section):
@@ -287,7 +285,7 @@ class RunConfig(Section):
 NOT_MATHEMATICS = frozenset(
     (
         *("name", "out", "device", "backend", "compile", "gradient_checkpointing", "deterministic"),
-        *("max_minutes", "batch.micro", "data.folder", "data.workers", "evaluation", "sample"),
+        *("max_minutes", "batch.micro", "data.folder", "evaluation", "sample"),
         *("checkpoint", "log", "distribution"),
     )
 )
@@ -332,6 +330,7 @@ def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 # Keys that earlier versions had, with the value where nobody gave another. Their runs are still read.
+# ...: whatever the value, the run is the same.
 GONE: Mapping[str, Any] = {
     "lora": {"rank": 0, "alpha": 32.0, "targets": ["all-linear"]},
     "model.from": None,
@@ -343,6 +342,7 @@ GONE: Mapping[str, Any] = {
     "data.chat_template": None,
     "data.turns": "all",
     "data.too_long": "refuse",
+    "data.workers": ...,
     "evaluation.first": False,
 }
 
@@ -359,7 +359,7 @@ def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
         place: Any = tree
         for section in sections:
             place = place.get(section, {})
-        if isinstance(place, dict) and name in place and place[name] == usual:
+        if isinstance(place, dict) and name in place and usual in (..., place[name]):
             del place[name]
     return validated(tree, where)
 
