@@ -1,7 +1,7 @@
 """Uses an installed wheel as its users do, with whatever releases pip has chosen: `make test-fresh`.
 
-Runs `delta-trn run tiny` and `generate`, every Python example of the README, and a patched model of transformers, in an
-empty folder. It imports nothing of the checkout, and exits with 1 at the first thing that fails.
+Runs `delta-trn run tiny` and `generate`, every Python example of the README, and a patched model of transformers,
+in an empty folder. It imports nothing of the checkout, and exits with 1 at the first thing that fails.
 """
 
 import os
@@ -20,12 +20,11 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from delta_trn import check_packing, patch_transformers
 
 torch.manual_seed(0)
-model = Qwen3_5ForCausalLM(
-    Qwen3_5TextConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
-                      num_attention_heads=2, num_key_value_heads=1, linear_key_head_dim=16, linear_value_head_dim=16,
-                      linear_num_key_heads=2, linear_num_value_heads=2,
-                      layer_types=["linear_attention", "full_attention"], pad_token_id=0, eos_token_id=None)
-).eval()
+sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+heads = {"num_attention_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+heads |= {"num_key_value_heads": 1, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+kinds = {"layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0, "eos_token_id": None}
+model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **heads, **kinds)).eval()
 for p in model.parameters():
     if p.dim() > 1:
         torch.nn.init.normal_(p, std=0.3)
