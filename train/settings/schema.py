@@ -164,8 +164,6 @@ class CheckpointSection(Section):
     """number of newest checkpoints to keep"""
     keep_best: bool = True
     """also save the weights with the lowest validation loss, and keep them as checkpoints/best"""
-    asynchronous: bool | None = None
-    """write checkpoints while training goes on, from a copy; none: unless the device is a CPU"""
 
 
 class DistributionSection(Section):
@@ -192,8 +190,6 @@ class LogSection(Section):
     """send metrics to Weights & Biases, too"""
     wandb_project: str = "delta-trn"
     """project at Weights & Biases"""
-    tensorboard: bool = False
-    """write TensorBoard events into the run's folder, too"""
 
 
 class RunConfig(Section):
@@ -336,6 +332,7 @@ def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {key: (value, mine[key]) for key, value in flatten(saved) if mine[key] != value}
 
 
+ANY = object()  # every value: it changed nothing that this version could do otherwise
 # Keys that earlier versions had, with the value where nobody gave another. Their runs are still read.
 GONE: Mapping[str, Any] = {
     "lora": {"rank": 0, "alpha": 32.0, "targets": ["all-linear"]},
@@ -344,6 +341,8 @@ GONE: Mapping[str, Any] = {
     "data.turns": "all",
     "data.too_long": "refuse",
     "evaluation.first": False,
+    "log.tensorboard": ANY,
+    "checkpoint.asynchronous": ANY,
 }
 
 
@@ -359,7 +358,7 @@ def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
         place: Any = tree
         for section in sections:
             place = place.get(section, {})
-        if isinstance(place, dict) and name in place and place[name] == usual:
+        if isinstance(place, dict) and name in place and usual in (ANY, place[name]):
             del place[name]
     return validated(tree, where)
 
