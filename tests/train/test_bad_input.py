@@ -125,7 +125,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard missing": (lambda d: next(d.glob("*_train_*.bin")).unlink(), "_train_"),
     "shard cut": (lambda d: _truncate(next(d.glob("*_val_*.bin"))), "_val_"),
     "not a shard": (lambda d: next(d.glob("*_train_*.bin")).write_bytes(b"x" * 4096), "_train_"),
-    "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json cannot be read"),
 }
 
 

@@ -121,8 +121,6 @@ class DataSection(Section):
     """training batches: random_crop draws crops with replacement, stream reads every token in turn"""
     boundaries: bool = True
     """every document begins with an empty state, as it would alone; false: the one before reaches it"""
-    workers: CountOrNone = None
-    """processes that tokenize; none: as many as cores, fewer for little text. The result is the same"""
 
 
 class EvaluationSection(Section):
@@ -261,11 +259,6 @@ class RunConfig(Section):
                 "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp and "
                 "distribution.tensor=1, or optimizer.name=adamw"
             )
-        if m.value_skip and d.tensor > 1:
-            raise ValueError(
-                f"model.value_skip={m.value_skip:g} is not divided among processes; leave "
-                "distribution.tensor at 1"
-            )
         if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
             raise ValueError(
                 f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
@@ -288,7 +281,7 @@ class RunConfig(Section):
 NOT_MATHEMATICS = frozenset(
     (
         *("name", "out", "device", "backend", "compile", "gradient_checkpointing", "deterministic"),
-        *("max_minutes", "batch.micro", "data.folder", "data.workers", "evaluation", "sample"),
+        *("max_minutes", "batch.micro", "data.folder", "evaluation", "sample"),
         *("checkpoint", "log", "distribution"),
     )
 )
@@ -332,17 +325,23 @@ def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {key: (value, mine[key]) for key, value in flatten(saved) if mine[key] != value}
 
 
-ANY = object()  # every value: it changed nothing that this version could do otherwise
 # Keys that earlier versions had, with the value where nobody gave another. Their runs are still read.
+# ...: whatever the value, the run is the same.
 GONE: Mapping[str, Any] = {
     "lora": {"rank": 0, "alpha": 32.0, "targets": ["all-linear"]},
     "model.from": None,
+    "model.init": "delta_trn",
+    "model.readout": "auto",
+    "model.output_norm_eps": None,
+    "model.value_skip": 0.0,
+    "model.o_gradient_bound": 0.0,
     "data.chat_template": None,
     "data.turns": "all",
     "data.too_long": "refuse",
+    "data.workers": ...,
     "evaluation.first": False,
-    "log.tensorboard": ANY,
-    "checkpoint.asynchronous": ANY,
+    "log.tensorboard": ...,
+    "checkpoint.asynchronous": ...,
 }
 
 
@@ -358,7 +357,7 @@ def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
         place: Any = tree
         for section in sections:
             place = place.get(section, {})
-        if isinstance(place, dict) and name in place and usual in (ANY, place[name]):
+        if isinstance(place, dict) and name in place and usual in (..., place[name]):
             del place[name]
     return validated(tree, where)
 
