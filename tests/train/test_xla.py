@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from delta_trn.backends import default_backend, gated_delta_rule, machine
-from delta_trn.backends.gated_delta_rule.triangular import merged_inverse, triangular_inverse
 from delta_trn.train.neuron import reduction
 from delta_trn.train.neuron.sharding import NeuronSharding
 from delta_trn.train.parallel import sharding as whole
@@ -248,22 +247,3 @@ def test_fallbacks_count_an_operation_on_the_host():
     L = torch.eye(4, device=machine.pick("xla"))
     torch.linalg.solve_triangular(L, L, upper=False)
     assert any("solve_triangular" in name for name in machine.fallbacks())
-
-
-class TestMergedInverse:
-    @pytest.mark.parametrize("C", [1, 2, 16, 64])
-    @pytest.mark.parametrize("keys", ["random", "equal"])
-    def test_merged_inverse_errs_no_more_than_substitution(self, C, keys):
-        generator = torch.Generator().manual_seed(C)
-        if keys == "random":
-            L = torch.randn(4, C, C, generator=generator, dtype=torch.float64) / C**0.5
-        else:
-            L = torch.full((4, C, C), 2.0, dtype=torch.float64)  # beta = 2: powers of L reach 8e28
-        judge = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + L.tril(-1))
-
-        def error(inverse: torch.Tensor) -> float:
-            return float((inverse.double() - judge).norm() / judge.norm())
-
-        baseline = error(triangular_inverse(L.float()))
-        assert error(merged_inverse(L.float())) <= 2 * baseline + 2**-24
-        assert error(merged_inverse(2 * L.float())) > 2 * baseline + 2**-24 or C == 1
