@@ -159,7 +159,8 @@ class DeltaModel(DeltaPreTrainedModel):
         """Returns last_hidden_state [B, T, d], normalized. Arguments and errors are `DeltaForCausalLM`'s."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
-        bounds = packed_bounds(others, attention_mask)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        bounds = packed_bounds(others, attention_mask, len(given))  # type: ignore[arg-type]
         past = take_cache(past_key_values, others)
         if unknown := sorted(set(others) - IGNORED):
             raise TypeError(f"forward() got unknown arguments: {', '.join(unknown)}; leave them out")

@@ -18,14 +18,16 @@ def main(arguments: Sequence[str]) -> int:
     folders = parser.parse_args(arguments).run_dirs
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.studies.coordinates.report import draw, judge, read, table
     from delta_trn.train.studies.probe_plots import load_probes, plot_geometry, plot_probes
     from delta_trn.train.watch.loss_plot import plot_loss
 
     first = folders[0]
-    if len(folders) == 1 and (first / "coordinates.json").is_file():
-        from delta_trn.train.studies.coordinates.report import write_again
-
-        print("\n".join(map(str, write_again(first))))
+    if len(folders) == 1 and (found := read(first)) is not None:
+        readings, theory = found
+        rows = judge(readings, theory)
+        print(table(rows, theory))
+        print(draw(readings, rows, first / "coordinates.png"))
         return 0
     if len(folders) == 1 and (first / "sweep.json").is_file():
         from delta_trn.train.studies.sweep.picture import write_report
@@ -37,10 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         folder = RunFolder(path)
         folder.read()
         print(plot_loss(folder))
-        if (picture := plot_geometry(folder)) is not None:
-            print(picture)
-        if (probes := load_probes(folder)) is not None and probes.layers():
-            runs.append(probes)
-    if runs or len(folders) > 1:
+        if (run := load_probes(folder)) is not None:
+            runs.append(run)
+            if (picture := plot_geometry(run, path / "geometry.png")) is not None:
+                print(picture)
+    if len(folders) > 1 or any(run.names("layers/") for run in runs):
         print(plot_probes(runs, first / "probes.png"))
     return 0
