@@ -93,7 +93,7 @@ def mixer_gradients_pass():
 
 
 def widths_pass():
-    """At twice the base width: half the logits, and in hidden matrices 2^-1/2 of the std and half the rate."""
+    """At twice the base width: half the logits; in hidden matrices 2^-1/2 of the std and half the rate."""
     model, x = tiny_models.model(), tiny_models.tokens(2, 9)
     with torch.no_grad():
         logits, hidden = model(x).logits, model.model(x).last_hidden_state
