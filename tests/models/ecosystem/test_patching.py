@@ -186,6 +186,20 @@ class TestFamilies:
         assert report and not report.refused, str(report)
         assert {"default cache", "padding", "numbered mask"} < {row.way for row in report.sequences}
 
+    @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+    def test_places_of_three_axes_keep_sequences_apart(self, family):
+        rope = {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        }
+        model = make(family, rope_parameters={**rope, "partial_rotary_factor": 1.0})
+        assert not check_packing(model, lengths=(5, 64, 1), by="three axes")
+        with patch_transformers(model, backend="chunked"):
+            report = check_packing(model, lengths=(5, 64, 1), by="three axes")
+        assert report, str(report)
+
     def test_packing_without_the_patch_is_shown_to_leak(self, model):
         report = check_packing(model, lengths=(5, 64, 1, 20))
         assert not report and "sees its neighbors" in str(report) and "told by position_ids" in str(report)
