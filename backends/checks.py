@@ -60,15 +60,13 @@ def require_tensors(tensors: Mapping[str, object]) -> None:
 
 
 def require_shapes(letters: Mapping[str, str], tensors: Mapping[str, object], **known: int) -> dict[str, int]:
-    """Returns the sizes of the dimensions, which `letters` name for each tensor; None has no dimensions.
+    """Returns the sizes of the dimensions, which `letters` name for each tensor.
 
     Raises TypeError for what is no tensor, and ValueError where a size is neither the one that is `known` nor
     that of an earlier tensor.
     """
     sizes, origin = dict(known), {}
     for name, x in tensors.items():
-        if x is None:
-            continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
         words = letters[name].split()

@@ -19,8 +19,8 @@ def convolution(
         raise ValueError(f"activation={activation!r} is none of {', '.join(ACTIVATIONS)}; pass one of them")
     letters = {"x": "B T C", "weight": "C W", "prefix": "B before C", "position": "T"}
     before = weight.shape[-1] - 1 if isinstance(weight, Tensor) and weight.dim() else 0
-    tensors = {"x": x, "weight": weight, "prefix": prefix, "position": position}
-    sizes = require_shapes(letters, tensors, before=before)
+    others = {name: y for name, y in (("prefix", prefix), ("position", position)) if y is not None}
+    sizes = require_shapes(letters, {"x": x, "weight": weight, **others}, before=before)
     _require_floats(x=x, weight=weight, prefix=prefix)
     if sizes["C"] == 0 or sizes["W"] == 0:
         raise ValueError(

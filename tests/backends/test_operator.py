@@ -172,9 +172,8 @@ def test_only_compiled_calls_go_through_the_custom_operators(monkeypatch):
 def test_a_second_derivative_of_the_rule_is_refused():
     leaves = tensors()
     o, _ = call(*leaves, backend="chunked")
-    (dq,) = torch.autograd.grad(o.sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="gated_delta_rule has no second derivative; drop create_graph"):
+        torch.autograd.grad(o.sum(), leaves[:1], create_graph=True)
 
 
 def test_gradients_of_a_call_with_save_false_are_refused():

@@ -118,8 +118,7 @@ def test_cases_reach_what_they_are_for():
     gates = [case.tensors["g"] for case in drawn]
     keys = [case.tensors["k"] for case in drawn if case.tensors["k"].numel()]
     forms = {
-        "no tokens": any(g.shape[1] == 0 for g in gates),
-        "no rows": any(g.shape[0] == 0 for g in gates),
+        "no tokens": any(g.numel() == 0 for g in gates),
         "one token": any(g.shape[1] == 1 for g in gates),
         "many sequences": max(map(len, packed)) > 20,
         "empty sequences": any((x.diff() == 0).any() for x in packed),

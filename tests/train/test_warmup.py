@@ -176,14 +176,14 @@ class TestFingerprint:
 class TestCaches:
     def test_the_cache_of_a_gpu_is_tritons(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-        (cache,) = machine.program_caches(CUDA, compiled=False, triton=True)
+        (cache,) = record.program_caches(CUDA, compiled=False, triton=True)
         assert cache.keys() == frozenset()
         (tmp_path / "KEY").mkdir()
         assert cache.keys() == {"KEY"}
 
     def test_the_cache_of_torch_compile_is_inductors(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        (cache,) = machine.program_caches(CPU, compiled=True, triton=False)
+        (cache,) = record.program_caches(CPU, compiled=True, triton=False)
         (tmp_path / "fxgraph" / "ab" / "KEY").mkdir(parents=True)
         assert cache.keys() == {"KEY"}
 
@@ -191,8 +191,8 @@ class TestCaches:
         monkeypatch.setattr(machine, "is_neuron", lambda device: True)
         xla = torch.device("xla")
 
-        def find_cache() -> machine.ProgramCache:
-            return machine.program_caches(xla, compiled=False, triton=False)[0]
+        def find_cache() -> record.ProgramCache:
+            return record.program_caches(xla, compiled=False, triton=False)[0]
 
         for name in ("NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL"):
             monkeypatch.delenv(name, raising=False)
@@ -208,7 +208,7 @@ class TestCaches:
     def test_the_cpu_device_of_xla_has_no_cache(self, tmp_path, monkeypatch):
         monkeypatch.setattr(machine, "is_neuron", lambda device: False)
         xla = torch.device("xla")
-        assert machine.program_caches(xla, compiled=False, triton=False) == ()
+        assert record.program_caches(xla, compiled=False, triton=False) == ()
         assert notice(config(), xla, 2, tmp_path) == [
             "cache      none: XLA's CPU device compiles in every process anew"
         ]

@@ -141,29 +141,6 @@ def test_backward_refuses_segments_that_forward_did_not_cut():
         o.sum().backward()
 
 
-def test_tables_of_packed_segments_cover_every_chunk_once():
-    cuts = torch.tensor([0, 0, 3, 67, 67, 300, 300], device=DEVICE)
-    row = config(32, 32, itemsize=4)
-    q = torch.empty(1, 300, 1, 32, device=DEVICE)
-    split_sequences(3)
-    chunks = chunk_tables(q, cuts, row.C)
-    split = segment_tables(chunks, 1, 32, 32, row, q.device)
-    assert split is not None
-    spans = [
-        (start, end, first)
-        for start, end, first in zip(
-            split.chunks.cu_seqlens[:-1].tolist(),
-            split.chunks.cu_seqlens[1:].tolist(),
-            split.chunks.offsets.tolist(),
-            strict=False,
-        )
-        if end > start
-    ]
-    # chunks of 32: one, two, and eight in segments of three
-    assert spans == [(0, 3, 0), (3, 67, 1), (67, 163, 3), (163, 259, 6), (259, 300, 9)]
-    assert split.offsets.tolist() == [0, 0, 1, 2, 2, 5, 5]
-
-
 H200 = 132
 
 
