@@ -162,8 +162,6 @@ class CheckpointSection(Section):
     """number of newest checkpoints to keep"""
     keep_best: bool = True
     """also save the weights with the lowest validation loss, and keep them as checkpoints/best"""
-    asynchronous: bool | None = None
-    """write checkpoints while training goes on, from a copy; none: unless the device is a CPU"""
 
 
 class DistributionSection(Section):
@@ -190,8 +188,6 @@ class LogSection(Section):
     """send metrics to Weights & Biases, too"""
     wandb_project: str = "delta-trn"
     """project at Weights & Biases"""
-    tensorboard: bool = False
-    """write TensorBoard events into the run's folder, too"""
 
 
 class RunConfig(Section):
@@ -344,6 +340,8 @@ GONE: Mapping[str, Any] = {
     "data.too_long": "refuse",
     "data.workers": ...,
     "evaluation.first": False,
+    "log.tensorboard": ...,
+    "checkpoint.asynchronous": ...,
 }
 
 
