@@ -133,7 +133,7 @@ class TestOverrides:
             ("schedule.decay_steps=4", "schedule.decay_steps=4 is not above schedule.warmup=4"),
             (
                 "optimizer.momentum=0.9",
-                "optimizer.momentum=0.9 has no effect with optimizer.name=adamw",
+                "optimizer.momentum=0.9 has no effect here: it needs optimizer.name=sgd or muon",
             ),
             ("model=3", "model is a section, not a key"),
             ("steps.x=3", "unknown key 'steps.x'"),
