@@ -49,7 +49,7 @@ class OptimizerSection(Section):
     independent_weight_decay: bool = False
     """weight decay without a parameter's own factor, so that wide matrices decay as fast as narrow"""
     memory: Positive = 1.0
-    """sgd: how long heads remember, over the base model; the rates of what they store are divided by it"""
+    """sgd: memory length of the heads over the base model's; divides the rates of what they store"""
     beta1: Fraction = 0.9
     """adamw and muon's rest: decay of the gradient's mean"""
     beta2: Fraction = 0.95
@@ -352,10 +352,10 @@ def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
             place = place.get(section, {})
         if isinstance(place, dict) and name in place and usual in (..., place[name]):
             del place[name]
-    return validated(tree, where)
+    return validate(tree, where)
 
 
-def validated(tree: dict[str, Any], where: str = "") -> RunConfig:
+def validate(tree: dict[str, Any], where: str = "") -> RunConfig:
     """Returns the configuration of a nested dictionary. ConfigError names every wrong key and value."""
     try:
         return RunConfig.model_validate(tree)
