@@ -59,7 +59,9 @@ def require_tensors(tensors: Mapping[str, object]) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
 
 
-def require_shapes(letters: Mapping[str, str], tensors: Mapping[str, object], **known: int) -> dict[str, int]:
+def require_shapes(
+    letters: Mapping[str, str], tensors: Mapping[str, object], known: Mapping[str, int] = {}
+) -> dict[str, int]:
     """Returns the sizes of the dimensions, which `letters` name for each tensor.
 
     Raises TypeError for what is no tensor, and ValueError where a size is neither the one that is `known` nor

@@ -77,7 +77,7 @@ def gate_arguments(
             "pass that too, or 2 sigmoid(z) as beta"
         )
     for name, x in parameters.items():
-        require_shapes({name: "HV"}, {name: x}, HV=HV)
+        require_shapes({name: "HV"}, {name: x}, {"HV": HV})
         if not x.is_floating_point():
             raise TypeError(f"{name} is {x.dtype}; pass a floating point tensor")
     require_one_device(q, "q", parameters)
@@ -118,7 +118,7 @@ def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _state(name: str, state: Tensor, q: Tensor, sizes: dict[str, int], letters: str) -> None:
-    require_shapes({name: letters}, {name: state}, **sizes)
+    require_shapes({name: letters}, {name: state}, sizes)
     dtype = state_dtype(q.dtype)
     if state.dtype != dtype:
         raise TypeError(

@@ -20,7 +20,7 @@ def convolution(
     letters = {"x": "B T C", "weight": "C W", "prefix": "B before C", "position": "T"}
     before = weight.shape[-1] - 1 if isinstance(weight, Tensor) and weight.dim() else 0
     others = {name: y for name, y in (("prefix", prefix), ("position", position)) if y is not None}
-    sizes = require_shapes(letters, {"x": x, "weight": weight, **others}, before=before)
+    sizes = require_shapes(letters, {"x": x, "weight": weight, **others}, {"before": before})
     _require_floats(x=x, weight=weight, prefix=prefix)
     if sizes["C"] == 0 or sizes["W"] == 0:
         raise ValueError(
