@@ -180,7 +180,7 @@ def compute_residual_gradient(chunk, dS, bundle):
             KdS_ps = psum((rows, V))
             multiply_parts(KdS_ps, chunk.k_t, dS, find_key_head(bundle, lane), lane)
             scale_and_add(dU_sb[:, lane, :], KdS_ps, chunk.lambda_[:, lane : lane + 1], dU_sb[:, lane, :])
-        return multiply_lanes(chunk.inverse["T"], dU_sb, ())
+        return multiply_lanes(chunk.T, dU_sb, ())
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         dR_ps = psum((rows, V))
