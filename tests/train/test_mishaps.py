@@ -101,11 +101,6 @@ class TestARunGoesOn:
         assert final_state(tmp_path / "run") == final_state(finished)
 
 
-def weights_without_samples(run: Path) -> bytes:
-    (run / "samples.txt").touch()
-    return weights(run)
-
-
 class TestACheckpointIsThere:
     def test_when_its_evaluation_fails(self, data, finished, tmp_path, monkeypatch):
         out = tmp_path / "run"
