@@ -131,8 +131,8 @@ class GatedDeltaNet(nn.Module):
             o = o[:, None]
         else:
             state = None if cache is None else cache.state
-            packing = {"output_final_state": cache is not None, "cu_seqlens": sequences.cu_seqlens}
-            o, state = self.scan(*inputs, initial_state=state, **packing, **self._options())
+            options = {"output_final_state": cache is not None, **self._options()}
+            o, state = self.scan(*inputs, initial_state=state, **options)
             if cache is not None:
                 cache.state = state
         return self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))

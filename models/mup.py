@@ -136,38 +136,3 @@ TABLES: Mapping[str, Table] = {
     }, own_inputs=False),
 }
 # fmt: on
-
-
-def markdown_table(parametrizations: tuple[str, ...] = ("sp", "mup_original", "mup")) -> str:
-    """Returns the table as Markdown: one row per role and quantity, one column per parametrization.
-
-    >>> print(markdown_table(("sp", "mup")).splitlines()[3])
-    |  | multiplier | 1 | 1/m |
-    """
-    quantities = {
-        "init std": "init_std",
-        "multiplier": "multiplier",
-        "lr AdamW": "lr_adamw",
-        "lr SGD": "lr_sgd",
-        "epsilon": "epsilon",
-    }
-    lines = [
-        "| parameter | | " + " | ".join(parametrizations) + " |",
-        "|---|---|" + "---|" * len(parametrizations),
-    ]
-    for role in Role:
-        if role is Role.CONSTANT:
-            continue
-        for i, (title, field) in enumerate(quantities.items()):
-            cells = [_power(getattr(TABLES[name][role], field)) for name in parametrizations]
-            lines.append(f"| {'' if i else role.meaning} | {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _power(exponent: float) -> str:
-    names = {0.0: "1", 1.0: "m", -1.0: "1/m", 0.5: "√m", -0.5: "1/√m"}
-    return names.get(exponent, f"m^{exponent:g}")
-
-
-if __name__ == "__main__":
-    print(markdown_table())

@@ -2,8 +2,6 @@
 
     python -m tests.models.ecosystem.record_goldens fla
     python -m tests.models.ecosystem.record_goldens authors CHECKOUT
-    python -m tests.models.ecosystem.record_goldens open-fla FOLDER          prints its logits; so does
-    python -m tests.models.ecosystem.record_goldens open-delta FOLDER        which needs this package alone
 
 It needs flash-linear-attention 0.5.2, einops and triton; for "authors" also a checkout of
 github.com/lauyikfung/gated_delta_net_mup (recorded at bb1ccf1). Only their operators, which need a GPU, are
@@ -246,26 +244,8 @@ def write(case: str, logits: Tensor, model: torch.nn.Module) -> dict[str, Tensor
     return {f"{case}/logits": logits.detach().contiguous(), **grads}
 
 
-def print_logits(kind: str, folder: str) -> None:
-    """Prints a sketch of the logits of a folder's model, opened by flash-linear-attention or by us."""
-    if kind == "open-fla":
-        from fla.models.gated_deltanet import GatedDeltaNetForCausalLM
-
-        with references():
-            model = GatedDeltaNetForCausalLM.from_pretrained(folder, torch_dtype=torch.float64).train()
-            logits = model(tokens(model.config.vocab_size), use_cache=False).logits
-    else:
-        from delta_trn import load_model
-
-        model = load_model(folder, torch.float64)
-        logits = model(tokens(model.config.vocab_size)).logits
-    print(*(f"{number:.9g}" for number in sketch(logits, "logits").tolist()))
-
-
 def main(kind: str, *checkout: str) -> None:
     warnings.simplefilter("ignore")
-    if kind.startswith("open"):
-        return print_logits(kind, *checkout)
     tensors, about = record_fla() if kind == "fla" else record_authors(*checkout)
     HERE.mkdir(exist_ok=True)
     save_file(tensors, HERE / f"{kind}.safetensors", metadata={"about": json.dumps(about)})
