@@ -22,7 +22,6 @@ from tests.models.ecosystem.test_patching import make, tokens
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
 ALLOWED = 2**-40
 UNTIED = {"num_v_heads": 12, "allow_neg_eigval": True, "tie_word_embeddings": False}
-HYBRID = {"attention_layers": (1,), "num_heads": 2, "head_dim_k": 16, "expand_v": 1.5}
 
 
 def ours(**settings):
@@ -43,7 +42,7 @@ def difference(a, b):
 
 
 class TestOursToOthersAndBack:
-    @pytest.mark.parametrize("settings", [{}, UNTIED, HYBRID], ids=str)
+    @pytest.mark.parametrize("settings", [{}, UNTIED], ids=str)
     def test_a_default_model_computes_the_same_after_its_way_there_and_back(self, settings, tmp_path):
         model = ours(**settings).double()
         save_model(model, tmp_path, "fla", max_shard_size="50KB")
@@ -69,8 +68,7 @@ class TestOursToOthersAndBack:
         [
             ({"residual": "ddl"}, "residual='ddl'"),
             ({"norm": "layer", "mlp": "gelu"}, "norm='layer', mlp='gelu'"),
-            ({"attention_layers": (0,), "num_heads": 2}, "attention layers with 2 heads of size 36"),
-            ({**HYBRID, "use_qk_rmsnorm": True}, "use_qk_rmsnorm=True"),
+            ({"attention_layers": (0,), "num_heads": 2}, r"attention_layers=\[0\]"),
         ],
     )
     def test_a_model_that_they_do_not_have_is_refused_by_name(self, settings, named, tmp_path):
@@ -117,8 +115,7 @@ class TestFoldersThatDoNotFit:
             ({"use_gate": False}, "use_gate=False"),
             ({"hidden_act": "powlu"}, "hidden_act='powlu'"),
             ({"attnres_block_size": 4}, "attnres_block_size=4"),
-            ({"attn": {"layers": [1], "num_heads": 6, "num_kv_heads": 2}}, "num_kv_heads=2, not 6"),
-            ({"attn": {"layers": [1], "num_heads": 6, "window_size": 64}}, "window_size=64"),
+            ({"attn": {"layers": [1], "num_heads": 6}}, "attn={'layers'"),
             ({"head_dim": 12}, r"conv.weight: \(144, 4\), expected \(288, 4\)"),
             ({"num_hidden_layers": 1}, r"model.blocks.1.*expected none"),
         ],
