@@ -81,10 +81,10 @@ def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[T
 class RMSNorm(nn.Module):
     """Computes y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in float32; y has x's dtype."""
 
-    def __init__(self, size: int, eps: float, role: Role = Role.VECTOR) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
-        self.tags = {"weight": Tag(role, law=partial(constant, value=1.0))}
+        self.tags = {"weight": Tag(Role.VECTOR, law=partial(constant, value=1.0))}
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Returns y of x [..., size], or y * SiLU(z) with z of the same shape."""

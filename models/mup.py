@@ -14,9 +14,7 @@ matrices ("mup_authors").
 
 Muon's update of a matrix has singular values of 0.2 sqrt(max(rows, columns)) lr (`train.run.muon`), which
 must not grow with m: its rate falls as 1/sqrt(m) (the spectral condition, arXiv:2310.17813: the norm of an
-update is of order sqrt(outputs / inputs)). Where width adds heads, a head's block of a projection keeps one
-of its sides, so that this root falls as 1/sqrt(m) for q, k, v and the gate; for the output projection it
-grows as sqrt(m), but m heads add up. Either way the rate falls as 1/m.
+update is of order sqrt(outputs / inputs)). Width makes heads larger and does not add any, in all tables.
 
 In a matrix whose inputs do not grow as the width does, m is the ratio of its inputs: those of `down_proj`,
 the inner size, are rounded up. microsoft/mup has it so; the paper's code takes the width's ("mup_authors").

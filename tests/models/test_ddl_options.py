@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from delta_trn.models.attention import ACTIVATIONS, Shift
 from delta_trn.models.initialization import decay_rates
-from delta_trn.models.mup import Role
 from delta_trn.models.residual import ChannelRead
 from tests.models.test_ddl import VARIANTS
 from tests.support.tiny_models import assert_same, config, model, rows, tokens
@@ -41,7 +40,7 @@ class TestAttention:
     def test_shift_mixes_in_its_share_of_the_token_before(self):
         generator = torch.Generator().manual_seed(0)
         x, u = (torch.randn(1, 5, 6, generator=generator) for _ in range(2))
-        shift = Shift(6, 3, Role.GATE, "last_key")
+        shift = Shift(6, 3, "last_key")
         with torch.no_grad():
             shift.proj.weight.normal_(generator=generator)
             y = shift(x, u, rows(5), None)[0]

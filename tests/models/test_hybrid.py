@@ -70,7 +70,6 @@ def test_positions_off_by_one_change_attention():
         ({"parametrization": "mup_original"}, 12**-0.5 * 2**-0.5),
         ({"parametrization": "sp"}, 12**-0.5),
         ({"parametrization": "mup", "base_width": 32}, 12**-0.5),
-        ({"parametrization": "mup", "scale_by": "heads"}, 12**-0.5),  # heads are added, D stays
     ],
     ids=str,
 )

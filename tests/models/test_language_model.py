@@ -233,7 +233,6 @@ class TestBadConfigurations:
             ({"readout": "k"}, r"readout=k: expected 'sqrt_k' or 'none'"),
             ({"value_skip": 1.0}, r"value_skip=1.0 is a setting of an earlier version"),
             ({"init": "authors"}, r"init='authors' is a setting of an earlier version"),
-            ({"scale_by": "depth"}, r"scale_by=depth: expected 'head_dim' or 'heads'"),
             ({"eos_token_id": 61}, r"eos_token_id=61 has no row: vocab_size=61"),
             ({"eos_token_id": [1, -1]}, r"eos_token_id=-1 has no row"),
             ({"hiden_size": 64}, r"DeltaConfig has no hiden_size=64; did you mean hidden_size"),

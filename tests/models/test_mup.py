@@ -19,12 +19,11 @@ from tests.support.tiny_models import VARIANTS, config, model, tokens
 MODELS = {**VARIANTS, **DDL}
 
 
-def meta_model(width: int, *, scale_by: str = "head_dim", **changes: Any) -> DeltaForCausalLM:
-    """Returns a meta model of base width 64; width enlarges 4 heads, or adds heads of size 12."""
-    heads = {"num_heads": 4} if scale_by == "head_dim" else {"num_heads": width // 16, "head_dim_k": 12}
-    sizes = {"hidden_size": width, "base_width": 64, "initializer_range": 0.02, **heads}
+def meta_model(width: int, **changes: Any) -> DeltaForCausalLM:
+    """Returns a meta model of base width 64; width enlarges 4 heads."""
+    sizes = {"hidden_size": width, "base_width": 64, "initializer_range": 0.02}
     with torch.device("meta"):
-        return DeltaForCausalLM(config(scale_by=scale_by, **sizes, **changes))
+        return DeltaForCausalLM(config(**sizes, **changes))
 
 
 def rows(m: DeltaForCausalLM, optimizer: str = "adamw", **changes: Any) -> dict[str, ScaledParameter]:
@@ -116,20 +115,6 @@ def test_the_output_of_an_mlp_is_scaled_by_its_own_inputs_which_are_rounded_up(w
     assert down(parametrization="sp")["adamw"].lr == 1
 
 
-def test_muons_rate_falls_as_1_over_m_for_blocks_of_heads_where_width_adds_heads():
-    """A head's block keeps its size V, so the norm of an update may be sqrt(V / d), not 1; and heads add up.
-
-    With larger heads, and for all other matrices, it is 1/sqrt(m).
-    """
-    larger, more = (rows(meta_model(256, scale_by=how), "muon") for how in ("head_dim", "heads"))
-    for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"):
-        assert larger[f"model.blocks.0.mixer.{name}.weight"].lr == 1 / 2
-        assert more[f"model.blocks.0.mixer.{name}.weight"].lr == 1 / 4
-    for table in (larger, more):
-        assert table["model.blocks.0.mlp.up_proj.weight"].lr == 1 / 2
-    assert more["model.blocks.0.mixer.a_proj.weight"].lr == 1 / 2, "one matrix: it has a row per head"
-
-
 class TestDepth:
     def test_sublayers_add_their_outputs_times_base_layers_over_layers(self):
         ids = tokens(2, 9)
@@ -171,12 +156,10 @@ class TestDepth:
             config(base_layers=2, residual="ddl")
 
 
-@pytest.mark.parametrize("scale_by", ["head_dim", "heads"])
 @pytest.mark.parametrize("variant", MODELS)
-def test_declared_roles_are_those_that_shapes_imply(scale_by: str, variant: str):
+def test_declared_roles_are_those_that_shapes_imply(variant: str):
     """A role says how many dimensions of a parameter grow with width; so do its shapes at two widths."""
-    options = {"scale_by": scale_by, **MODELS[variant]}
-    narrow, wide = (tagged_parameters(meta_model(width, **options)) for width in (64, 128))
+    narrow, wide = (tagged_parameters(meta_model(width, **MODELS[variant])) for width in (64, 128))
     for (name, p, tag), (_, q, _) in zip(narrow, wide, strict=True):
         grew = sum(a != b for a, b in zip(p.shape, q.shape, strict=True))
         assert tag.role.growing == grew, f"{name}: declared {tag.role.name}, {grew} dimensions grew"

@@ -51,16 +51,12 @@ class TestRoles:
         assert {name: (rows[name].role, rows[name].m) for name in expected} == expected
         assert rows.keys() == {name for name, _ in model.named_parameters()}
 
-    @pytest.mark.parametrize("scale_by", ["head_dim", "heads"])
-    def test_roles_and_rates_of_our_models_are_those_of_their_tags(self, scale_by):
+    def test_roles_and_rates_of_our_models_are_those_of_their_tags(self):
         """Our models say what each parameter is, while here only shapes tell."""
 
         def make(width):
-            heads = (
-                {"num_heads": width // 32, "scale_by": "heads"} if scale_by == "heads" else {"num_heads": 2}
-            )
             sizes = {"vocab_size": 61, "hidden_size": width, "base_width": 64, "num_hidden_layers": 2}
-            return DeltaForCausalLM(DeltaConfig(**sizes, **heads, tie_word_embeddings=False))
+            return DeltaForCausalLM(DeltaConfig(**sizes, num_heads=2, tie_word_embeddings=False))
 
         with torch.device("meta"):
             model, small = make(256), make(64)
