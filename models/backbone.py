@@ -166,6 +166,8 @@ class DeltaModel(DeltaPreTrainedModel):
             raise TypeError(f"forward() got unknown arguments: {', '.join(unknown)}; leave them out")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        if cu_seqlens is not None and len(x) != 1:
+            raise ValueError(f"cu_seqlens packs sequences into one row, not into B={len(x)}: make it one row")
         if cu_seqlens is None and stated is not None:
             cu_seqlens, attention_mask = stated, None  # padding is a sequence of its own there
         places = None if cu_seqlens is None else places_in_sequences(cu_seqlens, (x.shape[0], x.shape[1]))

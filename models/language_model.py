@@ -80,7 +80,7 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
             past_key_values what an earlier call with use_cache=True returned; it is updated in place. From
                             version 5.24 on, transformers calls it `cache`: both names are taken
             use_cache       None: as the configuration says, and not while training
-            cu_seqlens      [N + 1] int64: N sequences packed in rows put end to end, without padding or cache
+            cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without padding or cache
             logits_to_keep  compute only the last n positions, or those of an index tensor; 0: all
             others          arguments of transformers: position_ids that start again at 0, or cu_seq_lens_q,
                             pack sequences, too; num_items_in_batch divides the summed loss, for its Trainer;

@@ -259,16 +259,22 @@ class TestBadCalls:
         [
             ({}, "give either input_ids or inputs_embeds, and not both"),
             ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\), expected \(2, 5\)"),
-            ({"cu_seqlens": torch.tensor([0, 5]), "use_cache": True}, "cu_seqlens packs whole sequences"),
-            ({"cu_seqlens": torch.tensor([0, 5]), "attention_mask": torch.ones(2, 5)}, "leave out"),
+            ({"cu_seqlens": torch.tensor([0, 10])}, "packs sequences into one row, not into B=2"),
             ({"past_key_values": ((1, 2),)}, "past_key_values is a tuple; pass a DeltaCache"),
         ],
-        ids=["nothing", "mask", "packed cache", "packed mask", "cache"],
+        ids=["nothing", "mask", "packed rows", "cache"],
     )
     def test_contradictory_arguments_of_forward_are_refused(self, arguments: dict[str, Any], message: str):
         ids = tokens(2, 5) if arguments else None
         with pytest.raises(ValueError, match=message):
             model()(ids, **arguments)
+
+    @pytest.mark.parametrize("others", [{"use_cache": True}, {"attention_mask": torch.ones(1, 5)}], ids=str)
+    def test_packed_sequences_with_a_cache_or_a_mask_are_refused(self, others: dict[str, Any]):
+        with pytest.raises(ValueError, match=r"cu_seqlens packs whole sequences: leave out"):
+            model()(tokens(1, 5), cu_seqlens=torch.tensor([0, 5]), **others)
+        with pytest.raises(ValueError, match=r"cu_seqlens is torch.int32 \(2,\), expected int64"):
+            model()(tokens(1, 5), cu_seqlens=torch.tensor([0, 5]).int())
 
     def test_targets_of_another_shape_are_refused(self):
         with pytest.raises(ValueError, match=r"targets \(2, 4\) must have the shape of input_ids \(2, 5\)"):
