@@ -25,10 +25,8 @@ SHARD = 2000
 def texts(count: int = 120) -> list[str]:
     """Documents of 1 to 200 words, with empty ones and copies among them."""
     words = random.Random(0)
-    lines = [
-        " ".join(words.choices(["alpha", "beta", "gamma", "délta"], k=words.randint(1, 200)))
-        for _ in range(count)
-    ]
+    choices = ["alpha", "beta", "gamma", "délta"]
+    lines = [" ".join(words.choices(choices, k=words.randint(1, 200))) for _ in range(count)]
     lines[10], lines[20] = "", " \n"
     lines[7] = lines[8] = lines[-1]
     return lines
