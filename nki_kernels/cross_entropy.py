@@ -19,6 +19,7 @@ from delta_trn.nki_kernels.tiles import (
     add_product,
     add_transposed,
     build_identity,
+    copy_blocks,
     copy_scaled,
     load,
     multiply,
@@ -234,11 +235,7 @@ def transpose_dlogits(dz_sb, identity_sb):
     for j in range(len(parts)):
         low, high = parts[j]
         add_transposed(out_ps[0 : high - low, j, :], dz_sb[:, low:high], identity_sb[0:P, 0:P])
-    whole, rest = words // PARTITIONS, words % PARTITIONS
-    if whole > 0:
-        copy_scaled(out_sb[:, 0:whole, :], out_ps[:, 0:whole, :])
-    if rest > 0:
-        copy_scaled(out_sb[0:rest, whole, :], out_ps[0:rest, whole, :])
+    copy_blocks(out_sb, 0, P, out_ps, words)
     return out_sb
 
 

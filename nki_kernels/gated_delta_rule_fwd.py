@@ -209,9 +209,9 @@ def advance(stage, chunk, stream, index, call):
     """Runs a stage that needs T or the state."""
     products = chunk.table["products"]
     if stage == "W":
-        chunk.W = multiply_lanes(chunk.inverse["T"], chunk.lambda_k, chunk.growth)
+        chunk.W = multiply_lanes(chunk.T, chunk.lambda_k, chunk.growth)
     elif stage == "P T":
-        T_sb = round_tile(chunk.inverse["T"], products)
+        T_sb = round_tile(chunk.T, products)
         if len(chunk.growth) > 0:
             chunk.PT_t = multiply_lanes(T_sb, chunk.P_t, chunk.growth, products)
         else:
