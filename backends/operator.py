@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from dataclasses import fields
 from operator import attrgetter, index
 from typing import Any
@@ -228,7 +228,7 @@ class Operator:
         """Returns a gradient, or None, for each tensor of a call."""
         return [None if i is None else gradients[i] for i in self.places]
 
-    def refuse_second_derivative(self) -> None:
+    def refuse_second_derivative(self, *arguments: Any) -> None:
         """Raises RuntimeError, since backward has no backward of its own."""
         raise RuntimeError(
             f"{self.name} has no second derivative; drop create_graph=True, or write it in PyTorch operations"
@@ -259,7 +259,7 @@ class Operator:
             f"({', '.join(['Tensor'] * len(self.gradients))})",
         )
         self.backward.register_fake(self._fake_backward)
-        self.backward.register_autograd(lambda ctx, *_: self.refuse_second_derivative())
+        self.backward.register_autograd(self.refuse_second_derivative)
 
     def _forward(self, *arguments: Any) -> tuple[Any, ...]:
         *flat, save, backend = arguments
@@ -353,31 +353,12 @@ class _Eager(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *douts: Tensor | None) -> Any:  # type: ignore[override]
         operator: Operator = ctx.operator
+        if torch.is_grad_enabled():
+            operator.refuse_second_derivative()
         kept = ctx.saved_tensors  # read once: under checkpointing the first look recomputes them
         n = len(operator.tensors)
-        flat, saved = (*kept[:n], *ctx.options), list(kept[n:])
-        if torch.is_grad_enabled():
-            gradients = _EagerBackward.apply(operator, ctx.backend, ctx.context, saved, *douts, *flat)
-        else:
-            gradients = ctx.context.run(
-                operator.differentiate, douts, operator.call(*flat), saved, ctx.backend
-            )
-        return None, None, *operator.spread(gradients), *[None] * len(ctx.options)  # type: ignore[arg-type]
-
-
-class _EagerBackward(torch.autograd.Function):
-    """The backward of an operator as a function, so that its own derivative is refused by name."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, operator: Operator, backend: str, context: Context, saved: list[Tensor], *arguments: Any
-    ) -> tuple[Tensor | None, ...]:
-        ctx.operator, n = operator, len(operator.outputs)
-        call = operator.call(*arguments[n:])
-        return context.run(operator.differentiate, arguments[:n], call, saved, backend)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:  # type: ignore[override]
-        ctx.operator.refuse_second_derivative()
+        call = operator.call(*kept[:n], *ctx.options)
+        gradients = ctx.context.run(operator.differentiate, douts, call, list(kept[n:]), ctx.backend)
+        return None, None, *operator.spread(gradients), *[None] * len(ctx.options)

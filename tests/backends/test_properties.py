@@ -10,15 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from delta_trn.backends import find_layer_backend
 from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.parity import __main__ as parity
-from delta_trn.backends.parity import dense, rule, rule_cases
-from delta_trn.backends.parity.judge import error
-from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case
+from delta_trn.backends.parity.rule_cases import BOTH, Case
 from tests.support.fuzz import checks
-from tests.support.fuzz.cases import CHECKS, Changes, random_cases, rule_case
+from tests.support.fuzz.cases import CHECKS, random_cases, rule_case
 from tests.support.fuzz.run import fuzz
 
 # cases of each property in the default suite, which has few of the slow backends
@@ -61,29 +58,7 @@ def test_every_property_holds(subject, op, check, cases, pytestconfig):
         assert 2 * len(refused) < ran, f"{len(refused)} of {ran} cases refused, such as: {refused[0]}"
 
 
-@pytest.mark.parametrize(
-    "name", ["ragged", "mixed", "near_2", "gva_2", "packed_empty", "carry", "norm", "odd", "gates_packed"]
-)
-def test_the_fast_judge_is_the_literal_recurrence(name):
-    """In float64, to the last digits; the recurrence takes ten times as long.
-
-    A sigmoid of 37.5 has a derivative of 5e-17. The judge had 0, and a right backend was red.
-    """
-    x = rule_cases.inputs(BY_NAME[name], torch.float64)
-    if name == "gates_packed":
-        x = replace(x, beta=x.beta + 37.5)
-    leaves = {n: y.clone().requires_grad_(y.is_floating_point()) for n, y in x.tensors().items()}
-    outputs = dense.gated_delta_rule(leaves, x.arguments(), dense.substitution)
-    pairs = [(outputs[n], dy) for n, dy in (("o", x.do), ("final_state", x.dstate)) if dy is not None]
-    torch.autograd.backward(*zip(*pairs, strict=True))
-    expected = rule.outcome(x, "recurrent")
-    for result, source in (("o", None), ("final_state", None), *rule.GRADIENTS.items()):
-        if result in expected:
-            y = outputs[result] if source is None else leaves[source].grad
-            assert error(y, expected[result]) < 1e-12, result
-
-
-HUGE, TINY = ({"q": x, "k": x} for x in (1e9, 1e-21))
+HUGE = {"q": 1e9, "k": 1e9}
 EMULATED, F32, BF16 = "nki-simulator", torch.float32, torch.bfloat16
 # what random cases have found, in the sizes in which they did; the sentence says what was wrong
 FOUND = [
@@ -106,7 +81,7 @@ FOUND = [
      loss=BOTH), HUGE),
     # K = 1, q = +-1 and a constant dO: F is P times a number per token, and P was rounded to bfloat16
     (EMULATED, BF16, Case("6", 1, 106, 1, 1, 75, "", HV=2, keys="near", values=1e4, decay="mixed", scale=1.0,
-     lengths=(6, 40, 0, 60)), {"g": 5.0, "do": 0.0}),
+     lengths=(6, 40, 0, 60)), {"g": 5.0, "do": 1.0}),
     # NKI's kernels multiply raw keys, and values by reciprocal norms: 1e-30 over 1e13 was 0
     (EMULATED, F32, Case("7", 1, 72, 1, 64, 128, "", keys="near", norm="huge", values=1e-30, decay="reset",
      beta=0.0, scale=8.0, state=True), HUGE),
@@ -127,7 +102,7 @@ FOUND = [
     ("backend", "dtype", "case", "factors"), FOUND, ids=[f"{x[0]}-{x[2].name}" for x in FOUND]
 )
 def test_what_random_cases_have_found_stays_right(backend, dtype, case, factors):
-    x = rule_case(case, dtype, Changes(factors, {}), "alone" if case.lengths else "judge")
+    x = rule_case(case, dtype, factors, "alone" if case.lengths else "judge")
     if "do" in factors:
         x = replace(x, douts={"o": x.douts["o"].flatten()[0].expand(x.douts["o"].shape)})
     assert checks.check(x, backend) <= 1
@@ -143,8 +118,7 @@ def test_cases_reach_what_they_are_for():
     gates = [case.tensors["g"] for case in drawn]
     keys = [case.tensors["k"] for case in drawn if case.tensors["k"].numel()]
     forms = {
-        "no tokens": any(g.shape[1] == 0 for g in gates),
-        "no rows": any(g.shape[0] == 0 for g in gates),
+        "no tokens": any(g.numel() == 0 for g in gates),
         "one token": any(g.shape[1] == 1 for g in gates),
         "many sequences": max(map(len, packed)) > 20,
         "empty sequences": any((x.diff() == 0).any() for x in packed),
@@ -158,10 +132,7 @@ def test_cases_reach_what_they_are_for():
         "groups": any(case.tensors["v"].shape[2] > case.tensors["k"].shape[2] for case in drawn),
         "K is not V": any(case.tensors["v"].shape[3] != case.tensors["k"].shape[3] for case in drawn),
         "strides": any(not k.is_contiguous() for k in keys),
-        "gates": any("use_gate_in_kernel" in case.options for case in drawn),
-        "a gate given": any(
-            "use_beta_sigmoid_in_kernel" in c.options and "A_log" not in c.tensors for c in drawn
-        ),
+        "gates": any(case.case.gates for case in drawn),
         "states": any("initial_state" in case.tensors for case in drawn),
         "no gradient": any(not case.wanted for case in drawn),
         "one gradient": any(len(case.wanted) == 1 for case in drawn),
@@ -174,18 +145,6 @@ def test_cases_reach_what_they_are_for():
 
 def one_part_in_a_thousand(y, x, calls):
     return y * 1.001
-
-
-def a_nan(y, x, calls):
-    return y * torch.nan
-
-
-def another_dtype(y, x, calls):
-    return y.double()
-
-
-def another_shape(y, x, calls):
-    return y[..., None]
 
 
 def a_bit_by_call(y, x, calls):
@@ -211,9 +170,6 @@ def an_unwanted_gradient(y, x, calls):
 
 DEFECTS = [
     ("judge", one_part_in_a_thousand, "judge: .* [oy]: error"),
-    ("judge", a_nan, "[oy] is not finite"),
-    ("judge", another_dtype, r"[oy] is \(torch.float64"),
-    ("judge", another_shape, "an output is"),
     ("again", a_bit_by_call, "again: .* other bits"),
     ("rows", the_neighbors_sum, "rows: .* other bits"),
     ("alone", a_state_not_handed_over, "alone"),
@@ -224,16 +180,8 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("op", "check", "defect", "complaint"),
-    [
-        (op, *row)
-        for op in ("gated_delta_rule", "short_convolution")
-        for row in DEFECTS
-        if row[0] in CHECKS[op]
-    ],
-)
-def test_a_planted_defect_is_found_within_fifty_cases(op, check, defect, complaint, monkeypatch):
+@pytest.mark.parametrize(("check", "defect", "complaint"), DEFECTS)
+def test_a_planted_defect_is_found_within_fifty_cases(check, defect, complaint, monkeypatch):
     original = checks.run
 
     def examine(case):
@@ -251,84 +199,24 @@ def test_a_planted_defect_is_found_within_fifty_cases(op, check, defect, complai
             monkeypatch.setattr(checks, "run", original)
 
     with pytest.raises((checks.Failure, RuntimeError), match=complaint):
-        in_float32 = random_cases("chunked", op, check).filter(lambda case: case.dtype == torch.float32)
+        in_float32 = random_cases("chunked", "gated_delta_rule", check).filter(
+            lambda case: case.dtype == torch.float32
+        )
         fuzz(in_float32, examine, 50, shrink=False)
 
 
-def test_a_failure_is_shrunk_and_its_blob_draws_it_again():
-    """Cases of more than 40 tokens are red: the simplest has 41, and little else."""
-    strategy = random_cases("chunked", "gated_delta_rule", "judge")
+def test_the_blob_of_a_failure_draws_it_again():
+    """Cases of more than 40 tokens are red; the first is shrunk to one of one head without a state."""
+    strategy, seen = random_cases("chunked", "gated_delta_rule", "judge"), []
 
     def examine(case):
+        seen.append(case)
         assert case.tensors["q"].shape[1] <= 40
 
     with pytest.raises(AssertionError) as failure:
         fuzz(strategy, examine, 50)
     (note,) = (x for x in failure.value.__notes__ if "reproduce_failure" in x)
-    seen = []
     with pytest.raises(AssertionError):
-        fuzz(
-            strategy,
-            lambda case: (seen.append(case), examine(case)),
-            1,
-            blob=note.split("b'")[1].split("'")[0],
-        )
-    q, v = seen[-1].tensors["q"], seen[-1].tensors["v"]
-    assert q.shape[:3] == (1, 41, 1) and v.shape[2] == 1 and "initial_state" not in seen[-1].tensors
-
-
-def test_where_no_sample_is_finite_a_result_must_be_finite_and_no_more(monkeypatch):
-    case = rule_case(BY_NAME["ragged"], torch.float32)
-    nan = {name: y * torch.nan for name, y in checks.judge(case).items()}
-    monkeypatch.setattr(checks, "samples", lambda case: iter([nan, nan]))
-    right = {name: y.to(checks.dtype_of(case, name)) for name, y in checks.judge(case).items()}
-    for factor, complaint in ((1.0, None), (3.0, None), (torch.nan, "is not finite")):
-        results = {name: y * factor for name, y in right.items()}
-        monkeypatch.setattr(checks, "outcome", lambda case, backend, results=results: results)
-        if complaint is None:
-            assert checks.check(case, "chunked") == 0
-            continue
-        with pytest.raises(checks.Failure, match=complaint):
-            checks.check(case, "chunked")
-
-
-def is_taken(case):
-    HV, packed = case.layer.value_heads, case.layer.lengths is not None
-    x, weight = case.tensors["x"], case.tensors["weight"]
-    options = {"packed": packed, "backend": "nki-simulator"}
-    return find_layer_backend(x, weight, HV, case.layer.K, case.layer.V, **options) is not None
-
-
-def test_a_layer_is_judged_by_q_k_and_v_apart():
-    """dx of the keys' channels has a bound of its own, also where that of the values is much larger."""
-    drawn = []
-    fuzz(random_cases("nki-simulator", "gated_delta_layer", "judge"), drawn.append, 60)
-    for case in drawn:
-        if case.dtype != torch.float32 or case.layer.T <= 10 or "x" not in case.wanted or not is_taken(case):
-            continue
-        results = checks.outcome(case, "nki-simulator")
-        keys = slice(case.layer.H * case.layer.K, 2 * case.layer.H * case.layer.K)
-        if results["dx"][..., keys].norm() > 0.01 * results["dx"].norm():
-            break
-    else:
-        pytest.fail("no case has a gradient of the keys; draw more")
-    criterion = checks.Criterion(case)
-    assert criterion.require("judge", results) <= 1
-    results["dx"][..., keys] *= 1.001
-    with pytest.raises(checks.Failure, match="dx_k: error"):
-        criterion.require("judge", results)
-
-
-def test_another_bit_of_a_packed_sequence_on_chunk_boundaries_is_seen(monkeypatch):
-    """Where sequences start on chunk boundaries, "alone" is bit for bit; elsewhere within the criterion."""
-    case = rule_case(Case("bits", 1, 144, 1, 16, 16, "", lengths=(64, 64, 16)), torch.float32, check="alone")
-    assert checks.check(case, "chunked") <= 1
-    original, calls = checks.run, itertools.count()
-
-    def run(case, x, backend):
-        outputs = original(case, x, backend)
-        return {**outputs, "o": outputs["o"] * (1 + 2**-23 * next(calls))}
-
-    monkeypatch.setattr(checks, "run", run)
-    with pytest.raises(checks.Failure, match=r"alone, on chunk boundaries: .* other bits"):
-        checks.check(case, "chunked")
+        fuzz(strategy, examine, 1, blob=note.split("b'")[1].split("'")[0])
+    q = seen[-1].tensors["q"]
+    assert q.shape[0] == q.shape[2] == 1 and "initial_state" not in seen[-1].tensors

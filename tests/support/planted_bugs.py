@@ -41,7 +41,7 @@ LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
 # fmt: off
 BUGS = (
     Bug("chunked: o is not scaled", f"{RULE}.chunked:compute",
-        "call.scale * rows.join(outputs)", "rows.join(outputs)", "chunked"),
+        "call.scale * o", "o", "chunked"),
     Bug("chunked: erasures do not decay", f"{RULE}.chunked:compute_chunk",
         "(k @ k.mT * D)", "(k @ k.mT)", "chunked"),
     Bug("chunked: dL has the wrong sign", f"{RULE}.chunked:Solve.backward",
@@ -52,8 +52,24 @@ BUGS = (
         "gam[..., -1:, :] * S", "S", "chunked"),
     Bug("chunked: value heads take the keys in turns", f"{RULE}.chunked:compute",
         "repeat_interleave(groups, 2)", "repeat(1, 1, groups, 1)", "chunked"),
-    Bug("chunked: a packed token lies a place too late", f"{RULE}.chunked:Rows.of",
-        "tokens - bounds[row])", "(tokens - bounds[row]).roll(1))", "chunked, packed"),
+    Bug("chunked: a packed sequence has the state of the first", f"{RULE}.chunked:compute_packed",
+        "call.initial_state[n : n + 1]", "call.initial_state[0:1]", "chunked, packed"),
+    Bug("chunked: the state is handed on in bfloat16", f"{RULE}.chunked:compute",
+        "outputs.append(o)", "outputs.append(o); S = S.bfloat16().to(dtype)", "chunked, carry"),
+    Bug("chunked: the inverse is a power series", f"{RULE}.chunked:Solve.forward",
+        "T = triangular_inverse(L)",
+        "power, T = -L, torch.eye(L.shape[-1], dtype=L.dtype) - L\n    for _ in range(5):\n"
+        "        power = power @ power; T = T + T @ power", "chunked, equal keys"),
+    Bug("chunked: decays are masked after exp", f"{RULE}.chunked:decays",
+        "return sums.to(dtype).exp().tril()", "b = g.cumsum(-1).to(dtype)\n"
+        "    return (b[..., :, None] - b[..., None, :]).exp() * torch.ones_like(sums, dtype=dtype).tril()",
+        "chunked, strong decay"),
+    Bug("chunked: dg is a difference of large sums", f"{RULE}.chunked:decays",
+        "behind = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)",
+        "b = g.to(dtype).cumsum(-1); behind = b[..., -1:] - b", "chunked, strong decay"),
+    Bug("chunked: decays are differences of float32 sums", f"{RULE}.chunked:decays",
+        "return sums.to(dtype).exp().tril()", "b = g.to(dtype).cumsum(-1)\n"
+        "    return (b[..., :, None] - b[..., None, :]).tril().exp().tril()", "chunked, wide gates"),
     Bug("gates: sigmoid of beta in bfloat16", f"{RULE}.contract:write_strength",
         "_full(z).sigmoid()", "z.bfloat16().sigmoid().to(_full(z).dtype)", "gates"),
     Bug("gates: no bias", f"{RULE}.contract:log_decay",
@@ -85,6 +101,9 @@ BUGS = (
         "b_dg += tl.sum(tl.where(strict, b_writes", "b_dg += tl.sum(tl.where(lower, b_writes", "triton"),
     Bug("triton: decays of the inverse are left out", "triton_kernels.gated_delta_rule_fwd:prepare_kernel",
         "b_L = tl.where(strict, b_L, 0.0)", "b_L = tl.where(strict, b_L / b_D, 0.0)", "triton"),
+    Bug("triton: dY is refined away from its solution",
+        "triton_kernels.gated_delta_rule_refine:refine_kernel",
+        "b_dY - multiply(b_X", "b_dY + multiply(b_X", "triton, equal keys"),
     Bug("triton: a tile of the convolution keeps its first tokens", f"{TRITON_CONVOLUTION}:forward_kernel",
         "before + (b_x[BT + n],)", "before + (b_x[n],)", "triton's convolution"),
     Bug("triton: dx without the tile behind", f"{TRITON_CONVOLUTION}:backward_kernel",
@@ -108,17 +127,17 @@ BUGS = (
         "len(own.arriving) > 0", "len(own.arriving) > 1", "nki, layer's gradients"),
     Bug("nki: a packed token gives to the sequence before", f"{NKI_LAYER}.convolution:multiply_taps",
         'if call["packed"]:', "if False:", "nki, layer's gradients"),
-    Bug("layers: taps of the convolution's gradient are shifted", f"{LAYERS}:short_convolution_backward",
-        "dz, position, W - 1 - j", "dz, position, j", "convolution"),
-    Bug("layers: dx of the norm keeps its part along x", f"{LAYERS}:_norm_backward",
-        "value=-1", "value=0", "norm"),
+    Bug("layers: a packed token sees the sequence before", f"{LAYERS}:_convolve",
+        "position >= W - 1 - j", "position >= W - 2 - j", "convolution"),
+    Bug("layers: dx of the norm keeps its part along x", f"{LAYERS}:_gated_norm",
+        "x.square().mean(", "x.detach().square().mean(", "norm"),
     Bug("layers: the sum's own gradient is lost", f"{LAYERS}:add_rms_norm_backward",
         "(dtotal + dx).to(total.dtype)", "dx.to(total.dtype)", "sum"),
     Bug("layers: ignored targets have gradients", f"{LAYERS}:_softmax_",
         "log_p.exp_().mul_(keep)", "log_p.exp_()", "cross-entropy"),
-    Bug("delta residual: dk along k is not removed", f"{RESIDUAL}.chunked:backward",
+    Bug("delta residual: dk along k is not removed", f"{RESIDUAL}.pytorch:backward",
         "dbeta - (p * s).sum(-1)", "dbeta", "residual"),
-    Bug("delta residual: dx is the gradient of X'", f"{RESIDUAL}.chunked:backward",
+    Bug("delta residual: dx is the gradient of X'", f"{RESIDUAL}.pytorch:backward",
         "value=-1", "value=0", "residual"),
     Bug("muP: initial values do not shrink with width", "models.parameters:initial_std",
         "tag.ratio(config) ** power", "1.0", "muP"),
@@ -126,6 +145,8 @@ BUGS = (
         "factor = m ** _power(rule, optimizer, tag, config)", "factor = 1.0", "muP"),
     Bug("muP: independent weight decay follows the rate", "models.parameters:scaled_parameters",
         "decay / factor if independent_weight_decay else decay", "decay", "muP"),
+    Bug("muP: the logits are not scaled", "models.config:DeltaConfig.logit_scale",
+        "[role].multiplier", "[role].init_std", "muP"),
     Bug("loss: labels are not shifted", f"{READOUT}:_next_tokens",
         "targets = labels.roll(-1, dims=1)", "targets = labels.clone()", "loss"),
     Bug("loss: the readout's multiplier is forgotten", f"{READOUT}:linear_cross_entropy",
@@ -147,8 +168,9 @@ BUGS = (
     Bug("resume: the CPU's generator goes on where it is", "train.checkpoints.contents:set_random_states",
         'torch.set_rng_state(states["cpu"])', 'states["cpu"]', "generator"),
     # second turns of loops, tails, seams, groups, and what one dtype alone computes
-    Bug("chunked: a packed token reads the result before its own", f"{RULE}.chunked:Rows.join",
-        "x[self.places][None]", "x[self.places].roll(1, 0)[None]", "chunked, packed"),
+    Bug("chunked: a packed sequence begins a token late", f"{RULE}.chunked:compute_packed",
+        "slice(bounds[n], bounds[n + 1])", "slice(max(0, bounds[n] - 1), max(0, bounds[n + 1] - 1))",
+        "chunked, packed"),
     Bug("chunked: float64 decays from a token to itself", f"{RULE}.chunked:decays",
         ".tril(-1).cumsum(-2)", ".tril().cumsum(-2)", "chunked, float64"),
     Bug("chunked: a write decays by its own token's decay", f"{RULE}.chunked:decays",
@@ -232,13 +254,14 @@ BUGS = (
         'operand0=norm["scale"]', "operand0=1.0", "nki's residual"),
 )
 # fmt: on
+BY_NAME = {bug.name: bug for bug in BUGS}
 
 
 def function_of(bug: Bug) -> FunctionType:
-    """Returns the function itself, below the decorator of Triton, of the NKI simulator, or of a class."""
+    """Returns the function itself, below a decorator of Triton, the NKI simulator, or Python."""
     module, _, name = bug.place.partition(":")
     thing: Any = reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
-    for hidden in ("fn", "function", "__func__"):
+    for hidden in ("fn", "function", "__func__", "fget"):
         thing = getattr(thing, hidden, thing)
     return thing
 
