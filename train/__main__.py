@@ -50,7 +50,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "throughput": (
         "delta_trn.train.commands.throughput",
-        "RECIPE|--family all [--peer fla] [key=value ...]",
+        "RECIPE [--peer fla] [key=value ...]",
         "tokens/s and memory of a step, beside a peer's operator",
     ),
     "warmup": (

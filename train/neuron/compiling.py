@@ -78,8 +78,6 @@ def _work(run: Run, observers: Sequence[Observer]) -> dict[str, Callable[[], Non
         measure(loss, held_out_crops(c, run.dataset, run.layout, at_most=BATCHES))
 
     def probe() -> None:
-        for observer in observers:
-            observer.before_step(c.steps)  # an evaluation always follows the last step
         train()
         for observer in observers:
             observer.after_evaluation()

@@ -10,22 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from delta_trn.backends import gated_delta_rule
-from delta_trn.models.parameters import scaled_parameters
 from delta_trn.models.sequence import Sequences
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import Batch
 from delta_trn.train.studies.fits import Line, line
-from delta_trn.train.studies.probe_plots import PANELS, PLACES, load_probes
-from delta_trn.train.studies.probes import GROUPS, Probes, group_of, normalized, observed, recall, rms
+from delta_trn.train.studies.probe_plots import PANELS, load_probes
+from delta_trn.train.studies.probes import Probes, normalized, observed, recall, rms
 from tests.support.tiny_models import model, tokens
 from tests.support.tiny_run import final_state, keys, read_metrics, run_command, train
 
 
-def make_probes(m, batch: Batch, lr: float = 0.1) -> tuple[Probes, torch.optim.Optimizer]:
-    rows = scaled_parameters(m, optimizer="sgd", lr=lr, weight_decay=0.0)
-    groups = [{"params": [r.parameter], "names": [r.name], "lr": r.lr} for r in rows]
-    optimizer = torch.optim.SGD(groups, lr=lr)
-    return Probes(m, optimizer, m.loss, batch, torch.device("cpu")), optimizer
+def measure(m, batch: Batch) -> dict[str, float]:
+    return Probes(m, m.loss, batch, torch.device("cpu")).measure()
 
 
 def watch_outputs(mixer: nn.Module) -> list[Tensor]:
@@ -57,15 +53,12 @@ class TestFormulas:
         assert recall(S, torch.tensor([[[4.0, -3.0, 0, 0]]])) == pytest.approx(0, abs=1e-6)
 
     def test_gradient_probes_are_of_the_loss_summed_over_tokens(self):
-        """Repeating the sequences keeps the gradients of each and doubles those of weights."""
+        """So repeating the sequences keeps the gradients of each."""
         m = model()
-        once, _ = make_probes(m, self.BATCH)
-        twice, _ = make_probes(m, self.BATCH.each(lambda x: x.repeat(2, 1)))
-        a, b = once.measure(), twice.measure()
+        a, b = measure(m, self.BATCH), measure(m, self.BATCH.each(lambda x: x.repeat(2, 1)))
         for name in ("q", "k", "v", "o", "y", "hidden"):
             key = f"layers/1/grad_{name}"
             assert b[key] == pytest.approx(a[key], rel=1e-4) and a[key] > 0
-        assert b["groups/mlp/grad"] == pytest.approx(2 * a["groups/mlp/grad"], rel=1e-4)
 
     def test_the_output_o_is_orthogonal_to_its_gradient(self):
         """The norm that follows ignores the length of o, so o's gradient has no part along o."""
@@ -77,27 +70,9 @@ class TestFormulas:
         along = (o * o.grad).sum(-1).abs() / (o.norm(dim=-1) * o.grad.norm(dim=-1)).clamp_min(1e-300)
         assert along.max() < 1e-9
 
-    def test_update_probes_measure_what_the_step_changed(self):
-        m = model()
-        probes, optimizer = make_probes(m, self.BATCH)
-        m.loss(*self.BATCH).backward()
-        probes.before_step()
-        before = {name: p.detach().clone() for name, p in m.named_parameters()}
-        optimizer.step()
-        values = probes.measure()
-        changed, weight = defaultdict(float), defaultdict(float)
-        for name, p in m.named_parameters():
-            changed[group_of(name)] += float((p - before[name]).square().sum())
-            weight[group_of(name)] += float(p.square().sum())
-        for group, square in changed.items():
-            assert values[f"groups/{group}/update"] == pytest.approx(math.sqrt(square), rel=1e-5)
-            share = math.sqrt(square / weight[group])
-            assert values[f"groups/{group}/fraction"] == pytest.approx(share, rel=1e-5)
-
     def test_probes_of_gates_memory_and_sizes_match_the_layer(self):
         m = model(allow_neg_eigval=True)
-        probes, _ = make_probes(m, self.BATCH)
-        values = probes.measure()
+        values = measure(m, self.BATCH)
         mixer, inputs = m.model.blocks[0].mixer, []
         mixer.register_forward_pre_hook(lambda _, x: inputs.append(x))
         m(self.BATCH[0], use_cache=False)
@@ -111,14 +86,6 @@ class TestFormulas:
         assert values["layers/0/hidden"] == pytest.approx(rms(m.model.embed(self.BATCH[0])), rel=1e-4)
         za = x @ mixer.a_proj.weight.T
         assert values["layers/0/gate_decay_std"] == pytest.approx(float(za.std()), rel=1e-4)
-
-    def test_every_parameter_belongs_to_a_probe_group(self):
-        m = model(attention_layers=[1], tie_word_embeddings=False)
-        groups = {name: group_of(name) for name, _ in m.named_parameters()}
-        assert set(groups.values()) == set(GROUPS) - {"residual"}
-        assert groups["model.blocks.0.mixer.a_proj.weight"] == "gate_proj"
-        assert groups["model.blocks.0.mixer.o_norm.weight"] == "norm" == groups["model.norm.weight"]
-        assert group_of("model.blocks.0.mixer_residual.beta.weight") == "residual"
 
 
 def test_observing_a_model_leaves_outputs_unchanged_and_sees_its_tensors():
@@ -162,14 +129,13 @@ class TestTraining:
         assert probes is not None and [step for step, _ in probes.series] == [6, 8]
         for _, values in probes.series:
             assert all(math.isfinite(v) for v in values.values())
-            assert values["groups/main_proj/update"] > 0 and values["layers/1/grad_q"] > 0
-        drawn = {name for name, _ in PANELS}
+            assert values["layers/1/grad_q"] > 0
         sizes, gradients = {"q", "k"}, {"grad_q", "grad_k", "grad_hidden"}
         gates = {"beta_mean", "beta_strong", "gate_decay_std", "gate_beta_std"}
-        assert sizes | gradients | gates <= drawn and {name for name, _ in PLACES} == {"qk", "Sk"}
+        assert sizes | gradients | gates <= set(PANELS)
         assert probes.names("layers/") == ["0", "1"]
         for layer in ("layers/0", "layers/1"):
-            for name in drawn:
+            for name in PANELS:
                 steps, values = probes.curve(f"{layer}/{name}")
                 assert steps == [6, 8] and math.isfinite(values[0]), name
             assert probes.names(f"{layer}/qk/") == ["0", "2", "4", "6", "8", "10", "12", "14", "15"]
