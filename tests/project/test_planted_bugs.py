@@ -93,8 +93,12 @@ def mixer_gradients_pass():
 
 
 def widths_pass():
-    """Twice the base width: hidden matrices have 2^-1/2 of the initial std, and half of AdamW's rate."""
-    model = tiny_models.model()
+    """At twice the base width: half the logits; in hidden matrices 2^-1/2 of the std and half the rate."""
+    model, x = tiny_models.model(), tiny_models.tokens(2, 9)
+    with torch.no_grad():
+        logits, hidden = model(x).logits, model.model(x).last_hidden_state
+        if not torch.allclose(logits, 0.5 * hidden @ model.model.embed.weight.T):
+            return False
     options = {"optimizer": "adamw", "lr": 1.0, "weight_decay": 0.1, "independent_weight_decay": True}
     hidden = [row for row in scaled_parameters(model, **options) if row.role is Role.HIDDEN]
     plain = model.config.initializer_range * 2**-0.5

@@ -144,6 +144,8 @@ BUGS = (
         "factor = m ** _power(rule, optimizer, tag, config)", "factor = 1.0", "muP"),
     Bug("muP: independent weight decay follows the rate", "models.parameters:scaled_parameters",
         "decay / factor if independent_weight_decay else decay", "decay", "muP"),
+    Bug("muP: the logits are not scaled", "models.config:DeltaConfig.logit_scale",
+        "[role].multiplier", "[role].init_std", "muP"),
     Bug("loss: labels are not shifted", f"{READOUT}:_next_tokens",
         "targets = labels.roll(-1, dims=1)", "targets = labels.clone()", "loss"),
     Bug("loss: the readout's multiplier is forgotten", f"{READOUT}:linear_cross_entropy",
@@ -214,10 +216,10 @@ BY_NAME = {bug.name: bug for bug in BUGS}
 
 
 def function_of(bug: Bug) -> FunctionType:
-    """Returns the function itself, below the decorator of Triton, of the NKI simulator, or of a class."""
+    """Returns the function itself, below a decorator of Triton, the NKI simulator, or Python."""
     module, _, name = bug.place.partition(":")
     thing: Any = reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
-    for hidden in ("fn", "function", "__func__"):
+    for hidden in ("fn", "function", "__func__", "fget"):
         thing = getattr(thing, hidden, thing)
     return thing
 
