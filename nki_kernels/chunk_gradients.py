@@ -428,18 +428,19 @@ def store_key_gradients(chunk, bundle, gradients):
     low, stop = bundle["slot"], start + tokens
     high = low + bundle["key_heads"]
     dqk_sb = sbuf(chunk.qk.shape, dq.dtype)
-    heads, first = bundle["key_heads"], 0
-    for tile in chunk.dqk:
-        last = first + tile.shape[2]
-        if len(chunk.shortening) == 0:
+    if len(chunk.shortening) > 0:
+        heads = bundle["key_heads"]
+        for side in range(2):
+            for h in range(heads):
+                i = side * heads + h
+                factor_sb = chunk.shortening[0][:, i : i + 1]
+                copy_scaled(dqk_sb[:, side, h, :], view_key_gradient(chunk, side, h), factor_sb)
+    else:
+        first = 0
+        for tile in chunk.dqk:
+            last = first + tile.shape[2]
             copy_scaled(dqk_sb[:, :, first:last, :], tile)
-        else:
-            factors_sb = chunk.shortening[0]
-            for side in range(2):
-                for h in range(first, last):
-                    i = side * heads + h
-                    copy_scaled(dqk_sb[:, side, h, :], tile[:, side, h - first, :], factors_sb[:, i : i + 1])
-        first = last
+            first = last
     nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 0, :, :])
     nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 1, :, :])
     store_lanes(dv, scale_lanes(chunk.dR, chunk.dv_scale, dv.dtype), bundle, start, tokens)

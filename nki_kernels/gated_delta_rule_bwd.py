@@ -444,9 +444,3 @@ def example(
         lanes, width,
     )  # fmt: skip
     return gated_delta_rule_bwd, arguments
-
-
-def between(arguments, outputs):
-    """Returns the kept states, which are no input of the operation."""
-    states = arguments[8]
-    return (states,) if states.ndim == 5 else ()

@@ -327,8 +327,3 @@ def example(
     """Returns the kernel and arguments as in training: no initial state, l2norm; every=0: as in inference."""
     q, k, v, g, beta, _ = rule_inputs(B, T, H, HV or H, K, V, dtype)
     return gated_delta_rule_fwd, (q, k, v, g, beta, beta, K**-0.5, True, False, every, C, lanes, width)
-
-
-def between(arguments, outputs):
-    """Returns the kept states, which are no output of the operation."""
-    return outputs[2:]
