@@ -73,22 +73,18 @@ def outcome(x: Inputs, backend: str, operation: Callable[..., Any] = gated_delta
     return _with_gradients(x, leaves, o, final_state)
 
 
-def decode(x: Inputs, backend: str, prefilled: int = 0) -> dict[str, Tensor]:
-    """Computes o and final_state by the operation for one token, token by token behind those `prefilled`."""
+def decode(x: Inputs, backend: str) -> dict[str, Tensor]:
+    """Computes o and final_state by the operation for one token, token by token."""
     options = dict(x.arguments(), backend=backend)
     if options.pop("cu_seqlens") is not None:
         raise ValueError(f"case {x.case.name} is packed; decoding takes one token of each sequence")
     tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta}
     outputs, state = [], x.initial_state
     with torch.no_grad():
-        if prefilled:
-            head = {name: y[:, :prefilled] for name, y in tensors.items()}
-            o, state = gated_delta_rule(**head, initial_state=state, output_final_state=True, **options)
-            outputs.append(o)
         if state is None:
             full = torch.promote_types(x.q.dtype, torch.float32)
             state = torch.zeros(len(x.q), *x.v.shape[2:3], x.case.K, x.case.V, dtype=full, device=x.q.device)
-        for t in range(prefilled, x.case.T):
+        for t in range(x.case.T):
             token = {name: y[:, t] for name, y in tensors.items()}
             o, state = gated_delta_rule_step(**token, state=state, **options)
             outputs.append(o[:, None])

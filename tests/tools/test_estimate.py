@@ -216,30 +216,6 @@ def test_every_shape_has_its_launches():
             assert launch.variant is None or launch.variant.signature("bf16")
 
 
-def test_the_gradients_of_pairs_are_two_launches_and_one_sum():
-    """The adapter adds dk of the value heads that share a key in float32; the second launch adds dq."""
-    expected = {
-        "paper_256": [("*bf16", "*bf16", None)],
-        "qwen3_next_4x8192": [("*fp32", "*fp32", None), ("*bf16", "*fp32", "*fp32")],
-    }
-    for name, types in expected.items():
-        shape = work.SHAPES[name]
-        launches = [launch for launch in work.launches(shape) if launch.name.startswith("gradients")]
-        assert sum(launch.work.programs for launch in launches) == 16 * shape.sequences * shape.HV * (
-            shape.tokens // 1024
-        )
-        found = []
-        for launch in launches:
-            assert launch.variant is not None
-            signature = launch.variant.signature("bf16")
-            assert signature["dv"] == "*bf16"
-            first = None if "first_dq" in launch.variant.values else signature["first_dq"]
-            found.append((signature["dq"], signature["dk"], first))
-        assert found == types
-        sums = [launch.count for launch in work.launches(shape) if launch.name == "sums of grouped heads"]
-        assert sums == [1] * (shape.HV > shape.H)
-
-
 # the short ones; `python -m tools.estimate.calibration` compares all
 ROWS = [
     *(((2, 8), lengths) for lengths in ((1, 8192), (8, 1024))),
