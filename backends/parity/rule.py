@@ -6,8 +6,9 @@
                 times for each of CHUNKS with rounding errors drawn at random. In float32 the literal
                 recurrence is one more: it errs less where the triangular inverse is badly conditioned, and
                 more where a state is overwritten often. A chunk has the tokens that a matrix unit takes at
-                once, 128 on Trainium. What decays in it to 1e-28 is a difference of numbers near 1: its error
-                is 1e-8, but 1e-16 in two chunks
+                once, 128 on Trainium. Its size decides an error: inside one chunk a decay of 1e-28 is
+                computed as a difference of numbers near 1, with an error of 1e-8; over two chunks as a
+                product of two, with one of 1e-16
 
 A result has passed sums over K, over V and over a chunk of tokens. In a shorter dtype it has been rounded
 four times (into K S, into T X, into P U, and as a result). Evenly spread mantissas make that .38 u, since

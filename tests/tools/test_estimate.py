@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
+from delta_trn.backends.compiler import NotCompiled
 from delta_trn.backends.gated_delta_rule import triton_adapter
 from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops, parse, unfenced
 from tools.estimate import __main__ as command
@@ -48,7 +49,7 @@ def cycles(*instructions, warps=1, programs=1, resident_registers=32, **of_work)
 def compiled_simulator():
     try:
         simulate.simulator()
-    except simulate.CannotSimulate as reason:
+    except NotCompiled as reason:
         pytest.skip(str(reason))
 
 
@@ -289,7 +290,7 @@ def test_without_a_compiler_the_command_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(command.knobs.runtime, "interpret", False)
     with pytest.raises(SystemExit):
         command.main([])
-    assert "needs a C++ compiler, and there is no no-such-compiler" in capsys.readouterr().err
+    assert "there is no no-such-compiler; install a C++ compiler" in capsys.readouterr().err
     simulate.simulator.cache_clear()
 
 
