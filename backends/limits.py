@@ -83,6 +83,8 @@ def layer_nki(call: Call) -> Iterator[str]:
         yield f"K V={K * V} is above {36864 // size}, which fits SBUF beside masks of packed sequences"
     if call["W"] == 1 or call["W"] > 4:
         yield f"W={call['W']} is not 2, 3 or 4, for which the convolution's taps are laid out"
+    if call["HV"] > 4 * call["H"]:
+        yield f"{call['HV'] // call['H']} value heads per key head are above 4, which one bundle holds"
     chunks = call["HV"] * -(-call["T"] // CHUNK)
     if chunks > 64:
         yield f"{chunks} chunks of {CHUNK} tokens over all value heads are above 64: a call grows with them"
