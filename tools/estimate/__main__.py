@@ -25,9 +25,10 @@ from pathlib import Path
 import triton
 from triton import knobs
 
+from delta_trn.backends.compiler import NotCompiled
 from tools.estimate import choices, layer_peers, layers, peer
 from tools.estimate.estimates import UNCERTAINTY, Estimate, Estimator
-from tools.estimate.simulate import CannotSimulate, simulator
+from tools.estimate.simulate import simulator
 from tools.estimate.work import SHAPES, launches
 
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -195,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
         simulator()
         if options.peer:
             peer.version()
-    except (CannotSimulate, peer.NotInstalled) as failure:
+    except (NotCompiled, peer.NotInstalled) as failure:
         parser.error(str(failure))
     if options.launches:
         for shape in options.shapes or SHAPES:
