@@ -91,8 +91,3 @@ def require_divisible(config: RunConfig, world: int) -> None:
                 f"distribution.tensor={d.tensor} does not divide {name}={heads}: every process has whole "
                 "heads; give a divisor"
             )
-    if d.tensor > 1 and shares * d.context > 1 and d.mode != "fsdp":
-        raise ConfigError(
-            f"distribution.mode={d.mode} does not go with distribution.tensor={d.tensor} on {world} "
-            f"processes; use distribution.mode=fsdp, or distribution.tensor={world}"
-        )

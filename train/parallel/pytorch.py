@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from delta_trn.models.layers import Linear
@@ -32,6 +32,7 @@ from delta_trn.train.parallel.heads import divide_heads
 from delta_trn.train.parallel.sequence import pass_states_on
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team
+from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
 
 if TYPE_CHECKING:
@@ -49,10 +50,15 @@ class PyTorchSharding(Sharding):
         self._keeps_weights = how.mode == "zero1"
         if team.context is not None:
             pass_states_on(model, team.context["context"])
+        replicas = team.mesh["replica"]
         self._by_heads = how.tensor > 1
         if self._by_heads:
+            if replicas.size() > 1 and how.mode != "fsdp":
+                raise ConfigError(
+                    f"distribution.mode={how.mode} does not go with distribution.tensor={how.tensor} on "
+                    f"{team.world} processes; use distribution.mode=fsdp, or distribution.tensor={team.world}"
+                )
             self.rows = divide_heads(model, team.mesh["tensor"])
-        replicas = team.mesh["replica"]
         if how.mode == "fsdp" or (how.mode == "zero1" and replicas.size() > 1):
             self._shard_fully(replicas, bf16=bf16)
             register_fsdp_forward_method(model, "loss")
@@ -138,15 +144,6 @@ class PyTorchSharding(Sharding):
             if isinstance(p.grad, DTensor):
                 # the same arithmetic, on this process's part
                 p.grad.to_local().mul_(torch.clamp(clip / (norm + 1e-6), max=1.0))
-
-    def _gather(self, parameter: Tensor, x: Tensor) -> Tensor:
-        return x.full_tensor() if isinstance(x, DTensor) else x
-
-    def _divide(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        if not isinstance(parameter, DTensor) or not whole.dim():
-            return whole
-        # every process has the whole: nothing needs to be sent
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def parameters_in_float32(block: nn.Module) -> dict[str, nn.Parameter]:

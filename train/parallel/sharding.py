@@ -2,7 +2,7 @@
 
     Sharding            one process: nothing is divided                                  (here)
     PyTorchSharding     DDP, FSDP2, DTensor, context parallelism                         (parallel/pytorch.py)
-    NeuronSharding      DDP, heads and ZeRO-1 by AWS's neuronx_distributed               (neuron/sharding.py)
+    NeuronSharding      replicas, heads and ZeRO-1 by neuronx_distributed                (neuron/sharding.py)
 
 `train.run.setup.make_sharding` chooses. The loop, the step, the optimizer and checkpoints call these methods
 and ask nothing else. Names are those of parameters, or NAME/SLOT for the optimizer's memory of one.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -165,10 +166,13 @@ class Sharding:
         return self._parameter(name).shape
 
     def _gather(self, parameter: Tensor, x: Tensor) -> Tensor:
-        return x
+        return x.full_tensor() if isinstance(x, DTensor) else x
 
     def _divide(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        return whole
+        if not isinstance(parameter, DTensor) or not whole.dim():
+            return whole
+        # every process has the whole: nothing needs to be sent
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
     def _parameter(self, name: str) -> nn.Parameter:
         return self.model.get_parameter(name.partition("/")[0])

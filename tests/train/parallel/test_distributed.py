@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,12 @@ from torch import Tensor
 from delta_trn.train.__main__ import main
 from delta_trn.train.parallel.heads import channels
 from delta_trn.train.parallel.layout import require_divisible
+from delta_trn.train.parallel.pytorch import PyTorchSharding
+from delta_trn.train.parallel.team import Team
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply
+from delta_trn.train.settings.schema import DistributionSection
 from tests.support import team_run, tiny_run
 from tests.support.tiny_run import metric_distance, tolerance
 
@@ -313,7 +317,6 @@ class TestDivides:
             (2, {"log.probes": "true"}, "looks into the model of one process, and this run has 2"),
             (2, {"distribution.tensor": "4"}, "start a multiple of 4"),
             (4, {"distribution.tensor": "4"}, "does not divide model.heads=2"),
-            (4, {"distribution.tensor": "2"}, "use distribution.mode=fsdp"),
             (2, {"distribution.context": "2", "batch.length": "33"}, "does not divide batch.length=33"),
             (2, {"distribution.context": "2", "batch.length": "4"}, "leaves 2 tokens"),
             (2, {"distribution.context": "2", "model.attention_layers": "1"}, "softmax attention"),
@@ -326,6 +329,16 @@ class TestDivides:
             return
         with pytest.raises(ConfigError, match=complaint):
             require_divisible(config, world)
+
+    @pytest.mark.parametrize("mode", ["ddp", "zero1"])
+    def test_replicas_of_divided_heads_need_fsdp(self, mode):
+        mesh: Any = {"replica": SimpleNamespace(size=lambda: 2)}
+        with pytest.raises(ConfigError, match=f"mode={mode} does not go .* use distribution.mode=fsdp"):
+            PyTorchSharding(
+                torch.nn.Module(),  # type: ignore[arg-type]
+                DistributionSection(mode=mode, tensor=2),  # type: ignore[arg-type]
+                Team(world=4, mesh=mesh),
+            )
 
     def test_one_process_can_run_any_division(self):
         require_divisible(recipe("tiny"), 1)
