@@ -327,6 +327,7 @@ GONE: Mapping[str, Any] = {
     "model.output_norm_eps": None,
     "model.value_skip": 0.0,
     "model.o_gradient_bound": 0.0,
+    "model.scale_by": "head_dim",
     "data.chat_template": None,
     "data.turns": "all",
     "data.too_long": "refuse",
