@@ -70,8 +70,6 @@ def average(
     gradients = [p.grad for p in parameters if p.grad is not None]
     for bucket in buckets(gradients, most):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        mean = machine.all_reduce(flat, scale=1 / count, groups=groups)
-        end = 0
-        for gradient in bucket:
-            start, end = end, end + gradient.numel()
-            gradient.copy_(mean[start:end].view_as(gradient))
+        means = machine.all_reduce(flat, scale=1 / count, groups=groups)
+        for gradient, mean in zip(bucket, means.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
