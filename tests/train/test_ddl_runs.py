@@ -106,8 +106,8 @@ def test_ddl_tinystories_trains_on_the_hugging_face_data_set(tmp_path, monkeypat
     elsewhere = [key.replace("/data", "/none") for key in arguments]
     assert main(["run", "ddl_lm_tinystories", *elsewhere, f"out={tmp_path / 'third'}"]) == 2
     error = capsys.readouterr().err
-    assert "cannot reach dataset 'roneneldan/TinyStories'" in error
-    assert "pass the local folder, .parquet" in error
+    assert "dataset 'roneneldan/TinyStories' of the Hugging Face Hub" in error
+    assert "download it where there is a network and pass its folder" in error
     assert not (tmp_path / "third").exists()
 
 
