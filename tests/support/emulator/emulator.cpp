@@ -1,0 +1,197 @@
+// Executes the PTX that Triton emits for sm_90, a warp at a time, on this machine's memory.
+//
+// A program is a list of decoded instructions (decode.py). A register holds 32 lanes, and an operation loops over
+// them. A warp runs until it waits at a barrier, ends, or has used up its quantum. Lanes that branch apart run as
+// strands, that of the lowest address first, and become one again where they meet.
+#include "operations.h"
+
+static void merge(std::vector<Strand> &strands) {
+    std::sort(strands.begin(), strands.end(), [](const Strand &a, const Strand &b) { return a.at > b.at; });
+    for (size_t i = strands.size(); i-- > 1;)
+        if (strands[i].at == strands[i - 1].at) {
+            strands[i - 1].mask |= strands[i].mask;
+            strands.erase(strands.begin() + i);
+        }
+}
+
+// Nobody else may read or write the accumulators of products under way; what is written needs a fence before products.
+static void check_registers(Warp &w, const Instruction &x) {
+    const s32 *pool = w.launch->program->pool.data();
+    for (int k = 0; w.pending_count && k < x.reads + x.writes; k++)
+        if (w.pending[k < x.reads ? pool[x.read + k] : pool[x.written + k - x.reads]]) {
+            w.launch->report("race with wgmma", x.line, "a register of a product is %s before it is waited for",
+                             k < x.reads ? "read" : "written");
+            break;
+        }
+    for (int k = 0; k < x.writes; k++) w.dirty[pool[x.written + k]] = 1;
+}
+
+static void arrive(Warp &w, const Instruction &x, bool all) {
+    Launch &l = *w.launch;
+    if (!all || w.mask != ALL) l.report("divergent code", x.line, "lanes %08x alone reach a barrier", w.mask);
+    const s32 barrier = w.slot<s32>(x.args[0])[0];
+    const s32 threads = x.args[1] < 0 ? LANES * l.warps : w.slot<s32>(x.args[1])[0];
+    if (barrier || threads != LANES * l.warps)
+        l.report("unsupported", x.line, "barrier %d of %d threads, not of the whole block", barrier, threads);
+    w.waits = true;
+}
+
+// Runs a warp until it waits, ends or yields.
+static void run(Warp &w) {
+    Launch &l = *w.launch;
+    const Instruction *code = l.program->code.data();
+    const s32 product = numbers["wgmma"];
+    s32 left = l.options.quantum ? l.options.quantum : std::numeric_limits<s32>::max();
+    while (!w.strands.empty()) {
+        if (w.strands.size() > 1) merge(w.strands);
+        Strand s = w.strands.back();
+        w.strands.pop_back();
+        const s32 meeting = w.strands.empty() ? std::numeric_limits<s32>::max() : w.strands.back().at;
+        for (bool goes_on = true; goes_on;) {
+            if (s.at >= meeting || !left) {
+                w.strands.push_back(s);
+                if (!left) return;
+                break;
+            }
+            left--;
+            l.executed++;
+            const Instruction &x = code[s.at];
+            w.mask = s.mask;
+            if (x.guard >= 0) w.mask &= x.negated ? ~w.lanes_where(x.guard) : w.lanes_where(x.guard);
+            const u32 others = s.mask & ~w.mask;
+            s.at++;
+            if (!w.mask) continue;
+            switch (x.op) {
+            case BRANCH:
+                if (others) {
+                    w.strands.push_back({s.at, others});
+                    w.strands.push_back({static_cast<s32>(x.value), w.mask});
+                    goes_on = false;
+                } else {
+                    s.at = static_cast<s32>(x.value);
+                }
+                break;
+            case RETURN:
+                s.mask = others;
+                goes_on = others;
+                break;
+            case BARRIER:
+                arrive(w, x, w.strands.empty());
+                w.strands.push_back(s);
+                return;
+            case TRAP:
+                l.report("trap", x.line, "reached");
+                l.stopped = true;
+                return;
+            case NOTHING: break;
+            default:
+                if (l.options.check && x.op != product) check_registers(w, x);
+                table[x.op].run(w, x);
+            }
+        }
+    }
+    if (!w.product_groups.empty() || !w.products.empty()) l.report("unfinished", 0, "a warp ends before its products");
+    w.ended = true;
+}
+
+// Lets the warps go on once all have arrived at the barrier or ended.
+static void release(Block &b) {
+    if (std::any_of(b.warps.begin(), b.warps.end(), [](Warp &w) { return !w.ended && !w.waits; })) return;
+    u32 fenced[MOST_WARPS] = {};
+    for (Warp &w : b.warps)
+        for (int i = 0; i < MOST_WARPS; i++) fenced[i] = std::max(fenced[i], w.fenced[i]);
+    for (Warp &w : b.warps) {
+        memcpy(w.fenced, fenced, sizeof fenced);
+        w.waits = false;
+    }
+    b.began = ++b.warps[0].launch->now;
+}
+
+static void start(Launch &l, Block &b) {
+    b.warps.resize(l.warps);
+    b.shared.resize(l.shared_bytes);
+    if (l.options.check) b.cells.resize(l.shared_bytes / 2);
+    const Program &p = *l.program;
+    for (s32 id = 0; id < l.warps; id++) {
+        Warp &w = b.warps[id];
+        w.launch = &l, w.block = &b, w.id = id;
+        w.registers.assign(LANES * static_cast<size_t>(p.slots), 0xdeadbeefu);
+        if (l.options.check) w.pending.resize(p.slots), w.dirty.resize(p.slots);
+        for (size_t c = 0; c < p.constants.size(); c++)
+            for (int i = 0; i < LANES; i++) {
+                if (p.constant_wide[c])
+                    w.slot<u64>(p.constant_slots[c])[i] = p.constants[c];
+                else
+                    w.slot<u32>(p.constant_slots[c])[i] = static_cast<u32>(p.constants[c]);
+            }
+    }
+}
+
+static void run_block(Launch &l, Block &b, std::vector<s32> &order) {
+    b.number = b.index[0] + l.grid[0] * (b.index[1] + l.grid[1] * b.index[2]);
+    b.born = b.began = ++l.now;
+    std::fill(b.shared.begin(), b.shared.end(), 0xff);
+    for (Warp &w : b.warps) {
+        w.strands = {{0, ALL}};
+        w.ended = w.waits = false;
+        w.copies.clear(), w.copy_groups.clear(), w.products.clear(), w.product_groups.clear();
+        std::fill(w.pending.begin(), w.pending.end(), 0), std::fill(w.dirty.begin(), w.dirty.end(), 0);
+        std::fill(w.fenced, w.fenced + MOST_WARPS, 0);
+        w.pending_count = 0;
+    }
+    while (!std::all_of(b.warps.begin(), b.warps.end(), [](Warp &w) { return w.ended; })) {
+        if (l.options.order == 2)
+            for (size_t i = order.size() - 1; i > 0; i--) std::swap(order[i], order[l.draw() % (i + 1)]);
+        for (s32 i : order) {
+            if (Warp &w = b.warps[i]; !w.ended && !w.waits) run(w);
+            if (l.stopped) return;
+        }
+        release(b);
+    }
+}
+
+extern "C" {
+
+// Returns the number of an operation, or -1, and the bytes of its result and arguments, a digit each.
+int emulator_operation(const char *name, char *sizes, int length) {
+    const auto found = numbers.find(name);
+    if (found == numbers.end()) return -1;
+    snprintf(sizes, length, "%s", table[found->second].sizes.c_str());
+    return found->second;
+}
+
+// Keeps a program for launches; it is never freed, as Triton keeps kernels.
+Program *emulator_program(const Instruction *code, s32 instructions, const s32 *pool, s32 pooled, const u64 *constants,
+                          const s32 *constant_slots, const s32 *constant_wide, s32 count, s32 slots) {
+    return new Program{{code, code + instructions}, {pool, pool + pooled}, {constant_slots, constant_slots + count},
+                       {constant_wide, constant_wide + count}, {constants, constants + count}, slots};
+}
+
+// Runs a grid. Returns how many kinds of reports there are; their lines "kind, PTX line, text, times" go to `text`.
+int emulator_launch(const Program *program, const u32 *grid, s32 warps, u32 shared, const u8 *params, const u64 *ranges,
+                    s32 tensors, const Options *options, u64 seed, char *text, s32 length, u64 *executed) {
+    Launch l{};
+    l.program = program, l.options = *options, l.warps = warps, l.params = params;
+    l.shared_bytes = (shared + 15) / 16 * 16;
+    l.now = 1, l.random ^= seed * 0x9e3779b97f4a7c15ull;
+    std::copy(grid, grid + 3, l.grid);
+    for (s32 i = 0; i < tensors; i++) {
+        l.ranges.push_back({ranges[2 * i], ranges[2 * i + 1]});
+        if (options->check) l.cells.emplace_back((ranges[2 * i + 1] - ranges[2 * i] + 1) / 2);
+    }
+    std::vector<s32> order(warps);
+    for (s32 i = 0; i < warps; i++) order[i] = options->order == 1 ? warps - 1 - i : i;
+    roughly = options->rough ? &l : nullptr;
+    Block b{};
+    start(l, b);
+    for (b.index[2] = 0; b.index[2] < grid[2]; b.index[2]++)
+        for (b.index[1] = 0; b.index[1] < grid[1]; b.index[1]++)
+            for (b.index[0] = 0; b.index[0] < grid[0] && !l.stopped; b.index[0]++) run_block(l, b, order);
+    roughly = nullptr;
+    std::string all;
+    for (auto &[key, entry] : l.reports) all += entry.text + "\t" + std::to_string(entry.count) + "\n";
+    snprintf(text, length, "%s", all.c_str());
+    *executed = l.executed;
+    return static_cast<int>(l.reports.size());
+}
+}

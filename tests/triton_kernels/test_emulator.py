@@ -1,0 +1,305 @@
+"""The emulator of compiled kernels is right about tiny kernels, and sees what is wrong with others.
+
+Its kernels are compiled in this process: the tests are skipped where Triton's interpreter or a GPU runs them.
+"""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the triton extra is not installed")
+
+import triton.language as tl  # noqa: E402
+
+from delta_trn.backends.dispatch import TRITON_DEVICES  # noqa: E402
+
+if "cpu" not in TRITON_DEVICES:
+    pytest.skip("the emulator does not run here", allow_module_level=True)
+
+from delta_trn.triton_kernels import cross_entropy  # noqa: E402
+from tests.support.emulator import driver  # noqa: E402
+from tests.support.emulator.decode import Unsupported, decode  # noqa: E402
+
+HALVES = (torch.bfloat16, torch.float16)
+ORDERS = [(0, 0), (1, 0), (2, 7)]  # of warps, with a quantum
+TIMES = [dict(zip(("late_copies", "late_products"), late, strict=True)) for late in product((0, 1), repeat=2)]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def distance(x, exact):
+    return ((x.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+@pytest.fixture(params=[(1, 1), (0, 0)], ids=["late", "early"])
+def checked(request):
+    """Runs a test's kernels at the latest and at the earliest time, with all checks, and expects no report."""
+    copies, products = request.param
+    with driver.options(check=1, late_copies=copies, late_products=products) as reports:
+        yield
+    assert not reports
+
+
+@triton.jit
+def add_kernel(x, y, o, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    m = i < n
+    tl.store(o + i, tl.load(x + i, mask=m, other=0.0) + tl.load(y + i, mask=m, other=0.0), mask=m)
+
+
+@triton.jit
+def reduce_kernel(x, sums, largest, sums_so_far, M: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr):
+    i, j = tl.arange(0, M), tl.arange(0, N)
+    a = tl.load(x + i[:, None] * N + j[None, :])
+    tl.store(sums + i, tl.sum(a, axis=1))
+    tl.store(largest + j, tl.max(a, axis=0))
+    tl.store(sums_so_far + i[:, None] * N + j[None, :], tl.cumsum(a, axis=0, reverse=REVERSE))
+    tl.store(sums_so_far + M * N + i[:, None] * N + j[None, :], tl.cumsum(a, axis=1, reverse=REVERSE))
+
+
+@triton.jit
+def dot_kernel(
+    a, b, c, o, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TURNED: tl.constexpr,
+    SCALED: tl.constexpr, ADDED: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """o = a b, with a and b read transposed, a from registers, and c added."""
+    i, j, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    if TURNED:
+        x = tl.trans(tl.load(a + k[:, None] * M + i[None, :]))
+        y = tl.trans(tl.load(b + j[:, None] * K + k[None, :]))
+    else:
+        x = tl.load(a + i[:, None] * K + k[None, :])
+        y = tl.load(b + k[:, None] * N + j[None, :])
+    if SCALED:
+        x = (x.to(tl.float32) * 2.0).to(x.dtype)
+    z = tl.zeros([M, N], tl.float32)
+    if ADDED:
+        z = tl.load(c + i[:, None] * N + j[None, :])
+    tl.store(o + i[:, None] * N + j[None, :], tl.dot(x, y, z, input_precision=P))
+
+
+@triton.jit
+def loop_kernel(a, b, o, s, T, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, READ: tl.constexpr):
+    """o = a b, K columns of a at a time; READ: also the sums of b's rows, of the tile that is multiplied."""
+    i, j, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    z = tl.zeros([M, N], tl.float32)
+    r = tl.zeros([K], tl.float32)
+    for t in range(T):
+        x = tl.load(a + i[:, None] * (T * K) + t * K + k[None, :])
+        y = tl.load(b + (t * K + k)[:, None] * N + j[None, :])
+        z = tl.dot(x, y, z)
+        if READ:
+            r += tl.sum(y.to(tl.float32), axis=1)
+    tl.store(o + i[:, None] * N + j[None, :], z)
+    tl.store(s + k, r)
+
+
+@triton.jit
+def chained_kernel(a, b, c, o, N: tl.constexpr, TURNED: tl.constexpr):
+    """o = (a b)^T c or (a b) c: the first product becomes an operand of the second."""
+    i, j = tl.arange(0, N), tl.arange(0, N)
+    ij = i[:, None] * N + j[None, :]
+    p = tl.dot(tl.load(a + ij), tl.load(b + ij)).to(a.dtype.element_ty)
+    if TURNED:
+        p = tl.trans(p)
+    tl.store(o + ij, tl.dot(p, tl.load(c + ij)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_sums_of_a_ragged_vector(dtype, checked):
+    x, y, o = (
+        normal(1000).to(dtype),
+        normal(1000, seed=1).to(dtype),
+        torch.full((1000,), float("nan"), dtype=dtype),
+    )
+    add_kernel[(8,)](x, y, o, 1000, B=128)
+    assert torch.equal(o, x + y)
+
+
+@pytest.mark.parametrize(("M", "N", "warps"), [(16, 16, 1), (16, 128, 2), (64, 16, 4), (64, 128, 8)])
+def test_sums_maxima_and_sums_so_far(M, N, warps, checked):
+    x, sums, largest, so_far = normal(M, N), torch.empty(M), torch.empty(N), torch.empty(2, M, N)
+    for reverse in (False, True):
+        reduce_kernel[(1,)](x, sums, largest, so_far, M=M, N=N, REVERSE=reverse, num_warps=warps)
+        assert distance(sums, x.double().sum(1)) < 1e-6 and torch.equal(largest, x.amax(0))
+        for axis in (0, 1):
+            exact = x.double().flip(axis).cumsum(axis).flip(axis) if reverse else x.double().cumsum(axis)
+            assert distance(so_far[axis], exact) < 1e-6
+
+
+SHAPES = [(64, 64, 64), (128, 32, 64), (64, 128, 32), (16, 32, 16), (128, 256, 16)]
+TYPES = [
+    *((dtype, "tf32", 1e-6) for dtype in HALVES),
+    (torch.float32, "ieee", 1e-6),
+    (torch.float32, "tf32", 2e-3),
+]
+FLAGS = list(product((False, True), repeat=3))
+# each shape in each type and number of warps, its flags by turns, so that all of these meet in some case
+DOTS = [
+    pytest.param(dtype, precision, tolerance, shape, warps, FLAGS[(3 * i + 5 * n + t) % 8],
+                 id=f"{str(dtype)[6:]}-{precision}-{'x'.join(map(str, shape))}-{warps}")
+    for t, (dtype, precision, tolerance) in enumerate(TYPES)
+    for i, shape in enumerate(SHAPES)
+    for n, warps in enumerate((1, 2, 4, 8))
+    if precision != "ieee" or (shape[0] * shape[1] <= 4096 and warps in (1, 4))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "precision", "tolerance", "shape", "warps", "flags"), DOTS)
+def test_products(dtype, precision, tolerance, shape, warps, flags, checked):
+    (M, N, K), (turned, scaled, added) = shape, flags
+    a, b, c, o = (
+        normal(M, K).to(dtype),
+        normal(K, N, seed=1).to(dtype),
+        normal(M, N, seed=2),
+        torch.empty(M, N),
+    )
+    given = [x.T.contiguous() if turned else x for x in (a, b)]
+    dot_kernel[(1,)](
+        *given, c, o, M=M, N=N, K=K, TURNED=turned, SCALED=scaled, ADDED=added, P=precision, num_warps=warps
+    )
+    exact = (1 + scaled) * a.double() @ b.double() + added * c
+    assert distance(o, exact) < tolerance
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("dtype", "warps"), [*product(HALVES, (1, 4)), (torch.bfloat16, 8)], ids=str)
+def test_products_of_products(dtype, warps, turned, checked):
+    a, b, c = (normal(64, 64, seed=seed).to(dtype) for seed in range(3))
+    o = torch.empty(64, 64)
+    chained_kernel[(1,)](a, b, c, o, N=64, TURNED=turned, num_warps=warps)
+    p = (a.float() @ b.float()).to(dtype).double()
+    assert distance(o, (p.T if turned else p) @ c.double()) < 2e-3
+
+
+def loop(T=5, stages=3, dtype=torch.bfloat16, warps=4, read=False):
+    """Runs loop_kernel and returns how far its product is off."""
+    a, b, o, s = (
+        normal(64, T * 64).to(dtype),
+        normal(T * 64, 64, seed=1).to(dtype),
+        torch.empty(64, 64),
+        torch.empty(64),
+    )
+    loop_kernel[(1,)](a, b, o, s, T, M=64, N=64, K=64, READ=read, num_warps=warps, num_stages=stages)
+    return distance(o, a.double() @ b.double())
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "warps", "tolerance"), [(torch.bfloat16, 4, 1e-6), (torch.float32, 8, 2e-3)], ids=str
+)
+def test_products_in_pipelined_loops(dtype, warps, tolerance, stages, checked):
+    assert loop(dtype=dtype, warps=warps, stages=stages) < tolerance
+
+
+def test_rough_sums_and_approximations_are_off_by_little(checked):
+    with driver.options(rough=1):
+        assert 1e-9 < loop() < 1e-5
+
+
+@pytest.mark.parametrize(("order", "quantum"), ORDERS)
+@pytest.mark.parametrize("times", TIMES, ids=lambda times: "".join(map(str, times.values())))
+def test_no_order_of_warps_and_no_legal_time_changes_a_bit(times, order, quantum):
+    first = loop()
+    with driver.options(check=1, order=order, quantum=quantum, **times) as reports:
+        assert loop() == first
+    assert not reports
+
+
+def test_a_pipelined_tile_that_is_multiplied_and_read_loses_a_race():
+    """Triton 3.4 to 3.9 has a buffer too few here: a copy overwrites what wgmma may still read."""
+    with driver.options(check=1, late_products=1) as reports:
+        assert loop(read=True) > 0.1
+    assert any(report.startswith("race with wgmma") for report in reports)
+    with driver.options(check=1) as reports:
+        assert loop(read=True, stages=1) < 1e-6
+    assert not reports
+
+
+@pytest.fixture(scope="module")
+def launched():
+    """Returns loop_kernel as it was launched, and its arguments."""
+    kept = []
+    call = driver.Function.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            driver.Function, "__call__", lambda *arguments: kept.append(arguments) or call(*arguments)
+        )
+        loop()
+    return kept[0]
+
+
+WAITS = {
+    "bar.sync": (r"\tbar\.sync \t0;", {0}),  # the first of two of the prologue
+    "fence.proxy.async": (r"\tfence\.proxy\.async\.shared::cta;", set()),
+    "cp.async.wait_group": (r"\tcp\.async\.wait_group \t\d+;", set()),
+    "wgmma.wait_group": (r"\twgmma\.wait_group\.sync\.aligned \d+;", set()),
+    "wgmma.fence": (r"\twgmma\.fence\.sync\.aligned;", set()),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_each_wait_that_is_taken_out_is_reported(name, launched):
+    """But for those that others make superfluous."""
+    function, *arguments = launched
+    pattern, superfluous = WAITS[name]
+    places = list(re.finditer(pattern, function.text))
+    assert places
+    unseen = set()
+    for n, place in enumerate(places):
+        without = driver.Function(
+            function.text[: place.start()] + function.text[place.end() :], function.shared
+        )
+        with driver.options(check=1) as reports:
+            without(*arguments)
+        if not reports:
+            unseen.add(n)
+    assert unseen == superfluous
+
+
+def test_softmax_without_its_barrier_is_reported(monkeypatch):
+    """A warp may write the gradient over the logit of the target before another has read it."""
+    z, goal, keep = 3 * normal(4, 300), torch.tensor([0, 7, 150, 299]), torch.ones(4)
+
+    def losses():
+        loss = torch.empty(4)
+        cross_entropy.softmax_(z.clone(), goal, keep, loss, gradient=True)
+        return loss
+
+    exact = losses()
+    kernel = next(k for k in cross_entropy.softmax_kernel.device_caches[0][0].values())
+    text = kernel.function.text
+    last = [place for place in re.finditer(r"\tbar\.sync \t0;", text)][-1]
+    changed = driver.Function(text[: last.start()] + text[last.end() :], kernel.function.shared)
+    monkeypatch.setattr(kernel, "function", changed)
+    with driver.options(check=1) as reports:
+        losses()
+    assert any(report.startswith("race in a tensor") for report in reports)
+    with driver.options(order=1):
+        assert not torch.allclose(losses(), exact)
+
+
+@triton.jit
+def wild_kernel(x, o, offset, WHEN: tl.constexpr):
+    i = tl.arange(0, 128)
+    tl.store(o + i, tl.load(x + offset + i))
+
+
+@pytest.mark.parametrize(("offset", "n", "kind"), [(1, 128, "out of bounds"), (-4, 128, "out of bounds")])
+def test_an_access_outside_of_every_tensor_raises(offset, n, kind):
+    """Also beside a tensor in the same storage."""
+    whole = normal(n + 16)
+    with pytest.raises(driver.Reported, match=rf"{kind}.*reads \d+ bytes, .* argument 0"):
+        wild_kernel[(1,)](whole[8 : 8 + n], torch.empty(n), offset, WHEN=0)
+
+
+@pytest.mark.parametrize("statement", ["mbarrier.init.shared.b64 [%r1], 1;", "atom.global.add.f32 %r1, [%rd1], %r1;",
+                                       "add.rn.f16x3 %r1, %r1, %r1;", "ld.local.b32 %r1, [%rd1];"])  # fmt: skip
+def test_an_unknown_instruction_is_refused_by_name(statement):
+    text = f".visible .entry k(\n)\n{{\n.reg .b32 %r<3>;\n.reg .b64 %rd<3>;\n{statement}\nret;\n}}\n"
+    with pytest.raises(Unsupported, match=statement.split()[0].replace(".rn", "(.rn)?")):
+        decode(text, driver.find)
