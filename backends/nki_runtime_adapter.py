@@ -6,19 +6,18 @@
 
 On TorchNeuron a kernel could be called directly, but a graph that torch.compile(backend="neuron") captures
 cannot see such a call. `torch_neuronx.nki_op` makes an operator of a function, reads its schema from the
-types of the arguments, and looks through the function while it compiles. So there is one function per kernel
-here, with nothing in it but the call.
+types of the arguments, and looks through the function while it compiles. So `make_launcher` makes a function
+of each kernel, with nothing in it but the call.
 
 Sources: AWS's guide to NKI kernels in torch-neuronx 2.14 (Neuron SDK 2.33), and torch.library's rules for
 types of arguments.
 """
 
-# no annotations import: the types below must be types when nki_op reads them
-
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from inspect import Parameter, Signature
 from typing import Any
 
 import ml_dtypes
@@ -128,120 +127,50 @@ def to_tensor(x: np.ndarray) -> Tensor:
     return torch.from_numpy(x)
 
 
-def _rule_forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor,
-    scale: float, l2norm: bool, has_state: bool, every: int, C: int, lanes: int, width: int,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(
-        gated_delta_rule_fwd(
-            q, k, v, g, beta, initial_state, scale, l2norm, has_state, every, C, lanes, width
-        )
-    )  # fmt: skip
+# What each kernel takes, by name: a name that stands under no type of SCALARS is a tensor.
+SCALARS: dict[type, str] = {
+    bool: "l2norm has_state has_dstate packed continued gated",
+    int: "every C lanes width K save",
+    float: "scale eps k_eps",
+}
+KERNELS = (
+    (gated_delta_rule_fwd, "q k v g beta initial_state scale l2norm has_state every C lanes width"),
+    (gated_delta_rule_bwd, "q k v g beta do dstate initial_state states scale l2norm has_dstate has_state "
+                           "every C lanes width"),
+    (gated_delta_rule_step, "q k v g beta state scale l2norm"),
+    (delta_residual_fwd, "x k v beta k_eps"),
+    (delta_residual_bwd, "dout x k v beta k_eps"),
+    (short_convolution_fwd, "x weight position packed prefix continued"),
+    (short_convolution_bwd, "dy x weight position packed prefix continued"),
+    (gated_rms_norm_fwd, "x z weight eps gated"),
+    (gated_rms_norm_bwd, "dy x z weight eps gated"),
+    (cross_entropy_fwd, "x_t w_t"),
+    (cross_entropy_bwd, "x_t x w_t w goal"),
+    (gated_delta_layer_fwd, "x weight g beta z gain position packed prefix continued initial_state has_state "
+                            "K scale eps save every C lanes width"),
+    (gated_delta_layer_bwd, "dy x weight_t q k v o u g beta z gain position packed prefix continued dstate "
+                            "has_dstate initial_state has_state states scale eps C lanes width"),
+)  # fmt: skip
 
 
-def _rule_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor, dstate: Tensor,
-    initial_state: Tensor, states: Tensor, scale: float, l2norm: bool, has_dstate: bool,
-    has_state: bool, every: int, C: int, lanes: int, width: int,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(
-        gated_delta_rule_bwd(
-            q, k, v, g, beta, do, dstate, initial_state, states, scale, l2norm, has_dstate, has_state, every,
-            C, lanes, width,
-        )
-    )  # fmt: skip
+def make_launcher(kernel: Any, names: str) -> Callable[..., list[Tensor]]:
+    """Makes a function that does nothing but call the kernel, and whose signature says the types."""
+    types = {name: kind for kind, own in SCALARS.items() for name in own.split()}
+
+    def launcher(*args: Any) -> list[Tensor]:
+        return call(kernel, args)
+
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [Parameter(name, kind, annotation=types.get(name, Tensor)) for name in names.split()]
+    launcher.__signature__ = Signature(parameters, return_annotation=list[Tensor])  # pyright: ignore
+    launcher.__name__ = launcher.__qualname__ = kernel.__name__
+    return launcher
 
 
-def _rule_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, l2norm: bool
-) -> list[Tensor]:
-    return _as_list(gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm))
-
-
-def _residual_forward(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float) -> list[Tensor]:
-    return _as_list(delta_residual_fwd(x, k, v, beta, k_eps))
-
-
-def _residual_backward(
-    dout: Tensor, x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float
-) -> list[Tensor]:
-    return _as_list(delta_residual_bwd(dout, x, k, v, beta, k_eps))
-
-
-def _convolution_forward(
-    x: Tensor, weight: Tensor, position: Tensor, packed: bool, prefix: Tensor,
-    continued: bool,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(short_convolution_fwd(x, weight, position, packed, prefix, continued))
-
-
-def _convolution_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, position: Tensor, packed: bool, prefix: Tensor,
-    continued: bool,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(short_convolution_bwd(dy, x, weight, position, packed, prefix, continued))
-
-
-def _norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, gated: bool) -> list[Tensor]:
-    return _as_list(gated_rms_norm_fwd(x, z, weight, eps, gated))
-
-
-def _norm_backward(dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, gated: bool) -> list[Tensor]:
-    return _as_list(gated_rms_norm_bwd(dy, x, z, weight, eps, gated))
-
-
-def _cross_entropy_forward(x_t: Tensor, w_t: Tensor) -> list[Tensor]:
-    return _as_list(cross_entropy_fwd(x_t, w_t))
-
-
-def _cross_entropy_backward(
-    x_t: Tensor, x: Tensor, w_t: Tensor, w: Tensor, goal: Tensor
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(cross_entropy_bwd(x_t, x, w_t, w, goal))
-
-
-def _layer_forward(
-    x: Tensor, weight: Tensor, g: Tensor, beta: Tensor, z: Tensor, gain: Tensor, position: Tensor,
-    packed: bool, prefix: Tensor, continued: bool, initial_state: Tensor, has_state: bool, K: int,
-    scale: float, eps: float, save: int, every: int, C: int, lanes: int, width: int,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(
-        gated_delta_layer_fwd(
-            x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K,
-            scale, eps, save, every, C, lanes, width,
-        )
-    )  # fmt: skip
-
-
-def _layer_backward(
-    dy: Tensor, x: Tensor, weight_t: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, u: Tensor,
-    g: Tensor, beta: Tensor, z: Tensor, gain: Tensor, position: Tensor, packed: bool, prefix: Tensor,
-    continued: bool, dstate: Tensor, has_dstate: bool, initial_state: Tensor, has_state: bool,
-    states: Tensor, scale: float, eps: float, C: int, lanes: int, width: int,
-) -> list[Tensor]:  # fmt: skip
-    return _as_list(
-        gated_delta_layer_bwd(
-            dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate,
-            has_dstate, initial_state, has_state, states, scale, eps, C, lanes, width,
-        )
-    )  # fmt: skip
-
-
-LAUNCHERS = (
-    (gated_delta_rule_fwd, _rule_forward),
-    (gated_delta_rule_bwd, _rule_backward),
-    (gated_delta_rule_step, _rule_step),
-    (delta_residual_fwd, _residual_forward),
-    (delta_residual_bwd, _residual_backward),
-    (short_convolution_fwd, _convolution_forward),
-    (short_convolution_bwd, _convolution_backward),
-    (gated_rms_norm_fwd, _norm_forward),
-    (gated_rms_norm_bwd, _norm_backward),
-    (cross_entropy_fwd, _cross_entropy_forward),
-    (cross_entropy_bwd, _cross_entropy_backward),
-    (gated_delta_layer_fwd, _layer_forward),
-    (gated_delta_layer_bwd, _layer_backward),
-)
+def call(kernel: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Calls a kernel, and returns its outputs as a list: what an operator returns has one type."""
+    outputs = kernel(*args)
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
 def missing() -> str | None:
@@ -257,19 +186,15 @@ def missing() -> str | None:
 
 def launch(kernel: Any, args: tuple[Any, ...]) -> Any:
     """Returns the kernel's output, or its outputs, through its operator."""
-    operators = _operators()
-    for i, (known, _) in enumerate(LAUNCHERS):
+    for (known, _), operator in zip(KERNELS, _operators(), strict=True):
         if known is kernel:
-            outputs = operators[i](*args)
+            outputs = operator(*args)
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
-    raise LookupError(f"kernel {kernel} has no launcher; add one to {__name__}.LAUNCHERS")
+    raise LookupError(f"kernel {kernel} has no launcher; add one to {__name__}.KERNELS")
 
 
 @cache
 def _operators() -> list[Callable[..., list[Tensor]]]:
     nki_op = import_module("torch_neuronx").nki_op
-    return [nki_op(f"delta_trn::nki{f.__name__}", mutates_args={})(f) for _, f in LAUNCHERS]
-
-
-def _as_list(outputs: Any) -> list[Tensor]:
-    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+    launchers = [make_launcher(*entry) for entry in KERNELS]
+    return [nki_op(f"delta_trn::nki_{f.__name__}", mutates_args={})(f) for f in launchers]

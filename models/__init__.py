@@ -2,9 +2,9 @@
 
 Importing this package loads neither torch nor transformers: a name is loaded when it is first used.
 
-    >>> from delta_trn.models import DeltaConfig, named_sizes
-    >>> DeltaConfig(**named_sizes["gdn-57m"]).hidden_size
-    512
+    >>> from delta_trn.models import DeltaConfig
+    >>> DeltaConfig(hidden_size=512).head_dim_k
+    64
 """
 
 from importlib import import_module
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from delta_trn.models.cache import DeltaCache
     from delta_trn.models.config import DeltaConfig
     from delta_trn.models.language_model import DeltaForCausalLM, DeltaForSequenceClassification
-    from delta_trn.models.sizes import named_sizes
 
 _HOMES = {
     "DeltaCache": "cache",
@@ -23,7 +22,6 @@ _HOMES = {
     "DeltaForCausalLM": "language_model",
     "DeltaForSequenceClassification": "language_model",
     "DeltaModel": "backbone",
-    "named_sizes": "sizes",
 }
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "DeltaForCausalLM",
     "DeltaForSequenceClassification",
     "DeltaModel",
-    "named_sizes",
 ]
 
 

@@ -133,9 +133,7 @@ class DeltaModel(DeltaPreTrainedModel):
     def __init__(self, config: DeltaConfig, *, is_part: bool = False) -> None:
         super().__init__(config)
         d, self.is_part = config.hidden_size, is_part
-        # The paper's code ties before it draws, so it draws the embedding as the head: like a hidden matrix.
-        like = Role.HIDDEN if config.tie_word_embeddings and config.init == "authors" else None
-        self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING, like=like))
+        self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING))
         self.positions = None
         if config.positions == "learned":
             self.positions = Embedding(config.max_position_embeddings, d, Tag(Role.VECTOR))
@@ -161,7 +159,8 @@ class DeltaModel(DeltaPreTrainedModel):
         """Returns last_hidden_state [B, T, d], normalized. Arguments and errors are `DeltaForCausalLM`'s."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
-        bounds = packed_bounds(others, attention_mask)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        bounds = packed_bounds(others, attention_mask, len(given))  # type: ignore[arg-type]
         past = take_cache(past_key_values, others)
         if unknown := sorted(set(others) - IGNORED):
             raise TypeError(f"forward() got unknown arguments: {', '.join(unknown)}; leave them out")

@@ -8,6 +8,9 @@ from transformers import PretrainedConfig
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.settings import CONFIG_NAMES, complete
 
+# settings that earlier versions wrote into config.json, with the value where nobody gave another
+GONE = {"init": "delta_trn", "output_norm_eps": None, "value_skip": 0.0, "o_gradient_bound": 0.0}
+
 
 class DeltaConfig(PretrainedConfig):
     """The settings of a model, checked, with every size that follows from others filled in.
@@ -28,6 +31,7 @@ class DeltaConfig(PretrainedConfig):
 
     def __init__(self, **arguments: Any) -> None:
         given = {name: arguments.pop(theirs) for name, theirs in CONFIG_NAMES.items() if theirs in arguments}
+        _drop_gone(arguments)
         _refuse_near_misses(arguments)
         if isinstance(given.get("attention_layers"), list):  # as JSON has it
             given["attention_layers"] = tuple(given["attention_layers"])
@@ -95,8 +99,6 @@ class DeltaConfig(PretrainedConfig):
             )
         if self.intermediate_size is None:
             self.intermediate_size = self._inner_size(d)
-        if self.readout == "auto":
-            self.readout = "none" if self.init == "authors" else "sqrt_k"
 
     def _inner_size(self, width: int) -> int:
         multiple = self.intermediate_multiple
@@ -150,6 +152,17 @@ class DeltaConfig(PretrainedConfig):
             for token in ids if isinstance(ids, list) else [ids]:
                 if token is not None and not 0 <= token < self.vocab_size:
                     raise ValueError(f"{name}={token} has no row: vocab_size={self.vocab_size}")
+
+
+def _drop_gone(arguments: dict[str, Any]) -> None:
+    """Takes out settings that earlier versions had. Raises ValueError for one that asked for something."""
+    for name, usual in GONE.items():
+        value = arguments.pop(name, usual)
+        if value != usual:
+            raise ValueError(
+                f"{name}={value!r} is a setting of an earlier version, which is gone: open the "
+                f"model with that version, or set {name} to {usual!r}"
+            )
 
 
 def _refuse_near_misses(arguments: dict[str, Any]) -> None:

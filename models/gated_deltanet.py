@@ -20,7 +20,7 @@ from delta_trn.backends import (
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import ShortConvolution
-from delta_trn.models.initialization import constant, decay_rates, taps, time_steps
+from delta_trn.models.initialization import decay_rates, taps, time_steps
 from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, joint
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
@@ -28,31 +28,9 @@ from delta_trn.models.sequence import Sequences
 
 # What the gates' projections are set to at padding: softplus and sigmoid are 0 there, in every precision.
 CLOSED = -1e4
-# What that of the decay is set to where a sequence begins: it forgets all, for any A_log from -40 to 40.
+# What the decay's projection is set to at a sequence's first token: exp(g) is 0 for any A_log from -40 to 40,
+# which erases the state.
 FORGET = 1e20
-
-
-class BoundedGradient(torch.autograd.Function):
-    """Returns o [B, T, HV, V]; backward shortens the gradients of single tokens.
-
-        do_t <- do_t min(1, bound median_s |do_s| / |do_t|)         for each head
-
-    The median is over the tokens of a process's micro-batch whose gradient is not 0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, bound: float) -> Tensor:
-        ctx.bound = bound
-        return o.view_as(o)
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        norms = torch.linalg.vector_norm(do, dim=-1, dtype=torch.promote_types(do.dtype, torch.float32))
-        of_tokens = norms.flatten(0, 1)
-        median = of_tokens.where(of_tokens > 0, torch.nan).nanmedian(0).values
-        limit = ctx.bound * median  # NaN, which limits nothing, if no token has a gradient
-        factor = torch.where(norms > limit, limit / norms, 1.0)
-        return do * factor[..., None].to(do.dtype), None
 
 
 class GatedDeltaNet(nn.Module):
@@ -64,14 +42,10 @@ class GatedDeltaNet(nn.Module):
         o       = gated_delta_rule(q, k, v, g, beta)        [B, T, HV, V], q and k normalized, scale sqrt(K)
         y       = W_o ( RMSNorm(o) * SiLU(W_g x) )          [B, T, d]
 
-    With value_skip, o + D v takes the place of o in the last line, D [HV]: Mamba2's skip, which keeps o away
-    from 0, where the norm's gradient 1 / rms(o) has no bound. o_gradient_bound limits that gradient instead.
-
     The scale is sqrt(K) here, while the operation's default is K**-0.5, as in softmax attention. The norm
     after the readout cancels any scale, but for its epsilon. With K**-0.5 and taps drawn like hidden
-    matrices, as in the released code (`init`="authors"), o is so small that epsilon is 1700 times o^2 at
-    width 1536: the norm no longer normalizes, it multiplies by 1000. sqrt(K) keeps epsilon negligible at
-    every width.
+    matrices, as in the released code, o is so small that epsilon is 1700 times o^2 at width 1536: the norm no
+    longer normalizes, it multiplies by 1000. sqrt(K) keeps epsilon negligible at every width.
 
     scan    computes o for whole sequences. It is meant to be replaced: a function with the arguments and
             results of `backends.gated_delta_rule`, such as another implementation, or one that passes states
@@ -96,8 +70,7 @@ class GatedDeltaNet(nn.Module):
         self.v_proj, self.g_proj = Linear(d, HV * V, stored=True, heads=HV), Linear(d, HV * V, heads=HV)
         self.o_proj = Linear(HV * V, d, scale=config.mixer_output_scale, heads=HV, of_columns=True)
         self.a_proj, self.b_proj = (Linear(d, HV, gate, stored=True) for _ in range(2))
-        like, law = (Role.HIDDEN, None) if config.init == "authors" else (None, taps)
-        tap = Tag(Role.VECTOR, law=law, like=like, stored=True)
+        tap = Tag(Role.VECTOR, law=taps, stored=True)
         self.conv = ShortConvolution(sum(self.sizes), config.conv_size, tap)
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(HV, dtype=wide)) for _ in range(2))
@@ -106,11 +79,7 @@ class GatedDeltaNet(nn.Module):
             "A_log": Tag(scalar, law=rates, stored=True),
             "dt_bias": Tag(scalar, law=time_steps, stored=True),
         }
-        self.o_norm = RMSNorm(V, config.output_norm_eps or config.rms_norm_eps, gain)
-        self.D, self.bound = None, config.o_gradient_bound
-        if config.value_skip:
-            self.D = nn.Parameter(torch.empty(HV))
-            self.tags["D"] = Tag(scalar, law=partial(constant, value=config.value_skip))
+        self.o_norm = RMSNorm(V, config.rms_norm_eps, gain)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
@@ -124,7 +93,7 @@ class GatedDeltaNet(nn.Module):
 
     def _find_kernel(self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> str | None:
         """Returns the backend that computes all between the projections in one kernel; None: `_mix` does."""
-        changed = self.scan is not gated_delta_rule or self.D is not None or self.bound
+        changed = self.scan is not gated_delta_rule
         watched = self.conv._forward_hooks or self.o_norm._forward_pre_hooks  # by a study
         token = cache is not None and cache.state is not None and qkv.shape[1] == 1
         if changed or watched or token or (sequences.is_packed and qkv.shape[0] > 1):
@@ -166,10 +135,6 @@ class GatedDeltaNet(nn.Module):
             o, state = self.scan(*inputs, initial_state=state, **packing, **self._options())
             if cache is not None:
                 cache.state = state
-        if self.D is not None:
-            o = o + self.D.to(o.dtype)[:, None] * v
-        if self.bound and o.requires_grad:
-            o = BoundedGradient.apply(o, self.bound)
         return self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:

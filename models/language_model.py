@@ -88,7 +88,8 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         Raises ValueError for arguments that do not go together, and TypeError for unknown ones.
         """
         items, targets = (others.pop(name, None) for name in ("num_items_in_batch", "shift_labels"))
-        bounds = packed_bounds(others, attention_mask)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        bounds = None if given is None else packed_bounds(others, attention_mask, len(given))
         encoded: BaseModelOutputWithPast = self.model(
             input_ids,
             attention_mask=attention_mask,

@@ -53,9 +53,11 @@ def joint(x: Tensor, *maps: Linear) -> Tensor:
     """Returns the maps' outputs side by side, [B, T, sum of outputs].
 
     This is one product, unless there are fewer tokens than inputs: then putting the weights side by side
-    would cost more than it saves. A map that PEFT has wrapped computes more than its weight says.
+    would cost more than it saves. A map that PEFT has wrapped computes more than its weight says, and one
+    that has hooks must be called.
     """
-    if x.shape[0] * x.shape[1] < x.shape[2] or not all(isinstance(m, nn.Linear) for m in maps):
+    plain = all(isinstance(m, nn.Linear) and not m._forward_hooks for m in maps)
+    if x.shape[0] * x.shape[1] < x.shape[2] or not plain:
         return torch.cat([m(x) for m in maps], dim=-1)
     return F.linear(x, torch.cat([m.weight for m in maps]))
 

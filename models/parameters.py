@@ -31,8 +31,7 @@ class Tag:
     """What the module that makes a parameter knows about it.
 
     role    how the parameter scales with width
-    law     fills a float32 tensor; None: normal, with the std of a role
-    like    the role whose std is used, if it is not the parameter's own
+    law     fills a float32 tensor; None: normal, with the std of the role
     scale   a factor on that std
     stored  whether the gradient comes through Gated DeltaNet's state, from all tokens that remember the value
     heads   number of blocks of a matrix that belong to different heads: of its rows,
@@ -42,7 +41,6 @@ class Tag:
 
     role: Role
     law: Law | None = None
-    like: Role | None = None
     scale: float = 1.0
     stored: bool = False
     heads: int = 1
@@ -59,7 +57,7 @@ def initial_std(tag: Tag, config: DeltaConfig) -> float | None:
     """Returns the standard deviation of a parameter's normal law, or None if its law is another one."""
     if tag.law is not None:
         return None
-    power = TABLES[config.parametrization][tag.like or tag.role].init_std
+    power = TABLES[config.parametrization][tag.role].init_std
     return tag.scale * config.initializer_range * tag.ratio(config) ** power
 
 

@@ -46,40 +46,81 @@ class Padding:
         return torch.empty_like(x).scatter(1, self.order[..., None].expand_as(x), x)
 
 
-def sequence_bounds(position_ids: Tensor) -> Tensor | None:
+def sequence_bounds(position_ids: Tensor, real: Tensor | None = None) -> Tensor | None:
     """Returns the bounds of packed sequences, int64 [N + 1] over rows put end to end; None if none is packed.
 
-    position_ids is [B, T], or [.., B, T] with the places of several axes. A sequence begins where a place is
-    0, and where a row begins. This is how `DataCollatorWithFlattening` of transformers packs.
+    position_ids is [B, T], or [3, B, T] for time, height and width, or [4, B, T] for text and these; real is
+    [B, T] bool, False at padding. A sequence begins where a row begins, and where the place in the text is 0,
+    or all of three axes are. Padding before, between or after sequences is a sequence of its own. This is how
+    `DataCollatorWithFlattening` of transformers packs.
 
         >>> sequence_bounds(torch.tensor([[0, 1, 2, 0, 1]]))
         tensor([0, 3, 5])
+        >>> sequence_bounds(torch.tensor([[0, 1, 0, 0]]), torch.tensor([[True, True, True, False]]))
+        tensor([0, 2, 3, 4])
     """
-    places = position_ids.flatten(0, -3)[0] if position_ids.dim() > 2 else position_ids
-    if places.shape[-1] < 2 or not bool((places[:, 1:] == 0).any()):
+    axes = position_ids.flatten(0, -3) if position_ids.dim() > 2 else position_ids[None]
+    begins = (axes[:1] if len(axes) == 4 else axes).eq(0).all(0)
+    if begins.shape[-1] < 2:
         return None
-    begins = places == 0
+    if real is None:
+        is_packed = begins[:, 1:].any()
+    else:
+        begins = begins & real
+        is_packed = (begins & (real.cumsum(1) > 1)).any()
+        begins[:, 1:] |= real.diff(dim=1)
+    if not bool(is_packed):
+        return None
     begins[:, 0] = True
     firsts = begins.flatten().nonzero().flatten()
-    return torch.cat([firsts, firsts.new_full((1,), places.numel())])
+    return torch.cat([firsts, firsts.new_full((1,), begins.numel())])
 
 
-def packed_bounds(options: dict[str, Any], attention_mask: Tensor | None) -> Tensor | None:
+def places_in_sequences(bounds: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Returns each token's place in its own sequence, int64 [B, T], for bounds over rows put end to end."""
+    tokens = torch.arange(shape[0] * shape[1], device=bounds.device)
+    return (tokens - bounds[torch.searchsorted(bounds, tokens, right=True) - 1]).view(shape)
+
+
+def packed_bounds(options: dict[str, Any], attention_mask: Any, rows: int) -> Tensor | None:
     """Takes cu_seq_lens_q, position_ids and seq_idx out of `options`; returns the bounds that they state.
 
-    seq_idx [B, T] is the number of a token's sequence in its row. None where no sequence is packed: where the
-    mask has padding, a place of 0 is a row's first real token.
+        seq_idx         [B, T] the number of a token's sequence in its row
+        attention_mask  [B, T] 0 at padding. Numbers above 1 are those of sequences, and pack like seq_idx.
+                        Masks of other shapes are for attention layers alone: they say nothing of sequences
+        rows            B; position_ids of one row hold for all
+        returns         int64 [N + 1] over rows put end to end, or None where no sequence is packed
+
+    While torch.compile traces, numbers in a mask cannot be looked at: the compiled model refuses them.
     """
     names = ("cu_seq_lens_q", "position_ids", "seq_idx")
-    bounds, position_ids, seq_idx = (options.pop(name, None) for name in names)
+    bounds, places, seq_idx = (options.pop(name, None) for name in names)
     if bounds is not None:
         return bounds.long()
-    if position_ids is None and seq_idx is not None:
-        position_ids = seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) == 0  # 0 where another number begins
-    if position_ids is None or isinstance(attention_mask, dict):
+    mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+    if mask is not None and _numbers_sequences(mask):
+        places, seq_idx = None, mask
+    if places is None and seq_idx is not None:
+        places = seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) == 0  # 0 where another number begins
+    if places is None:
         return None
-    bounds = sequence_bounds(position_ids)
-    return None if attention_mask is not None and not bool(attention_mask.all()) else bounds
+    if places.shape[-2] != rows:
+        places = places.expand(*places.shape[:-2], rows, -1)
+    real = None if mask is None else mask[:, -places.shape[-1] :].bool()
+    return sequence_bounds(places, real)
+
+
+def _numbers_sequences(mask: Tensor) -> bool:
+    """Returns whether a mask [B, T] holds numbers of sequences, rather than 0 and 1."""
+    if mask.dtype == torch.bool:
+        return False
+    if torch.compiler.is_compiling():
+        torch._assert_async(
+            (mask <= 1).all(),
+            "attention_mask numbers sequences; under torch.compile pass position_ids instead",
+        )
+        return False
+    return bool((mask > 1).any())
 
 
 @dataclass(frozen=True)

@@ -65,22 +65,12 @@ class ModelSettings(Section):
     """multiplies Mamba2's initial decay rates; at 1/16 heads remember 16 times as long"""
     rms_norm_eps: Positive = 1e-6
     """epsilon of every norm"""
-    init: Literal["delta_trn", "authors"] = "delta_trn"
-    """draws convolution taps at one scale for all widths, or (authors) taps and tied embedding as matrices"""
-    readout: Literal["auto", "sqrt_k", "none"] = "auto"
-    """multiplies S^T q by sqrt(K), or (none) by 1 / sqrt(K), as released; auto: none with init=authors"""
     scale_by: Literal["head_dim", "heads"] = "head_dim"
     """says what grows with width: the size of heads, or their number (then give heads and head_dim_k)"""
     initializer_range: Positive = 0.02
     """standard deviation of initial weights at base_width; 0.02 is 0.32 / sqrt(256)"""
     mixer_output_init: Real = 1.0
     """multiplies the initial std of each mixer's output projection; 0 starts every mixer at zero"""
-    output_norm_eps: Positive | None = None
-    """epsilon of the norm of o in Gated DeltaNet, where o has entries of about 1; none: rms_norm_eps"""
-    value_skip: Real = 0.0
-    """initial D of o + D v before the output norm of Gated DeltaNet, a number per head; 0: there is none"""
-    o_gradient_bound: Real = 0.0
-    """limits the gradient of a token's o to so many times the median token's, per head; 0: no limit"""
     depth_scaled_init: bool = False
     """multiplies the initial std of each sublayer's output projection by 1 / sqrt(layers)"""
     rope_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -158,6 +148,8 @@ class CompleteSettings(ModelSettings):
     """number of rows of the embedding"""
     parametrization: Parametrization = "mup"
     """table of `models.mup`: how initialization, multipliers and learning rates scale with width"""
+    readout: Literal["sqrt_k", "none"] = "sqrt_k"
+    """multiplies S^T q by sqrt(K), or (none) by 1 / sqrt(K), as weights of flash-linear-attention need"""
     use_cache: bool = True
     """returns a cache from forward when the model is not training"""
     bos_token_id: int | None = None

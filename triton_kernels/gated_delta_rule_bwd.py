@@ -61,6 +61,7 @@ from delta_trn.triton_kernels.tiles import (
     ROWS,
     accumulate,
     accumulate_alone,
+    accumulate_in_turn,
     locate_chunk,
     multiply,
     round_to,
@@ -86,9 +87,11 @@ def gradients_kernel(
     dgates, chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, TILES: tl.constexpr, MEMBER: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
-    DOT: tl.constexpr,
+    PIPELINED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and k are.
+
+    PIPELINED: loads of later turns of a loop run ahead; see tiles.accumulate_in_turn.
 
     MEMBER >= 0: one program per key head and chunk, for the value head of this place in its group; adds
     first_dq, unless that is None, to dq.
@@ -159,7 +162,7 @@ def gradients_kernel(
         b_dY = tl.load(dY + p_U + o_cv, mask=m_v[None, :], other=0.0)
         b_v = tl.load(v + p_v + o_tv, mask=m_cv, other=0.0)
         b_OU = accumulate(b_OU, b_do, tl.trans(b_U), DOT)
-        b_YU = accumulate(b_YU, b_dY, tl.trans(b_U), DOT)
+        b_YU = accumulate_in_turn(b_YU, b_dY, tl.trans(b_U), scale, PIPELINED, DOT)
         if not APART:
             m_vk = m_v[:, None] & m_k[None, :]
             b_S = tl.load(S + p_S + o_v[:, None] + o_k[None, :] * V, mask=m_vk, other=0.0)
@@ -244,8 +247,8 @@ def gradients_kernel(
         b_dY = tl.load(dY + p_U + o_cv, mask=m_v[None, :], other=0.0)
         b_S = tl.load(S + p_S + o_vk, mask=m_vk, other=0.0)
         b_dS = tl.load(dS + p_S + o_vk, mask=m_vk, other=0.0)
-        b_US = accumulate(b_US, b_U, b_dS, DOT)
-        b_YS = accumulate(b_YS, b_dY, b_S, DOT)
+        b_US = accumulate_in_turn(b_US, b_U, b_dS, scale, PIPELINED, DOT)
+        b_YS = accumulate_in_turn(b_YS, b_dY, b_S, scale, PIPELINED, DOT)
         b_SdS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=1)
     b_carry = tl.sum(b_SdS, axis=0)
     if carry is not None:
@@ -311,7 +314,7 @@ def gradients(
             dg, dbeta, dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens,
             chunks.per_sequence, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
             TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled,
-            DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+            PIPELINED=tile.stages > 1, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 
@@ -320,6 +323,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     row = config(K, V, itemsize=itemsize)
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
     sizes |= {"DOT": row.dot, "MEMBER": -1, "first_dq": None}
+    sizes["PIPELINED"] = row.gradients.stages > 1
     sizes |= {"BV": row.gradients.columns} | ({} if itemsize == 4 else {"writes": None})
     for layout, tables in layouts(quick).items():
         values = sizes | tables | ({"carry": None} if layout == "dense" else {})

@@ -56,6 +56,20 @@ def accumulate(acc, a, b, DOT: tl.constexpr):
 
 
 @triton.jit
+def accumulate_in_turn(acc, a, b, scale, PIPELINED: tl.constexpr, DOT: tl.constexpr):
+    """Returns acc + a b, for a loop that also reads a or b elementwise; scale is any finite argument.
+
+    Where loads of later turns run ahead (PIPELINED), Triton 3.4 to 3.9 gives such a tile one buffer too few:
+    the copy for a later turn may overwrite what the product still reads. A use of the sum within the turn
+    makes Triton wait for the product before it starts that copy. The compiler does not know that 0 is added.
+    """
+    acc = accumulate(acc, a, b, DOT)
+    if PIPELINED:
+        acc += scale * 0.0
+    return acc
+
+
+@triton.jit
 def by_row(x, UPRIGHT: tl.constexpr):
     """Returns x, a value for each row of a tile, as the tile with one column; not UPRIGHT: transposed."""
     if UPRIGHT:

@@ -107,8 +107,8 @@ def _huggingface(name: str) -> Rule:
     return rule
 
 
-def _flash_linear_attention() -> Rule:
-    form = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+def _flash_linear_attention(name: str) -> Rule:
+    form = getattr(import_module("fla.ops.gated_delta_rule"), name)
     # its later releases make both gates in kernels, A_log among **kwargs; for the others PyTorch does
     makes_gates = "use_beta_sigmoid_in_kernel" in inspect.signature(form).parameters
 
@@ -117,18 +117,7 @@ def _flash_linear_attention() -> Rule:
     ) -> tuple[Tensor, Tensor | None]:
         if not makes_gates:
             g, beta = _apply_gates(q, v, g, beta, options)
-        return form(q, k, v, g, beta, **options)
-
-    return rule
-
-
-def _flash_linear_attention_step() -> Rule:
-    form = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
-
-    def rule(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        # by name: gates of keys and of values stand between g and beta
+        # by name: in the recurrent form, gates of keys and of values stand between g and beta
         return form(q=q, k=k, v=v, g=g, beta=beta, **options)
 
     return rule
@@ -142,6 +131,7 @@ PEERS = {
     ),
     "fla": Peer(
         "fla", "flash-linear-attention", "fla", ("cuda",), True,
-        _flash_linear_attention, _flash_linear_attention_step,
+        partial(_flash_linear_attention, "chunk_gated_delta_rule"),
+        partial(_flash_linear_attention, "fused_recurrent_gated_delta_rule"),
     ),
 }  # fmt: skip

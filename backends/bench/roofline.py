@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -55,25 +54,17 @@ class Ceilings:
     flops_per_s: float
     copies: Mapping[int, float]
 
-    def copy(self, work: Work) -> int:
-        """Returns the bytes moved by the copy that bounds this work: the largest that moves no more."""
-        return max((size for size in self.copies if size <= work.bytes), default=min(self.copies))
+    def bytes_per_s(self, work: Work) -> float:
+        """Returns the rate of the copy that bounds this work: the largest that moves no more bytes."""
+        return self.copies[max((n for n in self.copies if n <= work.bytes), default=min(self.copies))]
 
     def floor_ms(self, work: Work) -> float:
         """Returns the longer of the times for operations and for bytes."""
-        return 1e3 * max(work.flops / self.flops_per_s, work.bytes / self.copies[self.copy(work)])
-
-    def facts(self, work: Work) -> dict[str, Any]:
-        """Returns the fields of a line of results: the rates that bound this work."""
-        return {"flops_per_s": self.flops_per_s, "bytes_per_s": self.copies[self.copy(work)]}
+        return 1e3 * max(work.flops / self.flops_per_s, work.bytes / self.bytes_per_s(work))
 
     def __str__(self) -> str:
-        copies = ", ".join(f"{rate / 1e9:.4g} ({_size(size)})" for size, rate in self.copies.items())
+        copies = ", ".join(f"{rate / 1e9:.4g} ({n / 2**20:g} MiB)" for n, rate in self.copies.items())
         return f"product {self.flops_per_s / 1e12:.3g} TFLOP/s, copy {copies} GB/s"
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**20:g} MiB"
 
 
 def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:

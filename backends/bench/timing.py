@@ -71,26 +71,19 @@ def modes(calls: Mapping[str, Call], device: torch.device) -> dict[str, Mapping[
     return by_mode
 
 
-def capture(call: Call) -> Call:
-    """Captures a call as a CUDA graph, which the host does not slow down.
-
-    Raises RuntimeError if the call waits for the host.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def _graph(call: Call) -> Call | None:
+    """Captures a call as a CUDA graph, which the host does not slow down; None if the call waits for it."""
     try:
-        return capture(call)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
     except RuntimeError:
         torch.cuda.synchronize()
         return None

@@ -15,8 +15,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,16 +35,8 @@ KERNELS = {"prepare": "forward", "scan": "forward", "reverse": "backward", "grad
 TURNED = ("scan", "reverse")  # their tiles may stand upright
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Holds one tile of one kernel. gain: the table's time over this one's; None: `refusal` says why."""
-
-    case: str
-    dtype: str
-    kernel: str
-    tile: Tile
-    gain: Spread | None
-    refusal: str | None = None
+# One tile of one kernel. gain: the table's time over this one's; None: `refusal` says why there is none.
+Trial = dict[str, Any]
 
 
 def candidates(tile: Tile, V: int, *, turns: bool = False) -> list[Tile]:
@@ -64,18 +57,12 @@ def candidates(tile: Tile, V: int, *, turns: bool = False) -> list[Tile]:
 
 def launches(case: Case, dtype: torch.dtype) -> Config:
     """Returns the rows of the launch table for a case."""
-    sequences = len(case.lengths) if case.lengths else case.B
-    return config(case.K, case.V, itemsize=dtype.itemsize, heads=sequences * (case.HV or case.H))
+    return config(case.K, case.V, itemsize=dtype.itemsize, heads=case.sequences * case.value_heads)
 
 
 def under(row: Config, call: Callable[[], None]) -> Callable[[], None]:
     """Returns the call with every launch taken from `row`."""
-
-    def run() -> None:
-        with adjusted(lambda _: row):
-            call()
-
-    return run
+    return adjusted(lambda _: row)(call)
 
 
 def tune(
@@ -89,6 +76,7 @@ def tune(
         now = getattr(row, kernel)
         tiles = (now, *candidates(now, case.V, turns=kernel in TURNED))
         rows = {tile: replace(row, **{kernel: tile}) for tile in tiles}
+        about = {"case": case.name, "dtype": dtype_name(dtype), "kernel": kernel}
         trials, calls = [], {}
         for tile, changed in rows.items():
             call = under(changed, pass_call(contender(subject.backend), x, phase))
@@ -97,25 +85,25 @@ def tune(
                 calls[str(tile)] = call
             except Exception as refusal:  # Triton has a class for each way in which a launch can fail
                 reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
-                trials.append(Trial(case.name, dtype_name(dtype), kernel, tile, None, reason))
+                trials.append({**about, "tile": tile, "gain": None, "refusal": reason})
         times = interleaved(calls, device, seconds)
         best, most = now, 1.0
         for tile in rows:
             if str(tile) in times:
                 pairs = zip(times[str(now)], times[str(tile)], strict=True)
                 gain = Spread.of([before / after for before, after in pairs])
-                trials.append(Trial(case.name, dtype_name(dtype), kernel, tile, gain))
+                trials.append({**about, "tile": tile, "gain": gain, "refusal": None})
                 if gain.p20 > most:
                     best, most = tile, gain.p20
         row = rows[best]
         yield row, trials
 
 
-def failures(subject: Subject, case: Case, dtype: torch.dtype, row: Config) -> list[str]:
-    """Returns the verdicts of the case's parity that fail with that row."""
+def failures(subject: Subject, case: Case, dtype: torch.dtype, row: Config) -> str:
+    """Returns the verdicts of the case's parity that fail with that row, each on a new line."""
     with adjusted(lambda _: row):
         judged = verdicts(case, dtype, subject.backend, subject.device)
-    return [str(verdict) for verdict in judged if not verdict.passed]
+    return "".join(f"\n{verdict}" for verdict in judged if not verdict.passed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,13 +132,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for best, trials in tune(subject, case, dtype, options.seconds):
             row = best
             for trial in trials:
-                print(f"{case.name} {trial.kernel} {trial.tile}: {trial.gain or trial.refusal}", flush=True)
-                lines.append(asdict(trial) | machine_facts)
+                gain = trial["gain"] or trial["refusal"]
+                print(f"{case.name} {trial['kernel']} {trial['tile']}: {gain}", flush=True)
+                lines.append(trial | machine_facts)
         failed = failures(subject, case, dtype, row)
         red |= bool(failed)
-        print(f"{case.name}: {row}, parity {'red' if failed else 'green'}", *failed, sep="\n")
+        print(f"{case.name}: {row}, parity {'red' if failed else 'green'}{failed}")
     if options.json:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options.json.write_text("".join(json.dumps(line, default=asdict) + "\n" for line in lines))
     return 1 if red else 0
 
 

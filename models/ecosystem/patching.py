@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from delta_trn.backends.checks import BackendRefusal
@@ -20,11 +21,14 @@ from delta_trn.backends.dispatch import Call, choose
 from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
 from delta_trn.models.ecosystem.operations import replacements
-from delta_trn.models.sequence import packed_bounds
+from delta_trn.models.sequence import packed_bounds, places_in_sequences
 
 RULE = "torch_chunk_gated_delta_rule"
 OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step", "short_convolution")
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+BY_DEVICE = "the backend of its tensors' device"
+# under which names transformers passes a cache
+CACHES = ("past_key_values", "cache", "cache_params")
 # families of layers with another recurrence, and which
 OTHER_RULES = dict.fromkeys(
     ("kimi_linear", "glm5_next", "bailing_hybrid"),
@@ -81,11 +85,13 @@ class Patch:
         self._undo.append(restore)
 
     def replace(self, owner: Any, function: Callable[..., Any]) -> None:
-        """Makes `function` the `forward` of a class, or of one module."""
+        """Makes `function` the `forward` of a class or a module. Raises ValueError if it has one of ours."""
         before = vars(owner).get("forward")
-        if isinstance(owner, nn.Module):
-            function = types.MethodType(function, owner)
-        owner.forward = function
+        if getattr(before, "from_delta_trn", False):
+            name = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+            raise ValueError(f"{name} is patched already; call undo() of the earlier Patch first")
+        function.from_delta_trn = True  # type: ignore[attr-defined]
+        owner.forward = types.MethodType(function, owner) if isinstance(owner, nn.Module) else function
 
         def restore() -> None:
             if before is None:
@@ -109,9 +115,10 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
     of a layer stay. A_log and dt_bias in half precision become float32, and remain so after `undo`; without a
     model, from_pretrained keeps them in float32 from now on. Dead heads are reported (`check_weights`).
 
-    Packed sequences (`position_ids` that start again at 0, or `cu_seq_lens_q`) are kept apart in both
-    operations. Raises ValueError for a model without a Gated DeltaNet layer, and
-    BackendRefusal, with the reasons, if no layer can be computed.
+    Packed sequences are kept apart in every layer, attention too, whether `position_ids` start again at 0,
+    `cu_seq_lens_q`, `seq_idx` or numbers in the mask tell of them; they cannot use a cache. Raises ValueError
+    for a model without a Gated DeltaNet layer or patched already, and BackendRefusal, with the reasons, if no
+    layer can be computed. An exception leaves nothing patched.
 
         >>> from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
         >>> from delta_trn import patch_transformers
@@ -124,10 +131,14 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
     """
     patch = Patch()
     ours = replacements(backend)
-    if model is None:
-        _patch_families(patch, ours, backend)
-    else:
-        _patch_model(patch, model, ours, backend)
+    try:
+        if model is None:
+            _patch_families(patch, ours, backend)
+        else:
+            _patch_model(patch, model, ours, backend)
+    except BaseException:
+        patch.undo()
+        raise
     print(patch)
     return patch
 
@@ -143,14 +154,13 @@ def _patch_families(patch: Patch, ours: dict[str, Any], backend: str | None) -> 
             module = import_module(f"{path}.modeling_{name}")
             classes = [value for value in vars(module).values() if isinstance(value, type)]
             for layer in filter(_is_layer, classes):
-                patch.replace(layer, _rebind(layer.forward, ours))
+                patch.replace(layer, _rebind(layer.forward, ours, backend))
             for base in classes:
                 if PreTrainedModel in base.__bases__:
                     patch.undoing(keep_float32(base))
             for stack in filter(_is_stack, classes):
                 patch.replace(stack, _keep_apart(stack.forward))
-            chosen = backend or "by the device of its tensors"
-            patch.rows.append(Row(name, dict.fromkeys(OPERATIONS, chosen)))
+            patch.rows.append(Row(name, dict.fromkeys(OPERATIONS, backend or BY_DEVICE)))
 
 
 def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: str | None) -> None:
@@ -162,8 +172,11 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
         except BackendRefusal as refusal:
             patch.rows.append(Row(name, {}, str(refusal)))
             continue
-        patch.replace(layer, _rebind(type(layer).forward, ours))
-        notes = (*widen(layer), *map(str, check_weights(layer).dead))
+        patch.replace(layer, _rebind(type(layer).forward, ours, backend))
+        if any(p.is_meta for p in layer.parameters()):
+            notes = ("its weights are not in memory: A_log and dt_bias are neither checked nor made float32",)
+        else:
+            notes = (*widen(layer), *map(str, check_weights(layer).dead))
         patch.rows.append(Row(name, kernels, notes=notes))
     if not patch.rows:
         raise ValueError(_explain_no_layer(model))
@@ -188,6 +201,8 @@ def _explain_no_layer(model: nn.Module) -> str:
 def _choose_kernels(layer: Any, backend: str | None) -> dict[str, str]:
     """Returns the backend of each operation. Raises BackendRefusal if there is none for one of them."""
     weight = layer.conv1d.weight
+    if weight.is_meta:  # made without memory, or offloaded: nobody knows yet where it will be computed
+        return dict.fromkeys(OPERATIONS, backend or BY_DEVICE)
     heads = {"H": layer.num_k_heads, "HV": layer.num_v_heads, "K": layer.head_k_dim, "V": layer.head_v_dim}
     convolution = {"C": weight.shape[0], "W": weight.shape[-1]}
     fused = layer.conv1d.bias is None and layer.activation in ("silu", "swish")
@@ -220,15 +235,20 @@ def _names(kind: type) -> tuple[str, ...]:
     return () if forward is None else inspect.unwrap(forward).__code__.co_names
 
 
-def _rebind(forward: Callable[..., Any], ours: dict[str, Any]) -> Callable[..., Any]:
+def _rebind(forward: Callable[..., Any], ours: dict[str, Any], backend: str | None) -> Callable[..., Any]:
     """Returns the same forward, which looks our functions up where it looked up transformers'.
 
     A copy of the function with globals of its own needs no switch, so that threads, torch.compile and
-    checkpointed backward passes see what this layer was patched with.
+    checkpointed backward passes see what this layer was patched with. torch.compile finds the globals of a
+    function by the name of its module, so they are those of a module that can be imported under that name.
     """
     inner: Any = inspect.unwrap(forward)
+    name = f"{inner.__globals__['__name__']}__delta_trn_{backend or 'by_device'}"
+    module = types.ModuleType(name)
+    vars(module).update({**inner.__globals__, **ours, "__name__": name})
+    module = sys.modules.setdefault(name, module)
     copy = types.FunctionType(
-        inner.__code__, {**inner.__globals__, **ours}, inner.__name__, inner.__defaults__, inner.__closure__
+        inner.__code__, vars(module), inner.__name__, inner.__defaults__, inner.__closure__
     )
     copy.__kwdefaults__, copy.__doc__ = inner.__kwdefaults__, inner.__doc__
     hooks = inner.__globals__.get("force_accelerate_hooks")
@@ -236,20 +256,49 @@ def _rebind(forward: Callable[..., Any], ours: dict[str, Any]) -> Callable[..., 
 
 
 def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a model's forward that tells its layers where packed sequences begin.
+    """Returns a model's forward that keeps packed sequences apart, however it is told of them.
 
-    transformers tells attention, by its mask, and not the layers that have a state.
+    transformers tells only attention layers, and only where it finds position_ids that start again, no mask
+    and no cache. So the layers with a state are given the bounds, and attention layers are told in that way.
     """
-    signature = inspect.signature(inspect.unwrap(forward))
+    names = list(inspect.signature(inspect.unwrap(forward)).parameters)[1:]
 
     @functools.wraps(forward)
     def keep_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
-        named = signature.bind_partial(self, *args, **kwargs).arguments
-        options = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx")}
-        options["position_ids"] = named.get("position_ids")
-        bounds = packed_bounds(options, named.get("attention_mask"))
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens = kwargs.get("input_ids")
+        shape = tuple((kwargs["inputs_embeds"] if tokens is None else tokens).shape[:2])
+        told = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids")}
+        bounds = packed_bounds(told, kwargs.get("attention_mask"), shape[0])
         if bounds is not None:
-            kwargs["cu_seq_lens_q"] = bounds
-        return forward(self, *args, **kwargs)
+            kwargs |= _tell_attention(kwargs, bounds, shape)
+        return forward(self, **kwargs)
 
     return keep_apart
+
+
+def _tell_attention(given: dict[str, Any], bounds: Tensor, shape: tuple[int, int]) -> dict[str, Any]:
+    """Returns the arguments by which every layer of transformers keeps the sequences of `bounds` apart."""
+    if given.get("use_cache") or any(given.get(name) is not None for name in CACHES):
+        raise ValueError(
+            "packed sequences cannot fill or continue a cache: transformers' attention would mix them. "
+            "Pass use_cache=False, or one sequence per row"
+        )
+    axes, places = given.get("position_ids"), places_in_sequences(bounds, shape)
+    if axes is None or axes.dim() == 2:
+        positions = places
+    else:  # of text, time, height and width; transformers looks at the first, which may be left out
+        positions = torch.cat([places[None], axes[-3:].expand(-1, *shape)])
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        mask = None  # padding is a sequence of its own
+    lengths, longest = bounds.int(), int(bounds.diff().max())
+    return {
+        **{"use_cache": False, "position_ids": positions, "attention_mask": mask},
+        **{
+            "cu_seq_lens_q": lengths,
+            "cu_seq_lens_k": lengths,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        },
+    }

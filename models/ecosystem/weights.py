@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.ecosystem.foreign import FORMATS, State
+from delta_trn.models.ecosystem import flash_linear_attention
+from delta_trn.models.ecosystem.flash_linear_attention import State
 from delta_trn.models.ecosystem.heads import keep_float32, warn_of_dead_heads
 from delta_trn.models.language_model import DeltaForCausalLM
 
@@ -21,8 +22,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
     """Returns the model that a folder with config.json and weights holds, ready to use.
 
         folder      our model; a Gated DeltaNet model of transformers (Qwen3-Next, Qwen3.5, OLMo-Hybrid, ...);
-                    or one of flash-linear-attention, or of the released code of arXiv:2606.04048, which
-                    become ours
+                    or one of flash-linear-attention, which becomes ours
         dtype       of the weights; None: as they are stored. A_log and dt_bias are always float32
 
     Warns of dead heads by layer and head. Raises ValueError for a folder without a model, and for a model
@@ -30,10 +30,9 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
     """
     folder = Path(folder)
     theirs = _read_config(folder)
-    kind = next((f for f in FORMATS.values() if f.model_type == theirs.get("model_type")), None)
-    if kind is not None:
-        config = kind.config(theirs)
-        state = kind.weights(_read_weights(folder), theirs, config)
+    if theirs["model_type"] == flash_linear_attention.MODEL_TYPE:
+        config = flash_linear_attention.to_config(theirs)
+        state = flash_linear_attention.to_state(_read_weights(folder), theirs, config)
         _require_all(state, config)
         dtype = state["model.embed.weight"].dtype if dtype in (None, "auto") else dtype
         model = DeltaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
@@ -60,13 +59,13 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
 def save_model(
     model: PreTrainedModel,
     folder: str | Path,
-    format: Literal["delta", "fla", "authors"] = "delta",
+    format: Literal["delta", "fla"] = "delta",
     max_shard_size: str = "5GB",
 ) -> None:
     """Writes config.json and safetensors that load_model, and the code that `format` names, can open.
 
         format      "delta": as save_pretrained does; "fla": flash-linear-attention 0.5.2's
-                    GatedDeltaNetForCausalLM; "authors": gdn.py of arXiv:2606.04048
+                    GatedDeltaNetForCausalLM
 
     Raises ValueError for a model that the other code cannot be, naming what it lacks.
     """
@@ -76,9 +75,9 @@ def save_model(
         return
     if not isinstance(model, DeltaForCausalLM):
         raise ValueError(f"a {type(model).__name__} cannot be written as {format!r}; only our own models can")
-    theirs = FORMATS[format].settings(model.config)
+    theirs = flash_linear_attention.from_config(model.config)
     theirs["dtype"] = str(model.dtype).removeprefix("torch.")
-    state = FORMATS[format].state(model.state_dict(), theirs, model.config)
+    state = flash_linear_attention.from_state(model.state_dict(), model.config)
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(
         {name: tensor.contiguous() for name, tensor in state.items()}, folder, max_shard_size=max_shard_size

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_trn.models import DeltaConfig, DeltaForCausalLM, named_sizes
+from delta_trn.models import DeltaForCausalLM
+from delta_trn.train.recipes import recipe
+from delta_trn.train.run.model import model_config
 from tests.support.tiny_models import assert_same, model, tokens
 
 ATTENTION = {"attention_layers": [0, 1, 2], "expand_v": 1.0, "use_qk_rmsnorm": True}
@@ -79,7 +81,7 @@ def test_deep_delta_generation_with_a_cache_equals_the_forward_without(variant, 
 
 
 def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(variant):
-    """No token sees a later one; packing and padding change nothing."""
+    """No token sees a later one; packing and padding change nothing; every parameter gets a gradient."""
     m, ids = perturbed_model(**variant), tokens(1, 11)
     with torch.no_grad():
         whole = logits(m, ids)
@@ -91,21 +93,14 @@ def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(variant)
         mask = torch.tensor([[0] * 3 + [1] * 11])
         assert_same(logits(m, padded, attention_mask=mask)[:, 3:], whole, what="padded", factor=4)
         assert (whole[:, 4:] - logits(m, ids[:, 4:])).abs().max() > 1e-3, "earlier tokens have no influence"
-
-
-def test_every_deep_delta_parameter_gets_a_gradient(variant):
-    m = perturbed_model(**variant)
-    ids = tokens(2, 9)
     m.loss(ids[:, :-1], ids[:, 1:]).backward()
-    dead = [name for name, p in m.named_parameters() if p.grad is None or not p.grad.any()]
-    assert dead == []
+    assert [name for name, p in m.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
-def test_a_saved_deep_delta_model_loads_as_the_same(variant, tmp_path):
-    m, ids = perturbed_model(dtype=torch.float32, **variant), tokens(1, 7)
+def test_a_saved_deep_delta_model_loads_as_the_same(tmp_path):
+    m, ids = perturbed_model(dtype=torch.float32, **VARIANTS["channel-conv"]), tokens(1, 7)
     m.save_pretrained(tmp_path)
     again = DeltaForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(again, DeltaForCausalLM)
     saved, loaded = m.state_dict(), again.state_dict()
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
     with torch.no_grad():  # not to the bit: where weights lie in memory decides how products are summed
@@ -150,58 +145,62 @@ def test_copies_of_the_state_start_equal_and_diverge():
     assert (last[..., 0] - last[..., 3]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["ddl-cc-small", "ddl-tc-small"])
-def test_inputs_of_sublayers_have_rms_one_at_initialization(name):
-    """Holds for the averaging initialization; the released one leaves 0.11 and 0.17 at this width."""
-    sizes = {**named_sizes[name], "num_hidden_layers": 2, "vocab_size": 64, "attention_layers": (0, 1)}
-    torch.manual_seed(0)
-    m = DeltaForCausalLM(DeltaConfig(**{**sizes, "initializer_range": 0.02}))
+@pytest.mark.parametrize("compressor", ["channel", "token"])
+def test_inputs_of_sublayers_have_rms_one_at_initialization(compressor):
+    """Holds for the averaging initialization; the released one leaves far less."""
+    sizes = {"hidden_size": 256, "base_width": 256, "num_hidden_layers": 2, "initializer_range": 0.02}
+    sizes["rms_norm_eps"] = 1e-5
+    m = model(**sizes, **MATRIX, ddl_compressor=compressor, attention_layers=[0, 1], dtype=torch.float32)
     seen: list[float] = []
     for block in blocks(m):
         for norm in (block.mixer_norm, block.mlp_norm):
             norm.register_forward_hook(lambda _, x, y: seen.append(float(y.square().mean().sqrt())))
     with torch.no_grad():
-        m(torch.randint(0, 64, (2, 8)))
+        m(tokens(2, 8))
         assert len(seen) == 4 and all(abs(x - 1) < 0.1 for x in seen), seen
         read = blocks(m)[0].read
-        taps = read.weight if name == "ddl-cc-small" else read.conv.weight
-        taps.normal_(0, 0.5 * 768**-0.5)  # the released code's, which the same check finds
+        taps = read.weight if compressor == "channel" else read.conv.weight
+        taps.normal_(0, 0.5 * 256**-0.5)  # the released code's, which the same check finds
         seen.clear()
-        m(torch.randint(0, 64, (2, 8)))
+        m(tokens(2, 8))
     assert seen[0] < 0.5
 
 
-COUNTS = {
-    "mha-small": 123_590_400,
-    "ddl-vdim1-small": 123_590_400 + 36_912,
-    "ddl-tc-small": 123_842_476,
-    "ddl-cc-small": 123_722_668,
-    "ddl-tc-ec-small": 123_842_476 + 12_288,
-    "ddl-cc-ec-small": 123_722_668 + 12_288,
-    "mha-medium": 353_508_352,
-    "ddl-tc-medium": 354_164_052,
-    "ddl-cc-medium": 353_856_852,
-    "ddl-tc-ec-medium": 354_164_052 + 16_384,
-    "ddl-cc-ec-medium": 353_856_852 + 16_384,
-    "ddl-vdim1-medium": 353_508_352 + 98_400,
-    "write-only-small": 123_722_668,
-    "ddl-lm": 34_849_552,
+ONE = {
+    "residual": "ddl",
+    "ddl_value_channels": 1,
+    "ddl_compressor": "none",
+    "input_embed_shortconv_kernel_size": 0,
+}
+COUNTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "small, CC and EC": ("ddl_small", {}, 123_722_668 + 12_288),
+    "small, CC": ("ddl_small", {"input_embed_shortconv_kernel_size": 0}, 123_722_668),
+    "small, TC and EC": ("ddl_small", {"ddl_compressor": "token"}, 123_842_476 + 12_288),
+    "small, vector": ("ddl_small", ONE, 123_590_400 + 36_912),
+    "small, sum": ("ddl_small", {**ONE, "residual": "additive"}, 123_590_400),
+    "medium, CC and EC": ("ddl_medium", {}, 353_856_852 + 16_384),
+    "medium, TC and EC": ("ddl_medium", {"ddl_compressor": "token"}, 354_164_052 + 16_384),
+    "LM": ("ddl_lm_tinystories", {}, 34_849_552),
 }
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_deep_delta_sizes_have_the_papers_parameter_counts(name):
-    """The paper says 123.59M, 123.84M, 123.72M; 353.51M, 354.16M, 353.86M; DDL-LM has 34.85M."""
+def test_recipes_have_the_papers_parameter_counts(name):
+    """The paper says 123.59M, 123.84M, 123.72M; 354.16M, 353.86M; DDL-LM has 34.85M."""
+    of, changes, count = COUNTS[name]
+    run = recipe(of)
+    run = run.model_copy(update={"model": run.model.model_copy(update=changes)})
     with torch.device("meta"):
-        m = DeltaForCausalLM(DeltaConfig(**named_sizes[name]))
-    assert sum(p.numel() for p in m.parameters()) == COUNTS[name]
+        m = DeltaForCausalLM(model_config(run, rows=50257 if name == "LM" else 50304))
+    assert sum(p.numel() for p in m.parameters()) == count
 
 
 def test_gates_of_ddl_lm_start_at_0238():
     """ddl_beta_init is the value of a gate; the released code overwrites it and starts at 1."""
-    sizes = {**named_sizes["ddl-lm"], "num_hidden_layers": 2, "attention_layers": (0, 1), "vocab_size": 64}
+    run = recipe("ddl_lm_tinystories")
+    small = run.model.model_copy(update={"layers": 2, "attention_layers": (0, 1)})
     torch.manual_seed(0)
-    m = DeltaForCausalLM(DeltaConfig(**sizes)).eval()
+    m = DeltaForCausalLM(model_config(run.model_copy(update={"model": small}), rows=64)).eval()
     gates: list[Tensor] = []
     for module in m.modules():
         if type(module).__name__ == "Gate":
@@ -210,16 +209,7 @@ def test_gates_of_ddl_lm_start_at_0238():
         m(torch.randint(0, 64, (2, 16)))
     assert len(gates) == 4
     assert all((beta - 0.2384).abs().max() < 0.01 for beta in gates)
-    delta = blocks(m)[0].mixer_write
-    assert sum(p.numel() for p in delta.parameters()) == 74_497
-
-
-def test_dropout_acts_only_in_training():
-    m, ids = model(dropout=0.5, residual="ddl"), tokens(1, 8)
-    with torch.no_grad():
-        assert torch.equal(logits(m, ids), logits(m, ids))
-        m.train()
-        assert not torch.equal(m(ids).logits, m(ids).logits)
+    assert sum(p.numel() for p in blocks(m)[0].mixer_write.parameters()) == 74_497
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.parity.judge import error
-from delta_trn.models import DeltaConfig, DeltaForCausalLM, named_sizes
+from delta_trn.models import DeltaConfig, DeltaForCausalLM
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.initialization import taps
@@ -278,21 +278,14 @@ class TestPadding:
 
 class TestShapes:
     @pytest.mark.parametrize(
-        ("name", "millions", "rest"),
-        [
-            ("gdn-21m", 20.80, 7.92),
-            ("gdn-57m", 57.32, 31.57),
-            ("gdn-105m", 104.86, 66.22),
-            ("gdn-171m", 171.27, 119.75),
-            ("gdn-342m", 341.83, 264.57),
-        ],
+        ("width", "millions"),
+        [(256, 20.80), (512, 57.32), (768, 104.86), (1024, 171.27), (1536, 341.83)],
     )
-    def test_named_sizes_have_the_papers_parameter_counts(self, name: str, millions: float, rest: float):
+    def test_widths_of_the_paper_have_its_parameter_counts(self, width: int, millions: float):
+        """arXiv:2606.04048 has 8 layers, 6 heads and 50,304 tied rows; it counts the embedding, too."""
         with torch.device("meta"):
-            m = DeltaForCausalLM(DeltaConfig(**named_sizes[name]))
-        total = sum(p.numel() for p in m.parameters())
-        assert round(total / 1e6, 2) == millions
-        assert round((total - m.model.embed.weight.numel()) / 1e6, 2) == rest
+            m = DeltaForCausalLM(DeltaConfig(hidden_size=width))
+        assert round(sum(p.numel() for p in m.parameters()) / 1e6, 2) == millions
 
     def test_sizes_of_heads_follow_from_the_width(self):
         c = DeltaConfig()
@@ -346,8 +339,9 @@ class TestBadConfigurations:
                 r"V=3 must be even in attention_layers",
             ),
             ({"parametrization": "mu"}, r"parametrization=mu: expected 'sp', 'mup_original', 'mup'"),
-            ({"init": "xavier"}, r"init=xavier: expected 'delta_trn' or 'authors'"),
-            ({"readout": "k"}, r"readout=k: expected 'auto', 'sqrt_k' or 'none'"),
+            ({"readout": "k"}, r"readout=k: expected 'sqrt_k' or 'none'"),
+            ({"value_skip": 1.0}, r"value_skip=1.0 is a setting of an earlier version"),
+            ({"init": "authors"}, r"init='authors' is a setting of an earlier version"),
             ({"scale_by": "depth"}, r"scale_by=depth: expected 'head_dim' or 'heads'"),
             ({"eos_token_id": 61}, r"eos_token_id=61 has no row: vocab_size=61"),
             ({"eos_token_id": [1, -1]}, r"eos_token_id=-1 has no row"),
@@ -363,6 +357,10 @@ class TestBadConfigurations:
     def test_arguments_of_transformers_are_accepted(self):
         c = DeltaConfig.from_dict({**config().to_dict(), "torch_dtype": "float32", "_name_or_path": "x"})
         assert c.hidden_size == 32
+
+    def test_settings_of_an_earlier_version_that_asked_for_nothing_are_dropped(self):
+        old = DeltaConfig.from_dict({**config().to_dict(), "init": "delta_trn", "output_norm_eps": None})
+        assert old.to_dict() == config().to_dict()
 
 
 class TestBadCalls:
@@ -395,7 +393,7 @@ class TestBadCalls:
 
 @pytest.mark.parametrize(
     "module",
-    ["", ".backbone", ".cache", ".config", ".language_model", ".mup", ".parameters", ".settings", ".sizes"],
+    ["", ".backbone", ".cache", ".config", ".language_model", ".mup", ".parameters", ".settings"],
 )
 def test_examples_in_docstrings_run(module: str):
     result = doctest.testmod(import_module(f"delta_trn.models{module}"))

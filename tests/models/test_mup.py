@@ -296,19 +296,6 @@ class TestInitialValues:
             (norm.weight == 1).all() for norm in (m.model.norm, layer.o_norm, m.model.blocks[0].mlp_norm)
         )
 
-    @pytest.mark.parametrize("m", [1, 4])
-    def test_init_authors_draws_taps_and_tied_embedding_like_hidden_matrices(self, m: int):
-        std = 0.02 * m**-0.5
-        scaled = rows(meta_model(64 * m, init="authors"))
-        assert (
-            scaled["model.blocks.0.mixer.conv.weight"].init_std
-            == scaled["model.embed.weight"].init_std
-            == std
-        )
-        assert rows(meta_model(64 * m))["model.embed.weight"].init_std == 0.02
-        c = config(init="authors")
-        assert c.readout == "none" and config(init="authors", readout="sqrt_k").readout == "sqrt_k"
-
     def test_a_seed_determines_initial_weights_and_the_next_model_differs(self):
         a, b = model(seed=3), model(seed=3)
         c = DeltaForCausalLM(config())

@@ -11,8 +11,8 @@ from torch import Tensor
 from delta_trn.models import DeltaConfig, DeltaForCausalLM
 from delta_trn.models.mup import OPTIMIZERS, TABLES
 from delta_trn.models.parameters import ScaledParameter, scaled_parameters
-from delta_trn.models.sequence import Sequences
 from tests.support.tiny_models import VOCABULARY, tokens
+from tests.support.tiny_models import rows as sequence_rows
 
 BASE = 64
 optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -45,21 +45,18 @@ def train(m: DeltaForCausalLM, optimizer: str, steps: int, lr: float, ids: Tenso
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
-@pytest.mark.parametrize("init", ["delta_trn", "authors"])
 @pytest.mark.parametrize("parametrization", TABLES)
-def test_initial_weights_have_the_std_of_their_role(parametrization: str, init: str, m: int):
+def test_initial_weights_have_the_std_of_their_role(parametrization: str, m: int):
     """The std of n numbers has a relative error of about 1 / sqrt(2 n); five times that is allowed."""
     hidden = 0.02 if parametrization == "sp" else 0.02 / math.sqrt(m)
-    expected = {"embed": 0.02 if init == "delta_trn" else hidden, "conv": hidden}
     numbers: dict[str, list[Tensor]] = defaultdict(list)
-    for row in rows(model(m * BASE, parametrization=parametrization, init=init)):
+    for row in rows(model(m * BASE, parametrization=parametrization)):
         if row.init_std is not None:
-            group = next((k for k in expected if f"{k}.weight" in row.name), row.role.name)
-            numbers[group].append(row.parameter.detach().flatten())
-    assert set(numbers) == {"embed", "HIDDEN", "GATE"} | ({"conv"} if init == "authors" else set())
+            numbers[row.role.name].append(row.parameter.detach().flatten())
+    assert set(numbers) == {"EMBEDDING", "HIDDEN", "GATE"}
     for group, values in numbers.items():
-        x = torch.cat(values)
-        assert x.std() == pytest.approx(expected.get(group, hidden), rel=5 / math.sqrt(2 * len(x))), group
+        x, std = torch.cat(values), 0.02 if group == "EMBEDDING" else hidden
+        assert x.std() == pytest.approx(std, rel=5 / math.sqrt(2 * len(x))), group
         assert x.mean().abs() < 5 * x.std() / math.sqrt(len(x)), group
 
 
@@ -76,38 +73,15 @@ def test_nothing_is_drawn_for_parameters_without_memory(monkeypatch: pytest.Monk
         model(BASE)
 
 
-class TestOutputNorm:
-    """arXiv:2606.04048 assumes that o is normalized; in its released code, at initialization, it is not."""
-
-    @staticmethod
-    def regime(width: int, **changes: Any) -> float:
-        """Returns mean(o^2) / epsilon of the output norm, for inputs of mean square 1."""
-        m = model(width, base_width=256, num_heads=6, num_hidden_layers=1, **changes)
-        layer, squares = m.model.blocks[0].mixer, []
-        layer.o_norm.register_forward_pre_hook(lambda _, args: squares.append(args[0].square().mean()))
-        x = torch.randn(4, 64, width, generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            layer(x, Sequences.rows(64, torch.device("cpu")))
-        return float(squares[0]) / m.config.rms_norm_eps
-
-    # measured with another implementation, of six heads on 64 tokens
-    @pytest.mark.parametrize(
-        ("parametrization", "width", "measured"),
-        [
-            ("sp", 256, 0.094),
-            ("sp", 1024, 0.030),
-            ("mup", 256, 0.094),
-            ("mup", 512, 0.013),
-            ("mup", 1024, 0.0019),
-        ],
-    )
-    def test_epsilon_outweighs_the_released_outputs(self, parametrization: str, width: int, measured: float):
-        regime = self.regime(width, parametrization=parametrization, init="authors")
-        assert measured / 2 < regime < measured * 2
-
-    @pytest.mark.parametrize("width", [256, 1024])
-    def test_epsilon_is_negligible_with_the_default_readout(self, width: int):
-        assert self.regime(width) > 1e3
+@pytest.mark.parametrize("width", [256, 1024])
+def test_the_epsilon_of_the_output_norm_is_negligible_at_every_width(width: int):
+    """Compares it with mean(o^2), for inputs of mean square 1. In the released code it outweighs that."""
+    m = model(width, base_width=256, num_heads=6, num_hidden_layers=1)
+    layer, squares = m.model.blocks[0].mixer, []
+    layer.o_norm.register_forward_pre_hook(lambda _, args: squares.append(args[0].square().mean()))
+    with torch.no_grad():
+        layer(torch.randn(4, 64, width, generator=torch.Generator().manual_seed(1)), sequence_rows(64))
+    assert float(squares[0]) > 1e3 * m.config.rms_norm_eps
 
 
 class TestTraining:

@@ -1,9 +1,8 @@
-"""Makes tiles, runs kernels of one instruction, and lists the kernels that the simulator must refuse."""
+"""Makes tiles, and runs kernels of one instruction."""
 
 import numpy as np
-import pytest
 
-from delta_trn.nki_kernels.simulator import ConstraintError, StrictError, nisa, nl, record
+from delta_trn.nki_kernels.simulator import nisa, nl, record
 
 F32 = nl.float32
 R = np.random.default_rng(1)
@@ -75,27 +74,3 @@ def write_output():
     out = nl.ndarray((1, 1), F32, nl.shared_hbm)
     nisa.dma_copy(dst=out, src=ones(1, 1))
     return out
-
-
-class Refusals(list):
-    """Lists kernel bodies, each with the exception and the key phrase that it must raise."""
-
-    def refuses(self, match, error=ConstraintError, target="trn1"):
-        def keep(body):
-            self.append(pytest.param(body, match, error, target, id=body.__name__))
-            return body
-
-        return keep
-
-    def strict(self):
-        """Return the kernel bodies that only the strict checks refuse."""
-        return [p for p in self if p.values[2] is StrictError]
-
-
-def assert_refused(body, match, error, target):
-    with pytest.raises(error, match=match) as caught:
-        attempt(body, target=target)
-    if error is ConstraintError:
-        assert not isinstance(caught.value, StrictError), (
-            "AWS's simulator has this check; it is not a strict one"
-        )

@@ -14,16 +14,15 @@ def test_every_stage_runs_dry_and_writes_what_it_decides(tmp_path):
     lines = tmp_path / "trn1.jsonl"
     assert hour.main(["--dry", "rate", "--json", str(lines)]) == 0
     rows = {row["stage"]: row for row in map(json.loads, lines.read_text().splitlines())}
-    assert list(rows) == ["precision", "rate", "tables", "none", "kernel", "layer", "step"]
+    assert list(rows) == ["precision", "rate", "tables", "kernel", "layer", "step"]
     assert all(row["decides"] for row in rows.values())
     assert rows["precision"]["products"] == "float32" and "can be green" in rows["precision"]["decides"]
     assert rows["rate"]["reading"] == "rate"
     assert rows["rate"]["cycles_per_pass"]["float32"]["64"] == pytest.approx(RATE.cycles(64, 1), rel=0.02)
     assert LOAD_US / 2 < rows["tables"]["load_us"] < LOAD_US
-    assert rows["kernel"]["us"]["backward"] > rows["kernel"]["us"]["forward"] > 100
+    assert rows["kernel"]["us"] == pytest.approx(hour.MODEL_US, rel=0.05)
+    assert "can be trusted" in rows["kernel"]["decides"]
     assert rows["step"]["seconds"] > 0
-    # the model in a process of its own says the same
-    assert hour._modelled(RATE) == pytest.approx(rows["kernel"]["us"])
 
 
 def test_loads_of_tables_that_take_no_time_decide_otherwise():
@@ -40,5 +39,5 @@ def test_the_precision_of_products_is_named(precision):
 def test_without_a_chip_the_command_says_how_to_go_on():
     with pytest.raises(SystemExit, match="torch_xla is not installed"):
         hour.main([])
-    with pytest.raises(SystemExit, match="'speed' is not one of precision, rate, tables, none, kernel"):
+    with pytest.raises(SystemExit, match="'speed' is not one of precision, rate, tables, kernel"):
         hour.main(["speed", "--dry", "rate"])

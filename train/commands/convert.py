@@ -5,9 +5,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-DESCRIPTION = """Write the weights of a Gated DeltaNet language model in another code's format: delta (ours),
-fla (flash-linear-attention's GatedDeltaNetForCausalLM) or authors (gdn.py of arXiv:2606.04048). What FROM is
-in is seen from its config.json. The model computes the same afterwards; what has no equivalent is refused."""
+DESCRIPTION = """Write the weights of a Gated DeltaNet language model in our format, delta, or in that of
+flash-linear-attention's GatedDeltaNetForCausalLM, fla. What FROM is in is seen from its config.json. The
+model computes the same afterwards; what has no equivalent is refused."""
 # what belongs to a text model besides config.json and weights
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="a new folder")
     parser.add_argument(
-        "--format", choices=["delta", "fla", "authors"], default="delta", help="what to write (%(default)s)"
+        "--format", choices=["delta", "fla"], default="delta", help="what to write (%(default)s)"
     )
     parser.add_argument("--checkpoint", default="last", help="of a run: best, last, or a step (%(default)s)")
     return parser

@@ -18,14 +18,16 @@ def main(arguments: Sequence[str]) -> int:
     folders = parser.parse_args(arguments).run_dirs
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.studies.coordinates.report import draw, judge, read, table
     from delta_trn.train.studies.probe_plots import load_probes, plot_geometry, plot_probes
     from delta_trn.train.watch.loss_plot import plot_loss
 
     first = folders[0]
-    if len(folders) == 1 and (first / "coordinates.json").is_file():
-        from delta_trn.train.studies.coordinates.report import write_again
-
-        print("\n".join(map(str, write_again(first))))
+    if len(folders) == 1 and (found := read(first)) is not None:
+        readings, theory = found
+        rows = judge(readings, theory)
+        print(table(rows, theory))
+        print(draw(readings, rows, first / "coordinates.png"))
         return 0
     if len(folders) == 1 and (first / "sweep.json").is_file():
         from delta_trn.train.studies.sweep.picture import write_report

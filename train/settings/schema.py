@@ -265,11 +265,6 @@ class RunConfig(Section):
                 "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp and "
                 "distribution.tensor=1, or optimizer.name=adamw"
             )
-        if m.value_skip and d.tensor > 1:
-            raise ValueError(
-                f"model.value_skip={m.value_skip:g} is not divided among processes; leave "
-                "distribution.tensor at 1"
-            )
         if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
             raise ValueError(
                 f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
@@ -340,6 +335,11 @@ def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
 GONE: Mapping[str, Any] = {
     "lora": {"rank": 0, "alpha": 32.0, "targets": ["all-linear"]},
     "model.from": None,
+    "model.init": "delta_trn",
+    "model.readout": "auto",
+    "model.output_norm_eps": None,
+    "model.value_skip": 0.0,
+    "model.o_gradient_bound": 0.0,
     "data.chat_template": None,
     "data.turns": "all",
     "data.too_long": "refuse",

@@ -4,22 +4,43 @@ from typing import Any
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError
-from delta_trn.nki_kernels.simulator.core.machine import Engine, Instruction
+from delta_trn.nki_kernels.simulator.core.errors import StrictError
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
-VSG = (engines.vector, engines.scalar, engines.gpsimd)
-VG = (engines.vector, engines.gpsimd)
+
+def alu_operator(run: Instruction, op: object, role: str = "op") -> Operator:
+    """Return `op` if it is an ALU operator; raise TypeError otherwise."""
+    if not isinstance(op, Operator):
+        raise TypeError(f"{run.op} {role} must be an nl operator such as nl.add, got {op!r}")
+    if op.alu is None:
+        raise TypeError(f"{run.op} {role} must be an ALU operator, which {op!r} is not")
+    return op
+
+
+def activation_function(run: Instruction, op: object) -> Operator:
+    """Return `op` if one Scalar instruction computes it; raise TypeError otherwise."""
+    if not isinstance(op, Operator) or op.activation is None or op.composed:
+        raise TypeError(f"{run.op} op must be an activation function such as nl.exp, got {op!r}")
+    return op
+
+
+def one_of(run: Instruction, role: str, op: object, names: tuple[str, ...]) -> Operator:
+    """Return `op` if it is an operator of one of these names; refuse others."""
+    listed = " or ".join(f"nl.{name}" for name in names)
+    run.require(isinstance(op, Operator) and op.name in names, f"{role} must be {listed}, got {op!r}")
+    assert isinstance(op, Operator)
+    return op
 
 
 def bits(run: Instruction, op: Operator, *tensors: NkiTensor) -> None:
     """Require integer tensors: bitwise operators cast nothing."""
     for t in tensors:
-        if isinstance(t, NkiTensor) and not t.dtype.integer:
-            raise ConstraintError(f"{run.op} with {op!r} needs integer tensors, got {t.dtype}")
+        if isinstance(t, NkiTensor):
+            run.require(t.dtype.integer, f"with {op!r} needs integer tensors, got {t.dtype}")
 
 
 def number(values: np.ndarray) -> np.ndarray:
@@ -49,16 +70,23 @@ def fold(op: Operator, values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     return result
 
 
-def pick(instruction: str, engine: engines, default: engines, allowed: tuple[engines, ...]) -> engines:
-    """Return the engine that runs the instruction: the default unless the kernel names an allowed one."""
+def pick(run: Instruction, engine: engines, *allowed: engines) -> None:
+    """Let the engine that the kernel names, if it names one, run the instruction."""
     if engine is engines.unknown:
-        return default
+        return
     if not isinstance(engine, engines):
-        raise TypeError(f"{instruction} engine must be a member of nisa.engine, got {engine!r}")
-    if engine not in allowed:
-        names = ", ".join(e.name for e in allowed)
-        raise ConstraintError(f"{instruction} engine must be one of {names}, got {engine.name}")
-    return engine
+        raise TypeError(f"{run.op} engine must be a member of nisa.engine, got {engine!r}")
+    names = ", ".join(e.name for e in allowed)
+    run.require(engine in allowed, f"engine must be one of {names}, got {engine.name}")
+    run.engine = engine
+
+
+def check_command(run: Instruction, command: object, *allowed: commands) -> None:
+    """Refuse what is no command for reduction registers, or none of the instruction's."""
+    if not isinstance(command, commands):
+        raise TypeError(f"{run.op} reduce_cmd must be a member of nisa.reduce_cmd, got {command!r}")
+    names = ", ".join(c.name for c in allowed)
+    run.require(command in allowed, f"reduce_cmd must be one of {names}, got {command.name}")
 
 
 def open_registers(registers: np.ndarray, command: commands, identity: Any, initial: Any = None) -> None:
@@ -69,24 +97,26 @@ def open_registers(registers: np.ndarray, command: commands, identity: Any, init
         registers[:] = identity
 
 
-def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray) -> None:
+def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray) -> dict[str, Any]:
     """Write an engine's (P, 1) reduction registers to `reduce_res`, if the kernel wants them."""
     if reduce_res is not None:
         out = run.dst("reduce_res", reduce_res)
         run.has_columns("reduce_res", out, len(registers))
         run.write(out, registers)
+    return {"reduces": reduce_res is not None}
 
 
 def check_range(run: Instruction, function: Operator, values: np.ndarray) -> None:
     """Refuse inputs outside the only range that is documented for a function, the Scalar engine's."""
-    assert function.valid is not None
+    if function.valid is None or not run.strict:
+        return
     low, high = function.valid
     magnitude = np.abs(values) if function.name == "reciprocal" else values
     outside = (magnitude < np.float32(low)) | (magnitude > np.float32(high))
     if outside.any():
         where = [int(i) for i in np.argwhere(outside)[0]]
         what = f"no other range is documented for the {run.engine.name} engine"
-        if run.engine is Engine.scalar:
+        if run.engine is engines.scalar:
             what = "the Scalar engine returns wrong values outside it"
         raise StrictError(
             f"{run.op} {function!r} is valid for inputs in [{low:.3g}, {high:.3g}], got "

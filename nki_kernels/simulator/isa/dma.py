@@ -1,14 +1,13 @@
 """The DMA engines: copies between HBM and SBUF, with casts, gathers and scatters."""
 
 from functools import reduce
-from math import prod
 
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import store, to_float32
-from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, require
-from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import BY_OTHER, HBM, SBUF, UNWRITTEN, NkiTensor
+from delta_trn.nki_kernels.simulator.isa.arithmetic import one_of
 from delta_trn.nki_kernels.simulator.isa.enums import dge_mode as dge_modes
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import oob_mode as oob_modes
@@ -17,34 +16,29 @@ from delta_trn.nki_kernels.simulator.isa.operators import Operator
 DMA_MEMORY = (SBUF, *HBM)
 
 
+@instruction(engines.dma)
 def dma_copy(
-    dst: NkiTensor,
-    src: NkiTensor,
-    priority: int | None = None,
-    oob_mode: oob_modes = oob_modes.error,
-    dge_mode: dge_modes = dge_modes.unknown,
+    run: Instruction, dst: NkiTensor, src: NkiTensor, priority: int | None = None,
+    oob_mode: oob_modes = oob_modes.error, dge_mode: dge_modes = dge_modes.unknown,
     engine: engines = engines.unknown,
-    name: str | None = None,
-) -> Handle:
+):  # fmt: skip
     """Copy src to dst between HBM and SBUF; different dtypes are cast through float32."""
-    run = Instruction("dma_copy", Engine.dma)
     if priority is not None:
         run.needs_generation(4, "dma_copy priority")
-    if dge_mode is dge_modes.hwdge:
-        run.needs_generation(3, "dma_copy dge_mode.hwdge")
+    _check_mode(run, dge_mode)
     out = run.dst("dst", dst, DMA_MEMORY)
+    keep = None
     if isinstance(src, NkiTensor) and src.indirection is not None:
-        keep = _in_bounds(src, oob_mode)
+        keep = _in_bounds(run, src, oob_mode)
         flat, where = src.indirection
         src.indirection = (flat, np.where(keep, where, 0))
         values = run.read("src", src, DMA_MEMORY)
         src.indirection = (flat, where)
     else:
-        keep = None
         values = run.read("src", src, DMA_MEMORY)
-    require(
+    run.require(
         out.size == src.size,
-        f"dma_copy requires src and dst to have the same number of elements, got {src.shape} and {out.shape}",
+        f"requires src and dst to have the same number of elements, got {src.shape} and {out.shape}",
     )
     if out.dtype != src.dtype:
         values = to_float32(values)
@@ -54,24 +48,26 @@ def dma_copy(
         run.write(out, np.where(keep.reshape(out.shape), values.reshape(out.shape), out.array))
     else:
         run.write(out, values)
-    return run.done(bytes=max(src.size * src.dtype.itemsize, out.size * out.dtype.itemsize))
 
 
-def _in_bounds(tensor: NkiTensor, oob_mode: oob_modes) -> np.ndarray:
+def _check_mode(run: Instruction, dge_mode: dge_modes) -> None:
+    if dge_mode is dge_modes.hwdge:
+        run.needs_generation(3, f"{run.op} dge_mode.hwdge")
+
+
+def _in_bounds(run: Instruction, tensor: NkiTensor, oob_mode: oob_modes) -> np.ndarray:
     """Return which indices of a gather or scatter are inside; refuse others unless they are skipped."""
     assert tensor.indirection is not None
     flat, where = tensor.indirection
     inside = (where >= 0) & (where < flat.size)
     if oob_mode is oob_modes.error and not inside.all():
         bad = int(where[~inside].flat[0])
-        raise ConstraintError(
-            f"dma_copy indirect access out of bounds: element {bad} of {flat.size} in `{tensor.name}`"
-        )
+        run.require(False, f"indirect access out of bounds: element {bad} of {flat.size} in `{tensor.name}`")
     return inside
 
 
 def _scatter(run: Instruction, out: NkiTensor, values: np.ndarray, oob_mode: oob_modes) -> None:
-    keep = _in_bounds(out, oob_mode)
+    keep = _in_bounds(run, out, oob_mode)
     assert out.indirection is not None
     flat, where = out.indirection
     rounded = np.empty(values.shape, out.array.dtype)
@@ -86,53 +82,38 @@ def _scatter(run: Instruction, out: NkiTensor, values: np.ndarray, oob_mode: oob
         storage.writer[where[keep]] = BY_OTHER
 
 
+@instruction(engines.dma)
 def dma_transpose(
-    dst: NkiTensor,
-    src: NkiTensor,
-    axes: tuple[int, ...] | None = None,
-    priority: int | None = None,
-    dge_mode: dge_modes = dge_modes.unknown,
+    run: Instruction, dst: NkiTensor, src: NkiTensor, axes: tuple[int, ...] | None = None,
+    priority: int | None = None, dge_mode: dge_modes = dge_modes.unknown,
     oob_mode: oob_modes = oob_modes.error,
-    name: str | None = None,
-) -> Handle:
+):  # fmt: skip
     """Copy src with its axes permuted to dst, which must have the permuted shape; None swaps two axes."""
-    run = Instruction("dma_transpose", Engine.dma)
-    if dge_mode is dge_modes.hwdge:
-        run.needs_generation(3, "dma_transpose dge_mode.hwdge")
+    _check_mode(run, dge_mode)
     values = run.read("src", src, DMA_MEMORY)
     default = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
     order = tuple(axes) if axes is not None else default.get(src.ndim, ())
-    require(sorted(order) == list(range(src.ndim)), f"dma_transpose axes {order} do not permute {src.shape}")
+    run.require(sorted(order) == list(range(src.ndim)), f"axes {order} do not permute {src.shape}")
     moved = values.transpose(order)
     out = run.dst("dst", dst, DMA_MEMORY)
-    require(out.shape == moved.shape, f"dma_transpose dst shape must be {moved.shape}, got {out.shape}")
-    require(out.dtype == src.dtype, f"dma_transpose dtypes must agree, got {out.dtype} and {src.dtype}")
+    run.require(out.shape == moved.shape, f"dst shape must be {moved.shape}, got {out.shape}")
+    run.has_dtype("dst", out, src.dtype)
     run.write(out, moved)
-    return run.done(bytes=src.size * src.dtype.itemsize)
 
 
+@instruction(engines.dma)
 def dma_compute(
-    dst: NkiTensor,
-    srcs: list[NkiTensor],
-    reduce_op: Operator,
-    scales: list[float] | None = None,
-    unique_indices: bool = True,
-    oob_mode: oob_modes = oob_modes.error,
-    name: str | None = None,
-) -> Handle:
+    run: Instruction, dst: NkiTensor, srcs: list[NkiTensor], reduce_op: Operator,
+    scales: list[float] | None = None, unique_indices: bool = True, oob_mode: oob_modes = oob_modes.error,
+):  # fmt: skip
     """Reduce the scaled srcs to dst, computed in float32 by the DMA engines."""
-    run = Instruction("dma_compute", Engine.dma)
-    require(
-        isinstance(reduce_op, Operator) and reduce_op.name in ("add", "multiply", "maximum", "minimum"),
-        f"dma_compute reduce_op must be nl.add, nl.multiply, nl.maximum or nl.minimum, got {reduce_op!r}",
-    )
+    op = one_of(run, "reduce_op", reduce_op, ("add", "multiply", "maximum", "minimum"))
     factors = [1.0] * len(srcs) if scales is None else scales
     out = run.dst("dst", dst, DMA_MEMORY)
     terms = []
     for i, (src, factor) in enumerate(zip(srcs, factors, strict=True)):
-        require(src.size == out.size, f"dma_compute srcs[{i}] has shape {src.shape}, dst has {out.shape}")
+        run.require(src.size == out.size, f"srcs[{i}] has shape {src.shape}, dst has {out.shape}")
         values = to_float32(run.read(f"srcs[{i}]", src, DMA_MEMORY))
         terms.append(values.reshape(out.shape) * np.float32(factor))
-    assert reduce_op.alu is not None
-    run.write(out, reduce(reduce_op.alu, terms))
-    return run.done(bytes=sum(prod(s.shape) * s.dtype.itemsize for s in srcs))
+    assert op.alu is not None
+    run.write(out, reduce(op.alu, terms))

@@ -3,8 +3,8 @@
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import FLOAT8, MATMUL, rounded, to_float32
-from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
-from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.errors import StrictError
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import (
     BY_MATMUL,
     BY_OTHER,
@@ -15,44 +15,36 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     NkiTensor,
 )
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK
+from delta_trn.nki_kernels.simulator.isa.arithmetic import pick
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import matmul_perf_mode
 
 WIDE = ("float32", "tfloat32")
 
 
+@instruction(engines.tensor)
 def nc_matmul(
-    dst: NkiTensor,
-    stationary: NkiTensor,
-    moving: NkiTensor,
-    is_stationary_onezero: bool = False,
-    is_moving_onezero: bool = False,
-    is_transpose: bool = False,
-    accumulate: bool | None = None,
-    tile_position: tuple[int, int] | tuple[()] = (),
-    tile_size: tuple[int, int] | tuple[()] = (),
-    perf_mode: matmul_perf_mode = matmul_perf_mode.none,
-    name: str | None = None,
-) -> Handle:
+    run: Instruction, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor,
+    is_stationary_onezero: bool = False, is_moving_onezero: bool = False, is_transpose: bool = False,
+    accumulate: bool | None = None, tile_position: tuple[int, int] | tuple[()] = (),
+    tile_size: tuple[int, int] | tuple[()] = (), perf_mode: matmul_perf_mode = matmul_perf_mode.none,
+):  # fmt: skip
     """Compute dst[M, N] = stationary[K, M].T @ moving[K, N], or add it to dst, in float32.
 
     K is the partition axis of both inputs in SBUF; dst is in PSUM. accumulate=False overwrites, True adds to
     what a matmul wrote, None overwrites the first time and adds afterwards.
     """
-    run = Instruction("nc_matmul", Engine.tensor)
     K = stationary.shape[0] if isinstance(stationary, NkiTensor) else 0
-    require(K <= PARTITIONS, f"Matmul contraction dimension {K} exceeds pmax={PARTITIONS}")
+    run.require(K <= PARTITIONS, f"Matmul contraction dimension {K} exceeds pmax={PARTITIONS}")
     s_values = run.read("stationary", stationary, (SBUF,))
     m_values = run.read("moving", moving, (SBUF,))
     if perf_mode is not matmul_perf_mode.none:
         run.needs_generation(3, "nc_matmul perf_mode")
-        require(
-            stationary.dtype in FLOAT8 and moving.dtype in FLOAT8,
-            f"nc_matmul perf_mode double_row needs fp8 operands, got {stationary.dtype} and {moving.dtype}",
-        )
-        require(
+        run.has_dtype("stationary", stationary, *FLOAT8)
+        run.has_dtype("moving", moving, *FLOAT8)
+        run.require(
             stationary.shape[1] == 2 and moving.shape[1] == 2,
-            "nc_matmul double_row splits the contraction over a first free axis of 2, got "
+            "double_row splits the contraction over a first free axis of 2, got "
             f"{stationary.shape} and {moving.shape}",
         )
         s_values = np.concatenate([s_values[:, 0], s_values[:, 1]])
@@ -69,11 +61,11 @@ def nc_matmul(
         _check_onezero("moving", is_moving_onezero, rhs)
     out = run.dst("dst", dst, (PSUM,))
     column = tile_position[1] if tile_position else 0
-    if run.strict and out.partition != column:
-        raise StrictError(
-            f"nc_matmul dst `{out.name}` starts at partition {out.partition}, but column {column} of "
-            f"the array writes partition {column}; set tile_position and tile_size to the columns above dst"
-        )
+    run.forbid(
+        out.partition != column,
+        f"dst `{out.name}` starts at partition {out.partition}, but column {column} of the array writes "
+        f"partition {column}; set tile_position and tile_size to the columns above dst",
+    )
     rounding = run.machine.numerics.matmul
     if rounding != "float32" and stationary.dtype == "float32":
         lhs, rhs = rounded(lhs, rounding), rounded(rhs, rounding)
@@ -85,11 +77,10 @@ def nc_matmul(
     adds = _accumulates(run, out, accumulate)
     run.write(out, to_float32(out.array) + product if adds else product, BY_MATMUL)
     wide = stationary.dtype == "float32" or moving.dtype == "float32"
-    return run.done(
-        K=K, M=lhs.shape[1], N=rhs.shape[1],
-        fp32=wide, onezero=is_stationary_onezero or is_moving_onezero, accumulate=adds,
-        rows=tile_size[0] if tile_size else PARTITIONS,
-    )  # fmt: skip
+    return {
+        "K": K, "M": lhs.shape[1], "N": rhs.shape[1], "fp32": wide,
+        "onezero": is_stationary_onezero or is_moving_onezero, "accumulate": adds,
+    }  # fmt: skip
 
 
 def down_the_rows(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
@@ -106,27 +97,27 @@ def down_the_rows(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
 
 def _check_shapes(run, K, K_moving, M, N, tile_position, tile_size) -> None:
     rows, columns = PARTITIONS, PARTITIONS
-    if bool(tile_position) != bool(tile_size):
-        raise ConstraintError("nc_matmul tile_position and tile_size must both be given")
+    given = bool(tile_position) == bool(tile_size)
+    run.require(given, "tile_position and tile_size must both be given")
     if tile_size:
         rows, columns = tile_size
         least = 64 if run.target.generation == 2 else 32
         sizes = tuple(n for n in (32, 64, 128) if n >= least)
-        require(
+        run.require(
             rows in sizes and columns in sizes,
-            f"nc_matmul tile_size {tile_size} must be of {', '.join(map(str, sizes))} on {run.target.name}",
+            f"tile_size {tile_size} must be of {', '.join(map(str, sizes))} on {run.target.name}",
         )
-        require(
+        run.require(
             all(0 <= p < 128 and p % size == 0 for p, size in zip(tile_position, tile_size, strict=True)),
-            f"nc_matmul tile_position {tile_position} must be multiples of tile_size {tile_size} below 128",
+            f"tile_position {tile_position} must be multiples of tile_size {tile_size} below 128",
         )
-    require(
+    run.require(
         K_moving == K, f"Matmul contraction dimension mismatch: stationary[0]={K} != moving[0]={K_moving}"
     )
-    require(rows >= K, f"Matmul contraction dimension {K} exceeds the tile's rows={rows}")
-    require(columns >= M, f"Matmul stationary free dimension {M} exceeds gemm_stationary_fmax={columns}")
+    run.require(rows >= K, f"Matmul contraction dimension {K} exceeds the tile's rows={rows}")
+    run.require(columns >= M, f"Matmul stationary free dimension {M} exceeds gemm_stationary_fmax={columns}")
     limit = run.target.moving_fmax
-    require(limit >= N, f"Matmul moving free dimension {N} exceeds gemm_moving_fmax={limit}")
+    run.require(limit >= N, f"Matmul moving free dimension {N} exceeds gemm_moving_fmax={limit}")
 
 
 def _check_dtypes(run: Instruction, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor) -> None:
@@ -135,16 +126,15 @@ def _check_dtypes(run: Instruction, dst: NkiTensor, stationary: NkiTensor, movin
         run.has_dtype(role, t, *MATMUL)
         if t.dtype == "float8_e4m3fn":
             run.needs_generation(4, f"nc_matmul {role} dtype float8_e4m3fn")
-    if (stationary.dtype in WIDE) != (moving.dtype in WIDE):
-        raise ConstraintError(
-            f"nc_matmul operands must both be float32/tfloat32 or neither, got stationary {stationary.dtype} "
-            f"and moving {moving.dtype}"
-        )
-    allowed = ("float32",) if generation < 4 else ("float32", "bfloat16")
-    if isinstance(dst, NkiTensor) and dst.buffer is PSUM and dst.dtype not in allowed:
-        raise ConstraintError(
-            f"nc_matmul dst dtype must be {' or '.join(allowed)} on gen{generation}, got {dst.dtype}"
-        )
+    run.require(
+        (stationary.dtype in WIDE) == (moving.dtype in WIDE),
+        f"operands must both be float32/tfloat32 or neither, got stationary {stationary.dtype} and moving "
+        f"{moving.dtype}",
+    )
+    if isinstance(dst, NkiTensor) and dst.buffer is PSUM:
+        allowed = ("float32",) if generation < 4 else ("float32", "bfloat16")
+        names = " or ".join(allowed)
+        run.require(dst.dtype in allowed, f"dst dtype must be {names} on gen{generation}, got {dst.dtype}")
 
 
 def _check_onezero(role: str, declared: bool, values: np.ndarray) -> None:
@@ -159,7 +149,7 @@ def _check_output(out: NkiTensor, product: np.ndarray) -> None:
 
 
 def _check_bank(run: Instruction, out: NkiTensor) -> None:
-    if not run.strict or run.target.generation >= 4 or out.storage.free_bytes <= PSUM_BANK:
+    if run.target.generation >= 4 or out.storage.free_bytes <= PSUM_BANK:
         return
     start = (out.array.__array_interface__["data"][0] - out.storage.pointer) % out.storage.free_bytes
     reach = (
@@ -167,11 +157,11 @@ def _check_bank(run: Instruction, out: NkiTensor) -> None:
         + out.dtype.itemsize
     )
     first, last = start // PSUM_BANK, (start + reach - 1) // PSUM_BANK
-    if first != last:
-        raise StrictError(
-            f"{run.op} dst `{out.name}` spans psum banks {first} to {last}; one output must fit one bank of "
-            f"{PSUM_BANK} bytes per partition on {run.target.name}"
-        )
+    run.forbid(
+        first != last,
+        f"dst `{out.name}` spans psum banks {first} to {last}; one output must fit one bank of "
+        f"{PSUM_BANK} bytes per partition on {run.target.name}",
+    )
 
 
 def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> bool:
@@ -200,32 +190,27 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
     return True
 
 
-def nc_transpose(
-    dst: NkiTensor, data: NkiTensor, engine: engines = engines.unknown, name: str | None = None
-) -> Handle:
+@instruction(engines.tensor)
+def nc_transpose(run: Instruction, dst: NkiTensor, data: NkiTensor, engine: engines = engines.unknown):
     """Transpose data[P, F], its free axes flattened, to dst[F, P].
 
     The Tensor engine takes up to 128 x 128 from SBUF to PSUM, the Vector engine up to 32 x 32 in any on-chip
     memory.
     """
-    chosen = engine
     shape = data.shape if isinstance(data, NkiTensor) else (0,)
     F = int(np.prod(shape[1:]))
-    if chosen is engines.unknown:
-        in_psum = isinstance(dst, NkiTensor) and dst.buffer is PSUM
-        from_sbuf = isinstance(data, NkiTensor) and data.buffer is SBUF
-        small = shape[0] <= 32 and F <= 32
-        chosen = engines.vector if small and not (in_psum and from_sbuf) else engines.tensor
-    if chosen not in (engines.tensor, engines.vector):
-        raise ConstraintError(f"nc_transpose engine must be tensor or vector, got {chosen.name}")
-    run = Instruction("nc_transpose", chosen)
-    tensor = chosen is engines.tensor
+    in_psum = isinstance(dst, NkiTensor) and dst.buffer is PSUM
+    from_sbuf = isinstance(data, NkiTensor) and data.buffer is SBUF
+    if shape[0] <= 32 and F <= 32 and not (in_psum and from_sbuf):
+        run.engine = engines.vector
+    pick(run, engine, engines.tensor, engines.vector)
+    tensor = run.engine is engines.tensor
     values = run.read("data", data, (SBUF,) if tensor else ON_CHIP)
     out = run.dst("dst", dst, (PSUM,) if tensor else ON_CHIP)
     limit = 128 if tensor else 32
-    require(
+    run.require(
         shape[0] <= limit and limit >= F,
-        f"nc_transpose on the {chosen.name} engine takes up to {limit} x {limit}, got {shape[0]} x {F}",
+        f"on the {run.engine.name} engine takes up to {limit} x {limit}, got {shape[0]} x {F}",
     )
     run.has_dtype("dst", out, data.dtype)
     flat = values.reshape(shape[0], F).T
@@ -233,18 +218,18 @@ def nc_transpose(
     if tensor and run.strict:
         _check_tensor_transpose(run, out, data, values)
     run.write(out, flat, BY_MATMUL if tensor else BY_OTHER)
-    return run.done(P=shape[0], F=F, fp32=data.dtype == "float32")
+    return {"P": shape[0], "F": F, "fp32": data.dtype == "float32"}
 
 
 def _check_tensor_transpose(run: Instruction, out: NkiTensor, data: NkiTensor, values: np.ndarray) -> None:
     _check_bank(run, out)
     if run.target.generation > 2:
         return
-    if data.dtype != "float32":
-        raise StrictError(
-            f"nc_transpose of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a matmul's "
-            "output must be float32 on gen2; transpose float32, or use nc_matmul with an identity"
-        )
+    run.forbid(
+        data.dtype != "float32",
+        f"of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a matmul's output must be "
+        "float32 on gen2; transpose float32, or use nc_matmul with an identity",
+    )
     if not np.isfinite(values).all():
         where = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
         raise StrictError(

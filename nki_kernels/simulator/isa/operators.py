@@ -184,19 +184,3 @@ sign = Operator("sign", arity=1, activation=np.sign)
 # fmt: on
 
 OPERATORS = tuple(value for value in vars().values() if isinstance(value, Operator))
-
-
-def alu_operator(instruction: str, op: object, role: str = "op") -> Operator:
-    """Return `op` if it is an ALU operator; raise TypeError otherwise."""
-    if not isinstance(op, Operator):
-        raise TypeError(f"{instruction} {role} must be an nl operator such as nl.add, got {op!r}")
-    if op.alu is None:
-        raise TypeError(f"{instruction} {role} must be an ALU operator, which {op!r} is not")
-    return op
-
-
-def activation_function(instruction: str, op: object) -> Operator:
-    """Return `op` if one Scalar instruction computes it; raise TypeError otherwise."""
-    if not isinstance(op, Operator) or op.activation is None or op.composed:
-        raise TypeError(f"{instruction} op must be an activation function such as nl.exp, got {op!r}")
-    return op

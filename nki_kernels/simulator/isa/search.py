@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError, require
-from delta_trn.nki_kernels.simulator.core.machine import Engine, Handle, Instruction
+from delta_trn.nki_kernels.simulator.core.errors import StrictError
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
+from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
 LEAST, MOST = 8, 16384
 
@@ -13,21 +14,19 @@ def _searchable(run: Instruction, role: str, tensor: NkiTensor) -> np.ndarray:
     """Check an input operand and its length, and return its rows in float32."""
     values = run.rows(role, tensor)
     count = values.shape[1]
-    require(
-        LEAST <= count <= MOST,
-        f"{run.op} {role} must have {LEAST} to {MOST} elements per partition, got {count}",
+    run.require(
+        LEAST <= count <= MOST, f"{role} must have {LEAST} to {MOST} elements per partition, got {count}"
     )
     return values
 
 
-def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> Handle:
+@instruction(engines.vector)
+def max8(run: Instruction, dst: NkiTensor, src: NkiTensor):
     """Write the eight largest elements of each partition to dst[P, 8], largest first."""
-    run = Instruction("max8", Engine.vector)
     values = _searchable(run, "src", src)
     out = run.dst("dst", dst)
     run.has_columns("dst", out, out.shape[0], 8)
     run.write(out, -np.sort(-values, axis=1)[:, :8])
-    return run.done()
 
 
 def _eight(run: Instruction, vals: NkiTensor) -> np.ndarray:
@@ -36,9 +35,9 @@ def _eight(run: Instruction, vals: NkiTensor) -> np.ndarray:
     return run.rows("vals", vals)
 
 
-def nc_find_index8(dst: NkiTensor, data: NkiTensor, vals: NkiTensor, name: str | None = None) -> Handle:
+@instruction(engines.vector)
+def nc_find_index8(run: Instruction, dst: NkiTensor, data: NkiTensor, vals: NkiTensor):
     """Write to dst[P, 8] where each of vals[P, 8] occurs first in data; equal vals get successive places."""
-    run = Instruction("nc_find_index8", Engine.vector)
     values = _searchable(run, "data", data)
     wanted = _eight(run, vals)
     out = run.dst("dst", dst)
@@ -55,19 +54,14 @@ def nc_find_index8(dst: NkiTensor, data: NkiTensor, vals: NkiTensor, name: str |
             if nth < len(places):
                 result[p, i] = places[nth]
     run.write(out, result)
-    return run.done()
 
 
+@instruction(engines.vector)
 def nc_match_replace8(
-    dst: NkiTensor,
-    data: NkiTensor,
-    vals: NkiTensor,
-    imm: float,
+    run: Instruction, dst: NkiTensor, data: NkiTensor, vals: NkiTensor, imm: float,
     dst_idx: NkiTensor | None = None,
-    name: str | None = None,
-) -> Handle:
+):  # fmt: skip
     """Copy data to dst with the first occurrence of each of vals[P, 8], the last val first, set to imm."""
-    run = Instruction("nc_match_replace8", Engine.vector)
     result = _searchable(run, "data", data).copy()
     wanted = _eight(run, vals)
     positions = np.full(wanted.shape, -1, np.int64)
@@ -79,82 +73,72 @@ def nc_match_replace8(
                 positions[p, i] = places[0]
                 taken[p, places[0]] = True
     result[taken] = imm
-    run.write_like(dst, result, data, "data")
+    run.write_like(dst, result, data)
     if dst_idx is not None:
         index = run.dst("dst_idx", dst_idx)
         run.has_columns("dst_idx", index, index.shape[0], 8)
         run.write(index, positions.astype(index.array.dtype))
-    return run.done()
 
 
-def nc_n_gather(dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name: str | None = None) -> Handle:
+@instruction(engines.gpsimd)
+def nc_n_gather(run: Instruction, dst: NkiTensor, data: NkiTensor, indices: NkiTensor):
     """Gather dst[p, i] = data[p, indices[p, i]], free axes flattened."""
-    run = Instruction("nc_n_gather", Engine.gpsimd)
     values = run.read("data", data, (SBUF,)).reshape(data.shape[0], -1)
     where = run.read("indices", indices, (SBUF,)).reshape(indices.shape[0], -1)
     run.has_dtype("indices", indices, "uint32")
     out = run.dst("dst", dst, (SBUF,))
     run.has_dtype("dst", out, data.dtype)
-    run.same_elements(out, indices, "dst", "indices")
-    require(
+    run.same_elements(out, indices)
+    run.require(
         int(where.max()) < values.shape[1],
-        f"nc_n_gather index {int(where.max())} exceeds the {values.shape[1]} elements of a partition",
+        f"index {int(where.max())} exceeds the {values.shape[1]} elements of a partition",
     )
     run.write(out, np.take_along_axis(values, where.astype(np.int64), axis=1))
-    return run.done()
 
 
+@instruction(engines.gpsimd)
 def local_gather(
-    dst: NkiTensor,
-    src_buffer: NkiTensor,
-    index: NkiTensor,
-    num_elem_per_idx: int = 1,
+    run: Instruction, dst: NkiTensor, src_buffer: NkiTensor, index: NkiTensor, num_elem_per_idx: int = 1,
     num_valid_indices: int | None = None,
-    name: str | None = None,
-) -> Handle:
+):  # fmt: skip
     """Gather free offsets of src_buffer in every group of 16 partitions.
 
     The group's slice of index lists the offsets, partition by partition first.
     """
-    run = Instruction("local_gather", Engine.gpsimd)
     values = run.read("src_buffer", src_buffer, (SBUF,)).reshape(src_buffer.shape[0], -1)
     where = run.read("index", index, (SBUF,)).reshape(index.shape[0], -1)
     P = src_buffer.shape[0]
-    require(
+    run.require(
         index.shape[0] == P and P % 16 == 0,
-        f"local_gather src_buffer and index must share a multiple of 16 partitions, got {P} and "
-        f"{index.shape[0]}",
+        f"src_buffer and index must share a multiple of 16 partitions, got {P} and {index.shape[0]}",
     )
     run.has_dtype("index", index, "uint16")
-    require(
+    run.require(
         num_elem_per_idx in (1, 2, 4, 8, 16, 32),
-        f"local_gather num_elem_per_idx must be 1, 2, 4, 8, 16 or 32, got {num_elem_per_idx}",
+        f"num_elem_per_idx must be 1, 2, 4, 8, 16 or 32, got {num_elem_per_idx}",
     )
     valid = where.shape[1] * 16 if num_valid_indices is None else num_valid_indices
     parts = []
     for start in range(0, P, 16):
         picks = where[start : start + 16].T.reshape(-1)[:valid].astype(np.int64) * num_elem_per_idx
         columns = (picks[:, None] + np.arange(num_elem_per_idx)).reshape(-1)
-        if columns.max() >= values.shape[1]:
-            raise ConstraintError(
-                f"local_gather reads element {int(columns.max())} of {values.shape[1]} in a partition"
-            )
+        last = int(columns.max())
+        run.require(last < values.shape[1], f"reads element {last} of {values.shape[1]} in a partition")
         parts.append(values[start : start + 16][:, columns])
     out = run.dst("dst", dst, (SBUF,))
     run.has_dtype("dst", out, src_buffer.dtype)
     gathered = np.concatenate(parts)
-    require(out.size == gathered.size, f"local_gather dst must hold {gathered.shape}, got {out.shape}")
+    run.require(out.size == gathered.size, f"dst must hold {gathered.shape}, got {out.shape}")
     run.write(out, gathered)
-    return run.done()
 
 
-def sequence_bounds(dst: NkiTensor, segment_ids: NkiTensor, name: str | None = None) -> Handle:
+@instruction(engines.gpsimd)
+def sequence_bounds(run: Instruction, dst: NkiTensor, segment_ids: NkiTensor):
     """Write begin and end of the run of equal ids around each element to dst[1, 2, n].
 
     Padding, whose id is 0, gets n and -1.
     """
-    run = Instruction("sequence_bounds", Engine.gpsimd)
-    require(segment_ids.shape[0] == 1, f"sequence_bounds works on one partition, got {segment_ids.shape[0]}")
+    run.require(segment_ids.shape[0] == 1, f"works on one partition, got {segment_ids.shape[0]}")
     ids = run.read("segment_ids", segment_ids, (SBUF,)).reshape(-1)
     n = len(ids)
     edges = np.flatnonzero(np.diff(ids)) + 1
@@ -163,27 +147,24 @@ def sequence_bounds(dst: NkiTensor, segment_ids: NkiTensor, name: str | None = N
     group = np.searchsorted(edges, np.arange(n), side="right")
     first, last = np.where(ids == 0, n, starts[group]), np.where(ids == 0, -1, ends[group])
     out = run.dst("dst", dst, (SBUF,))
-    require(out.size == 2 * n, f"sequence_bounds dst must hold (1, 2, {n}), got {out.shape}")
+    run.require(out.size == 2 * n, f"dst must hold (1, 2, {n}), got {out.shape}")
     run.write(out, np.stack([first, last]))
-    return run.done()
 
 
+@instruction(engines.gpsimd)
 def nonzero_with_count(
-    dst: NkiTensor, src: NkiTensor, index_offset: int = 0, padding_val: int = -1, name: str | None = None
-) -> Handle:
+    run: Instruction, dst: NkiTensor, src: NkiTensor, index_offset: int = 0, padding_val: int = -1
+):
     """Write the indices of nonzero elements, padding, and their count to partitions 0, 16, 32, ...
 
     The count is the last element of a partition.
     """
-    run = Instruction("nonzero_with_count", Engine.gpsimd)
     run.needs_generation(3, "nonzero_with_count")
     values = run.read("src", src, (SBUF,)).reshape(src.shape[0], -1)
     out = run.dst("dst", dst, (SBUF,))
     n = values.shape[1]
-    if out.dtype != "int32" or out.size != out.shape[0] * (n + 1):
-        raise ConstraintError(
-            f"nonzero_with_count dst must be int32 with {n + 1} elements, got {out.dtype} {out.shape}"
-        )
+    run.has_dtype("dst", out, "int32")
+    run.has_columns("dst", out, out.shape[0], n + 1)
     if src.partition % 16 or out.partition % 16:
         raise StrictError("nonzero_with_count operands must start at a multiple of 16 partitions")
     result = out.array.reshape(out.shape[0], -1).copy()
@@ -193,4 +174,3 @@ def nonzero_with_count(
         result[p, : len(hits)] = hits + index_offset
         result[p, n] = len(hits)
     run.write(out, result)
-    return run.done()

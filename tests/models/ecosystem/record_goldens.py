@@ -56,7 +56,6 @@ AUTHORS_CASES: dict[str, dict[str, Any]] = {
     "gdn 96": {"hidden_size": 96, "hidden_size_base": 48, "mup": True},
     "gdn 160": {"hidden_size": 160, "hidden_size_base": 80, "mup": True},
     "gdn 96 sp": {"hidden_size": 96, "mup": False},
-    "gdn-mup 96": {"hidden_size": 96, "hidden_size_base": 48, "mup": True},
 }
 RATE, MOMENTUM, BETAS = 2**-6, 0.98, (0.9, 0.95)
 
@@ -195,9 +194,8 @@ def record_authors(checkout: str) -> dict[str, Tensor]:
     }
     out, about = {}, {}
     for case, settings in AUTHORS_CASES.items():
-        kind = case.split()[0]
-        settings = {**AUTHORS_SIZES, **settings, "nanogpt_next_model_type": kind}
-        code = importlib.import_module(f"model.{kind}")
+        settings = {**AUTHORS_SIZES, **settings, "nanogpt_next_model_type": "gdn"}
+        code = importlib.import_module("model.gdn")
         with references(code.__name__), float64_logits():
             config = code.GPTConfig(**settings)
             drawn = code.GPT(config)
@@ -214,7 +212,7 @@ def record_authors(checkout: str) -> dict[str, Tensor]:
             "adamw": {"hidden_lr_mult": 1 / m},
         }
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for name in groups if kind == "gdn" and config.mup else ():
+        for name in groups if config.mup else ():
             for parameter_name, p in model.named_parameters():
                 p.data.copy_(start[parameter_name])
             rows = groups[name](model, 0.0, **factors[name])

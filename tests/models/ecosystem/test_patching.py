@@ -19,6 +19,7 @@ from delta_trn import (
     patch_transformers,
 )
 from delta_trn.backends.parity.judge import error
+from delta_trn.models.cache import CACHE_NAME
 from delta_trn.models.ecosystem import operations, patching
 from delta_trn.models.ecosystem.operations import replacements
 from delta_trn.models.sequence import sequence_bounds
@@ -179,15 +180,39 @@ class TestFamilies:
         with patch_transformers(model, backend="chunked"):
             assert torch.equal(model.generate(ids, **options), expected)
 
-    @pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens_q"])
-    def test_packed_sequences_do_not_see_each_other(self, model, by):
+    def test_packed_sequences_do_not_see_each_other_however_the_model_is_told(self, model):
         with patch_transformers(model, backend="chunked"):
-            report = check_packing(model, by=by)
-        assert report, str(report)
+            report = check_packing(model, lengths=(5, 64, 1, 20))
+        assert report and not report.refused, str(report)
+        assert {"default cache", "padding", "numbered mask"} < {row.way for row in report.sequences}
 
     def test_packing_without_the_patch_is_shown_to_leak(self, model):
-        report = check_packing(model)
-        assert not report and "sees its neighbors" in str(report)
+        report = check_packing(model, lengths=(5, 64, 1, 20))
+        assert not report and "sees its neighbors" in str(report) and "told by position_ids" in str(report)
+
+    def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_apart(self, model):
+        ids = tokens(2, 20)
+        places = torch.tensor([[*range(7), *range(13)], [0, 0, *range(14), *range(4)]])
+        mask = torch.ones_like(ids)
+        mask[1, :2] = mask[1, 16:] = 0
+        with torch.no_grad(), patch_transformers(model, backend="chunked"):
+            packed = model(ids, position_ids=places, attention_mask=mask).logits
+            for row, cut in ((0, slice(7)), (0, slice(7, 20)), (1, slice(2, 16))):
+                assert error(packed[row, cut], model(ids[row : row + 1, cut]).logits[0]) < 2**-16
+
+    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+    def test_torch_compile_takes_a_patched_model_whole_and_gives_the_same_loss(self, model, compiler):
+        ids = tokens(2, 20)
+        with patch_transformers(model, backend="chunked"):
+            expected = model(ids, labels=ids).loss
+            torch.compiler.reset()
+            compiled = torch.compile(model, backend=compiler)
+            try:
+                for _ in range(2):
+                    assert error(compiled(ids, labels=ids).loss, expected) < 2**-20
+                compiled(ids, labels=ids).loss.backward()
+            finally:
+                torch.compiler.reset()
 
     def test_a_decay_that_is_off_by_a_hundredth_is_found(self, qwen, monkeypatch):
         ids = tokens(2, 11)
@@ -299,12 +324,43 @@ class TestPatch:
             patch_transformers(qwen, backend="nki")
         assert qwen.model.layers[0].linear_attn.forward == before
 
-    def test_packed_sequences_cannot_continue_a_cache(self, qwen):
-        ids = tokens(1, 6)
+    def test_packed_sequences_cannot_fill_or_continue_a_cache(self, qwen):
+        ids, places = tokens(1, 6), torch.tensor([[6, 7, 0, 1, 2, 3]])
         with patch_transformers(qwen, backend="chunked"):
-            cache = qwen(ids, use_cache=True).past_key_values
-            with pytest.raises(ValueError, match="use_cache=False"):
-                qwen(ids, past_key_values=cache, position_ids=torch.tensor([[6, 7, 0, 1, 2, 3]]))
+            cache = qwen(ids, use_cache=True)[CACHE_NAME]
+            for options in ({"past_key_values": cache}, {"use_cache": True}):
+                with pytest.raises(ValueError, match="use_cache=False"):
+                    qwen(ids, position_ids=places, **options)
+
+    def test_a_model_without_memory_is_patched_and_computes_once_it_has_weights(self, qwen):
+        expected = qwen(tokens(1, 6)).logits
+        with torch.device("meta"):
+            empty = type(qwen)(qwen.config).eval()
+        for backend in ("chunked", None):
+            with patch_transformers(empty, backend=backend) as patch:
+                assert "not in memory" in str(patch)
+        with patch_transformers(empty, backend="chunked"):
+            full = empty.to_empty(device="cpu")
+            full.load_state_dict(qwen.state_dict())
+            full.model.rotary_emb.load_state_dict(qwen.model.rotary_emb.state_dict())
+            for buffer, value in zip(full.buffers(), qwen.buffers(), strict=True):
+                buffer.copy_(value)
+            assert_same(full(tokens(1, 6)).logits, expected)
+
+    def test_an_exception_leaves_nothing_patched(self, qwen, monkeypatch):
+        layers = [m for m in qwen.modules() if type(m).__name__.endswith("GatedDeltaNet")]
+        before = [layer.forward for layer in layers]
+        monkeypatch.setattr(patching, "check_weights", lambda layer: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            patch_transformers(qwen, backend="chunked")
+        assert [layer.forward for layer in layers] == before
+
+    def test_a_second_patch_of_a_model_is_refused_and_the_first_one_stays(self, qwen):
+        with patch_transformers(qwen, backend="chunked"):
+            patched = qwen.model.layers[0].linear_attn.forward
+            with pytest.raises(ValueError, match=r"patched already; call undo\(\)"):
+                patch_transformers(qwen)
+            assert qwen.model.layers[0].linear_attn.forward == patched
 
 
 class TestOurModels:
@@ -340,8 +396,20 @@ class TestPacking:
     def test_our_models_keep_packed_sequences_apart_however_they_are_told(self):
         torch.manual_seed(0)
         model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
-        for by in (None, "cu_seqlens", "position_ids", "cu_seq_lens_q"):
-            assert check_packing(model, by=by), by
+        report = check_packing(model)
+        assert report and not report.refused, str(report)
+        with pytest.raises(ValueError, match="name one of position_ids"):
+            check_packing(model, by="positions")  # type: ignore[arg-type]
+
+    def test_a_padded_row_of_our_model_is_packed_too(self, ours):
+        ids = tokens(2, 12)
+        places = torch.tensor([[*range(4), *range(6), 6, 7], [0, 0, *range(10)]])
+        mask = torch.ones_like(ids)
+        mask[0, 10:] = mask[1, :2] = 0
+        with torch.no_grad():
+            packed = ours(ids, position_ids=places, attention_mask=mask).logits
+            for row, cut in ((0, slice(4)), (0, slice(4, 10)), (1, slice(2, 12))):
+                assert_same(packed[row, cut], ours(ids[row : row + 1, cut]).logits[0])
 
     def test_rows_of_packed_sequences_equal_the_sequences(self, qwen):
         """Two rows, each of which holds two sequences."""
@@ -358,7 +426,10 @@ class TestPacking:
     def test_bounds_come_from_places_that_start_again(self):
         assert sequence_bounds(torch.tensor([[0, 1, 0, 1, 2]])).tolist() == [0, 2, 5]
         assert sequence_bounds(torch.tensor([[0, 1], [0, 0]])).tolist() == [0, 2, 3, 4]
-        assert sequence_bounds(torch.tensor([[[0, 1, 0]], [[5, 6, 7]]])).tolist() == [0, 2, 3]
+        assert sequence_bounds(torch.tensor([[[0, 1, 0]], [[0, 6, 0]]])).tolist() == [0, 2, 3]
+        assert sequence_bounds(torch.tensor([[[0, 0, 1, 0]], [[0, 1, 2, 0]]])).tolist() == [0, 3, 4]
+        text = torch.tensor([0, 1, 0, 1])
+        assert sequence_bounds(torch.stack([text, *(text + 7,) * 3])[:, None]).tolist() == [0, 2, 4]
         for single in ([[0, 1, 2]], [[0]], [[7, 8]]):
             assert sequence_bounds(torch.tensor(single)) is None
 

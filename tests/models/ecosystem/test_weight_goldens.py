@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from delta_trn import load_model, save_model
-from delta_trn.models.ecosystem.foreign import FORMATS
+from delta_trn import DeltaConfig, DeltaForCausalLM, load_model, save_model
+from delta_trn.models.ecosystem.flash_linear_attention import from_state
 from delta_trn.models.parameters import scaled_parameters
 from tests.models.ecosystem.record_goldens import (
     AUTHORS_CASES,
@@ -23,30 +23,49 @@ from tests.models.ecosystem.record_goldens import (
     tokens,
 )
 
-CASES = [("fla", case) for case in FLA_CASES] + [("authors", case) for case in AUTHORS_CASES]
 # Sums of float64 in another order. RoPE's angles are products in float32, in another order, too: that of the
 # last of 70 positions may differ by 70 * 2^-24.
 ALLOWED = {"hybrid": 2**-19}
+# The paper's released code has flash-linear-attention's layers, under other names of parameters and settings.
+AUTHORS_NAMES = {
+    "transformer.wte.": "model.embeddings.", "transformer.h.": "model.layers.", "ln_f.": "model.norm.",
+}  # fmt: skip
+
+
+def renamed(name):
+    return next((name.replace(a, b) for a, b in AUTHORS_NAMES.items() if name.startswith(a)), name)
 
 
 class Golden:
-    """One case: the weights in a folder as their code would have written them, and what it computed."""
+    """One case: its weights in a folder, as flash-linear-attention writes them, and what was computed."""
 
-    def __init__(self, format, case, folder):
-        self.format, self.case, self.folder = FORMATS[format], case, folder
-        self.allowed = ALLOWED.get(case, 2**-42)
-        with safe_open(HERE / f"{format}.safetensors", "pt") as file:
+    def __init__(self, case, folder):
+        self.case, self.folder, self.allowed = case, folder, ALLOWED.get(case, 2**-42)
+        of_authors = case in AUTHORS_CASES
+        with safe_open(HERE / f"{'authors' if of_authors else 'fla'}.safetensors", "pt") as file:
             about = json.loads(file.metadata()["about"])[case]
             names = [name for name in file.keys() if name.startswith(f"{case}/")]  # noqa: SIM118 - not a dict
             self.recorded = {name.removeprefix(f"{case}/"): file.get_tensor(name) for name in names}
         self.theirs, self.stds = about["config"], about.get("stds")
-        self.state = {name: fill(name, tuple(shape)) for name, shape in about["shapes"].items()}
-        (folder / "config.json").write_text(json.dumps(self.theirs))
-        if format == "fla":
-            save_file(self.state, folder / "model.safetensors")
-        else:  # as their save_pretrained writes it
-            torch.save(self.state, folder / "pytorch_model.bin")
+        self.state = {renamed(name): fill(name, tuple(shape)) for name, shape in about["shapes"].items()}
+        config = dict(self.theirs)
+        if of_authors:
+            config |= {"model_type": "gated_deltanet", "attn": None, "tie_word_embeddings": True}
+            config["num_heads"] = config["num_attention_heads"]
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(self.state, folder / "model.safetensors")
         self.model = load_model(folder, torch.float64).eval()
+        self.fla = self.model.config
+        if of_authors and config["mup"]:
+            base = config["hidden_size_base"]
+            mup = {
+                "parametrization": "mup_authors",
+                "base_width": base,
+                "initializer_range": 0.32 / base**0.5,
+            }
+            scaled = DeltaForCausalLM(DeltaConfig(**{**self.fla.to_dict(), **mup})).double().eval()
+            scaled.load_state_dict(self.model.state_dict())
+            self.model = scaled
 
     def backward(self):
         """Computes logits and gradients; returns the logits."""
@@ -58,17 +77,18 @@ class Golden:
 
     def errors(self, of, ours):
         """Returns the relative error of every parameter's recorded sketch, ours under our names."""
-        theirs = self.format.state(ours, self.theirs, self.model.config)
+        theirs = from_state(ours, self.fla)
         recorded = {n.removeprefix(f"{of}/"): x for n, x in self.recorded.items() if n.startswith(f"{of}/")}
-        assert set(recorded) <= set(theirs)
+        assert {renamed(name) for name in recorded} <= set(theirs)
         return {
-            name: ((sketch(theirs[name], name) - x).norm() / x.norm()).item() for name, x in recorded.items()
+            name: ((sketch(theirs[renamed(name)], name) - x).norm() / x.norm()).item()
+            for name, x in recorded.items()
         }
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case[1])
+@pytest.fixture(params=[*FLA_CASES, *AUTHORS_CASES])
 def golden(request, tmp_path):
-    return Golden(*request.param, tmp_path)
+    return Golden(request.param, tmp_path)
 
 
 def relative(x, y):
@@ -78,15 +98,10 @@ def relative(x, y):
 def test_logits_and_gradients_are_theirs(golden):
     logits = golden.backward()
     assert relative(logits, golden.recorded["logits"]) < golden.allowed
-    if golden.case.startswith("gdn-mup"):
-        return  # a factor of its forward pass is in our weights: its gradients are not ours
     errors = golden.errors("gradient", {name: p.grad for name, p in golden.model.named_parameters()})
     assert max(errors.values()) < 16 * golden.allowed, errors
-
-
-def test_a_wrong_reading_of_their_weights_would_be_seen(golden):
+    # and a wrong reading of their weights would be seen
     layer = golden.model.model.blocks[0]
-    before = golden.backward()
     for module, change in (
         (layer.mixer.o_norm, {"eps": 2 * layer.mixer.o_norm.eps}),
         (layer.mixer_norm, {"eps": 2 * layer.mixer_norm.eps}),
@@ -96,37 +111,37 @@ def test_a_wrong_reading_of_their_weights_would_be_seen(golden):
         kept = {name: getattr(module, name) for name in change}
         for name, value in change.items():
             setattr(module, name, value)
-        assert relative(golden.backward(), before) > 4 * golden.allowed, change
+        assert relative(golden.backward(), logits) > 4 * golden.allowed, change
         for name, value in kept.items():
             setattr(module, name, value)
 
 
-def test_the_way_back_restores_their_files_bit_for_bit(golden, tmp_path):
-    format = "fla" if golden.case in FLA_CASES else "authors"
-    save_model(load_model(golden.folder), tmp_path / "back", format)
-    if golden.case in ("no_convolution", "gdn-mup 96"):  # in other weights: one tap; W_o with its factor
+@pytest.mark.parametrize("case", FLA_CASES)
+def test_the_way_back_restores_their_files_bit_for_bit(case, tmp_path):
+    golden = Golden(case, tmp_path)
+    save_model(load_model(golden.folder), tmp_path / "back", "fla")
+    if case == "no_convolution":  # in other weights: one tap
         golden.model = load_model(tmp_path / "back", torch.float64).eval()
         assert relative(golden.backward(), golden.recorded["logits"]) < golden.allowed
         return
     back = load_file(tmp_path / "back" / "model.safetensors")
-    if format == "authors":
-        assert torch.equal(back.pop("lm_head.weight"), back["transformer.wte.weight"])
     assert back.keys() == golden.state.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in golden.state.items())
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     for name, value in golden.theirs.items():
-        if name in config and value not in (None, -1):
+        if name in config and value is not None:
             assert config[name] == (pytest.approx(value) if isinstance(value, float) else value), name
 
 
 @pytest.mark.parametrize("case", ["gdn 96", "gdn 160"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_one_step_of_training_is_theirs(case, optimizer, tmp_path):
-    golden = Golden("authors", case, tmp_path)
+def test_initial_values_and_one_step_of_training_are_the_released_codes(case, optimizer, tmp_path):
+    golden = Golden(case, tmp_path)
     golden.backward()
     start = {name: p.detach().clone() for name, p in golden.model.named_parameters()}
     rows = scaled_parameters(golden.model, optimizer=optimizer, lr=RATE, weight_decay=0.0)
     groups = [{"params": [row.parameter], "lr": row.lr} for row in rows]
+    stds = {row.name: row.init_std for row in rows}
     if optimizer == "sgd":
         torch.optim.SGD(groups, lr=RATE, momentum=MOMENTUM, nesterov=True).step()
     else:
@@ -136,15 +151,9 @@ def test_one_step_of_training_is_theirs(case, optimizer, tmp_path):
     assert max(errors.values()) < 2**-30, errors
     doubled = {name: x * (2 if name.endswith("dt_bias") else 1) for name, x in moved.items()}
     assert max(golden.errors(optimizer, doubled).values()) > 0.5
-
-
-def test_the_released_initial_values_have_our_standard_deviations(tmp_path):
-    golden = Golden("authors", "gdn 160", tmp_path)
-    config = golden.model.config
-    assert (config.init, config.parametrization, config.readout) == ("authors", "mup_authors", "none")
-    rows = scaled_parameters(golden.model, optimizer="sgd", lr=1.0, weight_decay=0.0)
-    ours = {row.name: torch.full(row.shape, row.init_std or 0.0) for row in rows}
-    ours = golden.format.state(ours, golden.theirs, config)
+    # it draws taps and the tied embedding as matrices, which we do not
+    ours = {name.replace("blocks", "layers").replace(".mixer.", ".attn."): std for name, std in stds.items()}
     for name, drawn in golden.stds.items():
-        spread = 5 / (2 * ours[name].numel()) ** 0.5  # five standard errors of a standard deviation
-        assert ours[name].mean().item() == pytest.approx(drawn, rel=spread), name
+        if name.endswith("_proj.weight"):
+            spread = 5 / (2 * golden.state[renamed(name)].numel()) ** 0.5  # five standard errors of an std
+            assert ours[renamed(name)] == pytest.approx(drawn, rel=spread), name

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from delta_trn.nki_kernels.simulator import nisa, nki, nl, record
+from delta_trn.nki_kernels.simulator import nisa, nki, nl
 from delta_trn.nki_kernels.simulator.aliases import as_nki
 
 ROOT = Path(__file__).parents[3]
@@ -71,22 +71,6 @@ def test_collectives_can_be_imported_and_are_refused():
     assert constants.dge_mode is nisa.dge_mode
     with pytest.raises(NotImplementedError, match=r"nki\.collectives\.all_reduce is not simulated; run the"):
         _ = collectives.all_reduce
-
-
-@pytest.mark.parametrize(
-    ("op", "operands", "target"),
-    [
-        ("nc_matmul_mx", ("dst", "stationary", "moving", "stationary_scale", "moving_scale"), "trn3"),
-        ("quantize_mx", ("dst", "src", "dst_scale"), "trn3"),
-        ("topk", ("val_dst", "idx_dst", "src", "n"), "trn1"),
-    ],
-)
-def test_what_is_known_and_not_simulated_says_so(op, operands, target):
-    def kernel():
-        getattr(nisa, op)(**dict.fromkeys(operands, nl.ones((16, 16), nl.float32)))
-
-    with pytest.raises(NotImplementedError, match=f"{op} is not simulated; "):
-        record(kernel, target=target, check_source=False)
 
 
 def run_import_site(path):

@@ -1,7 +1,12 @@
-"""The coordinate check of anybody's model: the output of each of its modules, at several widths.
+"""The coordinate check: the output of every module of a model, at several widths, in the first steps.
 
-`make(width)` makes the model. The plain one is trained with one learning rate; the others get muP's initial
-values and groups from `delta_trn.mup`, with the smallest width as the base.
+Under muP nothing that another layer reads grows or vanishes with width, neither before training nor in what a
+few steps change. The size of an output is the root mean square of its entries. Its change is that of the
+difference to its value for the same tokens before training.
+
+Models are those of a recipe, or of anybody's function `make(width)`. Of the latter, the plain one is trained
+with one learning rate; the others get muP's initial values and groups from `delta_trn.mup`, with the smallest
+width as the base.
 """
 
 from __future__ import annotations
@@ -25,18 +30,100 @@ from delta_trn.models.ecosystem.widths import (
     parameter_groups,
     scaled_parameters,
 )
+from delta_trn.train.data import Batch
+from delta_trn.train.parallel.sharding import Sharding
+from delta_trn.train.run.model import make_model, model_config
+from delta_trn.train.run.optimizer import learning_rate, make_optimizer
+from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.studies.coordinates.check import Outputs, Reading, compare
+from delta_trn.train.settings.schema import RunConfig
+from delta_trn.train.studies.probes import rms
 
 PLAIN = "plain"
 # Tokens are drawn from few of the vocabulary. What is learned of a token then outweighs what its gradient
 # shares by chance with unrelated tokens, which is 1 / sqrt(width) and would look like a law of width.
 DISTINCT, ROWS, TOKENS = 16, 4, 64
-# attributes under which attention layers keep the size of a head, and the number of heads
-HEAD_SIZES = ("head_dim", "head_size", "head_k_dim", "head_v_dim", "d_head")
-HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
-Make = Callable[[int], nn.Module]
-Batch = Mapping[str, Any] | Sequence[Any] | Tensor
+Outputs = tuple[int, dict[str, list[Tensor]]]  # step, module -> what its calls returned
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Root mean squares at one width: of a module's output, and of its change since step 0 (then 0)."""
+
+    parametrization: str
+    optimizer: str
+    width: int
+    seed: int
+    step: int
+    tensor: str
+    size: float
+    change: float
+
+
+def compare(
+    outputs: Iterator[Outputs], parametrization: str, optimizer: str, width: int, seed: int
+) -> Iterator[Reading]:
+    """Reads outputs after each step, beside those before training."""
+    before: dict[str, list[Tensor]] = {}
+    for step, now in outputs:
+        before = before or now
+        for name, parts in now.items():
+            first = before.get(name, [])
+            if [x.shape for x in parts] != [x.shape for x in first]:
+                continue  # an expert, say, that gets other tokens
+            change = _joint_rms([a - b for a, b in zip(parts, first, strict=True)])
+            yield Reading(parametrization, optimizer, width, seed, step, name, _joint_rms(parts), change)
+
+
+def _joint_rms(parts: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(rms(part) ** 2 for part in parts) / len(parts))
+
+
+def recipe_readings(
+    config: RunConfig,
+    *,
+    widths: Sequence[int],
+    steps: int,
+    seeds: int,
+    batches: Callable[[int], Iterator[Batch]],
+    scheduled: bool = False,
+) -> Iterator[Reading]:
+    """Trains our own model `steps` at every width and seed, and reads its modules before and after.
+
+    config      a configuration without `auto`: its model, parametrization, optimizer and learning rate count
+    batches     seed -> the batches to train on, the same at every width. The first is looked at. One batch
+                over and over is best for few steps: tokens that were not trained on share less with those
+                that were, the wider the model
+    scheduled   whether the rate follows the configuration's schedule; then only steps 1, 2, 4, ... and the
+                last are read
+    """
+    for width in widths:
+        for seed in range(seeds):
+            model = config.model.model_copy(update={"width": width})
+            own = config.model_copy(update={"model": model, "seed": seed})
+            outputs = _train_recipe(own, steps, batches(seed), scheduled)
+            yield from compare(outputs, config.parametrization, config.optimizer.name, width, seed)
+
+
+def _train_recipe(
+    config: RunConfig, steps: int, batches: Iterator[Batch], scheduled: bool
+) -> Iterator[Outputs]:
+    batch, device, rows = next(batches), torch.device(config.device), config.model.vocab_size
+    assert rows is not None, "the data set it"
+    model = make_model(model_config(config, rows=rows), seed=config.seed, device=device)
+    loss, sharding = loss_function(model, config, device), Sharding(model)
+    optimizer = make_optimizer(sharding, config)
+    step = TrainingStep(loss, optimizer, sharding, micro=len(batch.inputs), clip=config.optimizer.clip)
+    tokens, targets = batch.inputs.to(device), batch.targets.to(device)
+    for number in range(steps + 1):
+        if number:
+            rate = learning_rate(config, number - 1) if scheduled else config.optimizer.lr
+            step(batch if number == 1 else next(batches), rate)
+        if scheduled and number != steps and number & (number - 1):  # neither the last nor a power of 2
+            continue
+        with torch.no_grad(), watched(model) as outputs:
+            logits = model(tokens, use_cache=False).logits
+        yield number, {**outputs, "logit_next": [logits.gather(-1, targets[..., None])]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +137,16 @@ class Plan:
     roles       pattern of parameters' names -> role, where shapes do not tell
     readout_init    times the readout's initial values, under muP. From their own size, a readout adds noise
                 to all gradients that only dies out at larger widths
-    heads_grow  lets the size of a head grow
     """
 
-    make: Make
+    make: Callable[[int], nn.Module]
     widths: Sequence[int]
     steps: int
     seeds: int
     rates: Mapping[str, float]
-    batch: Callable[[int], Batch] | None = None
+    batch: Callable[[int], Mapping[str, Any] | Sequence[Any] | Tensor] | None = None
     roles: Mapping[str, str] = field(default_factory=dict)
     readout_init: float = 0.0
-    heads_grow: bool = False
     device: str = "cpu"
 
     def model(self, width: int, seed: int = 0) -> nn.Module:
@@ -80,41 +165,23 @@ class Plan:
 
 
 def require_widths(plan: Plan, parametrizations: Sequence[str]) -> None:
-    """Raises ConfigError unless models grow with the width, their heads do not, and muP can scale them."""
+    """Raises ConfigError unless models grow with the width, and muP can scale them."""
     narrow, wide = plan.widths[0], plan.widths[-1]
     small, large = plan.model(narrow), plan.model(wide)
-    if _weights(small) >= _weights(large):
+    fewer, more = (sum(p.numel() for p in model.parameters()) for model in (small, large))
+    if fewer >= more:
         raise ConfigError(
-            f"{_name(plan.make)} makes {_weights(small):,} weights at width {narrow} and {_weights(large):,} "
-            f"at {wide}; expected more at the larger width"
+            f"{_name(plan.make)} makes {fewer:,} weights at width {narrow} and {more:,} at {wide}; expected "
+            "more at the larger width"
         )
     if set(parametrizations) != {PLAIN}:
-        with refused():
+        try:
             scaled_parameters(large, small, plan.roles)
-    before = dict(small.named_modules())
-    for name, layer in large.named_modules():
-        if plan.heads_grow or name not in before or _weights(layer) <= _weights(before[name]):
-            continue
-        for attribute in (*HEAD_SIZES, *HEAD_COUNTS):
-            a, b = (getattr(module, attribute, None) for module in (before[name], layer))
-            if isinstance(a, int) and isinstance(b, int) and (a < b) == (attribute in HEAD_SIZES):
-                raise ConfigError(
-                    f"the heads of {name} grow: its {attribute} is {a} at width {narrow} and {b} at {wide}. "
-                    "Attention's logits then grow with the width: keep the size of a head, and let their "
-                    "number grow; or pass heads=grow, if the model divides by the size and not by its root"
-                )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
-@contextlib.contextmanager
-def refused() -> Iterator[None]:
-    """Turns what `delta_trn.mup` refuses into an error of the command."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def readings(plan: Plan, parametrization: str, optimizer: str) -> Iterator[Reading]:
+def module_readings(plan: Plan, parametrization: str, optimizer: str) -> Iterator[Reading]:
     """Trains at every width and seed, and reads every module's output before and after each step.
 
     parametrization   PLAIN, or a table of `models.mup`
@@ -127,9 +194,8 @@ def readings(plan: Plan, parametrization: str, optimizer: str) -> Iterator[Readi
             rate = plan.rates[optimizer]
             if parametrization != PLAIN:
                 options: Any = {"base": base, "table": parametrization, "roles": plan.roles}
-                with refused():
-                    initialize(model, **options, readout_init=plan.readout_init)
-                    groups = parameter_groups(model, **options, lr=rate, optimizer=optimizer)
+                initialize(model, **options, readout_init=plan.readout_init)
+                groups = parameter_groups(model, **options, lr=rate, optimizer=optimizer)
             kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
             outputs = _train(plan, model, kind(groups, lr=rate, weight_decay=0.0), seed)
             yield from compare(outputs, parametrization, optimizer, width, seed)
@@ -181,9 +247,8 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     for name, module in model.named_modules():
         if not name or next(module.parameters(), None) is None:
             continue
-
-        name = "logits" if module is readout else name
-        handles.append(module.register_forward_hook(partial(keep, name=name)))
+        shown = "logits" if module is readout else name
+        handles.append(module.register_forward_hook(partial(keep, name=shown)))
     try:
         yield outputs
     finally:
@@ -242,10 +307,6 @@ def _first_tensor(output: Any) -> Tensor | None:
     if not isinstance(output, Mapping | Sequence) or isinstance(output, str):
         return None
     return next((x for part in parts if (x := _first_tensor(part)) is not None), None)
-
-
-def _weights(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _name(function: Any) -> str:

@@ -1,46 +1,141 @@
-"""What a coordinate check shows: a table, JSON, and a picture in the style of microsoft/mup's."""
+"""What a coordinate check shows: powers of width, one table and one picture.
 
+A slope is the power of width with which a module's output, or its change, grows. Under muP all are 0 but
+those of logits (Tensor Programs V, arXiv:2203.03466, appendix D.1), where two laws meet: terms that share a
+sign add up, others average out to the root of their number.
+"""
+
+import gzip
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from delta_trn.train.files import write_file
-from delta_trn.train.studies.coordinates.check import Reading, Slope, Verdict, slopes, verdicts
-from delta_trn.train.studies.coordinates.theory import TENSORS, theory_of
-from delta_trn.train.watch.figure import RED, dress, new_figure, save_figure
+from delta_trn.train.studies.coordinates.modules import Reading
+from delta_trn.train.studies.fits import line
+from delta_trn.train.watch.figure import GRAY, RED, dress, new_figure, save_figure
 
-COLUMNS = 12
-LETTERS = 24  # of a title above a panel
+TOLERANCE = 0.1  # how far a slope may be from theory, beside twice its standard error
 ADVICE = "nothing else is lost: free some space and run the same command again"
+# pattern of names -> quantity -> the powers that theory allows; (0, 0) where nothing is said
+Theory = Mapping[str, Mapping[str, Sequence[float]]]
+THEORY: Theory = {
+    # Before training logits average out. What learning adds is aligned, but only in the few entries of the
+    # vocabulary that do come next.
+    "logits": {"size": (-0.5, 0), "change": (-0.5, 0)},
+    "logit_next": {"size": (-0.5, 0)},
+    # Deep Delta Learning's v grows as the root of the width: it is written along a direction of norm 1
+    "*_write.value": {"size": (0.5, 0.5), "change": (0.5, 0.5)},
+}
+FLAT = (0.0, 0.0)
+LABELS = 5  # in a panel of the picture
 
 
-def table(rows: Sequence[Verdict], *, sizes: bool = False) -> str:
-    """Formats the slopes of changes after the last step, one row per tensor.
+@dataclass(frozen=True)
+class Slope:
+    """A power of width, its standard error, and whether theory allows it."""
 
-    A tensor that fails at any step is marked; the last rows count those that pass at every step, and after
+    slope: float
+    stderr: float
+    passes: bool
+
+    def __str__(self) -> str:
+        return f"{self.slope:+.2f} ± {self.stderr:.2f}{'' if self.passes else ' ✗'}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One module: its slopes, and the steps at which one departs from theory.
+
+    start           its size before training; None where that is 0
+    size, change    after the last step
+    """
+
+    parametrization: str
+    optimizer: str
+    tensor: str
+    start: Slope | None
+    size: Slope
+    change: Slope
+    fails_at: tuple[str, ...]
+
+    @property
+    def passes(self) -> bool:
+        return not self.fails_at
+
+
+def judge(readings: Sequence[Reading], theory: Theory = THEORY) -> list[Verdict]:
+    """Fits every parametrization, optimizer, module, quantity and step over widths and seeds, and judges it.
+
+    Changes are judged from step 1 on. An output that is exactly 0 everywhere, before a readout or a mixer
+    that starts at 0 has learned, is not judged; a change that is still 0 after the last step fails. A slope's
+    error comes from the scatter of all widths and seeds about the line.
+    """
+    groups: dict[tuple[str, str, str], dict[tuple[int, str], list[tuple[int, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for r in readings:
+        points = groups[r.parametrization, r.optimizer, r.tensor]
+        points[r.step, "size"].append((r.width, r.size))
+        if r.step:
+            points[r.step, "change"].append((r.width, r.change))
+    last, widths, rows = max(r.step for r in readings), {r.width for r in readings}, []
+    for key, group in groups.items():
+        if {width for width, _ in group[last, "change"]} != widths:
+            continue  # a module that only some of the models have
+        slopes = {
+            at: _fit(points, *_allowed(theory, key[2], *at))
+            for at, points in group.items()
+            if at[0] == last or any(y for _, y in points)
+        }
+        fails = tuple(f"{quantity} at step {step}" for (step, quantity), s in slopes.items() if not s.passes)
+        size, change = slopes[last, "size"], slopes[last, "change"]
+        rows.append(Verdict(*key, slopes.get((0, "size")), size, change, fails))
+    return rows
+
+
+def _allowed(theory: Theory, name: str, step: int, quantity: str) -> tuple[float, float]:
+    """Returns the lowest and the highest power that theory allows."""
+    own = next((powers for pattern, powers in theory.items() if fnmatchcase(name, pattern)), {})
+    low, high = own.get(quantity, FLAT)
+    if quantity == "size" and step:
+        # what training has added counts too, and may be as large as the rest
+        less, more = own.get("change", FLAT)
+        return min(low, less), max(high, more)
+    return low, high
+
+
+def _fit(points: Sequence[tuple[int, float]], low: float, high: float) -> Slope:
+    if not all(0 < y < math.inf for _, y in points):
+        return Slope(math.nan, math.nan, False)
+    fit = line([math.log2(x) for x, _ in points], [math.log2(y) for _, y in points])
+    reach = TOLERANCE + 2 * fit.stderr
+    return Slope(fit.slope, fit.stderr, low - reach <= fit.slope <= high + reach)
+
+
+def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
+    """Formats slopes of sizes before training and of changes after the last step, one row per module.
+
+    A module that fails at any step is marked; the last rows count those that pass at every step, and after
     the last.
-
-    sizes   beside each, the slope of its size before training
     """
     columns = list(dict.fromkeys((v.optimizer, v.parametrization) for v in rows))
-    cells = {(v.optimizer, v.parametrization, v.tensor): v for v in rows}
-    titles = [(f"{o} {p} size", f"{o} {p} change") if sizes else (f"{o} {p}",) for o, p in columns]
-    head = ["tensor", *(title for pair in titles for title in pair), "theory"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    tensors = _in_order(v.tensor for v in rows)
-    for tensor in tensors:
-        row = [tensor]
-        for o, p in columns:
-            v = cells[o, p, tensor]
-            if sizes:
-                row.append("0" if v.start is None else _cell(v.start, v.start.passes))
-            row.append(_cell(v.change, v.passes))
-        low, high = theory_of(tensor).change
+    cells = {((v.optimizer, v.parametrization), v.tensor): v for v in rows}
+    heads = [f"{' '.join(column)} {quantity}" for column in columns for quantity in ("size", "change")]
+    lines = ["| " + " | ".join(["module", *heads, "theory"]) + " |", "|---" * (len(heads) + 2) + "|"]
+    modules = list(dict.fromkeys(v.tensor for v in rows))
+    for name in modules:
+        row = [name]
+        for column in columns:
+            v = cells[column, name]
+            changed = f"{v.change.slope:+.2f} ± {v.change.stderr:.2f}{'' if v.passes else ' ✗'}"
+            row += ["0" if v.start is None else str(v.start), changed]
+        low, high = _allowed(theory, name, 1, "change")
         row.append(f"{low:g}" if low == high else f"{low:g} to {high:g}")
         lines.append("| " + " | ".join(row) + " |")
     for title, passes in (
@@ -48,118 +143,72 @@ def table(rows: Sequence[Verdict], *, sizes: bool = False) -> str:
         ("pass after the last", lambda v: v.size.passes and v.change.passes),
     ):
         counts = [sum(passes(v) for v in rows if (v.optimizer, v.parametrization) == c) for c in columns]
-        passed = [f"{'| ' if sizes else ''}{n} of {len(tensors)}" for n in counts]
+        passed = [f" | {n} of {len(modules)}" for n in counts]
         lines.append(f"| **{title}** | " + " | ".join(passed) + " | |")
     return "\n".join(lines)
 
 
-def _cell(slope: Slope, passes: bool) -> str:
-    return f"{slope.slope:+.2f} ± {slope.stderr:.2f}{'' if passes else ' ✗'}"
+def draw(readings: Sequence[Reading], rows: Sequence[Verdict], path: Path) -> Path:
+    """Draws changes after the last step against width: a panel per series, a line per module.
 
-
-def _in_order(names: Iterable[str]) -> list[str]:
-    """Orders modules as they come, then tensors as in TENSORS; a model need not have all of them."""
-    present = dict.fromkeys(names)
-    return [name for name in present if name not in TENSORS] + [name for name in TENSORS if name in present]
-
-
-def as_json(head: dict[str, Any], readings: Sequence[Reading], judged: Sequence[Slope]) -> str:
-    """Formats everything for programs: the check's settings, every slope with its verdict, every reading."""
-    tree = {
-        **head,
-        "tensors": {name: asdict(theory_of(name)) for name in _in_order(r.tensor for r in readings)},
-        "slopes": [_plain(asdict(s)) for s in judged],
-        "readings": [_plain(asdict(r)) for r in readings],
-    }
-    return json.dumps(tree) + "\n"
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Rounds numbers to six digits, and turns NaN, which JSON lacks, into null."""
-    return {
-        k: (float(f"{v:.6g}") if math.isfinite(v) else None) if isinstance(v, float) else v
-        for k, v in row.items()
-    }
-
-
-def draw(readings: Sequence[Reading], rows: Sequence[Verdict], optimizer: str, path: Path) -> Path:
-    """Draws changes against width: a panel per parametrization and tensor, a line per step.
-
-    muP promises flat lines. A red title marks a verdict that fails.
+    muP promises flat lines. Red ones fail at some step, and the steepest of them carry their names.
     """
-    parametrizations = list(dict.fromkeys(r.parametrization for r in readings if r.optimizer == optimizer))
-    verdict = {(v.parametrization, v.tensor): v for v in rows if v.optimizer == optimizer}
-    changes: dict[tuple[str, str], dict[int, dict[int, list[float]]]] = defaultdict(
+    last = max(r.step for r in readings)
+    verdicts = {((v.optimizer, v.parametrization), v.tensor): v for v in rows}
+    changes: dict[tuple[str, str], dict[str, dict[int, list[float]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
     )
     for r in readings:
-        if r.optimizer == optimizer and r.step:
-            changes[r.parametrization, r.tensor][r.step][r.width].append(r.change)
-    panels = list(product(parametrizations, _in_order(r.tensor for r in readings)))
-    lines = -(-len(panels) // COLUMNS)
-    # placed by hand: matplotlib's own layout takes ten times as long as drawing so many panels
-    tall = 1.8 * lines + 0.5
-    figure = new_figure(1.6 * COLUMNS, tall, dpi=110, layout=None)
-    places = figure.subplots(lines, COLUMNS, squeeze=False, sharex=True).flatten()
-    figure.subplots_adjust(
-        left=0.04, right=0.995, bottom=0.25 / tall, top=1 - 0.75 / tall, wspace=0.4, hspace=0.45
-    )
-    for i, axes in enumerate(places):
-        axes.set_visible(i < len(panels))
-    for axes, panel in zip(places, panels, strict=False):
-        _draw_tensor(axes, changes[panel], verdict[panel])
-        axes.set_ylabel(panel[0], fontsize=6)
-    places[0].legend(fontsize=4.5, frameon=False)
-    figure.suptitle(f"change of what the model computes, against width, {optimizer}", fontsize=10)
+        series = r.optimizer, r.parametrization
+        if r.step == last and (series, r.tensor) in verdicts:
+            changes[series][r.tensor][r.width].append(r.change)
+    figure = new_figure(4.4 * len(changes), 4.4, dpi=130)
+    figure.suptitle(f"change of every module's output after {last} steps", fontsize=10)
+    widths = sorted({r.width for r in readings})
+    panels = figure.subplots(1, len(changes), squeeze=False, sharey=True).flatten()
+    for axes, (series, modules) in zip(panels, changes.items(), strict=True):
+        red = [v.tensor for at, v in verdicts.items() if at[0] == series and not v.passes]
+        named = sorted(red, key=lambda name: -abs(verdicts[series, name].change.slope))[:LABELS]
+        for name, points in sorted(modules.items(), key=lambda item: item[0] in red):
+            means = [sum(points[width]) / len(points[width]) for width in widths]
+            color = RED if name in red else GRAY
+            axes.plot(widths, means, color=color, marker="o", markersize=2, linewidth=0.9, alpha=0.8)
+            if name in named:
+                axes.annotate(f" {name}", (widths[-1], means[-1]), fontsize=4.5, color=RED)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(widths, [str(width) for width in widths])
+        axes.minorticks_off()
+        axes.set_xlabel("width", fontsize=8)
+        dress(axes, f"{' '.join(series)}: {len(modules) - len(red)} of {len(modules)} pass", size=9)
     return save_figure(figure, path, ADVICE)
 
 
-def _draw_tensor(axes: Any, steps: dict[int, dict[int, list[float]]], v: Verdict) -> None:
-    from matplotlib import colormaps
-
-    for step, points in sorted(steps.items()):
-        xs = sorted(points)
-        ys = [sum(points[x]) / len(points[x]) for x in xs]
-        color = colormaps["viridis"](0.85 * (step - 1) / max(max(steps) - 1, 1))
-        axes.plot(xs, ys, color=color, marker="o", markersize=2, linewidth=1, label=f"step {step}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    low, high = axes.get_ylim()
-    if low > 0 and high / low < 16:
-        # at least four octaves: the noise of a flat line would fill the panel
-        middle = math.sqrt(low * high)
-        axes.set_ylim(middle / 4, middle * 4)
-    axes.minorticks_off()
-    widths = sorted({width for points in steps.values() for width in points})
-    axes.set_xticks(widths, [str(width) for width in widths])
-    axes.tick_params(labelsize=5, length=2)
-    name = v.tensor if len(v.tensor) <= LETTERS else "…" + v.tensor[1 - LETTERS :]
-    title = f"{name}\n{v.change.slope:+.2f} ± {v.change.stderr:.2f}"
-    axes.set_title(title, fontsize=7, color="black" if v.passes else RED)
-    dress(axes, grid=None)
-
-
-def write(folder: Path, head: dict[str, Any], readings: Sequence[Reading]) -> list[Path]:
-    """Writes coordinates.json, coordinates.md and a picture per optimizer. Returns the pictures."""
-    readings = [restored(_plain(asdict(r))) for r in readings]  # as `write_again` has them
-    judged = slopes(readings)
-    rows = verdicts(judged)
+def write(folder: Path, head: Mapping[str, Any], readings: Sequence[Reading]) -> Path:
+    """Writes coordinates.json: the check's settings, theory, and every reading; then the picture."""
+    rows = [{k: _plain(v) for k, v in asdict(r).items()} for r in readings]
     folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / "coordinates.json", as_json(head, readings, judged), ADVICE)
-    write_file(folder / "coordinates.md", table(rows, sizes="module" in head) + "\n", ADVICE)
-    optimizers = dict.fromkeys(r.optimizer for r in readings)
-    return [draw(readings, rows, name, folder / f"coordinates-{name}.png") for name in optimizers]
+    tree = {**head, "tensors": THEORY, "readings": rows}
+    write_file(folder / "coordinates.json", json.dumps(tree) + "\n", ADVICE)
+    return draw(readings, judge(readings), folder / "coordinates.png")
 
 
-def write_again(folder: Path) -> list[Path]:
-    """Judges the readings in coordinates.json once more, and writes what `write` does."""
-    head = json.loads((folder / "coordinates.json").read_text())
-    rows = head.pop("readings")
-    del head["slopes"], head["tensors"]
-    return write(folder, head, [restored(row) for row in rows])
+def read(folder: Path) -> tuple[list[Reading], Theory] | None:
+    """Reads a folder's coordinates.json, or its .gz, with the theory of its time; None if it has neither."""
+    path = folder / "coordinates.json"
+    packed = path.with_suffix(".json.gz")
+    if not path.is_file() and not packed.is_file():
+        return None
+    tree = json.loads(path.read_text() if path.is_file() else gzip.decompress(packed.read_bytes()))
+    names = [f.name for f in fields(Reading)]
+    rows: list[list[Any]] = [
+        [math.nan if row[name] is None else row[name] for name in names] for row in tree["readings"]
+    ]
+    return [Reading(*row) for row in rows], tree["tensors"]
 
 
-def restored(row: dict[str, Any]) -> Reading:
-    """Returns a reading as JSON has it; readings of old also had quantiles."""
-    values = {f.name: math.nan if row[f.name] is None else row[f.name] for f in fields(Reading)}
-    return Reading(**values)
+def _plain(value: Any) -> Any:
+    """Rounds a number to six digits, and turns NaN, which JSON lacks, into None."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None

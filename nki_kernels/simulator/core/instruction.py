@@ -1,0 +1,304 @@
+"""One instruction while it runs, and the checks that every operand of every instruction passes.
+
+A function of nki.isa is written as what it does with its operands, and `instruction` makes the rest of it:
+
+    @instruction(Engine.vector)
+    def tensor_copy(run, dst, src):              # the caller gives dst and src, and may give name
+        values = run.read("src", src)            # checks the operand, returns its NumPy view
+        out = run.dst("dst", dst)                # checks the destination
+        run.write(out, values)                   # rounds, stores, marks who wrote
+
+What the function returns, a dict or None, are the flags that the cost model needs. The instruction goes into
+the trace behind its last line.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
+
+import numpy as np
+
+from delta_trn.nki_kernels.simulator.core.dtypes import store, to_float32
+from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, StrictError
+from delta_trn.nki_kernels.simulator.core.machine import Engine, Operand, Record, Region, current
+from delta_trn.nki_kernels.simulator.core.memory import (
+    BY_OTHER,
+    ON_CHIP,
+    PSUM,
+    UNWRITTEN,
+    MemoryRegion,
+    NkiTensor,
+)
+from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS
+
+# These cannot write where they read: they carry state from element to element, or move elements.
+NOT_IN_PLACE = (
+    "tensor_tensor_scan", "nc_transpose", "dma_transpose", "tensor_partition_reduce", "nc_n_gather",
+)  # fmt: skip
+
+
+class Instruction:
+    """One instruction while it runs: checks operands, stores results, and appends itself to the trace."""
+
+    __slots__ = ("_latched", "_reads", "_writes", "engine", "index", "machine", "op", "strict", "target")
+
+    def __init__(self, op: str, engine: Engine) -> None:
+        machine = current()
+        self.op = op
+        self.engine = engine
+        self.machine = machine
+        self.target = machine.target
+        self.strict = machine.strict
+        self.index = machine.count
+        machine.count += 1
+        self._reads: list[tuple[str, NkiTensor]] = []
+        self._writes: list[tuple[str, NkiTensor]] = []
+        self._latched: tuple[str, ...] = ("bias",)  # (P, 1) operands, read before the engine streams
+
+    def read(self, role: str, tensor: object, regions: tuple[MemoryRegion, ...] = ON_CHIP) -> np.ndarray:
+        """Check an input operand and return its values."""
+        t = self._operand(role, tensor, regions)
+        storage = t.storage
+        storage.life.last = self.index
+        self._reads.append((role, t))
+        if storage.writer is UNWRITTEN or not isinstance(storage.writer, int):
+            self._check_written(role, t)
+        if t.indirection is not None:
+            flat, where = t.indirection
+            return flat[where]
+        return t.array
+
+    def rows(self, role: str, tensor: NkiTensor) -> np.ndarray:
+        """Check an input operand and return its values in float32, one row per partition."""
+        values = self.read(role, tensor)
+        return to_float32(values).reshape(tensor.shape[0], -1)
+
+    def dst(self, role: str, tensor: object, regions: tuple[MemoryRegion, ...] = ON_CHIP) -> NkiTensor:
+        """Check an output operand and return it."""
+        t = self._operand(role, tensor, regions)
+        if 0 in t.array.strides and t.indirection is None:
+            repeats = any(s == 0 and n > 1 for s, n in zip(t.array.strides, t.shape, strict=True))
+            self.require(not repeats, f"{role} writes through a broadcast view of `{t.name}`")
+        self._writes.append((role, t))
+        return t
+
+    def write(self, dst: NkiTensor, values: np.ndarray, code: int = BY_OTHER) -> None:
+        """Round values to the dtype of `dst`, store them, and mark who wrote them."""
+        if values.shape != dst.array.shape:
+            values = values.reshape(dst.array.shape)
+        store(dst.array, dst.dtype, values)
+        storage = dst.storage
+        if self.strict:
+            for role, source in self._reads:
+                if source.storage is storage and role not in self._latched:
+                    self._check_in_place(dst, role, source)
+        life = storage.life
+        if life.first is None:
+            life.first = self.index
+        life.last = self.index
+        storage.mark(dst.array, code)
+
+    def write_like(self, tensor: object, values: np.ndarray, source: NkiTensor) -> None:
+        """Check that `dst` has the shape of the operand `source`, and write values there."""
+        out = self.dst("dst", tensor)
+        self.same_elements(out, source)
+        self.write(out, values)
+
+    def done(self, flags: dict[str, Any]) -> "Handle":
+        """Append the instruction to the trace, with what the cost model needs as `flags`."""
+        trace = self.machine.trace
+        if trace is not None:
+            reads = tuple(_operand(role, t) for role, t in self._reads)
+            writes = tuple(_operand(role, t) for role, t in self._writes)
+            trace.append(Record(self.index, self.op, self.engine, reads, writes, flags))
+        return HANDLE
+
+    # Checks that instructions share
+
+    def require(self, condition: object, message: str) -> None:
+        """Raise ConstraintError unless the condition holds."""
+        if not condition:
+            raise ConstraintError(f"{self.op} {message}")
+
+    def forbid(self, condition: object, message: str) -> None:
+        """Raise StrictError if the condition holds and checks are strict."""
+        if condition and self.strict:
+            raise StrictError(f"{self.op} {message}")
+
+    def _role(self, tensor: NkiTensor) -> str:
+        return next(role for role, own in (*self._writes, *self._reads) if own is tensor)
+
+    def same_elements(self, a: NkiTensor, b: NkiTensor) -> None:
+        """Require the same partitions and the same number of elements per partition: nothing broadcasts."""
+        if a.shape != b.shape and (a.shape[0] != b.shape[0] or a.size != b.size):
+            raise ConstraintError(
+                f"{self.op} requires {self._role(a)} and {self._role(b)} to have the same partitions and "
+                f"elements per partition, got {a.shape} and {b.shape}; broadcast with .broadcast or a "
+                "stride-0 .ap"
+            )
+
+    def has_dtype(self, role: str, tensor: NkiTensor, *dtypes: str) -> None:
+        """Require one of the dtypes."""
+        if tensor.dtype not in dtypes:
+            *first, last = dtypes
+            names = f"{', '.join(first)} or {last}" if first else last
+            raise ConstraintError(f"{self.op} {role} dtype must be {names}, got {tensor.dtype}")
+
+    def has_columns(self, role: str, tensor: NkiTensor, partitions: int, columns: int = 1) -> None:
+        """Require so many partitions, with so many elements in each."""
+        self.require(
+            tensor.shape[0] == partitions and tensor.size == columns * partitions,
+            f"{role} must have shape ({partitions}, {columns}), got {tensor.shape}",
+        )
+
+    def not_both_in_psum(self, a: NkiTensor, b: NkiTensor) -> None:
+        if self.strict and a.buffer is PSUM and b.buffer is PSUM:
+            raise StrictError(
+                f"{self.op} {self._role(a)} and {self._role(b)} cannot both be in psum; copy one of "
+                f"`{a.name}`, `{b.name}` to sbuf"
+            )
+
+    def needs_generation(self, generation: int, what: str) -> None:
+        """Require a target of this generation or a later one for what the message names."""
+        if self.target.generation < generation:
+            raise ConstraintError(
+                f"{what} needs NeuronCore-v{generation} or newer, the target is {self.target.name} "
+                f"(NeuronCore-v{self.target.generation})"
+            )
+
+    def scalar_operand(self, role: str, value: object, partitions: int, *, bitvec: bool = False) -> Any:
+        """Return a number as it is, and a (P, 1) tile so that it broadcasts along the free axis."""
+        if not isinstance(value, NkiTensor):
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+                raise TypeError(
+                    f"{self.op} {role} must be a number or a (P, 1) tile, got {type(value).__name__}"
+                )
+            return int(value) if bitvec else np.float32(value)
+        values = self.read(role, value)
+        self._latched += (role,)
+        self.require(
+            value.shape[0] == partitions and value.size == partitions,
+            f"{role} must be a number or a tile of shape ({partitions}, 1), got {value.shape}",
+        )
+        self.forbid(
+            not bitvec and value.dtype != "float32", f"{role} dtype must be float32, got {value.dtype}"
+        )
+        return values.reshape(partitions, 1)
+
+    def _operand(self, role: str, tensor: object, regions: tuple[MemoryRegion, ...]) -> NkiTensor:
+        if not isinstance(tensor, NkiTensor):
+            raise TypeError(f"{self.op} {role} must be a tensor, got {type(tensor).__name__}")
+        if tensor.buffer not in regions:
+            allowed = [r.value for r in regions]
+            raise ConstraintError(f"{self.op} {role} must be in {allowed}, got {tensor.buffer.value}")
+        if tensor.form:
+            self.machine.refuse(tensor.form, f"{self.op} {role} `{tensor.name}` {tensor.shape}")
+        if tensor.on_chip:
+            n = tensor.shape[0]
+            self.require(n <= PARTITIONS, f"{role} partition dimension {n} exceeds maximum {PARTITIONS}")
+            if self.engine is not Engine.dma and self.strict:
+                if tensor.partition:
+                    self._check_start(role, tensor)
+                far = self.engine is Engine.gpsimd and tensor.buffer is PSUM
+                self.forbid(far, f"{role} is in psum, which the GpSimd engine cannot access")
+                if tensor.array.ndim > 5:
+                    self._check_rank(role, tensor)
+        return tensor
+
+    def _check_in_place(self, dst: NkiTensor, role: str, source: NkiTensor) -> None:
+        a, b = dst.array, source.array
+        same = a.strides == b.strides and a.shape == b.shape and dst.offset == source.offset
+        if same and self.op not in NOT_IN_PLACE:
+            return
+        if dst.indirection is None and source.indirection is None and np.shares_memory(a, b):
+            how = "in place" if same else "at another position"
+            raise StrictError(
+                f"{self.op} dst overlaps {role} of `{source.name}` {how}; the engine streams "
+                "and would read what it has overwritten, use a separate tile"
+            )
+
+    def _check_start(self, role: str, tensor: NkiTensor) -> None:
+        n, start = tensor.shape[0], tensor.partition
+        legal = (0,) if n > 64 else (0, 64) if n > 32 else (0, 32, 64, 96)
+        self.forbid(
+            start not in legal,
+            f"{role} `{tensor.name}` starts at partition {start}; {n} partitions may start at "
+            f"{' or '.join(map(str, legal))} only",
+        )
+
+    def _check_rank(self, role: str, tensor: NkiTensor) -> None:
+        free, axes = tensor.array, 0
+        previous = None
+        for count, stride in zip(free.shape[1:], free.strides[1:], strict=True):
+            if count == 1:
+                continue
+            axes += previous is None or previous != stride * count
+            previous = stride
+        self.forbid(axes > 4, f"{role} access pattern has {axes} free dimensions, the limit is 4")
+
+    def _check_written(self, role: str, tensor: NkiTensor) -> None:
+        if tensor.indirection is not None:
+            return
+        codes = tensor.storage.writers(tensor.array)
+        if isinstance(codes, int):
+            self.forbid(
+                codes == UNWRITTEN,
+                f"{role} reads `{tensor.name}` {tensor.shape}, which no instruction has written",
+            )
+        elif (codes == UNWRITTEN).any():
+            where = tuple(int(i) for i in np.argwhere(codes == UNWRITTEN)[0])
+            self.machine.partial_reads.append(
+                f"instruction {self.index}, {self.op} {role}, reads `{tensor.name}` at {list(where)}"
+            )
+
+
+class Handle:
+    """What an instruction returns. NKI schedules by it; here instructions run in program order anyway."""
+
+    def depends_on(self, *producers: object) -> "Handle":
+        return self
+
+
+HANDLE = Handle()
+P = ParamSpec("P")
+
+
+def instruction(
+    engine: Engine,
+) -> Callable[[Callable[Concatenate[Instruction, P], dict[str, Any] | None]], Callable[P, Handle]]:
+    """Decorate a function of nki.isa; `engine` runs it unless the function names another one."""
+
+    def decorate(
+        body: Callable[Concatenate[Instruction, P], dict[str, Any] | None],
+    ) -> Callable[P, Handle]:
+        @functools.wraps(body)
+        def issue(*operands: P.args, **options: P.kwargs) -> Handle:
+            options.pop("name", None)
+            run = Instruction(body.__name__, engine)
+            return run.done(body(run, *operands, **options) or {})
+
+        return issue
+
+    return decorate
+
+
+def _operand(role: str, tensor: NkiTensor) -> Operand:
+    """Describe an operand for the trace; what a gather or scatter touches counts as the whole storage."""
+    array, unit = tensor.array, tensor.array.itemsize
+    shape, number = array.shape, tensor.storage.number
+    start = tensor.offset * unit if tensor.indirection is None else 0
+    first = 1 if tensor.on_chip else 0
+    reach = sum(s * (n - 1) for s, n in zip(array.strides[first:], shape[first:], strict=True)) + unit
+    if tensor.on_chip:
+        low = start % tensor.storage.free_bytes
+        region = Region(number, (tensor.partition, tensor.partition + shape[0]), (low, low + reach))
+    elif tensor.indirection is not None:
+        region = Region(number, (0, 1), (0, tensor.storage.base.nbytes))
+    else:
+        region = Region(number, (0, 1), (start, start + reach))
+    run = unit
+    for axis in range(array.ndim - 1, first - 1, -1):
+        if shape[axis] > 1 and array.strides[axis] != run:
+            break
+        run *= shape[axis]
+    return Operand(role, tensor.name, shape, tensor.dtype, tensor.buffer, region, run)

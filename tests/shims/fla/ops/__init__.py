@@ -1,1 +1,0 @@
-"""Empty, as a package needs it."""
