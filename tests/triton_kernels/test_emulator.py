@@ -37,7 +37,7 @@ def distance(x, exact):
 
 @pytest.fixture(params=[(1, 1), (0, 0)], ids=["late", "early"])
 def checked(request):
-    """Runs a test's kernels at the latest and at the earliest time, with all checks, and expects no report."""
+    """Runs a test's kernels at the latest or the earliest time, all checks on, and expects no report."""
     copies, products = request.param
     with driver.options(check=1, late_copies=copies, late_products=products) as reports:
         yield
@@ -196,11 +196,6 @@ def test_products_in_pipelined_loops(dtype, warps, tolerance, stages, checked):
     assert loop(dtype=dtype, warps=warps, stages=stages) < tolerance
 
 
-def test_rough_sums_and_approximations_are_off_by_little(checked):
-    with driver.options(rough=1):
-        assert 1e-9 < loop() < 1e-5
-
-
 @pytest.mark.parametrize(("order", "quantum"), ORDERS)
 @pytest.mark.parametrize("times", TIMES, ids=lambda times: "".join(map(str, times.values())))
 def test_no_order_of_warps_and_no_legal_time_changes_a_bit(times, order, quantum):
@@ -220,21 +215,25 @@ def test_a_pipelined_tile_that_is_multiplied_and_read_loses_a_race():
     assert not reports
 
 
-@pytest.fixture(scope="module")
-def launched():
-    """Returns loop_kernel as it was launched, and its arguments."""
+def launched(call):
+    """Returns the function of a kernel that `call` launches, and the arguments."""
     kept = []
-    call = driver.Function.__call__
+    run = driver.Function.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            driver.Function, "__call__", lambda *arguments: kept.append(arguments) or call(*arguments)
-        )
-        loop()
+        patch.setattr(driver.Function, "__call__", lambda *given: kept.append(given) or run(*given))
+        call()
     return kept[0]
 
 
+def without(function, place):
+    """Returns a function without the piece of its PTX that a pattern has found."""
+    text = function.text[: place.start()] + function.text[place.end() :]
+    return driver.Function(text, function.shared)
+
+
+BARRIER = r"\tbar\.sync \t0;"
 WAITS = {
-    "bar.sync": (r"\tbar\.sync \t0;", {0}),  # the first of two of the prologue
+    "bar.sync": (BARRIER, {0}),  # the first of two of the prologue
     "fence.proxy.async": (r"\tfence\.proxy\.async\.shared::cta;", set()),
     "cp.async.wait_group": (r"\tcp\.async\.wait_group \t\d+;", set()),
     "wgmma.wait_group": (r"\twgmma\.wait_group\.sync\.aligned \d+;", set()),
@@ -243,63 +242,58 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_each_wait_that_is_taken_out_is_reported(name, launched):
+def test_each_wait_that_is_taken_out_is_reported(name):
     """But for those that others make superfluous."""
-    function, *arguments = launched
+    function, *arguments = launched(loop)
     pattern, superfluous = WAITS[name]
     places = list(re.finditer(pattern, function.text))
     assert places
     unseen = set()
     for n, place in enumerate(places):
-        without = driver.Function(
-            function.text[: place.start()] + function.text[place.end() :], function.shared
-        )
         with driver.options(check=1) as reports:
-            without(*arguments)
+            without(function, place)(*arguments)
         if not reports:
             unseen.add(n)
     assert unseen == superfluous
 
 
-def test_softmax_without_its_barrier_is_reported(monkeypatch):
+def test_softmax_without_its_barrier_is_reported():
     """A warp may write the gradient over the logit of the target before another has read it."""
-    z, goal, keep = 3 * normal(4, 300), torch.tensor([0, 7, 150, 299]), torch.ones(4)
-
-    def losses():
-        loss = torch.empty(4)
-        cross_entropy.softmax_(z.clone(), goal, keep, loss, gradient=True)
-        return loss
-
-    exact = losses()
-    kernel = next(k for k in cross_entropy.softmax_kernel.device_caches[0][0].values())
-    text = kernel.function.text
-    last = [place for place in re.finditer(r"\tbar\.sync \t0;", text)][-1]
-    changed = driver.Function(text[: last.start()] + text[last.end() :], kernel.function.shared)
-    monkeypatch.setattr(kernel, "function", changed)
-    with driver.options(check=1) as reports:
-        losses()
+    z, goal, keep, loss = 3 * normal(4, 300), torch.tensor([0, 7, 150, 299]), torch.ones(4), torch.empty(4)
+    function, grid, warps, types, values = launched(
+        lambda: cross_entropy.softmax_(z.clone(), goal, keep, loss, gradient=True)
+    )
+    right = loss.clone()
+    changed = without(function, list(re.finditer(BARRIER, function.text))[-1])
+    with driver.options(check=1, order=1) as reports:
+        changed(grid, warps, types, [z.clone(), *values[1:]])
     assert any(report.startswith("race in a tensor") for report in reports)
-    with driver.options(order=1):
-        assert not torch.allclose(losses(), exact)
+    assert not torch.allclose(loss, right)
 
 
 @triton.jit
-def wild_kernel(x, o, offset, WHEN: tl.constexpr):
+def wild_kernel(x, o, offset):
     i = tl.arange(0, 128)
     tl.store(o + i, tl.load(x + offset + i))
 
 
-@pytest.mark.parametrize(("offset", "n", "kind"), [(1, 128, "out of bounds"), (-4, 128, "out of bounds")])
-def test_an_access_outside_of_every_tensor_raises(offset, n, kind):
-    """Also beside a tensor in the same storage."""
-    whole = normal(n + 16)
-    with pytest.raises(driver.Reported, match=rf"{kind}.*reads \d+ bytes, .* argument 0"):
-        wild_kernel[(1,)](whole[8 : 8 + n], torch.empty(n), offset, WHEN=0)
+@pytest.mark.parametrize("offset", [1, -4])
+def test_an_access_outside_of_every_tensor_raises(offset):
+    """Also where it is beside a tensor in the same storage."""
+    whole = normal(144)
+    with pytest.raises(driver.Reported, match=r"out of bounds.*reads \d+ bytes, .* tensor 0"):
+        wild_kernel[(1,)](whole[8:136], torch.empty(128), offset)
 
 
-@pytest.mark.parametrize("statement", ["mbarrier.init.shared.b64 [%r1], 1;", "atom.global.add.f32 %r1, [%rd1], %r1;",
-                                       "add.rn.f16x3 %r1, %r1, %r1;", "ld.local.b32 %r1, [%rd1];"])  # fmt: skip
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "mbarrier.init.shared.b64 [%r1], 1;",
+        "atom.global.add.f32 %r1, [%rd1], %r1;",
+        "ld.local.b32 %r1, [%rd1];",
+    ],
+)
 def test_an_unknown_instruction_is_refused_by_name(statement):
     text = f".visible .entry k(\n)\n{{\n.reg .b32 %r<3>;\n.reg .b64 %rd<3>;\n{statement}\nret;\n}}\n"
-    with pytest.raises(Unsupported, match=statement.split()[0].replace(".rn", "(.rn)?")):
+    with pytest.raises(Unsupported, match=statement.split()[0]):
         decode(text, driver.find)

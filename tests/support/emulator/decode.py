@@ -1,31 +1,26 @@
 """Decodes PTX into the list of instructions that emulator.cpp executes.
 
-A register is a slot of 32 words, of 64 bits two of them; a constant is a register that is filled at the start.
-What is not understood raises Unsupported, which names the instruction.
+A register is a slot of 32 words, of 64 bits two of them; a constant is a register that is filled once. What
+is not understood raises Unsupported, which names the instruction.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 WINDOW = 1024  # of machine.h
+FIELDS = "op line guard negated args list count written writes read reads value"
 INSTRUCTION = np.dtype(
-    [(name, "i4") for name in ("op", "line", "guard", "negated")]
-    + [("args", "i4", 8)]
-    + [(name, "i4") for name in ("list", "count", "written", "writes", "read", "reads")]
-    + [("value", "i8")],
+    [(name, "i8" if name == "value" else "i4", 8 if name == "args" else ()) for name in FIELDS.split()],
     align=True,
 )
-SPECIAL = {
-    f"%{name}.{axis}": 3 * i + j
-    for i, name in enumerate(("tid", "ctaid", "ntid", "nctaid"))
-    for j, axis in enumerate("xyz")
-} | {"%laneid": 12, "%warpid": 13}
+# These registers are the first slots, see run_block in emulator.cpp.
+SPECIAL = [f"%{name}.{axis}" for name in ("tid", "ctaid", "ntid", "nctaid") for axis in "xyz"]
+SPECIAL += ["%laneid", "%warpid"]
 PRODUCT_TYPES = {"bf16": 0, "f16": 1, "tf32": 2}  # as in products.h
 # They order nothing that the emulator leaves unordered: lanes of a warp, and the memory of one block.
 IGNORED = {"bar.warp.sync", "membar.cta", "membar.gl", "fence.acq_rel.cta", "fence.sc.cta"}
@@ -44,18 +39,14 @@ def size_of(kind: str) -> int:
 class Kernel:
     """A decoded kernel.
 
-    params      bytes of each parameter, and where it begins
-    constants   slot, value and whether it has 64 bits, of each
-    sources     PTX line -> "file:line" of the Python that it comes from
+    constants   slot, value and whether it has 64 bits, of each; parameters are the first, without a value
     """
 
     name: str
-    params: list[tuple[int, int]]
     code: np.ndarray
     pool: np.ndarray
     constants: np.ndarray
     slots: int
-    sources: dict[int, str]
 
 
 def split(text: str) -> list[str]:
@@ -68,11 +59,11 @@ class Decoder:
 
     def __init__(self, find: Callable[[str], tuple[int, str]]) -> None:
         self.find = find
-        self.slots, self.line = 0, 0
-        self.scopes: list[dict[str, tuple[int, int]]] = [{}]  # register -> slot, bytes
+        self.slots, self.line = len(SPECIAL), 0
+        # register -> slot, bytes
+        self.scopes = [{name: (slot, 4) for slot, name in enumerate(SPECIAL)}]
         self.constants: dict[tuple[int, bool], int] = {}
         self.symbols: dict[str, int] = {}
-        self.params: dict[str, tuple[int, int]] = {}
         self.rows: list[tuple] = []
         self.pool: list[int] = []
         self.labels: dict[str, int] = {}
@@ -114,13 +105,8 @@ class Decoder:
             return known[0]
         if text in self.symbols:
             return self.constant(self.symbols[text], size)
-        if match := re.fullmatch(r"0[fFdD]([0-9A-Fa-f]{8,16})", text):
-            bits = int(match[1], 16)
-            if len(match[1]) == 16 and size == 4:
-                bits = struct.unpack(
-                    "<I", struct.pack("<f", struct.unpack("<d", struct.pack("<Q", bits))[0])
-                )[0]
-            return self.constant(bits, size)
+        if match := re.fullmatch(rf"0[fFdD]([0-9A-Fa-f]{{{2 * size}}})", text):
+            return self.constant(int(match[1], 16), size)
         if not re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)U?", text):
             raise self.refuse(f"the operand {text}")
         return self.constant(int(text.rstrip("U"), 0), size)
@@ -196,43 +182,37 @@ class Decoder:
         self.lanes(parts, a)
 
     def _mov(self, parts: list[str], a: list[str]) -> None:
-        size = size_of(parts[-1])
-        if a[1] in SPECIAL:
-            slot = self.operand(a[0], size)
-            return self.emit("special", [slot], value=SPECIAL[a[1]], writes=[slot])
-        for name, whole, parted in (("pack", a[0], a[1]), ("unpack", a[1], a[0])):
-            if parted.startswith("{"):
-                count = len(split(parted[1:-1]))
-                slots, one = self.vector(parted, size // count), [self.operand(whole, size)]
-                order = [*one, *slots] if name == "pack" else [*slots, *one]
-                writes, reads = (one, slots) if name == "pack" else (slots, one)
-                return self.emit(name, [size // count], order, writes=writes, reads=reads)
-        return self.lanes(parts, a)
+        """A vector in braces is packed into a register, or is its parts."""
+        if a[1].startswith("{"):
+            vector = split(a[1][1:-1])
+            self.lanes(["pack", str(len(vector)), parts[1]], [a[0], *vector])
+        elif a[0].startswith("{"):
+            vector = split(a[0][1:-1])
+            for i, part in enumerate(vector):
+                if part != "_":
+                    self.lanes(["part", str(len(vector)), parts[1]], [part, a[1], str(i)])
+        else:
+            self.lanes(parts, a)
 
-    def _ld(self, parts: list[str], a: list[str]) -> None:
-        self._access("ld", parts, a[0], a[1])
-
-    def _st(self, parts: list[str], a: list[str]) -> None:
-        self._access("st", parts, a[1], a[0])
-
-    def _access(self, head: str, parts: list[str], registers: str, place: str) -> None:
-        known = {"global": "global", "shared": "shared", "shared::cta": "shared", "param": "param"}
-        space = next((known[part] for part in parts if part in known), None)
-        if space is None or "relaxed" in parts or "acquire" in parts or "release" in parts:
-            raise self.refuse(".".join(parts))
-        size, signed = size_of(parts[-1]), int(parts[-1][0] == "s")
+    def _access(self, parts: list[str], a: list[str]) -> None:
+        head, (registers, place) = parts[0], a if parts[0] == "ld" else a[::-1]
         base, offset = self.address(place)
-        names = split(registers.strip("{} "))
-        wide = max(self.register(x)[1] if self.register(x) else size for x in names) == 8  # pyright: ignore
-        if head == "st" and wide != (size == 8):
-            raise self.refuse(f"{'.'.join(parts)} of wider registers")
-        slots = [self.operand(x, 8 if wide else 4) for x in names]
-        args = [-1, size, signed, int(wide)]
-        if space == "param":
-            return self.emit("ld.param", args, slots, self.params[base][1] + offset, writes=slots)
-        args[0] = self.operand(base, 8 if space == "global" else 4)
-        reads = args[:1] if head == "ld" else [args[0], *slots]
-        self.emit(f"{head}.{space}", args, slots, offset, slots if head == "ld" else (), reads)
+        if parts[1] == "param":  # it is a register of 64 bits, its sign extended
+            known = self.register(registers)
+            if not known or offset or (known[1] == 8 and parts[2] not in ("b64", "u64", "s64", "s32")):
+                raise self.refuse(".".join(parts))
+            mov = {8: ["mov", "b64"], 4: ["cvt", "u32", "u64"], 2: ["cvt", "u16", "u64"]}[known[1]]
+            return self.lanes(mov, [registers, base])
+        space = {"global", "shared"} & {part.partition("::")[0] for part in parts}
+        if not space or {"relaxed", "acquire", "release"} & {*parts} or parts[-1][0] != "b":
+            raise self.refuse(".".join(parts))
+        size = size_of(parts[-1])
+        slots = self.vector(registers, size)
+        args = [self.operand(base, 8 if space == {"global"} else 4), size]
+        loads, reads = (slots, args[:1]) if head == "ld" else ([], [args[0], *slots])
+        return self.emit(f"{head}.{space.pop()}", args, slots, offset, loads, reads)
+
+    _ld = _st = _access
 
     def _cp(self, parts: list[str], a: list[str]) -> None:
         if parts[1] != "async" or parts[2] not in ("commit_group", "wait_group", "wait_all", "ca", "cg"):
@@ -249,14 +229,15 @@ class Decoder:
         if parts[1] in ("fence", "commit_group", "wait_group"):
             return self.emit(f"wgmma.{parts[1]}", value=int(a[0], 0) if a else 0)
         shape = re.fullmatch(r"m64n(\d+)k(\d+)", parts[4])
-        if not shape or parts[5] != "f32" or parts[6] != parts[7] or parts[6] not in PRODUCT_TYPES:
+        known = parts[5] == "f32" and parts[6] == parts[7] and parts[6] in PRODUCT_TYPES
+        if not shape or not known or a[4:6] != ["1", "1"]:
             raise self.refuse(".".join(parts))
         total = self.vector(a[0], 4)
         left = self.vector(a[1], 4) if a[1].startswith("{") else []
         slots = [-1 if left else self.operand(a[1], 8), self.operand(a[2], 8), self.operand(a[3], 4)]
         turned = [int(x) for x in a[6:]]  # A's flag is there only where A is in shared memory
         flags = 0 if not turned else turned[-1] << 1 | (turned[0] if len(turned) > 1 else 0)
-        args = [*slots, PRODUCT_TYPES[parts[6]], int(shape[1]), flags, int(a[4]), int(a[5])]
+        args = [*slots, PRODUCT_TYPES[parts[6]], int(shape[1]), flags]
         return self.emit("wgmma", args, [*total, *left], int(shape[2]), total, [*left, *slots])
 
     def _mma(self, parts: list[str], a: list[str]) -> None:
@@ -268,20 +249,17 @@ class Decoder:
         sources = [slot for vector in given for slot in vector]
         self.emit("mma", [PRODUCT_TYPES[types[1]]], [*d, *sources], int(shape[1]), d, sources)
 
-    def _ldmatrix(self, parts: list[str], a: list[str]) -> None:
-        self._matrices(parts, a[0], a[1])
-
-    def _stmatrix(self, parts: list[str], a: list[str]) -> None:
-        self._matrices(parts, a[1], a[0])
-
-    def _matrices(self, parts: list[str], registers: str, place: str) -> None:
+    def _matrices(self, parts: list[str], a: list[str]) -> None:
         if "m8n8" not in parts or parts[-1] != "b16":
             raise self.refuse(".".join(parts))
+        loads = parts[0] == "ldmatrix"
+        registers, place = a if loads else a[::-1]
         base, offset = self.address(place)
         where, slots = self.operand(base, 4), self.vector(registers, 4)
-        loads = parts[0] == "ldmatrix"
         reads = [where] if loads else [where, *slots]
         self.emit(parts[0], [where, int("trans" in parts)], slots, offset, slots if loads else (), reads)
+
+    _ldmatrix = _stmatrix = _matrices
 
     def _shfl(self, parts: list[str], a: list[str]) -> None:
         to, _, inside = a[0].partition("|")
@@ -296,26 +274,16 @@ def decode(text: str, find: Callable[[str], tuple[int, str]]) -> Kernel:
     head, name, declared, body = re.split(r"\.entry\s+(\w+)\s*\(([^)]*)\)", text, maxsplit=1)
     for symbol in re.findall(r"\.extern \.shared .*? (\w+)\[\]", head):
         d.symbols[symbol] = WINDOW
-    at = 0
-    for kind, param in re.findall(r"\.param\s+\.(\w+)\s+(?:\.ptr\s+\S+\s+\.align\s+\d+\s+)?(\w+)", declared):
-        size = size_of(kind)
-        at = -(-at // size) * size
-        d.params[param] = (size, at)
-        at += size
-    files = dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text))
-    sources: dict[int, str] = {}
-    place = ""
+    params = re.findall(r"\.param\s+\.\w+\s+(?:\.ptr\s+\S+\s+\.align\s+\d+\s+)?(\w+)", declared)
+    for param in params:
+        d.scopes[0][param] = (d.allot(True), 8)
     first = text[: len(text) - len(body)].count("\n") + 1
     for number, raw in enumerate(body.split("\n"), first):
         line, d.line = raw.partition("//")[0].strip(), number
-        if match := re.match(r"\.loc\s+(\d+)\s+(\d+)", line):
-            place = f"{files.get(match[1], '?').rpartition('/')[2]}:{match[2]}"
-            continue
-        sources[number] = place
         if match := re.fullmatch(r"(\$?[\w$]+):", line):
             d.labels[match[1]] = len(d.rows)
             continue
-        if re.match(r"\.(file|pragma|section|branchtargets|\w*ntid|min|max)", line):
+        if re.match(r"\.(loc|file|pragma|section|branchtargets|\w*ntid|min|max)", line):
             continue
         for part in filter(None, (x and x.strip() for x in re.split(r"(^[{}]|[{}]$)|;", line))):
             if part == "{":
@@ -333,9 +301,8 @@ def decode(text: str, find: Callable[[str], tuple[int, str]]) -> Kernel:
     code = np.array(d.rows, INSTRUCTION)
     for i, label in d.jumps:
         code[i]["value"] = d.labels[label]
-    constants = np.array(
-        [(slot, *key) for key, slot in d.constants.items()], [("slot", "i4"), ("value", "u8"), ("wide", "i4")]
-    )
-    return Kernel(
-        name, list(d.params.values()), code, np.array(d.pool, np.int32), constants, d.slots, sources
-    )
+    known = [(d.scopes[0][param][0], 0, 1) for param in params] + [
+        (slot, *key) for key, slot in d.constants.items()
+    ]
+    constants = np.array(known, [("slot", "i4"), ("value", "u8"), ("wide", "i4")])
+    return Kernel(name, code, np.array(d.pool, np.int32), constants, d.slots)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from delta_trn.backends import compiler, dispatch
 from tests.support.emulator.decode import Unsupported, decode
 
 SHARED_BYTES = 232448  # of a block, at most, as on an H100
-FORMATS = {"i1": "b", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q",
-           "u64": "Q", "fp16": "e", "fp32": "f", "fp64": "d"}  # fmt: skip
+FLOATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d"}
 
 
 class Options(ctypes.Structure):
@@ -37,50 +36,35 @@ class Options(ctypes.Structure):
     late_products   wgmma likewise
     order           of warps: 0 ascending, 1 descending, 2 shuffled at every turn
     quantum         instructions before a warp yields to the next; 0: it runs until it waits
-    rough           sums cut off as tensor cores do, approximations off by a last digit at random
     """
 
-    _fields_ = [(name, ctypes.c_int32) for name in
-                ("check", "late_copies", "late_products", "order", "quantum", "rough")]  # fmt: skip
+    _fields_ = [
+        (name, ctypes.c_int32) for name in ("check", "late_copies", "late_products", "order", "quantum")
+    ]
 
 
-OPTIONS = Options(late_copies=1, late_products=1)
+class Reported(RuntimeError):
+    """A launch did what no kernel may; the message says what."""
+
+
+_options = Options(late_copies=1, late_products=1)
+_reports: list[str] | None = None
 
 
 @contextmanager
 def options(**changed: int) -> Iterator[list[str]]:
     """Changes the options for a block. Gives a list to which reports are added, in place of raising."""
-    global _kept
-    before, kept = {name: getattr(OPTIONS, name) for name in changed}, _kept
-    _kept = []
+    global _reports
+    before = {name: getattr(_options, name) for name in changed}, _reports
+    _reports = []
     for name, value in changed.items():
-        setattr(OPTIONS, name, value)
+        setattr(_options, name, value)
     try:
-        yield _kept
+        yield _reports
     finally:
-        for name, value in before.items():
-            setattr(OPTIONS, name, value)
-        _kept = kept
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What one launch was, and what it did that no kernel may."""
-
-    kernel: str
-    grid: tuple[int, ...]
-    warps: int
-    seconds: float
-    instructions: int
-    reports: list[str] = field(default_factory=list)
-
-
-launches: list[Launch] = []  # those since it was last cleared
-_kept: list[str] | None = None
-
-
-class Reported(RuntimeError):
-    """A launch did what no kernel may; the message says what."""
+        for name, value in before[0].items():
+            setattr(_options, name, value)
+        _reports = before[1]
 
 
 @cache
@@ -93,21 +77,12 @@ def library() -> compiler.Library:
     return loaded
 
 
-def _functions() -> ctypes.CDLL:
-    functions = library().functions
-    assert functions is not None, library().note
-    return functions
-
-
 @cache
 def find(name: str) -> tuple[int, str]:
     """Returns number and sizes of one of the emulator's operations; -1: it knows none of that name."""
     sizes = ctypes.create_string_buffer(16)
-    return _functions().emulator_operation(name.encode(), sizes, len(sizes)), sizes.value.decode()
-
-
-def _pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return array.ctypes.data_as(ctypes.c_void_p)
+    number = library().functions.emulator_operation(name.encode(), sizes, len(sizes))
+    return number, sizes.value.decode()
 
 
 class Function:
@@ -116,69 +91,48 @@ class Function:
     def __init__(self, text: str, shared: int) -> None:
         self.text, self.shared = text, shared
         self.kernel = k = decode(text, find)
-        columns = [np.ascontiguousarray(k.constants[name]) for name in ("value", "slot", "wide")]
-        self.program = ctypes.c_void_p(
-            _functions().emulator_program(
-                _pointer(k.code), len(k.code), _pointer(k.pool), len(k.pool), *map(_pointer, columns),
-                len(k.constants), k.slots,
-            )
-        )  # fmt: skip
+        constants = [np.ascontiguousarray(k.constants[name]) for name in ("value", "slot", "wide")]
+        arrays = [array.ctypes.data_as(ctypes.c_void_p) for array in (k.code, k.pool, *constants)]
+        sizes = len(k.code), len(k.pool), len(k.constants), k.slots
+        self.program = ctypes.c_void_p(library().functions.emulator_program(*arrays, *sizes))
 
     def __call__(self, grid: Sequence[int], warps: int, types: Sequence[str], values: Sequence[Any]) -> None:
-        """Runs a grid on arguments of Triton's types, such as *bf16 or i32."""
-        k = self.kernel
-        params = bytearray(sum(k.params[-1]) if k.params else 1)
-        ranges = []
-        for (_, at), kind, value in zip(k.params, types, values, strict=False):
+        """Runs a grid on arguments of Triton's types, such as *bf16 or i32. Raises Reported."""
+        params, ranges = [], []  # numbers of 64 bits
+        for kind, value in zip(types, values, strict=True):
             if kind[0] == "*":
-                address = value.data_ptr() if hasattr(value, "data_ptr") else int(value or 0)
-                ranges += [address, address + _extent(value)] if hasattr(value, "data_ptr") else [0, 0]
-                struct.pack_into("<Q", params, at, address)
+                value = (value.data_ptr(), _extent(value)) if isinstance(value, torch.Tensor) else (0, 0)
+                ranges += [value[0], sum(value)]
+                value = value[0]
             elif kind == "bf16":
-                params[at : at + 2] = struct.pack("<f", torch.tensor(value).bfloat16().item())[2:]
-            else:
-                struct.pack_into("<" + FORMATS[kind], params, at, value)
-        text, executed = ctypes.create_string_buffer(1 << 16), ctypes.c_uint64()
-        start = time.perf_counter()
-        _functions().emulator_launch(
-            self.program, (ctypes.c_uint32 * 3)(*grid), warps, self.shared, bytes(params),
-            (ctypes.c_uint64 * len(ranges))(*ranges), len(ranges) // 2, ctypes.byref(OPTIONS),
-            ctypes.c_uint64(len(launches)), text, len(text), ctypes.byref(executed),
+                value = torch.tensor(value).bfloat16().view(torch.uint16).item()
+            elif kind in FLOATS:
+                value = int.from_bytes(struct.pack(FLOATS[kind], value), "little")
+            params.append(int(value))
+        text = ctypes.create_string_buffer(1 << 16)
+        arrays = [(ctypes.c_uint64 * len(numbers))(*numbers) for numbers in (params, ranges)]
+        library().functions.emulator_launch(
+            self.program, (ctypes.c_uint32 * 3)(*grid), warps, self.shared, arrays[0], len(params),
+            arrays[1], len(ranges) // 2, ctypes.byref(_options), text, len(text),
         )  # fmt: skip
-        seconds = time.perf_counter() - start
         reports = [self._explain(line) for line in text.value.decode().splitlines()]
-        launches.append(Launch(k.name, tuple(grid), warps, seconds, executed.value, reports))
-        if _kept is not None:
-            _kept.extend(reports)
+        if _reports is not None:
+            _reports.extend(reports)
         elif reports:
             raise Reported("\n".join(reports[:8]))
 
     def _explain(self, report: str) -> str:
         kind, line, text, times = report.split("\t")
-        place = f"{self.kernel.sources.get(int(line), '?')}, PTX line {line}"
-        return f"{kind} in {self.kernel.name} ({place}): {text} ({times} times)"
+        above = "\n".join(self.text.split("\n")[: int(line)])
+        place = re.findall(r"\.loc\s.*// (\S+)", above)[-1:]  # the line of Python
+        where = ", ".join([*place, f"PTX line {line}"])
+        return f"{kind} in {self.kernel.name} ({where}): {text} ({times} times)"
 
 
 def _extent(x: torch.Tensor) -> int:
     """Returns the bytes from a tensor's first element to the end of its last."""
-    if not x.numel():
-        return 0
-    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
-
-
-class _Utils:
-    """What Triton's compiler asks a driver for."""
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
-        return None, Function(binary.decode(), shared), 0, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {
-            "max_shared_mem": SHARED_BYTES,
-            "multiprocessor_count": 132,
-            "warpSize": 32,
-            "max_num_regs": 65536,
-        }
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size() if x.numel() else 0
 
 
 class _Launcher:
@@ -193,14 +147,20 @@ class _Launcher:
 
 
 class _Driver(DriverBase):
-    """The emulator as Triton's device."""
+    """The emulator as Triton's device, and what Triton's compiler asks about it."""
 
     launcher_cls = _Launcher
 
     def __init__(self) -> None:
-        self.utils = _Utils()
+        self.utils = self
         self.get_current_device = self.get_current_stream = lambda *device: 0
         self.set_current_device = lambda device: None
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
+        return None, Function(binary.decode(), shared), 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "warpSize": 32}
 
     @classmethod
     def is_active(cls) -> bool:
@@ -211,9 +171,6 @@ class _Driver(DriverBase):
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
-
-    def get_device_interface(self) -> Any:
-        return torch.cpu
 
     def map_python_to_cpp_type(self, ty: str) -> str:
         return ty

@@ -40,7 +40,7 @@ static void arrive(Warp &w, const Instruction &x, bool all) {
 static void run(Warp &w) {
     Launch &l = *w.launch;
     const Instruction *code = l.program->code.data();
-    const s32 product = numbers["wgmma"];
+    static const s32 product = numbers["wgmma"];
     s32 left = l.options.quantum ? l.options.quantum : std::numeric_limits<s32>::max();
     while (!w.strands.empty()) {
         if (w.strands.size() > 1) merge(w.strands);
@@ -54,7 +54,6 @@ static void run(Warp &w) {
                 break;
             }
             left--;
-            l.executed++;
             const Instruction &x = code[s.at];
             w.mask = s.mask;
             if (x.guard >= 0) w.mask &= x.negated ? ~w.lanes_where(x.guard) : w.lanes_where(x.guard);
@@ -65,10 +64,10 @@ static void run(Warp &w) {
             case BRANCH:
                 if (others) {
                     w.strands.push_back({s.at, others});
-                    w.strands.push_back({static_cast<s32>(x.value), w.mask});
+                    w.strands.push_back({s32(x.value), w.mask});
                     goes_on = false;
                 } else {
-                    s.at = static_cast<s32>(x.value);
+                    s.at = s32(x.value);
                 }
                 break;
             case RETURN:
@@ -90,7 +89,8 @@ static void run(Warp &w) {
             }
         }
     }
-    if (!w.product_groups.empty() || !w.products.empty()) l.report("unfinished", 0, "a warp ends before its products");
+    if (!w.products.groups.empty() || !w.products.issued.empty())
+        l.report("unfinished", 0, "a warp ends before its products");
     w.ended = true;
 }
 
@@ -107,7 +107,7 @@ static void release(Block &b) {
     b.began = ++b.warps[0].launch->now;
 }
 
-static void start(Launch &l, Block &b) {
+static void start(Launch &l, Block &b, const u64 *params, s32 count) {
     b.warps.resize(l.warps);
     b.shared.resize(l.shared_bytes);
     if (l.options.check) b.cells.resize(l.shared_bytes / 2);
@@ -117,13 +117,13 @@ static void start(Launch &l, Block &b) {
         w.launch = &l, w.block = &b, w.id = id;
         w.registers.assign(LANES * static_cast<size_t>(p.slots), 0xdeadbeefu);
         if (l.options.check) w.pending.resize(p.slots), w.dirty.resize(p.slots);
-        for (size_t c = 0; c < p.constants.size(); c++)
-            for (int i = 0; i < LANES; i++) {
-                if (p.constant_wide[c])
-                    w.slot<u64>(p.constant_slots[c])[i] = p.constants[c];
-                else
-                    w.slot<u32>(p.constant_slots[c])[i] = static_cast<u32>(p.constants[c]);
-            }
+        for (s32 c = 0; c < s32(p.constants.size()); c++) {
+            const u64 value = c < count ? params[c] : p.constants[c];
+            if (p.constant_wide[c])
+                std::fill_n(w.slot<u64>(p.constant_slots[c]), LANES, value);
+            else
+                std::fill_n(w.slot<u32>(p.constant_slots[c]), LANES, u32(value));
+        }
     }
 }
 
@@ -134,14 +134,18 @@ static void run_block(Launch &l, Block &b, std::vector<s32> &order) {
     for (Warp &w : b.warps) {
         w.strands = {{0, ALL}};
         w.ended = w.waits = false;
-        w.copies.clear(), w.copy_groups.clear(), w.products.clear(), w.product_groups.clear();
+        w.copies = {}, w.products = {};
         std::fill(w.pending.begin(), w.pending.end(), 0), std::fill(w.dirty.begin(), w.dirty.end(), 0);
         std::fill(w.fenced, w.fenced + MOST_WARPS, 0);
         w.pending_count = 0;
+        for (u32 i = 0; i < LANES; i++) {  // the special registers, as decode.py's SPECIAL
+            const u32 values[] = {LANES * w.id + i, 0, 0, b.index[0], b.index[1], b.index[2], u32(LANES * l.warps), 1, 1,
+                                  l.grid[0], l.grid[1], l.grid[2], i, u32(w.id)};
+            for (int k = 0; k < 14; k++) w.slot<u32>(k)[i] = values[k];
+        }
     }
     while (!std::all_of(b.warps.begin(), b.warps.end(), [](Warp &w) { return w.ended; })) {
-        if (l.options.order == 2)
-            for (size_t i = order.size() - 1; i > 0; i--) std::swap(order[i], order[l.draw() % (i + 1)]);
+        if (l.options.order == 2) std::shuffle(order.begin(), order.end(), l.random);
         for (s32 i : order) {
             if (Warp &w = b.warps[i]; !w.ended && !w.waits) run(w);
             if (l.stopped) return;
@@ -161,19 +165,18 @@ int emulator_operation(const char *name, char *sizes, int length) {
 }
 
 // Keeps a program for launches; it is never freed, as Triton keeps kernels.
-Program *emulator_program(const Instruction *code, s32 instructions, const s32 *pool, s32 pooled, const u64 *constants,
-                          const s32 *constant_slots, const s32 *constant_wide, s32 count, s32 slots) {
+Program *emulator_program(const Instruction *code, const s32 *pool, const u64 *constants, const s32 *constant_slots,
+                          const s32 *constant_wide, s32 instructions, s32 pooled, s32 count, s32 slots) {
     return new Program{{code, code + instructions}, {pool, pool + pooled}, {constant_slots, constant_slots + count},
                        {constant_wide, constant_wide + count}, {constants, constants + count}, slots};
 }
 
-// Runs a grid. Returns how many kinds of reports there are; their lines "kind, PTX line, text, times" go to `text`.
-int emulator_launch(const Program *program, const u32 *grid, s32 warps, u32 shared, const u8 *params, const u64 *ranges,
-                    s32 tensors, const Options *options, u64 seed, char *text, s32 length, u64 *executed) {
+// Runs a grid. Reports, a line "kind, PTX line, text, times" each, go to `text`. params: the first constants.
+void emulator_launch(const Program *program, const u32 *grid, s32 warps, u32 shared, const u64 *params, s32 count,
+                     const u64 *ranges, s32 tensors, const Options *options, char *text, s32 length) {
     Launch l{};
-    l.program = program, l.options = *options, l.warps = warps, l.params = params;
+    l.program = program, l.options = *options, l.warps = warps;
     l.shared_bytes = (shared + 15) / 16 * 16;
-    l.now = 1, l.random ^= seed * 0x9e3779b97f4a7c15ull;
     std::copy(grid, grid + 3, l.grid);
     for (s32 i = 0; i < tensors; i++) {
         l.ranges.push_back({ranges[2 * i], ranges[2 * i + 1]});
@@ -181,17 +184,13 @@ int emulator_launch(const Program *program, const u32 *grid, s32 warps, u32 shar
     }
     std::vector<s32> order(warps);
     for (s32 i = 0; i < warps; i++) order[i] = options->order == 1 ? warps - 1 - i : i;
-    roughly = options->rough ? &l : nullptr;
     Block b{};
-    start(l, b);
+    start(l, b, params, count);
     for (b.index[2] = 0; b.index[2] < grid[2]; b.index[2]++)
         for (b.index[1] = 0; b.index[1] < grid[1]; b.index[1]++)
             for (b.index[0] = 0; b.index[0] < grid[0] && !l.stopped; b.index[0]++) run_block(l, b, order);
-    roughly = nullptr;
     std::string all;
     for (auto &[key, entry] : l.reports) all += entry.text + "\t" + std::to_string(entry.count) + "\n";
     snprintf(text, length, "%s", all.c_str());
-    *executed = l.executed;
-    return static_cast<int>(l.reports.size());
 }
 }

@@ -9,6 +9,7 @@
 #include <deque>
 #include <limits>
 #include <map>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -50,7 +51,6 @@ struct Options {
     s32 late_products;  // wgmma multiplies when it is waited for, else when it is issued
     s32 order;          // of warps: 0 ascending, 1 descending, 2 shuffled
     s32 quantum;        // instructions before a warp yields; 0: until it waits
-    s32 rough;          // sums of products as tensor cores make them, approximations off by a last digit
 };
 
 // What two bytes of shared memory, or of a tensor, remember. Times are counted by Launch::now.
@@ -75,6 +75,20 @@ struct Product {
     u32 issued;  // when
 };
 
+// Asynchronous work of a warp: issued, then committed in groups, which are waited for in their order.
+template <class T> struct Queue {
+    std::vector<T> issued;
+    std::deque<std::vector<T>> groups;
+    void commit() {
+        groups.push_back(std::move(issued));
+        issued.clear();
+    }
+    template <class F> void wait(s64 left, F finish) {
+        for (; s64(groups.size()) > left; groups.pop_front())
+            for (const T &work : groups.front()) finish(work);
+    }
+};
+
 // Lanes that stand at the same instruction.
 struct Strand {
     s32 at;
@@ -92,10 +106,8 @@ struct Warp {
     std::vector<u32> registers;   // a slot has 32 words; registers of 64 bits have two slots
     std::vector<Strand> strands;  // the last one runs
     bool ended, waits;            // waits: at a barrier
-    std::vector<Copy> copies;     // issued; then committed in groups
-    std::deque<std::vector<Copy>> copy_groups;
-    std::vector<Product> products;
-    std::deque<std::vector<Product>> product_groups;
+    Queue<Copy> copies;
+    Queue<Product> products;
     std::vector<u8> pending, dirty;  // registers that products will write; those written since wgmma.fence
     s32 pending_count;
     u32 fenced[MOST_WARPS];  // until when the writes of each warp are known to this one's tensor core
@@ -106,7 +118,7 @@ struct Warp {
     u32 lanes_where(s32 predicate) {
         const s32 *p = slot<s32>(predicate);
         u32 bits = 0;
-        for (int i = 0; i < LANES; i++) bits |= static_cast<u32>(p[i] & 1) << i;
+        for (int i = 0; i < LANES; i++) bits |= u32(p[i] & 1) << i;
         return bits;
     }
     bool has(int lane) const { return mask >> lane & 1; }
@@ -125,7 +137,6 @@ struct Report {
     std::string text;
     s64 count = 0;
 };
-
 struct Range {
     u64 begin, end;
 };
@@ -135,14 +146,13 @@ struct Launch {
     Options options;
     u32 grid[3], shared_bytes;
     s32 warps;
-    const u8 *params;
     std::vector<Range> ranges;             // of the tensors
     std::vector<std::vector<Cell>> cells;  // of each
     std::map<std::string, Report> reports;
     u32 now = 1;
-    u64 executed = 0, random = 88172645463325252ull;
+    std::minstd_rand random;
     bool stopped = false;
-    size_t last_range = 0;
+    s32 last_range = 0;
 
     // Reports a kind of fault once for each line, and counts it.
     __attribute__((format(printf, 4, 5))) void report(const char *kind, s32 line, const char *format, ...) {
@@ -154,11 +164,5 @@ struct Launch {
         vsnprintf(text, sizeof text, format, values);
         va_end(values);
         entry.text = std::string(kind) + "\t" + std::to_string(line) + "\t" + text;
-    }
-    u64 draw() {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        return random;
     }
 };

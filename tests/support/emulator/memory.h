@@ -58,37 +58,37 @@ static void note_shared(Warp &w, u32 offset, u32 bytes, Access access, s32 line,
     }
 }
 
-// Notes an access of the tensor that is argument `range` of the launch.
+// Notes an access of the tensor that is the launch's pointer number `range`.
 static void note_tensor(Warp &w, s32 range, u64 address, u32 bytes, s32 line, const u8 *data) {
     Launch &l = *w.launch;
     const u64 start = address - l.ranges[range].begin;
     const s32 block = w.block->number;
     const bool write = data != nullptr;
+    const char *does = write ? "writes" : "reads";
     for (u64 k = start / 2; k <= (start + bytes - 1) / 2; k++) {
         Cell &c = l.cells[range][k];
         const u8 *there = reinterpret_cast<const u8 *>(l.ranges[range].begin + 2 * k);
         const bool same = write && c.writing != -1 && !memcmp(there, data + (2 * k - start), bytes < 2 ? 1 : 2);
-        const s32 second = c.writing != -1 && c.writing != block ? c.writing : c.reading;
-        if ((c.writing != -1 && c.writing != block) || (write && !same && c.reading != -1 && c.reading != block))
-            l.report(same ? "two programs write the same" : "race of programs", line,
-                     "argument %d, byte %llu: program %d %s it, %d too", range, 2ull * k, block,
-                     write ? "writes" : "reads", second);
+        auto foreign = [&](s32 number) { return number != -1 && number != block; };
+        if (foreign(c.writing) || (write && !same && foreign(c.reading)))
+            l.report("race of programs", line, "tensor %d, byte %llu: program %d %s it, %d too", range, 2ull * k, block,
+                     does, foreign(c.writing) ? c.writing : c.reading);
         if (const s32 other = touch(w, c, write, same); other >= 0)
-            l.report("race in a tensor", line,
-                     "argument %d, byte %llu: warp %d %s it, warp %d too, and no barrier is between", range,
-                     2ull * k, w.id, write ? "writes" : "reads", other);
+            l.report("race in a tensor", line, "tensor %d, byte %llu: warp %d %s it, warp %d too, no barrier between",
+                     range, 2ull * k, w.id, does, other);
         if (write)
             c.writing = block;
         else
-            c.reading = c.reading == -1 || c.reading == block ? block : -2;
+            c.reading = foreign(c.reading) ? -2 : block;
     }
 }
 
 static s32 range_of(Launch &l, u64 address, u32 bytes) {
-    auto holds = [&](const Range &r) { return address >= r.begin && address + bytes <= r.end; };
-    if (l.last_range < l.ranges.size() && holds(l.ranges[l.last_range])) return static_cast<s32>(l.last_range);
-    for (size_t i = 0; i < l.ranges.size(); i++)
-        if (holds(l.ranges[i])) return static_cast<s32>(l.last_range = i);
+    auto holds = [&](s32 i) { return address >= l.ranges[i].begin && address + bytes <= l.ranges[i].end; };
+    const s32 count = s32(l.ranges.size());
+    if (l.last_range < count && holds(l.last_range)) return l.last_range;
+    for (s32 i = 0; i < count; i++)
+        if (holds(i)) return l.last_range = i;
     return -1;
 }
 
@@ -102,13 +102,12 @@ static u8 *tensor_bytes(Warp &w, u64 address, u32 bytes, const u8 *data, s32 lin
     }
     const s32 range = range_of(l, address, bytes);
     if (range < 0) {
-        size_t nearest = 0;
         auto distance = [&](const Range &r) { return address < r.begin ? r.begin - address : address - r.end; };
-        for (size_t i = 1; i < l.ranges.size(); i++)
-            if (distance(l.ranges[i]) < distance(l.ranges[nearest])) nearest = i;
-        const Range r = l.ranges.empty() ? Range{0, 0} : l.ranges[nearest];
-        l.report("out of bounds", line, "%s %u bytes, %llu bytes %s argument %zu", does, bytes, 0ull + distance(r),
-                 address < r.begin ? "before" : "past the end of", nearest);
+        const auto nearest = std::min_element(l.ranges.begin(), l.ranges.end(), [&](const Range &a, const Range &b) {
+            return distance(a) < distance(b);
+        });
+        l.report("out of bounds", line, "%s %u bytes, %llu bytes %s tensor %td", does, bytes, 0ull + distance(*nearest),
+                 address < nearest->begin ? "before" : "past the end of", nearest - l.ranges.begin());
         return nullptr;
     }
     if (l.options.check) note_tensor(w, range, address, bytes, line, data);
@@ -124,7 +123,7 @@ static bool lies_in_shared(Warp &w, u32 address, u32 bytes, s32 line) {
     }
     if (address < WINDOW || address - WINDOW + bytes > l.shared_bytes) {
         l.report("out of bounds", line, "%u bytes at %d of %u of shared memory", bytes,
-                 static_cast<s32>(address - WINDOW), l.shared_bytes);
+                 s32(address - WINDOW), l.shared_bytes);
         return false;
     }
     return true;
@@ -139,60 +138,33 @@ static u8 *shared_bytes(Warp &w, u32 address, u32 bytes, const u8 *data, s32 lin
     return &w.block->shared[offset];
 }
 
-// Loads and stores: args[0] the address, [1] bytes of an element, [2] whether its sign is extended, [3] whether
-// registers have 64 bits; list: the registers; value: what is added to the address.
-static u64 extend(u64 value, u32 bytes, bool sign) {
-    const u32 unused = 64 - 8 * bytes;
-    return sign ? static_cast<u64>(static_cast<s64>(value << unused) >> unused) : value;
-}
-
-static void fill(Warp &w, const Instruction &x, int lane, const u8 *from) {
-    const s32 *list = w.launch->program->pool.data() + x.list;
-    const u32 bytes = x.args[1];
-    for (int j = 0; j < x.count; j++) {
-        u64 value = 0;
-        if (from)
-            memcpy(&value, from + j * bytes, bytes);
-        else
-            value = ~0ull;
-        value = extend(value, bytes, x.args[2]);
-        if (list[j] < 0) continue;
-        if (x.args[3])
-            w.slot<u64>(list[j])[lane] = value;
-        else
-            w.slot<u32>(list[j])[lane] = static_cast<u32>(value);
-    }
-}
-
+// Loads and stores: args[0] the address, [1] bytes of an element; list: the registers; value: added to the address.
 template <bool SHARED> static u8 *find(Warp &w, const Instruction &x, int lane, const u8 *data) {
     const u32 bytes = x.args[1] * x.count;
     if (SHARED)
-        return shared_bytes(w, w.slot<u32>(x.args[0])[lane] + static_cast<u32>(x.value), bytes, data, x.line);
+        return shared_bytes(w, w.slot<u32>(x.args[0])[lane] + u32(x.value), bytes, data, x.line);
     return tensor_bytes(w, w.slot<u64>(x.args[0])[lane] + x.value, bytes, data, x.line);
 }
 
-template <bool SHARED> static void load(Warp &w, const Instruction &x) {
-    for (int i = 0; i < LANES; i++)
-        if (w.has(i)) fill(w, x, i, find<SHARED>(w, x, i, nullptr));
+// Where a lane of a register lies that holds `bytes`
+static void *place_of_lane(Warp &w, s32 slot, u32 bytes, int lane) {
+    return bytes == 8 ? static_cast<void *>(w.slot<u64>(slot) + lane) : w.slot<u32>(slot) + lane;
 }
 
-static void load_parameter(Warp &w, const Instruction &x) {
-    for (int i = 0; i < LANES; i++)
-        if (w.has(i)) fill(w, x, i, w.launch->params + x.value);
-}
-
-template <bool SHARED> static void store(Warp &w, const Instruction &x) {
+template <bool SHARED, bool STORES> static void access(Warp &w, const Instruction &x) {
     const s32 *list = w.launch->program->pool.data() + x.list;
     const u32 bytes = x.args[1];
+    u8 data[32];
     for (int i = 0; i < LANES; i++) {
         if (!w.has(i)) continue;
-        u8 data[32];
-        for (int j = 0; j < x.count; j++) {
-            const void *from = w.slot<u32>(list[j]) + i;
-            if (bytes == 8) from = w.slot<u64>(list[j]) + i;
-            memcpy(data + j * bytes, from, bytes);
+        for (int j = 0; STORES && j < x.count; j++) memcpy(data + j * bytes, place_of_lane(w, list[j], bytes, i), bytes);
+        u8 *there = find<SHARED>(w, x, i, STORES ? data : nullptr);
+        if (STORES && there) memcpy(there, data, bytes * x.count);
+        for (int j = 0; !STORES && j < x.count; j++) {
+            u64 value = there ? 0 : ~0ull;
+            if (there) memcpy(&value, there + j * bytes, bytes);
+            if (list[j] >= 0) memcpy(place_of_lane(w, list[j], bytes, i), &value, std::max(bytes, 4u));
         }
-        if (u8 *to = find<SHARED>(w, x, i, data)) memcpy(to, data, bytes * x.count);
     }
 }
 
@@ -204,11 +176,9 @@ static void mark_copying(Warp &w, const Copy &c, s32 warp) {
 
 static void move(Warp &w, const Copy &c) {
     u8 *to = &w.block->shared[c.to - WINDOW];
-    const u8 *from = c.zeros ? nullptr : tensor_bytes(w, c.from, c.bytes, nullptr, c.line);
-    if (from)
-        memcpy(to, from, c.bytes);
-    else
-        memset(to, c.zeros ? 0 : 0xff, c.bytes);
+    memset(to, c.zeros ? 0 : 0xff, c.bytes);
+    if (c.zeros) return;
+    if (const u8 *from = tensor_bytes(w, c.from, c.bytes, nullptr, c.line)) memcpy(to, from, c.bytes);
 }
 
 // args[0] to, [1] from, [2] bytes that are read, or none; [3], [4] are added to the addresses; value: bytes. Nobody
@@ -217,7 +187,7 @@ static void cp_async(Warp &w, const Instruction &x) {
     Launch &l = *w.launch;
     for (int i = 0; i < LANES; i++) {
         if (!w.has(i)) continue;
-        const u32 bytes = static_cast<u32>(x.value), given = x.args[2] < 0 ? bytes : w.slot<u32>(x.args[2])[i];
+        const u32 bytes = u32(x.value), given = x.args[2] < 0 ? bytes : w.slot<u32>(x.args[2])[i];
         if (given && given != bytes) l.report("unsupported", x.line, "a copy of %u of %u bytes", given, bytes);
         const Copy c = {w.slot<u32>(x.args[0])[i] + x.args[3], w.slot<u64>(x.args[1])[i] + x.args[4], bytes, !given,
                         x.line};
@@ -228,27 +198,20 @@ static void cp_async(Warp &w, const Instruction &x) {
             if (given && l.options.late_copies) tensor_bytes(w, c.from, bytes, nullptr, x.line);
         }
         if (!l.options.late_copies) move(w, c);
-        w.copies.push_back(c);
+        w.copies.issued.push_back(c);
     }
 }
 
-static void cp_async_commit(Warp &w, const Instruction &) {
-    w.copy_groups.push_back(std::move(w.copies));
-    w.copies.clear();
-}
+static void cp_async_commit(Warp &w, const Instruction &) { w.copies.commit(); }
 
 // value: groups that may stay under way; -1: none, and what is not committed either
 static void cp_async_wait(Warp &w, const Instruction &x) {
-    const Options &options = w.launch->options;
-    if (x.value < 0) cp_async_commit(w, x);
-    while (static_cast<s64>(w.copy_groups.size()) > std::max<s64>(x.value, 0)) {
-        for (const Copy &c : w.copy_groups.front()) {
-            if (options.check) {
-                mark_copying(w, c, -1);
-                note_shared(w, c.to - WINDOW, c.bytes, Access::write, c.line);
-            }
-            if (options.late_copies) move(w, c);
+    if (x.value < 0) w.copies.commit();
+    w.copies.wait(std::max<s64>(x.value, 0), [&](const Copy &c) {
+        if (w.launch->options.check) {
+            mark_copying(w, c, -1);
+            note_shared(w, c.to - WINDOW, c.bytes, Access::write, c.line);
         }
-        w.copy_groups.pop_front();
-    }
+        if (w.launch->options.late_copies) move(w, c);
+    });
 }

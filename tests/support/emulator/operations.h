@@ -3,13 +3,11 @@
 // Names are those of PTX without what changes nothing here: `rn`, the rounding that is always meant, and the
 // signedness where it does not matter stands for both.
 #pragma once
-#include <functional>
+#include <sstream>
 #include <tuple>
 #include <utility>
 
 #include "products.h"
-
-#define RARELY __attribute__((noinline, cold))  // saves the compiler minutes
 
 struct Operation {
     void (*run)(Warp &, const Instruction &);
@@ -19,23 +17,14 @@ static std::vector<Operation> table;
 static std::map<std::string, s32> numbers;
 static const char *type = "";  // stands for # in names
 
-// Adds an operation under several names, separated by blanks. It is not inlined: that would take the compiler long.
+// Adds an operation under several names, separated by blanks. Where it is inlined, the compiler takes minutes.
 __attribute__((noinline, cold)) static void add(const char *names, void (*run)(Warp &, const Instruction &),
                                                 std::initializer_list<size_t> sizes = {}) {
     Operation operation{run, ""};
     for (size_t size : sizes) operation.sizes += std::to_string(size);
-    std::string name;
-    for (const char *c = names;; c++) {
-        if (*c == '#') {
-            name += type;
-        } else if (*c && *c != ' ') {
-            name += *c;
-        } else {
-            numbers[name] = static_cast<s32>(table.size());
-            name.clear();
-            if (!*c) break;
-        }
-    }
+    std::istringstream words(names);
+    for (std::string name; words >> name; numbers[name] = s32(table.size()))
+        if (const size_t at = name.find('#'); at != name.npos) name.replace(at, 1, type);
     table.push_back(operation);
 }
 
@@ -53,10 +42,7 @@ template <class T> static void put(Words<T> *slot, int lane, T x) {
 }
 template <class Word> static void keep(Warp &w, s32 slot, const Word *results) {
     Word *d = w.slot<Word>(slot);
-    if (w.mask == ALL) {
-        memcpy(d, results, LANES * sizeof(Word));
-        return;
-    }
+    if (w.mask == ALL) return void(memcpy(d, results, LANES * sizeof(Word)));
     for (int i = 0; i < LANES; i++)
         if (w.has(i)) d[i] = results[i];
 }
@@ -84,35 +70,31 @@ template <class F> static void lanes(const char *names, F) { Lanes<F, decltype(&
 template <class U, class S, class Wide> static void integers() {
     constexpr u32 BITS = 8 * sizeof(U);
     typedef std::make_signed_t<Wide> SignedWide;
-    lanes("add.u# add.s# add.b#", [](U a, U b) { return static_cast<U>(a + b); });
-    lanes("sub.u# sub.s# sub.b#", [](U a, U b) { return static_cast<U>(a - b); });
-    lanes("mul.lo.u# mul.lo.s# mul.lo.b#", [](U a, U b) { return static_cast<U>(static_cast<u64>(a) * b); });
-    lanes("mad.lo.u# mad.lo.s# mad.lo.b#", [](U a, U b, U c) { return static_cast<U>(static_cast<u64>(a) * b + c); });
-    lanes("mul.hi.u#", [](U a, U b) { return static_cast<U>(static_cast<__uint128_t>(a) * b >> BITS); });
-    lanes("mul.hi.s#", [](S a, S b) { return static_cast<S>(static_cast<__int128_t>(a) * b >> BITS); });
-    lanes("mul.wide.u#", [](U a, U b) { return static_cast<Wide>(a) * b; });
-    lanes("mul.wide.s#", [](S a, S b) { return static_cast<SignedWide>(a) * b; });
-    lanes("mad.wide.u#", [](U a, U b, Wide c) { return static_cast<Wide>(a) * b + c; });
-    lanes("mad.wide.s#", [](S a, S b, SignedWide c) { return static_cast<SignedWide>(a) * b + c; });
-    lanes("and.b#", [](U a, U b) { return static_cast<U>(a & b); });
-    lanes("or.b#", [](U a, U b) { return static_cast<U>(a | b); });
-    lanes("xor.b#", [](U a, U b) { return static_cast<U>(a ^ b); });
-    lanes("not.b#", [](U a) { return static_cast<U>(~a); });
-    lanes("neg.s#", [](U a) { return static_cast<U>(0 - a); });
-    lanes("abs.s#", [](S a) { return static_cast<S>(a < 0 ? -a : a); });
+    lanes("add.u# add.s# add.b#", [](U a, U b) { return U(a + b); });
+    lanes("sub.u# sub.s# sub.b#", [](U a, U b) { return U(a - b); });
+    lanes("mul.lo.u# mul.lo.s# mul.lo.b#", [](U a, U b) { return U(u64(a) * b); });
+    lanes("mad.lo.u# mad.lo.s# mad.lo.b#", [](U a, U b, U c) { return U(u64(a) * b + c); });
+    lanes("mul.hi.u#", [](U a, U b) { return U(static_cast<__uint128_t>(a) * b >> BITS); });
+    lanes("mul.wide.u#", [](U a, U b) { return Wide(a) * b; });
+    lanes("mul.wide.s#", [](S a, S b) { return SignedWide(a) * b; });
+    lanes("mad.wide.u#", [](U a, U b, Wide c) { return Wide(a) * b + c; });
+    lanes("mad.wide.s#", [](S a, S b, SignedWide c) { return SignedWide(a) * b + c; });
+    lanes("and.b#", [](U a, U b) { return U(a & b); });
+    lanes("or.b#", [](U a, U b) { return U(a | b); });
+    lanes("xor.b#", [](U a, U b) { return U(a ^ b); });
+    lanes("not.b#", [](U a) { return U(~a); });
+    lanes("neg.s#", [](U a) { return U(0 - a); });
     lanes("min.u#", [](U a, U b) { return std::min(a, b); });
     lanes("max.u#", [](U a, U b) { return std::max(a, b); });
     lanes("min.s#", [](S a, S b) { return std::min(a, b); });
     lanes("max.s#", [](S a, S b) { return std::max(a, b); });
-    lanes("shl.b#", [](U a, u32 b) { return static_cast<U>(b < BITS ? a << b : 0); });
-    lanes("shr.u# shr.b#", [](U a, u32 b) { return static_cast<U>(b < BITS ? a >> b : 0); });
-    lanes("shr.s#", [](S a, u32 b) { return static_cast<S>(a >> std::min<u32>(b, 8 * sizeof(U) - 1)); });
-    lanes("div.u#", [](U a, U b) { return static_cast<U>(b ? a / b : -1); });
-    lanes("rem.u#", [](U a, U b) { return static_cast<U>(b ? a % b : a); });
-    lanes("div.s#", [](S a, S b) { return static_cast<S>(b == 0 ? -1 : b == -1 ? 0 - static_cast<U>(a) : a / b); });
-    lanes("rem.s#", [](S a, S b) { return static_cast<S>(b == 0 ? a : b == -1 ? 0 : a % b); });
-    lanes("mov.u# mov.s# mov.b#", [](U a) { return a; });
-    lanes("selp.u# selp.s# selp.b#", [](U a, U b, Predicate c) { return c ? a : b; });
+    lanes("shl.b#", [](U a, u32 b) { return U(b < BITS ? a << b : 0); });
+    lanes("shr.u# shr.b#", [](U a, u32 b) { return U(b < BITS ? a >> b : 0); });
+    lanes("shr.s#", [](S a, u32 b) { return S(a >> std::min<u32>(b, 8 * sizeof(U) - 1)); });
+    lanes("div.s#", [](S a, S b) { return S(b == 0 ? -1 : b == -1 ? 0 - U(a) : a / b); });
+    lanes("rem.s#", [](S a, S b) { return S(b == 0 ? a : b == -1 ? 0 : a % b); });
+    lanes("mov.u# mov.s# mov.b# mov.f#", [](U a) { return a; });
+    lanes("selp.u# selp.s# selp.b# selp.f#", [](U a, U b, Predicate c) { return c ? a : b; });
     lanes("setp.eq.u# setp.eq.s# setp.eq.b#", [](U a, U b) { return Predicate(a == b); });
     lanes("setp.ne.u# setp.ne.s# setp.ne.b#", [](U a, U b) { return Predicate(a != b); });
     lanes("setp.lt.u#", [](U a, U b) { return Predicate(a < b); });
@@ -127,35 +109,26 @@ template <class U, class S, class Wide> static void integers() {
 
 template <class U, class S> static void bit_fields() {
     constexpr u32 BITS = 8 * sizeof(U);
-    auto low = [](U a, u32 count) { return count < BITS ? static_cast<U>(a & ((U(1) << count) - 1)) : a; };
+    auto low = [](U a, u32 count) { return count < BITS ? U(a & ((U(1) << count) - 1)) : a; };
     lanes("bfe.u#", [low](U a, u32 first, u32 count) {
         return (first & 255) < BITS ? low(a >> (first & 255), count & 255) : 0;
     });
     lanes("bfe.s#", [](S a, u32 first, u32 count) {
         const u32 from = first & 255, end = std::min<u32>(8 * sizeof(U), from + (count & 255));
         if (!(count & 255)) return S(0);
-        if (from >= BITS) return static_cast<S>(a < 0 ? -1 : 0);
-        return static_cast<S>(static_cast<S>(static_cast<U>(a) << (BITS - end)) >> (BITS - end + from));
+        if (from >= BITS) return S(a < 0 ? -1 : 0);
+        return S(S(U(a) << (BITS - end)) >> (BITS - end + from));
     });
 }
 
 static void bits() {
     type = "32", bit_fields<u32, s32>();
     type = "64", bit_fields<u64, s64>();
-    lanes("popc.b32", [](u32 a) { return static_cast<u32>(__builtin_popcount(a)); });
-    lanes("clz.b32", [](u32 a) { return static_cast<u32>(a ? __builtin_clz(a) : 32); });
-    lanes("brev.b32", [](u32 a) {
-        u32 reversed = 0;
-        for (int i = 0; i < 32; i++) reversed |= (a >> i & 1) << (31 - i);
-        return reversed;
-    });
-    lanes("shf.l.wrap.b32", [](u32 a, u32 b, u32 c) { return c & 31 ? b << (c & 31) | a >> (32 - (c & 31)) : b; });
-    lanes("shf.r.wrap.b32", [](u32 a, u32 b, u32 c) { return c & 31 ? b << (32 - (c & 31)) | a >> (c & 31) : a; });
     lanes("prmt.b32", [](u32 a, u32 b, u32 which) {
-        const u64 all = static_cast<u64>(b) << 32 | a;
+        const u64 all = u64(b) << 32 | a;
         u32 picked = 0;
         for (int i = 0; i < 4; i++) {
-            const u32 from = which >> (4 * i) & 15, byte = static_cast<u32>(all >> (8 * (from & 7))) & 255;
+            const u32 from = which >> (4 * i) & 15, byte = u32(all >> (8 * (from & 7))) & 255;
             picked |= (from & 8 ? (byte & 128 ? 255 : 0) : byte) << (8 * i);
         }
         return picked;
@@ -166,12 +139,17 @@ static void bits() {
             if (truth >> i & 1) result |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
         return result;
     });
+    // whole registers and their parts
+    lanes("pack.2.b32", [](u16 a, u16 b) { return a | u32(b) << 16; });
+    lanes("pack.2.b64", [](u32 a, u32 b) { return a | u64(b) << 32; });
+    lanes("pack.4.b64", [](u16 a, u16 b, u16 c, u16 d) { return u64(a) | u64(b) << 16 | u64(c) << 32 | u64(d) << 48; });
+    lanes("part.2.b32", [](u32 a, u32 place) { return u16(a >> (16 * place)); });
+    lanes("part.2.b64", [](u64 a, u32 place) { return u32(a >> (32 * place)); });
+    lanes("part.4.b64", [](u64 a, u32 place) { return u16(a >> (16 * place)); });
     lanes("and.pred", [](Predicate a, Predicate b) { return Predicate(a && b); });
     lanes("or.pred", [](Predicate a, Predicate b) { return Predicate(a || b); });
-    lanes("xor.pred", [](Predicate a, Predicate b) { return Predicate(a != b); });
     lanes("not.pred", [](Predicate a) { return Predicate(!a); });
     lanes("mov.pred", [](Predicate a) { return Predicate(a != 0); });
-    lanes("selp.pred", [](Predicate a, Predicate b, Predicate c) { return c ? a : b; });
 }
 
 // ---- floats
@@ -197,13 +175,7 @@ template <class T> static void floats() {
 
 static void float32() {
     typedef float T;
-    lanes("mov.f32", [](u32 a) { return a; });
-    lanes("selp.f32", [](u32 a, u32 b, Predicate c) { return c ? a : b; });
     lanes("div.f32", [](T a, T b) { return a / b; });
-    lanes("rcp.f32", [](T a) { return 1.0f / a; });
-    lanes("sqrt.f32", [](T a) { return std::sqrt(a); });
-    lanes("min.NaN.f32", [](T a, T b) { return a != a || b != b ? NAN : std::fmin(a, b); });
-    lanes("max.NaN.f32", [](T a, T b) { return a != a || b != b ? NAN : std::fmax(a, b); });
     lanes("setp.eq.f32", [](T a, T b) { return Predicate(a == b); });
     lanes("setp.ne.f32", [](T a, T b) { return Predicate(a < b || a > b); });
     // also true where a number is missing
@@ -213,31 +185,19 @@ static void float32() {
     lanes("setp.leu.f32", [](T a, T b) { return Predicate(!(a > b)); });
     lanes("setp.gtu.f32", [](T a, T b) { return Predicate(!(a <= b)); });
     lanes("setp.geu.f32", [](T a, T b) { return Predicate(!(a < b)); });
-    lanes("setp.num.f32", [](T a, T b) { return Predicate(a == a && b == b); });
-    lanes("setp.nan.f32", [](T a, T b) { return Predicate(a != a || b != b); });
 }
 
 template <class T> static void approximations() {
-    lanes("div.full.# div.approx.#", [](T a, T b) { return T(approximate(double(a) / double(b))); });
-    lanes("ex2.approx.#", [](T a) { return T(approximate(std::exp2(double(a)))); });
-    lanes("lg2.approx.#", [](T a) { return T(approximate(std::log2(double(a)))); });
-    lanes("rsqrt.approx.#", [](T a) { return T(approximate(1 / std::sqrt(double(a)))); });
-    lanes("rcp.approx.#", [](T a) { return T(approximate(1 / double(a))); });
-    lanes("sqrt.approx.#", [](T a) { return T(approximate(std::sqrt(double(a)))); });
+    lanes("div.full.# div.approx.#", [](T a, T b) { return T(double(a) / double(b)); });
+    lanes("ex2.approx.#", [](T a) { return T(std::exp2(double(a))); });
+    lanes("rsqrt.approx.#", [](T a) { return T(1 / std::sqrt(double(a))); });
 }
 
-// 16-bit floats: a pair of them in a word, and to and from float32
+// 16-bit floats, pairs of them in a word, and to and from float32
 template <class T> static void halves() {
     typedef Pair<T> P;
     floats<T>();
     lanes("add.#x2", [](P a, P b) { return P{T(a.low + b.low), T(a.high + b.high)}; });
-    lanes("sub.#x2", [](P a, P b) { return P{T(a.low - b.low), T(a.high - b.high)}; });
-    lanes("mul.#x2", [](P a, P b) { return P{T(a.low * b.low), T(a.high * b.high)}; });
-    lanes("fma.#x2", [](P a, P b, P c) {
-        return P{T(fused(float(a.low), float(b.low), float(c.low))), T(fused(float(a.high), float(b.high), float(c.high)))};
-    });
-    lanes("neg.#x2", [](u32 a) { return a ^ 0x80008000u; });
-    lanes("abs.#x2", [](u32 a) { return a & 0x7fff7fffu; });
     lanes("cvt.f32.#", [](T a) { return float(a); });
     lanes("cvt.#.f32", [](float a) { return T(a); });
     lanes("cvt.#x2.f32", [](float high, float low) { return P{T(low), T(high)}; });
@@ -245,21 +205,12 @@ template <class T> static void halves() {
 
 // ---- conversions
 
-// To an integer, which an out-of-range number does not leave.
-template <class I> static I to_integer(double x) {
-    constexpr I least = std::numeric_limits<I>::min(), most = std::numeric_limits<I>::max();
-    if (x != x) return 0;
-    return x <= double(least) ? least : x >= double(most) ? most : static_cast<I>(x);
-}
-
 template <class From> static void conversions() {
-    lanes("cvt.u16.# cvt.s16.#", [](From a) { return static_cast<u16>(a); });
-    lanes("cvt.u32.# cvt.s32.#", [](From a) { return static_cast<u32>(a); });
-    lanes("cvt.u64.# cvt.s64.#", [](From a) { return static_cast<u64>(a); });
-    lanes("cvt.f32.#", [](From a) { return static_cast<float>(a); });
-    lanes("cvt.f64.#", [](From a) { return static_cast<double>(a); });
-    if constexpr (sizeof(From) >= 4)
-        lanes("cvt.rzi.#.f32", [](float a) { return to_integer<From>(a); });
+    lanes("cvt.u16.# cvt.s16.#", [](From a) { return u16(a); });
+    lanes("cvt.u32.# cvt.s32.#", [](From a) { return u32(a); });
+    lanes("cvt.u64.# cvt.s64.#", [](From a) { return u64(a); });
+    lanes("cvt.f32.#", [](From a) { return float(a); });
+    lanes("cvt.f64.#", [](From a) { return double(a); });
 }
 
 static void every_conversion() {
@@ -274,10 +225,6 @@ static void every_conversion() {
     lanes("cvt.f64.f32", [](float a) { return double(a); });
     lanes("cvt.f32.f64", [](double a) { return float(a); });
     lanes("cvt.rna.tf32.f32", [](float a) { return round_to_tf32(a); });
-    lanes("cvt.rmi.f32.f32", [](float a) { return std::floor(a); });
-    lanes("cvt.rpi.f32.f32", [](float a) { return std::ceil(a); });
-    lanes("cvt.rni.f32.f32", [](float a) { return std::nearbyint(a); });
-    lanes("cvt.rzi.f32.f32", [](float a) { return std::trunc(a); });
     lanes("cvta.to.global.u64 cvta.global.u64 cvta.to.shared.u64", [](u64 a) { return a; });
 }
 
@@ -297,41 +244,7 @@ static void shuffle(Warp &w, const Instruction &x) {
         if ((members & w.mask) != members)
             w.launch->report("divergent code", x.line, "a shuffle of lanes %08x by %08x", members, w.mask);
         w.slot<u32>(x.args[0])[i] = values[inside ? from & 31 : i];
-        if (x.args[5] >= 0) w.slot<s32>(x.args[5])[i] = -static_cast<s32>(inside);
-    }
-}
-
-// pack: list: the whole, its parts; unpack: the parts, the whole; args[0]: bytes of a part
-template <bool PACKS> static void pack(Warp &w, const Instruction &x) {
-    const s32 *list = w.launch->program->pool.data() + x.list, *parts = PACKS ? list + 1 : list;
-    const int bits = 8 * x.args[0], count = x.count - 1, whole = list[PACKS ? 0 : count];
-    const bool wide = bits * count == 64;
-    const u64 ones = (1ull << bits) - 1;
-    for (int i = 0; i < LANES; i++) {
-        if (!w.has(i)) continue;
-        u64 value = 0;
-        if (!PACKS) value = wide ? w.slot<u64>(whole)[i] : w.slot<u32>(whole)[i];
-        for (int j = 0; j < count; j++) {
-            if (PACKS)
-                value |= (w.slot<u32>(parts[j])[i] & ones) << (bits * j);
-            else if (parts[j] >= 0)
-                w.slot<u32>(parts[j])[i] = static_cast<u32>(value >> (bits * j) & ones);
-        }
-        if (PACKS && wide)
-            w.slot<u64>(whole)[i] = value;
-        else if (PACKS)
-            w.slot<u32>(whole)[i] = static_cast<u32>(value);
-    }
-}
-
-// value: 0 to 2 thread, 3 to 5 block, 6 to 8 threads of a block, 9 to 11 blocks, each x, y, z; 12 lane; 13 warp
-static void special(Warp &w, const Instruction &x) {
-    for (int i = 0; i < LANES; i++) {
-        if (!w.has(i)) continue;
-        const u32 *index = w.block->index, *grid = w.launch->grid, lane = i, warp = w.id;
-        const u32 values[] = {LANES * warp + lane, 0, 0, index[0], index[1], index[2], u32(LANES) * w.launch->warps,
-                              1, 1, grid[0], grid[1], grid[2], lane, warp};
-        w.slot<u32>(x.args[0])[i] = values[x.value];
+        if (x.args[5] >= 0) w.slot<s32>(x.args[5])[i] = -s32(inside);
     }
 }
 
@@ -347,18 +260,15 @@ static bool fill_table() {
     float32();
     type = "ftz.f32", floats<Flushed>();
     type = "f64", floats<double>();
-    lanes("mov.f64", [](u64 a) { return a; });
-    lanes("selp.f64", [](u64 a, u64 b, Predicate c) { return c ? a : b; });
     type = "f32", approximations<float>();
     type = "ftz.f32", approximations<Flushed>();
     type = "bf16", halves<bf16>();
     type = "f16", halves<half>();
     every_conversion();
-    add("ld.global", load<false>);
-    add("ld.shared", load<true>);
-    add("ld.param", load_parameter);
-    add("st.global", store<false>);
-    add("st.shared", store<true>);
+    add("ld.global", access<false, false>);
+    add("ld.shared", access<true, false>);
+    add("st.global", access<false, true>);
+    add("st.shared", access<true, true>);
     add("cp.async", cp_async);
     add("cp.async.commit_group", cp_async_commit);
     add("cp.async.wait_group", cp_async_wait);
@@ -371,9 +281,6 @@ static bool fill_table() {
     add("ldmatrix", move_matrices<true>);
     add("stmatrix", move_matrices<false>);
     add("shfl", shuffle);
-    add("pack", pack<true>);
-    add("unpack", pack<false>);
-    add("special", special);
     return true;
 }
 static const bool filled = fill_table();

@@ -6,14 +6,10 @@
 enum { BF16 = 0, F16 = 1, TF32 = 2 };  // as decode.py's PRODUCT_TYPES
 
 static float element(const u8 *p, int type) {
-    if (type == TF32) {
-        u32 b;
-        memcpy(&b, p, 4);
-        return tf32(b);
-    }
-    u16 b;
-    memcpy(&b, p, 2);
-    return type == BF16 ? static_cast<float>(bits_as<bf16>(b)) : static_cast<float>(bits_as<half>(b));
+    u32 b = 0;
+    memcpy(&b, p, type == TF32 ? 4 : 2);
+    if (type == TF32) return tf32(b);
+    return type == BF16 ? float(bits_as<bf16>(u16(b))) : float(bits_as<half>(u16(b)));
 }
 
 // An operand of wgmma in shared memory, as its descriptor says. Its rows are those of A or the columns of B.
@@ -26,7 +22,7 @@ struct Operand {
         : start((descriptor & 0x3fff) << 4), leading((descriptor >> 16 & 0x3fff) << 4),
           stride((descriptor >> 32 & 0x3fff) << 4), rows(rows), first(first), K(K), type(type),
           size(type == TF32 ? 4 : 2), transposed(transposed) {
-        const u32 mode = static_cast<u32>(descriptor >> 62);  // 0: no swizzle, 1: of 128 bytes, 2: 64, 3: 32
+        const u32 mode = u32(descriptor >> 62);  // 0: no swizzle, 1: of 128 bytes, 2: 64, 3: 32
         span = mode ? 256 >> mode : 16;
         swizzle = mode ? (8 >> (mode - 1)) - 1 : 0;
         if (!mode && transposed) std::swap(leading, stride);
@@ -45,10 +41,10 @@ struct Operand {
 };
 
 static Operand left(const Warp &w, const Product &p) {
-    return Operand(p.descriptors[0], 16 * (w.id % 4), 16, static_cast<int>(p.x->value), p.x->args[3], p.x->args[5] & 1);
+    return Operand(p.descriptors[0], 16 * (w.id % 4), 16, int(p.x->value), p.x->args[3], p.x->args[5] & 1);
 }
 static Operand right(const Product &p) {
-    return Operand(p.descriptors[1], 0, p.x->args[4], static_cast<int>(p.x->value), p.x->args[3], p.x->args[5] >> 1);
+    return Operand(p.descriptors[1], 0, p.x->args[4], int(p.x->value), p.x->args[3], p.x->args[5] >> 1);
 }
 
 static bool is_outside(const Warp &w, u32 place) {
@@ -66,14 +62,12 @@ static void gather(Warp &w, const Operand &x, float *out, int by_row, int by_k, 
     const int count = 16 / x.size, step = x.transposed ? by_row : by_k;
     x.visit([&](u32 place, int row, int k) {
         float *to = out + row * by_row + k * by_k;
-        if (is_outside(w, place)) {
-            w.launch->report("out of bounds", line, "wgmma reads byte %d of %u of shared memory",
-                             static_cast<s32>(place), w.launch->shared_bytes);
-            for (int e = 0; e < count; e++) to[e * step] = NAN;
-            return;
-        }
-        const u8 *from = &w.block->shared[place];
-        for (int e = 0; e < count; e++) to[e * step] = element(from + e * x.size, x.type);
+        const bool outside = is_outside(w, place);
+        if (outside)
+            w.launch->report("out of bounds", line, "wgmma reads byte %d of %u of shared memory", s32(place),
+                             w.launch->shared_bytes);
+        const u8 *from = &w.block->shared[outside ? 0 : place];
+        for (int e = 0; e < count; e++) to[e * step] = outside ? NAN : element(from + e * x.size, x.type);
     });
 }
 
@@ -81,15 +75,11 @@ static void gather(Warp &w, const Operand &x, float *out, int by_row, int by_k, 
 static void gather_registers(Warp &w, const s32 *list, int count, int K, int type, float *A) {
     for (int i = 0; i < LANES; i++)
         for (int a = 0; a < count; a++) {
-            const u32 v = w.slot<u32>(list[a])[i];
+            const u8 *bytes = reinterpret_cast<const u8 *>(w.slot<u32>(list[a]) + i);
             float *row = A + (i / 4 + (a & 1) * 8) * K;
-            if (type == TF32) {
-                row[i % 4 + (a >> 1) * 4] = tf32(v);
-                continue;
-            }
-            const u16 words[2] = {static_cast<u16>(v), static_cast<u16>(v >> 16)};
-            for (int e = 0; e < 2; e++)
-                row[i % 4 * 2 + (a >> 1) * 8 + e] = element(reinterpret_cast<const u8 *>(words + e), type);
+            if (type == TF32) row[i % 4 + a / 2 * 4] = element(bytes, type);
+            for (int e = 0; type != TF32 && e < 2; e++)
+                row[i % 4 * 2 + a / 2 * 8 + e] = element(bytes + 2 * e, type);
         }
 }
 
@@ -99,10 +89,10 @@ static int place_of(int j, int lane, int N) {
 }
 
 // wgmma: args[0], [1] registers of the descriptors of A and B, [0] < 0: A is in registers; [2] whether D is added to;
-// [3] type; [4] N; [5] A transposed | B transposed << 1; [6], [7] their signs; list: D's registers, A's; value: K
+// [3] type; [4] N; [5] A transposed | B transposed << 1; list: D's registers, A's; value: K
 static void multiply_now(Warp &w, const Product &p) {
     const Instruction &x = *p.x;
-    const int N = x.args[4], K = static_cast<int>(x.value), registers = N / 2;
+    const int N = x.args[4], K = int(x.value), registers = N / 2;
     const s32 *list = w.launch->program->pool.data() + x.list;
     static thread_local float A[16 * 16], B[16 * 256], D[16 * 256];
     if (x.args[0] >= 0)
@@ -110,11 +100,9 @@ static void multiply_now(Warp &w, const Product &p) {
     else
         gather_registers(w, list + registers, 4, K, x.args[3], A);
     gather(w, right(p), B, 1, N, x.line);
-    if (x.args[6] * x.args[7] < 0)
-        for (int i = 0; i < 16 * K; i++) A[i] = -A[i];
     for (int j = 0; j < registers; j++)
         for (int i = 0; i < LANES; i++) D[place_of(j, i, N)] = p.adds ? w.slot<float>(list[j])[i] : 0.0f;
-    multiply(*w.launch, D, A, B, 16, N, K);
+    multiply(D, A, B, 16, N, K);
     for (int j = 0; j < registers; j++)
         for (int i = 0; i < LANES; i++) w.slot<float>(list[j])[i] = D[place_of(j, i, N)];
 }
@@ -155,14 +143,11 @@ static void wgmma(Warp &w, const Instruction &x) {
     if (l.options.check) check_issue(w, p);
     l.now++;  // what is written from here on is written after the issue
     if (!l.options.late_products) multiply_now(w, p);
-    w.products.push_back(p);
+    w.products.issued.push_back(p);
     if (l.options.check) mark_pending(w, p);
 }
 
-static void wgmma_commit(Warp &w, const Instruction &) {
-    w.product_groups.push_back(std::move(w.products));
-    w.products.clear();
-}
+static void wgmma_commit(Warp &w, const Instruction &) { w.products.commit(); }
 
 // Nobody may have written to an operand since the product was issued: it may have been read until now.
 static void check_end(Warp &w, const Product &p, const Operand &x) {
@@ -182,20 +167,17 @@ static void check_end(Warp &w, const Product &p, const Operand &x) {
 
 static void wgmma_wait(Warp &w, const Instruction &x) {
     const Options &options = w.launch->options;
-    while (static_cast<s64>(w.product_groups.size()) > x.value) {
-        for (const Product &p : w.product_groups.front()) {
-            if (options.late_products) multiply_now(w, p);
-            if (options.check && p.x->args[0] >= 0) check_end(w, p, left(w, p));
-            if (options.check) check_end(w, p, right(p));
-        }
-        w.product_groups.pop_front();
-    }
+    w.products.wait(x.value, [&](const Product &p) {
+        if (options.late_products) multiply_now(w, p);
+        if (options.check && p.x->args[0] >= 0) check_end(w, p, left(w, p));
+        if (options.check) check_end(w, p, right(p));
+    });
     if (!options.check) return;
     std::fill(w.pending.begin(), w.pending.end(), 0);
     w.pending_count = 0;
-    for (auto &group : w.product_groups)
+    for (auto &group : w.products.groups)
         for (const Product &p : group) mark_pending(w, p);
-    for (const Product &p : w.products) mark_pending(w, p);
+    for (const Product &p : w.products.issued) mark_pending(w, p);
 }
 
 static void wgmma_fence(Warp &w, const Instruction &) { std::fill(w.dirty.begin(), w.dirty.end(), 0); }
@@ -208,7 +190,7 @@ static void fence_proxy(Warp &w, const Instruction &) {
 
 // mma: list: D (4 registers), A, B, C (4); args[0] type; value: K
 static void mma(Warp &w, const Instruction &x) {
-    const int K = static_cast<int>(x.value), type = x.args[0], of_A = type == TF32 ? K / 2 : K / 4, of_B = of_A / 2;
+    const int K = int(x.value), type = x.args[0], of_A = type == TF32 ? K / 2 : K / 4, of_B = of_A / 2;
     const s32 *list = w.launch->program->pool.data() + x.list, *b = list + 4 + of_A, *c = b + of_B;
     if (w.mask != ALL) w.launch->report("divergent code", x.line, "mma by lanes %08x", w.mask);
     float A[16 * 16], columns[16 * 16], B[16 * 8], D[16 * 8];
@@ -221,7 +203,7 @@ static void mma(Warp &w, const Instruction &x) {
         for (int n = 0; n < 8; n++) B[k * 8 + n] = columns[n * K + k];
     for (int j = 0; j < 4; j++)
         for (int i = 0; i < LANES; i++) D[place_of(j, i, 8)] = w.slot<float>(c[j])[i];
-    multiply(*w.launch, D, A, B, 16, 8, K);
+    multiply(D, A, B, 16, 8, K);
     for (int j = 0; j < 4; j++)
         for (int i = 0; i < LANES; i++) w.slot<float>(list[j])[i] = D[place_of(j, i, 8)];
 }
@@ -238,10 +220,10 @@ template <bool LOADS> static void move_matrices(Warp &w, const Instruction &x) {
             return x.args[1] ? matrix[column][row] : matrix[row][column];
         };
         if (!LOADS)
-            for (int i = 0; i < LANES; i++) at(i, 0) = static_cast<u16>(v[i]), at(i, 1) = static_cast<u16>(v[i] >> 16);
+            for (int i = 0; i < LANES; i++) at(i, 0) = u16(v[i]), at(i, 1) = u16(v[i] >> 16);
         for (int r = 0; r < 8; r++) {
             u8 *row = reinterpret_cast<u8 *>(matrix[r]);
-            const u32 address = w.slot<u32>(x.args[0])[8 * j + r] + static_cast<u32>(x.value);
+            const u32 address = w.slot<u32>(x.args[0])[8 * j + r] + u32(x.value);
             u8 *there = shared_bytes(w, address, 16, LOADS ? nullptr : row, x.line);
             if (LOADS && there)
                 memcpy(row, there, 16);
@@ -251,6 +233,6 @@ template <bool LOADS> static void move_matrices(Warp &w, const Instruction &x) {
                 memcpy(there, row, 16);
         }
         if (LOADS)
-            for (int i = 0; i < LANES; i++) v[i] = at(i, 0) | static_cast<u32>(at(i, 1)) << 16;
+            for (int i = 0; i < LANES; i++) v[i] = at(i, 0) | u32(at(i, 1)) << 16;
     }
 }
